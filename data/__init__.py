@@ -1,0 +1,27 @@
+"""Parallel text as batches of packed rows: numpy only, imports nothing of ours.
+
+corpora.load(name, source, target, split, directory=None, data_dir=None)
+    -> (source sentences, target sentences), two lists of str of equal length
+corpora.splits(name, source, target, directory=None, data_dir=None) -> list of str
+corpora.tokenized_references(name, target, split, directory=None, data_dir=None)
+    -> list of str; the publisher's lowercased, normalised, tokenised text (multi30k)
+
+tokenizer.load_or_train(folder, sources, targets, vocab_size, joint=True)
+    -> (source Tokenizer, target Tokenizer); the same object twice where joint
+tokenizer.load(folder) -> the same, of a finished run
+Tokenizer.encode(sentences) -> Sentences (each ends with eos)
+Tokenizer.decode(ids) -> str, Tokenizer.decode_many(list of ids) -> list of str
+Tokenizer.vocab_size
+
+packing.Sentences: tokens (int32, all sentences end to end), offsets; len(), [i]
+
+pipeline.Batches(source, target, *, batch_tokens, seed, max_length=None, rows=None)
+    source, target: Sentences. batches[step] -> dict of (B, S) and (B, T) int32
+    .steps_per_epoch, .fill (source share, target share), .shape (B, S, T)
+pipeline.training_batches(list of Batches, start_step=0)
+    -> iterator of dicts with the leading trial axis R; .close() ends its threads
+pipeline.evaluation_batches(source, target, *, batch_tokens)
+    -> list of dicts with R = 1; every pair once, the last batch padded
+
+Ids: pad 0, bos 1, eos 2, unk 3. Segments 1, 2, ..., 0 is padding; positions restart.
+"""
