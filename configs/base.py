@@ -1,0 +1,58 @@
+"""Every key, its default, its meaning and its unit; the experiments change some.
+
+Override any of them on the command line: --config.model.attention.num_heads=8
+"""
+
+import ml_collections
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The original Transformer, small, on the embedded number phrases."""
+    config = ml_collections.ConfigDict()
+    config.seed = 0  # of the initial values, the data order and dropout
+
+    config.data = data = ml_collections.ConfigDict()
+    data.name = "numbers"  # numbers, multi30k, text, or a TFDS translation set
+    data.source = "en"  # language translated from
+    data.target = "de"  # language translated into
+    data.directory = placeholder(str)  # folder of local files; None: download
+    data.vocab_size = 8000  # SentencePiece pieces, source and target joint
+    data.max_length = 128  # tokens; pairs with a longer side are left out
+    data.batch_tokens = 4096  # target tokens an update
+
+    config.model = model = ml_collections.ConfigDict()
+    model.width = 128  # D
+    model.num_encoder_layers = 2
+    model.num_decoder_layers = 2
+    model.mlp_dim = 256  # F
+    model.dropout = 0.1  # rate, after the embeddings and after each sublayer
+    model.positions = "sinusoidal"
+    model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
+    model.attention = attention = ml_collections.ConfigDict()
+    attention.num_heads = 4  # N
+    attention.num_kv_heads = placeholder(int)  # K; None: num_heads
+    attention.head_dim = placeholder(int)  # H; None: width / num_heads
+    attention.value_dim = placeholder(int)  # V; None: head_dim
+    attention.merge = "concat"  # from N head outputs to one, see attention/merge.py
+    attention.use_bias = True  # in the four projections
+    attention.implementation = placeholder(str)  # None: by platform and shape
+
+    config.optimizer = optimizer = ml_collections.ConfigDict()
+    optimizer.schedule = "inverse_sqrt"  # or "noam", "constant"
+    optimizer.learning_rate = 3e-3  # at its peak; with noam the factor before D^-0.5
+    optimizer.warmup_steps = 400  # updates
+    optimizer.beta1 = 0.9
+    optimizer.beta2 = 0.98
+    optimizer.epsilon = 1e-9
+    optimizer.weight_decay = 0.0  # decoupled, times the learning rate (AdamW)
+    optimizer.clip_norm = 1.0  # largest global norm of the gradient
+    optimizer.label_smoothing = 0.1  # share of probability spread over all pieces
+
+    config.train = train = ml_collections.ConfigDict()
+    train.num_steps = 1000  # updates
+    train.log_every_steps = 50
+    train.eval_every_steps = 250  # dev loss and dev BLEU
+    train.checkpoint_every_steps = 250
+    train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages
+    return config

@@ -1,0 +1,225 @@
+"""The parts of a Transformer: attention, feed-forward, dropout."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+import attention
+
+xavier = nnx.initializers.variance_scaling
+Dropout = tuple[Float[Array, ""] | float, Key[Array, ""]]  # rate, key
+
+
+def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
+    """Zero each element with probability rate, scale the rest by 1 / (1 - rate).
+
+    The rate is data, not part of the program, so that trials may differ in it. None
+    leaves x as it is. `index` tells the places of a layer apart.
+    """
+    if rate_and_key is None:
+        return x
+    rate, key = rate_and_key
+    keep = jax.random.bernoulli(jax.random.fold_in(key, index), 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0.0)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with free head shapes and a choice of merge rule.
+
+    Args:
+        width: D, the size of its input and output.
+        num_heads: N.
+        num_kv_heads: K, a divisor of N; None: N.
+        head_dim: H, the size of a query and a key; None: D / N.
+        value_dim: V, the size of a value; None: H.
+        merge: a name in `attention.MERGE_RULES`.
+        use_bias: in all four projections.
+        implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
+
+    Raises:
+        ValueError: a head count that does not divide, or an unknown merge rule.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        merge: str = "concat",
+        use_bias: bool = True,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        head_dim, num_kv_heads = head_shape(width, num_heads, num_kv_heads, head_dim)
+        value_dim = head_dim if value_dim is None else value_dim
+        if merge not in attention.MERGE_RULES:
+            raise ValueError(
+                f"model.attention.merge must be one of "
+                f"{', '.join(attention.MERGE_RULES)}, got {merge!r}."
+            )
+        self.merge_rule = merge
+        self.implementation = implementation
+
+        def projection(heads, size):
+            init = xavier(1.0, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
+            kernel = nnx.Param(init(rngs.params(), (width, heads, size)))
+            bias = nnx.Param(jnp.zeros((heads, size))) if use_bias else None
+            return kernel, bias
+
+        self.query, self.query_bias = projection(num_heads, head_dim)
+        self.key, self.key_bias = projection(num_kv_heads, head_dim)
+        self.value, self.value_bias = projection(num_kv_heads, value_dim)
+        init = xavier(1.0, "fan_avg", "uniform", in_axis=(0, 1), out_axis=2)
+        self.merge = nnx.Param(init(rngs.params(), (num_heads, value_dim, width)))
+        self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
+
+    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        """Project to queries."""
+        return project(x, self.query, self.query_bias)
+
+    def keys_values(
+        self, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+        """Project to keys and values."""
+        key = project(x, self.key, self.key_bias)
+        return key, project(x, self.value, self.value_bias)
+
+    def merged(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        """Merge the heads' outputs by the layer's rule."""
+        out = attention.MERGE_RULES[self.merge_rule](heads, self.merge[...])
+        return out if self.merge_bias is None else out + self.merge_bias[...]
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"] | None = None,
+        *,
+        maps: list | None = None,
+        **masks,
+    ) -> Float[Array, "B T D"]:
+        """Attend from x to the memory, or to x itself.
+
+        `masks` are those of `attention.dot_product_attention`. The full map of every
+        head, B N T S, is appended to `maps` where a list is given.
+        """
+        query = self.queries(x)
+        key, value = self.keys_values(x if memory is None else memory)
+        if maps is not None:
+            maps.append(attention.attention_weights(query, key, **masks))
+        heads = attention.dot_product_attention(
+            query, key, value, **masks, implementation=self.implementation
+        )
+        return self.merged(heads)
+
+
+def head_shape(
+    width: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Resolve H and K, which default to D / N and N."""
+    if head_dim is None and width % num_heads:
+        raise ValueError(
+            f"model.attention.num_heads must divide model.width when head_dim is None, "
+            f"got {num_heads} and {width}; set model.attention.head_dim."
+        )
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"model.attention.num_heads must be a multiple of num_kv_heads, "
+            f"got {num_heads} and {num_kv_heads}."
+        )
+    return width // num_heads if head_dim is None else head_dim, num_kv_heads
+
+
+def project(
+    x: Float[Array, "B T D"], kernel: nnx.Param, bias: nnx.Param | None
+) -> Float[Array, "B T N H"]:
+    """Project to heads."""
+    heads = jnp.einsum("BTD,DNH->BTNH", x, kernel[...])
+    return heads if bias is None else heads + bias[...]
+
+
+class MLP(nnx.Module):
+    """Two linear maps with a ReLU between them: D to F to D."""
+
+    def __init__(self, width: int, mlp_dim: int, *, rngs: nnx.Rngs):
+        init = xavier(1.0, "fan_avg", "uniform")
+        self.up = nnx.Linear(width, mlp_dim, kernel_init=init, rngs=rngs)
+        self.down = nnx.Linear(mlp_dim, width, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+class Layer(nnx.Module):
+    """Self-attention, cross-attention where it is a decoder's, and feed-forward.
+
+    Each is followed by dropout and a residual sum, with the layer norm after the sum
+    ("post", Vaswani et al. 2017) or before the sublayer ("pre").
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mlp_dim: int,
+        *,
+        norm: str,
+        attention: dict,
+        cross: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.pre = norm == "pre"
+        self.self_attention = Attention(width, **attention, rngs=rngs)
+        self.self_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.cross_attention = (
+            Attention(width, **attention, rngs=rngs) if cross else None
+        )
+        self.cross_norm = nnx.LayerNorm(width, rngs=rngs) if cross else None
+        self.mlp = MLP(width, mlp_dim, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def sublayer(self, function, norm, x, drop=None, index=0):
+        """Apply a sublayer with its dropout, residual sum and norm."""
+        if self.pre:
+            return x + dropout(function(norm(x)), drop, index)
+        return norm(x + dropout(function(x), drop, index))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"] | None = None,
+        *,
+        segments: Int[Array, "B T"],
+        memory_segments: Int[Array, "B S"] | None = None,
+        drop: Dropout | None = None,
+        maps: list | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Encode x, or decode it: causal, with a look at the memory.
+
+        Segment ids keep the packed sentences of a row apart; 0 is padding.
+        """
+
+        def to_self(x):
+            return self.self_attention(
+                x,
+                is_causal=self.cross_attention is not None,
+                query_segment_ids=segments,
+                key_value_segment_ids=segments,
+            )
+
+        def to_memory(x):
+            return self.cross_attention(
+                x,
+                memory,
+                query_segment_ids=segments,
+                key_value_segment_ids=memory_segments,
+                maps=maps,
+            )
+
+        x = self.sublayer(to_self, self.self_norm, x, drop, 0)
+        if self.cross_attention is not None:
+            x = self.sublayer(to_memory, self.cross_norm, x, drop, 1)
+        return self.sublayer(self.mlp, self.mlp_norm, x, drop, 2)

@@ -1,0 +1,133 @@
+"""One update of every trial, and the loss of a held-out batch.
+
+Everything has a leading trial axis R, also when there is one trial.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from training.loss import cross_entropy
+from training.optimizer import learning_rate_at, make_optimizer
+
+
+class TrainState(NamedTuple):
+    """What an exact resume needs; every leaf has the trial axis R in front."""
+
+    step: jax.Array  # updates done
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+class Static(NamedTuple):
+    """What is fixed in the program: trials of one group have it in common."""
+
+    graph: nnx.GraphDef
+    schedule: str
+    width: int
+
+
+def optimizer_of(static: Static, trial: dict) -> optax.GradientTransformation:
+    """The optimizer of one trial from its numbers."""
+    return make_optimizer(
+        schedule=static.schedule, width=static.width, **trial["optimizer"]
+    )
+
+
+@partial(jax.jit, static_argnames=("static", "build"))
+def init(trials: dict, *, static: Static, build) -> TrainState:
+    """Initial values of every trial from its own seed; `build(rngs)` is a model."""
+
+    def one(trial):
+        params = nnx.split(build(nnx.Rngs(trial["seed"])))[1]
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer_of(static, trial).init(params),
+        )
+
+    return jax.vmap(one)(trials)
+
+
+def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
+    """Label-smoothed cross-entropy (nats) summed over the tokens, and their number."""
+    model = nnx.merge(static.graph, params)
+    hidden = model.hidden(batch, rate=rate, key=key)
+    weights = (batch["target_segments"] > 0).astype(jnp.float32)
+    loss, _ = cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        model.embedding[...],
+        batch["target"].reshape(-1),
+        weights.reshape(-1),
+        label_smoothing,
+    )
+    return loss, weights.sum()
+
+
+@partial(jax.jit, static_argnames="static", donate_argnames="state")
+def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
+    """Update every trial on its own batch.
+
+    Args:
+        state: of R trials; donated.
+        trials: numbers of the trials, each of shape R: `seed`, `dropout`,
+            `label_smoothing`, and `optimizer`, the arguments of `make_optimizer`.
+        batch: int arrays R B S and R B T, see `models.Transformer.__call__`.
+
+    Returns:
+        The new state and metrics of shape R. A trial whose loss or gradient is not
+        finite keeps its old state.
+    """
+
+    def one(state, trial, batch):
+        key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
+
+        def mean_loss(params):
+            loss, tokens = batch_loss(
+                params, static, batch, trial["label_smoothing"], trial["dropout"], key
+            )
+            return loss / jnp.maximum(tokens, 1.0), tokens
+
+        (loss, tokens), gradient = jax.value_and_grad(mean_loss, has_aux=True)(
+            state.params
+        )
+        updates, opt_state = optimizer_of(static, trial).update(
+            gradient, state.opt_state, state.params
+        )
+        norm = optax.global_norm(gradient)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        new = TrainState(
+            state.step + 1, optax.apply_updates(state.params, updates), opt_state
+        )
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+        optimizer = trial["optimizer"]
+        metrics = {
+            "loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": learning_rate_at(
+                static.schedule,
+                state.step - 1,
+                optimizer["learning_rate"],
+                optimizer["warmup_steps"],
+                static.width,
+            ),
+            "target_tokens": tokens,
+            "source_tokens": (batch["source_segments"] > 0).sum(),
+            "finite": finite,
+        }
+        return state, metrics
+
+    return jax.vmap(one)(state, trials, batch)
+
+
+@partial(jax.jit, static_argnames="static")
+def eval_step(params: nnx.State, batch: dict, *, static: Static):
+    """Summed cross-entropy (nats, no smoothing) and tokens of a batch, both R.
+
+    The batch (B S, B T) has no trial axis: every trial sees the same.
+    """
+    return jax.vmap(lambda params: batch_loss(params, static, batch, 0.0))(params)
