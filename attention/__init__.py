@@ -1,0 +1,17 @@
+"""Multi-head attention as functions on arrays: exact, any head shape, O(T) memory."""
+
+from attention.api import (
+    attention_weights,
+    dot_product_attention,
+    head_statistics,
+    resolve_implementation,
+)
+from attention.statistics import HeadStatistics
+
+__all__ = [
+    "HeadStatistics",
+    "attention_weights",
+    "dot_product_attention",
+    "head_statistics",
+    "resolve_implementation",
+]

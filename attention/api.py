@@ -1,0 +1,334 @@
+"""Attention for users: arguments checked and normalised once, then one implementation.
+
+An implementation is a module (or two names of it) with two functions:
+
+    attend(query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
+           key_value_seq_lengths, local_window_size, query_segment_ids,
+           key_value_segment_ids) -> (out, lse)
+    head_statistics(query, key, bias, mask, *, the same) -> (HeadStatistics, lse)
+
+- query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
+  multiple of K (query head n reads key head n // (N // K)); T, S >= 1.
+- bias: None, or floating, 4-D, each axis of `B N T S` full size or 1.
+- mask: None, or boolean likewise; True means may attend.
+- scale: a Python float. is_causal: a Python bool. local_window_size: None or (left,
+  right), Python ints >= 0. What they mean for T != S stands in `masks.may_attend`.
+- query_seq_lengths, key_value_seq_lengths: None or int32 `B`, independently.
+- query_segment_ids `B T` and key_value_segment_ids `B S`: int32, both or neither; 0 is
+  padding and sees and is seen by nothing.
+- All conditions hold together. What a kernel does not support it refuses with
+  NotImplementedError, in one sentence that names the argument and another choice.
+- out: `B T N V` in query's dtype. lse: `B T N` float32, the log-sum-exp of the scaled,
+  biased logits. Logits and softmax are float32. A query that may attend to nothing has
+  out = 0, lse = `masks.EMPTY`, and gives no gradient; nothing is ever NaN.
+- Both are differentiable by query, key and value (and bias where supported). If only
+  out is used, its cotangent for lse is zero.
+- HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing.
+- Kernels need no `head_gate`, dtype, shape or value checks: they are done here.
+- `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too.
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from attention import jax_nn, reference
+from attention.statistics import HeadStatistics, mean_over_queries
+
+# name: the module that implements it, and what it is told beyond the arguments.
+# Modules load when first used: Pallas is slow to import.
+IMPLEMENTATIONS = {
+    "reference": ("attention.reference", {}),
+    "blockwise": ("attention.blockwise", {}),
+    "xla": ("attention.jax_nn", {"backend": "xla"}),
+    "cudnn": ("attention.jax_nn", {"backend": "cudnn"}),
+    "pallas": ("attention.pallas_{platform}", {}),
+    "pallas_tpu_interpret": ("attention.pallas_tpu", {"interpret": True}),
+    "pallas_gpu_interpret": ("attention.pallas_gpu", {"interpret": True}),
+}
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    head_gate: ArrayLike | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Softmax attention: a drop-in for `jax.nn.dot_product_attention`, with more.
+
+    Args:
+      query: `B T N H`, or `T N H` without a batch (then nothing else has one either).
+      key: `B S K H`, N a multiple of K: grouped-query attention, multi-query for K = 1.
+      value: `B S K V`; V may differ from H.
+      bias: added to the scaled logits; broadcasts to `B N T S`.
+      mask: boolean, True means may attend; broadcasts to `B N T S`.
+      scale: of the logits; 1 / sqrt(H) if None.
+      is_causal: a query attends to no key of a larger index.
+      query_seq_lengths: `B`; queries from there on attend to nothing.
+      key_value_seq_lengths: `B`; nothing attends to the keys from there on.
+      local_window_size: (left, right): query i attends to keys i - left to i + right.
+        An int is both.
+      query_segment_ids: `B T`; a query attends within its segment only. 0 is padding.
+      key_value_segment_ids: `B S`; given if and only if query_segment_ids is.
+      head_gate: `N` or `B N`; multiplies each head's output.
+      implementation: a name in `IMPLEMENTATIONS`, or None: `resolve_implementation`.
+      return_residual: also return the log-sum-exp of the logits, `B T N`, float32.
+
+    Returns:
+      The output `B T N V` in query's dtype, or it and the log-sum-exp. Softmax is in
+      float32. A query that may attend to nothing gives zeros, a log-sum-exp of
+      `masks.EMPTY` (-2.4e38) and no gradient; `jax.nn` gives it the mean of the values.
+
+    Raises:
+      ValueError: arguments that fit no implementation.
+      NotImplementedError: the named implementation does not support the arguments.
+    """
+    arrays, structure, batched = _normalise(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+    )
+    name = implementation or resolve_implementation(*arrays)
+    out, lse = _function(name, "attend")(*arrays, **structure)
+    if head_gate is not None:
+        gate = jnp.asarray(head_gate)
+        B, _, N, _ = out.shape
+        allowed = ((N,), (B, N)) if batched else ((N,),)
+        _require(
+            gate.shape in allowed,
+            f"head_gate must have one number a head, shape {allowed[0]} or "
+            f"{allowed[-1]}, got {gate.shape}",
+        )
+        out = (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
+    if not batched:
+        out, lse = out[0], lse[0]
+    if not return_residual:
+        return out
+    if name in ("xla", "cudnn"):
+        lse = jax_nn.refuse_gradient(name, lse, arrays)
+    return out, lse
+
+
+def head_statistics(
+    query: ArrayLike,
+    key: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    implementation: str | None = None,
+    **arguments,
+) -> HeadStatistics:
+    """What each head attends to, as the mean over its real queries, `B N` each.
+
+    A query that may attend to nothing is not real. `arguments` are those of
+    `dot_product_attention` that decide the weights: scale, is_causal, the lengths,
+    local_window_size and the segment ids. Distances and offsets count key index minus
+    query index. In O(T) memory except for "reference"; not differentiable.
+
+    Raises: as `dot_product_attention`; NotImplementedError for "xla" and "cudnn".
+    """
+    arrays, structure, batched = _normalise(query, key, key, bias, mask, **arguments)
+    query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
+    name = implementation or resolve_implementation(*arrays)
+    statistics = mean_over_queries(
+        *_function(name, "head_statistics")(query, key, bias, mask, **structure)
+    )
+    return statistics if batched else jax.tree.map(lambda x: x[0], statistics)
+
+
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    **arguments,
+) -> Array:
+    """The whole map of weights, `B N T S` in float32, for plots.
+
+    `arguments` as in `head_statistics`. Rows sum to 1, or to 0 where a query may attend
+    to nothing.
+    """
+    arrays, structure, batched = _normalise(query, key, key, bias, mask, **arguments)
+    query, key, _, bias, mask = arrays
+    weights, _ = reference.weights_and_lse(query, key, bias, mask, **structure)
+    weights = weights.astype(jnp.float32)
+    return weights if batched else weights[0]
+
+
+def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=None):
+    """The name that `implementation=None` stands for.
+
+    Arrays or `jax.ShapeDtypeStruct`s, of any rank that `dot_product_attention` takes.
+    `platform` is "cpu", "gpu" or "tpu", by default the one that is compiled for: the
+    devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`.
+    """
+    platform = platform or _platform()
+    if platform not in ("tpu", "gpu"):
+        return "blockwise"
+    fused = (
+        query.dtype in (jnp.float32, jnp.bfloat16)
+        and max(query.shape[-1], value.shape[-1]) <= 256
+        and bias is None
+    )
+    return "pallas" if fused else "blockwise"
+
+
+def _platform():
+    # An ahead-of-time compilation for another platform sets a mesh of its devices.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _function(name, function):
+    _require(
+        name in IMPLEMENTATIONS,
+        f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
+        f"{name!r}",
+    )
+    module, options = IMPLEMENTATIONS[name]
+    platform = _platform()
+    if name == "pallas" and platform not in ("tpu", "gpu"):
+        raise NotImplementedError(
+            f"implementation 'pallas' needs a GPU or TPU, the platform is "
+            f"{platform!r}; use 'blockwise', or 'pallas_tpu_interpret' to debug"
+        )
+    module = importlib.import_module(module.format(platform=platform))
+    return functools.partial(getattr(module, function), **options)
+
+
+def _normalise(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+):
+    """Arrays and structure as implementations take them, and whether B was given."""
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    rank = query.ndim
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _require(
+            x.ndim == rank and rank in (3, 4),
+            f"{name} must have 4 axes, or all three of them 3, got {x.shape}",
+        )
+    if rank == 3:
+        query, key, value = query[None], key[None], value[None]
+    B, T, N, H = query.shape
+    S, K = key.shape[1:3]
+    dtype = query.dtype
+    _require(
+        jnp.issubdtype(dtype, jnp.floating) and key.dtype == value.dtype == dtype,
+        "query, key and value must have one floating dtype, got "
+        f"{dtype}, {key.dtype} and {value.dtype}",
+    )
+    _require(
+        key.shape == (B, S, K, H),
+        f"key must be {(B, S, K, H)} to fit query, got {key.shape}",
+    )
+    _require(
+        value.shape[:3] == (B, S, K),
+        f"value must begin with key's {(B, S, K)}, got {value.shape}",
+    )
+    _require(min(query.shape + key.shape + value.shape) > 0, "an axis has size 0")
+    _require(
+        N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}"
+    )
+    bias = _map("bias", bias, (B, N, T, S), jnp.floating)
+    mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
+    if isinstance(scale, jax.Array):
+        # It may be traced and differentiated, so it cannot be a kernel's constant.
+        query, scale = (query * scale).astype(dtype), 1.0
+    if isinstance(local_window_size, int):
+        local_window_size = (local_window_size, local_window_size)
+    _require(
+        local_window_size is None
+        or len(local_window_size) == 2
+        and min(local_window_size) >= 0,
+        f"local_window_size must be two numbers >= 0, got {local_window_size}",
+    )
+    _require(
+        (query_segment_ids is None) == (key_value_segment_ids is None),
+        "query_segment_ids and key_value_segment_ids must be given together",
+    )
+    batched = rank == 4
+    structure = {
+        "scale": float(H**-0.5 if scale is None else scale),
+        "is_causal": bool(is_causal),
+        "local_window_size": local_window_size,
+    }
+    for name, array, shape in (
+        ("query_seq_lengths", query_seq_lengths, (B,)),
+        ("key_value_seq_lengths", key_value_seq_lengths, (B,)),
+        ("query_segment_ids", query_segment_ids, (B, T)),
+        ("key_value_segment_ids", key_value_segment_ids, (B, S)),
+    ):
+        structure[name] = _integers(name, array, shape, batched)
+    return (query, key, value, bias, mask), structure, batched
+
+
+def _map(name, array, full, kind):
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    pairs = zip(array.shape[::-1], full[::-1], strict=False)
+    _require(
+        array.ndim <= 4 and all(n in (1, m) for n, m in pairs),
+        f"{name} must broadcast to B N T S = {full}, got {array.shape}",
+    )
+    _require(
+        jnp.issubdtype(array.dtype, kind),
+        f"{name} must be {kind.__name__.strip('_')}, got {array.dtype} (an additive "
+        "mask is a bias, a boolean one a mask)",
+    )
+    return jnp.expand_dims(array, range(4 - array.ndim))
+
+
+def _integers(name, array, shape, batched):
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    if not batched and array.ndim == len(shape) - 1:
+        array = array[None]
+    _require(
+        jnp.issubdtype(array.dtype, jnp.integer) and array.shape == shape,
+        f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
+    )
+    return array.astype(jnp.int32)
+
+
+def _require(condition, message):
+    if not condition:
+        raise ValueError(message)
