@@ -1,0 +1,160 @@
+"""The chunked cross-entropy against NumPy in float64, the plain formula and itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from training.loss import cross_entropy
+
+VOCAB, WIDTH = 37, 8
+
+
+def example(tokens, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    hidden = rng.standard_normal((tokens, WIDTH)).astype(dtype)
+    table = rng.standard_normal((VOCAB, WIDTH)).astype(dtype)
+    labels = rng.integers(0, VOCAB, tokens).astype(np.int32)
+    weights = rng.uniform(0.1, 2, tokens).astype(np.float32)
+    weights[::4] = 0
+    return hidden, table, labels, weights
+
+
+def in_float64(hidden, table, labels, weights, smoothing):
+    logits = hidden.astype(np.float64) @ table.astype(np.float64).T
+    top = logits.max(-1, keepdims=True)
+    log_softmax = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    target = np.full_like(logits, smoothing / VOCAB)
+    target[np.arange(labels.size), labels] += 1 - smoothing
+    nll = -log_softmax[np.arange(labels.size), labels]
+    correct = logits.argmax(-1) == labels
+    metrics = {"nll_sum": weights @ nll, "num_correct": weights @ correct}
+    return weights @ -(target * log_softmax).sum(-1), metrics
+
+
+def plain(hidden, table, labels, weights, smoothing):
+    log_softmax = jax.nn.log_softmax(jnp.dot(hidden, table.T, precision="highest"))
+    target = (1 - smoothing) * jax.nn.one_hot(labels, VOCAB) + smoothing / VOCAB
+    return -jnp.sum(weights[:, None] * target * log_softmax)
+
+
+def differentiate(loss, *arguments):
+    by = (0, 1, 3, 4)  # hidden, table, weights and label_smoothing
+    return jax.grad(lambda *a: loss(*a), by)(*arguments)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tokens, chunk", [(12, 4), (13, 4), (3, 4), (1, 1), (9, None)])
+def test_loss_equals_numpy_in_float64(tokens, chunk, smoothing):
+    arrays = example(tokens)
+    expected, expected_metrics = in_float64(*arrays, smoothing)
+    loss, metrics = cross_entropy(*arrays, smoothing, chunk)
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    for name in expected_metrics:
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-6)
+    f = jax.value_and_grad(cross_entropy, has_aux=True)
+    (differentiated, metrics), _ = f(*arrays, smoothing, chunk)
+    np.testing.assert_allclose(differentiated, expected, rtol=2e-6)
+    for name in expected_metrics:
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tokens, chunk", [(12, 4), (13, 4), (3, 4), (1, 1), (9, None)])
+def test_gradients_equal_those_of_the_plain_formula(tokens, chunk, smoothing):
+    arrays = *example(tokens), smoothing
+    chunked = differentiate(lambda *a: cross_entropy(*a, chunk)[0], *arrays)
+    for gradient, expected in zip(chunked, differentiate(plain, *arrays), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_equal_finite_differences(smoothing):
+    hidden, table, labels, weights = example(6)
+    by_hidden, by_table = jax.grad(lambda *a: cross_entropy(*a, 4)[0], (0, 1))(
+        hidden, table, labels, weights, smoothing
+    )
+    rng = np.random.default_rng(1)
+    directions = rng.standard_normal(hidden.shape), rng.standard_normal(table.shape)
+
+    def along(step):
+        moved = hidden + step * directions[0], table + step * directions[1]
+        return in_float64(*moved, labels, weights, smoothing)[0]
+
+    expected = (along(1e-5) - along(-1e-5)) / 2e-5
+    slope = np.vdot(by_hidden, directions[0]) + np.vdot(by_table, directions[1])
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trials", [1, 3])
+def test_trials_with_smoothings_of_their_own_equal_the_same_alone(trials):
+    smoothings = np.linspace(0, 0.2, trials, dtype=np.float32)
+    examples = [example(13, seed) for seed in range(trials)]
+    stacked = tuple(np.stack(arrays) for arrays in zip(*examples, strict=True))
+    f = jax.value_and_grad(lambda *a: cross_entropy(*a, 4), (0, 1), has_aux=True)
+    together = jax.jit(jax.vmap(f))(*stacked, smoothings)
+    for trial in range(trials):
+        alone = f(*examples[trial], smoothings[trial])
+        assert jax.tree.structure(alone) == jax.tree.structure(together)
+        for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(x[trial], y, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_of_weight_zero_changes_nothing():
+    hidden, table, labels, weights = example(12)
+    real = weights > 0
+    by_hidden, by_table = jax.grad(lambda *a: cross_entropy(*a, 0.1, 5)[0], (0, 1))(
+        hidden, table, labels, weights
+    )
+    kept = hidden[real], table, labels[real], weights[real]
+    expected = jax.grad(lambda *a: cross_entropy(*a, 0.1)[0], (0, 1))(*kept)
+    np.testing.assert_allclose(by_hidden[real], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(by_table, expected[1], rtol=1e-5, atol=1e-5)
+    assert not by_hidden[~real].any()
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    hidden, table, labels, weights = example(12)
+    arrays = 100 * hidden, table, labels, weights
+    loss, gradient = jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1)[0])(*arrays)
+    np.testing.assert_allclose(loss, in_float64(*arrays, 0.1)[0], rtol=1e-6)
+    assert np.isfinite(gradient).all()
+
+
+def test_bfloat16_is_summed_in_float32():
+    hidden, table, labels, weights = example(40, dtype=jnp.bfloat16)
+    arrays = hidden, table, labels, weights
+    f = jax.value_and_grad(cross_entropy, (0, 1), has_aux=True)
+    (loss, metrics), gradients = f(*arrays, 0.1, 8)
+    assert loss.dtype == metrics["nll_sum"].dtype == jnp.float32
+    assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.bfloat16]
+    expected = in_float64(*arrays, 0.1)[0]
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)  # exps round to 8 bits
+
+
+def test_no_array_holds_the_logits_of_all_tokens():
+    arrays = example(64)
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (v.aval.size for v in equation.outvars if v.aval.shape)
+            for value in equation.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    yield from sizes(inner)
+
+    step = jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1, 8)[0], (0, 1))
+    largest = max(sizes(jax.make_jaxpr(step)(*arrays).jaxpr))
+    assert largest == 64 * WIDTH  # hidden, larger here than the 8 x VOCAB of a chunk
+
+
+def test_dev_loss_does_no_gradient_work():
+    def products(f):
+        text = jax.jit(f).lower(*example(12)).as_text()
+        return text.count("stablehlo.dot_general")
+
+    def loss(*arrays):
+        return cross_entropy(*arrays, 0.1, 4)[0]
+
+    # The gradients of hidden and table are a product each.
+    assert products(jax.value_and_grad(loss, (0, 1))) == products(loss) + 2

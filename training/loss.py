@@ -1,0 +1,149 @@
+"""The label-smoothed cross-entropy of a large vocabulary, without its logits.
+
+The vocabulary product is over half of a small Transformer's arithmetic, and its
+logits are the largest array of a step: 131 MB for 4096 tokens and 8000 pieces. So
+the tokens are taken in chunks whose logits stay in the cache, and a chunk's gradient
+is computed beside its loss: nothing is held, and nothing computed twice.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Bytes of one chunk's logits: on a CPU they should stay in the last-level cache;
+# elsewhere a few large products beat many small ones.
+CHUNK_BYTES = {"cpu": 16 * 2**20, "gpu": 512 * 2**20, "tpu": 512 * 2**20}
+
+
+def cross_entropy(
+    hidden: Float[Array, "T D"],
+    table: Float[Array, "vocab D"],
+    labels: Int[Array, "T"],
+    weights: Float[Array, "T"],
+    label_smoothing: Float[Array, ""] | float = 0.0,
+    chunk_tokens: int | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Sum over tokens of weight times label-smoothed cross-entropy, in nats.
+
+    The logits are `hidden @ table.T`, where table is the shared embedding. The target
+    distribution gives every piece label_smoothing / vocab and the label the rest on
+    top, as Szegedy et al. 2016 and PyTorch do. Padding has the weight 0.
+    Differentiable in hidden, table, weights and label_smoothing.
+
+    Returns:
+      The sum in float32, and sums over the same tokens that carry no gradient:
+      `nll_sum` is the cross-entropy without smoothing (for the perplexity),
+      `num_correct` the weight of the labels with the largest logit.
+    """
+    chunk_tokens = chunk_tokens or _chunk_tokens(table.shape[0])
+    num_chunks = -(-labels.size // chunk_tokens)
+    smoothing = jnp.asarray(label_smoothing, jnp.float32)
+    weights = weights.astype(jnp.float32)
+    excess = -labels.size % num_chunks
+    if excess:
+        hidden, labels, weights = (
+            jnp.pad(x, ((0, excess),) + ((0, 0),) * (x.ndim - 1))
+            for x in (hidden, labels, weights)
+        )
+    return _cross_entropy(hidden, table, labels, weights, smoothing, num_chunks)
+
+
+def _chunk_tokens(vocab: int) -> int:
+    budget = CHUNK_BYTES.get(jax.default_backend(), CHUNK_BYTES["gpu"])
+    return max(1, budget // (4 * vocab))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _cross_entropy(hidden, table, labels, weights, smoothing, num_chunks):
+    def step(_, chunk):
+        top, _, total, at_label = _softmax_parts(*chunk, table)
+        return None, (top + jnp.log(total), at_label, at_label >= top)
+
+    chunks = _split(hidden, num_chunks), _split(labels, num_chunks)
+    _, parts = jax.lax.scan(step, None, chunks)
+    return _sums(*(_join(x) for x in parts), hidden, table, weights, smoothing)
+
+
+def _forward(hidden, table, labels, weights, smoothing, num_chunks):
+    # The gradient of the logits is weights · (softmax - target). Only its softmax is
+    # dense: with e = exp(logits - top) and r = weights / sum(e), r enters on the small
+    # side of each product, so e is read as it is and no other array of its size made.
+    def step(softmax_by_table, chunk):
+        hidden, labels, weights = chunk
+        top, exps, total, at_label = _softmax_parts(hidden, labels, table)
+        scale = (weights / total)[:, None]
+        by_hidden = _dot("Tv,vD->TD", exps, table) * scale
+        # D x vocab, because vocab x D is at half speed where vocab is a power of 2.
+        by_table = _dot("TD,Tv->Dv", (hidden * scale).astype(exps.dtype), exps)
+        lse = top + jnp.log(total)
+        return softmax_by_table + by_table, (lse, at_label, at_label >= top, by_hidden)
+
+    arrays = hidden, labels, weights
+    chunks = tuple(_split(x, num_chunks) for x in arrays)
+    start = jnp.zeros(table.shape[::-1], jnp.float32)
+    softmax_by_table, parts = jax.lax.scan(step, start, chunks)
+    *parts, softmax_by_hidden = (_join(x) for x in parts)
+    outputs = _sums(*parts, hidden, table, weights, smoothing)
+    per_token, by_smoothing = _per_token(*parts[:2], hidden, table, smoothing)
+
+    # What target adds: a constant of every piece, and one row of the label.
+    constant = weights[:, None] * (smoothing / table.shape[0])
+    label = weights[:, None] * (1 - smoothing)
+    by_hidden = softmax_by_hidden - constant * table.sum(0) - label * table[labels]
+    by_table = softmax_by_table.T - (constant * hidden).sum(0)
+    by_table = by_table.at[labels].add(-label * hidden)
+    gradients = (
+        by_hidden.astype(hidden.dtype),
+        by_table.astype(table.dtype),
+        per_token,
+        jnp.vdot(weights, by_smoothing),
+    )
+    return outputs, gradients
+
+
+def _backward(num_chunks, gradients, cotangents):
+    hidden, table, weights, smoothing = (
+        (cotangents[0] * x).astype(x.dtype) for x in gradients
+    )
+    return hidden, table, None, weights, smoothing
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _softmax_parts(hidden, labels, table):
+    """The largest logit, exp(logits - largest) and its sum, and the label's logit."""
+    logits = _dot("TD,vD->Tv", hidden, table)
+    top = logits.max(-1)
+    exps = jnp.exp(logits - top[:, None])
+    at_label = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return top, exps.astype(hidden.dtype), exps.sum(-1), at_label
+
+
+def _per_token(lse, at_label, hidden, table, smoothing):
+    """The smoothed cross-entropy of every token, and its derivative by smoothing."""
+    # The mean of the logits is the logit of the mean embedding: no pass over them.
+    by_smoothing = at_label - _dot("TD,D->T", hidden, table.mean(0))
+    return lse - at_label + smoothing * by_smoothing, by_smoothing
+
+
+def _sums(lse, at_label, correct, hidden, table, weights, smoothing):
+    per_token, _ = _per_token(lse, at_label, hidden, table, smoothing)
+    nll_sum, num_correct = jnp.vdot(weights, lse - at_label), jnp.vdot(weights, correct)
+    metrics = {"nll_sum": nll_sum, "num_correct": num_correct}
+    return jnp.vdot(weights, per_token), metrics
+
+
+def _dot(equation, left, right):
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+
+
+def _split(x, num_chunks):
+    # Strided, so that every chunk has an equal share of each device's tokens.
+    return x.reshape(-1, num_chunks, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _join(x):
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
