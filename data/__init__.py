@@ -15,13 +15,13 @@ Tokenizer.vocab_size
 
 packing.Sentences: tokens (int32, all sentences end to end), offsets; len(), [i]
 
-pipeline.Batches(source, target, *, batch_tokens, seed, max_length=None, rows=None)
-    source, target: Sentences. batches[step] -> dict of (B, S) and (B, T) int32
-    .steps_per_epoch, .fill (source share, target share), .shape (B, S, T)
-pipeline.training_batches(list of Batches, start_step=0)
-    -> iterator of dicts with the leading trial axis R; .close() ends its threads
+pipeline.Batches(source, target, *, batch_tokens, seeds, max_length=None, rows=None)
+    source, target: Sentences; seeds: one a trial. batches[step] -> dict of int32 arrays
+    (R, B, S) and (R, B, T); .shape (B, S, T), .steps_per_epoch, .fill (source, target)
+pipeline.training_batches(batches, start_step=0, *, num_threads=2, buffer=4)
+    -> iterator of batches[start_step], ...; .close() ends its threads
 pipeline.evaluation_batches(source, target, *, batch_tokens)
-    -> list of dicts with R = 1; every pair once, the last batch padded
+    -> list of dicts of (B, S) and (B, T), no trial axis; every pair once
 
 Ids: pad 0, bos 1, eos 2, unk 3. Segments 1, 2, ..., 0 is padding; positions restart.
 """

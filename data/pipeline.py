@@ -1,0 +1,195 @@
+"""Batches of packed rows: batch = f(seed, step), prefetched in the background."""
+
+import collections
+import functools
+
+import numpy as np
+from absl import logging
+
+from data.packing import Layout, Sentences, fill_rows, pack, row_shape
+
+# A block of the step sequence passes over the data once or, where that makes fewer
+# batches than this, several times: what is left out at its end is then little.
+BLOCK_BATCHES = 8
+
+
+def _select(sentences: Sentences, keep: np.ndarray) -> Sentences:
+    if keep.all():
+        return sentences
+    return Sentences.of([sentences[i] for i in np.flatnonzero(keep)])
+
+
+def _usable(source: Sentences, target: Sentences, max_length: int | None):
+    """The pairs to train on: neither side empty (eos alone) nor over-long."""
+    shorter = np.minimum(source.lengths, target.lengths)
+    longer = np.maximum(source.lengths, target.lengths)
+    empty = shorter <= 1
+    keep = ~empty
+    if empty.any():
+        logging.info("dropped %d pairs with an empty side", empty.sum())
+    if max_length is not None:
+        long = keep & (longer > max_length)
+        keep &= ~long
+        if long.any():
+            logging.info("dropped %d pairs of over %d tokens", long.sum(), max_length)
+    if not keep.any():
+        raise ValueError(
+            f"no training pair is left of {len(source)}: {empty.sum()} have an empty "
+            f"side, the others have more than data.max_length={max_length} tokens"
+        )
+    return _select(source, keep), _select(target, keep)
+
+
+def _num_rows(batch_tokens: int, T: int) -> int:
+    if batch_tokens < T:
+        raise ValueError(
+            f"data.batch_tokens={batch_tokens} must hold a row of {T} target tokens"
+        )
+    return batch_tokens // T
+
+
+def _assemble(source, target, pairs, sizes, shape) -> dict[str, np.ndarray]:
+    B, S, T = shape
+    batch = {}
+    for name, sentences, width in (("source", source, S), ("target", target, T)):
+        arrays = fill_rows(sentences, pairs, sizes, B, width)
+        for suffix, array in zip(("", "_segments", "_positions"), arrays, strict=True):
+            batch[name + suffix] = array
+    return batch
+
+
+class Batches(collections.abc.Sequence):
+    """The training batches of R trials: `batches[step]`, for any step from 0 on.
+
+    Each is a dict of int32 arrays: source, source_segments, source_positions of shape
+    (R, B, S) and target, ... of (R, B, T), a function of the seeds and the step alone,
+    the same for a trial in a group and by itself. An epoch passes over every pair
+    once, in a new composition, less what is short of a whole batch at its end: other
+    pairs each time. A corpus too small for BLOCK_BATCHES batches is repeated first.
+
+    Args:
+      source, target: Sentences, each ending in eos; sentence i of one is the
+        translation of sentence i of the other.
+      batch_tokens: target tokens a batch and trial; B is batch_tokens // T.
+      seeds: one a trial.
+      max_length: longer pairs (in tokens, eos included, on either side) are dropped,
+        as are those with an empty side; the log says how many.
+      rows: the row lengths (S, T); None chooses them by `packing.row_shape`.
+    """
+
+    def __init__(
+        self,
+        source: Sentences,
+        target: Sentences,
+        *,
+        batch_tokens: int,
+        seeds,
+        max_length: int | None = None,
+        rows: tuple[int, int] | None = None,
+    ):
+        if len(source) != len(target):
+            raise ValueError(f"{len(source)} sources but {len(target)} targets")
+        self._source, self._target = _usable(source, target, max_length)
+        s, t = self._source.lengths, self._target.lengths
+        S, T = rows or row_shape(s, t)
+        B = _num_rows(batch_tokens, T)
+        self.shape = (B, S, T)
+        self._seeds = tuple(seeds)
+        passes_rows = max(s.sum() / S, t.sum() / T)  # the fewest that a pass can take
+        self._passes = max(1, int(np.ceil(BLOCK_BATCHES * B / passes_rows)))
+        self._layout = pack(np.tile(s, self._passes), np.tile(t, self._passes), S, T)
+        self._block_steps = self._layout.num_rows // B
+        # Of each slot and each pair (both sorted by lengths): which go together.
+        classes = np.tile(s * (T + 1) + t, self._passes)
+        self._classes = np.unique(classes, return_inverse=True)[1].astype(np.int32)
+        slot_classes = self._classes[self._layout.slots]
+        self._slots_by_class = np.argsort(slot_classes, kind="stable")
+        self._plan = functools.lru_cache(maxsize=2 * len(self._seeds))(self._plan)
+
+    def __len__(self) -> int:
+        return np.iinfo(np.int32).max
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that one pass over the data takes; below 1 for a tiny corpus."""
+        return self._block_steps / self._passes
+
+    @property
+    def fill(self) -> tuple[float, float]:
+        """The share of real tokens among the source and among the target positions."""
+        _, S, T = self.shape
+        rows = self._layout.num_rows / self._passes
+        return (
+            float(self._source.lengths.sum() / (rows * S)),
+            float(self._target.lengths.sum() / (rows * T)),
+        )
+
+    def _plan(self, seed: int, block: int) -> Layout:
+        """A block's rows in order: pairs of equal lengths dealt out anew, rows
+        shuffled."""
+        rng = np.random.default_rng([seed, block])
+        order = rng.permutation(len(self._classes))
+        order = order[np.argsort(self._classes[order], kind="stable")]
+        pairs = np.empty_like(order)
+        pairs[self._slots_by_class] = order % len(self._source)
+        rows = rng.permutation(self._layout.num_rows)
+        starts = self._layout.row_offsets[rows]
+        sizes = self._layout.row_offsets[rows + 1] - starts
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        slots = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+        return Layout(pairs[slots], offsets)
+
+    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        B, S, T = self.shape
+        block, index = divmod(step, self._block_steps)
+        pairs, sizes = [], []
+        for seed in self._seeds:
+            plan = self._plan(seed, block)
+            offsets = plan.row_offsets[index * B : (index + 1) * B + 1]
+            pairs.append(plan.slots[offsets[0] : offsets[-1]])
+            sizes.append(np.diff(offsets))
+        num_trials = len(self._seeds)
+        batch = _assemble(
+            self._source,
+            self._target,
+            np.concatenate(pairs),
+            np.concatenate(sizes),
+            (num_trials * B, S, T),
+        )
+        return {name: array.reshape(num_trials, B, -1) for name, array in batch.items()}
+
+
+def training_batches(
+    batches: Batches, start_step: int = 0, *, num_threads: int = 2, buffer: int = 4
+):
+    """Iterates over the batches from a step on, assembled ahead in the background.
+
+    `.close()` ends the threads; so does the end of the program.
+    """
+    import grain  # half a second that evaluation need not wait for
+
+    dataset = grain.MapDataset.range(start_step, len(batches)).map(batches.__getitem__)
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer)
+    return iter(dataset.to_iter_dataset(options))
+
+
+def evaluation_batches(
+    source: Sentences, target: Sentences, *, batch_tokens: int
+) -> list[dict[str, np.ndarray]]:
+    """Every pair once in packed batches of one shape, without a trial axis.
+
+    The keys are those of a training batch, the shapes (B, S) and (B, T). Nothing is
+    dropped: rows hold the longest pair. The last batch is filled up with padding.
+    """
+    s, t = source.lengths, target.lengths
+    S, T = row_shape(s, t)
+    layout = pack(s, t, S, T)
+    B = min(max(1, batch_tokens // T), layout.num_rows)
+    batches = []
+    for row in range(0, layout.num_rows, B):
+        offsets = layout.row_offsets[row : row + B + 1]
+        pairs = layout.slots[offsets[0] : offsets[-1]]
+        batches.append(_assemble(source, target, pairs, np.diff(offsets), (B, S, T)))
+    return batches
