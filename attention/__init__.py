@@ -6,9 +6,11 @@ from attention.api import (
     head_statistics,
     resolve_implementation,
 )
+from attention.merge import MERGE_RULES
 from attention.statistics import HeadStatistics
 
 __all__ = [
+    "MERGE_RULES",
     "HeadStatistics",
     "attention_weights",
     "dot_product_attention",
