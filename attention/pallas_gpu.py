@@ -1,0 +1,363 @@
+"""Fused attention for NVIDIA GPUs: Pallas through Triton, forward and backward.
+
+Memory grows with T + S: no T x S array is ever held. Blocks that a causal or window
+mask, lengths or segments rule out are not visited. The backward pass computes the
+weights again, once for the queries' gradient and once for the keys' and values', so
+that no two programs add to the same memory and results are the same bits every time.
+
+float32 is computed to float32's precision, with three tf32 products each. Statistics
+carry no gradient, and there is no second derivative.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from attention import masks
+from attention import pallas_gpu_kernels as kernels
+from attention.pallas_gpu_blocks import Tiles, padded, visits
+from attention.statistics import HeadStatistics
+
+STRUCTURE = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
+
+
+def attend(query, key, value, bias, mask, *, interpret=False, **structure):
+    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
+
+    Raises NotImplementedError for float64, for head sizes above 256, and when a
+    gradient by the bias is asked for.
+    """
+    _check(query, value)
+    static, arrays = _split(structure, interpret)
+    return _attend(static, query, key, value, bias, _present(mask=mask, **arrays))
+
+
+def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
+    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
+    _check(query, query)
+    static, arrays = _split(structure, interpret)
+    arrays = _present(query=query, key=key, bias=bias, mask=mask, **arrays)
+    arrays = jax.lax.stop_gradient(arrays)
+    lse, *results = _statistics(static, arrays)
+    results = (jnp.swapaxes(result, 1, 2) for result in results)
+    return HeadStatistics(*results), _public(lse)
+
+
+def _check(query, value):
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            "implementation='pallas' on a GPU takes float32, bfloat16 and float16, not "
+            f"{query.dtype}; use 'reference' or 'blockwise'"
+        )
+    for name, array in (("query and key", query), ("value", value)):
+        if array.shape[-1] > 256:
+            raise NotImplementedError(
+                "implementation='pallas' on a GPU takes heads of size 256 at most, got "
+                f"{array.shape[-1]} for {name}; use 'blockwise'"
+            )
+
+
+def _split(structure, interpret):
+    """What is known when compiling, hashable, and the arrays."""
+    arrays = {name: structure.pop(name) for name in STRUCTURE}
+    return (*sorted(structure.items()), ("interpret", interpret)), arrays
+
+
+def _present(**arrays):
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _public(lse):
+    """The kernels' log-sum-exp, `B N T` in powers of two -> `B T N`, natural."""
+    lse = jnp.swapaxes(lse, 1, 2)
+    return jnp.where(lse == jnp.inf, masks.EMPTY, lse / kernels.LOG2E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, query, key, value, bias, others):
+    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    out, lse = _forward(static, arrays)
+    return out, _public(lse)
+
+
+def _attend_forward(static, query, key, value, bias, others):
+    primals = query, key, value, bias, others
+    if bias is not None and bias.perturbed:
+        raise NotImplementedError(
+            "implementation='pallas' on a GPU gives no gradient by the bias; use "
+            "'blockwise', or jax.lax.stop_gradient(bias) if none is wanted"
+        )
+    query, key, value, bias, others = jax.tree.map(
+        lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    out, lse = _forward(static, arrays)
+    return (out, _public(lse)), (arrays, out, lse)
+
+
+def _attend_backward(static, residuals, gradients):
+    arrays, out, lse = residuals
+    out_gradient, lse_gradient = (
+        None if isinstance(gradient, jax.custom_derivatives.SymbolicZero) else gradient
+        for gradient in gradients
+    )
+    if out_gradient is None:
+        out_gradient = jnp.zeros_like(out)
+    # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
+    delta = jnp.float32(out * out_gradient.astype(jnp.float32)).sum(-1)
+    if lse_gradient is not None:
+        delta = delta - lse_gradient
+    arrays = dict(
+        arrays,
+        out_gradient=out_gradient.astype(out.dtype),
+        lse=lse,
+        delta=jnp.swapaxes(delta, 1, 2),
+    )
+    query_gradient, key_gradient, value_gradient = _backward(static, arrays)
+    bias = arrays.get("bias")
+    bias_gradient = None if bias is None else jnp.zeros_like(bias)
+    return query_gradient, key_gradient, value_gradient, bias_gradient, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def _forward(static, arrays):
+    B, T, N, _ = arrays["query"].shape
+    V = arrays["value"].shape[-1]
+    return _by_query(
+        kernels.forward,
+        static,
+        arrays,
+        {"out": (B, T, N, V), "lse": (B, N, T)},
+    )
+
+
+def _statistics(static, arrays):
+    B, T, N, _ = arrays["query"].shape
+    names = ("lse", *HeadStatistics._fields)
+    return _by_query(
+        kernels.statistics, static, arrays, dict.fromkeys(names, (B, N, T))
+    )
+
+
+def _backward(static, arrays):
+    (query_gradient,) = _by_query(
+        kernels.query_gradient, static, arrays, {"query": arrays["query"].shape}
+    )
+    return query_gradient, *_by_key(static, arrays)
+
+
+def tiles(kernel, head_dim, value_dim, dtype, num_queries, num_keys) -> Tiles:
+    """Block sizes, warps and stages of a kernel: what fits the H200's registers.
+
+    Chosen as the largest that ptxas compiles without spilling, see
+    tests/compilers/test_gpu.py.
+    """
+    wide = padded(max(head_dim, value_dim)) * jnp.dtype(dtype).itemsize
+    for limit, choice in TILES[kernel].items():
+        if wide <= limit:
+            break
+    queries, keys, num_warps, num_stages = choice
+    return Tiles(
+        min(queries, padded(num_queries)),
+        min(keys, padded(num_keys)),
+        num_warps,
+        num_stages,
+    )
+
+
+# Up to so many bytes of a (padded) head: queries, keys, warps, stages.
+TILES = {
+    kernels.forward: {
+        128: (128, 64, 4, 3),
+        256: (128, 64, 8, 3),
+        512: (64, 32, 4, 2),
+        1024: (32, 16, 4, 1),
+    },
+    kernels.statistics: {
+        128: (128, 64, 4, 3),
+        256: (128, 64, 8, 3),
+        512: (64, 32, 4, 2),
+        1024: (32, 16, 4, 1),
+    },
+    kernels.query_gradient: {
+        128: (128, 64, 4, 3),
+        256: (128, 64, 8, 2),
+        512: (64, 32, 4, 2),
+        1024: (32, 16, 4, 1),
+    },
+    kernels.key_value_gradient: {
+        128: (64, 128, 4, 3),
+        256: (64, 128, 8, 2),
+        512: (32, 64, 4, 2),
+        1024: (16, 32, 4, 1),
+    },
+}
+
+
+def _problem(kernel, static, arrays, by_key=False):
+    """What the kernel is compiled for, and its inputs with the loops' bounds."""
+    static = dict(static)
+    T, S = arrays["query"].shape[1], arrays["key"].shape[1]
+    H = arrays["query"].shape[-1]
+    V = arrays["value"].shape[-1] if "value" in arrays else H
+    sizes = tiles(kernel, H, V, arrays["query"].dtype, T, S)
+    interpret, scale = static.pop("interpret"), static.pop("scale")
+    seen = {name: arrays.get(name) for name in STRUCTURE}
+    bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)
+    problem = kernels.Problem(
+        num_queries=T,
+        num_keys=S,
+        head_dim=H,
+        value_dim=V,
+        tiles=sizes,
+        scale=scale,
+        head=head,
+        tail=tail,
+        interpret=interpret,
+        **static,
+    )
+    return problem, dict(arrays, bounds=jnp.asarray(bounds))
+
+
+def _by_query(kernel, static, arrays, outputs):
+    """Run a kernel that has one program a block of queries."""
+    problem, arrays = _problem(kernel, static, arrays)
+    B, T, N, _ = arrays["query"].shape
+    group = N // arrays["key"].shape[2]
+    tile = problem.tiles.queries
+    blocks = pl.cdiv(T, tile)
+    keys = pl.cdiv(problem.num_keys, problem.tiles.keys) * problem.tiles.keys
+    head_dim, value_dim = padded(problem.head_dim), padded(problem.value_dim)
+
+    def block(i):
+        return blocks - 1 - i if problem.is_causal else i
+
+    def queries(width):
+        return pl.BlockSpec(
+            (None, tile, None, width), lambda i, n, b: (b, block(i), n, 0)
+        )
+
+    def keys_of_group(width):
+        return pl.BlockSpec(
+            (None, keys, None, width), lambda i, n, b: (b, 0, jax.lax.div(n, group), 0)
+        )
+
+    def whole_map(array):
+        batch, heads, rows, columns = (size > 1 for size in array.shape)
+        return pl.BlockSpec(
+            (None, None, tile if rows else 1, keys if columns else 1),
+            lambda i, n, b: (b * batch, n * heads, block(i) * rows, 0),
+        )
+
+    many = arrays["bounds"].shape[0] > 1
+    row = pl.BlockSpec((None, None, tile), lambda i, n, b: (b, n, block(i)))
+    specs = {
+        "query": queries(head_dim),
+        "out": queries(value_dim),
+        "out_gradient": queries(value_dim),
+        "key": keys_of_group(head_dim),
+        "value": keys_of_group(value_dim),
+        "bounds": pl.BlockSpec(
+            (None, None, 4), lambda i, n, b: (b * many, block(i), 0)
+        ),
+        "query_seq_lengths": pl.BlockSpec((None,), lambda i, n, b: (b,)),
+        "key_value_seq_lengths": pl.BlockSpec((None,), lambda i, n, b: (b,)),
+        "query_segment_ids": pl.BlockSpec((None, tile), lambda i, n, b: (b, block(i))),
+        "key_value_segment_ids": pl.BlockSpec((None, keys), lambda i, n, b: (b, 0)),
+        **dict.fromkeys(("lse", "delta", *HeadStatistics._fields), row),
+        **{
+            name: whole_map(arrays[name]) for name in ("bias", "mask") if name in arrays
+        },
+    }
+    dtypes = {"query": arrays["query"].dtype, "out": arrays["query"].dtype}
+    return _call(
+        kernel,
+        problem,
+        (blocks, N, B),
+        arrays,
+        specs,
+        {
+            name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.float32))
+            for name, shape in outputs.items()
+        },
+    )
+
+
+def _by_key(static, arrays):
+    """Gradients of key and value: one program a block of keys."""
+    kernel = kernels.key_value_gradient
+    problem, arrays = _problem(kernel, static, arrays, by_key=True)
+    B, S, K, _ = arrays["key"].shape
+    group = arrays["query"].shape[2] // K
+    tile = problem.tiles.keys
+    blocks = pl.cdiv(S, tile)
+    queries = pl.cdiv(problem.num_queries, problem.tiles.queries)
+    queries *= problem.tiles.queries
+    head_dim, value_dim = padded(problem.head_dim), padded(problem.value_dim)
+
+    def keys(width):
+        return pl.BlockSpec((None, tile, None, width), lambda j, k, b: (b, j, k, 0))
+
+    def queries_of_group(width):
+        return pl.BlockSpec((None, queries, group, width), lambda j, k, b: (b, 0, k, 0))
+
+    def whole_map(array):
+        batch, heads, rows, columns = (size > 1 for size in array.shape)
+        return pl.BlockSpec(
+            (
+                None,
+                group if heads else None,
+                queries if rows else 1,
+                tile if columns else 1,
+            ),
+            lambda j, k, b: (b * batch, k * heads, 0, j * columns),
+        )
+
+    many = arrays["bounds"].shape[0] > 1
+    row = pl.BlockSpec((None, group, queries), lambda j, k, b: (b, k, 0))
+    specs = {
+        "query": queries_of_group(head_dim),
+        "out_gradient": queries_of_group(value_dim),
+        "key": keys(head_dim),
+        "value": keys(value_dim),
+        "lse": row,
+        "delta": row,
+        "bounds": pl.BlockSpec((None, None, 4), lambda j, k, b: (b * many, j, 0)),
+        "query_seq_lengths": pl.BlockSpec((None,), lambda j, k, b: (b,)),
+        "key_value_seq_lengths": pl.BlockSpec((None,), lambda j, k, b: (b,)),
+        "query_segment_ids": pl.BlockSpec((None, queries), lambda j, k, b: (b, 0)),
+        "key_value_segment_ids": pl.BlockSpec((None, tile), lambda j, k, b: (b, j)),
+        **{
+            name: whole_map(arrays[name]) for name in ("bias", "mask") if name in arrays
+        },
+    }
+    outputs = {
+        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype)
+        for name in ("key", "value")
+    }
+    return _call(kernel, problem, (blocks, K, B), arrays, specs, outputs)
+
+
+def _call(kernel, problem, grid, arrays, specs, outputs):
+    return pl.pallas_call(
+        functools.partial(kernel, problem=problem),
+        grid=grid,
+        in_specs=[{name: specs[name] for name in arrays}],
+        out_specs=[specs[name] for name in outputs],
+        out_shape=list(outputs.values()),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=problem.tiles.num_warps, num_stages=problem.tiles.num_stages
+        ),
+        interpret=problem.interpret,
+        name=kernel.__name__,
+    )(arrays)
