@@ -17,7 +17,8 @@ def get_config() -> ml_collections.ConfigDict:
     data.source = "en"  # language translated from
     data.target = "de"  # language translated into
     data.directory = placeholder(str)  # folder of local files; None: download
-    data.vocab_size = 8000  # SentencePiece pieces, source and target joint
+    data.vocab_size = 8000  # SentencePiece pieces (BPE)
+    data.joint_vocabulary = True  # one for both languages; else one each
     data.max_length = 128  # tokens; pairs with a longer side are left out
     data.batch_tokens = 4096  # target tokens an update
 

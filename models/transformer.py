@@ -16,7 +16,8 @@ class Transformer(nnx.Module):
     """Encoder, decoder, and one embedding for both of them and for the output.
 
     Args:
-        vocab_size: pieces in the joint vocabulary.
+        vocab_size: pieces of the target's vocabulary, or of the joint one.
+        source_vocab_size: pieces of the source's where it has its own; None: joint.
         width: D.
         num_encoder_layers, num_decoder_layers: how many of each.
         mlp_dim: F.
@@ -32,6 +33,7 @@ class Transformer(nnx.Module):
     def __init__(
         self,
         vocab_size: int,
+        source_vocab_size: int | None = None,
         *,
         width: int,
         num_encoder_layers: int,
@@ -50,6 +52,11 @@ class Transformer(nnx.Module):
         self.position_table = POSITIONS[positions]
         init = nnx.initializers.normal(width**-0.5)
         self.embedding = nnx.Param(init(rngs.params(), (vocab_size, width)))
+        if source_vocab_size is None:
+            self.source_embedding = None
+        else:
+            shape = (source_vocab_size, width)
+            self.source_embedding = nnx.Param(init(rngs.params(), shape))
 
         def layers(count, cross):
             return nnx.List(
@@ -74,13 +81,14 @@ class Transformer(nnx.Module):
 
     def embed(
         self,
+        embedding: nnx.Param,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         num_positions: int,
     ) -> Float[Array, "B T D"]:
         """Scaled token embeddings plus positions, which are below num_positions."""
         table = jnp.asarray(self.position_table(num_positions, self.width))
-        return self.embedding[...][tokens] * self.width**0.5 + table[positions]
+        return embedding[...][tokens] * self.width**0.5 + table[positions]
 
     def encode(
         self,
@@ -90,7 +98,8 @@ class Transformer(nnx.Module):
         drop: Dropout | None = None,
     ) -> Float[Array, "B S D"]:
         """The memory that the decoder looks at."""
-        x = dropout(self.embed(source, positions, source.shape[1]), drop, 0)
+        embedding = self.source_embedding or self.embedding
+        x = dropout(self.embed(embedding, source, positions, source.shape[1]), drop, 0)
         for index, layer in enumerate(self.encoder):
             x = layer(x, segments=segments, drop=fold(drop, 1 + index))
         return x if self.encoder_norm is None else self.encoder_norm(x)
@@ -110,8 +119,8 @@ class Transformer(nnx.Module):
         The cross-attention of every layer, B N T S, is appended to `maps` if given.
         """
         inputs = shift_right(target, positions)
-        drop = fold(drop, -1)
-        x = dropout(self.embed(inputs, positions, target.shape[1]), drop, 0)
+        x = self.embed(self.embedding, inputs, positions, target.shape[1])
+        x = dropout(x, drop, 0)
         for index, layer in enumerate(self.decoder):
             x = layer(
                 x,
@@ -134,7 +143,10 @@ class Transformer(nnx.Module):
         rate = self.dropout if rate is None else rate
         drop = None if key is None else (rate, key)
         memory = self.encode(
-            batch["source"], batch["source_segments"], batch["source_positions"], drop
+            batch["source"],
+            batch["source_segments"],
+            batch["source_positions"],
+            fold(drop, 0),
         )
         return self.decode(
             memory,
@@ -142,7 +154,7 @@ class Transformer(nnx.Module):
             batch["target"],
             batch["target_segments"],
             batch["target_positions"],
-            drop,
+            fold(drop, 1),
         )
 
     def __call__(
@@ -176,14 +188,6 @@ def choose(name: str, value: str, choices) -> None:
     """Raise a ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
-
-
-def build(config, vocab_size: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model of a config as a static graph and abstract parameters, no memory."""
-    model = nnx.eval_shape(
-        lambda: Transformer(vocab_size, **config.model.to_dict(), rngs=nnx.Rngs(0))
-    )
-    return nnx.split(model)
 
 
 def num_parameters(params) -> int:

@@ -1,9 +1,12 @@
 """What a run says while it runs: metrics.jsonl, TensorBoard, and a progress line."""
 
+import contextlib
 import json
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
 
 
 class MetricsWriter:
@@ -48,6 +51,68 @@ def is_row(line: str) -> bool:
         return "step" in json.loads(line)
     except json.JSONDecodeError:
         return False
+
+
+class Window:
+    """Averages of what the steps since the last row reported, and their pace."""
+
+    def __init__(self, shape: tuple[int, int, int]):
+        self.rows_length = shape  # B, S, T: for the share of real tokens
+        self.first, self.text = True, ""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new window."""
+        self.metrics, self.start = [], time.monotonic()
+        self.input_wait = self.pause = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """Time in which the input pipeline is waited for."""
+        start = time.monotonic()
+        yield
+        self.input_wait += time.monotonic() - start
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Time that is not training."""
+        start = time.monotonic()
+        yield
+        self.pause += time.monotonic() - start
+
+    def add(self, metrics: dict) -> list[int]:
+        """Take in the metrics of a step, each of shape R; the trials that diverged."""
+        metrics = {name: np.asarray(value) for name, value in metrics.items()}
+        self.metrics.append(metrics)
+        return np.flatnonzero(~metrics["finite"]).tolist()
+
+    def rows(self) -> list[dict]:
+        """A row for every trial, and a new window."""
+        seconds = max(time.monotonic() - self.start - self.pause, 1e-9)
+        of = {
+            name: np.stack([m[name] for m in self.metrics]) for name in self.metrics[0]
+        }
+        target, source = of["target_tokens"].sum(0), of["source_tokens"].sum(0)
+        loss = (of["loss"] * of["target_tokens"]).sum(0) / np.maximum(target, 1)
+        B, S, T = self.rows_length
+        steps = len(self.metrics)
+        pace = (source + target).sum() / seconds
+        rows = [
+            {
+                "loss": float(loss[trial]),
+                "gradient_norm": float(of["gradient_norm"][-1, trial]),
+                "learning_rate": float(of["learning_rate"][-1, trial]),
+                "tokens_per_second": float(pace),
+                "steps_per_second": steps / seconds,
+                "input_wait_share": self.input_wait / seconds,
+                "source_fill": float(source[trial] / (steps * B * S)),
+                "target_fill": float(target[trial] / (steps * B * T)),
+            }
+            for trial in range(len(loss))
+        ]
+        self.text = f"loss {loss.mean():.3f}  {pace:,.0f} tokens/s"
+        self.reset()
+        return rows
 
 
 class Progress:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -43,7 +44,7 @@ def init(trials: dict, *, static: Static, build) -> TrainState:
     """Initial values of every trial from its own seed; `build(rngs)` is a model."""
 
     def one(trial):
-        params = nnx.split(build(nnx.Rngs(trial["seed"])))[1]
+        params = nnx.split(build(rngs=nnx.Rngs(jax.random.key(trial["seed"]))))[1]
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -128,6 +129,27 @@ def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
 def eval_step(params: nnx.State, batch: dict, *, static: Static):
     """Summed cross-entropy (nats, no smoothing) and tokens of a batch, both R.
 
-    The batch (B S, B T) has no trial axis: every trial sees the same.
+    The batch (B S and B T) has no trial axis: every trial sees the same.
     """
     return jax.vmap(lambda params: batch_loss(params, static, batch, 0.0))(params)
+
+
+def keep_best(best: dict, params: nnx.State, step: int, scores: np.ndarray) -> dict:
+    """Replace the best parameters of the trials that score higher than ever before.
+
+    Args:
+        best: `params` (leaves with the trial axis R), `score` and `step` (R).
+        params: of now.
+        step: of now.
+        scores: R, higher is better.
+    """
+    better = scores > best["score"]
+
+    def choose(new, old):
+        return jnp.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return {
+        "params": jax.tree.map(choose, params, best["params"]),
+        "score": np.where(better, scores, best["score"]),
+        "step": np.where(better, step, best["step"]).astype(np.int32),
+    }

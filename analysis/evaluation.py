@@ -1,0 +1,49 @@
+"""Held-out loss and translations of every trial of a run."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from analysis.scores import scores
+from data.pipeline import evaluation_batches
+from models.decoding import translate
+from training.step import Static, eval_step
+
+
+class Dev(NamedTuple):
+    """A split to score on while training."""
+
+    sources: list[str]
+    targets: list[str]
+    tokenizers: tuple  # of source and target
+    batch_tokens: int
+
+
+def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
+    """Loss (nats a token) and scores of greedy translations, a row for every trial.
+
+    `params` has the trial axis R in front of every leaf.
+    """
+    source = dev.tokenizers[0].encode(dev.sources)
+    target = dev.tokenizers[1].encode(dev.targets)
+    sums = [
+        jax.device_get(eval_step(params, batch, static=static))
+        for batch in evaluation_batches(source, target, batch_tokens=dev.batch_tokens)
+    ]
+    loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
+    rows = []
+    for trial in range(len(loss)):
+        one = jax.tree.map(lambda leaf, trial=trial: leaf[trial], params)
+        found = scores(
+            dev.tokenizers[1].decode_many(translate(static.graph, one, source)),
+            dev.targets,
+        )
+        rows.append(
+            {
+                "dev_loss": float(loss[trial] / tokens[trial]),
+                "dev_bleu": found["bleu"],
+                "dev_exact_match": found["exact_match"],
+            }
+        )
+    return rows

@@ -1,0 +1,47 @@
+"""How good translations are: corpus scores with the signatures that define them."""
+
+from collections.abc import Sequence
+
+
+def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
+    """sacreBLEU and chrF (0 to 100) with signatures, and the share that is exact."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    bleu, chrf = BLEU(), CHRF()
+    result = {
+        "bleu": bleu.corpus_score(hypotheses, [references]).score,
+        "chrf": chrf.corpus_score(hypotheses, [references]).score,
+        "exact_match": sum(map(str.__eq__, hypotheses, references)) / len(references),
+    }
+    result["signature"] = str(bleu.get_signature())
+    result["chrf_signature"] = str(chrf.get_signature())
+    return result
+
+
+def published_scores(
+    hypotheses: Sequence[str], tokenized_references: Sequence[str], language: str
+) -> dict:
+    """Multi30k's published protocol: BLEU of lowercased, tokenised text.
+
+    The hypotheses are lowercased, punctuation-normalised and tokenised as Moses does,
+    which is how the publisher made the references; both are scored as they are.
+    """
+    from sacrebleu.metrics import BLEU
+
+    bleu = BLEU(tokenize="none", force=True)  # tokenised on purpose: no warning
+    tokenized = moses(hypotheses, language)
+    return {
+        "published_bleu": bleu.corpus_score(tokenized, [tokenized_references]).score,
+        "published_signature": f"{bleu.get_signature()}|moses:lc.norm.tok",
+    }
+
+
+def moses(sentences: Sequence[str], language: str) -> list[str]:
+    """Lowercase, normalise the punctuation and tokenise, in Multi30k's order."""
+    from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+    normalizer, tokenizer = MosesPunctNormalizer(language), MosesTokenizer(language)
+    return [
+        tokenizer.tokenize(normalizer.normalize(sentence.lower()), return_str=True)
+        for sentence in sentences
+    ]

@@ -1,0 +1,93 @@
+"""From the command line to a config, and from an error to one sentence."""
+
+import contextlib
+import re
+import sys
+from difflib import get_close_matches
+
+
+@contextlib.contextmanager
+def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
+    """Turn an error that the user can mend into one line and exit code 2.
+
+    Around what meets the outside: flags, config values, files. Inside, an error is
+    ours, and its traceback is wanted.
+    """
+    try:
+        yield
+    except kinds as error:
+        fail(describe(error))
+
+
+def fail(sentence: str) -> None:
+    """Print one line on standard error and exit with code 2."""
+    print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def program() -> str:
+    """The name of the script."""
+    return sys.argv[0].rsplit("/", 1)[-1]
+
+
+def describe(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror}."
+    return " ".join(str(error).split())
+
+
+def run(main) -> None:
+    """Parse the flags, then call `main()`; a bad flag ends in one sentence."""
+    from absl import flags
+
+    try:
+        rest = flags.FLAGS(sys.argv)[1:]
+    except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
+        fail(flag_error(error, sys.argv[1:]))
+    if rest:
+        fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
+    main()
+
+
+def flag_error(error: Exception, argv: list[str]) -> str:
+    """Name the flag that absl or ml_collections refused, and what may be meant."""
+    text = str(error).replace("\\'", "'").replace("\\n", "\n").strip("\"'")
+    if isinstance(error, KeyError | AttributeError):  # a locked config's unknown key
+        key = re.split(r"['\n]", text)[0] or text
+        names = [arg.split("=")[0].lstrip("-") for arg in argv]
+        name = next((name for name in names if f".{key}" in name), key)
+        return f"There is no config key {name}.{near_miss(key, text)}"
+    if isinstance(error, OSError):
+        path = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
+        return f"The config file {path} can't be read; configs/ holds those there are."
+    last = text.splitlines()[-1]  # before it stands a traceback of the config file
+    head = text.splitlines()[0].split(": Error whilst")[0]
+    return last if last.startswith(head) else f"{head}: {last.split(': ', 1)[-1]}"
+
+
+def near_miss(key: str, text: str) -> str:
+    """A config key that looks like the unknown one."""
+    found = re.search(r'Did you mean "([^"]+)"', text)
+    names = [found.group(1)] if found else get_close_matches(key, all_keys())
+    return f" Did you mean {names[0]!r}?" if names else " configs/base.py lists them."
+
+
+def all_keys() -> list[str]:
+    """Every key of the base config, with its full path and alone."""
+    from configs.base import get_config
+
+    paths = list(flat(get_config().to_dict()))
+    return paths + [path.rsplit(".", 1)[-1] for path in paths]
+
+
+def flat(tree: dict, prefix: str = "") -> dict:
+    """A nested dict as one of dotted paths."""
+    out = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[prefix + name] = value
+    return out

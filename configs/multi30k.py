@@ -1,0 +1,39 @@
+"""Multi30k with Transformer-Tiny, the recipe of Wu et al. 2021.
+
+The full recipe (8000 updates of 8192 target tokens) is for a GPU or a long run:
+
+    python train.py --config=configs/multi30k.py --workdir=runs/multi30k
+    python eval.py --workdir=runs/multi30k --split=test_2016_flickr --checkpoint=average
+
+`:short` is the same model for two CPU cores: 15 epochs of smaller batches.
+
+    python train.py --config=configs/multi30k.py:short --workdir=runs/short
+"""
+
+from configs import base
+
+
+def get_config(recipe: str = "full"):
+    """English to German; other directions by data.source and data.target."""
+    if recipe not in ("full", "short"):
+        raise ValueError(f"configs/multi30k.py has :full and :short, not :{recipe}")
+    config = base.get_config()
+    config.data.name = "multi30k"
+    config.data.vocab_size = 10_000
+    config.data.batch_tokens = 8192
+    config.model.num_encoder_layers = 4
+    config.model.num_decoder_layers = 4
+    config.model.dropout = 0.3
+    config.optimizer.learning_rate = 5e-3
+    config.optimizer.warmup_steps = 2000
+    config.train.num_steps = 8000
+    config.train.eval_every_steps = 200
+    config.train.checkpoint_every_steps = 200
+    config.train.keep_checkpoints = 10
+    if recipe == "short":
+        config.data.vocab_size = 8000
+        config.data.batch_tokens = 4096
+        config.model.dropout = 0.1
+        config.optimizer.warmup_steps = 400
+        config.train.num_steps = 1700
+    return config

@@ -1,0 +1,330 @@
+"""Train a translation Transformer from a config.
+
+    python train.py --config=configs/multi30k.py --workdir=runs/multi30k
+
+The same command again goes on where a run was stopped or killed, bit for bit. Any key
+of the config can be set: --config.model.attention.num_heads=8
+"""
+
+import json
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import config_flags
+
+from configs.commandline import fail, flat, one_sentence, run
+
+START = time.monotonic()
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file.", lock_config=True
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder that the run is kept in.")
+
+MAY_CHANGE = ("train.num_steps", "train.log_every_steps", "data.directory")
+
+
+def main():
+    """Check the flags, then train."""
+    if CONFIG.value is None or WORKDIR.value is None:
+        fail(
+            "--config and --workdir are needed, as in "
+            "python train.py --config=configs/numbers.py --workdir=runs/numbers"
+        )
+    train(CONFIG.value, Path(WORKDIR.value))
+
+
+class Run(NamedTuple):
+    """What the loop needs, put together from a config and a workdir."""
+
+    static: Any  # training.step.Static
+    trials: dict  # the numbers in which trials differ, each of shape R
+    state: Any  # training.step.TrainState
+    best: dict  # of every trial's best evaluation: params, score, step
+    step: int  # updates that an earlier start has done
+    batches: Any  # data.pipeline.Batches
+    dev: Any  # analysis.evaluation.Dev
+    checkpoints: Any  # training.checkpoint.Checkpoints
+
+
+def train(config, workdir: Path) -> None:
+    """Train the trials of a config in a workdir, or go on with them."""
+    stop = StopSignal()
+    with one_sentence():
+        claim(workdir, config)
+        ready = prepare(config, workdir)
+    with one_sentence(OSError):
+        loop(config, workdir, ready, stop)
+
+
+class StopSignal:
+    """Remembers a SIGTERM or Ctrl-C, so that the loop can save and end."""
+
+    def __init__(self):
+        self.name = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        """Note the signal; a second one ends the process at once."""
+        self.name = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+
+
+def claim(workdir: Path, config) -> None:
+    """Write config.json and trials.json into the workdir.
+
+    Raises:
+        ValueError: it holds a run of another config.
+    """
+    path = workdir / "config.json"
+    new = flat(config.to_dict())
+    if path.exists():
+        old = flat(json.loads(path.read_text()))
+        differences = [
+            f"{key} (there {old.get(key, 'unset')!r}, now {new.get(key, 'unset')!r})"
+            for key in sorted(old | new)
+            if key not in MAY_CHANGE and old.get(key, "unset") != new.get(key, "unset")
+        ]
+        if differences:
+            raise ValueError(
+                f"{workdir} holds a run of another config: {', '.join(differences)}; "
+                f"choose another --workdir, or the settings of that run."
+            )
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_json(path, config.to_dict())
+    write_json(workdir / "trials.json", [{"seed": config.seed}])
+
+
+def write_json(path: Path, value) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    part.replace(path)
+
+
+def trials_of(config) -> dict:
+    """The numbers in which trials may differ, each with the trial axis R in front."""
+    import numpy as np
+
+    optimizer = config.optimizer.to_dict()
+    smoothing = optimizer.pop("label_smoothing")
+    del optimizer["schedule"]  # part of the program
+    return {
+        "seed": np.array([config.seed], np.uint32),
+        "dropout": np.array([config.model.dropout], np.float32),
+        "label_smoothing": np.array([smoothing], np.float32),
+        "optimizer": {k: np.array([v], np.float32) for k, v in optimizer.items()},
+    }
+
+
+def prepare(config, workdir: Path) -> Run:
+    """Load the data, build the model, take up the last checkpoint."""
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from analysis.evaluation import Dev
+    from data import corpora, pipeline, tokenizer
+    from models.transformer import Transformer, num_parameters
+    from training.checkpoint import Checkpoints
+    from training.metrics import say
+    from training.step import Static, init
+
+    names = (config.data.name, config.data.source, config.data.target)
+    sources, targets = corpora.load(*names, "train", config.data.directory)
+    tokenizers = tokenizer.load_or_train(
+        workdir / "tokenizer",
+        sources,
+        targets,
+        config.data.vocab_size,
+        joint=config.data.joint_vocabulary,
+    )
+    trials = trials_of(config)
+    batches = pipeline.Batches(
+        tokenizers[0].encode(sources),
+        tokenizers[1].encode(targets),
+        batch_tokens=config.data.batch_tokens,
+        max_length=config.data.max_length,
+        seeds=[int(seed) for seed in trials["seed"]],
+    )
+    dev = Dev(
+        *corpora.load(*names, "val", config.data.directory),
+        tokenizers,
+        config.data.batch_tokens,
+    )
+
+    vocab_sizes = [tokenizers[1].vocab_size]
+    if not config.data.joint_vocabulary:
+        vocab_sizes.append(tokenizers[0].vocab_size)
+    build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
+    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
+    static = Static(graph, config.optimizer.schedule, config.model.width)
+    make_state = partial(init, trials, static=static, build=build)
+    abstract = jax.eval_shape(make_state)
+    num_trials = len(trials["seed"])
+    marks = {"score": np.full(num_trials, -1.0), "step": np.zeros(num_trials, np.int32)}
+    checkpoints = Checkpoints(workdir, config.train.keep_checkpoints)
+    last = checkpoints.restore_last(
+        state=abstract, best={"params": abstract.params, **marks}
+    )
+    if last is None:
+        step, state = 0, make_state()
+        best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
+    else:
+        step, items = last
+        state, best = jax.device_put(items["state"]), items["best"]
+        say(f"Going on from step {step} of {workdir}.")
+    write_json(
+        workdir / "run.json",
+        {
+            "attention": implementations(config.model, *batches.shape),
+            "num_parameters": num_parameters(abstract.params) // num_trials,
+            "steps_per_epoch": batches.steps_per_epoch,
+            "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
+            **environment(),
+        },
+    )
+    return Run(static, trials, state, best, step, batches, dev, checkpoints)
+
+
+def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
+    """Which attention implementation each site runs; see docs/attention.md."""
+    import jax
+    import jax.numpy as jnp
+
+    import attention
+    from models.layers import head_shape
+
+    if model.attention.implementation is not None:
+        return dict.fromkeys(
+            ("encoder", "decoder", "cross"), model.attention.implementation
+        )
+    heads = model.attention
+    H, K = head_shape(model.width, heads.num_heads, heads.num_kv_heads, heads.head_dim)
+
+    def resolve(T, S):
+        def array(length, num, size):
+            return jax.ShapeDtypeStruct((B, length, num, size), jnp.float32)
+
+        return attention.resolve_implementation(
+            array(T, heads.num_heads, H),
+            array(S, K, H),
+            array(S, K, heads.value_dim or H),
+        )
+
+    return {
+        "encoder": resolve(S, S),
+        "decoder": resolve(T, T),
+        "cross": resolve(T, S),
+    }
+
+
+def environment() -> dict:
+    """What a result depends on besides the config: versions, device, commit."""
+    import platform
+    import subprocess
+    from importlib.metadata import version
+
+    import jax
+
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
+    return {
+        "commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "devices": [f"{d.platform}: {d.device_kind}" for d in jax.local_devices()],
+    }
+
+
+def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
+    """Update, log, evaluate and save until num_steps, a signal, or a divergence."""
+    import numpy as np
+
+    from analysis.evaluation import dev_scores
+    from data.pipeline import training_batches
+    from training.metrics import MetricsWriter, Progress, Window, clock, say
+    from training.step import keep_best, train_step
+
+    static, trials, state, best, step, batches, dev, checkpoints = ready
+    every, num_steps = config.train, config.train.num_steps
+    if step >= num_steps:
+        say(f"{workdir} is trained already: {step} of {num_steps} steps.")
+        return
+    writer, progress = MetricsWriter(workdir, step), Progress(num_steps, step)
+    window, pending = Window(batches.shape), None
+    feed = training_batches(batches, start_step=step)
+
+    def read(at, metrics):
+        diverged = window.add(metrics)
+        if diverged:
+            last = max(checkpoints.steps(), default=None)
+            checkpoint = f"checkpoint of step {last}" if last else "no checkpoint yet"
+            fail(
+                f"The loss or its gradient stopped being finite at step {at}; the last "
+                f"good state is the {checkpoint} in {workdir}. A lower "
+                f"optimizer.learning_rate or a longer warm-up may help."
+            )
+
+    def is_due(interval):
+        return step % interval == 0 or step == num_steps
+
+    try:
+        while step < num_steps and stop.name is None:
+            with window.waiting():
+                batch = next(feed)
+            state, metrics = train_step(state, trials, batch, static=static)
+            step += 1
+            # read one step late, so that the device never waits for Python
+            if pending is not None:
+                read(*pending)
+            pending = (step, metrics)
+            if is_due(every.log_every_steps):
+                pending = read(*pending)
+                for trial, row in enumerate(window.rows()):
+                    writer.write(step, trial, **row)
+                progress.update(step, window.text)
+            elif window.first:
+                read(*pending)
+                pending = None
+                window.first = False
+                say(f"First step {clock(time.monotonic() - START)} after the launch.")
+            with window.paused():
+                if is_due(every.eval_every_steps):
+                    scores = dev_scores(static, state.params, dev)
+                    for trial, row in enumerate(scores):
+                        writer.write(step, trial, **row)
+                        say(
+                            f"step {step}: "
+                            + "  ".join(f"{k} {v:.3f}" for k, v in row.items())
+                        )
+                    bleu = np.array([row["dev_bleu"] for row in scores])
+                    best = keep_best(best, state.params, step, bleu)
+                if is_due(every.checkpoint_every_steps):
+                    checkpoints.save(step, state=state, best=best)
+        if stop.name is not None:
+            if pending is not None:
+                read(*pending)
+            checkpoints.save(step, state=state, best=best)
+        checkpoints.wait()
+    finally:
+        progress.close()
+        writer.close()
+        feed.close()
+    if stop.name is not None:
+        say(f"{stop.name}: saved step {step}; the same command goes on from there.")
+    else:
+        say(f"Trained {step} steps. python eval.py --workdir={workdir} --split=val")
+
+
+if __name__ == "__main__":
+    run(main)
