@@ -1,0 +1,139 @@
+"""SentencePiece vocabularies: trained on the training split, kept in the workdir.
+
+Kudo & Richardson 2018; byte-pair encoding, case kept, one vocabulary for both
+languages unless told otherwise. Ids: pad 0, bos 1, eos 2, unk 3.
+"""
+
+import io
+import os
+import pathlib
+import tempfile
+
+from absl import logging
+
+from data.packing import Sentences
+
+PAD, BOS, EOS, UNK = range(4)
+
+
+class Tokenizer:
+    """Sentences to token ids and back, by a SentencePiece model (its bytes)."""
+
+    def __init__(self, model: bytes):
+        import sentencepiece
+
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.vocab_size()
+
+    def encode(self, sentences: list[str]) -> Sentences:
+        """Token ids of each sentence, eos at the end; an empty one is eos alone."""
+        threads = min(16, os.cpu_count() or 1)
+        return Sentences.of(
+            self._processor.encode(sentences, add_eos=True, num_threads=threads)
+        )
+
+    def pieces(self, sentence: str) -> list[str]:
+        """The pieces of a sentence as text, eos left out: labels for pictures."""
+        return self._processor.encode(sentence, out_type=str)
+
+    def decode(self, ids) -> str:
+        """The text of token ids up to the first eos; pad and bos are skipped."""
+        ids = [int(i) for i in ids]
+        if EOS in ids:
+            ids = ids[: ids.index(EOS)]
+        return self._processor.decode([i for i in ids if i not in (PAD, BOS)])
+
+    def decode_many(self, sequences) -> list[str]:
+        return [self.decode(ids) for ids in sequences]
+
+
+def train(sentences: list[str], vocab_size: int) -> bytes:
+    """Trains a BPE model on sentences; the same input gives the same bytes.
+
+    A corpus that does not support `vocab_size` pieces gets a smaller vocabulary, and
+    the log says so. Raises ValueError where `vocab_size` does not even hold the
+    alphabet.
+    """
+    import sentencepiece
+
+    lines = [sentence for sentence in sentences if sentence.strip()]
+    if not lines:
+        raise ValueError(
+            "there is no text to train a vocabulary on: every line is empty"
+        )
+    # With four special pieces and one for the space; a smaller one fails in the
+    # trainer, with many lines that name no mend.
+    needed = len(set("".join(lines))) + 5
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            max_sentence_length=1 << 20,  # bytes; else longer lines count for nothing
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"cannot train a vocabulary with data.vocab_size={vocab_size}: the text "
+            f"needs about {needed} pieces for its characters alone"
+        ) from error
+    trained = Tokenizer(model.getvalue()).vocab_size
+    if trained != vocab_size:
+        logging.warning(
+            "the corpus supports a vocabulary of %d, not %d", trained, vocab_size
+        )
+    return model.getvalue()
+
+
+def _write(path: pathlib.Path, content: bytes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)  # all of it or nothing, killed at whatever moment
+
+
+def load(folder) -> tuple[Tokenizer, Tokenizer]:
+    """The source's and the target's tokenizer of a run, from WORKDIR/tokenizer."""
+    folder = pathlib.Path(folder)
+    joint = folder / "joint.model"
+    if joint.is_file():
+        tokenizer = Tokenizer(joint.read_bytes())
+        return tokenizer, tokenizer
+    sides = [folder / "source.model", folder / "target.model"]
+    for path in sides:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no tokenizer in {folder}; train first")
+    return tuple(Tokenizer(path.read_bytes()) for path in sides)
+
+
+def load_or_train(
+    folder, sources: list[str], targets: list[str], vocab_size: int, joint: bool = True
+) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizers in a folder, trained on these sentences where it holds none.
+
+    Pass the training split only. `joint`: one vocabulary of `vocab_size` for both
+    sides, returned twice; else one of `vocab_size` each.
+    """
+    try:
+        return load(folder)
+    except FileNotFoundError:
+        folder = pathlib.Path(folder)
+    if joint:
+        _write(folder / "joint.model", train(sources + targets, vocab_size))
+    else:
+        _write(folder / "source.model", train(sources, vocab_size))
+        _write(folder / "target.model", train(targets, vocab_size))
+    return load(folder)
