@@ -132,7 +132,7 @@ def prepare(config, workdir: Path) -> Run:
     from models.transformer import Transformer, num_parameters
     from training.checkpoint import Checkpoints
     from training.metrics import say
-    from training.step import Static, init
+    from training.step import Static, TrainState, init
 
     names = (config.data.name, config.data.source, config.data.target)
     sources, targets = corpora.load(*names, "train", config.data.directory)
@@ -157,9 +157,7 @@ def prepare(config, workdir: Path) -> Run:
         config.data.batch_tokens,
     )
 
-    vocab_sizes = [tokenizers[1].vocab_size]
-    if not config.data.joint_vocabulary:
-        vocab_sizes.append(tokenizers[0].vocab_size)
+    vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
     static = Static(graph, config.optimizer.schedule, config.model.width)
@@ -169,14 +167,16 @@ def prepare(config, workdir: Path) -> Run:
     marks = {"score": np.full(num_trials, -1.0), "step": np.zeros(num_trials, np.int32)}
     checkpoints = Checkpoints(workdir, config.train.keep_checkpoints)
     last = checkpoints.restore_last(
-        state=abstract, best={"params": abstract.params, **marks}
+        **items_of(abstract, {"params": abstract.params, **marks})
     )
     if last is None:
         step, state = 0, make_state()
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
-        state, best = jax.device_put(items["state"]), items["best"]
+        updates, opt_state = items["optimizer"]
+        state = jax.device_put(TrainState(updates, items["params"], opt_state))
+        best = items["best"]
         say(f"Going on from step {step} of {workdir}.")
     write_json(
         workdir / "run.json",
@@ -189,6 +189,15 @@ def prepare(config, workdir: Path) -> Run:
         },
     )
     return Run(static, trials, state, best, step, batches, dev, checkpoints)
+
+
+def items_of(state, best: dict) -> dict:
+    """What a checkpoint holds; the parameters apart, for who wants only them."""
+    return {
+        "params": state.params,
+        "optimizer": (state.step, state.opt_state),
+        "best": best,
+    }
 
 
 def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
@@ -310,11 +319,11 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
                     bleu = np.array([row["dev_bleu"] for row in scores])
                     best = keep_best(best, state.params, step, bleu)
                 if is_due(every.checkpoint_every_steps):
-                    checkpoints.save(step, state=state, best=best)
+                    checkpoints.save(step, **items_of(state, best))
         if stop.name is not None:
             if pending is not None:
                 read(*pending)
-            checkpoints.save(step, state=state, best=best)
+            checkpoints.save(step, **items_of(state, best))
         checkpoints.wait()
     finally:
         progress.close()

@@ -20,6 +20,11 @@ class Dev(NamedTuple):
     batch_tokens: int
 
 
+def sentences(encoded) -> list[list[int]]:
+    """Token ids a sentence, as `models.decoding.translate` takes them."""
+    return [encoded[i].tolist() for i in range(len(encoded))]
+
+
 def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
     """Loss (nats a token) and scores of greedy translations, a row for every trial.
 
@@ -35,10 +40,8 @@ def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
     rows = []
     for trial in range(len(loss)):
         one = jax.tree.map(lambda leaf, trial=trial: leaf[trial], params)
-        found = scores(
-            dev.tokenizers[1].decode_many(translate(static.graph, one, source)),
-            dev.targets,
-        )
+        tokens_out, _ = translate(static.graph, one, sentences(source))
+        found = scores(dev.tokenizers[1].decode_many(tokens_out), dev.targets)
         rows.append(
             {
                 "dev_loss": float(loss[trial] / tokens[trial]),

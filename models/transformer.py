@@ -81,13 +81,17 @@ class Transformer(nnx.Module):
 
     def embed(
         self,
-        embedding: nnx.Param,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         num_positions: int,
+        embedding: nnx.Param | None = None,
     ) -> Float[Array, "B T D"]:
-        """Scaled token embeddings plus positions, which are below num_positions."""
+        """Scaled token embeddings plus positions, which are below num_positions.
+
+        `embedding` is the target's unless given.
+        """
         table = jnp.asarray(self.position_table(num_positions, self.width))
+        embedding = self.embedding if embedding is None else embedding
         return embedding[...][tokens] * self.width**0.5 + table[positions]
 
     def encode(
@@ -98,8 +102,8 @@ class Transformer(nnx.Module):
         drop: Dropout | None = None,
     ) -> Float[Array, "B S D"]:
         """The memory that the decoder looks at."""
-        embedding = self.source_embedding or self.embedding
-        x = dropout(self.embed(embedding, source, positions, source.shape[1]), drop, 0)
+        x = self.embed(source, positions, source.shape[1], self.source_embedding)
+        x = dropout(x, drop, 0)
         for index, layer in enumerate(self.encoder):
             x = layer(x, segments=segments, drop=fold(drop, 1 + index))
         return x if self.encoder_norm is None else self.encoder_norm(x)
@@ -119,7 +123,7 @@ class Transformer(nnx.Module):
         The cross-attention of every layer, B N T S, is appended to `maps` if given.
         """
         inputs = shift_right(target, positions)
-        x = self.embed(self.embedding, inputs, positions, target.shape[1])
+        x = self.embed(inputs, positions, target.shape[1])
         x = dropout(x, drop, 0)
         for index, layer in enumerate(self.decoder):
             x = layer(

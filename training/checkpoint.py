@@ -55,12 +55,12 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
 
 
 class Checkpoints:
-    """The checkpoints of a workdir, of which the last `keep` are kept."""
+    """The checkpoints of a workdir, of which the last `keep` stay; None: read only."""
 
     def __init__(self, workdir: Path, keep: int | None = None):
         # Orbax reports each step of each save as a warning or an info
         logging.getLogger("absl").setLevel(logging.ERROR)
-        self.directory = (workdir / "checkpoints").absolute()
+        self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
         policy = ocp.checkpoint_managers.LatestN(keep)
         self.manager = ocp.CheckpointManager(
             self.directory,
@@ -145,24 +145,31 @@ class Checkpoints:
         return unflatten(arrays, abstract)
 
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
-        """The newest checkpoint that is sound, moving damaged ones out of the way."""
+        """The step and the items of the newest checkpoint that is sound.
+
+        Damaged ones are named, and moved out of the way unless we only read.
+        """
         for step in reversed(self.steps()):
             try:
-                items = {
-                    name: self.read(step, name, abstract[name]) for name in abstract
+                return step, {
+                    item: self.read(step, item, like) for item, like in abstract.items()
                 }
-                return step, items
             except ValueError as error:
-                aside = self.directory.parent / "damaged" / str(step)
                 say(
-                    f"The checkpoint of step {step} is damaged ({error}); it is moved "
-                    f"to {aside}, and the one before is used."
+                    f"The checkpoint of step {step} is damaged: {error}. "
+                    "Trying the one before."
                 )
-                aside.parent.mkdir(exist_ok=True)
-                shutil.rmtree(aside, ignore_errors=True)
-                (self.directory / str(step)).rename(aside)
-                self.manager.reload()
+                if self.keep is not None:
+                    self.set_aside(step)
         return None
+
+    def set_aside(self, step: int) -> None:
+        """Move a damaged checkpoint to WORKDIR/damaged."""
+        aside = self.directory.parent / "damaged" / str(step)
+        aside.parent.mkdir(exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        (self.directory / str(step)).rename(aside)
+        self.manager.reload()
 
     def close(self) -> None:
         """Wait for the last save and stop Orbax's threads."""

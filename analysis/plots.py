@@ -1,0 +1,76 @@
+"""Pictures of what heads attend to."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def cross_attention(
+    graph: nnx.GraphDef, params: nnx.State, source: list[int], target: list[int]
+) -> np.ndarray:
+    """Weights of every decoder layer and head, L N T S, of one pair of sentences.
+
+    `params` are of one trial; both sentences end in EOS.
+    """
+
+    @jax.jit
+    def maps_of(params, source, target):
+        model = nnx.merge(graph, params)
+        ones, positions = jnp.ones_like, lambda x: jnp.arange(x.size)[None]
+        memory = model.encode(source, ones(source), positions(source))
+        maps = []
+        model.decode(
+            memory, ones(source), target, ones(target), positions(target), maps=maps
+        )
+        return jnp.concatenate(maps)
+
+    def row(tokens):
+        return jnp.asarray([tokens], jnp.int32)
+
+    return np.asarray(maps_of(params, row(source), row(target)))
+
+
+def plot_cross_attention(
+    maps: np.ndarray, source: list[str], target: list[str], path: Path
+) -> None:
+    """Save a grid of maps, a row a layer and a column a head.
+
+    Args:
+        maps: L N T S, as of `cross_attention`.
+        source, target: S and T labels.
+        path: where the picture goes; its suffix says the format.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    L, N, T, S = maps.shape
+    size = (1.2 + N * (0.4 + 0.16 * S), 0.8 + L * (0.5 + 0.18 * T))
+    figure, axes = plt.subplots(
+        L,
+        N,
+        figsize=size,
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for layer in range(L):
+        for head in range(N):
+            ax = axes[layer, head]
+            image = ax.imshow(maps[layer, head], cmap="Greys", vmin=0, vmax=1)
+            ax.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=8)
+            ax.set_xticks(range(S), source, rotation=90, fontsize=7)
+            ax.set_yticks(range(T), target, fontsize=7)
+            ax.tick_params(length=0)
+    figure.supxlabel("source", fontsize=8)
+    figure.supylabel("translation", fontsize=8)
+    bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=30)
+    bar.set_label("attention weight", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

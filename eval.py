@@ -1,0 +1,363 @@
+"""Score a trained run on a split, or translate text with it.
+
+python eval.py --workdir=runs/multi30k --split=test_2016_flickr --beam_size=5
+python eval.py --workdir=runs/multi30k --translate < source.txt > translations.txt
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from configs.commandline import fail, one_sentence, run
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
+SPLIT = flags.DEFINE_string("split", None, "Split to score: val, test, ...")
+TRANSLATE = flags.DEFINE_bool(
+    "translate", False, "Translate standard input, a sentence a line."
+)
+CHECKPOINT = flags.DEFINE_enum(
+    "checkpoint",
+    "best",
+    ["best", "last", "average"],
+    "Parameters of the best dev BLEU, of the last checkpoint, or the mean of the "
+    "checkpoints kept (train.keep_checkpoints).",
+)
+BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1 is greedy.", 1)
+LENGTH_PENALTY = flags.DEFINE_float(
+    "length_penalty", 0.6, "Alpha of ((5 + length) / 6)^alpha, Wu et al. 2016."
+)
+TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "Above 0: sample instead of beam search.", 0.0
+)
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest; 0: all.", 0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample within this probability.", 0.0, 1.0)
+SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Sentences at a time.", 1)
+DIRECTORY = flags.DEFINE_string(
+    "directory", None, "Folder of local data files; default: the run's."
+)
+OUTPUT = flags.DEFINE_string("output", None, "File to write the translations to.")
+SHOW = flags.DEFINE_integer("show", 0, "Translations of the split to print.", 0)
+PLOT = flags.DEFINE_string(
+    "plot", None, "PNG file: the cross-attention of the split's first sentence."
+)
+TRIAL = flags.DEFINE_integer("trial", 0, "Trial to translate or plot with.", 0)
+
+
+class Trained(NamedTuple):
+    """A run that can translate."""
+
+    config: Any
+    graph: Any  # nnx.GraphDef
+    params: Any  # nnx.State, leaves with the trial axis R
+    step: list[int]  # of every trial's parameters
+    tokenizers: tuple
+
+
+def main():
+    """Check the flags, then score or translate."""
+    if WORKDIR.value is None or (SPLIT.value is None) != TRANSLATE.value:
+        fail(
+            "--workdir and either --split or --translate are needed, as in "
+            "python eval.py --workdir=runs/numbers --split=test"
+        )
+    with one_sentence():
+        trained = load(Path(WORKDIR.value), CHECKPOINT.value)
+        options = decoding_options()
+        if TRANSLATE.value:
+            translate_lines(trained, options)
+        else:
+            evaluate(Path(WORKDIR.value), trained, SPLIT.value, options)
+
+
+def decoding_options() -> dict:
+    """The flags that say how to decode, as `models.decoding.translate` takes them."""
+    if TEMPERATURE.value > 0:
+        return {
+            "temperature": TEMPERATURE.value,
+            "top_k": TOP_K.value,
+            "top_p": TOP_P.value,
+            "seed": SEED.value,
+        }
+    return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
+
+
+def load(workdir: Path, which: str) -> Trained:
+    """The model of a run with its best, last or averaged parameters.
+
+    Raises:
+        ValueError, OSError: no run there, no checkpoint yet, or a damaged one.
+    """
+    from functools import partial
+
+    import jax
+    import ml_collections
+    from flax import nnx
+
+    from data import tokenizer
+    from models.transformer import Transformer
+    from training.checkpoint import Checkpoints
+
+    path = workdir / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{workdir} holds no run (there is no config.json in it); "
+            f"train one with train.py --workdir={workdir}."
+        )
+    config = ml_collections.ConfigDict(json.loads(path.read_text()))
+    tokenizers = tokenizer.load(workdir / "tokenizer")
+    vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
+    build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
+    graph, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    num_trials = len(json.loads((workdir / "trials.json").read_text()))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((num_trials, *leaf.shape), leaf.dtype), params
+    )
+    checkpoints = Checkpoints(workdir)
+    params, steps = READ[which](checkpoints, abstract, num_trials)
+    checkpoints.close()
+    return Trained(config, graph, jax.device_put(params), steps, tokenizers)
+
+
+def read_best(checkpoints, abstract, num_trials: int):
+    """Every trial's parameters at its best dev BLEU."""
+    import numpy as np
+
+    like = np.zeros(num_trials)
+    _, items = found(
+        checkpoints.restore_last(
+            best={"params": abstract, "score": like, "step": like}
+        ),
+        checkpoints,
+    )
+    return items["best"]["params"], items["best"]["step"].tolist()
+
+
+def read_last(checkpoints, abstract, num_trials: int):
+    """The parameters of the last checkpoint."""
+    step, items = found(checkpoints.restore_last(params=abstract), checkpoints)
+    return items["params"], [step] * num_trials
+
+
+def read_average(checkpoints, abstract, num_trials: int):
+    """The mean of the parameters of all checkpoints that are kept."""
+    import jax
+    import numpy as np
+
+    from training.metrics import say
+
+    total, count = None, 0
+    for step in checkpoints.steps():
+        try:
+            params = checkpoints.read(step, "params", abstract)
+        except ValueError as error:
+            say(f"The checkpoint of step {step} is left out: {error}.")
+            continue
+        add = jax.tree.map(np.float64, params)
+        total = add if total is None else jax.tree.map(np.add, total, add)
+        count, last = count + 1, step
+    found(total, checkpoints)
+    mean = jax.tree.map(lambda leaf: (leaf / count).astype(np.float32), total)
+    say(f"Averaged {count} checkpoints, the last of step {last}.")
+    return mean, [last] * num_trials
+
+
+READ = {"best": read_best, "last": read_last, "average": read_average}
+
+
+def found(value, checkpoints):
+    """The value, or a sentence where there was no checkpoint to read it from."""
+    if value is None:
+        raise FileNotFoundError(
+            f"{checkpoints.directory} holds no checkpoint that can be read; "
+            f"let train.py go on until it has saved one."
+        )
+    return value
+
+
+def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:
+    """Score every trial, print a table, and write result-SPLIT.json."""
+    import jax
+
+    from analysis.evaluation import sentences
+    from analysis.scores import published_scores, scores
+    from data import corpora
+    from models.decoding import translate
+
+    data = trained.config.data
+    directory = DIRECTORY.value or data.directory
+    names = (data.name, data.source, data.target)
+    sources, references = corpora.load(*names, split, directory)
+    encoded = sentences(trained.tokenizers[0].encode(sources))
+    rows = []
+    for trial, step in enumerate(trained.step):
+        params = jax.tree.map(lambda leaf, trial=trial: leaf[trial], trained.params)
+        start = time.monotonic()
+        out, _ = translate(
+            trained.graph, params, encoded, batch_size=BATCH_SIZE.value, **options
+        )
+        seconds = time.monotonic() - start
+        hypotheses = trained.tokenizers[1].decode_many(out)
+        row = {"trial": trial, "split": split, "checkpoint": CHECKPOINT.value}
+        row |= {"step": int(step), **scores(hypotheses, references)}
+        if data.name == "multi30k":
+            tokenized = corpora.tokenized_references(
+                data.name, data.target, split, directory
+            )
+            row |= published_scores(hypotheses, tokenized, data.target)
+        row |= {"decoding": options, "sentences": len(sources)}
+        row["sentences_per_second"] = len(sources) / seconds
+        rows.append(row)
+        if trial == trial_of(trained):
+            chosen = hypotheses, out[0]
+        write_output(hypotheses, trial, len(trained.step))
+    path = workdir / f"result-{split}.json"
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(rows, indent=1) + "\n")
+    part.replace(path)
+    print_scores(rows, path)
+    show(sources, references, chosen[0])
+    if PLOT.value:
+        plot(trained, sources[0], chosen[1])
+
+
+def write_output(hypotheses: list[str], trial: int, num_trials: int) -> None:
+    """Write the translations to --output; of many trials each to a file of its own."""
+    if OUTPUT.value is None:
+        return
+    path = Path(OUTPUT.value)
+    if num_trials > 1:
+        path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
+    path.write_text("".join(line + "\n" for line in hypotheses))
+
+
+def print_scores(rows: list[dict], path: Path) -> None:
+    """A table of the scores, with the signatures that define them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = {
+        "trial": "{:d}",
+        "step": "{:d}",
+        "bleu": "{:.2f}",
+        "published_bleu": "{:.2f}",
+        "chrf": "{:.2f}",
+        "exact_match": "{:.2%}",
+        "sentences_per_second": "{:.0f}",
+    }
+    columns = {name: form for name, form in columns.items() if name in rows[0]}
+    table = Table(*[name.replace("_", " ") for name in columns], title=rows[0]["split"])
+    for row in rows:
+        table.add_row(*[form.format(row[name]) for name, form in columns.items()])
+    console = Console(highlight=False)
+    console.print(table)
+    for name in ("signature", "published_signature", "chrf_signature"):
+        if name in rows[0]:
+            console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
+    console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
+
+
+def translate_lines(trained: Trained, options: dict) -> None:
+    """Translate standard input line by line, in batches of what is there already."""
+    import jax
+
+    from analysis.evaluation import sentences
+    from models.decoding import translate
+    from training.metrics import say
+
+    params = jax.tree.map(lambda leaf: leaf[trial_of(trained)], trained.params)
+    source, target = trained.tokenizers
+    longest = trained.config.data.max_length
+    number = 0
+    for lines in lines_at_hand(sys.stdin.fileno(), BATCH_SIZE.value):
+        encoded = sentences(source.encode(lines))
+        for index, ids in enumerate(encoded):
+            if len(ids) > longest:
+                say(
+                    f"Line {number + index + 1} has {len(ids)} tokens, more than the "
+                    f"{longest} of the longest in training: expect little of it."
+                )
+        number += len(lines)
+        # an empty line stays one, so that line numbers agree
+        full = [index for index, line in enumerate(lines) if line.strip()]
+        out, _ = translate(
+            trained.graph, params, [encoded[index] for index in full], **options
+        )
+        translations = dict(zip(full, target.decode_many(out), strict=True))
+        for index in range(len(lines)):
+            print(translations.get(index, ""))
+        sys.stdout.flush()
+
+
+def lines_at_hand(file: int, most: int):
+    """Yield lists of lines: those that can be read without waiting, `most` at a time.
+
+    Raises:
+        ValueError: a line is not UTF-8.
+    """
+    rest, number = b"", 0
+    while True:
+        chunk = os.read(file, 1 << 16)  # returns as soon as there is anything
+        *lines, rest = (rest + chunk).split(b"\n") if chunk else (rest, b"")
+        if not chunk and lines == [b""]:
+            return
+        for start in range(0, len(lines), most):
+            decoded = []
+            for line in lines[start : start + most]:
+                number += 1
+                try:
+                    decoded.append(line.decode())
+                except UnicodeDecodeError:
+                    raise ValueError(
+                        f"Line {number} of the input is not UTF-8; convert it, as with "
+                        f"iconv -f latin1 -t utf-8."
+                    ) from None
+            yield decoded
+        if not chunk:
+            return
+
+
+def trial_of(trained: Trained) -> int:
+    """The trial that --trial names."""
+    if not 0 <= TRIAL.value < len(trained.step):
+        raise ValueError(
+            f"--trial must be below {len(trained.step)}, the number of trials in the "
+            f"run, got {TRIAL.value}."
+        )
+    return TRIAL.value
+
+
+def show(sources, references, hypotheses) -> None:
+    """Print the first translations beside their sources and references."""
+    for index in range(min(SHOW.value, len(sources))):
+        print(f"\nsource       {sources[index]}")
+        print(f"reference    {references[index]}")
+        print(f"translation  {hypotheses[index]}")
+
+
+def plot(trained: Trained, source: str, translation: list[int]) -> None:
+    """Save the cross-attention of a sentence and its translation, every head's."""
+    import jax
+
+    from analysis.plots import cross_attention, plot_cross_attention
+    from data.tokenizer import EOS
+
+    params = jax.tree.map(lambda leaf: leaf[trial_of(trained)], trained.params)
+    ids = trained.tokenizers[0].encode([source])[0].tolist()
+    translation = [*translation, EOS]
+    maps = cross_attention(trained.graph, params, ids, translation)
+    pieces = [
+        trained.tokenizers[side].pieces(tokens)
+        for side, tokens in enumerate((ids, translation))
+    ]
+    plot_cross_attention(maps, *pieces, Path(PLOT.value))
+    print(f"\nThe cross-attention of the first sentence: {PLOT.value}")
+
+
+if __name__ == "__main__":
+    run(main)
