@@ -106,12 +106,21 @@ class Attention(nnx.Module):
         `masks` are those of `attention.dot_product_attention`. The full map of every
         head, B N T S, is appended to `maps` where a list is given.
         """
-        query = self.queries(x)
         key, value = self.keys_values(x if memory is None else memory)
         if maps is not None:
-            maps.append(attention.attention_weights(query, key, **masks))
+            maps.append(attention.attention_weights(self.queries(x), key, **masks))
+        return self.attend(x, key, value, **masks)
+
+    def attend(
+        self,
+        x: Float[Array, "B T D"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K V"],
+        **masks,
+    ) -> Float[Array, "B T D"]:
+        """Attend from x to keys and values that are projected already."""
         heads = attention.dot_product_attention(
-            query, key, value, **masks, implementation=self.implementation
+            self.queries(x), key, value, **masks, implementation=self.implementation
         )
         return self.merged(heads)
 
