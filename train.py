@@ -127,13 +127,16 @@ def prepare(config, workdir: Path) -> Run:
     import numpy as np
     from flax import nnx
 
-    from analysis.evaluation import Dev
+    from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
-    from models.transformer import Transformer, num_parameters
+    from models.transformer import Transformer, choose, num_parameters
     from training.checkpoint import Checkpoints
     from training.metrics import say
+    from training.optimizer import SCHEDULES
     from training.step import Static, TrainState, init
 
+    choose("train.best_metric", config.train.best_metric, METRICS)
+    choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     names = (config.data.name, config.data.source, config.data.target)
     sources, targets = corpora.load(*names, "train", config.data.directory)
     tokenizers = tokenizer.load_or_train(
@@ -164,7 +167,10 @@ def prepare(config, workdir: Path) -> Run:
     make_state = partial(init, trials, static=static, build=build)
     abstract = jax.eval_shape(make_state)
     num_trials = len(trials["seed"])
-    marks = {"score": np.full(num_trials, -1.0), "step": np.zeros(num_trials, np.int32)}
+    marks = {
+        "score": np.full(num_trials, -np.inf),
+        "step": np.zeros(num_trials, np.int32),
+    }
     checkpoints = Checkpoints(workdir, config.train.keep_checkpoints)
     last = checkpoints.restore_last(
         **items_of(abstract, {"params": abstract.params, **marks})
@@ -257,9 +263,7 @@ def environment() -> dict:
 
 def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or a divergence."""
-    import numpy as np
-
-    from analysis.evaluation import dev_scores
+    from analysis.evaluation import dev_scores, ranking
     from data.pipeline import training_batches
     from training.metrics import MetricsWriter, Progress, Window, clock, say
     from training.step import keep_best, train_step
@@ -316,8 +320,8 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
                             f"step {step}: "
                             + "  ".join(f"{k} {v:.3f}" for k, v in row.items())
                         )
-                    bleu = np.array([row["dev_bleu"] for row in scores])
-                    best = keep_best(best, state.params, step, bleu)
+                    score = ranking(scores, every.best_metric)
+                    best = keep_best(best, state.params, step, score)
                 if is_due(every.checkpoint_every_steps):
                     checkpoints.save(step, **items_of(state, best))
         if stop.name is not None:

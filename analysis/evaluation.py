@@ -10,6 +10,8 @@ from data.pipeline import evaluation_batches
 from models.decoding import translate
 from training.step import Static, eval_step
 
+METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")
+
 
 class Dev(NamedTuple):
     """A split to score on while training."""
@@ -23,6 +25,12 @@ class Dev(NamedTuple):
 def sentences(encoded) -> list[list[int]]:
     """Token ids a sentence, as `models.decoding.translate` takes them."""
     return [encoded[i].tolist() for i in range(len(encoded))]
+
+
+def ranking(rows: list[dict], metric: str) -> np.ndarray:
+    """The metric of every trial's row of `dev_scores`, so that higher is better."""
+    values = np.array([row[metric] for row in rows])
+    return -values if metric == "dev_loss" else values
 
 
 def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
@@ -46,6 +54,7 @@ def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
             {
                 "dev_loss": float(loss[trial] / tokens[trial]),
                 "dev_bleu": found["bleu"],
+                "dev_chrf": found["chrf"],
                 "dev_exact_match": found["exact_match"],
             }
         )

@@ -53,7 +53,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.train = train = ml_collections.ConfigDict()
     train.num_steps = 1000  # updates
     train.log_every_steps = 50
-    train.eval_every_steps = 250  # dev loss and dev BLEU
+    train.eval_every_steps = 250  # dev loss, and scores of greedy translations
+    train.best_metric = "dev_bleu"  # or dev_chrf, dev_exact_match, dev_loss
     train.checkpoint_every_steps = 250
     train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages
     return config

@@ -13,5 +13,8 @@ def get_config():
     config.data.name = "numbers"
     config.data.vocab_size = 200
     config.model.attention.num_heads = 4
-    config.train.num_steps = 800
+    config.train.num_steps = 400
+    config.train.eval_every_steps = 100
+    config.train.checkpoint_every_steps = 100
+    config.train.best_metric = "dev_exact_match"  # a number is often a single word
     return config
