@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from attention import masks
 from attention import pallas_gpu_kernels as kernels
 from attention.pallas_gpu_blocks import Tiles, padded, visits
+from attention.partition import partitioned
 from attention.statistics import HeadStatistics
 
 STRUCTURE = (
@@ -131,29 +132,67 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(static, arrays):
-    B, T, N, _ = arrays["query"].shape
-    V = arrays["value"].shape[-1]
-    return _by_query(
-        kernels.forward,
-        static,
-        arrays,
-        {"out": (B, T, N, V), "lse": (B, N, T)},
-    )
+    def outputs(arrays):
+        B, T, N, _ = arrays["query"].shape
+        return {"out": (B, T, N, arrays["value"].shape[-1]), "lse": (B, N, T)}
+
+    return _run(kernels.forward, static, arrays, outputs, ("BTNV", "BNT"))
 
 
 def _statistics(static, arrays):
-    B, T, N, _ = arrays["query"].shape
     names = ("lse", *HeadStatistics._fields)
-    return _by_query(
-        kernels.statistics, static, arrays, dict.fromkeys(names, (B, N, T))
-    )
+
+    def outputs(arrays):
+        B, T, N, _ = arrays["query"].shape
+        return dict.fromkeys(names, (B, N, T))
+
+    return _run(kernels.statistics, static, arrays, outputs, ("BNT",) * len(names))
 
 
 def _backward(static, arrays):
-    (query_gradient,) = _by_query(
-        kernels.query_gradient, static, arrays, {"query": arrays["query"].shape}
+    def by_query(arrays):
+        return {"query": arrays["query"].shape}
+
+    def by_key(arrays):
+        return {name: arrays[name].shape for name in ("key", "value")}
+
+    return (
+        *_run(kernels.query_gradient, static, arrays, by_query, ("BTNH",)),
+        *_run(kernels.key_value_gradient, static, arrays, by_key, ("BSKH", "BSKV")),
     )
-    return query_gradient, *_by_key(static, arrays)
+
+
+def _run(kernel, static, arrays, outputs, results):
+    """Run a kernel, each device on its own part of the batch and heads."""
+    by_key = kernel is kernels.key_value_gradient
+    problem, arrays = _problem(kernel, static, arrays, by_key)
+    run = _by_key if by_key else _by_query
+
+    def function(arrays):
+        return run(kernel, problem, arrays, outputs(arrays))
+
+    return partitioned(function, arrays, _axes(arrays), results)
+
+
+def _axes(arrays):
+    """The letters of every array's axes, 1 where it is broadcast."""
+    letters = {
+        "query": "BTNH",
+        "key": "BSKH",
+        "value": "BSKV",
+        "out_gradient": "BTNV",
+        "lse": "BNT",
+        "delta": "BNT",
+        "query_seq_lengths": "B",
+        "key_value_seq_lengths": "B",
+        "query_segment_ids": "BT",
+        "key_value_segment_ids": "BS",
+    }
+    for name, axes in (("bias", "BNTS"), ("mask", "BNTS"), ("bounds", "Bxy")):
+        if name in arrays:
+            sizes = zip(axes, arrays[name].shape, strict=True)
+            letters[name] = "".join(x if size > 1 else "1" for x, size in sizes)
+    return {name: letters[name] for name in arrays}
 
 
 def tiles(kernel, head_dim, value_dim, dtype, num_queries, num_keys) -> Tiles:
@@ -163,10 +202,8 @@ def tiles(kernel, head_dim, value_dim, dtype, num_queries, num_keys) -> Tiles:
     tests/compilers/test_gpu.py.
     """
     wide = padded(max(head_dim, value_dim)) * jnp.dtype(dtype).itemsize
-    for limit, choice in TILES[kernel].items():
-        if wide <= limit:
-            break
-    queries, keys, num_warps, num_stages = choice
+    limit = min(limit for limit in TILES[kernel] if wide <= limit)
+    queries, keys, num_warps, num_stages = TILES[kernel][limit]
     return Tiles(
         min(queries, padded(num_queries)),
         min(keys, padded(num_keys)),
@@ -204,7 +241,7 @@ TILES = {
 }
 
 
-def _problem(kernel, static, arrays, by_key=False):
+def _problem(kernel, static, arrays, by_key):
     """What the kernel is compiled for, and its inputs with the loops' bounds."""
     static = dict(static)
     T, S = arrays["query"].shape[1], arrays["key"].shape[1]
@@ -229,9 +266,8 @@ def _problem(kernel, static, arrays, by_key=False):
     return problem, dict(arrays, bounds=jnp.asarray(bounds))
 
 
-def _by_query(kernel, static, arrays, outputs):
+def _by_query(kernel, problem, arrays, outputs):
     """Run a kernel that has one program a block of queries."""
-    problem, arrays = _problem(kernel, static, arrays)
     B, T, N, _ = arrays["query"].shape
     group = N // arrays["key"].shape[2]
     tile = problem.tiles.queries
@@ -279,24 +315,11 @@ def _by_query(kernel, static, arrays, outputs):
             name: whole_map(arrays[name]) for name in ("bias", "mask") if name in arrays
         },
     }
-    dtypes = {"query": arrays["query"].dtype, "out": arrays["query"].dtype}
-    return _call(
-        kernel,
-        problem,
-        (blocks, N, B),
-        arrays,
-        specs,
-        {
-            name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.float32))
-            for name, shape in outputs.items()
-        },
-    )
+    return _call(kernel, problem, (blocks, N, B), arrays, specs, outputs)
 
 
-def _by_key(static, arrays):
-    """Gradients of key and value: one program a block of keys."""
-    kernel = kernels.key_value_gradient
-    problem, arrays = _problem(kernel, static, arrays, by_key=True)
+def _by_key(kernel, problem, arrays, outputs):
+    """Run a kernel that has one program a block of keys."""
     B, S, K, _ = arrays["key"].shape
     group = arrays["query"].shape[2] // K
     tile = problem.tiles.keys
@@ -341,20 +364,27 @@ def _by_key(static, arrays):
             name: whole_map(arrays[name]) for name in ("bias", "mask") if name in arrays
         },
     }
-    outputs = {
-        name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype)
-        for name in ("key", "value")
-    }
     return _call(kernel, problem, (blocks, K, B), arrays, specs, outputs)
 
 
 def _call(kernel, problem, grid, arrays, specs, outputs):
+    dtype = arrays["query"].dtype
+    dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
+
+    def types(arrays):
+        # Under shard_map, what any input varies over the results do too.
+        some = sum(x.ravel()[0].astype(jnp.float32) for x in arrays.values())
+        return [
+            jnp.broadcast_to(some, shape).astype(dtypes.get(name, jnp.float32))
+            for name, shape in outputs.items()
+        ]
+
     return pl.pallas_call(
         functools.partial(kernel, problem=problem),
         grid=grid,
         in_specs=[{name: specs[name] for name in arrays}],
         out_specs=[specs[name] for name in outputs],
-        out_shape=list(outputs.values()),
+        out_shape=jax.eval_shape(types, arrays),
         compiler_params=plgpu.CompilerParams(
             num_warps=problem.tiles.num_warps, num_stages=problem.tiles.num_stages
         ),

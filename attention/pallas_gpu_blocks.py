@@ -120,8 +120,10 @@ def _segment_range(ids, tile, clip):
     """
     B, size = ids.shape
     # Beyond the sequence an outer block may hold anything, an inner one is padding.
-    ids = jnp.pad(ids, ((0, 0), (0, -size % tile)), mode="edge" if clip else "constant")
-    ids = ids.reshape(B, -1, tile)
+    full = jnp.pad(ids, ((0, 0), (0, -size % tile)))
+    if clip:
+        full = jnp.where(jnp.arange(full.shape[1]) < size, full, ids[:, -1:])
+    ids = full.reshape(B, -1, tile)
     limits = jnp.iinfo(ids.dtype)
     low = jnp.where(ids == 0, limits.max, ids).min(-1)
     high = jnp.where(ids == 0, limits.min, ids).max(-1)

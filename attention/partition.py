@@ -1,0 +1,171 @@
+"""Kernels that the compiler cannot look into, on arrays sharded over batch and heads.
+
+To XLA's partitioner a kernel is opaque: without being told it gathers all operands on
+every device. `partitioned` tells it that the axes of the batch, of the heads, and those
+that `jax.vmap` adds are independent, and that all others must be whole.
+"""
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+INDEPENDENT = ("B", "N", "K")
+
+
+def partitioned(function, arrays, axes, results, levels=()):
+    """`function(arrays)`, run by each device on its own part of the batch and heads.
+
+    Args:
+      function: from a dict of arrays to a tuple of them. Works on any B, and on any K
+        that divides N.
+      arrays: dict of arrays.
+      axes: dict of strings, for each array its axes, one letter each: B, N and K are
+        batch, heads and key/value heads (K divides N), 1 is an axis that is broadcast,
+        other letters are axes that no device may hold in part.
+      results: the same for the results, in order. One without N that is computed from
+        arrays with it is summed over the devices that share the heads.
+      levels: of `jax.vmap`, outermost first: the names of the arrays it maps.
+    """
+
+    def mapped(arrays):
+        call = function
+        for level in reversed(levels):
+            in_axes = {name: 0 if name in level else None for name in arrays}
+            call = jax.vmap(call, in_axes=(in_axes,))
+        return call(arrays)
+
+    names = sorted(arrays)
+    num_heads = arrays["query"].shape[-2]
+    num_kv_heads = arrays["key"].shape[-2]
+
+    def leading(name):
+        return [f"R{i}" for i, level in enumerate(levels) if name in level]
+
+    operand_axes = [(*leading(name), *axes[name]) for name in names]
+    every = [f"R{i}" for i in range(len(levels))]
+    result_axes = [(*every, *result) for result in results]
+
+    def plan(mesh, seen):
+        """How a mesh divides operands and results, given how some arrays are."""
+        found = {}
+        for letters, spec in seen:
+            for letter, part in zip(letters, spec, strict=False):
+                if part is not None and letter[0] in (*INDEPENDENT, "R"):
+                    found.setdefault(letter, part)
+        heads = found.get("N", found.get("K"))
+        size = _size(mesh, heads)
+        # Of a group of heads that is divided every device needs the keys and values;
+        # parts of several groups would be too much.
+        divided = num_kv_heads % size != 0
+        found["K"] = None if divided else heads
+        fits = num_heads % size == 0 and (num_kv_heads == 1 or not divided)
+        found["N"] = heads if fits else None
+
+        def local(arrays):
+            outcomes = mapped(arrays)
+            if not (divided and fits):
+                return outcomes
+            return tuple(
+                outcome if "N" in letters else jax.lax.psum(outcome, heads)
+                for outcome, letters in zip(outcomes, results, strict=True)
+            )
+
+        def specs(every):
+            return tuple(PartitionSpec(*map(found.get, letters)) for letters in every)
+
+        return local, specs(operand_axes), specs(result_axes)
+
+    def partition(mesh, operands, outcomes):
+        shardings = (*(operands[0][name].sharding for name in names),)
+        shardings += tuple(outcome.sharding for outcome in outcomes)
+        seen = [
+            (letters, sharding.spec)
+            for letters, sharding in zip(
+                (*operand_axes, *result_axes), shardings, strict=True
+            )
+        ]
+        local, ins, outs = plan(mesh, seen)
+        ins, outs = (tuple(NamedSharding(mesh, s) for s in x) for x in (ins, outs))
+        return mesh, local, outs, (dict(zip(names, ins, strict=True)),)
+
+    def call(arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.explicit_axes:
+            seen = [
+                (letters, jax.typeof(arrays[name]).sharding.spec)
+                for name, letters in zip(names, operand_axes, strict=True)
+            ]
+            local, ins, outs = plan(mesh, seen)
+            return jax.shard_map(
+                local,
+                in_specs=(dict(zip(names, ins, strict=True)),),
+                out_specs=outs,
+                check_vma=False,
+            )(arrays)
+        inferred = custom_partitioning(mapped)
+        inferred.def_partition(
+            partition, **_rule(operand_axes, result_axes, num_heads, num_kv_heads)
+        )
+        return inferred(arrays)
+
+    vmappable = custom_vmap(call)
+
+    @vmappable.def_vmap
+    def _(axis_size, in_batched, arrays):
+        del axis_size
+        level = frozenset(name for name, batched in in_batched[0].items() if batched)
+        outcome = partitioned(function, arrays, axes, results, (level, *levels))
+        return outcome, (True,) * len(outcome)
+
+    constant = jax.custom_jvp(vmappable)
+    constant.defjvp(_refuse)
+    return constant(arrays)
+
+
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "implementation='pallas' has a first derivative only; use 'reference' for a "
+        "second one"
+    )
+
+
+def _size(mesh, part):
+    parts = part if isinstance(part, tuple) else (part,)
+    size = 1
+    for axis in parts:
+        size *= 1 if axis is None else mesh.shape[axis]
+    return size
+
+
+def _rule(operand_axes, result_axes, num_heads, num_kv_heads):
+    """Shardy's rule: which axes are the same, and which must not be divided."""
+    grouped = 1 < num_kv_heads < num_heads
+    whole, ones = {}, 0  # a dict keeps the order of appearance, which Shardy wants
+
+    def spell(letters):
+        nonlocal ones
+        words = []
+        for letter in letters:
+            if letter == "1":
+                ones += 1
+                words.append(f"one{ones}")
+            elif letter == "N" and grouped:
+                words.append("(k g)")
+                whole["g"] = True
+            elif letter == "N" and num_kv_heads == num_heads or letter == "K":
+                words.append("k")
+            else:
+                words.append(letter.lower())
+                if letter[0] not in (*INDEPENDENT, "R"):
+                    whole[letter.lower()] = True
+        return " ".join(words)
+
+    operands = ", ".join(spell(letters) for letters in operand_axes)
+    results = ", ".join(spell(letters) for letters in result_axes)
+    sizes = {"g": num_heads // num_kv_heads} if grouped else {}
+    return {
+        "sharding_rule": f"{operands} -> {results}",
+        "need_replication_factors": tuple(whole),
+        **sizes,
+    }
