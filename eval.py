@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from configs.commandline import fail, one_sentence, run
+from training import platform
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
 SPLIT = flags.DEFINE_string("split", None, "Split to score: val, test, ...")
@@ -66,6 +67,7 @@ def main():
             "--workdir and either --split or --translate are needed, as in "
             "python eval.py --workdir=runs/numbers --split=test"
         )
+    platform.setup()
     with one_sentence():
         trained = load(Path(WORKDIR.value), CHECKPOINT.value)
         options = decoding_options()

@@ -8,6 +8,7 @@ of the config can be set: --config.model.attention.num_heads=8
 
 import json
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs.commandline import fail, flat, one_sentence, run
+from training import platform
 
 START = time.monotonic()
 CONFIG = config_flags.DEFINE_config_file(
@@ -52,6 +54,7 @@ class Run(NamedTuple):
 
 def train(config, workdir: Path) -> None:
     """Train the trials of a config in a workdir, or go on with them."""
+    platform.setup()
     stop = StopSignal()
     with one_sentence():
         claim(workdir, config)
@@ -240,7 +243,6 @@ def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
 
 def environment() -> dict:
     """What a result depends on besides the config: versions, device, commit."""
-    import platform
     import subprocess
     from importlib.metadata import version
 
@@ -255,7 +257,7 @@ def environment() -> dict:
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     return {
         "commit": git.stdout.strip() or None,
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
         "devices": [f"{d.platform}: {d.device_kind}" for d in jax.local_devices()],
     }

@@ -48,6 +48,9 @@ def plot_cross_attention(
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    source, target = (
+        [p.replace("▁", "") or p for p in side] for side in (source, target)
+    )
     L, N, T, S = maps.shape
     size = (1.2 + N * (0.4 + 0.16 * S), 0.8 + L * (0.5 + 0.18 * T))
     figure, axes = plt.subplots(

@@ -4,9 +4,18 @@ from collections.abc import Sequence
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
-    """sacreBLEU and chrF (0 to 100) with signatures, and the share that is exact."""
+    """sacreBLEU and chrF (0 to 100) with signatures, and the share that is exact.
+
+    Raises:
+        ValueError: there are not as many hypotheses as references.
+    """
     from sacrebleu.metrics import BLEU, CHRF
 
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"There are {len(hypotheses)} translations but {len(references)} "
+            "references."
+        )
     bleu, chrf = BLEU(), CHRF()
     result = {
         "bleu": bleu.corpus_score(hypotheses, [references]).score,

@@ -1,0 +1,43 @@
+# Two commands: `make demo` and `make test`. Both make .venv on their first run.
+
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: demo test lint test-peers test-compilers clean
+
+demo: .venv/.runtime
+	$(RUN) train.py --config=configs/numbers.py --workdir=runs/demo
+	$(RUN) eval.py --workdir=runs/demo --split=test --show=10 \
+	  --plot=runs/demo/cross_attention.png
+
+test: lint
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
+
+lint: .venv/.dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+# Beside PyTorch and CTranslate2, in an environment of its own.
+test-peers: .venv-peers/.installed
+	JAX_PLATFORMS=cpu .venv-peers/bin/python -m pytest tests/peers
+
+# By the compilers for TPUs and NVIDIA GPUs, which need neither.
+test-compilers: .venv-compilers/.installed
+	JAX_PLATFORMS=cpu .venv-compilers/bin/python -m pytest tests/compilers
+
+.venv/.runtime: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/.dev: requirements-dev.txt .venv/.runtime
+	.venv/bin/pip install --quiet -r requirements-dev.txt
+	touch $@
+
+.venv-%/.installed: requirements-%.txt requirements-dev.txt requirements.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet -r requirements-$*.txt
+	touch $@
+
+clean:
+	rm -rf .venv .venv-* runs .cache

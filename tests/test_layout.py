@@ -1,0 +1,51 @@
+"""What holds of the tree as a whole."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("analysis", "attention", "configs", "data", "models", "training")
+MAY_IMPORT = {
+    "configs": set(),
+    "data": set(),
+    "attention": set(),
+    "models": {"attention"},
+    "training": {"models", "attention"},
+    "analysis": {"models", "attention", "data", "training"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    return names & set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package):
+    files = list((ROOT / package).glob("*.py"))
+    assert files
+    for path in files:
+        assert imported(path) <= MAY_IMPORT[package] | {package}, path
+
+
+def test_no_file_holds_two_ideas():
+    files = [
+        *ROOT.glob("*.py"),
+        *(f for p in PACKAGES for f in (ROOT / p).glob("*.py")),
+    ]
+    assert {str(f): n for f in files if (n := f.read_text().count("\n")) > 400} == {}
+
+
+def test_no_config_key_has_a_hidden_default():
+    hidden = re.compile(r"\bconfig(\.\w+)*\.get\(")
+    for path in ROOT.rglob("*.py"):
+        if ".venv" not in str(path):
+            assert not hidden.search(path.read_text()), path

@@ -1,0 +1,61 @@
+"""What a run says while it runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from training.metrics import MetricsWriter, Progress, Window, clock
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (1, 2, 3):
+        writer.write(step, 0, loss=float(step))
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "los')  # killed while writing
+    MetricsWriter(tmp_path, 2).close()
+    assert [row["step"] for row in rows_of(path)] == [1, 2]
+    assert list(tmp_path.glob("events.*")), "TensorBoard has nothing to show"
+
+
+def test_window_weighs_the_steps_by_their_tokens():
+    window = Window((2, 8, 10))
+    for loss, tokens in ((1.0, 10), (4.0, 20)):
+        diverged = window.add(
+            {
+                "loss": np.array([loss, np.nan]),
+                "target_tokens": np.array([tokens, tokens]),
+                "source_tokens": np.array([8, 8]),
+                "gradient_norm": np.ones(2),
+                "learning_rate": np.ones(2),
+                "finite": np.array([True, False]),
+            }
+        )
+        assert diverged == [1]
+    rows = window.rows()
+    assert rows[0]["loss"] == pytest.approx((10 * 1 + 20 * 4) / 30)
+    assert rows[0]["target_fill"] == pytest.approx(30 / 40)
+    assert rows[0]["source_fill"] == pytest.approx(16 / 32)
+    assert window.metrics == []
+
+
+def test_plain_lines_are_rare(capsys):
+    progress = Progress(1000, seconds=3600.0)
+    for step in range(1, 1001):
+        progress.update(step, "loss 1.0")
+    progress.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("step 1000/1000  loss 1.0")
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(5, "0:05"), (65, "1:05"), (3725, "1:02:05"), (float("inf"), "?")]
+)
+def test_clock(seconds, text):
+    assert clock(seconds) == text

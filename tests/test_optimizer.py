@@ -1,0 +1,63 @@
+"""The optimizer and its schedules against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from training.optimizer import SCHEDULES, learning_rate_at, make_optimizer
+
+NUMBERS = {
+    "learning_rate": 0.01,
+    "warmup_steps": 4.0,
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "epsilon": 1e-9,
+    "weight_decay": 0.1,
+    "clip_norm": 1.0,
+}
+
+
+def expected(schedule, step, peak, warmup, width):
+    update = step + 1
+    if schedule == "constant":
+        return peak * min(update / warmup, 1)
+    if schedule == "inverse_sqrt":
+        return peak * (update / warmup if update < warmup else (warmup / update) ** 0.5)
+    # Vaswani et al. 2017, equation 3, times a factor
+    return peak * width**-0.5 * min(update**-0.5, update * warmup**-1.5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 100])
+def test_schedule(schedule, step):
+    got = learning_rate_at(schedule, jnp.asarray(step), 0.01, 4.0, 128)
+    np.testing.assert_allclose(got, expected(schedule, step, 0.01, 4, 128), rtol=1e-6)
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert learning_rate_at("constant", jnp.asarray(0), 0.01, 0.0, 128) == 0.01
+
+
+def test_equals_adamw_of_the_clipped_gradient():
+    params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
+    ours = make_optimizer(schedule="constant", width=128, **NUMBERS)
+    theirs = optax.adamw(
+        lambda step: 0.01 * min((step + 1) / 4, 1), 0.9, 0.98, 1e-9, weight_decay=0.1
+    )
+    state, their_state = ours.init(params), theirs.init(params)
+    their_params = params
+    for step in range(6):
+        gradient = jax.tree.map(lambda x, step=step: jnp.cos(x + step), params)
+        norm = np.sqrt(sum(float((g**2).sum()) for g in gradient.values()))
+        clipped = jax.tree.map(lambda g, norm=norm: g / max(norm, 1.0), gradient)
+        with jax.disable_jit():  # the schedule above is plain Python
+            updates, their_state = theirs.update(clipped, their_state, their_params)
+        their_params = optax.apply_updates(their_params, updates)
+        updates, state = ours.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        for ours_leaf, theirs_leaf in zip(
+            params.values(), their_params.values(), strict=True
+        ):
+            np.testing.assert_allclose(ours_leaf, theirs_leaf, rtol=2e-6)

@@ -1,0 +1,56 @@
+"""Scores against the files of Multi30k and against what must hold of any score."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from analysis.scores import moses, published_scores, scores
+
+MULTI30K = Path(__file__).resolve().parents[2] / "shared/data/multi30k"
+needs_multi30k = pytest.mark.skipif(
+    not MULTI30K.exists(), reason="Multi30k is not beside the project (never committed)"
+)
+
+
+def lines(name: str) -> list[str]:
+    with gzip.open(MULTI30K / name, "rt", encoding="utf-8") as file:
+        return file.read().removesuffix("\n").split("\n")
+
+
+@needs_multi30k
+@pytest.mark.parametrize("language", ["en", "de", "fr"])
+def test_published_tokenisation_is_reproduced(language):
+    """All but one caption of the test set come out as the publisher made them."""
+    ours = moses(lines(f"raw/test_2016_flickr.{language}.gz"), language)
+    theirs = lines(f"tok/test_2016_flickr.lc.norm.tok.{language}.gz")
+    different = [
+        pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1].strip()
+    ]
+    assert len(different) <= 1
+
+
+@needs_multi30k
+def test_references_score_100_in_the_published_protocol():
+    references = lines("tok/test_2016_flickr.lc.norm.tok.de.gz")
+    hypotheses = lines("raw/test_2016_flickr.de.gz")
+    got = published_scores(hypotheses, references, "de")
+    assert got["published_bleu"] == pytest.approx(100)
+    assert "tok:none" in got["published_signature"]
+
+
+def test_scores():
+    references = ["ein Hund läuft über die Wiese", "zwei Kinder spielen im Sand"]
+    perfect = scores(references, references)
+    assert perfect["bleu"] == pytest.approx(100)
+    assert perfect["chrf"] == pytest.approx(100)
+    assert perfect["exact_match"] == 1
+    half = scores([references[0], "etwas anderes"], references)
+    assert half["exact_match"] == 0.5
+    assert 0 < half["bleu"] < 100
+    assert "tok:13a" in half["signature"] and "nc:6" in half["chrf_signature"]
+
+
+def test_as_many_hypotheses_as_references():
+    with pytest.raises(ValueError, match="2 translations.*3 references"):
+        scores(["a", "b"], ["a", "b", "c"])
