@@ -6,6 +6,7 @@ any other name is one of TFDS's translation catalogue, such as `wmt14_translate/
 
 import contextlib
 import fcntl
+import functools
 import gzip
 import os
 import pathlib
@@ -39,22 +40,39 @@ def _exclusively(path: pathlib.Path):
         yield
 
 
-def _prepare(builder, data_dir: pathlib.Path):
-    """Prepares a TFDS builder's files unless they are there.
+def _prepared(make_builder, data_dir: pathlib.Path, languages: tuple[str, ...]):
+    """A TFDS builder of these languages, its files prepared unless they are there.
 
-    Two processes preparing the same set would write into each other's way, so the
-    second waits, and then finds the files.
+    Two processes preparing the same set would write in each other's way, so the second
+    waits, and then finds the files.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.download import downloader
 
+    builder = make_builder()
+    name, features = builder.info.full_name, builder.info.features
+    if not isinstance(features, tfds.features.Translation):
+        raise NotImplementedError(
+            f"{name} is not a translation set with one sentence a language"
+        )
+    for language in languages:
+        if language not in features:
+            raise ValueError(
+                f"{name} has no language {language!r}; it has "
+                f"{', '.join(features.languages)}"
+            )
+    if builder.is_prepared():
+        return builder
     # Ten attempts with growing pauses would let a machine without a network wait for
     # three minutes; TFDS has no argument for it.
     downloader.MAX_RETRIES = 4
     tfds.disable_progress_bar()
-    lock = data_dir / f".{builder.info.full_name.replace('/', '-')}.lock"
     # TFDS prints to stdout, which is for translations.
-    with _exclusively(lock), contextlib.redirect_stdout(sys.stderr):
+    with (
+        _exclusively(data_dir / f".{name.replace('/', '-')}.lock"),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        builder = make_builder()  # reads what another process may have prepared
         config = tfds.download.DownloadConfig(try_download_gcs=False)
         try:
             builder.download_and_prepare(
@@ -62,58 +80,40 @@ def _prepare(builder, data_dir: pathlib.Path):
             )
         except ImportError as error:
             raise NotImplementedError(
-                f"TFDS cannot prepare {builder.info.full_name} here, for it needs "
-                f"{error.name}; prepare it elsewhere with file_format=array_record and "
-                f"copy it to {data_dir}"
+                f"TFDS cannot prepare {name} here, for it needs {error.name}; prepare "
+                f"it elsewhere with file_format=array_record and copy it to {data_dir}"
             ) from error
         except (OSError, tfds.download.DownloadError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise FileNotFoundError(
-                f"cannot prepare {builder.info.full_name} in {data_dir}: {reason}"
+                f"cannot prepare {name} in {data_dir}: {reason}"
             ) from error
     return builder
 
 
-def _read_tfds(builder, source: str, target: str, split: str, data_dir):
-    import tensorflow_datasets as tfds
-
-    features = builder.info.features
-    name = builder.info.full_name
-    if not isinstance(features, tfds.features.Translation):
-        raise NotImplementedError(
-            f"{name} is not a translation set with one sentence a language"
-        )
-    for language in (source, target):
-        if language not in features:
-            raise ValueError(
-                f"{name} has no language {language!r}; it has "
-                f"{', '.join(features.languages)}"
-            )
-    _prepare(builder, data_dir)
+def _read_tfds(make_builder, source: str, target: str, split: str, data_dir):
+    builder = _prepared(make_builder, data_dir, (source, target))
     known = list(builder.info.splits)
     if split == "val" and split not in known and "validation" in known:
         split = "validation"
     if known and split.split("[")[0] not in known:
-        raise ValueError(f"{name} has no split {split!r}; it has {', '.join(known)}")
+        raise ValueError(
+            f"{builder.info.full_name} has no split {split!r}; it has "
+            f"{', '.join(known)}"
+        )
     rows = builder.as_data_source(split)
-    rows = rows.__getitems__(range(len(rows)))
+    rows = rows.__getitems__(range(len(rows)))  # twice as fast as one by one
     return tuple(
-        [_text(row[language]) for row in rows] for language in (source, target)
+        [row[language].decode("utf-8") for row in rows] for language in (source, target)
     )
 
 
-def _text(value) -> str:
-    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def _tfds_builder(name: str, data_dir: pathlib.Path, **config):
+def _tfds_builder(name: str, data_dir: pathlib.Path):
     import tensorflow_datasets as tfds
     import tensorflow_datasets.translate  # noqa: F401  registers WMT and others
 
     try:
-        return tfds.builder(
-            name, data_dir=data_dir, file_format="array_record", **config
-        )
+        return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
@@ -123,7 +123,8 @@ def _tfds_builder(name: str, data_dir: pathlib.Path, **config):
 
 
 def _catalogue(name, source, target, split, directory, data_dir):
-    return _read_tfds(_tfds_builder(name, data_dir), source, target, split, data_dir)
+    make = functools.partial(_tfds_builder, name, data_dir)
+    return _read_tfds(make, source, target, split, data_dir)
 
 
 def _numbers(name, source, target, split, directory, data_dir):
@@ -131,11 +132,13 @@ def _numbers(name, source, target, split, directory, data_dir):
     numbers.check(target)
     from data import builders
 
-    config = builders.Languages.of(source, target).name
-    builder = builders.Numbers(
-        config=config, data_dir=data_dir, file_format="array_record"
+    make = functools.partial(
+        builders.Numbers,
+        config=builders.Languages.of(source, target).name,
+        data_dir=data_dir,
+        file_format="array_record",
     )
-    return _read_tfds(builder, source, target, split, data_dir)
+    return _read_tfds(make, source, target, split, data_dir)
 
 
 def _multi30k(name, source, target, split, directory, data_dir):
@@ -149,8 +152,10 @@ def _multi30k(name, source, target, split, directory, data_dir):
         )
     from data import builders
 
-    builder = builders.Multi30k(data_dir=data_dir, file_format="array_record")
-    return _read_tfds(builder, source, target, split, data_dir)
+    make = functools.partial(
+        builders.Multi30k, data_dir=data_dir, file_format="array_record"
+    )
+    return _read_tfds(make, source, target, split, data_dir)
 
 
 def _read_lines(path: pathlib.Path) -> list[str]:
@@ -261,7 +266,8 @@ def splits(
         ]
         return sorted((both[0] & both[1]) | both[2])
     data_dir = pathlib.Path(data_dir) if data_dir else default_data_dir()
-    return list(_prepare(_tfds_builder(name, data_dir), data_dir).info.splits)
+    make = functools.partial(_tfds_builder, name, data_dir)
+    return list(_prepared(make, data_dir, (source, target)).info.splits)
 
 
 def tokenized_references(

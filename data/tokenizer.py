@@ -35,9 +35,9 @@ class Tokenizer:
             self._processor.encode(sentences, add_eos=True, num_threads=threads)
         )
 
-    def pieces(self, sentence: str) -> list[str]:
-        """The pieces of a sentence as text, eos left out: labels for pictures."""
-        return self._processor.encode(sentence, out_type=str)
+    def pieces(self, ids) -> list[str]:
+        """The piece of every token id, eos too: labels for pictures."""
+        return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def decode(self, ids) -> str:
         """The text of token ids up to the first eos; pad and bos are skipped."""

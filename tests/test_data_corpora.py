@@ -1,0 +1,376 @@
+import functools
+import gzip
+import http.server
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from data import corpora, multi30k, numbers
+
+ROOT = pathlib.Path(__file__).parent.parent
+MULTI30K = ROOT.parent / "shared" / "data" / "multi30k"
+
+needs_multi30k = pytest.mark.skipif(
+    not MULTI30K.is_dir(), reason="no ../shared/data/multi30k (never committed)"
+)
+
+
+@pytest.fixture
+def few_numbers(monkeypatch):
+    """The corpus of numbers, but small."""
+    monkeypatch.setattr(numbers, "SIZES", {"train": 130, "val": 10, "test": 20})
+    numbers.numbers.cache_clear()
+    yield
+    numbers.numbers.cache_clear()
+
+
+class TinyTranslate(tfds.core.GeneratorBasedBuilder):
+    """A set such as TFDS's catalogue has them."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self, features=tfds.features.Translation(languages=["en", "de"])
+        )
+
+    def _split_generators(self, dl_manager):
+        return {
+            "train": self._generate_examples(5),
+            "validation": self._generate_examples(2),
+        }
+
+    def _generate_examples(self, count):
+        for i in range(count):
+            yield i, {"en": f"café {i}", "de": f"Größe {i}"}
+
+
+def test_no_number_is_in_two_splits():
+    splits = numbers.numbers()
+    assert {name: len(values) for name, values in splits.items()} == numbers.SIZES
+    together = np.concatenate(list(splits.values()))
+    assert len(set(together)) == len(together)
+    assert together.min() == 0 and together.max() < numbers.LIMIT
+    assert set(range(100)) <= set(splits["train"])
+
+
+def test_numbers_are_the_same_in_every_language(few_numbers, tmp_path):
+    load = functools.partial(corpora.load, "numbers", data_dir=tmp_path)
+    expected = {
+        language: numbers.phrases(numbers.numbers()["test"], language)
+        for language in ("en", "de", "fr")
+    }
+    for source, target in (("en", "de"), ("de", "en"), ("fr", "en")):
+        pairs = zip(*load(source, target, "test"), strict=True)
+        both = zip(expected[source], expected[target], strict=True)
+        assert sorted(pairs) == sorted(both)
+    train, _ = load("en", "de", "train")
+    assert not set(train) & set(expected["en"])
+    assert corpora.splits("numbers", "en", "de") == list(numbers.SIZES)
+
+
+def test_german_numbers_say_ones_before_tens():
+    assert numbers.phrases([45], "de") == ["fünfundvierzig"]
+    assert numbers.phrases([45], "en") == ["forty-five"]
+    assert numbers.phrases([45], "fr") == ["quarante-cinq"]
+
+
+def test_two_processes_may_prepare_at_once(tmp_path):
+    code = (
+        "import sys; from data import corpora, numbers\n"
+        "numbers.SIZES = dict(train=130, val=10, test=20)\n"
+        "print(corpora.load('numbers', 'en', 'de', 'val', data_dir=sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, tmp_path]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] and outputs[0].count("thousand") > 1
+
+
+def test_an_unknown_language_of_numbers(tmp_path):
+    with pytest.raises(ValueError, match="numbers has no language 'xx'"):
+        corpora.load("numbers", "en", "xx", "train", data_dir=tmp_path)
+
+
+def test_a_language_to_itself():
+    with pytest.raises(ValueError, match="are both 'en'"):
+        corpora.load("numbers", "en", "en", "train")
+
+
+@needs_multi30k
+@pytest.mark.parametrize("split", multi30k.SPLITS)
+def test_multi30k_from_a_folder(split):
+    published = {  # sentences, from the README of github.com/multi30k/dataset
+        "train": 29_000,
+        "val": 1_014,
+        "test_2016_flickr": 1_000,
+        "test_2017_flickr": 1_000,
+        "test_2017_mscoco": 461,
+    }
+    for source, target in (("en", "de"), ("fr", "en")):
+        texts = corpora.load("multi30k", source, target, split, MULTI30K)
+        assert [len(text) for text in texts] == [published[split]] * 2
+    raw_folder = corpora.load("multi30k", source, target, split, MULTI30K / "raw")
+    assert raw_folder == texts
+    references = corpora.tokenized_references("multi30k", "en", split, MULTI30K)
+    assert len(references) == published[split]
+    letters = [re.sub(r"\W", "", text.lower()) for text in texts[1]]
+    same = [a == re.sub(r"\W", "", b) for a, b in zip(letters, references, strict=True)]
+    assert np.mean(same) > 0.95  # the publisher normalised the others' punctuation
+
+
+@needs_multi30k
+def test_a_changed_file_is_refused_by_name(tmp_path):
+    content = gzip.decompress((MULTI30K / "raw" / "val.de.gz").read_bytes())
+    (tmp_path / "val.de").write_bytes(content.replace(b"Hund", b"Hund ", 1))
+    with pytest.raises(ValueError, match=r"val\.de is not the official Multi30k file"):
+        multi30k.sentences("de", "val", directory=tmp_path)
+    (tmp_path / "val.de").write_bytes(content)
+    expected = multi30k.sentences("de", "val", directory=MULTI30K)
+    multi30k._lines.cache_clear()
+    assert multi30k.sentences("de", "val", directory=tmp_path) == expected
+
+
+@needs_multi30k
+def test_a_cut_file_is_refused_by_name(tmp_path):
+    content = (MULTI30K / "raw" / "val.fr.gz").read_bytes()
+    (tmp_path / "val.fr.gz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"val\.fr\.gz is damaged .*; fetch it again"):
+        multi30k.sentences("fr", "val", directory=tmp_path)
+
+
+def test_missing_folder_and_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
+        corpora.load("multi30k", "en", "de", "train", tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no raw/train\.en\.gz"):
+        corpora.load("multi30k", "en", "de", "train", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no tok/val\.lc\.norm\.tok\.de"):
+        corpora.tokenized_references("multi30k", "de", "val", tmp_path)
+
+
+def test_unknown_language_split_and_references():
+    with pytest.raises(ValueError, match="no language 'cs'; it has en, de, fr"):
+        corpora.load("multi30k", "en", "cs", "train")
+    with pytest.raises(
+        ValueError, match="no split 'test'; it has train, val, test_2016"
+    ):
+        corpora.load("multi30k", "en", "de", "test")
+    with pytest.raises(NotImplementedError, match="numbers is published without"):
+        corpora.tokenized_references("numbers", "de", "test")
+
+
+def test_no_network_and_no_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(multi30k, "URL", "http://127.0.0.1:9")  # refuses at once
+    for attempt in (
+        lambda: corpora.load("multi30k", "en", "de", "train", data_dir=tmp_path),
+        lambda: corpora.tokenized_references("multi30k", "de", "val", None, tmp_path),
+    ):
+        with pytest.raises(FileNotFoundError, match="cannot download .*data.directory"):
+            attempt()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def publisher(tmp_path, monkeypatch):
+    """A server of what github.com/multi30k/dataset publishes, of one split."""
+    folder = tmp_path / "published"
+    for kind in ("raw", "tok"):
+        (folder / kind).mkdir(parents=True)
+        for path in (MULTI30K / kind).glob("val.*"):
+            content = path.read_bytes()
+            if kind == "raw":
+                (folder / kind / path.name).write_bytes(content)
+            else:
+                (folder / kind / path.stem).write_bytes(gzip.decompress(content))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr(multi30k, "URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(multi30k, "SPLITS", ("val",))
+    yield folder
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@needs_multi30k
+def test_multi30k_downloaded_equals_the_folder(publisher, tmp_path):
+    load = functools.partial(corpora.load, "multi30k", "en", "fr", "val")
+    downloaded, local = load(data_dir=tmp_path), load(directory=MULTI30K)
+    assert sorted(zip(*downloaded, strict=True)) == sorted(zip(*local, strict=True))
+    references = functools.partial(
+        corpora.tokenized_references, "multi30k", "fr", "val"
+    )
+    assert references(data_dir=tmp_path) == references(MULTI30K)
+
+
+@needs_multi30k
+def test_a_bad_download_is_fetched_again(publisher, tmp_path):
+    good = (publisher / "raw" / "val.en.gz").read_bytes()
+    fetch = functools.partial(multi30k.sentences, "en", "val", cache=tmp_path)
+    (publisher / "raw" / "val.en.gz").write_bytes(good[:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        fetch()
+    (publisher / "raw" / "val.en.gz").write_bytes(good)
+    assert fetch() == multi30k.sentences("en", "val", directory=MULTI30K)
+
+
+class Rows(list):
+    """What TFDS's mocking asks for, and the batched access of the real source."""
+
+    def __getitems__(self, keys):
+        return [self[key] for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "target"),
+    [
+        ("ted_hrlr_translate/pt_to_en", "pt", "en"),
+        ("wmt14_translate/de-en", "en", "de"),
+    ],
+)
+def test_tfds_catalogue_by_name(name, source, target, tmp_path):
+    expected = (
+        [f"{source} é {i}" for i in range(7)],
+        [f"{target} {i}" for i in range(7)],
+    )
+
+    def rows(builder, split, **kwargs):
+        assert f"{builder.info.full_name}".startswith(name) and split == "train"
+        return Rows(
+            {source: s.encode(), target: t.encode()}
+            for s, t in zip(*expected, strict=True)
+        )
+
+    with tfds.testing.mock_data(as_data_source_fn=rows):
+        texts = corpora.load(name, source, target, "train", data_dir=tmp_path)
+        assert texts == expected
+        with pytest.raises(ValueError, match=f"{name}.* has no language 'xx'"):
+            corpora.load(name, source, "xx", "train", data_dir=tmp_path)
+
+
+def test_a_prepared_tfds_set(tmp_path):
+    load = functools.partial(corpora.load, "tiny_translate", data_dir=tmp_path)
+    pairs = sorted(zip(*load("de", "en", "train"), strict=True))
+    assert pairs == [(f"Größe {i}", f"café {i}") for i in range(5)]
+    assert len(load("en", "de", "val")[0]) == 2  # TFDS calls it validation
+    assert len(load("en", "de", "train[:3]")[0]) == 3
+    names = corpora.splits("tiny_translate", "en", "de", data_dir=tmp_path)
+    assert sorted(names) == ["train", "validation"]
+    with pytest.raises(ValueError, match="no language 'fr'; it has de, en"):
+        load("en", "fr", "train")
+    with pytest.raises(ValueError, match="no split 'test'; it has train, validation"):
+        load("en", "de", "test")
+
+
+def test_unknown_corpora(tmp_path):
+    with pytest.raises(ValueError, match="no corpus 'multi3k': neither numbers, multi"):
+        corpora.load("multi3k", "en", "de", "train", data_dir=tmp_path)
+    with pytest.raises(NotImplementedError, match="mnist.* is not a translation set"):
+        corpora.load("mnist", "en", "de", "train", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "message"),
+    [
+        (ConnectionError("no route"), FileNotFoundError, "cannot prepare .*: no route"),
+        (ModuleNotFoundError(name="beam"), NotImplementedError, "for it needs beam"),
+    ],
+)
+def test_tfds_cannot_prepare(failure, error, message, monkeypatch, tmp_path):
+    def fail(*args, **kwargs):
+        raise failure
+
+    monkeypatch.setattr(TinyTranslate, "download_and_prepare", fail)
+    with pytest.raises(error, match=message):
+        corpora.load("tiny_translate", "en", "de", "train", data_dir=tmp_path)
+
+
+def test_data_dir_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write prepared data to .*TFDS_DATA_DIR"):
+        corpora.load("tiny_translate", "en", "de", "train", data_dir=tmp_path / "file")
+
+
+def write(path: pathlib.Path, text: str | bytes):
+    content = text.encode() if isinstance(text, str) else text
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def load_text(folder, split="train"):
+    return corpora.load("text", "en", "de", split, folder)
+
+
+def test_line_aligned_files(tmp_path):
+    # A line separator inside a sentence, a Windows line end, no newline at the end.
+    write(tmp_path / "train.en", "one\r\ntwo\u2028more\n\nfour")
+    write(tmp_path / "train.de.gz", "eins\nzwei\ndrei\nvier\n")
+    assert load_text(tmp_path) == (
+        ["one", "two\u2028more", "", "four"],
+        ["eins", "zwei", "drei", "vier"],
+    )
+    assert corpora.splits("text", "en", "de", tmp_path) == ["train"]
+
+
+@pytest.mark.parametrize("name", ["val.tsv", "val.tsv.gz"])
+def test_a_table(tmp_path, name):
+    write(tmp_path / name, "one\teins\ntwo\tzwei\n")
+    assert load_text(tmp_path, "val") == (["one", "two"], ["eins", "zwei"])
+    assert corpora.splits("text", "en", "de", tmp_path) == ["val"]
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        (
+            {},
+            FileNotFoundError,
+            r"holds neither train\.en and train\.de nor train\.tsv",
+        ),
+        ({"train.en": "a\n"}, FileNotFoundError, r"neither train\.en and train\.de"),
+        (
+            {"train.en": "a\nb\n", "train.de": "a\n"},
+            ValueError,
+            r"train\.en has 2 lines but .*train\.de has 1 lines",
+        ),
+        ({"train.en": "", "train.de": ""}, ValueError, "'train' of text has no sent"),
+        ({"train.tsv": "a\tb\nc d\n"}, ValueError, r"train\.tsv, line 2, has 1 tab"),
+        ({"train.tsv": "a\tb\tc\n"}, ValueError, r"train\.tsv, line 1, has 3 tab"),
+        (
+            {"train.en": b"a\nb\n\xff\n", "train.de": "a\nb\nc\n"},
+            ValueError,
+            r"train\.en, line 3, is not UTF-8",
+        ),
+    ],
+)
+def test_bad_files(tmp_path, files, error, message):
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    with pytest.raises(error, match=message):
+        load_text(tmp_path)
+
+
+def test_a_cut_gzip_file_and_no_folder(tmp_path):
+    (tmp_path / "train.tsv.gz").write_bytes(gzip.compress(b"a\tb\n" * 99)[:-9])
+    with pytest.raises(ValueError, match=r"train\.tsv\.gz is no whole gzip file"):
+        load_text(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
+        load_text(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="needs data.directory"):
+        load_text(None)
