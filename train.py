@@ -132,7 +132,8 @@ def prepare(config, workdir: Path) -> Run:
 
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
-    from models.transformer import Transformer, choose, num_parameters
+    from models.layers import choose
+    from models.transformer import Transformer, num_parameters
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES

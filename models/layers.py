@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 import attention
+from attention.api import IMPLEMENTATIONS
 
 xavier = nnx.initializers.variance_scaling
 Dropout = tuple[Float[Array, ""] | float, Key[Array, ""]]  # rate, key
@@ -22,6 +23,12 @@ def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
     rate, key = rate_and_key
     keep = jax.random.bernoulli(jax.random.fold_in(key, index), 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), 0.0)
+
+
+def choose(name: str, value: str, choices) -> None:
+    """Raise a ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
 class Attention(nnx.Module):
@@ -56,11 +63,9 @@ class Attention(nnx.Module):
     ):
         head_dim, num_kv_heads = head_shape(width, num_heads, num_kv_heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
-        if merge not in attention.MERGE_RULES:
-            raise ValueError(
-                f"model.attention.merge must be one of "
-                f"{', '.join(attention.MERGE_RULES)}, got {merge!r}."
-            )
+        choose("model.attention.merge", merge, attention.MERGE_RULES)
+        if implementation is not None:
+            choose("model.attention.implementation", implementation, IMPLEMENTATIONS)
         self.merge_rule = merge
         self.implementation = implementation
 
@@ -129,13 +134,17 @@ def head_shape(
     width: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
     """Resolve H and K, which default to D / N and N."""
+    if num_heads < 1:
+        raise ValueError(
+            f"model.attention.num_heads must be at least 1, got {num_heads}."
+        )
     if head_dim is None and width % num_heads:
         raise ValueError(
             f"model.attention.num_heads must divide model.width when head_dim is None, "
             f"got {num_heads} and {width}; set model.attention.head_dim."
         )
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads % num_kv_heads:
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"model.attention.num_heads must be a multiple of num_kv_heads, "
             f"got {num_heads} and {num_kv_heads}."

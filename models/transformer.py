@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Dropout, Layer, dropout
+from models.layers import Dropout, Layer, choose, dropout
 from models.positions import POSITIONS
 
 BOS = 1  # the token before the first, see data/tokenizer.py
@@ -186,12 +186,6 @@ def shift_right(
 def fold(drop: Dropout | None, index: int) -> Dropout | None:
     """Dropout for a part of the model, independent of the other parts'."""
     return None if drop is None else (drop[0], jax.random.fold_in(drop[1], index))
-
-
-def choose(name: str, value: str, choices) -> None:
-    """Raise a ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
 def num_parameters(params) -> int:

@@ -1,0 +1,257 @@
+"""The model: what may depend on what, packing, and the trial axis of its step."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.base import get_config
+from models.layers import dropout
+from models.positions import sinusoidal
+from models.transformer import Transformer, num_parameters
+from training.step import Static, batch_loss, init, keep_best, train_step
+
+VOCAB = 40
+
+
+def tiny(**changes):
+    config = get_config().model
+    config.width, config.mlp_dim, config.dropout = 16, 24, 0.0
+    config.attention.num_heads = 2
+    for key, value in changes.items():
+        config[key] = value
+    return partial(Transformer, VOCAB, **config.to_dict())
+
+
+def rows(*lengths, start=4):
+    """Rows of distinct tokens: for each row the lengths of its segments."""
+    longest = max(sum(row) for row in lengths) + 1  # one position of padding at least
+    tokens, segments, positions = np.zeros((3, len(lengths), longest), np.int32)
+    token = start
+    for row, sizes in enumerate(lengths):
+        at = 0
+        for segment, size in enumerate(sizes, start=1):
+            span = slice(at, at + size)
+            tokens[row, span] = np.arange(token, token + size)
+            segments[row, span] = segment
+            positions[row, span] = np.arange(size)
+            at, token = at + size, token + size
+    return tokens, segments, positions
+
+
+def batch_of(source, target):
+    named = {}
+    for side, (tokens, segments, positions) in (("source", source), ("target", target)):
+        named |= {
+            side: jnp.asarray(tokens),
+            f"{side}_segments": jnp.asarray(segments),
+            f"{side}_positions": jnp.asarray(positions),
+        }
+    return named
+
+
+PACKED = batch_of(rows((3, 5), (4,)), rows((4, 2), (5,), start=20))
+# the same three pairs, one a row
+ALONE = batch_of(
+    rows((3,), (5,), (4,)),
+    rows((4,), (2,), (5,), start=20),
+)
+
+
+def split(**changes):
+    return nnx.split(tiny(**changes)(rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_packing_equals_one_sentence_a_row(norm):
+    graph, params = split(norm=norm)
+    static = Static(graph, "inverse_sqrt", 16)
+    (packed, packed_tokens), packed_gradient = jax.value_and_grad(
+        lambda p: batch_loss(p, static, PACKED, 0.1), has_aux=True
+    )(params)
+    (alone, alone_tokens), alone_gradient = jax.value_and_grad(
+        lambda p: batch_loss(p, static, ALONE, 0.1), has_aux=True
+    )(params)
+    assert packed_tokens == alone_tokens == 11
+    np.testing.assert_allclose(packed, alone, rtol=1e-5)
+    for left, right in zip(
+        jax.tree.leaves(packed_gradient), jax.tree.leaves(alone_gradient), strict=True
+    ):
+        np.testing.assert_allclose(left, right, atol=2e-5)
+
+
+def influences(row: int, position: int) -> set[int]:
+    """Tokens whose embeddings the hidden state at a target position depends on."""
+    graph, params = split()
+
+    def hidden(embedding, source_embedding):
+        model = nnx.merge(graph, params)
+        model.embedding[...] = embedding
+        return (
+            model.hidden(PACKED)[row, position].sum() ** 2
+            + (model.hidden(PACKED)[row, position] * jnp.arange(16)).sum()
+        )
+
+    gradient = jax.grad(hidden)(params["embedding"][...], None)
+    return set(np.flatnonzero(np.abs(gradient).sum(-1)).tolist())
+
+
+@pytest.mark.parametrize(
+    "position, seen",
+    [
+        # source 4 5 6 | 7 8 9 10 11 and target 20 21 22 23 | 24 25; 1 is bos
+        (0, {4, 5, 6, 1}),
+        (2, {4, 5, 6, 1, 20, 21}),
+        (4, {7, 8, 9, 10, 11, 1}),
+        (5, {7, 8, 9, 10, 11, 1, 24}),
+    ],
+)
+def test_sees_its_source_and_the_tokens_before_it_alone(position, seen):
+    assert influences(0, position) == seen
+
+
+def test_shared_vocabulary_or_one_each():
+    joint = split()[1]
+    config = get_config().model
+    config.width, config.attention.num_heads = 16, 2
+    own = Transformer(VOCAB, 30, **config.to_dict(), rngs=nnx.Rngs(0))
+    assert own.source_embedding.shape == (30, 16)
+    assert "source_embedding" not in joint
+
+
+def test_transformer_tiny_counts():
+    """4 + 4 layers, D 128, F 256, counted by hand: every kernel, bias and norm."""
+    config = get_config().model
+    config.num_encoder_layers = config.num_decoder_layers = 4
+    model = nnx.eval_shape(
+        lambda: Transformer(10_000, **config.to_dict(), rngs=nnx.Rngs(0))
+    )
+    D, F = 128, 256
+    attention, mlp, norm = 4 * (D * D + D), 2 * D * F + D + F, 2 * D
+    encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
+    expected = 10_000 * D + 4 * (encoder + decoder)
+    assert num_parameters(nnx.state(model)) == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 3}, "num_heads must divide model.width.*3 and 16"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "multiple of num_kv_heads.*4 and 3"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"merge": "sum"}, "merge must be one of concat.*'sum'"),
+        ({"implementation": "flash"}, "implementation must be one of.*'flash'"),
+    ],
+)
+def test_bad_head_settings_are_named(change, message):
+    config = get_config().model
+    config.width = 16
+    config.attention.update(change)
+    with pytest.raises(ValueError, match=message):
+        Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("key, value", [("norm", "middle"), ("positions", "sinus")])
+def test_bad_model_settings_are_named(key, value):
+    with pytest.raises(ValueError, match=f"model.{key} must be one of.*'{value}'"):
+        tiny(**{key: value})(rngs=nnx.Rngs(0))
+
+
+def test_sinusoids_have_the_published_wavelengths():
+    table = sinusoidal(50, 8)
+    position = np.arange(50)
+    np.testing.assert_allclose(table[:, 0], np.sin(position), atol=1e-6)
+    np.testing.assert_allclose(table[:, 3], np.sin(position / 10_000), atol=1e-6)
+    np.testing.assert_allclose(table[:, 7], np.cos(position / 10_000), atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
+def test_dropout_keeps_the_mean_and_drops_the_rate(rate):
+    x = jnp.ones(200_000)
+    out = np.asarray(dropout(x, (rate, jax.random.key(1)), 0))
+    deviation = (rate * (1 - rate) / x.size) ** 0.5
+    assert abs((out == 0).mean() - rate) <= 5 * deviation
+    np.testing.assert_allclose(out[out != 0], 1 / (1 - rate), rtol=1e-6)
+
+
+def test_dropout_differs_between_places_and_keys():
+    x = jnp.ones(256)
+    of = [
+        dropout(x, (0.5, jax.random.key(key)), index)
+        for key, index in ((0, 0), (0, 1), (1, 0), (0, 0))
+    ]
+    assert not np.array_equal(of[0], of[1]) and not np.array_equal(of[0], of[2])
+    np.testing.assert_array_equal(of[0], of[3])
+
+
+def trials(seeds, dropouts, rates):
+    size = len(seeds)
+    return {
+        "seed": np.array(seeds, np.uint32),
+        "dropout": np.array(dropouts, np.float32),
+        "label_smoothing": np.full(size, 0.1, np.float32),
+        "optimizer": {
+            "learning_rate": np.array(rates, np.float32),
+            "warmup_steps": np.full(size, 2, np.float32),
+            "beta1": np.full(size, 0.9, np.float32),
+            "beta2": np.full(size, 0.98, np.float32),
+            "epsilon": np.full(size, 1e-9, np.float32),
+            "weight_decay": np.zeros(size, np.float32),
+            "clip_norm": np.ones(size, np.float32),
+        },
+    }
+
+
+def stacked(*batches):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+
+def test_a_trial_in_a_group_equals_the_same_trial_alone():
+    build = tiny()
+    static = Static(split()[0], "inverse_sqrt", 16)
+    shuffled = {name: value[::-1] for name, value in PACKED.items()}
+    group = trials([3, 7], [0.1, 0.3], [1e-2, 3e-3])
+    state = init(group, static=static, build=build)
+    for step in range(5):
+        of_trial = (PACKED, shuffled) if step % 2 else (shuffled, PACKED)
+        state, metrics = train_step(state, group, stacked(*of_trial), static=static)
+    for trial in range(2):
+        one = jax.tree.map(lambda x, trial=trial: x[trial : trial + 1], group)
+        alone = init(one, static=static, build=build)
+        for step in range(5):
+            of_trial = (PACKED, shuffled) if step % 2 else (shuffled, PACKED)
+            alone, alone_metrics = train_step(
+                alone, one, stacked(of_trial[trial]), static=static
+            )
+        np.testing.assert_allclose(
+            metrics["loss"][trial], alone_metrics["loss"][0], rtol=1e-5
+        )
+
+
+def test_a_trial_that_diverges_keeps_its_state_and_the_others_go_on():
+    build = tiny()
+    static = Static(split()[0], "constant", 16)
+    group = trials([0, 1], [0.0, 0.0], [1e-3, 1e30])
+    state = init(group, static=static, build=build)
+    finite = []
+    for _ in range(4):
+        state, metrics = train_step(
+            state, group, stacked(PACKED, PACKED), static=static
+        )
+        finite.append(np.asarray(metrics["finite"]).tolist())
+    assert all(good for good, _ in finite) and not finite[-1][1]
+    assert int(state.step[0]) == 4 and int(state.step[1]) < 4
+
+
+def test_keep_best_is_per_trial():
+    best = {
+        "params": {"w": jnp.zeros((2, 3))},
+        "score": np.array([1.0, 1.0]),
+        "step": np.array([5, 5], np.int32),
+    }
+    best = keep_best(best, {"w": jnp.ones((2, 3))}, 10, np.array([2.0, 1.0]))
+    np.testing.assert_array_equal(best["params"]["w"], [[1.0] * 3, [0.0] * 3])
+    assert best["score"].tolist() == [2.0, 1.0] and best["step"].tolist() == [10, 5]
