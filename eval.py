@@ -151,13 +151,14 @@ def read_average(checkpoints, abstract, num_trials: int):
     import jax
     import numpy as np
 
+    from training.checkpoint import Damaged
     from training.metrics import say
 
     total, count = None, 0
     for step in checkpoints.steps():
         try:
             params = checkpoints.read(step, "params", abstract)
-        except ValueError as error:
+        except Damaged as error:
             say(f"The checkpoint of step {step} is left out: {error}.")
             continue
         add = jax.tree.map(np.float64, params)

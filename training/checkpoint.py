@@ -22,6 +22,10 @@ class SaveError(OSError):
     """A checkpoint could not be written; those before it are intact."""
 
 
+class Damaged(ValueError):
+    """A checkpoint is not what was written."""
+
+
 def flatten(tree) -> dict[str, np.ndarray]:
     """Every leaf on the host under its readable path."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
@@ -43,11 +47,11 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
     def leaf(path, like):
         name = path_name(path)
         if name not in arrays:
-            raise ValueError(f"the checkpoint has no {name}")
+            raise ValueError(f"The checkpoint has no {name}: it is of another model.")
         if arrays[name].shape != like.shape:
             raise ValueError(
-                f"the checkpoint's {name} has shape {arrays[name].shape}, "
-                f"the config's {like.shape}"
+                f"The checkpoint's {name} has shape {arrays[name].shape}, "
+                f"the config's {like.shape}: it is of another model."
             )
         return arrays[name]
 
@@ -123,7 +127,8 @@ class Checkpoints:
         """One item of one checkpoint, on the host.
 
         Raises:
-            ValueError: it can't be read, or is not what was written.
+            Damaged: it can't be read, or is not what was written.
+            ValueError: it is of another model.
         """
         try:
             got = self.manager.restore(
@@ -138,10 +143,10 @@ class Checkpoints:
             arrays = {name: np.asarray(leaf) for name, leaf in got[item].items()}
             sums = got[CHECKSUMS][item]
         except Exception as error:
-            raise ValueError(f"it can't be read: {first_line(error)}") from error
+            raise Damaged(f"it can't be read: {first_line(error)}") from error
         for name, checksum in checksums(arrays).items():
             if sums.get(name) != checksum:
-                raise ValueError(f"{name} is not what was written")
+                raise Damaged(f"{name} is not what was written")
         return unflatten(arrays, abstract)
 
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
@@ -154,7 +159,7 @@ class Checkpoints:
                 return step, {
                     item: self.read(step, item, like) for item, like in abstract.items()
                 }
-            except ValueError as error:
+            except Damaged as error:
                 say(
                     f"The checkpoint of step {step} is damaged: {error}. "
                     "Trying the one before."

@@ -1,0 +1,151 @@
+"""Checkpoints: what is read is what was written, or it is said."""
+
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from training.checkpoint import Checkpoints, Damaged, SaveError
+
+TREE = {
+    "kernel": jnp.arange(5000.0).reshape(50, 100),
+    "inner": (jnp.ones(3), np.int32(7)),
+}
+
+
+def of(step):
+    return {"kernel": TREE["kernel"] * step, "inner": (jnp.ones(3), np.int32(step))}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A workdir with checkpoints of the steps 1, 2 and 3."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, params=of(step), more={"step": np.int32(step)})
+    checkpoints.wait()
+    checkpoints.close()
+    return tmp_path
+
+
+def largest_file(workdir, step, item="params"):
+    files = (workdir / "checkpoints" / str(step) / item).rglob("*")
+    return max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def reopen(workdir, **abstract):
+    checkpoints = Checkpoints(workdir, keep=3)
+    try:
+        return checkpoints.restore_last(**abstract)
+    finally:
+        checkpoints.close()
+
+
+def test_round_trip(saved):
+    step, items = reopen(saved, params=TREE, more={"step": np.int32(0)})
+    assert step == 3 and items["more"]["step"] == 3
+    np.testing.assert_array_equal(items["params"]["kernel"], of(3)["kernel"])
+    assert items["params"]["inner"][1] == 3
+
+
+def test_keeps_the_last(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, params=of(step))
+    checkpoints.wait()
+    assert checkpoints.steps() == [3, 4]
+    checkpoints.close()
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut_short, flip_a_bit, os.unlink])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, damage, capsys):
+    damage(largest_file(saved, 3))
+    step, items = reopen(saved, params=TREE)
+    assert step == 2
+    np.testing.assert_array_equal(items["params"]["kernel"], of(2)["kernel"])
+    said = capsys.readouterr().err
+    assert "The checkpoint of step 3 is damaged" in said and said.count("\n") == 1
+    assert (saved / "damaged" / "3").is_dir(), "nothing on disk may be lost"
+
+
+def test_every_flipped_byte_is_noticed(saved):
+    """Also where Orbax itself would read on: in the numbers and in the checksums."""
+    path = largest_file(saved, 3)
+    whole = path.read_bytes()
+    reader = Checkpoints(saved)
+    for at in np.linspace(0, len(whole) - 1, 25).astype(int):
+        content = bytearray(whole)
+        content[at] ^= 0x10
+        path.write_bytes(content)
+        try:
+            got = reader.read(3, "params", TREE)
+        except Damaged:
+            continue
+        np.testing.assert_array_equal(got["kernel"], of(3)["kernel"])
+    reader.close()
+
+
+def test_another_model_is_refused(saved):
+    reader = Checkpoints(saved)
+    with pytest.raises(ValueError, match=r"kernel has shape \(50, 100\), .*\(2, 2\)"):
+        reader.read(3, "params", {"kernel": jnp.ones((2, 2)), "inner": TREE["inner"]})
+    with pytest.raises(ValueError, match="has no bias"):
+        reader.read(3, "params", TREE | {"bias": jnp.ones(1)})
+    reader.close()
+    with pytest.raises(ValueError, match="of another model"):
+        reopen(saved, params=TREE | {"bias": jnp.ones(1)})
+    assert not (saved / "damaged").exists()
+
+
+FULL_DISK = """
+import pathlib, resource, sys
+import numpy as np
+from training.checkpoint import Checkpoints, SaveError
+checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=3)
+params = {"kernel": np.random.default_rng(0).normal(size=(300, 300))}
+checkpoints.save(1, params=params)
+checkpoints.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # of bytes a file
+try:
+    checkpoints.save(2, params=params)
+    checkpoints.wait()
+except SaveError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_intact(tmp_path):
+    """Files cannot grow past a limit: to the writer the same as a full disk."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
+    )
+    assert ran.returncode == 3, ran.stderr
+    assert "could not be written" in ran.stdout and "step 1 is intact" in ran.stdout
+    reader = Checkpoints(tmp_path)
+    assert reader.steps() == [1]
+    like = {"kernel": np.zeros((300, 300))}
+    expected = np.random.default_rng(0).normal(size=(300, 300))
+    np.testing.assert_array_equal(reader.read(1, "params", like)["kernel"], expected)
+    reader.close()
+
+
+def test_save_error_names_the_place(saved):
+    checkpoints = Checkpoints(saved, keep=3)
+    error = checkpoints.save_error(OSError("No space left on device"))
+    checkpoints.close()
+    assert isinstance(error, SaveError)
+    assert "No space left on device; step 3 is intact" in str(error)
