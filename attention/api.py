@@ -37,6 +37,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from attention import jax_nn, reference
+from attention.platform import platform as current_platform
 from attention.statistics import HeadStatistics, mean_over_queries
 
 # name: the module that implements it, and what it is told beyond the arguments.
@@ -187,8 +188,7 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     `platform` is "cpu", "gpu" or "tpu", by default the one that is compiled for: the
     devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`.
     """
-    platform = platform or _platform()
-    if platform not in ("tpu", "gpu"):
+    if (platform or current_platform()) not in ("tpu", "gpu"):
         return "blockwise"
     fused = (
         query.dtype in (jnp.float32, jnp.bfloat16)
@@ -198,12 +198,6 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     return "pallas" if fused else "blockwise"
 
 
-def _platform():
-    # An ahead-of-time compilation for another platform sets a mesh of its devices.
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def _function(name, function):
     _require(
         name in IMPLEMENTATIONS,
@@ -211,7 +205,7 @@ def _function(name, function):
         f"{name!r}",
     )
     module, options = IMPLEMENTATIONS[name]
-    platform = _platform()
+    platform = current_platform()
     if name == "pallas" and platform not in ("tpu", "gpu"):
         raise NotImplementedError(
             f"implementation 'pallas' needs a GPU or TPU, the platform is "

@@ -1,5 +1,222 @@
-"""Online softmax over blocks in XLA, O(T) memory."""
+"""Online softmax over blocks of queries and keys in XLA: exact, O(T) memory.
 
-from attention.reference import attend, head_statistics
+Forward and backward hold one block of the T x S map at a time, and visit only blocks
+that the causal, window, length and segment masks leave (after Rabe & Staats 2021,
+arXiv:2112.05682, and Dao 2023, arXiv:2307.08691). Rows that fit one block, as packed
+training rows do, are one batched computation whose backward reads the kept exponentials
+instead of repeating them: at most `SHORT` numbers a query. Long rows go head by head on
+CPU, where dots of two matrices are fastest, and all heads at once elsewhere.
+"""
 
-__all__ = ["attend", "head_statistics"]
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from attention import blockwise_heads as heads
+from attention.partition import partitioned
+from attention.platform import platform
+from attention.statistics import HeadStatistics
+
+SHORT = 128  # rows of up to so many queries and keys are one block
+LONG = (256, 1024)  # queries, keys of a block, when heads go one by one
+SHARED = (128, 512)  # and when they go together
+
+
+def attend(
+    query, key, value, bias, mask, *, scale, is_causal, local_window_size, **indices
+):
+    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api`."""
+    problem = _problem(query, key, bias, scale, is_causal, local_window_size)
+    differentiable = _present(query=query, key=key, value=value, bias=bias)
+    return _attend(problem, differentiable, _present(mask=mask, **indices))
+
+
+def head_statistics(
+    query, key, bias, mask, *, scale, is_causal, local_window_size, **indices
+):
+    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
+    problem = _problem(query, key, bias, scale, is_causal, local_window_size)
+    arrays = _present(query=query, key=key, bias=bias, mask=mask, **indices)
+    names = ("lse", *HeadStatistics._fields)
+    lse, *rows = _run(heads.statistics, problem, arrays, dict.fromkeys(names, "BTN"))
+    return HeadStatistics(*rows), lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(problem, differentiable, constant):
+    results = {"out": "BTNV", "lse": "BTN"}
+    return _forward(heads.forward, problem, differentiable, constant, results)
+
+
+def _attend_forward(problem, differentiable, constant):
+    head, results = heads.forward, {"out": "BTNV", "lse": "BTN"}
+    if problem.short:
+        head, results = heads.short, results | {"kept": "BKGTS", "reciprocal": "BTN"}
+    out, lse, *kept = _forward(head, problem, differentiable, constant, results)
+    return (out, lse), (differentiable, constant, out, lse, kept)
+
+
+def _forward(head, problem, differentiable, constant, results):
+    out, lse, *kept = _run(head, problem, differentiable | constant, results)
+    return out.astype(differentiable["query"].dtype), lse, *kept
+
+
+def _attend_backward(problem, residuals, cotangents):
+    return _backward(problem, residuals, cotangents), None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(problem, residuals, cotangents):
+    differentiable, constant, out, lse, kept = residuals
+    out_gradient, lse_gradient = cotangents
+    dtype = jnp.promote_types(out.dtype, jnp.float32)
+    out_gradient = out_gradient.astype(dtype)
+    # The softmax's own derivative and the log-sum-exp's are rows of one kind.
+    delta = jnp.sum(out.astype(dtype) * out_gradient, -1) - lse_gradient
+    arrays = differentiable | constant | {"lse": lse}
+    if kept:
+        # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
+        arrays["exponentials"], reciprocal = kept
+        out_gradient = out_gradient * reciprocal[..., None]
+        delta = delta * reciprocal
+    arrays |= {"out_gradient": out_gradient, "delta": delta}
+    results = {"query": "BTNH", "key": "BSKH", "value": "BSKV"}
+    if "bias" in differentiable:
+        results["bias"] = "BNTS"
+    gradients = _run(heads.backward, problem, arrays, results)
+    return {
+        name: _fit(gradient, differentiable[name])
+        for name, gradient in zip(results, gradients, strict=True)
+    }
+
+
+@_backward.defjvp
+def _refuse_second_order(problem, primals, tangents):
+    raise NotImplementedError(
+        "implementation 'blockwise' has a first derivative only; use 'reference' for a "
+        "second one"
+    )
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _fit(gradient, array):
+    """Sum over the axes along which the array was broadcast."""
+    axes = [i for i, n in enumerate(array.shape) if n == 1 < gradient.shape[i]]
+    return gradient.sum(axes, keepdims=True).astype(array.dtype)
+
+
+def _present(**arrays):
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _problem(query, key, bias, scale, is_causal, local_window_size):
+    T, S = query.shape[1], key.shape[1]
+    short = max(T, S) <= SHORT
+    # A bias may belong to all heads, so its gradient is a sum: they go together.
+    one_by_one = platform() == "cpu" and bias is None and not short
+    sizes = LONG if one_by_one else SHARED
+    # Blocks of nearly equal size need the least padding.
+    queries, keys = (
+        -(-n // -(-n // size)) for n, size in zip((T, S), sizes, strict=True)
+    )
+    return heads.Problem(
+        scale, is_causal, local_window_size, queries, keys, short, one_by_one
+    )
+
+
+def _run(function, problem, arrays, results):
+    """`function(problem, head)` of each key/value head; results: their letters."""
+    local = functools.partial(_all_heads, function, problem, tuple(results.values()))
+    if not problem.one_by_one:
+        return local(arrays)
+    # A loop over an axis that is sharded would gather it on every device.
+    return partitioned(local, arrays, _axes(arrays), tuple(results.values()))
+
+
+def _axes(arrays):
+    """The letters of the arrays' axes, 1 where one is broadcast."""
+    letters = {
+        "query": "BTNH",
+        "key": "BSKH",
+        "value": "BSKV",
+        "out_gradient": "BTNV",
+        "lse": "BTN",
+        "delta": "BTN",
+        "mask": "BNTS",
+        "query_seq_lengths": "B",
+        "key_value_seq_lengths": "B",
+        "query_segment_ids": "BT",
+        "key_value_segment_ids": "BS",
+    }
+    return {
+        name: "".join(
+            letter if size > 1 or name != "mask" else "1"
+            for letter, size in zip(letters[name], array.shape, strict=True)
+        )
+        for name, array in arrays.items()
+    }
+
+
+def _all_heads(function, problem, results, arrays):
+    """Split the arrays by batch and key/value head, map the function, and merge."""
+    B, T, N, _ = arrays["query"].shape
+    S, K = arrays["key"].shape[1:3]
+    G = N // K
+    more_queries, more_keys = -T % problem.queries, -S % problem.keys
+    if more_keys and "key_value_seq_lengths" not in arrays:
+        arrays = arrays | {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
+
+    def split(name, x):
+        """To axes B, K, (G of query heads), (T), (S), ...; 1 where it is the same."""
+        if name in ("query_seq_lengths", "key_value_seq_lengths"):
+            return x[:, None]
+        if name == "query_segment_ids":
+            return _pad(x, 1, more_queries)[:, None]
+        if name == "key_value_segment_ids":
+            return _pad(x, 1, more_keys)[:, None]
+        if name in ("key", "value"):
+            return _pad(x, 1, more_keys).swapaxes(1, 2)
+        if name in ("mask", "bias"):
+            x = _pad(x, 2, more_queries if x.shape[2] > 1 else 0)
+            x = _pad(x, 3, more_keys if x.shape[3] > 1 else 0)
+            heads = (K, G) if x.shape[1] > 1 else (1, 1)
+            return x.reshape(x.shape[0], *heads, *x.shape[2:])
+        if name == "exponentials":
+            return x
+        x = _pad(x, 1, more_queries)
+        return jnp.moveaxis(x.reshape(B, -1, K, G, *x.shape[3:]), 1, 3)
+
+    def merge(letters, x):
+        if letters == "BKGTS":
+            return x
+        if letters == "BNTS":
+            return x.reshape(B, -1, *x.shape[3:])[:, :, :T, :S]
+        if letters.startswith("BS"):
+            return x.swapaxes(1, 2)[:, :S]
+        x = jnp.moveaxis(x, 3, 1)
+        return x.reshape(B, -1, N, *x.shape[4:])[:, :T]
+
+    arrays = {name: split(name, x) for name, x in arrays.items()}
+    head = functools.partial(function, problem)
+    in_batch = functools.partial(_map_axis, head, K, problem.one_by_one)
+    outcomes = _map_axis(in_batch, B, problem.one_by_one, arrays)
+    return tuple(merge(*pair) for pair in zip(results, outcomes, strict=True))
+
+
+def _map_axis(function, size, one_by_one, arrays):
+    """Map over the leading axis of every array; one of size 1 is the same for all."""
+    shared = {n: x[0] for n, x in arrays.items() if x.shape[0] == 1}
+    mapped = {n: x for n, x in arrays.items() if x.shape[0] == size > 1}
+    if not mapped:
+        return jax.tree.map(lambda x: x[None], function(shared))
+    mapper = jax.lax.map if one_by_one else lambda f, xs: jax.vmap(f)(xs)
+    return mapper(lambda mapped: function(shared | mapped), mapped)
+
+
+def _pad(x, axis, count):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count)
+    return jnp.pad(x, widths) if count else x

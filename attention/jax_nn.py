@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from attention import masks
+from attention.platform import platform
 
 
 def attend(query, key, value, bias, mask, *, scale, backend, **structure):
@@ -24,10 +25,10 @@ def attend(query, key, value, bias, mask, *, scale, backend, **structure):
             f"implementation {backend!r} (jax.nn) needs equal key and value sizes, got "
             f"{H} and {V}; use 'blockwise'"
         )
-    if backend == "cudnn" and jax.default_backend() != "gpu":
+    if backend == "cudnn" and platform() != "gpu":
         raise NotImplementedError(
             "implementation 'cudnn' needs an NVIDIA GPU, the platform is "
-            f"{jax.default_backend()!r}; use 'blockwise'"
+            f"{platform()!r}; use 'blockwise'"
         )
     # jax.nn knows no segments: they enter as a mask of all T x S pairs.
     inner = dict(structure)
@@ -80,7 +81,7 @@ def _refuse_gradient_forward(backend, lse, inputs):
 def _refuse_gradient_backward(backend, _, cotangent):
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
-            f"implementation {backend!r} (jax.nn) cannot differentiate the residual; use "
+            f"implementation {backend!r} (jax.nn) has no gradient of the residual; use "
             "'blockwise'"
         )
     return None, None

@@ -1,0 +1,319 @@
+"""One key/value head with its group of query heads, block by block: see `blockwise`.
+
+A head is a dict of its arrays: query and out_gradient `G T H`, lse and delta `G T`, key
+and value `S H`, mask and bias `G T S` with axes of 1 where they are broadcast, lengths,
+segment ids `T` and `S`, and the exponentials `G T S` that a short row has kept.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attention import masks
+
+# Where maxima start. Far above masks.EMPTY, so that the exponential of the difference
+# is exactly zero and needs no second selection.
+LOWEST = masks.EMPTY / 2
+
+
+class Problem(NamedTuple):
+    """What is compiled for: hashable, the same for all heads."""
+
+    scale: float
+    is_causal: bool
+    local_window_size: tuple[int, int] | None
+    queries: int  # of a block; divides the padded T
+    keys: int  # of a block; divides the padded S
+    short: bool  # one block holds the whole row
+    one_by_one: bool  # heads
+
+
+def forward(problem, head):
+    """Of one key/value head: out `G T V` and lse `G T`."""
+    dtype = _dtype(head)
+    G = head["query"].shape[0]
+    V = head["value"].shape[-1]
+
+    def chunk(i):
+        def step(j, carry):
+            maximum, total, out = carry
+            maximum, rescale, exponentials = _exponentials(
+                _logits(problem, head, i, j), maximum
+            )
+            total = total * rescale + exponentials.sum(-1)
+            value = _slice(head["value"], 0, j, problem.keys)
+            more = _dot(exponentials.astype(value.dtype), value)
+            return maximum, total, out * rescale[..., None] + more
+
+        rows = jnp.zeros((G, problem.queries), dtype)
+        carry = (rows + LOWEST, rows, jnp.zeros((*rows.shape, V), dtype))
+        maximum, total, out = _visit(problem, head, i, step, carry)
+        reciprocal, lse = _normalisers(maximum, total)
+        return out * reciprocal[..., None], lse
+
+    return _over_chunks(problem, head, chunk)
+
+
+def short(problem, head):
+    """`forward` of a single block, and what its backward reads."""
+    value = head["value"]
+    maximum, _, exponentials = _exponentials(_logits(problem, head, 0, 0), LOWEST)
+    reciprocal, lse = _normalisers(maximum, exponentials.sum(-1))
+    exponentials = exponentials.astype(value.dtype)
+    out = _dot(exponentials, value)
+    return out * reciprocal[..., None], lse, exponentials, reciprocal
+
+
+def backward(problem, head):
+    """Of one key/value head: the gradients of query, key, value, and bias if any."""
+    dtype, scale = _dtype(head), problem.scale
+    S = head["key"].shape[0]
+
+    def chunk(sums, i):
+        query, out_gradient, lse, delta = (
+            _slice(head[name], 1, i, problem.queries)
+            for name in ("query", "out_gradient", "lse", "delta")
+        )
+        # Products along the rows of both matrices are the fastest on CPU.
+        query_columns = query.reshape(-1, query.shape[-1]).T
+        out_gradient_columns = out_gradient.reshape(-1, out_gradient.shape[-1]).T
+
+        def step(j, carry):
+            query_gradient, key_gradient, value_gradient, bias_gradient = carry
+            key, value = (
+                _slice(head[name], 0, j, problem.keys) for name in ("key", "value")
+            )
+            if "exponentials" in head:
+                weights = head["exponentials"].astype(dtype)
+            else:
+                logits = _logits(problem, head, i, j)
+                weights = jnp.exp(logits - jnp.maximum(lse, LOWEST)[..., None])
+            weights_gradient = _dot(out_gradient.astype(value.dtype), value.T)
+            logits_gradient = weights * (weights_gradient - delta[..., None])
+            if bias_gradient is not None:
+                bias_gradient = _add(bias_gradient, logits_gradient, (i, j), problem)
+            weights, logits_gradient = (
+                x.astype(value.dtype).reshape(-1, problem.keys)
+                for x in (weights, logits_gradient)
+            )
+            value_more = _dot(out_gradient_columns.astype(value.dtype), weights)
+            key_more = _dot(query_columns, logits_gradient) * scale
+            query_more = _dot(logits_gradient, key) * scale
+            return (
+                query_gradient + query_more.reshape(query.shape),
+                _add(key_gradient, key_more, (None, j), problem),
+                _add(value_gradient, value_more, (None, j), problem),
+                bias_gradient,
+            )
+
+        carry = (jnp.zeros(query.shape, dtype), *sums)
+        query_gradient, *sums = _visit(problem, head, i, step, carry)
+        return tuple(sums), query_gradient
+
+    sums = tuple(
+        jnp.zeros((head[name].shape[-1], S), dtype) for name in ("key", "value")
+    ) + (jnp.zeros(head["bias"].shape, dtype) if "bias" in head else None,)
+    count = head["query"].shape[1] // problem.queries
+    if count == 1:
+        sums, query_gradient = chunk(sums, 0)
+    else:
+        sums, chunks = jax.lax.scan(chunk, sums, jnp.arange(count))
+        query_gradient = _join(chunks)
+    key_gradient, value_gradient, bias_gradient = sums
+    gradients = (query_gradient, key_gradient.T, value_gradient.T)
+    return gradients if bias_gradient is None else (*gradients, bias_gradient)
+
+
+def statistics(problem, head):
+    """Of one key/value head: the log-sum-exp and the statistics of its rows, `G T`."""
+    dtype = _dtype(head)
+
+    def chunk(i):
+        row = i * problem.queries + jnp.arange(problem.queries)[:, None]
+
+        def step(j, carry):
+            maximum, total, energy, distance = carry
+            logits = _logits(problem, head, i, j)
+            new, rescale, exponentials = _exponentials(logits, maximum)
+            column = j * problem.keys + jnp.arange(problem.keys)
+            below = jnp.where(exponentials > 0, logits - new[..., None], 0)
+            moved = energy + (maximum - new) * total
+            return (
+                new,
+                total * rescale + exponentials.sum(-1),
+                moved * rescale + (exponentials * below).sum(-1),
+                distance * rescale + (exponentials * abs(column - row)).sum(-1),
+            )
+
+        rows = jnp.zeros((head["query"].shape[0], problem.queries), dtype)
+        carry = (rows + LOWEST, rows, rows, rows)
+        maximum, total, energy, distance = _visit(problem, head, i, step, carry)
+        reciprocal, lse = _normalisers(maximum, total)
+        entropy = jnp.where(total > 0, jnp.log(total) - energy * reciprocal, 0)
+        return lse, entropy, reciprocal, distance * reciprocal
+
+    lse, entropy, confidence, distance = _over_chunks(problem, head, chunk)
+    shares = (_share(problem, head, offset, lse) for offset in (-1, 0, 1))
+    return lse, entropy, confidence, distance, *shares
+
+
+def _share(problem, head, offset, lse):
+    """The weight, `G T`, of the key at a fixed offset from each query."""
+    T, S = head["query"].shape[1], head["key"].shape[0]
+    row = jnp.arange(T)
+    column = jnp.clip(row + offset, 0, S - 1)
+    logits = problem.scale * jnp.einsum(
+        "gth,th->gt", head["query"].astype(lse.dtype), head["key"][column]
+    )
+
+    def diagonal(x):
+        return x[
+            :,
+            row if x.shape[1] > 1 else jnp.zeros_like(row),
+            column if x.shape[2] > 1 else jnp.zeros_like(row),
+        ]
+
+    if "bias" in head:
+        logits += diagonal(head["bias"])
+    allowed = masks.conjunction(
+        column == row + offset,
+        diagonal(head["mask"]) if "mask" in head else None,
+        masks.may_attend(
+            row,
+            column,
+            is_causal=problem.is_causal,
+            local_window_size=problem.local_window_size,
+            query_seq_length=head.get("query_seq_lengths"),
+            key_value_seq_length=head.get("key_value_seq_lengths"),
+            query_segment_id=head.get("query_segment_ids"),
+            key_value_segment_id=None
+            if "key_value_segment_ids" not in head
+            else head["key_value_segment_ids"][column],
+        ),
+    )
+    return jnp.where(allowed, jnp.exp(logits - lse), 0)
+
+
+def _logits(problem, head, i, j):
+    """One block, `G queries keys`, with `masks.EMPTY` where none may attend."""
+    query = _slice(head["query"], 1, i, problem.queries)
+    key = _slice(head["key"], 0, j, problem.keys)
+    logits = _dot(query, key.T) * problem.scale
+
+    def block(x):
+        return _slice(_slice(x, 1, i, problem.queries), 2, j, problem.keys)
+
+    def ids(name, index, size):
+        return _slice(head[name], 0, index, size) if name in head else None
+
+    if "bias" in head:
+        logits += block(head["bias"]).astype(logits.dtype)
+    allowed = masks.conjunction(
+        block(head["mask"]) if "mask" in head else None,
+        masks.may_attend(
+            (i * problem.queries + jnp.arange(problem.queries))[:, None],
+            (j * problem.keys + jnp.arange(problem.keys))[None, :],
+            is_causal=problem.is_causal,
+            local_window_size=problem.local_window_size,
+            query_seq_length=head.get("query_seq_lengths"),
+            key_value_seq_length=head.get("key_value_seq_lengths"),
+            query_segment_id=masks.expand(
+                ids("query_segment_ids", i, problem.queries), 1
+            ),
+            key_value_segment_id=masks.expand(
+                ids("key_value_segment_ids", j, problem.keys), 0
+            ),
+        ),
+    )
+    return logits if allowed is None else jnp.where(allowed, logits, masks.EMPTY)
+
+
+def _exponentials(logits, maximum):
+    """The new maximum, the factor for what was summed before, and the exponentials."""
+    new = jnp.maximum(logits.max(-1), maximum)
+    return new, jnp.exp(maximum - new), jnp.exp(logits - new[..., None])
+
+
+def _normalisers(maximum, total):
+    """1 / total and the log-sum-exp; 0 and `masks.EMPTY` of a row that sees nothing."""
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    lse = jnp.where(seen, maximum + jnp.log(total), masks.EMPTY)
+    return jnp.where(seen, 1 / total, 0), lse
+
+
+def _over_chunks(problem, head, chunk):
+    """`chunk(i)` of every block of queries, joined along the rows."""
+    count = head["query"].shape[1] // problem.queries
+    if count == 1:
+        return chunk(0)
+    return jax.tree.map(_join, jax.lax.map(chunk, jnp.arange(count)))
+
+
+def _join(chunks):
+    """From chunks, G, rows, ... to G, all rows, ..."""
+    count, G, rows, *rest = chunks.shape
+    return chunks.swapaxes(0, 1).reshape(G, count * rows, *rest)
+
+
+def _visit(problem, head, i, step, carry):
+    """Run `step` over the blocks of keys that queries of block i may attend to."""
+    S = head["key"].shape[0]
+    if problem.keys == S:
+        return step(0, carry)
+    first = i * problem.queries
+    start, stop = masks.key_bounds(
+        first,
+        first + problem.queries - 1,
+        S,
+        is_causal=problem.is_causal,
+        local_window_size=problem.local_window_size,
+    )
+    if "key_value_seq_lengths" in head:
+        stop = jnp.minimum(stop, head["key_value_seq_lengths"])
+    if "query_seq_lengths" in head:
+        stop = jnp.where(first < head["query_seq_lengths"], stop, 0)
+    if "query_segment_ids" in head:
+        ids = _slice(head["query_segment_ids"], 0, i, problem.queries)
+        keys = head["key_value_segment_ids"]
+        lowest = jnp.where(ids != 0, ids, ids.max()).min()
+        near = (keys >= lowest) & (keys <= ids.max()) & (keys != 0)
+        start = jnp.maximum(start, near.argmax())
+        stop = jnp.minimum(stop, jnp.where(near.any(), S - near[::-1].argmax(), 0))
+    start, stop = start // problem.keys, -(-stop // problem.keys)
+    return jax.lax.fori_loop(start, stop, step, carry)
+
+
+def _slice(x, axis, index, size):
+    """Block `index` along an axis; an axis of one block, or broadcast, as it is."""
+    if x.shape[axis] in (1, size):
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
+
+
+def _add(total, block, indices, problem):
+    """Add a block to the last two axes of a sum, at these block indices."""
+    starts = [0] * total.ndim
+    sizes = (problem.queries, problem.keys)
+    for axis, index, size in zip((-2, -1), indices, sizes, strict=True):
+        if total.shape[axis] == 1:
+            block = block.sum(axis, keepdims=True)
+        elif index is not None:
+            starts[axis] = index * size
+    if total.ndim == 3 and total.shape[0] == 1:
+        block = block.sum(0, keepdims=True)
+    if total.shape == block.shape:
+        return total + block
+    old = jax.lax.dynamic_slice(total, starts, block.shape)
+    return jax.lax.dynamic_update_slice(total, old + block, starts)
+
+
+def _dot(left, right):
+    """The product of rows and a matrix, summed in float32."""
+    dtype = jnp.promote_types(left.dtype, jnp.float32)
+    return jnp.matmul(left, right, preferred_element_type=dtype)
+
+
+def _dtype(head):
+    return jnp.promote_types(head["query"].dtype, jnp.float32)

@@ -1,0 +1,161 @@
+"""Time attention beside jax.nn, plain einsum and torch, in turn in one process.
+
+    .venv-peers/bin/python -m benchmarks.attention [--seconds 8] [--shapes B4xT1024xN8xH64]
+
+Prints a Markdown table of median milliseconds and their ratio to each peer. torch is
+left out where it is not installed, cuDNN where there is no GPU.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.util
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attention
+
+# "seg": rows packed from segments, as training has them.
+SHAPES = ("B64xT64xN4xH32seg", "B32xT64xN8xH64", "B4xT1024xN8xH64", "B1xT8192xN8xH64")
+MAPS_UP_TO = 4096  # peers that hold a T x S map are left out of longer rows
+
+
+def ours(query, key, value, ids):
+    """`attention.dot_product_attention` with what it picks by itself."""
+    return attention.dot_product_attention(
+        query, key, value, query_segment_ids=ids, key_value_segment_ids=ids
+    )
+
+
+def jax_nn(query, key, value, ids, implementation="xla"):
+    """`jax.nn.dot_product_attention`."""
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=_same(ids), implementation=implementation
+    )
+
+
+def einsum(query, key, value, ids):
+    """The textbook's four lines."""
+    logits = jnp.einsum("BTNH,BSNH->BNTS", query, key) / query.shape[-1] ** 0.5
+    if ids is not None:
+        logits = jnp.where(_same(ids), logits, -1e30)
+    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(logits), value)
+
+
+def _same(ids):
+    return None if ids is None else ids[:, None, :, None] == ids[:, None, None, :]
+
+
+def of_jax(function, backward, arrays, ids):
+    """A call to time: the function alone, or with its gradients for a given one."""
+
+    @jax.jit
+    def run(query, key, value, cotangent, ids):
+        call = functools.partial(function, ids=ids)
+        if not backward:
+            return call(query, key, value)
+        out, pullback = jax.vjp(call, query, key, value)
+        return out, pullback(cotangent)
+
+    arrays = [jnp.asarray(x) for x in arrays]
+    return lambda: jax.block_until_ready(run(*arrays, ids=ids))
+
+
+def statistics_of_jax(arrays, ids):
+    """`attention.head_statistics`, to compare with a forward pass."""
+    query, key = (jnp.asarray(x) for x in arrays[:2])
+    run = jax.jit(attention.head_statistics)
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    return lambda: jax.block_until_ready(run(query, key, **segments))
+
+
+def of_torch(backward, arrays, ids):
+    """torch's scaled_dot_product_attention on the same B T N H memory."""
+    import torch
+
+    query, key, value, cotangent = (torch.tensor(x).transpose(1, 2) for x in arrays)
+    inputs = [x.requires_grad_(backward) for x in (query, key, value)]
+    mask = None if ids is None else torch.tensor(np.asarray(_same(ids)))
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def run():
+        out = attend(*inputs, attn_mask=mask)
+        if backward:
+            torch.autograd.grad(out, inputs, cotangent)
+
+    return run
+
+
+def contenders(shape, backward, rng):
+    """Name: call, for one shape."""
+    *sizes, packed = re.fullmatch(r"B(\d+)xT(\d+)xN(\d+)xH(\d+)(seg)?", shape).groups()
+    B, T, N, H = map(int, sizes)
+    arrays = [rng.normal(size=(B, T, N, H)).astype(np.float32) for _ in range(4)]
+    ids = np.sort(rng.integers(1, 7, (B, T)), 1).astype(np.int32) if packed else None
+    ids = None if ids is None else jnp.asarray(ids)
+    calls = {"ours": of_jax(ours, backward, arrays, ids)}
+    if jax.default_backend() == "gpu":
+        cudnn = functools.partial(jax_nn, implementation="cudnn")
+        calls["cudnn"] = of_jax(cudnn, backward, arrays, ids)
+    elif importlib.util.find_spec("torch"):
+        calls["torch"] = of_torch(backward, arrays, ids)
+    if T <= MAPS_UP_TO or not backward:
+        calls["jax.nn"] = of_jax(jax_nn, backward, arrays, ids)
+        calls["einsum"] = of_jax(einsum, backward, arrays, ids)
+    if not backward:
+        calls["statistics"] = statistics_of_jax(arrays, ids)
+    return calls
+
+
+def medians(calls, seconds):
+    """Median milliseconds of every call, run in turn so that all see the same machine."""
+    times = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["ours"]) < 3:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=8, help="of each row")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    flags = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0]}"
+    print(f"{datetime.date.today()}, {machine}, JAX {jax.__version__}")
+    print(
+        f"`python -m benchmarks.attention {' '.join(sys.argv[1:])}`".replace(" `", "`")
+    )
+    print("\nmedian ms (ours / it)\n")
+    names = ("ours", "torch", "cudnn", "jax.nn", "einsum", "statistics")
+    print("| shape | pass |", " | ".join(names), "|")
+    print("| --- | --- |", " | ".join("---:" for _ in names), "|", flush=True)
+    for shape in flags.shapes:
+        for backward in (False, True):
+            calls = contenders(shape, backward, np.random.default_rng(0))
+            found = medians(calls, flags.seconds)
+            cells = [
+                f"{found[name]:.2f} ({found['ours'] / found[name]:.2f})"
+                if name in found
+                else ""
+                for name in names
+            ]
+            label = "forward + backward" if backward else "forward"
+            print(f"| {shape} | {label} |", " | ".join(cells), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
