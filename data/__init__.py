@@ -11,7 +11,7 @@ tokenizer.load_or_train(folder, sources, targets, vocab_size, joint=True)
 tokenizer.load(folder) -> the same, of a finished run
 Tokenizer.encode(sentences) -> Sentences (each ends with eos)
 Tokenizer.decode(ids) -> str, Tokenizer.decode_many(list of ids) -> list of str
-Tokenizer.vocab_size
+Tokenizer.pieces(ids) -> list of str; Tokenizer.vocab_size
 
 packing.Sentences: tokens (int32, all sentences end to end), offsets; len(), [i]
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from data import corpora, multi30k, numbers
+from data import corpora, multi30k, numbers, tokenizer
+from data.pipeline import Batches
 
 ROOT = pathlib.Path(__file__).parent.parent
 MULTI30K = ROOT.parent / "shared" / "data" / "multi30k"
@@ -127,6 +128,20 @@ def test_multi30k_from_a_folder(split):
     letters = [re.sub(r"\W", "", text.lower()) for text in texts[1]]
     same = [a == re.sub(r"\W", "", b) for a, b in zip(letters, references, strict=True)]
     assert np.mean(same) > 0.95  # the publisher normalised the others' punctuation
+
+
+@needs_multi30k
+@pytest.mark.parametrize(("source", "target"), [("en", "de"), ("de", "fr")])
+def test_multi30k_fills_its_batches_to_95_percent(source, target):
+    texts = corpora.load("multi30k", source, target, "train", MULTI30K)
+    model = tokenizer.Tokenizer(tokenizer.train(texts[0] + texts[1], 10_000))
+    sides = [model.encode(text) for text in texts]
+    for batch_tokens in (4096, 8192):
+        batches = Batches(*sides, batch_tokens=batch_tokens, seeds=[1])
+        assert min(batches.fill) >= 0.95
+        for step in (0, int(batches.steps_per_epoch) - 1):
+            for side in ("source", "target"):
+                assert (batches[step][f"{side}_segments"] > 0).mean() >= 0.94
 
 
 @needs_multi30k
