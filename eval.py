@@ -15,6 +15,7 @@ from absl import flags
 
 from configs.commandline import fail, one_sentence, run
 from training import platform
+from training.metrics import show_log
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
 SPLIT = flags.DEFINE_string("split", None, "Split to score: val, test, ...")
@@ -68,6 +69,7 @@ def main():
             "python eval.py --workdir=runs/numbers --split=test"
         )
     platform.setup()
+    show_log()
     with one_sentence():
         trained = load(Path(WORKDIR.value), CHECKPOINT.value)
         options = decoding_options()

@@ -19,6 +19,7 @@ from ml_collections import config_flags
 
 from configs.commandline import fail, flat, one_sentence, run
 from training import platform
+from training.metrics import show_log
 
 START = time.monotonic()
 CONFIG = config_flags.DEFINE_config_file(
@@ -55,6 +56,7 @@ class Run(NamedTuple):
 def train(config, workdir: Path) -> None:
     """Train the trials of a config in a workdir, or go on with them."""
     platform.setup()
+    show_log()
     stop = StopSignal()
     with one_sentence():
         claim(workdir, config)
@@ -336,6 +338,7 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
         progress.close()
         writer.close()
         feed.close()
+        checkpoints.close()
     if stop.name is not None:
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
     else:

@@ -53,33 +53,33 @@ def run(main) -> None:
 
 def flag_error(error: Exception, argv: list[str]) -> str:
     """Name the flag that absl or ml_collections refused, and what may be meant."""
-    text = str(error).replace("\\'", "'").replace("\\n", "\n").strip("\"'")
+    text = str(error)
     if isinstance(error, KeyError | AttributeError):  # a locked config's unknown key
-        key = re.split(r"['\n]", text)[0] or text
+        key = re.findall(r"\w+", text.replace("\\n", " "))[0]
         names = [arg.split("=")[0].lstrip("-") for arg in argv]
         name = next((name for name in names if f".{key}" in name), key)
-        return f"There is no config key {name}.{near_miss(key, text)}"
+        return f"There is no config key {name}.{near_miss(name.split('.', 1)[-1])}"
     if isinstance(error, OSError):
-        path = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
-        return f"The config file {path} can't be read; configs/ holds those there are."
+        path = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")][-1:]
+        return (
+            f"There is no config file {''.join(path)}; configs/ holds those there are."
+        )
     last = text.splitlines()[-1]  # before it stands a traceback of the config file
     head = text.splitlines()[0].split(": Error whilst")[0]
     return last if last.startswith(head) else f"{head}: {last.split(': ', 1)[-1]}"
 
 
-def near_miss(key: str, text: str) -> str:
-    """A config key that looks like the unknown one."""
-    found = re.search(r'Did you mean "([^"]+)"', text)
-    names = [found.group(1)] if found else get_close_matches(key, all_keys())
-    return f" Did you mean {names[0]!r}?" if names else " configs/base.py lists them."
-
-
-def all_keys() -> list[str]:
-    """Every key of the base config, with its full path and alone."""
+def near_miss(path: str) -> str:
+    """Config keys that look like the unknown one, or end like it."""
     from configs.base import get_config
 
-    paths = list(flat(get_config().to_dict()))
-    return paths + [path.rsplit(".", 1)[-1] for path in paths]
+    keys = list(flat(get_config().to_dict()))
+    last = path.rsplit(".", 1)[-1]
+    names = [key for key in keys if key.endswith(f".{last}")]
+    names = names or get_close_matches(path, keys, n=1)
+    if not names:
+        return " configs/base.py lists them all."
+    return f" Did you mean {' or '.join('config.' + name for name in names)}?"
 
 
 def flat(tree: dict, prefix: str = "") -> dict:

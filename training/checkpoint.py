@@ -4,6 +4,7 @@ A checkpoint holds named items (the state, the best parameters so far), each a f
 dict from a leaf's path to its array, and a checksum of every array.
 """
 
+import contextlib
 import logging
 import shutil
 import zlib
@@ -62,8 +63,6 @@ class Checkpoints:
     """The checkpoints of a workdir, of which the last `keep` stay; None: read only."""
 
     def __init__(self, workdir: Path, keep: int | None = None):
-        # Orbax reports each step of each save as a warning or an info
-        logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
         policy = ocp.checkpoint_managers.LatestN(keep)
         self.manager = ocp.CheckpointManager(
@@ -110,7 +109,9 @@ class Checkpoints:
             raise self.save_error(error) from error
 
     def save_error(self, error: Exception) -> SaveError:
-        """Say what stands on disk still."""
+        """Say what stands on disk still, in place of what Orbax's threads would print."""
+        for name in ("asyncio", "concurrent.futures"):
+            logging.getLogger(name).disabled = True
         free = shutil.disk_usage(self.directory).free
         last = max(
             (int(p.name) for p in self.directory.iterdir() if p.name.isdigit()),
@@ -177,8 +178,9 @@ class Checkpoints:
         self.manager.reload()
 
     def close(self) -> None:
-        """Wait for the last save and stop Orbax's threads."""
-        self.manager.close()
+        """Wait for the last save, whatever comes of it, and stop Orbax's threads."""
+        with contextlib.suppress(Exception):  # `wait` reports; this only ends
+            self.manager.close()
 
 
 def checksums(arrays: dict[str, np.ndarray]) -> dict[str, int]:

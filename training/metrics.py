@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class MetricsWriter:
@@ -28,8 +31,18 @@ class MetricsWriter:
         self.workdir, self.step, self.board = workdir, step, None
 
     def write(self, step: int, trial: int, **values) -> None:
-        """Write one row; numbers go to TensorBoard too."""
-        self.file.write(json.dumps({"step": step, "trial": trial, **values}) + "\n")
+        """Write one row; numbers go to TensorBoard too.
+
+        Raises:
+            OSError: the row can't be written, as on a full disk.
+        """
+        try:
+            self.file.write(json.dumps({"step": step, "trial": trial, **values}) + "\n")
+        except OSError as error:
+            raise OSError(
+                f"{self.path} can't be written at step {step} ({error.strerror}); make "
+                f"room and run the same command again: the checkpoints are intact."
+            ) from error
         if self.board is None:  # imported late: it takes a second
             from tensorboardX import SummaryWriter
 
@@ -39,8 +52,9 @@ class MetricsWriter:
                 self.board.add_scalar(f"trial_{trial}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush both files."""
-        self.file.close()
+        """Close both files."""
+        with contextlib.suppress(OSError):  # `write` has said what could not be written
+            self.file.close()
         if self.board is not None:
             self.board.close()
 
@@ -172,6 +186,26 @@ def say(text: str) -> None:
         console().print(text, markup=False, soft_wrap=True)
     else:
         print(text, file=sys.stderr, flush=True)
+
+
+class SayHandler(logging.Handler):
+    """Shows what our packages log, and others' warnings; Orbax's failures we report."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        ours = record.pathname.startswith(str(ROOT / "data"))
+        others = record.levelno >= logging.WARNING and "orbax" not in record.pathname
+        if ours or others:
+            say(record.getMessage())
+
+
+def show_log() -> None:
+    """Show the log (absl's, which our packages write to) as plain lines."""
+    from absl import logging as absl_logging
+
+    logger = absl_logging.get_absl_logger()
+    logger.handlers = [SayHandler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def clock(seconds: float) -> str:

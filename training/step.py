@@ -99,7 +99,7 @@ def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
         updates, opt_state = optimizer_of(static, trial).update(
             gradient, state.opt_state, state.params
         )
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = TrainState(
             state.step + 1, optax.apply_updates(state.params, updates), opt_state
