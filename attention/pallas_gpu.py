@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from attention import masks
 from attention import pallas_gpu_kernels as kernels
-from attention.pallas_gpu_blocks import Tiles, padded, visits
+from attention.pallas_gpu_blocks import choose_tiles, padded, visits
 from attention.partition import partitioned
 from attention.statistics import HeadStatistics
 
@@ -46,7 +46,6 @@ def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
     _check(query, query)
     static, arrays = _split(structure, interpret)
     arrays = _present(query=query, key=key, bias=bias, mask=mask, **arrays)
-    arrays = jax.lax.stop_gradient(arrays)
     lse, *results = _statistics(static, arrays)
     results = (jnp.swapaxes(result, 1, 2) for result in results)
     return HeadStatistics(*results), _public(lse)
@@ -195,59 +194,14 @@ def _axes(arrays):
     return {name: letters[name] for name in arrays}
 
 
-def tiles(kernel, head_dim, value_dim, dtype, num_queries, num_keys) -> Tiles:
-    """Block sizes, warps and stages of a kernel: what fits the H200's registers.
-
-    Chosen as the largest that ptxas compiles without spilling, see
-    tests/compilers/test_gpu.py.
-    """
-    wide = padded(max(head_dim, value_dim)) * jnp.dtype(dtype).itemsize
-    limit = min(limit for limit in TILES[kernel] if wide <= limit)
-    queries, keys, num_warps, num_stages = TILES[kernel][limit]
-    return Tiles(
-        min(queries, padded(num_queries)),
-        min(keys, padded(num_keys)),
-        num_warps,
-        num_stages,
-    )
-
-
-# Up to so many bytes of a (padded) head: queries, keys, warps, stages.
-TILES = {
-    kernels.forward: {
-        128: (128, 64, 4, 3),
-        256: (128, 64, 8, 3),
-        512: (64, 32, 4, 2),
-        1024: (32, 16, 4, 1),
-    },
-    kernels.statistics: {
-        128: (128, 64, 4, 3),
-        256: (128, 64, 8, 3),
-        512: (64, 32, 4, 2),
-        1024: (32, 16, 4, 1),
-    },
-    kernels.query_gradient: {
-        128: (128, 64, 4, 3),
-        256: (128, 64, 8, 2),
-        512: (64, 32, 4, 2),
-        1024: (32, 16, 4, 1),
-    },
-    kernels.key_value_gradient: {
-        128: (64, 128, 4, 3),
-        256: (64, 128, 8, 2),
-        512: (32, 64, 4, 2),
-        1024: (16, 32, 4, 1),
-    },
-}
-
-
 def _problem(kernel, static, arrays, by_key):
     """What the kernel is compiled for, and its inputs with the loops' bounds."""
     static = dict(static)
     T, S = arrays["query"].shape[1], arrays["key"].shape[1]
     H = arrays["query"].shape[-1]
     V = arrays["value"].shape[-1] if "value" in arrays else H
-    sizes = tiles(kernel, H, V, arrays["query"].dtype, T, S)
+    dtype = arrays["query"].dtype
+    sizes = choose_tiles(kernel.__name__, max(H, V), dtype, T, S)
     interpret, scale = static.pop("interpret"), static.pop("scale")
     seen = {name: arrays.get(name) for name in STRUCTURE}
     bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)

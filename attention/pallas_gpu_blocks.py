@@ -22,6 +22,60 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+# By kernel, bytes of a number and largest head size: the tiles. Largest blocks that
+# ptxas 13.0 compiled for the H200 without spilling registers, of those tried; in
+# float32 from 128 on the three products of a tf32x3 dot leave no such choice.
+# To be timed on a GPU: benchmarks/attention_gpu.py --tune.
+TILES = {
+    "forward": {
+        (2, 64): Tiles(128, 64, 4, 3),
+        (2, 128): Tiles(128, 64, 8, 3),
+        (2, 256): Tiles(128, 64, 8, 2),
+        (4, 32): Tiles(128, 64, 8, 2),
+        (4, 64): Tiles(128, 32, 8, 2),
+        (4, 128): Tiles(128, 16, 8, 2),
+        (4, 256): Tiles(16, 16, 4, 1),
+    },
+    "statistics": {
+        (2, 64): Tiles(128, 64, 4, 3),
+        (2, 128): Tiles(128, 64, 8, 3),
+        (2, 256): Tiles(128, 64, 8, 2),
+        (4, 32): Tiles(128, 64, 8, 2),
+        (4, 64): Tiles(128, 32, 8, 2),
+        (4, 128): Tiles(128, 16, 8, 2),
+        (4, 256): Tiles(16, 16, 4, 1),
+    },
+    "query_gradient": {
+        (2, 64): Tiles(128, 64, 4, 3),
+        (2, 128): Tiles(128, 64, 8, 2),
+        (2, 256): Tiles(64, 64, 8, 2),
+        (4, 32): Tiles(128, 64, 8, 2),
+        (4, 64): Tiles(128, 32, 8, 2),
+        (4, 128): Tiles(32, 32, 8, 2),
+        (4, 256): Tiles(16, 16, 8, 1),
+    },
+    "key_value_gradient": {
+        (2, 64): Tiles(64, 128, 8, 3),
+        (2, 128): Tiles(64, 128, 8, 2),
+        (2, 256): Tiles(32, 64, 8, 2),
+        (4, 32): Tiles(32, 64, 8, 2),
+        (4, 64): Tiles(32, 64, 8, 1),
+        (4, 128): Tiles(32, 32, 8, 2),
+        (4, 256): Tiles(16, 16, 8, 1),
+    },
+}
+
+
+def choose_tiles(kernel, head_dim, dtype, num_queries, num_keys) -> Tiles:
+    """The tiles of a kernel for heads of that size, no larger than the sequences."""
+    size = jnp.dtype(dtype).itemsize, head_dim
+    tiles = next(tiles for key, tiles in TILES[kernel].items() if size <= key)
+    return tiles._replace(
+        queries=min(tiles.queries, padded(num_queries)),
+        keys=min(tiles.keys, padded(num_keys)),
+    )
+
+
 class Visits(NamedTuple):
     """Bounds of the loops over a kernel's inner blocks.
 

@@ -1,0 +1,337 @@
+"""The GPU kernels, interpreted on the CPU, against the reference.
+
+The interpreter fills what lies beyond an array with NaN, so a block that is not masked
+at an edge shows. How they compile for a GPU is in tests/compilers/test_gpu.py, how they
+run on one in tests/gpu/.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import masks, pallas_gpu, pallas_gpu_blocks, reference
+from attention.pallas_gpu_blocks import Tiles, visits
+
+# Largest difference to the float32 reference, relative to its largest value. bfloat16
+# has 8 bits; the weights are rounded to it before they meet the values.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+NOTHING = {
+    "is_causal": False,
+    "local_window_size": None,
+    "query_seq_lengths": None,
+    "key_value_seq_lengths": None,
+    "query_segment_ids": None,
+    "key_value_segment_ids": None,
+}
+attend = functools.partial(pallas_gpu.attend, interpret=True)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def allowed(seed, *shape):
+    return jax.random.bernoulli(jax.random.key(seed), 0.5, shape)
+
+
+def packed(seed, B, size, padding=9):
+    """Segments in order, of any length, and padding at the end of every other row."""
+    ids = np.sort(np.random.default_rng(seed).integers(1, 4, (B, size)), 1)
+    ids[::2, max(size - padding, 0) :] = 0
+    return jnp.int32(ids)
+
+
+def inputs(T, S, N=2, K=1, H=16, V=16, B=2, dtype=jnp.float32):
+    return (
+        normal(1, B, T, N, H, dtype=dtype),
+        normal(2, B, S, K, H, dtype=dtype),
+        normal(3, B, S, K, V, dtype=dtype),
+    )
+
+
+def run(implementation, arrays, bias, mask, structure):
+    """Output, log-sum-exp, and the gradients by all three of a sum through both."""
+
+    def loss(query, key, value):
+        out, lse = implementation(query, key, value, bias, mask, **structure)
+        seen = lse > 0.5 * masks.EMPTY
+        total = (out.astype(jnp.float32) * normal(4, *out.shape)).sum()
+        total += jnp.where(seen, lse * normal(5, *lse.shape), 0).sum()
+        return total, (out, jnp.where(seen, lse, -1))
+
+    gradients, outputs = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+    return *outputs, *gradients
+
+
+def check(arrays, bias=None, mask=None, **structure):
+    query = arrays[0]
+    structure = {**NOTHING, "scale": query.shape[-1] ** -0.5, **structure}
+    got = run(attend, arrays, bias, mask, structure)
+    exact = tuple(x.astype(jnp.float32) for x in arrays)
+    want = run(reference.attend, exact, bias, mask, structure)
+    tolerance = TOLERANCE[query.dtype.type]
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert x.dtype == (jnp.float32 if name == "lse" else query.dtype)
+        scale = max(1, np.abs(y).max())
+        difference = np.abs(np.float32(x) - y).max() / scale
+        assert difference <= tolerance, (name, difference)  # also when it is NaN
+    return got
+
+
+CASES = {
+    "plain": (inputs(150, 140), {}),
+    "one query": (inputs(1, 140), {}),
+    "one of each": (inputs(1, 1), {}),
+    "query heads": (inputs(40, 50, N=4, K=4), {}),
+    "groups": (inputs(140, 150, N=6, K=2, H=8, V=24), {"is_causal": True}),
+    "causal, long keys": (inputs(70, 300), {"is_causal": True}),
+    "causal, long queries": (inputs(300, 70), {"is_causal": True}),
+    "window": (inputs(300, 260), {"local_window_size": (40, 70)}),
+    "causal window": (
+        inputs(300, 300),
+        {"local_window_size": (100, 5), "is_causal": True},
+    ),
+    "lengths": (
+        inputs(300, 280, B=4),
+        {
+            "query_seq_lengths": jnp.int32([300, 130, 0, 200]),
+            "key_value_seq_lengths": jnp.int32([100, 280, 280, 0]),
+        },
+    ),
+    "segments": (
+        inputs(300, 280),
+        {
+            "query_segment_ids": packed(6, 2, 300),
+            "key_value_segment_ids": packed(7, 2, 280),
+        },
+    ),
+    "causal segments": (
+        inputs(300, 300, K=2),
+        {
+            "query_segment_ids": packed(6, 2, 300),
+            "key_value_segment_ids": packed(6, 2, 300),
+            "is_causal": True,
+        },
+    ),
+    "segments in no order": (
+        inputs(150, 160),
+        {
+            "query_segment_ids": packed(6, 2, 150)[:, ::-1] % 3,
+            "key_value_segment_ids": packed(8, 2, 160)[:, ::-1] % 3,
+        },
+    ),
+    "full mask": (inputs(150, 140, N=4, K=2), {"mask": allowed(9, 2, 4, 150, 140)}),
+    "mask of keys": (inputs(150, 140), {"mask": allowed(9, 2, 1, 1, 140)}),
+    "mask of queries and heads": (
+        inputs(150, 140, N=4, K=2),
+        {"mask": allowed(9, 1, 4, 150, 1), "is_causal": True},
+    ),
+    "mask that allows nothing": (
+        inputs(40, 40),
+        {"mask": jnp.zeros((1, 1, 1, 1), bool)},
+    ),
+    "bias": (inputs(150, 140, N=4, K=2), {"bias": normal(10, 2, 4, 150, 140)}),
+    "bias of heads and keys": (
+        inputs(150, 140, N=4, K=2),
+        {"bias": normal(10, 1, 4, 1, 140, dtype=jnp.bfloat16), "is_causal": True},
+    ),
+    "bias of minus infinity": (
+        inputs(40, 40),
+        {"bias": jnp.where(jnp.arange(40)[:, None] < 7, -jnp.inf, 1.0)[None, None]},
+    ),
+    "negative scale": (inputs(40, 40), {"scale": -0.5}),
+    "large scale": (inputs(40, 40), {"scale": 10.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_output_lse_and_gradients(case):
+    arrays, options = CASES[case]
+    check(arrays, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_statistics(case):
+    (query, key, _), options = CASES[case]
+    options = {**NOTHING, "scale": query.shape[-1] ** -0.5, **options}
+    maps = options.pop("bias", None), options.pop("mask", None)
+
+    @jax.jit
+    def got(query, key):
+        return pallas_gpu.head_statistics(query, key, *maps, interpret=True, **options)
+
+    rows, lse = got(query, key)
+    want, want_lse = reference.head_statistics(query, key, *maps, **options)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    for name, x, y in zip(rows._fields, rows, want, strict=True):
+        # Distances count up to hundreds of tokens.
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "H, V", [(8, 8), (32, 16), (48, 96), (64, 64), (96, 128), (128, 48), (192, 256)]
+)
+def test_head_sizes(H, V, dtype):
+    check(inputs(70, 50, H=H, V=V, dtype=dtype), is_causal=True)
+
+
+def test_rows_that_see_nothing_are_zero():
+    arrays, options = CASES["lengths"]
+    out, _, query_gradient, key_gradient, value_gradient = check(arrays, **options)
+    for batch, first in ((1, 130), (2, 0), (3, 0)):
+        assert not out[batch, first:].any()
+        assert not query_gradient[batch, first:].any()
+    assert not key_gradient[0, 100:].any() and not value_gradient[0, 100:].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from([16, 32]),
+    st.booleans(),
+    st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_visits_are_exact(T, S, queries, keys, causal, window, cut, pack, seed):
+    """Against the map itself: nothing allowed is left out, nothing else is visited."""
+    rng = np.random.default_rng(seed)
+    structure = dict(NOTHING, is_causal=causal, local_window_size=window)
+    if cut:
+        structure["query_seq_lengths"] = jnp.int32(rng.integers(0, T + 1, 2))
+        structure["key_value_seq_lengths"] = jnp.int32(rng.integers(0, S + 1, 2))
+    if pack:
+        structure["query_segment_ids"] = packed(seed, 2, T)
+        structure["key_value_segment_ids"] = packed(seed + 1, 2, S)
+    dense = masks.dense(T, S, **structure)
+    dense = np.broadcast_to(True if dense is None else dense, (2, 1, T, S))[:, 0]
+    for by_key in (False, True):
+        bounds, head, tail = visits(
+            T, S, Tiles(queries, keys, 4, 1), by_key=by_key, **structure
+        )
+        bounds = np.broadcast_to(bounds, (2, *bounds.shape[1:]))
+        for b, i in np.ndindex(bounds.shape[:2]):
+            start, whole_start, whole_stop, stop = bounds[b, i]
+            assert start <= whole_start <= whole_stop <= max(stop, start)
+            assert head or start == whole_start
+            assert tail or whole_stop == max(stop, start)
+            block = dense[b].T if by_key else dense[b]
+            outer, inner = (keys, queries) if by_key else (queries, keys)
+            block = block[i * outer : (i + 1) * outer]
+            parts = [block[:, j : j + inner] for j in range(0, block.shape[1], inner)]
+            some = [j for j, part in enumerate(parts) if part.any()]
+            assert all(parts[j].all() for j in range(whole_start, whole_stop))
+            assert all(
+                parts[j].shape[1] == inner for j in range(whole_start, whole_stop)
+            )
+            assert all(start <= j < stop for j in some)
+            # One kind of mask at a time is followed exactly; together they may leave
+            # a block that each alone allows.
+            if causal + (window is not None) + cut + pack <= 1 and not cut:
+                visited = list(range(start, stop))
+                assert visited == (list(range(some[0], some[-1] + 1)) if some else [])
+
+
+def test_masked_out_keys_are_never_read():
+    """NaN in the keys of blocks that causal masking rules out reaches nothing."""
+    query, key, value = inputs(256, 512)
+    key, value = (x.at[:, 256:].set(jnp.nan) for x in (key, value))
+    structure = dict(NOTHING, is_causal=True, scale=0.25)
+    got = run(attend, (query, key, value), None, None, structure)
+    want = run(attend, (query, key[:, :256], value[:, :256]), None, None, structure)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x[:, :256], y)
+
+
+def shapes(jaxpr):
+    """Shapes of all values in a program but those inside its kernels."""
+    for equation in jaxpr.eqns:
+        yield from (x.aval.shape for x in equation.outvars)
+        if equation.primitive.name != "pallas_call":
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from shapes(inner)
+
+
+def names(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params["name"]
+        else:
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from names(inner)
+
+
+def test_program_is_the_kernels_and_holds_no_map():
+    arrays = inputs(1024, 1024)
+    segments = packed(1, 2, 1024)
+    structure = dict(NOTHING, is_causal=True, scale=0.25)
+    structure |= {"query_segment_ids": segments, "key_value_segment_ids": segments}
+
+    def loss(*arrays):
+        out, lse = attend(*arrays, None, None, **structure)
+        return out.sum() + lse.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays).jaxpr
+    assert sorted(names(jaxpr)) == ["forward", "key_value_gradient", "query_gradient"]
+    assert max(np.prod(shape) for shape in shapes(jaxpr)) < 1024 * 1024 / 8
+
+
+def test_the_trial_axis_and_checkpoint():
+    query, key, value = (jnp.stack([x, 2 * x]) for x in inputs(70, 50))
+    mask = allowed(9, 1, 1, 70, 50)
+    structure = dict(NOTHING, scale=0.25)
+
+    def gradients(implementation):
+        def loss(*arrays):
+            return (implementation(*arrays, None, mask, **structure)[0] ** 2).sum()
+
+        one = jax.grad(jax.checkpoint(loss), (0, 1, 2))
+        # The keys are the same for all trials, the rest is each trial's own.
+        return jax.jit(jax.vmap(one, (0, None, 0)))(query, key[0], value)
+
+    for x, y in zip(gradients(attend), gradients(reference.attend), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_bits_are_the_same_every_time():
+    arrays, options = CASES["groups"]
+    structure = dict(NOTHING, scale=0.3, **options)
+    first, second = (run(attend, arrays, None, None, structure) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_tiles_fit_the_sequences():
+    for kernel in pallas_gpu_blocks.TILES:
+        for head_dim in range(1, 257):
+            for dtype in (jnp.float32, jnp.bfloat16):
+                tiles = pallas_gpu_blocks.choose_tiles(kernel, head_dim, dtype, 20, 1)
+                assert (tiles.queries, tiles.keys) in ((32, 16), (16, 16))
+
+
+def test_refusals():
+    arrays = inputs(20, 20)
+    bias = jnp.zeros((1, 1, 1, 20))
+    structure = dict(NOTHING, scale=0.25)
+
+    def loss(*arrays):
+        return attend(*arrays, None, None, **structure)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="no gradient by the bias; use 'bl"):
+        jax.grad(lambda bias: attend(*arrays, bias, None, **structure)[0].sum())(bias)
+    with pytest.raises(NotImplementedError, match="a first derivative only"):
+        jax.grad(lambda q: jax.grad(loss)(q, *arrays[1:]).sum())(arrays[0])
+    with pytest.raises(NotImplementedError, match="not int8"):
+        attend(*(x.astype(jnp.int8) for x in arrays), None, None, **structure)
+    with pytest.raises(NotImplementedError, match="size 256 at most, got 257 for val"):
+        attend(*inputs(20, 20, V=257), None, None, **structure)
