@@ -1,0 +1,280 @@
+"""Fused attention for TPUs: Pallas through Mosaic, forward and backward.
+
+Memory grows with T + S: no T x S array is ever held. Blocks that a causal or window
+mask, lengths or segments rule out are neither computed nor read. The backward pass
+computes the weights again, once for the queries' gradient and once for the keys' and
+values', so that results are the same bits every time. Keys and values of a group of
+heads are read where they are, not repeated, and so are masks that are broadcast.
+
+float32 is computed to float32's precision (six bfloat16 products each). Statistics
+carry no gradient, and there is no second derivative.
+
+With T queries in blocks of 512 and keys likewise, float32 logits take 1 MiB of the
+vector memory, and the kernel's three or four arrays of that size fit beside the blocks
+of the inputs, of which there are two each, into the 16 MiB that a v5e gives a kernel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from attention import masks
+from attention import pallas_tpu_kernels as kernels
+from attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
+from attention.partition import partitioned
+from attention.statistics import HeadStatistics
+
+# The most queries and keys of a block.
+TILES = (512, 512)
+
+
+def attend(query, key, value, bias, mask, *, interpret=False, **structure):
+    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
+
+    Raises NotImplementedError for dtypes other than float32 and bfloat16, for head
+    sizes above 256, and when a gradient by the bias is asked for.
+    """
+    _check(query, value)
+    problem, ids = _split(query, key, interpret, **structure)
+    return _attend(problem, query, key, value, bias, _present(mask=mask, **ids))
+
+
+def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
+    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
+    _check(query, query)
+    problem, ids = _split(query, key, interpret, **structure)
+    arrays = _present(query=query, key=key, bias=bias, mask=mask, **ids)
+    lse, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
+    return HeadStatistics(*jnp.moveaxis(rows, -1, 0)), lse
+
+
+def _check(query, value):
+    if query.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(
+            "implementation='pallas' on a TPU takes float32 and bfloat16, not "
+            f"{query.dtype}; use 'blockwise'"
+        )
+    for name, array in (("query and key", query), ("value", value)):
+        if array.shape[-1] > 256:
+            raise NotImplementedError(
+                "implementation='pallas' on a TPU takes heads of size 256 at most, got "
+                f"{array.shape[-1]} for {name}; use 'blockwise'"
+            )
+
+
+def _split(
+    query,
+    key,
+    interpret,
+    *,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    query_segment_ids,
+    key_value_segment_ids,
+    **static,
+):
+    """What is known when compiling, and ids that are equal where lengths and segments
+    allow a query to attend to a key."""
+    problem = kernels.Problem(interpret=interpret, **static)
+    sides = (
+        (query.shape[1], query_seq_lengths, query_segment_ids, EXCLUDED_QUERY),
+        (key.shape[1], key_value_seq_lengths, key_value_segment_ids, EXCLUDED_KEY),
+    )
+    if all(lengths is None and ids is None for _, lengths, ids, _ in sides):
+        return problem, {}
+    query_ids, key_ids = (_ids(*side) for side in sides)
+    return problem, {"query_ids": query_ids, "key_ids": key_ids}
+
+
+def _ids(size, lengths, ids, excluded):
+    ids = jnp.ones((1, size), jnp.int32) if ids is None else ids
+    ids = jnp.where(ids == 0, excluded, ids)
+    if lengths is None:
+        return ids
+    return jnp.where(jnp.arange(size) < lengths[:, None], ids, excluded)
+
+
+def _present(**arrays):
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(problem, query, key, value, bias, others):
+    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    return _call(_forward, problem, arrays, ("BTNV", "BTN"))
+
+
+def _attend_forward(problem, query, key, value, bias, others):
+    if bias is not None and bias.perturbed:
+        raise NotImplementedError(
+            "implementation='pallas' on a TPU gives no gradient by the bias; use "
+            "'blockwise', or jax.lax.stop_gradient(bias) if none is wanted"
+        )
+    query, key, value, bias, others = jax.tree.map(
+        lambda primal: primal.value,
+        (query, key, value, bias, others),
+        is_leaf=lambda x: hasattr(x, "perturbed"),
+    )
+    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    out, lse = _call(_forward, problem, arrays, ("BTNV", "BTN"))
+    return (out, lse), (arrays, out, lse)
+
+
+def _attend_backward(problem, residuals, gradients):
+    arrays, out, lse = residuals
+    out_gradient, lse_gradient = (
+        jnp.zeros_like(primal)
+        if isinstance(gradient, jax.custom_derivatives.SymbolicZero)
+        else gradient
+        for gradient, primal in zip(gradients, (out, lse), strict=True)
+    )
+    # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
+    delta = (out.astype(jnp.float32) * out_gradient.astype(jnp.float32)).sum(-1)
+    arrays = dict(
+        arrays, out_gradient=out_gradient, lse=lse, delta=delta - lse_gradient
+    )
+    (query_gradient,) = _call(_query_gradient, problem, arrays, ("BTNH",))
+    key_gradient, value_gradient = _call(
+        _key_value_gradient, problem, arrays, ("BSKH", "BSKV")
+    )
+    bias = arrays.get("bias")
+    bias_gradient = None if bias is None else jnp.zeros_like(bias)
+    return query_gradient, key_gradient, value_gradient, bias_gradient, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def _call(function, problem, arrays, results):
+    """Each device on its part of the batch and heads; trials of `jax.vmap` as one."""
+    letters = {
+        "query": "BTNH",
+        "key": "BSKH",
+        "value": "BSKV",
+        "out_gradient": "BTNV",
+        "lse": "BTN",
+        "delta": "BTN",
+    }
+    for name, axes in (
+        ("bias", "BNTS"),
+        ("mask", "BNTS"),
+        ("query_ids", "BT"),
+        ("key_ids", "BS"),
+    ):
+        if name in arrays:
+            sizes = zip(axes, arrays[name].shape, strict=True)
+            letters[name] = "".join(x if size > 1 else "1" for x, size in sizes)
+    letters = {name: letters[name] for name in arrays}
+
+    def one_trial(arrays):
+        trials = {name: array[None] for name, array in arrays.items()}
+        results = _trials(function, problem)(trials)
+        return tuple(result[0] for result in results)
+
+    return partitioned(one_trial, arrays, letters, results)
+
+
+@functools.cache
+def _trials(function, problem):
+    """`function`, with an axis of trials in front of every array, full size or 1.
+
+    `jax.vmap` makes that axis longer. (Left to itself it would run a kernel with scalar
+    prefetch once a trial, one after the other.)
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(arrays):
+        return function(problem, arrays)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, arrays):
+        trials = {
+            name: x.shape[1 if in_batched[0][name] else 0] for name, x in arrays.items()
+        }
+        most = max(trials.values())
+
+        def merge(name, x):
+            if not in_batched[0][name] and trials[name] == 1:
+                return x
+            if not in_batched[0][name]:
+                x = x[None]
+            shape = (axis_size, most, *x.shape[2:])
+            return jnp.broadcast_to(x, shape).reshape(-1, *x.shape[2:])
+
+        results = call({name: merge(name, x) for name, x in arrays.items()})
+        results = tuple(
+            result.reshape(axis_size, -1, *result.shape[1:]) for result in results
+        )
+        return results, (True,) * len(results)
+
+    return call
+
+
+def _forward(problem, arrays):
+    (T, N), V = arrays["query"].shape[2:4], arrays["value"].shape[-1]
+    found = run(
+        kernels.forward,
+        problem,
+        arrays,
+        {
+            "out": ((N, V, T), arrays["query"].dtype),
+            "lse": ((N, 1, T), jnp.float32),
+        },
+        [(1, "T"), (1, "T"), (V, "T")],
+        tiles=TILES,
+    )
+    return _back(found["out"], T), _back(found["lse"], T)[..., 0]
+
+
+def _statistics(problem, arrays):
+    T, N = arrays["query"].shape[2:4]
+    fields = len(HeadStatistics._fields)
+    found = run(
+        kernels.statistics,
+        problem,
+        arrays,
+        {
+            "lse": ((N, 1, T), jnp.float32),
+            "rows": ((N, fields, T), jnp.float32),
+        },
+        [(1, "T"), (1, "T"), (fields, "T")],
+        tiles=TILES,
+    )
+    return _back(found["lse"], T)[..., 0], _back(found["rows"], T)
+
+
+def _query_gradient(problem, arrays):
+    T, N, H = arrays["query"].shape[2:]
+    found = run(
+        kernels.query_gradient,
+        problem,
+        arrays,
+        {"query_gradient": ((N, H, T), arrays["query"].dtype)},
+        [(H, "T")],
+        tiles=TILES,
+    )
+    return (_back(found["query_gradient"], T),)
+
+
+def _key_value_gradient(problem, arrays):
+    S, K, H = arrays["key"].shape[2:]
+    V, dtype = arrays["value"].shape[-1], arrays["key"].dtype
+    found = run(
+        kernels.key_value_gradient,
+        problem,
+        arrays,
+        {
+            "key_gradient": ((K, H, S), dtype),
+            "value_gradient": ((K, V, S), dtype),
+        },
+        [(H, "S"), (V, "S")],
+        tiles=TILES,
+        by_key=True,
+    )
+    return _back(found["key_gradient"], S), _back(found["value_gradient"], S)
+
+
+def _back(x, length):
+    """`R B N V T`, padded -> `R B T N V`."""
+    return x[..., :length].transpose(0, 1, 4, 2, 3)
