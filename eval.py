@@ -139,6 +139,11 @@ def read_best(checkpoints, abstract, num_trials: int):
         ),
         checkpoints,
     )
+    if not np.isfinite(items["best"]["score"]).all():
+        raise ValueError(
+            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
+            f"on to train.eval_every_steps, or use --checkpoint=last."
+        )
     return items["best"]["params"], items["best"]["step"].tolist()
 
 

@@ -6,7 +6,10 @@ The same command again goes on where a run was stopped or killed, bit for bit. A
 of the config can be set: --config.model.attention.num_heads=8
 """
 
+import contextlib
+import fcntl
 import json
+import shutil
 import signal
 import sys
 import time
@@ -58,11 +61,12 @@ def train(config, workdir: Path) -> None:
     platform.setup()
     show_log()
     stop = StopSignal()
-    with one_sentence():
-        claim(workdir, config)
-        ready = prepare(config, workdir)
-    with one_sentence(OSError):
-        loop(config, workdir, ready, stop)
+    with contextlib.ExitStack() as stack:
+        with one_sentence():
+            stack.enter_context(claim(workdir, config))
+            ready = prepare(config, workdir)
+        with one_sentence(OSError):
+            loop(config, workdir, ready, stop)
 
 
 class StopSignal:
@@ -79,29 +83,44 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
 
-def claim(workdir: Path, config) -> None:
-    """Write config.json and trials.json into the workdir.
+@contextlib.contextmanager
+def claim(workdir: Path, config):
+    """Make the workdir this config's, and this process's alone.
 
     Raises:
-        ValueError: it holds a run of another config.
+        ValueError: it holds a run of another config, or another process is at it.
     """
-    path = workdir / "config.json"
-    new = flat(config.to_dict())
-    if path.exists():
-        old = flat(json.loads(path.read_text()))
-        differences = [
-            f"{key} (there {old.get(key, 'unset')!r}, now {new.get(key, 'unset')!r})"
-            for key in sorted(old | new)
-            if key not in MAY_CHANGE and old.get(key, "unset") != new.get(key, "unset")
-        ]
-        if differences:
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"Another process is training in {workdir}; wait for it, or choose "
+                f"another --workdir."
+            ) from None
+        path = workdir / "config.json"
+        differences = differing(path, config) if path.exists() else []
+        if differences and (workdir / "metrics.jsonl").exists():
             raise ValueError(
                 f"{workdir} holds a run of another config: {', '.join(differences)}; "
                 f"choose another --workdir, or the settings of that run."
             )
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_json(path, config.to_dict())
-    write_json(workdir / "trials.json", [{"seed": config.seed}])
+        if differences:  # a start that failed; its vocabulary is of the other config
+            shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
+        write_json(path, config.to_dict())
+        write_json(workdir / "trials.json", [{"seed": config.seed}])
+        yield
+
+
+def differing(path: Path, config) -> list[str]:
+    """What differs between a config.json and a config, but for what may."""
+    there, now = flat(json.loads(path.read_text())), flat(config.to_dict())
+    return [
+        f"{key} (there {there.get(key, 'unset')!r}, now {now.get(key, 'unset')!r})"
+        for key in sorted(there | now)
+        if key not in MAY_CHANGE and there.get(key, "unset") != now.get(key, "unset")
+    ]
 
 
 def write_json(path: Path, value) -> None:
@@ -306,16 +325,16 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
             if pending is not None:
                 read(*pending)
             pending = (step, metrics)
-            if is_due(every.log_every_steps):
+            if window.compiling:
                 pending = read(*pending)
+                say(f"First step {clock(time.monotonic() - START)} after the launch.")
+                window.compiling = False
+                window.start_clock()
+            if is_due(every.log_every_steps):
+                pending = pending and read(*pending)
                 for trial, row in enumerate(window.rows()):
                     writer.write(step, trial, **row)
                 progress.update(step, window.text)
-            elif window.first:
-                read(*pending)
-                pending = None
-                window.first = False
-                say(f"First step {clock(time.monotonic() - START)} after the launch.")
             with window.paused():
                 if is_due(every.eval_every_steps):
                     scores = dev_scores(static, state.params, dev)

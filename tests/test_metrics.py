@@ -42,7 +42,27 @@ def test_window_weighs_the_steps_by_their_tokens():
     assert rows[0]["loss"] == pytest.approx((10 * 1 + 20 * 4) / 30)
     assert rows[0]["target_fill"] == pytest.approx(30 / 40)
     assert rows[0]["source_fill"] == pytest.approx(16 / 32)
-    assert window.metrics == []
+    assert window.metrics == [] and rows[0]["tokens_per_second"] > 0
+
+
+def test_the_pace_leaves_out_the_steps_before_the_clock():
+    window = Window((1, 4, 4))
+    step = {
+        name: np.ones(1)
+        for name in (
+            "loss",
+            "source_tokens",
+            "gradient_norm",
+            "learning_rate",
+            "finite",
+        )
+    }
+    window.add(step | {"target_tokens": np.array([1000.0])})  # with the compilation
+    window.start_clock()
+    assert "tokens_per_second" not in window.pace({})
+    window.add(step | {"target_tokens": np.array([1.0])})
+    row = window.rows()[0]
+    assert row["tokens_per_second"] / row["steps_per_second"] == pytest.approx(2)
 
 
 def test_plain_lines_are_rare(capsys):

@@ -142,6 +142,27 @@ def test_a_workdir_of_another_config_is_refused(trained):
     refused(ran, "holds a run of another config", "model.width (there 16, now 32)")
 
 
+def test_a_start_that_failed_does_not_keep_the_workdir(tmp_path):
+    workdir = tmp_path / "run"
+    refused(run([*train_command(workdir), "--config.data.target=xx"]), "'xx'")
+    short = {"train.num_steps": 2, "train.eval_every_steps": 2}
+    ran = run(train_command(workdir, **short))
+    assert ran.returncode == 0, ran.stderr
+    refused(run(train_command(workdir, seed=1)), "seed (there 0, now 1)")
+
+
+def test_two_processes_do_not_share_a_workdir(tmp_path):
+    workdir = tmp_path / "run"
+    first = subprocess.Popen(
+        train_command(workdir), cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    while not (workdir / "config.json").exists() and first.poll() is None:
+        time.sleep(0.01)
+    refused(run(train_command(workdir)), "Another process is training in")
+    first.kill()
+    first.wait()
+
+
 @pytest.mark.parametrize(
     "flag, parts",
     [
@@ -296,6 +317,12 @@ def test_bad_input_to_eval_is_named(trained, tmp_path):
         capture_output=True,
     )
     assert ran.returncode == 2 and b"Line 2 of the input is not UTF-8" in ran.stderr
+    unscored = tmp_path / "unscored"
+    process = subprocess.Popen(train_command(unscored), cwd=ROOT)
+    wait_for_step(process, unscored, 20)
+    process.terminate()
+    process.wait()
+    refused(run(command("eval.py", workdir=unscored, split="val")), "--checkpoint=last")
     empty = tmp_path / "empty"
     shutil.copytree(trained, empty, ignore=shutil.ignore_patterns("[0-9]*"))
     ran = run(command("eval.py", workdir=empty, split="val"))

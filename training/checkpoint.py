@@ -109,9 +109,7 @@ class Checkpoints:
             raise self.save_error(error) from error
 
     def save_error(self, error: Exception) -> SaveError:
-        """Say what stands on disk still, in place of what Orbax's threads would print."""
-        for name in ("asyncio", "concurrent.futures"):
-            logging.getLogger(name).disabled = True
+        """Say what stands on disk still."""
         free = shutil.disk_usage(self.directory).free
         last = max(
             (int(p.name) for p in self.directory.iterdir() if p.name.isdigit()),
@@ -179,6 +177,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the last save, whatever comes of it, and stop Orbax's threads."""
+        for name in ("asyncio", "concurrent.futures"):
+            logging.getLogger(name).disabled = True  # of what `wait` reports
         with contextlib.suppress(Exception):  # `wait` reports; this only ends
             self.manager.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+SIDES = ("source", "target")
 
 
 class MetricsWriter:
@@ -71,13 +72,14 @@ class Window:
     """Averages of what the steps since the last row reported, and their pace."""
 
     def __init__(self, shape: tuple[int, int, int]):
-        self.rows_length = shape  # B, S, T: for the share of real tokens
-        self.first, self.text = True, ""
-        self.reset()
+        self.shape = shape  # B, S, T: for the share of real tokens
+        self.compiling, self.text = True, ""
+        self.metrics = []
+        self.start_clock()
 
-    def reset(self) -> None:
-        """Begin a new window."""
-        self.metrics, self.start = [], time.monotonic()
+    def start_clock(self) -> None:
+        """Measure the pace from the steps to come alone."""
+        self.untimed, self.start = len(self.metrics), time.monotonic()
         self.input_wait = self.pause = 0.0
 
     @contextlib.contextmanager
@@ -102,31 +104,43 @@ class Window:
 
     def rows(self) -> list[dict]:
         """A row for every trial, and a new window."""
-        seconds = max(time.monotonic() - self.start - self.pause, 1e-9)
         of = {
             name: np.stack([m[name] for m in self.metrics]) for name in self.metrics[0]
         }
+        steps, pace = len(self.metrics), self.pace(of)
         target, source = of["target_tokens"].sum(0), of["source_tokens"].sum(0)
         loss = (of["loss"] * of["target_tokens"]).sum(0) / np.maximum(target, 1)
-        B, S, T = self.rows_length
-        steps = len(self.metrics)
-        pace = (source + target).sum() / seconds
+        B, S, T = self.shape
         rows = [
             {
                 "loss": float(loss[trial]),
                 "gradient_norm": float(of["gradient_norm"][-1, trial]),
                 "learning_rate": float(of["learning_rate"][-1, trial]),
-                "tokens_per_second": float(pace),
-                "steps_per_second": steps / seconds,
-                "input_wait_share": self.input_wait / seconds,
                 "source_fill": float(source[trial] / (steps * B * S)),
                 "target_fill": float(target[trial] / (steps * B * T)),
+                **pace,
             }
             for trial in range(len(loss))
         ]
-        self.text = f"loss {loss.mean():.3f}  {pace:,.0f} tokens/s"
-        self.reset()
+        self.text = f"loss {loss.mean():.3f}"
+        if pace:
+            self.text += f"  {pace['tokens_per_second']:,.0f} tokens/s"
+        self.metrics = []
+        self.start_clock()
         return rows
+
+    def pace(self, of: dict) -> dict:
+        """Real source and target tokens and steps a second, since the clock started."""
+        seconds = time.monotonic() - self.start - self.pause
+        steps = len(self.metrics) - self.untimed
+        if steps == 0:
+            return {}
+        tokens = sum(of[f"{side}_tokens"][self.untimed :].sum() for side in SIDES)
+        return {
+            "tokens_per_second": float(tokens / seconds),
+            "steps_per_second": steps / seconds,
+            "input_wait_share": self.input_wait / seconds,
+        }
 
 
 class Progress:
