@@ -19,14 +19,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from attention import masks
 from attention import pallas_tpu_kernels as kernels
 from attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
 from attention.partition import partitioned
 from attention.statistics import HeadStatistics
 
 # The most queries and keys of a block.
-TILES = (512, 512)
+FORWARD_TILES = (512, 1024)
+BACKWARD_TILES = (512, 512)
 
 
 def attend(query, key, value, bias, mask, *, interpret=False, **structure):
@@ -218,11 +218,11 @@ def _forward(problem, arrays):
         problem,
         arrays,
         {
-            "out": ((N, V, T), arrays["query"].dtype),
-            "lse": ((N, 1, T), jnp.float32),
+            "out": ((N, V, "T"), arrays["query"].dtype),
+            "lse": ((N, 1, "T"), jnp.float32),
         },
         [(1, "T"), (1, "T"), (V, "T")],
-        tiles=TILES,
+        tiles=FORWARD_TILES,
     )
     return _back(found["out"], T), _back(found["lse"], T)[..., 0]
 
@@ -235,11 +235,11 @@ def _statistics(problem, arrays):
         problem,
         arrays,
         {
-            "lse": ((N, 1, T), jnp.float32),
-            "rows": ((N, fields, T), jnp.float32),
+            "lse": ((N, 1, "T"), jnp.float32),
+            "rows": ((N, fields, "T"), jnp.float32),
         },
         [(1, "T"), (1, "T"), (fields, "T")],
-        tiles=TILES,
+        tiles=FORWARD_TILES,
     )
     return _back(found["lse"], T)[..., 0], _back(found["rows"], T)
 
@@ -250,9 +250,9 @@ def _query_gradient(problem, arrays):
         kernels.query_gradient,
         problem,
         arrays,
-        {"query_gradient": ((N, H, T), arrays["query"].dtype)},
+        {"query_gradient": ((N, H, "T"), arrays["query"].dtype)},
         [(H, "T")],
-        tiles=TILES,
+        tiles=BACKWARD_TILES,
     )
     return (_back(found["query_gradient"], T),)
 
@@ -265,11 +265,11 @@ def _key_value_gradient(problem, arrays):
         problem,
         arrays,
         {
-            "key_gradient": ((K, H, S), dtype),
-            "value_gradient": ((K, V, S), dtype),
+            "key_gradient": ((K, H, "S"), dtype),
+            "value_gradient": ((K, V, "S"), dtype),
         },
         [(H, "S"), (V, "S")],
-        tiles=TILES,
+        tiles=BACKWARD_TILES,
         by_key=True,
     )
     return _back(found["key_gradient"], S), _back(found["value_gradient"], S)

@@ -44,6 +44,9 @@ AXES = {
     },
 }
 
+# A v5p has 64 MiB, v5e and v6e have 128; the compiler's own limit is 16 on some.
+VMEM = 32 * 2**20
+
 # No query has the id of an excluded key, and no key that of an excluded query.
 EXCLUDED_QUERY = np.iinfo(np.int32).min
 EXCLUDED_KEY = EXCLUDED_QUERY + 1
@@ -60,7 +63,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
 
     Args:
       arrays: query `R B T N H`, and so on: as users give them, with R in front.
-      outputs: dict of (shape, dtype), without R and B, in the order of `AXES`.
+      outputs: dict of (shape, dtype), without R and B; T and S stand for themselves.
       scratch: shapes of the float32 accumulators.
       tiles: the most queries and keys of a block.
       by_key: whether results belong to blocks of keys and are summed over queries and
@@ -135,7 +138,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
         pl.when(step == steps - 1)(finish)
 
     shapes = {
-        name: (R, B, *(padded.get(x, n) for x, n in zip(AXES[name][2:], shape)))
+        name: (R, B, *(padded.get(axis, axis) for axis in shape))
         for name, (shape, _) in outputs.items()
     }
     steps = counts[inner] * (group if by_key else 1)
@@ -157,7 +160,8 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
             for name, (_, dtype) in outputs.items()
         },
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(parallel, parallel, parallel, parallel, arbitrary)
+            dimension_semantics=(parallel, parallel, parallel, parallel, arbitrary),
+            vmem_limit_bytes=VMEM,
         ),
         interpret=problem.interpret,
         name=f"attention_{kernel.__name__}",

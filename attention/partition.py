@@ -10,7 +10,12 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from attention.platform import platform
+
 INDEPENDENT = ("B", "N", "K")
+
+# The mesh's axes as `training` names them, and what they divide.
+MESH_AXES = {"trial": "R0", "data": "B", "model": "N"}
 
 
 def partitioned(function, arrays, axes, results, levels=()):
@@ -91,16 +96,29 @@ def partitioned(function, arrays, axes, results, levels=()):
 
     def call(arrays):
         mesh = jax.sharding.get_abstract_mesh()
+        seen = None
         if mesh.explicit_axes:
             seen = [
                 (letters, jax.typeof(arrays[name]).sharding.spec)
                 for name, letters in zip(names, operand_axes, strict=True)
             ]
+        elif platform() == "tpu":
+            if not mesh.auto_axes:
+                return mapped(arrays)
+            sizes = [
+                x
+                for name in names
+                for x in zip(leading(name), arrays[name].shape, strict=False)
+            ]
+            sizes += [("B", arrays["query"].shape[-4]), ("N", num_heads)]
+            seen = _by_name(mesh, dict(sizes))
+        if seen is not None:
             local, ins, outs = plan(mesh, seen)
             return jax.shard_map(
                 local,
                 in_specs=(dict(zip(names, ins, strict=True)),),
                 out_specs=outs,
+                axis_names={*mesh.explicit_axes, *mesh.auto_axes},
                 check_vma=False,
             )(arrays)
         inferred = custom_partitioning(mapped)
@@ -121,6 +139,32 @@ def partitioned(function, arrays, axes, results, levels=()):
     constant = jax.custom_jvp(vmappable)
     constant.defjvp(_refuse)
     return constant(arrays)
+
+
+def _by_name(mesh, sizes):
+    """What a mesh divides, told by the names of its axes: the TPU's rule.
+
+    Its compiler has no custom partitioning (github.com/jax-ml/jax/issues/38196), so
+    the arrays' shardings are not known here. "trial" divides what `jax.vmap` adds,
+    "data" the batch, "model" the heads; an axis that does not divide them evenly cannot
+    have done so before either.
+    """
+    unknown = [
+        axis
+        for axis in mesh.auto_axes
+        if axis not in MESH_AXES and mesh.shape[axis] > 1
+    ]
+    if unknown:
+        raise NotImplementedError(
+            f"implementation='pallas' on a TPU cannot tell what the mesh axis "
+            f"{unknown[0]!r} divides; name it 'trial', 'data' (batch) or 'model' "
+            "(heads), or call it inside jax.shard_map"
+        )
+    return [
+        ((letter,), (axis,))
+        for axis, letter in MESH_AXES.items()
+        if axis in mesh.auto_axes and sizes.get(letter, 0) % mesh.shape[axis] == 0
+    ]
 
 
 def _refuse(primals, tangents):
