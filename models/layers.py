@@ -1,9 +1,11 @@
 """The parts of a Transformer: attention, feed-forward, dropout."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 import attention
 from attention.api import IMPLEMENTATIONS
@@ -21,8 +23,23 @@ def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
     if rate_and_key is None:
         return x
     rate, key = rate_and_key
-    keep = jax.random.bernoulli(jax.random.fold_in(key, index), 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0.0)
+    bits = random_bits(jax.random.fold_in(key, index), x.shape)
+    keep = bits >= jnp.uint32(rate * 2.0**32)
+    return jnp.where(keep, x * (1 / (1.0 - rate)), 0.0)
+
+
+def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """A hash of each element's index: enough for dropout, and a tenth of the time.
+
+    `jax.random.bits` takes as long as a quarter of the model's products on CPU. The
+    key gives each call a stride and a start of its own; the mixing is the 32-bit
+    finaliser "lowbias32" (Wellons 2018, Prospecting for hash functions).
+    """
+    start, stride = jax.random.key_data(key)[-2:]
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)) * (stride | 1) + start
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return (x ^ (x >> 16)).reshape(shape)
 
 
 def choose(name: str, value: str, choices) -> None:

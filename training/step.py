@@ -54,6 +54,18 @@ def init(trials: dict, *, static: Static, build) -> TrainState:
     return jax.vmap(one)(trials)
 
 
+def over_trials(function):
+    """`jax.vmap` over the trial axis R, without its cost where R is 1."""
+
+    def mapped(*arguments):
+        if jax.tree.leaves(arguments)[0].shape[0] > 1:
+            return jax.vmap(function)(*arguments)
+        squeezed = jax.tree.map(lambda x: x[0], arguments)
+        return jax.tree.map(lambda x: x[None], function(*squeezed))
+
+    return mapped
+
+
 def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
     """Label-smoothed cross-entropy (nats) summed over the tokens, and their number."""
     model = nnx.merge(static.graph, params)
@@ -122,7 +134,7 @@ def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
         }
         return state, metrics
 
-    return jax.vmap(one)(state, trials, batch)
+    return over_trials(one)(state, trials, batch)
 
 
 @partial(jax.jit, static_argnames="static")
@@ -131,7 +143,7 @@ def eval_step(params: nnx.State, batch: dict, *, static: Static):
 
     The batch (B S and B T) has no trial axis: every trial sees the same.
     """
-    return jax.vmap(lambda params: batch_loss(params, static, batch, 0.0))(params)
+    return over_trials(lambda params: batch_loss(params, static, batch, 0.0))(params)
 
 
 def keep_best(best: dict, params: nnx.State, step: int, scores: np.ndarray) -> dict:

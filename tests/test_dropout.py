@@ -1,0 +1,74 @@
+"""Dropout's random bits: as good as independent, and a function of their key."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers import dropout, random_bits
+
+SHAPE = (64, 64, 128)
+
+
+def kept(seed, index=0, rate=0.3, shape=SHAPE):
+    drop = jnp.float32(rate), jax.random.key(seed)
+    return np.asarray(dropout(jnp.ones(shape), drop, index)) > 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.9])
+def test_rate_and_scale(rate):
+    x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    out = np.asarray(dropout(jnp.asarray(x), (jnp.float32(rate), jax.random.key(0)), 0))
+    deviation = np.sqrt(rate * (1 - rate) / x.size)
+    assert abs((out == 0).mean() - rate) <= 5 * deviation
+    np.testing.assert_allclose(out[out != 0], x[out != 0] / (1 - rate), rtol=1e-6)
+
+
+def test_no_key_leaves_the_input():
+    x = jnp.ones(3)
+    assert dropout(x, None, 0) is x
+
+
+def test_masks_of_neighbours_keys_and_places_are_uncorrelated():
+    mask = kept(0)
+    others = [np.roll(mask, 1, axis) for axis in range(3)]
+    others += [np.roll(mask, shift, 2) for shift in (2, 32, 64)]
+    others += [kept(0, index=1), kept(1), kept(2**31)]
+    others += [
+        np.asarray(
+            dropout(
+                jnp.ones(SHAPE),
+                (jnp.float32(0.3), jax.random.fold_in(jax.random.key(0), step)),
+                0,
+            )
+        )
+        > 0
+        for step in range(3)
+    ]
+    for other in others:
+        correlation = np.corrcoef(mask.ravel(), other.ravel())[0, 1]
+        assert abs(correlation) < 5 / np.sqrt(mask.size)
+
+
+def test_rows_vary_as_independent_bits_do():
+    counts = kept(3).sum(-1)  # of 128 each
+    expected = 128 * 0.3 * 0.7
+    assert abs(counts.var() / expected - 1) < 5 * np.sqrt(2 / counts.size)
+
+
+def test_every_bit_is_even():
+    bits = np.asarray(random_bits(jax.random.key(5), (2**20,)))
+    for position in range(32):
+        share = ((bits >> position) & 1).mean()
+        assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(bits.size)
+    values = np.bincount(bits >> 22, minlength=1024)  # chi-squared of the top ten bits
+    squared = ((values - 1024) ** 2 / 1024).sum()
+    assert abs(squared - 1023) < 5 * np.sqrt(2 * 1023)
+
+
+def test_trials_have_their_own_masks_and_rates():
+    rates = jnp.array([0.1, 0.5])
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    together = jax.vmap(lambda *drop: dropout(jnp.ones(SHAPE), drop, 0))(rates, keys)
+    for out, rate, key in zip(together, rates, keys, strict=True):
+        np.testing.assert_array_equal(out, dropout(jnp.ones(SHAPE), (rate, key), 0))
