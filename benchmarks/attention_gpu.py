@@ -1,0 +1,234 @@
+"""Time the fused attention on an NVIDIA GPU beside cuDNN, in turn in one process.
+
+    python -m benchmarks.attention_gpu                  the table, about 5 minutes
+    python -m benchmarks.attention_gpu --tune           other tiles for one shape
+    python -m benchmarks.attention_gpu --dry-run        trace everything, without a GPU
+
+bfloat16, 16,384 tokens a batch and a model of 2,048: B = 16384 / T, N = 2048 / H, as
+in FlashAttention-2's figures (Dao 2023, arXiv:2307.08691, section 4.1). The arithmetic
+counted is theirs too: 4·T·S·H·N·B forward, half of it under a causal mask, 2.5 times as
+much backward (recomputing counts for nothing). The share is of the measured rate of an
+8192³ matrix product.
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+import attention
+from attention import pallas_gpu_blocks
+from attention.pallas_gpu_blocks import Tiles
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+TOKENS, WIDTH = 16384, 2048
+SECONDS = 0.1  # a measurement
+ROUNDS = 5  # the median of which is printed
+
+
+def duration(call, *arguments):
+    """Median seconds of a call, of several measurements of many calls each."""
+    return durations({"": (call, arguments)})[""]
+
+
+def durations(calls):
+    """Of each named (function, arguments), measured in turn."""
+    repeats, times = {}, {name: [] for name in calls}
+    for name, (call, arguments) in calls.items():
+        jax.block_until_ready(call(*arguments))  # compiles
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        once = time.perf_counter() - start
+        repeats[name] = max(3, int(SECONDS / once))
+    for _ in range(ROUNDS):
+        for name, (call, arguments) in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                result = call(*arguments)
+            jax.block_until_ready(result)
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def inputs(T, H, V=None, tokens=TOKENS, dtype=jnp.bfloat16):
+    B, N, V = max(1, tokens // T), WIDTH // H, V or H
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = (B, T, N, H), (B, T, N, H), (B, T, N, V), (B, T, N, V)
+    return [
+        jax.random.normal(key, size, dtype)
+        for key, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def matmul_rate():
+    """FLOP/s of a large bfloat16 product of random numbers."""
+    size = 8192
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    return 2 * size**3 / duration(jax.jit(jnp.matmul), a, a)
+
+
+def passes(arrays, **options):
+    """Calls of the forward pass, and of the backward pass alone."""
+    query, key, value, gradient = arrays
+
+    def function(query, key, value):
+        return attention.dot_product_attention(query, key, value, **options)
+
+    forward = jax.jit(function)
+    # What the forward pass leaves is an argument, so that only the rest is timed.
+    _, transpose = jax.jit(functools.partial(jax.vjp, function))(query, key, value)
+    backward = jax.jit(lambda transpose, gradient: transpose(gradient))
+    return {
+        "forward": (forward, (query, key, value)),
+        "backward": (backward, (transpose, gradient)),
+    }
+
+
+def work(direction, arrays, causal):
+    """Floating point operations that count."""
+    (B, T, N, H), V = arrays[0].shape, arrays[2].shape[-1]
+    operations = 2 * B * N * T * T * (H + V) * (0.5 if causal else 1)
+    return operations * (1 if direction == "forward" else 2.5)
+
+
+def compare(lengths, sizes):
+    """The main table: ours and cuDNN's TFLOP/s at the shapes that both support."""
+    ceiling = matmul_rate()
+    print(f"matrix product 8192³ bfloat16: {ceiling / 1e12:.0f} TFLOP/s\n")
+    print("| H | T | causal | pass | ours, TFLOP/s | share | cuDNN, TFLOP/s | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for H, causal, T in itertools.product(sizes, (False, True), lengths):
+        arrays = inputs(T, H)
+        ours = passes(arrays, implementation="pallas", is_causal=causal)
+        peer = passes(arrays, implementation="cudnn", is_causal=causal)
+        for direction in ours:
+            seconds = durations({"ours": ours[direction], "peer": peer[direction]})
+            operations = work(direction, arrays, causal)
+            rate = {name: operations / x / 1e12 for name, x in seconds.items()}
+            print(
+                f"| {H} | {T} | {'yes' if causal else 'no'} | {direction} "
+                f"| {rate['ours']:.0f} | {rate['ours'] * 1e12 / ceiling:.0%} "
+                f"| {rate['peer']:.0f} | {rate['ours'] / rate['peer']:.2f} |",
+                flush=True,
+            )
+
+
+def packed(B, T):
+    """Segments of 64 tokens, as training packs them."""
+    return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // 64 + 1, (B, T))
+
+
+def others():
+    """What cuDNN refuses, beside whatever else runs; and what the statistics cost."""
+    cases = {
+        "H 32": ({"T": 2048, "H": 32}, {}),
+        "H 64, V 128": ({"T": 2048, "H": 64, "V": 128}, {}),
+        "T 2047": ({"T": 2047, "H": 64}, {"is_causal": True}),
+        "packed": ({"T": 2048, "H": 64}, {"segments": True}),
+        "float32": ({"T": 2048, "H": 64, "dtype": jnp.float32}, {}),
+    }
+    print("\n| case | pass | ours ms | blockwise ms | jax.nn xla ms |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, (sizes, options) in cases.items():
+        arrays, options = inputs(**sizes), dict(options)
+        if options.pop("segments", False):
+            ids = packed(*arrays[0].shape[:2])
+            options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        calls = {
+            peer: passes(arrays, implementation=peer, **options)
+            for peer in ("pallas", "blockwise", "xla")
+        }
+        for direction in ("forward", "backward"):
+            seconds = durations({peer: calls[peer][direction] for peer in calls})
+            cells = " | ".join(f"{x * 1e3:.2f}" for x in seconds.values())
+            print(f"| {name} | {direction} | {cells} |", flush=True)
+    arrays = inputs(4096, 64)
+    look = jax.jit(
+        lambda q, k: attention.head_statistics(q, k, implementation="pallas")
+    )
+    seconds = durations(
+        {
+            "forward": passes(arrays, implementation="pallas")["forward"],
+            "statistics": (look, tuple(arrays[:2])),
+        }
+    )
+    print(
+        "\nstatistics, H 64, T 4096: "
+        f"{seconds['statistics'] / seconds['forward']:.0%} of a forward pass"
+    )
+
+
+def tune(T, H, causal):
+    """Other tiles for one shape, fastest first. Copy the winners to TILES."""
+    arrays = inputs(T, H)
+    size = next(key for key in pallas_gpu_blocks.TILES["forward"] if key >= (2, H))
+    for kernel, direction in (
+        ("forward", "forward"),
+        ("query_gradient", "backward"),
+        ("key_value_gradient", "backward"),
+    ):
+        table, results = pallas_gpu_blocks.TILES[kernel], []
+        kept = table[size]
+        sizes = (32, 64, 128)
+        for choice in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
+            table[size] = Tiles(*choice)
+            try:
+                calls = passes(arrays, implementation="pallas", is_causal=causal)
+                seconds = duration(calls[direction][0], *calls[direction][1])
+            except Exception as error:  # it may need too much shared memory
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                continue
+            results.append((work(direction, arrays, causal) / seconds / 1e12, choice))
+        table[size] = kept
+        print(f"{kernel}, H {H}, T {T}, now {tuple(kept)}:")
+        for rate, choice in sorted(results, reverse=True)[:6]:
+            print(f"  {rate:6.0f} TFLOP/s with {choice}", flush=True)
+
+
+def gradients(function, query, key, value, gradient):
+    return jax.vjp(function, query, key, value)[1](gradient)
+
+
+def trace():
+    """Everything that would run, as far as it goes without a GPU."""
+    for T, H, causal in itertools.product(LENGTHS, (64, 128), (False, True)):
+        arrays = jax.eval_shape(functools.partial(inputs, T, H))
+
+        function = functools.partial(
+            attention.dot_product_attention,
+            implementation="pallas_gpu_interpret",
+            is_causal=causal,
+        )
+        results = jax.eval_shape(functools.partial(gradients, function), *arrays)
+        print(T, H, causal, [x.shape for x in results], work("forward", arrays, causal))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--sizes", type=int, nargs="+", default=(64, 128))
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    flags = parser.parse_args()
+    if flags.dry_run:
+        return trace()
+    if jax.default_backend() != "gpu":
+        parser.error("no NVIDIA GPU at hand: --dry-run goes as far as possible")
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, {datetime.date.today()}\n")
+    if flags.tune:
+        for H, causal in itertools.product(flags.sizes, (False, True)):
+            tune(4096, H, causal)
+        return None
+    compare(flags.lengths, flags.sizes)
+    return others()
+
+
+if __name__ == "__main__":
+    main()
