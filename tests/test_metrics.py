@@ -47,16 +47,8 @@ def test_window_weighs_the_steps_by_their_tokens():
 
 def test_the_pace_leaves_out_the_steps_before_the_clock():
     window = Window((1, 4, 4))
-    step = {
-        name: np.ones(1)
-        for name in (
-            "loss",
-            "source_tokens",
-            "gradient_norm",
-            "learning_rate",
-            "finite",
-        )
-    }
+    names = ("loss", "source_tokens", "gradient_norm", "learning_rate")
+    step = {name: np.ones(1) for name in names} | {"finite": np.array([True])}
     window.add(step | {"target_tokens": np.array([1000.0])})  # with the compilation
     window.start_clock()
     assert "tokens_per_second" not in window.pace({})

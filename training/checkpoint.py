@@ -6,7 +6,9 @@ dict from a leaf's path to its array, and a checksum of every array.
 
 import contextlib
 import logging
+import re
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
@@ -63,6 +65,7 @@ class Checkpoints:
     """The checkpoints of a workdir, of which the last `keep` stay; None: read only."""
 
     def __init__(self, workdir: Path, keep: int | None = None):
+        sys.unraisablehook = but_closed_loops(sys.unraisablehook)
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
         policy = ocp.checkpoint_managers.LatestN(keep)
         self.manager = ocp.CheckpointManager(
@@ -118,7 +121,7 @@ class Checkpoints:
         intact = "none was written before" if last is None else f"step {last} is intact"
         return SaveError(
             f"A checkpoint could not be written to {self.directory} "
-            f"({free / 2**20:.0f} MiB free there): {first_line(error)}; {intact}. "
+            f"({free / 2**20:.0f} MiB free there): {reason(error)}; {intact}. "
             f"Make room and run the same command again."
         )
 
@@ -142,7 +145,7 @@ class Checkpoints:
             arrays = {name: np.asarray(leaf) for name, leaf in got[item].items()}
             sums = got[CHECKSUMS][item]
         except Exception as error:
-            raise Damaged(f"it can't be read: {first_line(error)}") from error
+            raise Damaged(f"it can't be read: {reason(error)}") from error
         for name, checksum in checksums(arrays).items():
             if sums.get(name) != checksum:
                 raise Damaged(f"{name} is not what was written")
@@ -183,6 +186,20 @@ class Checkpoints:
             self.manager.close()
 
 
+def but_closed_loops(hook):
+    """A hook for stray errors, without those of TensorStore after a failed save.
+
+    Each write still under way complains that the event loop is closed; what failed is
+    in the error that `wait` raises.
+    """
+
+    def filtered(stray):
+        if "Event loop is closed" not in str(stray.exc_value):
+            hook(stray)
+
+    return filtered
+
+
 def checksums(arrays: dict[str, np.ndarray]) -> dict[str, int]:
     """CRC-32 of every array's bytes."""
     return {
@@ -191,7 +208,10 @@ def checksums(arrays: dict[str, np.ndarray]) -> dict[str, int]:
     }
 
 
-def first_line(error: BaseException) -> str:
-    """The part of an error that fits into a sentence."""
+def reason(error: BaseException) -> str:
+    """The part of an error that fits into a sentence: the system's own, if any."""
     text = str(error).strip() or type(error).__name__
+    system = re.search(r": ([^:]+) \[os_error_code", text)
+    if system:
+        return system.group(1)
     return text.splitlines()[0][:300].rstrip(".")
