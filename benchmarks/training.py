@@ -1,0 +1,254 @@
+"""Time the training step beside plain PyTorch, eager and compiled, in turn in one run.
+
+    .venv-peers/bin/python -m benchmarks.training [--recipe short] [--rounds 5]
+        [--data DIR] [--set KEY=VALUE ...]
+
+Prints source and target tokens per second (real ones: padding does not count), their
+ratio, FLOP a token, and the share of the machine's matmul ceiling, which is the best of
+NumPy, XLA and torch at 2048 x 2048 x 2048 in float32. Every contestant is a process of
+its own, since their threads get in each other's way, and waits while another is timed.
+Data: Multi30k in --data if it is there, else random pieces of its lengths. torch is
+optional (requirements-peers.txt): without it only ours is timed.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from configs import multi30k
+
+STEPS = 8  # updates a round
+
+
+def main():
+    """Start the contestants, time them in turn, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--recipe", default="short", choices=("short", "full"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data/multi30k"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return serve(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder = Path(folder)
+        race(arguments)
+
+
+def race(arguments) -> None:
+    """Time every contestant in turn, several rounds, and print medians."""
+    source, target, origin = corpus(arguments)
+    np.savez(
+        arguments.folder / "corpus.npz",
+        *(x for side in (source, target) for x in (side.tokens, side.offsets)),
+    )
+    names = ["ours"]
+    if importlib.util.find_spec("torch"):
+        names += ["torch", "torch.compile"]
+    else:
+        print("torch is not installed: only ours is timed (requirements-peers.txt)")
+    contestants = {name: start(name, arguments) for name in names}
+    for name in list(contestants):
+        if ask(contestants[name], "prepare") is None:
+            print(f"{name} failed, see above")
+            del contestants[name]
+    rates, ceilings = {name: [] for name in contestants}, [numpy_ceiling()]
+    for _ in range(arguments.rounds):
+        for name, process in contestants.items():
+            answer = ask(process, "train")
+            rates[name].append(answer["tokens"] / answer["seconds"])
+            ceilings.append(ask(process, "ceiling")["flops"])
+        ceilings.append(numpy_ceiling())
+    for process in contestants.values():
+        process.stdin.close()
+        process.wait()
+
+    config, ceiling = config_of(arguments), max(ceilings)
+    flop = flop_per_token(config, source.lengths, target.lengths)
+    print(f"data: {origin}, vocabulary {config.data.vocab_size}")
+    print(f"target tokens an update: {config.data.batch_tokens}")
+    print(f"arithmetic: {flop / 1e6:.2f} MFLOP a token")
+    print(f"matmul ceiling: {ceiling / 1e9:.0f} GFLOP/s\n")
+    print("| | tokens/s | spread | share of ceiling | ours / it |")
+    print("| --- | --- | --- | --- | --- |")
+    best = statistics.median(rates["ours"])
+    for name, found in rates.items():
+        rate = statistics.median(found)
+        share = rate * flop / ceiling
+        print(
+            f"| {name} | {rate:,.0f} | {min(found):,.0f} to {max(found):,.0f} "
+            f"| {share:.0%} | {best / rate:.2f} |"
+        )
+
+
+def config_of(arguments):
+    """The experiment's config with what the command line sets."""
+    config = multi30k.get_config(arguments.recipe)
+    config.model.dropout = 0.3
+    for setting in arguments.set:
+        key, value = setting.split("=", 1)
+        with contextlib.suppress(SyntaxError, ValueError):  # a plain word
+            value = ast.literal_eval(value)
+        config.update_from_flattened_dict({key: value})
+    return config
+
+
+def corpus(arguments):
+    """Encoded source and target sentences, and where they are from."""
+    from data import corpora, tokenizer
+    from data.packing import Sentences
+
+    config = config_of(arguments)
+    if arguments.data.is_dir():
+        names = (config.data.name, config.data.source, config.data.target, "train")
+        sides = corpora.load(*names, str(arguments.data))
+        tokenizers = tokenizer.load_or_train(
+            arguments.folder / "tokenizer", *sides, config.data.vocab_size
+        )
+        pairs = zip(tokenizers, sides, strict=True)
+        return *(one.encode(sentences) for one, sentences in pairs), "Multi30k"
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.gamma(12, 1.25, 29_000), 4, 60).astype(int)
+    sides = []
+    for noise in (0, 2):
+        own = np.clip(lengths + rng.integers(-noise, noise + 1, lengths.size), 4, 60)
+        pieces = np.minimum(rng.zipf(1.3, own.sum()) + 3, config.data.vocab_size - 1)
+        offsets = np.concatenate([[0], np.cumsum(own)])
+        sides.append(Sentences(pieces.astype(np.int32), offsets))
+    return *sides, f"random pieces ({arguments.data} is not there)"
+
+
+def flop_per_token(config, source_lengths, target_lengths) -> float:
+    """Of the products of forward and backward, by source and target token alike.
+
+    Backward is twice forward. Each token counts the whole of its own sentence in
+    attention, with no packing and no padding.
+    """
+    model = config.model
+    D, F = model.width, model.mlp_dim
+    source, target = source_lengths.sum(), target_lengths.sum()
+    pairs = (source_lengths * source_lengths).sum()
+    triangles = (target_lengths * (target_lengths + 1) // 2).sum()
+    crosses = (source_lengths * target_lengths).sum()
+    encoder = source * (8 * D * D + 4 * D * F) + pairs * 4 * D
+    decoder = target * (12 * D * D + 4 * D * F) + source * 4 * D * D
+    decoder += (triangles + crosses) * 4 * D
+    forward = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
+    forward += target * 2 * D * config.data.vocab_size
+    return 3 * forward / (source + target)
+
+
+def numpy_ceiling() -> float:
+    """FLOP/s of a large NumPy product."""
+    x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32)
+    out = np.empty_like(x)
+    return ceiling_of(lambda: np.matmul(x, x, out=out))
+
+
+def ceiling_of(product) -> float:
+    """FLOP/s of a product of 2048 x 2048 matrices, best of five."""
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * 2048**3 / min(seconds)
+
+
+def start(name: str, arguments) -> subprocess.Popen:
+    """A contestant's process, which answers to `ask`."""
+    command = [sys.executable, "-m", "benchmarks.training", f"--worker={name}"]
+    command += [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
+    command += ["--set", *arguments.set]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, bufsize=1, **pipes)
+
+
+def ask(process: subprocess.Popen, request: str) -> dict | None:
+    """The answer of a contestant; None if it has died."""
+    try:
+        process.stdin.write(request + "\n")
+    except BrokenPipeError:
+        return None
+    answer = process.stdout.readline()
+    return json.loads(answer) if answer else None
+
+
+def serve(arguments) -> None:
+    """Be a contestant: answer requests until standard input ends."""
+    from data.packing import Sentences
+
+    arrays = list(np.load(arguments.folder / "corpus.npz").values())
+    sides = Sentences(*arrays[:2]), Sentences(*arrays[2:])
+    if arguments.worker == "ours":
+        worker = Ours
+    else:
+        from benchmarks.peers_training import Torch as worker
+    contestant = worker(arguments.worker, config_of(arguments), *sides)
+    for request in sys.stdin:
+        if request.strip() == "ceiling":
+            answer = {"flops": ceiling_of(contestant.product)}
+        else:
+            begin = time.perf_counter()
+            tokens = contestant.train(STEPS)
+            answer = {"tokens": tokens, "seconds": time.perf_counter() - begin}
+        print(json.dumps(answer), flush=True)
+
+
+class Ours:
+    """`training.step.train_step` on batches as train.py makes them."""
+
+    def __init__(self, name, config, source, target):
+        from training import platform
+
+        platform.setup()
+        from functools import partial
+
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from data.pipeline import Batches
+        from models.transformer import Transformer
+        from train import trials_of
+        from training.step import Static, init, train_step
+
+        trials = trials_of(config)
+        tokens, longest = config.data.batch_tokens, config.data.max_length
+        self.batches = Batches(
+            source, target, batch_tokens=tokens, max_length=longest, seeds=[0]
+        )
+        build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
+        graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
+        static = Static(graph, config.optimizer.schedule, config.model.width)
+        self.state = init(trials, static=static, build=build)
+        self.update = partial(train_step, trials=trials, static=static)
+        self.step, self.jax = 0, jax
+        x = jnp.ones((2048, 2048))
+        product = jax.jit(jnp.matmul)
+        self.product = lambda: product(x, x).block_until_ready()
+
+    def train(self, steps: int) -> int:
+        """Do some updates; the number of real tokens."""
+        seen = []
+        for step in range(self.step, self.step + steps):
+            self.state, metrics = self.update(self.state, batch=self.batches[step])
+            seen.append((metrics["source_tokens"], metrics["target_tokens"]))
+        self.step += steps
+        return int(sum(np.sum(x) for x in self.jax.device_get(seen)))
+
+
+if __name__ == "__main__":
+    main()
