@@ -3,7 +3,6 @@
 import importlib
 import json
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -226,19 +225,26 @@ def test_a_diverging_run_names_its_step_and_checkpoint(tmp_path):
     refused(ran, "stopped being finite at step", "no checkpoint yet", "learning_rate")
 
 
+def limited(args, size):
+    """A command whose files cannot grow past a size: to it the same as a full disk."""
+    program = (
+        "import os, resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-c", program, *args]
+
+
 def test_a_full_disk_stops_the_run_with_the_checkpoint_before_intact(trained, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
 
-    def limit(size):  # to the writer, the same as a full disk
-        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
     longer = train_command(workdir, **{"train.num_steps": 80})
     metrics = (workdir / "metrics.jsonl").stat().st_size
-    refused(run(longer, preexec_fn=limit(metrics)), "metrics.jsonl can't be written")
+    refused(run(limited(longer, metrics)), "metrics.jsonl can't be written")
     assert final(workdir) == final(trained)
     (workdir / "metrics.jsonl").write_text("")  # leaves only the checkpoint too large
-    ran = run(longer, preexec_fn=limit(12_000))
+    ran = run(limited(longer, 12_000))
     refused(ran, "could not be written", "step 60 is intact")
     assert final(workdir) == final(trained)
     ran = run(longer)
