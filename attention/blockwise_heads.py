@@ -137,7 +137,9 @@ def statistics(problem, head):
             logits = _logits(problem, head, i, j)
             new, rescale, exponentials = _exponentials(logits, maximum)
             column = j * problem.keys + jnp.arange(problem.keys)
-            below = jnp.where(exponentials > 0, logits - new[..., None], 0)
+            # Once for the four sums; and finite where logits are -inf.
+            exponentials = jax.lax.optimization_barrier(exponentials)
+            below = jnp.maximum(logits - new[..., None], LOWEST)
             moved = energy + (maximum - new) * total
             return (
                 new,
@@ -163,9 +165,14 @@ def _share(problem, head, offset, lse):
     T, S = head["query"].shape[1], head["key"].shape[0]
     row = jnp.arange(T)
     column = jnp.clip(row + offset, 0, S - 1)
-    logits = problem.scale * jnp.einsum(
-        "gth,th->gt", head["query"].astype(lse.dtype), head["key"][column]
-    )
+
+    def shifted(x):
+        """Row i + offset at i, by slices: gathers are slow."""
+        widths = [(1, 1 + max(0, T - S))] + [(0, 0)] * (x.ndim - 1)
+        return jax.lax.slice_in_dim(jnp.pad(x, widths), 1 + offset, 1 + offset + T)
+
+    key = shifted(head["key"]).astype(lse.dtype)
+    logits = problem.scale * jnp.sum(head["query"].astype(lse.dtype) * key, -1)
 
     def diagonal(x):
         return x[
@@ -189,7 +196,7 @@ def _share(problem, head, offset, lse):
             query_segment_id=head.get("query_segment_ids"),
             key_value_segment_id=None
             if "key_value_segment_ids" not in head
-            else head["key_value_segment_ids"][column],
+            else shifted(head["key_value_segment_ids"]),
         ),
     )
     return jnp.where(allowed, jnp.exp(logits - lse), 0)

@@ -1,6 +1,6 @@
 """Time attention beside jax.nn, plain einsum and torch, in turn in one process.
 
-    .venv-peers/bin/python -m benchmarks.attention [--seconds 8] [--shapes B4xT1024xN8xH64]
+    .venv-peers/bin/python -m benchmarks.attention [--seconds 8] [--shapes SHAPE ...]
 
 Prints a Markdown table of median milliseconds and their ratio to each peer. torch is
 left out where it is not installed, cuDNN where there is no GPU.
@@ -116,12 +116,12 @@ def contenders(shape, backward, rng):
 
 
 def medians(calls, seconds):
-    """Median milliseconds of every call, run in turn so that all see the same machine."""
+    """Median milliseconds of every call, in turn, so that all see one machine."""
     times = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["ours"]) < 3:
+    while time.perf_counter() < end or min(map(len, times.values())) < 3:
         for name, call in calls.items():
             start = time.perf_counter()
             call()

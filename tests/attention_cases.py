@@ -1,0 +1,234 @@
+"""What attention is tested on: features, shapes, tolerances, and the table of support.
+
+`python -m tests.attention_cases` prints the table of docs/attention.md.
+"""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attention
+from attention import masks
+
+# The largest difference to the reference in float32 at HIGHEST precision, relative to
+# the reference's largest value or 1. bfloat16 has 8 bits of precision, and rounds the
+# weights before they meet the values.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+# B, T, S, N, K, H, V. Odd, unequal, and of a single token.
+SHAPES = {
+    "heads": (2, 13, 13, 4, 4, 16, 16),
+    "groups": (2, 11, 17, 4, 2, 16, 16),
+    "one key head": (2, 19, 7, 3, 1, 8, 8),
+    "V > H": (2, 12, 15, 4, 2, 8, 24),
+    "V < H": (1, 9, 21, 2, 2, 48, 5),
+    "one query": (2, 1, 14, 4, 2, 16, 16),
+    "one key": (2, 14, 1, 2, 2, 16, 16),
+}
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def allowed(rng, *shape):
+    return jnp.asarray(rng.random(shape) < 0.6)
+
+
+def ids(rng, B, size):
+    """Segments in order, of any length; padding at the end, or a row of it alone."""
+    ids = np.sort(rng.integers(1, 4, (B, size)), 1)
+    ids[:, size - size // 5 :] = 0
+    return jnp.asarray(ids, jnp.int32)
+
+
+def unordered_ids(rng, B, size):
+    return jnp.asarray(rng.integers(0, 3, (B, size)), jnp.int32)
+
+
+def lengths(rng, B, size):
+    return jnp.asarray(rng.integers(0, size + 1, B), jnp.int32).at[0].set(size)
+
+
+def pair(make):
+    """The arguments of both sequences, by name."""
+    kind = "segment_ids" if make in (ids, unordered_ids) else "seq_lengths"
+    return lambda rng, B, T, S, N: {
+        f"query_{kind}": make(rng, B, T),
+        f"key_value_{kind}": make(rng, B, S),
+    }
+
+
+def a_map(name, make, letters):
+    """A mask or bias with these axes, the others broadcast."""
+
+    def arguments(rng, B, T, S, N):
+        sizes = zip("BNTS", (B, N, T, S), strict=True)
+        return {name: make(rng, *(n if x in letters else 1 for x, n in sizes))}
+
+    return arguments
+
+
+def fixed(**arguments):
+    return lambda *_: arguments
+
+
+# Feature: a shape, and the arguments that ask for it.
+FEATURES = {
+    "nothing": ("heads", fixed()),
+    "K < N": ("groups", fixed()),
+    "K = 1": ("one key head", fixed(scale=0.3)),
+    "V > H": ("V > H", fixed()),
+    "V < H": ("V < H", fixed(is_causal=True)),
+    "one query": ("one query", fixed(is_causal=True)),
+    "one key": ("one key", fixed()),
+    "causal": ("groups", fixed(is_causal=True)),
+    "window": ("groups", fixed(local_window_size=(3, 2))),
+    "causal window": ("heads", fixed(local_window_size=4, is_causal=True)),
+    "lengths": ("groups", pair(lengths)),
+    "segments": ("groups", pair(ids)),
+    "unordered segments": ("one key head", pair(unordered_ids)),
+    "mask of B N T S": ("groups", a_map("mask", allowed, "BNTS")),
+    "mask of B S": ("one key head", a_map("mask", allowed, "BS")),
+    "mask of N T": ("groups", a_map("mask", allowed, "NT")),
+    "bias of B N T S": ("groups", a_map("bias", normal, "BNTS")),
+    "bias of N T S": ("groups", a_map("bias", normal, "NTS")),
+    "bias of B T": ("one key head", a_map("bias", normal, "BT")),
+    "head_gate": ("groups", lambda rng, B, T, S, N: {"head_gate": normal(rng, B, N)}),
+    "everything": (
+        "groups",
+        lambda *sizes: {
+            **pair(ids)(*sizes),
+            **pair(lengths)(*sizes),
+            **a_map("mask", allowed, "BTS")(*sizes),
+            "is_causal": True,
+            "local_window_size": (9, 9),
+        },
+    ),
+}
+
+
+def make(feature, dtype=jnp.float32, shape=None):
+    """Inputs (query, key, value) and arguments of a feature, the same at every call."""
+    name, arguments = FEATURES[feature]
+    rng = np.random.default_rng(sum(map(ord, feature)))
+    B, T, S, N, K, H, V = shape or SHAPES[name]
+    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
+    inputs = tuple(normal(rng, *size).astype(dtype) for size in sizes)
+    return inputs, arguments(rng, B, T, S, N)
+
+
+def differentiate(implementation, inputs, arguments, residual=True):
+    """Output, log-sum-exp, and the gradients of a number made of both, by name."""
+    rng = np.random.default_rng(0)
+    out_shape = (*inputs[0].shape[:3], inputs[2].shape[-1])
+    out_weight, lse_weight = normal(rng, *out_shape), normal(rng, *out_shape[:3])
+    differentiable = dict(zip(("query", "key", "value"), inputs, strict=True))
+    constant = dict(arguments)
+    for name in ("bias", "head_gate"):
+        if name in constant:
+            differentiable[name] = constant.pop(name)
+
+    def loss(differentiable):
+        out, lse = attention.dot_product_attention(
+            **differentiable,
+            **constant,
+            implementation=implementation,
+            return_residual=True,
+        )
+        total = (out.astype(jnp.float32) * out_weight).sum()
+        # Rows that see nothing have no log-sum-exp to weigh.
+        seen = lse > 0.5 * masks.EMPTY
+        if residual:
+            total += jnp.where(seen, lse * lse_weight, 0).sum()
+        return total, {"out": out, "lse": lse}
+
+    gradients, outcomes = jax.grad(loss, has_aux=True)(differentiable)
+    return outcomes | {f"gradient of {name}": x for name, x in gradients.items()}
+
+
+def statistics(implementation, inputs, arguments):
+    """The statistics of a feature, by name."""
+    arguments = {x: y for x, y in arguments.items() if x != "head_gate"}
+    return attention.head_statistics(
+        *inputs[:2], implementation=implementation, **arguments
+    )._asdict()
+
+
+def everything(implementation, inputs, arguments, residual=True):
+    """Values, gradients and statistics, compiled as one quickly rather than well."""
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(inputs):
+        found = differentiate(implementation, inputs, arguments, residual)
+        if implementation != "xla":  # which has no statistics
+            found |= statistics(implementation, inputs, arguments)
+        return found
+
+    return run(inputs)
+
+
+@functools.cache
+def expected(feature):
+    """What the reference gives for a feature in float32."""
+    return everything("reference", *make(feature))
+
+
+def check(got, want, dtype=jnp.float32):
+    """Every outcome within the table's tolerance, and never NaN."""
+    for name in got:
+        x, y = (np.asarray(z[name], np.float64) for z in (got, want))
+        difference = np.abs(x - y).max() / max(1, np.abs(y).max())
+        assert difference <= TOLERANCE[jnp.dtype(dtype).name], (name, difference)
+
+
+COLUMNS = {
+    "reference": "reference",
+    "blockwise": "blockwise",
+    "xla": "xla",
+    "pallas (GPU)": "pallas_gpu_interpret",
+    "pallas (TPU)": "pallas_tpu_interpret",
+}
+ROWS = {
+    "bfloat16": lambda *_: ("nothing", {"dtype": jnp.bfloat16}),
+    "T = S = 8192": lambda *_: ("nothing", {"shape": (1, 8192, 8192, 2, 2, 64, 64)}),
+    "H = V = 256": lambda *_: ("nothing", {"shape": (1, 16, 16, 2, 2, 256, 256)}),
+}
+
+
+def supports(implementation, function, *arguments):
+    """Whether it traces: a dash where it refuses."""
+    call = functools.partial(function, implementation, arguments=arguments[1])
+    try:
+        jax.eval_shape(lambda inputs: call(inputs=inputs), arguments[0])
+    except NotImplementedError:
+        return "–"
+    return "yes"
+
+
+def table() -> str:
+    """What each implementation supports, as Markdown."""
+    lines = [
+        "| | " + " | ".join(COLUMNS) + " |",
+        "| --- |" + " :---: |" * len(COLUMNS),
+    ]
+    values = functools.partial(differentiate, residual=False)
+    rows = [(feature, values, make(feature)) for feature in FEATURES]
+    rows += [(name, values, make(row()[0], **row()[1])) for name, row in ROWS.items()]
+    rows += [
+        ("gradient of the residual", differentiate, make("nothing")),
+        ("`head_statistics`", statistics, make("everything")),
+    ]
+    for name, function, arguments in rows:
+        cells = [supports(column, function, *arguments) for column in COLUMNS.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "attention.md"
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,302 @@
+"""The border of `attention`: transformations, meanings, errors, and its document."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    DOCUMENT,
+    check,
+    differentiate,
+    everything,
+    make,
+    normal,
+    table,
+)
+
+import attention
+from attention import blockwise, masks
+
+attend = attention.dot_product_attention
+LONG = (1, 2048, 2048, 2, 2, 16, 16)
+
+
+def arrays_of(jaxpr):
+    """The shape of every value in a program, those of inner programs included."""
+    for equation in jaxpr.eqns:
+        yield from (value.aval.shape for value in equation.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from arrays_of(inner)
+
+
+def largest_of(implementation, function):
+    inputs, _ = make("nothing", shape=LONG)
+    jaxpr = jax.make_jaxpr(lambda x: function(implementation, x))(inputs).jaxpr
+    return max(np.prod(shape, dtype=int) for shape in arrays_of(jaxpr))
+
+
+def gradients(implementation, inputs):
+    return differentiate(implementation, inputs, {"is_causal": True})
+
+
+def statistics(implementation, inputs):
+    return attention.head_statistics(*inputs[:2], implementation=implementation)
+
+
+@pytest.mark.parametrize("function", [gradients, statistics])
+def test_no_map_is_held(function):
+    """No value has T x S elements, forward or backward; plain einsum's would."""
+    B, T, S, N, K, H, V = LONG
+    assert largest_of("blockwise", function) <= 256 * 1024 < T * S
+    assert largest_of("reference", function) >= N * T * S
+
+
+def test_memory_grows_as_length():
+    """What the compiler sets aside, forward and backward, at T and at 2 T."""
+
+    def bytes_at(implementation, T):
+        inputs, _ = make("nothing", shape=(1, T, T, 2, 2, 16, 16))
+        compiled = jax.jit(lambda x: gradients(implementation, x)).lower(inputs)
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    assert bytes_at("blockwise", 8192) < 2.2 * bytes_at("blockwise", 4096)
+    assert bytes_at("reference", 2048) > 3 * bytes_at("reference", 1024)
+
+
+def test_skipped_blocks_are_not_visited(monkeypatch):
+    """NaN in keys that causality, lengths and segments rule out block by block."""
+    monkeypatch.setattr(blockwise, "SHORT", 0)
+    monkeypatch.setattr(blockwise, "LONG", (4, 4))
+    inputs, _ = make("nothing", shape=(1, 8, 16, 2, 2, 8, 8))
+    query, key, value = inputs
+    poisoned = value.at[:, 8:].set(jnp.nan)
+    ids = jnp.repeat(jnp.arange(1, 5), 4)[None]
+    for arguments in (
+        {"is_causal": True},
+        {"key_value_seq_lengths": jnp.array([8])},
+        {"query_segment_ids": ids[:, :8], "key_value_segment_ids": ids},
+        {"local_window_size": (3, 0)},
+    ):
+        out = attend(query, key, poisoned, implementation="blockwise", **arguments)
+        want = attend(query, key, value, implementation="reference", **arguments)
+        np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "xla"])
+def test_what_may_not_be_seen_has_no_gradient(implementation):
+    """Causality, padding and segments, by the gradient of one query's output."""
+    inputs, _ = make("nothing", shape=(1, 6, 6, 2, 2, 8, 8))
+    ids = jnp.array([[1, 1, 1, 2, 2, 0]])
+
+    def output_of(i, arguments):
+        def number(key, value):
+            out = attend(
+                inputs[0], key, value, implementation=implementation, **arguments
+            )
+            return out[0, i].sum()
+
+        gradient = jax.grad(number, (0, 1))(*inputs[1:])
+        return [np.abs(x[0]).sum((1, 2)) > 0 for x in gradient]
+
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    for i, arguments, seen in (
+        (3, {"is_causal": True}, [1, 1, 1, 1, 0, 0]),
+        (4, {"key_value_seq_lengths": jnp.array([2])}, [1, 1, 0, 0, 0, 0]),
+        (1, segments, [1, 1, 1, 0, 0, 0]),
+        (5, segments, [0, 0, 0, 0, 0, 0]),
+    ):
+        by_key, by_value = output_of(i, arguments)
+        np.testing.assert_array_equal(by_value, np.bool_(seen))
+        np.testing.assert_array_equal(by_key, np.bool_(seen))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "xla"])
+def test_query_that_sees_nothing(implementation):
+    """Zeros, the documented log-sum-exp and no gradient, with any cotangent."""
+    inputs, _ = make("nothing")
+    mask = jnp.ones((13, 13), bool).at[4].set(False)
+    out, lse = attend(
+        *inputs, mask=mask, implementation=implementation, return_residual=True
+    )
+    assert not out[:, 4].any()
+    np.testing.assert_array_equal(lse[:, 4], np.float32(masks.EMPTY))
+
+    def number(inputs):
+        return (attend(*inputs, mask=mask, implementation=implementation)[:, 4]).sum()
+
+    assert not any(x.any() for x in jax.grad(number)(inputs))
+
+
+def test_transformations(monkeypatch):
+    """vmap, checkpoint and a missing batch change nothing; lax.scan neither."""
+    monkeypatch.setattr(blockwise, "SHORT", 0)
+    monkeypatch.setattr(blockwise, "LONG", (4, 5))
+    inputs, arguments = make("segments")
+    want = everything("blockwise", inputs, arguments)
+    trials = tuple(jnp.stack([x, x + 1]) for x in inputs)
+
+    def run(inputs):
+        return differentiate("blockwise", inputs, arguments)
+
+    for mapped in (jax.jit(jax.vmap(run))(trials), jax.lax.map(run, trials)):
+        check({name: x[0] for name, x in mapped.items()}, want)
+    saved = jax.grad(jax.checkpoint(lambda x: attend(*x, **arguments).sum()))(inputs)
+    plain = jax.grad(lambda x: attend(*x, **arguments).sum())(inputs)
+    for x, y in zip(saved, plain, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    single = {name: x[0] for name, x in arguments.items()}
+    out, lse = attend(*(x[0] for x in inputs), **single, return_residual=True)
+    check({"out": out[None], "lse": lse[None]}, {n: want[n][:1] for n in want})
+
+
+def test_second_order():
+    """The reference has one, blockwise says that it has none."""
+    inputs, _ = make("nothing", shape=(1, 3, 3, 1, 1, 4, 4))
+
+    def slope(implementation, scale):
+        def number(scale):
+            return attend(*inputs, scale=scale, implementation=implementation).sum()
+
+        return jax.grad(number)(scale)
+
+    at, step = jnp.float32(0.5), 3e-2
+    second = jax.grad(lambda s: slope("reference", s))(at)
+    sides = slope("reference", at + step) - slope("reference", at - step)
+    np.testing.assert_allclose(second, sides / (2 * step), rtol=3e-3)
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        jax.grad(lambda s: slope("blockwise", s))(at)
+
+
+SHARDED = """
+import re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+sys.path.insert(0, "tests")
+from attention_cases import check, differentiate, make
+
+mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+for T in (64, 300):
+    inputs, _ = make("nothing", shape=(4, T, T, 4, 2, 16, 16))
+    spec = NamedSharding(mesh, P("data", None, "model", None))
+    run = lambda inputs: differentiate("blockwise", inputs, {"is_causal": True})
+    want = jax.jit(run)(inputs)
+    compiled = jax.jit(run).lower(jax.device_put(inputs, spec)).compile()
+    text = compiled.as_text()
+    found = re.findall("all-gather|all-to-all|collective-permute", text)
+    assert not found, (T, found)
+    got = compiled(jax.device_put(inputs, spec))
+    check({name: np.asarray(x) for name, x in got.items()}, want)
+    assert not got["gradient of key"].sharding.is_fully_replicated
+    mapped = jax.shard_map(
+        lambda x: jax.tree.map(lambda y: y, run(x)["out"]),
+        mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False,
+    )
+    local = jax.jit(mapped)(inputs)
+    assert local.shape == want["out"].shape
+# The guard itself: a sum over keys that are divided needs a collective.
+late = NamedSharding(mesh, P(None, "data"))
+text = jax.jit(run).lower(jax.device_put(inputs, late)).compile().as_text()
+assert "all-gather" in text
+"""
+
+
+def test_sharded_over_batch_and_heads():
+    """Eight devices, no gathering: a process of its own, for the devices' number."""
+    process = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        env=dict(
+            os.environ,
+            XLA_FLAGS="--xla_force_host_platform_device_count=8",
+            PYTHONPATH=".",
+        ),
+        cwd=DOCUMENT.parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
+def test_head_gate_and_array_scale():
+    """A gate of `N` is that of `B N`; a scale may be an array."""
+    inputs, _ = make("nothing")
+    gate = normal(np.random.default_rng(0), 4)
+    one = attend(*inputs, head_gate=gate, scale=jnp.float32(0.3))
+    many = attend(*inputs, scale=0.3) * gate[:, None]
+    np.testing.assert_allclose(one, many, atol=1e-6)
+
+
+QUERY = jnp.zeros((2, 5, 4, 8))
+KEY = jnp.zeros((2, 7, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": KEY[..., :4]}, "key must be (2, 7, 2, 8) to fit query"),
+        ({"value": KEY[:, :3]}, "value must begin with key's (2, 7, 2)"),
+        ({"query": QUERY[:, :, :3]}, "must be a multiple of key heads, got 3 and 2"),
+        ({"query": QUERY[0]}, "key must have 4 axes"),
+        ({"value": KEY.astype(jnp.bfloat16)}, "must have one floating dtype"),
+        ({"query": QUERY[:, :0]}, "an axis has size 0"),
+        ({"mask": jnp.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
+        ({"mask": jnp.ones((5, 7))}, "an additive mask is a bias"),
+        ({"bias": jnp.ones((5, 7), bool)}, "bias must be floating"),
+        ({"local_window_size": (1, -1)}, "must be two numbers >= 0, got (1, -1)"),
+        ({"query_segment_ids": jnp.ones((2, 5), int)}, "must be given together"),
+        ({"query_seq_lengths": jnp.ones(2)}, "must be integers of shape (2,)"),
+        ({"head_gate": jnp.ones(3)}, "head_gate must have one number a head"),
+        ({"implementation": "flash"}, "implementation must be one of reference"),
+    ],
+)
+def test_errors(change, message):
+    arguments = {"query": QUERY, "key": KEY, "value": KEY, **change}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend(**arguments)
+
+
+def test_refusals_name_the_reason():
+    inputs = (QUERY, KEY, KEY)
+    with pytest.raises(NotImplementedError, match="needs a GPU or TPU"):
+        attend(*inputs, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        attend(*inputs, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="no gradient of the residual"):
+        differentiate("xla", inputs, {})
+    with pytest.raises(NotImplementedError, match="returns no statistics"):
+        attention.head_statistics(*inputs[:2], implementation="xla")
+
+
+def test_document_holds():
+    """The table of support and the rule of `None` are what the code does."""
+    text = DOCUMENT.read_text()
+    assert table() in text, "run `python -m tests.attention_cases` and paste the table"
+    rule = re.findall(r"^\| (cpu|gpu|tpu) \| (.+?) \| (.+?) \| `(\w+)` \|$", text, re.M)
+    assert {platform for platform, *_ in rule} == {"cpu", "gpu", "tpu"}
+    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+    for platform, words, condition, name in rule:
+        for word in dtypes if words == "any" else words.split(", "):
+            query = jax.ShapeDtypeStruct(
+                (1, 8, 2, 288 if condition == "a size over 256" else 64), dtypes[word]
+            )
+            bias = jnp.zeros((1, 8)) if condition == "a bias" else None
+            found = attention.resolve_implementation(
+                query, query, query, bias, platform=platform
+            )
+            assert found == name, (platform, word, condition)
+
+
+def test_mesh_decides_the_platform():
+    """Compiling ahead for another platform picks that platform's implementation."""
+    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device
+    )
+    assert attention.resolve_implementation(QUERY, KEY, KEY) == "blockwise"
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert attention.resolve_implementation(QUERY, KEY, KEY) == "pallas"

@@ -1,0 +1,139 @@
+"""Every implementation that runs here and every feature, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    FEATURES,
+    check,
+    differentiate,
+    everything,
+    expected,
+    make,
+    normal,
+    statistics,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attention
+from attention import blockwise, masks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Many blocks in few tokens: block by block, padded, visited or skipped."""
+    monkeypatch.setattr(blockwise, "SHORT", 0)
+    monkeypatch.setattr(blockwise, "LONG", (4, 5))
+    monkeypatch.setattr(blockwise, "SHARED", (5, 3))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_one_block(feature):
+    """Short rows: values, gradients and statistics."""
+    check(everything("blockwise", *make(feature)), expected(feature))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_many_blocks(feature, small_blocks):
+    """Rows of several blocks: values, gradients and statistics."""
+    check(everything("blockwise", *make(feature)), expected(feature))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_jax_nn(feature):
+    """The reference and "xla" mean what jax.nn means."""
+    inputs, arguments = make(feature)
+    if inputs[0].shape[-1] != inputs[2].shape[-1]:
+        with pytest.raises(NotImplementedError, match="equal key and value sizes"):
+            differentiate("xla", inputs, arguments, residual=False)
+        return
+    want = expected(feature)
+    got = everything("xla", inputs, arguments, residual=False)
+    # Without the residual's gradient, the reference's differs too.
+    plain = everything("reference", inputs, arguments, residual=False)
+    check(got, plain)
+    extra = {"head_gate", "query_segment_ids", "key_value_segment_ids"}
+    if not extra & set(arguments):
+        theirs = jax.nn.dot_product_attention(*inputs, **arguments)
+        seen = (want["lse"] > 0.5 * masks.EMPTY)[..., None]  # theirs: the values' mean
+        check({"out": jnp.where(seen, theirs, 0)}, want)
+
+
+@pytest.mark.parametrize("feature", ["causal", "segments"])
+def test_bfloat16(feature, small_blocks):
+    inputs, arguments = make(feature, jnp.bfloat16)
+    got = everything("blockwise", inputs, arguments)
+    assert got["out"].dtype == got["gradient of key"].dtype == jnp.bfloat16
+    assert got["lse"].dtype == jnp.float32
+    exact = tuple(x.astype(jnp.float32) for x in inputs)
+    check(got, everything("reference", exact, arguments), jnp.bfloat16)
+
+
+def test_default_block_sizes():
+    """Long rows as users have them, across the borders of the real blocks."""
+    shape = (1, 300, 1100, 2, 1, 16, 8)
+    inputs, arguments = make("everything", shape=shape)
+    got = jax.jit(lambda x: differentiate("blockwise", x, arguments))(inputs)
+    check(got, everything("reference", inputs, arguments))
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 9)] * 2, *[st.integers(1, 2)] * 3),
+    blocks=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    window=st.none() | st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    features=st.sets(
+        st.sampled_from(["lengths", "segments", "mask of B N T S", "mask of N T"])
+    ),
+    is_causal=st.booleans(),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_any_shape_and_mask(sizes, blocks, window, features, is_causal, dtype):
+    """Whatever masks meet: values, gradients and statistics are the reference's."""
+    T, S, B, K, G = sizes
+    shape = (B, T, S, K * G, K, 4, 3)
+    inputs, _ = make("nothing", dtype, shape)
+    arguments = {"is_causal": is_causal, "local_window_size": window}
+    for feature in sorted(features):
+        arguments |= make(feature, shape=shape)[1]
+    exact = tuple(x.astype(jnp.float32) for x in inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise, "SHORT", 0)
+        patch.setattr(blockwise, "LONG", blocks)
+        got = everything("blockwise", inputs, arguments)
+        want = everything("reference", exact, arguments)
+    check(got, want, dtype)
+
+
+def test_statistics_of_the_full_map():
+    """Their definitions, from `attention_weights`, by NumPy in float64."""
+    inputs, arguments = make("segments")
+    weights = np.float64(attention.attention_weights(*inputs[:2], **arguments))
+    real = weights.sum(-1).round(6).sum(-1)  # of each row 1 or 0
+    T, S = weights.shape[2:]
+    offset = np.arange(S) - np.arange(T)[:, None]
+    logs = np.log(np.where(weights > 0, weights, 1))
+    want = {
+        "entropy": -(weights * logs).sum((-2, -1)),
+        "confidence": weights.max(-1).sum(-1),
+        "distance": (weights * abs(offset)).sum((-2, -1)),
+        "previous": weights[..., offset == -1].sum(-1),
+        "current": weights[..., offset == 0].sum(-1),
+        "following": weights[..., offset == 1].sum(-1),
+    }
+    got = statistics("reference", inputs, arguments)
+    check(got, {name: total / real for name, total in want.items()})
+
+
+def test_extreme_logits():
+    """Large logits, and a bias of -inf, give neither NaN nor a wrong maximum."""
+    rng = np.random.default_rng(0)
+    query, key, value = (30 * normal(rng, 1, 9, 2, 8) for _ in range(3))
+    bias = jnp.zeros((9, 9)).at[2].set(-jnp.inf).at[:, 4].set(-jnp.inf)
+    arguments = {"bias": jnp.broadcast_to(bias, (1, 2, 9, 9))}
+    inputs = (query, key, value / 30)
+    got = everything("blockwise", inputs, arguments)
+    check(got, everything("reference", inputs, arguments))
+    assert not got["out"][:, 2].any()
