@@ -114,11 +114,13 @@ def partitioned(function, arrays, axes, results, levels=()):
             seen = _by_name(mesh, dict(sizes))
         if seen is not None:
             local, ins, outs = plan(mesh, seen)
+            # By default all, which under vmap is all but the axis that vmap took.
+            some = {*mesh.explicit_axes, *mesh.auto_axes} if mesh.manual_axes else set()
             return jax.shard_map(
                 local,
                 in_specs=(dict(zip(names, ins, strict=True)),),
                 out_specs=outs,
-                axis_names={*mesh.explicit_axes, *mesh.auto_axes},
+                axis_names=some,
                 check_vma=False,
             )(arrays)
         inferred = custom_partitioning(mapped)

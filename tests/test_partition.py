@@ -1,0 +1,116 @@
+"""Kernels on arrays sharded over trials, batch and heads: same numbers, no gathers.
+
+In a process of its own, for this machine's processor must pretend to be four devices.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = [
+    (axis_type, num_kv_heads, trials)
+    for axis_type in ("Auto", "Explicit")
+    for num_kv_heads, trials in ((4, 0), (2, 0), (1, 0), (2, 2))
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (line.split(" ", 2) for line in done.stdout.splitlines())
+    return {
+        int(index): (float(difference), moved) for index, difference, moved in lines
+    }
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_sharded_kernels(index, outcomes):
+    difference, moved = outcomes[index]
+    assert difference < 1e-5
+    # The loss is summed over the devices, as is the gradient by what they share.
+    assert moved == "['all-reduce']"
+
+
+def main():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from attention import masks, pallas_gpu, reference
+
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape)
+
+    def gradients(implementation, ids, **options):
+        def loss(query, key, value, ids):
+            out, lse = implementation(
+                query,
+                key,
+                value,
+                None,
+                None,
+                scale=0.25,
+                is_causal=True,
+                local_window_size=None,
+                query_seq_lengths=None,
+                key_value_seq_lengths=None,
+                query_segment_ids=ids,
+                key_value_segment_ids=ids,
+                **options,
+            )
+            return (out**2).mean() + jnp.where(lse > masks.EMPTY, lse, 0).mean()
+
+        one = jax.value_and_grad(loss, (0, 1, 2))
+        return jax.jit(jax.vmap(one) if ids.ndim == 3 else one)
+
+    for index, (axis_type, num_kv_heads, trials) in enumerate(CASES):
+        names = ("trial", "data") if trials else ("data", "model")
+        mesh = jax.make_mesh((2, 2), names, axis_types=(AxisType[axis_type],) * 2)
+        lead = (trials,) if trials else ()
+        ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, 2, 40)))
+        arrays = (
+            normal(1, *lead, 2, 40, 4, 16),
+            normal(2, *lead, 2, 40, num_kv_heads, 16),
+            normal(3, *lead, 2, 40, num_kv_heads, 24),
+            jnp.int32(ids),
+        )
+        want = gradients(reference.attend, arrays[3])(*arrays)
+        rows = PartitionSpec("trial", "data") if trials else PartitionSpec("data")
+        heads = rows if trials else PartitionSpec("data", None, "model")
+        keys = heads if num_kv_heads > 1 else rows
+        with jax.set_mesh(mesh):
+            sharded = [
+                jax.device_put(x, NamedSharding(mesh, spec))
+                for x, spec in zip(arrays, (heads, keys, keys, rows), strict=True)
+            ]
+            function = gradients(pallas_gpu.attend, arrays[3], interpret=True)
+            got = jax.device_get(function(*sharded))
+            text = function.lower(*sharded).compile().as_text()
+        difference = max(
+            np.abs(x - y).max()
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        )
+        found = re.findall(r"all-(?:gather|reduce|to-all)|collective-permute", text)
+        print(index, difference, sorted(set(found)))
+
+
+if __name__ == "__main__":
+    main()
