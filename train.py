@@ -287,10 +287,9 @@ def environment() -> dict:
 
 def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or a divergence."""
-    from analysis.evaluation import dev_scores, ranking
     from data.pipeline import training_batches
     from training.metrics import MetricsWriter, Progress, Window, clock, say
-    from training.step import keep_best, train_step
+    from training.step import train_step
 
     static, trials, state, best, step, batches, dev, checkpoints = ready
     every, num_steps = config.train, config.train.num_steps
@@ -298,21 +297,17 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
         return
     writer, progress = MetricsWriter(workdir, step), Progress(num_steps, step)
-    window, pending = Window(batches.shape), None
+    window, unread = Window(batches.shape), []
     feed = training_batches(batches, start_step=step)
 
-    def read(at, metrics):
-        diverged = window.add(metrics)
-        if diverged:
-            last = max(checkpoints.steps(), default=None)
-            checkpoint = f"checkpoint of step {last}" if last else "no checkpoint yet"
-            fail(
-                f"The loss or its gradient stopped being finite at step {at}; the last "
-                f"good state is the {checkpoint} in {workdir}. A lower "
-                f"optimizer.learning_rate or a longer warm-up may help."
-            )
+    def read(most: int) -> None:
+        """Take in the metrics of all but the last `most` steps."""
+        while len(unread) > most:
+            at, metrics = unread.pop(0)
+            if window.add(metrics):
+                fail(divergence(at, checkpoints))
 
-    def is_due(interval):
+    def is_due(interval: int) -> bool:
         return step % interval == 0 or step == num_steps
 
     try:
@@ -321,36 +316,26 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
                 batch = next(feed)
             state, metrics = train_step(state, trials, batch, static=static)
             step += 1
-            # read one step late, so that the device never waits for Python
-            if pending is not None:
-                read(*pending)
-            pending = (step, metrics)
+            unread.append((step, metrics))
+            read(most=1)  # one step late, so that the device never waits for Python
             if window.compiling:
-                pending = read(*pending)
+                read(most=0)
                 say(f"First step {clock(time.monotonic() - START)} after the launch.")
-                window.compiling = False
                 window.start_clock()
             if is_due(every.log_every_steps):
-                pending = pending and read(*pending)
+                read(most=0)
                 for trial, row in enumerate(window.rows()):
                     writer.write(step, trial, **row)
                 progress.update(step, window.text)
             with window.paused():
                 if is_due(every.eval_every_steps):
-                    scores = dev_scores(static, state.params, dev)
-                    for trial, row in enumerate(scores):
-                        writer.write(step, trial, **row)
-                        say(
-                            f"step {step}: "
-                            + "  ".join(f"{k} {v:.3f}" for k, v in row.items())
-                        )
-                    score = ranking(scores, every.best_metric)
-                    best = keep_best(best, state.params, step, score)
+                    read(most=0)
+                    best = evaluate(config, step, state, best, static, dev, writer)
                 if is_due(every.checkpoint_every_steps):
+                    read(most=0)  # a diverged state is not to be kept
                     checkpoints.save(step, **items_of(state, best))
         if stop.name is not None:
-            if pending is not None:
-                read(*pending)
+            read(most=0)
             checkpoints.save(step, **items_of(state, best))
         checkpoints.wait()
     finally:
@@ -362,6 +347,30 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
     else:
         say(f"Trained {step} steps. python eval.py --workdir={workdir} --split=val")
+
+
+def evaluate(config, step: int, state, best: dict, static, dev, writer) -> dict:
+    """Score every trial on the dev set; the best of every trial so far."""
+    from analysis.evaluation import dev_scores, ranking
+    from training.metrics import say
+    from training.step import keep_best
+
+    rows = dev_scores(static, state.params, dev)
+    for trial, row in enumerate(rows):
+        writer.write(step, trial, **row)
+        say(f"step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()))
+    return keep_best(best, state.params, step, ranking(rows, config.train.best_metric))
+
+
+def divergence(step: int, checkpoints) -> str:
+    """What to say when a loss is not finite."""
+    last = max(checkpoints.steps(), default=None)
+    good = "there is no checkpoint yet" if last is None else f"step {last} is saved"
+    return (
+        f"The loss or its gradient stopped being finite at step {step}; of the good "
+        f"states before, {good}. A lower optimizer.learning_rate or a longer "
+        f"optimizer.warmup_steps may help."
+    )
 
 
 if __name__ == "__main__":

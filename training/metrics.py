@@ -73,12 +73,13 @@ class Window:
 
     def __init__(self, shape: tuple[int, int, int]):
         self.shape = shape  # B, S, T: for the share of real tokens
-        self.compiling, self.text = True, ""
-        self.metrics = []
+        self.text, self.metrics = "", []
         self.start_clock()
+        self.compiling = True
 
     def start_clock(self) -> None:
         """Measure the pace from the steps to come alone."""
+        self.compiling = False
         self.untimed, self.start = len(self.metrics), time.monotonic()
         self.input_wait = self.pause = 0.0
 
