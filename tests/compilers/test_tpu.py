@@ -208,6 +208,17 @@ def test_multi_query_heads_sum_over_chips(devices, compile_for, collectives):
     assert collectives(compiled) == {"all-reduce"}
 
 
+def test_inside_shard_map(devices, compile_for, collectives):
+    """With shard_map's own check of what varies over the devices."""
+    case = arrays(8, 512, 512, 4, 2, 64, 64, jnp.bfloat16, **segments(8, 512, 512))
+    sharded = jax.shard_map(
+        gradient(is_causal=True), in_specs=P("data"), out_specs=P("data")
+    )
+    compiled = compile_for(devices("tpu", "v5e:2x2"), (1, 4, 1), sharded, case)
+    assert kernels(compiled) == KERNELS
+    assert collectives(compiled) == set()
+
+
 def test_guard_sees_communication(devices, compile_for, collectives):
     case = arrays(64, 1024, 1024, 8, 8, 64, 64, jnp.bfloat16)
     shape, dtype, _ = case["query"]
