@@ -20,6 +20,8 @@ from jax.experimental import topologies
 
 # What is proven is the compiler's answer of today, not one that was kept.
 jax.config.update("jax_enable_compilation_cache", False)
+# To run what was divided among devices, interpreted.
+jax.config.update("jax_num_cpu_devices", 8)
 
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?=[-(.])"

@@ -5,9 +5,11 @@ A whole T x S map in float32 is 2 GiB at the sizes of the memory tests.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import attention
+from attention import partition
 from attention.api import head_statistics
 
 P = jax.P
@@ -206,6 +208,36 @@ def test_multi_query_heads_sum_over_chips(devices, compile_for, collectives):
     compiled = compile_for(devices("tpu", "v5e:16x16"), (1, 32, 8), gradient(), case)
     assert kernels(compiled) == KERNELS
     assert collectives(compiled) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_divided_among_devices_it_computes_the_same(num_kv_heads, monkeypatch):
+    """On eight CPU devices, divided as for a TPU: by the names of the mesh's axes."""
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")
+    sizes = arrays(
+        4, 20, 30, 4, num_kv_heads, 8, 8, jnp.float32, trials=(2,), lead=("trial",)
+    )
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(2, 2, 2),
+        ("trial", "data", "model"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+    rng = np.random.default_rng(0)
+    inputs = {
+        name: jnp.asarray(rng.normal(size=shape), dtype)
+        for name, (shape, dtype, _) in sizes.items()
+    }
+    want = jax.jit(gradient("reference", trials=True))(inputs)
+    with jax.set_mesh(mesh):
+        divided = {
+            name: jax.device_put(x, jax.NamedSharding(mesh, sizes[name][2]))
+            for name, x in inputs.items()
+        }
+        function = jax.jit(gradient("pallas_tpu_interpret", trials=True))
+        got = function(divided)
+        assert "shard_map" in str(jax.make_jaxpr(function)(divided))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-5)
 
 
 def test_inside_shard_map(devices, compile_for, collectives):
