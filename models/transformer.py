@@ -47,6 +47,8 @@ class Transformer(nnx.Module):
     ):
         choose("model.positions", positions, POSITIONS)
         choose("model.norm", norm, ("post", "pre"))
+        if not 0 <= dropout < 1:
+            raise ValueError(f"model.dropout must be from 0 to below 1, got {dropout}.")
         self.dropout = dropout
         self.width = width
         self.position_table = POSITIONS[positions]

@@ -156,6 +156,12 @@ def test_bad_model_settings_are_named(key, value):
         tiny(**{key: value})(rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("rate", [-0.1, 1.0])
+def test_a_dropout_that_is_no_rate_is_named(rate):
+    with pytest.raises(ValueError, match=f"model.dropout must be .*{rate}"):
+        tiny(dropout=rate)(rngs=nnx.Rngs(0))
+
+
 def test_sinusoids_have_the_published_wavelengths():
     table = sinusoidal(50, 8)
     position = np.arange(50)
