@@ -17,9 +17,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attention import pallas_gpu, pallas_gpu_blocks
 
-# A program from the cache cannot be analysed: there is no device to load it on.
-jax.config.update("jax_enable_compilation_cache", False)
-
 # Read off an H200 with 143771 MiB; figures of NVIDIA's data sheet where it gives them.
 H200 = """
 gpu_device_info {
