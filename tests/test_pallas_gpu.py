@@ -1,8 +1,9 @@
 """The GPU kernels, interpreted on the CPU, against the reference.
 
 The interpreter fills what lies beyond an array with NaN, so a block that is not masked
-at an edge shows. How they compile for a GPU is in tests/compilers/test_gpu.py, how they
-run on one in tests/gpu/.
+at an edge shows. These are cases of many blocks; tests/test_attention_parity.py has
+every feature on small shapes. How the kernels compile for a GPU is tested in
+tests/compilers/test_gpu.py, how they run on one in tests/gpu/.
 """
 
 import functools
@@ -95,12 +96,8 @@ def check(arrays, bias=None, mask=None, **structure):
 CASES = {
     "plain": (inputs(150, 140), {}),
     "one query": (inputs(1, 140), {}),
-    "one of each": (inputs(1, 1), {}),
-    "query heads": (inputs(40, 50, N=4, K=4), {}),
     "groups": (inputs(140, 150, N=6, K=2, H=8, V=24), {"is_causal": True}),
     "causal, long keys": (inputs(70, 300), {"is_causal": True}),
-    "causal, long queries": (inputs(300, 70), {"is_causal": True}),
-    "window": (inputs(300, 260), {"local_window_size": (40, 70)}),
     "causal window": (
         inputs(300, 300),
         {"local_window_size": (100, 5), "is_causal": True},
@@ -135,7 +132,6 @@ CASES = {
         },
     ),
     "full mask": (inputs(150, 140, N=4, K=2), {"mask": allowed(9, 2, 4, 150, 140)}),
-    "mask of keys": (inputs(150, 140), {"mask": allowed(9, 2, 1, 1, 140)}),
     "mask of queries and heads": (
         inputs(150, 140, N=4, K=2),
         {"mask": allowed(9, 1, 4, 150, 1), "is_causal": True},
@@ -153,7 +149,6 @@ CASES = {
         inputs(40, 40),
         {"bias": jnp.where(jnp.arange(40)[:, None] < 7, -jnp.inf, 1.0)[None, None]},
     ),
-    "negative scale": (inputs(40, 40), {"scale": -0.5}),
     "large scale": (inputs(40, 40), {"scale": 3.0}),
 }
 
@@ -164,7 +159,9 @@ def test_output_lse_and_gradients(case):
     check(arrays, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["groups", "causal window", "lengths", "segments", "bias of heads and keys"]
+)
 def test_statistics(case):
     (query, key, _), options = CASES[case]
     options = {**NOTHING, "scale": query.shape[-1] ** -0.5, **options}
@@ -188,8 +185,6 @@ def test_statistics(case):
         (8, 8, jnp.bfloat16),
         (32, 16, jnp.float32),
         (48, 96, jnp.bfloat16),
-        (96, 128, jnp.float32),
-        (64, 64, jnp.bfloat16),
         (128, 48, jnp.bfloat16),
         (192, 256, jnp.float32),
     ],
