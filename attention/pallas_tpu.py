@@ -12,7 +12,7 @@ carry no gradient, and there is no second derivative.
 A block's float32 logits take 2 MiB of vector memory forward (512 queries by 1024 keys)
 and 1 MiB backward, which holds three such arrays more. With heads of 256 in float32,
 a mask and a bias, all of it and two buffers for each input fit into 32 MiB on v5e, v5p
-and v6e (tests/compilers/test_tpu.py); a v4 has 16 and compiles without the bias.
+and v6e (tests/compilers/test_tpu.py); a v4 has 16, too little for that largest case.
 """
 
 import functools
