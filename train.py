@@ -244,7 +244,13 @@ def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
             ("encoder", "decoder", "cross"), model.attention.implementation
         )
     heads = model.attention
-    H, K = head_shape(model.width, heads.num_heads, heads.num_kv_heads, heads.head_dim)
+    K, H, V = head_shape(
+        model.width,
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        heads.value_dim,
+    )
 
     def resolve(T, S):
         def array(length, num, size):
@@ -253,7 +259,7 @@ def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
         return attention.resolve_implementation(
             array(T, heads.num_heads, H),
             array(S, K, H),
-            array(S, K, heads.value_dim or H),
+            array(S, K, V),
         )
 
     return {

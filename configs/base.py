@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.num_heads = 4  # N
     attention.num_kv_heads = placeholder(int)  # K; None: num_heads
     attention.head_dim = placeholder(int)  # H; None: width / num_heads
-    attention.value_dim = placeholder(int)  # V; None: head_dim
+    attention.value_dim = placeholder(int)  # V; None: width / num_heads
     attention.merge = "concat"  # from N head outputs to one, see attention/merge.py
     attention.use_bias = True  # in the four projections
     attention.implementation = placeholder(str)  # None: by platform and shape

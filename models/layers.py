@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         num_heads: N.
         num_kv_heads: K, a divisor of N; None: N.
         head_dim: H, the size of a query and a key; None: D / N.
-        value_dim: V, the size of a value; None: H.
+        value_dim: V, the size of a value; None: D / N.
         merge: a name in `attention.MERGE_RULES`.
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
@@ -78,8 +78,9 @@ class Attention(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        head_dim, num_kv_heads = head_shape(width, num_heads, num_kv_heads, head_dim)
-        value_dim = head_dim if value_dim is None else value_dim
+        num_kv_heads, head_dim, value_dim = head_shape(
+            width, num_heads, num_kv_heads, head_dim, value_dim
+        )
         choose("model.attention.merge", merge, attention.MERGE_RULES)
         if implementation is not None:
             choose("model.attention.implementation", implementation, IMPLEMENTATIONS)
@@ -148,17 +149,16 @@ class Attention(nnx.Module):
 
 
 def head_shape(
-    width: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
-) -> tuple[int, int]:
-    """Resolve H and K, which default to D / N and N."""
+    width: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+) -> tuple[int, int, int]:
+    """Resolve K, H and V, which default to N, D / N and D / N."""
     if num_heads < 1:
         raise ValueError(
             f"model.attention.num_heads must be at least 1, got {num_heads}."
-        )
-    if head_dim is None and width % num_heads:
-        raise ValueError(
-            f"model.attention.num_heads must divide model.width when head_dim is None, "
-            f"got {num_heads} and {width}; set model.attention.head_dim."
         )
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -166,7 +166,17 @@ def head_shape(
             f"model.attention.num_heads must be a multiple of num_kv_heads, "
             f"got {num_heads} and {num_kv_heads}."
         )
-    return width // num_heads if head_dim is None else head_dim, num_kv_heads
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        if size is None and width % num_heads:
+            raise ValueError(
+                f"model.attention.num_heads must divide model.width when {name} is "
+                f"None, got {num_heads} and {width}; set model.attention.{name}."
+            )
+        if size is not None and size < 1:
+            raise ValueError(f"model.attention.{name} must be at least 1, got {size}.")
+    default = width // num_heads
+    return num_kv_heads, head_dim or default, value_dim or default
 
 
 def project(

@@ -137,7 +137,9 @@ def test_transformer_tiny_counts():
     [
         ({"num_heads": 3}, "num_heads must divide model.width.*3 and 16"),
         ({"num_heads": 4, "num_kv_heads": 3}, "multiple of num_kv_heads.*4 and 3"),
+        ({"num_heads": 3, "head_dim": 8}, "num_heads must divide .*value_dim is None"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
         ({"merge": "sum"}, "merge must be one of concat.*'sum'"),
         ({"implementation": "flash"}, "implementation must be one of.*'flash'"),
     ],
