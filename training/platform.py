@@ -36,7 +36,7 @@ def keep_memory() -> None:
     """Let the C library keep what is freed, for the next step to use again.
 
     Every step takes and frees hundreds of MB. glibc gives such blocks back to the
-    kernel at once, which has to zero each page anew: a quarter of a step on CPU.
+    kernel at once, which has to zero each page anew: a fifth of a step on CPU.
     """
     if platform.libc_ver()[0] != "glibc":
         return
