@@ -89,7 +89,7 @@ def backward(problem, head):
             else:
                 logits = _logits(problem, head, i, j)
                 weights = jnp.exp(logits - jnp.maximum(lse, LOWEST)[..., None])
-            weights_gradient = _dot(out_gradient.astype(value.dtype), value.T)
+            weights_gradient = _dot(out_gradient.astype(value.dtype), value, 1)
             logits_gradient = weights * (weights_gradient - delta[..., None])
             if bias_gradient is not None:
                 bias_gradient = _add(bias_gradient, logits_gradient, (i, j), problem)
@@ -206,7 +206,7 @@ def _logits(problem, head, i, j):
     """One block, `G queries keys`, with `masks.EMPTY` where none may attend."""
     query = _slice(head["query"], 1, i, problem.queries)
     key = _slice(head["key"], 0, j, problem.keys)
-    logits = _dot(query, key.T) * problem.scale
+    logits = _dot(query, key, 1) * problem.scale
 
     def block(x):
         return _slice(_slice(x, 1, i, problem.queries), 2, j, problem.keys)
@@ -316,10 +316,16 @@ def _add(total, block, indices, problem):
     return jax.lax.dynamic_update_slice(total, old + block, starts)
 
 
-def _dot(left, right):
-    """The product of rows and a matrix, summed in float32."""
+def _dot(left, right, contract=0):
+    """Rows times a matrix, over the matrix's axis `contract`, summed in float32.
+
+    One product of two matrices without a transposition: what CPUs run fastest.
+    """
     dtype = jnp.promote_types(left.dtype, jnp.float32)
-    return jnp.matmul(left, right, preferred_element_type=dtype)
+    rows = left.reshape(-1, left.shape[-1])
+    axes = (((1,), (contract,)), ((), ()))
+    product = jax.lax.dot_general(rows, right, axes, preferred_element_type=dtype)
+    return product.reshape(*left.shape[:-1], -1)
 
 
 def _dtype(head):
