@@ -3,7 +3,8 @@
 A row of blocks is visited from `start` to `stop`; within, the blocks from `whole_start`
 to `whole_stop` need no mask at all. The bounds are numbers of blocks, found from the
 smallest and largest index and segment id of each block, so they are exact for packed
-rows (whose segments are in order) and generous, never wrong, for any other segments.
+rows (segments in order, the same ones on both sides) and generous, never wrong, for any
+other segments.
 """
 
 from typing import NamedTuple
@@ -115,12 +116,15 @@ def visits(
     segments = query_segment_ids, key_value_segment_ids
     # Constants where they can be: nothing is left to compute on the device then.
     xp = np if all(x is None for x in lengths + segments) else jnp
-    row, row_end = _edges(num_queries, tiles.queries, clip=not by_key)
-    column, column_end = _edges(num_keys, tiles.keys, clip=by_key)
+    row, row_end = _edges(num_queries, tiles.queries)
+    column, column_end = _edges(num_keys, tiles.keys)
     row, row_end = row[:, None], row_end[:, None]
 
     some = xp.ones((1, row.size, column.size), bool)
-    whole = xp.asarray((row_end <= num_queries) & (column_end <= num_keys))[None]
+    complete = row + tiles.queries <= num_queries
+    if not by_key:
+        complete = column + tiles.keys <= num_keys
+    whole = some & complete
     if is_causal:
         some &= column < row_end
         whole &= column_end <= row + 1
@@ -131,11 +135,11 @@ def visits(
     if query_seq_lengths is not None:
         length = query_seq_lengths[:, None, None]
         some &= row < length
-        whole &= xp.minimum(row_end, num_queries) <= length
+        whole &= row_end <= length
     if key_value_seq_lengths is not None:
         length = key_value_seq_lengths[:, None, None]
         some &= column < length
-        whole &= xp.minimum(column_end, num_keys) <= length
+        whole &= column_end <= length
     if query_segment_ids is not None:
         low, high, pure = _segment_range(query_segment_ids, tiles.queries, not by_key)
         low, high, pure = (x[:, :, None] for x in (low, high, pure))
@@ -161,10 +165,10 @@ def visits(
     )
 
 
-def _edges(size, tile, clip):
+def _edges(size, tile):
     """First index of each block, and the first beyond it."""
     start = np.arange(-(-size // tile), dtype=np.int32) * tile
-    return start, np.minimum(start + tile, size) if clip else start + tile
+    return start, np.minimum(start + tile, size)
 
 
 def _segment_range(ids, tile, clip):
@@ -192,7 +196,7 @@ def _bounds(xp, some, whole):
     start = xp.where(some, index, count).min(-1)
     stop = xp.where(some, index + 1, 0).max(-1)
     start = xp.minimum(start, stop)
-    whole = whole & some
+    whole &= some
     whole_start = xp.where(whole, index, count).min(-1)
     beyond = ~whole & (index >= whole_start[..., None])
     whole_stop = xp.where(beyond, index, count).min(-1)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
 from attention import masks, pallas_gpu, pallas_gpu_blocks, reference
 from attention.pallas_gpu_blocks import Tiles, visits
@@ -202,7 +203,7 @@ def test_rows_that_see_nothing_are_zero():
     assert not key_gradient[0, 100:].any() and not value_gradient[0, 100:].any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 90),
     st.integers(1, 90),
@@ -222,8 +223,9 @@ def test_visits_are_exact(T, S, queries, keys, causal, window, cut, pack, seed):
         structure["query_seq_lengths"] = jnp.int32(rng.integers(0, T + 1, 2))
         structure["key_value_seq_lengths"] = jnp.int32(rng.integers(0, S + 1, 2))
     if pack:
-        structure["query_segment_ids"] = packed(seed, 2, T)
-        structure["key_value_segment_ids"] = packed(seed + 1, 2, S)
+        query_ids, key_ids = packed(seed, 2, T), packed(seed + 1, 2, S)
+        structure["query_segment_ids"] = query_ids
+        structure["key_value_segment_ids"] = key_ids
     dense = masks.dense(T, S, **structure)
     dense = np.broadcast_to(True if dense is None else dense, (2, 1, T, S))[:, 0]
     for by_key in (False, True):
@@ -246,9 +248,10 @@ def test_visits_are_exact(T, S, queries, keys, causal, window, cut, pack, seed):
                 parts[j].shape[1] == inner for j in range(whole_start, whole_stop)
             )
             assert all(start <= j < stop for j in some)
-            # One kind of mask at a time is followed exactly; together they may leave
-            # a block that each alone allows.
-            if causal + (window is not None) + cut + pack <= 1 and not cut:
+            # One kind of mask at a time is followed exactly, segments if both rows have
+            # the same ones; more kinds may leave a block that each alone allows.
+            same = not pack or set(map(int, query_ids[b])) == set(map(int, key_ids[b]))
+            if causal + (window is not None) + pack <= 1 and not cut and same:
                 visited = list(range(start, stop))
                 assert visited == (list(range(some[0], some[-1] + 1)) if some else [])
 
@@ -269,7 +272,7 @@ def shapes(jaxpr):
     for equation in jaxpr.eqns:
         yield from (x.aval.shape for x in equation.outvars)
         if equation.primitive.name != "pallas_call":
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 yield from shapes(inner)
 
 
@@ -278,7 +281,7 @@ def names(jaxpr):
         if equation.primitive.name == "pallas_call":
             yield equation.params["name"]
         else:
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 yield from names(inner)
 
 
