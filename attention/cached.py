@@ -1,0 +1,50 @@
+"""Attention of a few queries to a cache, as every step of decoding needs it.
+
+Plain XLA over the cache's own layout. `dot_product_attention` takes any layout and
+tiles for long sequences; here a sentence has one query a beam, and the whole work is
+reading the cache once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from attention import masks
+
+
+def cached_attention(
+    query: Float[Array, "B W N H"],
+    key: Float[Array, "B K H S"],
+    value: Float[Array, "B K S V"],
+    mask: Bool[Array, "B #W S"],
+) -> Float[Array, "B W N V"]:
+    """Softmax attention with the scale 1 / sqrt(H); every query sees some key.
+
+    N is a multiple of K: query head n reads key head n // (N // K).
+    """
+    B, W, N, H = query.shape
+    K = key.shape[1]
+    G = N // K
+    query = (query * H**-0.5).reshape(B, W, K, G, H).transpose(0, 2, 1, 3, 4)
+    query = query.reshape(B, K, W * G, H)
+    # XLA's matrix product on a CPU costs a microsecond a call, and these are B · K
+    # products of a few rows: sums over broadcast products take a third of its time,
+    # except for a single row. The barriers keep the sums from being fused into what
+    # reads them, which would repeat them.
+    by_sums = jax.default_backend() == "cpu" and W * G > 1
+    if by_sums:
+        logits = (query[..., None] * key[:, :, None]).sum(3)
+        logits = jax.lax.optimization_barrier(logits)
+    else:
+        logits = jnp.einsum("BKXH,BKHS->BKXS", query, key)
+    allowed = (
+        mask[:, None] if mask.shape[1] == 1 else jnp.repeat(mask, G, axis=1)[:, None]
+    )
+    logits = jnp.where(allowed, logits.astype(jnp.float32), masks.EMPTY)
+    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    if by_sums:
+        weights = jax.lax.optimization_barrier(weights)
+        out = (weights[..., None] * value[:, :, None]).sum(3)
+    else:
+        out = jnp.einsum("BKXS,BKSV->BKXV", weights, value)
+    return out.reshape(B, K, W, G, -1).swapaxes(1, 2).reshape(B, W, N, -1)

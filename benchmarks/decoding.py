@@ -1,0 +1,283 @@
+"""Time greedy decoding and beam search beside CTranslate2 (float32), in turn.
+
+    .venv-peers/bin/python -m benchmarks.decoding [--workdir=DIR] [--rounds=5]
+        [--threads=2] [--beam_sizes 1 5]
+
+The same parameters in both. With --workdir, those of a trained run (its best
+checkpoint), which translates its dev set. Without, random parameters of
+Transformer-Tiny (4 + 4 layers, D 128, F 256, N 4, 8000 pieces) on sentences with the
+lengths of Multi30k's dev set or near them; random models do not know when to end, so
+every translation is forced to LENGTH tokens on both sides.
+
+Prints sentences per second (median of the rounds, with the smallest and largest),
+the ratio, the share of the machine's matmul ceiling (the best of NumPy and XLA
+at 2048 x 2048 x 2048), and how many translations are the same tokens. The two sides
+share a process: a pause before each round lets the other's threads fall asleep.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 pieces
+PENALTY = 0.6
+
+
+def main():
+    """Build both sides, check their outputs, time them in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--workdir", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--beam_sizes", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--no_peer", action="store_true", help="time only ours")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+
+    model, sentences, forced = trained(arguments.workdir)
+    print(f"{len(sentences)} sentences, {sum(map(len, sentences))} source tokens")
+    top = ceiling()
+    print(f"matmul ceiling: {top / 1e9:.0f} GFLOP/s\n")
+    sides = {"ours": ours(model, forced)}
+    if not arguments.no_peer:
+        sides["CTranslate2"] = peer(model, forced, arguments.threads)
+    print("| | beam | sentences/s | spread | share of ceiling | ours / it | same |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for beam_size in arguments.beam_sizes:
+        outputs = {name: side(sentences, beam_size) for name, side in sides.items()}
+        rates = {name: [] for name in sides}
+        for _ in range(arguments.rounds):
+            for name, side in sides.items():
+                time.sleep(0.5)
+                begin = time.perf_counter()
+                side(sentences, beam_size)
+                rates[name].append(len(sentences) / (time.perf_counter() - begin))
+        cost = flop(model, sentences, outputs["ours"], beam_size) / len(sentences)
+        mine = statistics.median(rates["ours"])
+        for name, each in rates.items():
+            rate = statistics.median(each)
+            same = sum(map(list.__eq__, outputs[name], outputs["ours"]))
+            print(
+                f"| {name} | {beam_size} | {rate:.0f} | {min(each):.0f} to "
+                f"{max(each):.0f} | {rate * cost / top:.0%} | {mine / rate:.2f} "
+                f"| {same / len(sentences):.1%} |"
+            )
+
+
+def trained(workdir: Path | None):
+    """A model, the source sentences to translate, and the length to force or None."""
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from models.transformer import Transformer
+
+    if workdir is not None:
+        from data import corpora
+        from eval import load
+
+        run = load(workdir, "best")
+        data = run.config.data
+        names = data.name, data.source, data.target, "val", data.directory
+        encoded = run.tokenizers[0].encode(corpora.load(*names)[0])
+        params = jax.tree.map(lambda leaf: leaf[0], run.params)
+        sentences = [encoded[i].tolist() for i in range(len(encoded))]
+        return nnx.merge(run.graph, params), sentences, None
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.normal(14.5, 4.0, 1014).round(), 5, 35).astype(int)
+    sentences = [[*random.integers(4, 8000, n - 1).tolist(), 2] for n in lengths]
+    model = Transformer(
+        8000,
+        width=128,
+        num_encoder_layers=4,
+        num_decoder_layers=4,
+        mlp_dim=256,
+        dropout=0.0,
+        positions="sinusoidal",
+        norm="post",
+        attention={"num_heads": 4},
+        rngs=nnx.Rngs(0),
+    )
+    model.embedding[...] = model.embedding[...].at[2].set(0.0)  # EOS never wins
+    return model, sentences, LENGTH
+
+
+def ours(model, forced: int | None):
+    """`models.decoding.translate`."""
+    from flax import nnx
+
+    from models.decoding import translate
+
+    graph, params = nnx.split(model)
+    limit = {"max_length_factor": 0.0, "max_length_extra": forced} if forced else {}
+
+    def side(sentences, beam_size):
+        options = {"beam_size": beam_size, "length_penalty": PENALTY} | limit
+        return translate(graph, params, sentences, **options)[0]
+
+    return side
+
+
+def peer(model, forced: int | None, threads: int):
+    """CTranslate2 with the model's parameters."""
+    import ctranslate2
+
+    folder = tempfile.mkdtemp()
+    convert(model, Path(folder) / "model")
+    translator = ctranslate2.Translator(
+        str(Path(folder) / "model"),
+        device="cpu",
+        compute_type="float32",
+        inter_threads=1,
+        intra_threads=threads,
+    )
+    limit = {"max_decoding_length": 256}
+    if forced:
+        # Its limit does not count EOS, which here no hypothesis has.
+        limit = {"max_decoding_length": forced, "min_decoding_length": forced}
+
+    def side(sentences, beam_size):
+        results = translator.translate_batch(
+            [[*map(str, text[:-1]), "</s>"] for text in sentences],
+            beam_size=beam_size,
+            length_penalty=PENALTY,
+            max_batch_size=32 if beam_size > 1 else 128,
+            **limit,
+        )
+        cut = forced - 1 if forced else None  # ours has EOS in the last place
+        return [[int(piece) for piece in x.hypotheses[0][:cut]] for x in results]
+
+    return side
+
+
+def convert(model, folder: Path) -> None:
+    """Write a model of ours in CTranslate2's format."""
+    import ctranslate2
+    import numpy as np
+
+    def array(param):
+        return np.asarray(param[...], np.float32)
+
+    def norm(spec, module):
+        spec.gamma, spec.beta = array(module.scale), array(module.bias)
+
+    def linear(spec, kernel, bias):
+        width = kernel.shape[-1]
+        spec.weight = np.ascontiguousarray(kernel.reshape(-1, width).T)
+        spec.bias = bias.reshape(-1)
+
+    def project(spec, *pairs):
+        """Several projections of one input as one."""
+        kernels = [array(kernel).reshape(kernel.shape[0], -1) for kernel, _ in pairs]
+        biases = [array(bias).reshape(-1) for _, bias in pairs]
+        linear(spec, np.concatenate(kernels, axis=1), np.concatenate(biases))
+
+    def attention(spec, module, is_self):
+        pairs = [
+            (module.query, module.query_bias),
+            (module.key, module.key_bias),
+            (module.value, module.value_bias),
+        ]
+        groups = [pairs] if is_self else [pairs[:1], pairs[1:]]
+        for linear_spec, group in zip(spec.linear, groups, strict=False):
+            project(linear_spec, *group)
+        merge = array(module.merge)
+        linear(
+            spec.linear[-1],
+            merge.reshape(-1, merge.shape[-1]),
+            array(module.merge_bias),
+        )
+
+    def layer(spec, module):
+        attention(spec.self_attention, module.self_attention, True)
+        norm(spec.self_attention.layer_norm, module.self_norm)
+        if module.cross_attention is not None:
+            attention(spec.attention, module.cross_attention, False)
+            norm(spec.attention.layer_norm, module.cross_norm)
+        linear(
+            spec.ffn.linear_0, array(module.mlp.up.kernel), array(module.mlp.up.bias)
+        )
+        linear(
+            spec.ffn.linear_1,
+            array(module.mlp.down.kernel),
+            array(module.mlp.down.bias),
+        )
+        norm(spec.ffn.layer_norm, module.mlp_norm)
+
+    pre_norm = model.decoder_norm is not None
+    spec = ctranslate2.specs.TransformerSpec.from_config(
+        (len(model.encoder), len(model.decoder)),
+        model.encoder[0].self_attention.query.shape[1],
+        pre_norm=pre_norm,
+    )
+    table = model.position_table(512, model.width)
+    for side, layers, final in (
+        (spec.encoder, model.encoder, model.encoder_norm),
+        (spec.decoder, model.decoder, model.decoder_norm),
+    ):
+        side.position_encodings.encodings = table
+        for layer_spec, module in zip(side.layer, layers, strict=True):
+            layer(layer_spec, module)
+        if pre_norm:
+            norm(side.layer_norm, final)
+    embedding = array(model.embedding)
+    spec.encoder.embeddings[0].weight = embedding
+    spec.decoder.embeddings.weight = embedding
+    spec.decoder.projection.weight = embedding
+    pieces = ["<pad>", "<s>", "</s>", *map(str, range(3, len(embedding)))]
+    spec.register_source_vocabulary(pieces)
+    spec.register_target_vocabulary(pieces)
+    spec.config.decoder_start_token = "<s>"
+    spec.validate()
+    folder.mkdir()
+    spec.save(str(folder))
+
+
+def flop(model, sentences, translations, beam_size: int) -> float:
+    """Of the matrix products that the translations need: no padding, no attention."""
+    import jax
+
+    def numbers(layers):
+        return sum(leaf.size for leaf in jax.tree.leaves(parameters(layers)))
+
+    def parameters(layers):
+        from flax import nnx
+
+        return nnx.state(layers, nnx.Param)
+
+    source = sum(map(len, sentences))
+    target = sum(len(text) + 1 for text in translations) * beam_size
+    keys = sum(
+        layer.cross_attention.key.size + layer.cross_attention.value.size
+        for layer in model.decoder
+    )  # the source's: projected once a sentence
+    per_target = numbers(model.decoder) - keys + model.embedding.size
+    return 2 * (source * (numbers(model.encoder) + keys) + target * per_target)
+
+
+def ceiling() -> float:
+    """FLOP/s of a product of 2048 x 2048 matrices, the best of NumPy and XLA."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32)
+    out, on_device = np.empty_like(x), jnp.asarray(x)
+    product = jax.jit(jnp.matmul)
+    seconds = []
+    for _ in range(5):
+        for run in (
+            lambda: np.matmul(x, x, out=out),
+            lambda: product(on_device, on_device).block_until_ready(),
+        ):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+    return 2 * 2048**3 / min(seconds)
+
+
+if __name__ == "__main__":
+    main()

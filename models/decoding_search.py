@@ -1,0 +1,140 @@
+"""How a hypothesis goes on: the best continuations of the beams, or a sample."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+EOS = 2  # ends every sentence, see data/tokenizer.py; 0 and 1 are padding and BOS
+NEVER = -1e9  # log-probability of what is ruled out; finite, so that sums of it are
+BLOCK = 64  # pieces that are ranked by their largest first
+
+
+class Found(NamedTuple):
+    """One step of a search."""
+
+    log_probs: Float[Array, "B W"]  # of the new hypotheses
+    parents: Int[Array, "B W"]  # the hypotheses that they go on from
+    pieces: Int[Array, "B W"]
+    ends: Bool[Array, "B W"]  # which of the old ones end now
+    eos_log_probs: Float[Array, "B W"]  # of the old ones with EOS
+
+
+def check(*, beam_size, length_penalty, temperature, top_k, top_p) -> None:
+    """Raise a ValueError for an option out of its range."""
+    for name, value, valid, wanted in (
+        ("beam_size", beam_size, beam_size >= 1, "at least 1"),
+        ("length_penalty", length_penalty, length_penalty >= 0, "at least 0"),
+        ("temperature", temperature, temperature >= 0, "at least 0"),
+        ("top_k", top_k, top_k >= 0, "at least 0"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+    ):
+        if not valid:
+            raise ValueError(f"{name} must be {wanted}, got {value}.")
+    if temperature and beam_size > 1:
+        raise ValueError(f"Sampling needs beam_size 1, got {beam_size}.")
+
+
+def penalty(length, exponent: float):
+    """((5 + length) / 6)^exponent: Wu et al. 2016, equation 14."""
+    return ((5 + length) / 6) ** exponent
+
+
+def next_pieces(
+    logits: Float[Array, "B W vocab"],
+    log_probs: Float[Array, "B W"],
+    length: Int[Array, "B"],
+    last: Bool[Array, "B"],
+    keys: Key[Array, "B"],
+    *,
+    beam_size: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> Found:
+    """Choose how the hypotheses go on, whose log-probabilities so far are given.
+
+    See `models.decoding.decode`. Where it is the `last` step, all end.
+    """
+    B, W, vocab = logits.shape
+    special = logits[..., : EOS + 1]
+    logits = logits.at[..., : EOS + 1].set(-jnp.inf)
+    ranked, pieces = top_pieces(logits, min(W, vocab))
+    # Over all pieces, also those that are never chosen: the model's probabilities.
+    largest = jnp.maximum(ranked[..., 0], special.max(-1))[..., None]
+    total = jnp.exp(logits - largest).sum(-1) + jnp.exp(special - largest).sum(-1)
+    log_total = largest[..., 0] + jnp.log(total)
+    eos = log_probs + special[..., EOS] - log_total
+    if temperature:
+        allowed = jnp.concatenate([special[..., EOS:], logits[..., EOS + 1 :]], -1)
+        drawn = EOS + sample(
+            allowed[:, 0] / temperature,
+            jax.vmap(jax.random.fold_in)(keys, length),
+            top_k,
+            top_p,
+        )
+        logit = jnp.take_along_axis(logits[:, 0], drawn[:, None], axis=1)
+        return Found(
+            log_probs=log_probs + jnp.maximum(logit - log_total, NEVER),
+            parents=jnp.zeros((B, 1), jnp.int32),
+            pieces=drawn[:, None],
+            ends=(last | (drawn == EOS))[:, None],
+            eos_log_probs=eos,
+        )
+
+    others = jnp.maximum(log_probs[..., None] + ranked - log_total[..., None], NEVER)
+    others = jnp.where(last[:, None, None], NEVER, others).reshape(B, -1)
+    best, choice = jax.lax.top_k(others, W)
+    parents = choice // ranked.shape[-1]
+    pieces = jnp.take_along_axis(pieces.reshape(B, -1), choice, axis=1)
+    # An EOS counts if fewer than W continuations of any kind are better.
+    better = (best[:, None] > eos[..., None]).sum(-1)
+    better += (eos[:, None] > eos[..., None]).sum(-1)
+    ends = (better < W) & (eos > NEVER / 2)
+    return Found(best, parents, pieces, ends, eos)
+
+
+def top_pieces(
+    logits: Float[Array, "*B vocab"], count: int
+) -> tuple[Float[Array, "*B _"], Int[Array, "*B _"]]:
+    """The largest logits and their pieces, as `jax.lax.top_k`.
+
+    A large vocabulary is ranked by the largest of every block of pieces first, which
+    takes one vectorised pass: on two cores and for 160 rows of 8000 pieces it took
+    0.4 ms, `top_k` 1.9 ms and `argmax` 5.7 ms.
+    """
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    num_blocks = vocab // BLOCK
+    if num_blocks < 2 * count:
+        return tuple(jax.lax.top_k(logits, count))
+    # Strided blocks, so that their maximum is taken elementwise over rows of pieces.
+    blocked = logits[..., : num_blocks * BLOCK].reshape(*shape, BLOCK, num_blocks)
+    _, blocks = jax.lax.top_k(blocked.max(-2), count)
+    members = jnp.take_along_axis(blocked, blocks[..., None, :], axis=-1)
+    rest = logits[..., num_blocks * BLOCK :]
+    candidates = jnp.concatenate([members.reshape(*shape, BLOCK * count), rest], -1)
+    pieces = jnp.arange(BLOCK)[:, None] * num_blocks + blocks[..., None, :]
+    last = jnp.broadcast_to(jnp.arange(num_blocks * BLOCK, vocab), rest.shape)
+    pieces = jnp.concatenate([pieces.reshape(*shape, BLOCK * count), last], -1)
+    values, places = jax.lax.top_k(candidates, count)
+    return values, jnp.take_along_axis(pieces, places, axis=-1)
+
+
+def sample(
+    logits: Float[Array, "B vocab"], keys: Key[Array, "B"], top_k: int, top_p: float
+) -> Int[Array, "B"]:
+    """Draw a piece of each row from the softmax, cut to the top_k and the top_p."""
+    if top_k:
+        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = probabilities.cumsum(-1) - probabilities
+        least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    # One uniform number a row, not a Gumbel a piece: random bits are dear.
+    cumulative = jax.nn.softmax(logits, axis=-1).cumsum(-1)
+    uniform = jax.vmap(jax.random.uniform)(keys)[:, None]
+    return (cumulative <= uniform * cumulative[:, -1:]).sum(-1)

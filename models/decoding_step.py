@@ -1,0 +1,211 @@
+"""One step of decoding: the live hypotheses of a batch, and their cache.
+
+The beams of a sentence stand on the query axis of attention, so that they share its
+keys and values: those of the source are held once a sentence, and those of the
+target where they were written. A beam that goes on from another's hypothesis copies
+no cache; it notes which beam wrote each step (`ancestors`), and the mask of the
+self-attention follows the note.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from attention.cached import cached_attention
+from models.decoding_search import EOS, NEVER, next_pieces, penalty
+from models.transformer import BOS
+
+
+class Rows(NamedTuple):
+    """Sentences on the way, one a row; `W` live hypotheses each.
+
+    The slots of the cache are used in turn, by all rows at once: slot `clock % L` at a
+    time. A row may begin at any time (`begin`).
+    """
+
+    begin: Int[Array, "B"]  # the clock at its first token
+    limit: Int[Array, "B"]  # tokens that a hypothesis may have, EOS included
+    key: Key[Array, "B"]  # of its samples
+    done: Bool[Array, "B"]
+    tokens: Int[Array, "B W L"]  # of the live hypotheses, by slot
+    ancestors: Int[Array, "B W L"]  # the beam that wrote each of them
+    log_probs: Float[Array, "B W"]
+    num_ended: Int[Array, "B"]  # hypotheses
+    best_tokens: Int[Array, "B L"]  # of those that have ended, by slot
+    best_length: Int[Array, "B"]
+    best_score: Float[Array, "B"]
+    memory: list  # of (key, value) of each layer, B K H S and B K S V
+    memory_mask: Bool[Array, "B 1 S"]
+
+
+class State(NamedTuple):
+    """What a step of decoding works on."""
+
+    clock: Int[Array, ""]
+    rows: Rows
+    cache: list  # of (key, value) of each layer, B K H L·W and B K L·W V
+
+
+def empty(model, source, keys, *, max_length, beam_size) -> State:
+    """A state whose rows are all done, for sentences of the shape of the source."""
+    nothing = jnp.zeros_like(source)
+    B, L, W = source.shape[0], max_length, beam_size
+
+    def cache(layer):
+        x = jax.ShapeDtypeStruct((B, L * W, model.width), model.embedding.dtype)
+        return zeros(jax.eval_shape(lambda x: by_head(layer.self_attention, x), x))
+
+    def zeros(tree):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+    # of the shapes alone: XLA would fold an encoding of zeros, for seconds
+    rows = jax.eval_shape(
+        lambda: start(
+            model,
+            *(nothing, nothing, nothing, keys, jnp.zeros(B, jnp.int32), 0),
+            max_length=L,
+            beam_size=W,
+        )
+    )
+    rows = zeros(rows._replace(key=None))._replace(key=keys, done=jnp.ones(B, bool))
+    return State(
+        jnp.zeros((), jnp.int32), rows, [cache(layer) for layer in model.decoder]
+    )
+
+
+def start(
+    model, source, segments, positions, keys, limits, clock, *, max_length, beam_size
+) -> Rows:
+    """Encode sentences that begin at the clock. A row without tokens is done."""
+    B, L, W = source.shape[0], max_length, beam_size
+    encoded = model.encode(source, segments, positions)
+    memory = [by_head(layer.cross_attention, encoded) for layer in model.decoder]
+    return Rows(
+        begin=jnp.full(B, clock, jnp.int32),
+        limit=limits,
+        key=keys,
+        done=(segments == 0).all(1),
+        tokens=jnp.zeros((B, W, L), jnp.int32),
+        ancestors=jnp.zeros((B, W, L), jnp.int32),
+        # The beams are alike at first: only one may have continuations.
+        log_probs=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (B, W)),
+        num_ended=jnp.zeros(B, jnp.int32),
+        best_tokens=jnp.zeros((B, L), jnp.int32),
+        best_length=jnp.zeros(B, jnp.int32),
+        best_score=jnp.full(B, -jnp.inf),
+        memory=memory,
+        memory_mask=(segments > 0)[:, None],
+    )
+
+
+def run(model, state: State, enough: Int[Array, ""] | int, **options) -> State:
+    """Decode until that many rows are done."""
+    return jax.lax.while_loop(
+        lambda state: state.rows.done.sum() < enough,
+        lambda state: advance(model, state, **options),
+        state,
+    )
+
+
+def advance(model, state: State, *, length_penalty, **options) -> State:
+    """Decode one token of every live hypothesis."""
+    clock, rows = state.clock, state.rows
+    B, W, L = rows.tokens.shape
+    hidden, cache = next_hidden(model, state)
+    length = clock - rows.begin + 1  # with the token decoded now
+    is_slot = jnp.arange(L) == clock % L
+    found = next_pieces(
+        model.logits(hidden).astype(jnp.float32),
+        rows.log_probs,
+        length,
+        length >= rows.limit,
+        rows.key,
+        **options,
+    )
+
+    score = jnp.where(found.ends, found.eos_log_probs, -jnp.inf)
+    score /= penalty(length, length_penalty)[:, None]
+    winner = score.argmax(1)
+    score = jnp.where(rows.done, -jnp.inf, score.max(1))
+    better = score > rows.best_score
+    ended = jnp.where(is_slot, EOS, pick(rows.tokens, winner[:, None])[:, 0])
+    best_score = jnp.where(better, score, rows.best_score)
+    num_ended = rows.num_ended + found.ends.sum(1)
+    live = found.log_probs.max(1)
+    hope = live / penalty(rows.limit, length_penalty)
+    # W poor hypotheses may end before a better one does: look at the live ones too
+    enough = (num_ended >= W) & (live / penalty(length, length_penalty) <= best_score)
+    done = enough | (hope <= best_score) | (length >= L)
+
+    tokens, ancestors = (
+        jnp.where(is_slot, new[..., None], pick(old, found.parents))
+        for old, new in ((rows.tokens, found.pieces), (rows.ancestors, found.parents))
+    )
+    rows = rows._replace(
+        done=rows.done | done,
+        tokens=tokens,
+        ancestors=ancestors,
+        log_probs=found.log_probs,
+        num_ended=num_ended,
+        best_tokens=jnp.where(better[:, None], ended, rows.best_tokens),
+        best_length=jnp.where(better, length, rows.best_length),
+        best_score=best_score,
+    )
+    return State(clock + 1, rows, cache)
+
+
+def next_hidden(model, state: State) -> tuple[Float[Array, "B W D"], list]:
+    """What is known before the next token of every hypothesis, and the grown cache."""
+    clock, rows = state.clock, state.rows
+    B, W, L = rows.tokens.shape
+    step = jnp.minimum(clock - rows.begin, L - 1)[:, None]  # a done row may be older
+    before = jax.lax.dynamic_index_in_dim(
+        rows.tokens, (clock - 1) % L, axis=2, keepdims=False
+    )
+    x = model.embed(
+        jnp.where(step == 0, BOS, before), jnp.broadcast_to(step, (B, W)), L
+    )
+    age = ((clock - jnp.arange(L)) % L)[:, None]
+    beams = jnp.arange(W)
+    own = (age == 0) & (beams[:, None, None] == beams)
+    earlier = (age > 0) & (age <= step[..., None, None])
+    past = own | earlier & (rows.ancestors[..., None] == beams)  # B W L W
+    past = past.reshape(B, W, L * W)
+    cache = []
+    for layer, grown, memory in zip(
+        model.decoder, state.cache, rows.memory, strict=True
+    ):
+
+        def to_self(x, attention=layer.self_attention, grown=grown):
+            new = by_head(attention, x)
+            at = clock % L * W
+            cache.append(
+                tuple(
+                    jax.lax.dynamic_update_slice_in_dim(old, x, at, axis)
+                    for old, x, axis in zip(grown, new, (3, 2), strict=True)
+                )
+            )
+            heads = cached_attention(attention.queries(x), *cache[-1], past)
+            return attention.merged(heads)
+
+        def to_memory(x, attention=layer.cross_attention, memory=memory):
+            heads = cached_attention(attention.queries(x), *memory, rows.memory_mask)
+            return attention.merged(heads)
+
+        x = layer.sublayer(to_self, layer.self_norm, x)
+        x = layer.sublayer(to_memory, layer.cross_norm, x)
+        x = layer.sublayer(layer.mlp, layer.mlp_norm, x)
+    return x if model.decoder_norm is None else model.decoder_norm(x), cache
+
+
+def by_head(attention, x: Float[Array, "B S D"]):
+    """Keys B K H S and values B K S V: a head's are read together."""
+    key, value = attention.keys_values(x)
+    return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+
+
+def pick(x: Int[Array, "B W L"], beams: Int[Array, "B X"]) -> Int[Array, "B X L"]:
+    """The given beams of each sentence."""
+    return jnp.take_along_axis(x, beams[..., None], axis=1)

@@ -1,0 +1,320 @@
+"""Decoding: the cache, the search, samples, and batches of any make."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+from flax import nnx
+
+from attention.cached import cached_attention
+from attention.reference import attend
+from models import decoding, decoding_search, decoding_step
+from models.transformer import Transformer
+
+SHAPES = {
+    "post": {},
+    "pre": {"norm": "pre"},
+    "grouped": {"num_kv_heads": 2, "head_dim": 6, "value_dim": 5},
+}
+
+
+def make(vocab_size=30, norm="post", seed=0, **attention):
+    """A small model whose predictions vary: random ones repeat a token for ever."""
+    model = Transformer(
+        vocab_size,
+        width=16,
+        num_encoder_layers=1,
+        num_decoder_layers=2,
+        mlp_dim=24,
+        dropout=0.0,
+        positions="sinusoidal",
+        norm=norm,
+        attention={"num_heads": 4, "implementation": "reference"} | attention,
+        rngs=nnx.Rngs(seed),
+    )
+    for layer in model.decoder:
+        for part in (layer.self_attention, layer.cross_attention):
+            part.merge[...] *= 8.0
+    return nnx.split(model)
+
+
+def sentences(*lengths, vocab_size=30, seed=0):
+    random = np.random.default_rng(seed)
+    return [[*random.integers(3, vocab_size, n - 1).tolist(), 2] for n in lengths]
+
+
+def batch(texts, S=None):
+    S = S or max(map(len, texts))
+    source = np.array([text + [0] * (S - len(text)) for text in texts], np.int32)
+    positions = np.broadcast_to(np.arange(S, dtype=np.int32), source.shape)
+    return tuple(map(jnp.asarray, (source, (source > 0).astype(np.int32), positions)))
+
+
+def log_probs(graph, params, text, targets):
+    """Of each whole target (with EOS), by the uncached model."""
+    model = nnx.merge(graph, params)
+    source = batch([text] * len(targets))
+    target = dict(
+        zip(
+            ("target", "target_segments", "target_positions"),
+            batch(targets),
+            strict=True,
+        )
+    )
+    names = "source", "source_segments", "source_positions"
+    logits = model(dict(zip(names, source, strict=True)) | target)
+    each = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), target["target"][..., None], axis=-1
+    )[..., 0]
+    return (each * target["target_segments"]).sum(1)
+
+
+def greedy_uncached(graph, params, text, limit):
+    """Repeat the whole forward pass for every token."""
+    model = nnx.merge(graph, params)
+    source, segments, positions = batch([text])
+    memory = model.encode(source, segments, positions)
+    ones, places = jnp.ones((1, limit), jnp.int32), jnp.arange(limit)[None]
+
+    @jax.jit
+    def logits(target):
+        return model.logits(model.decode(memory, segments, target, ones, places))[0]
+
+    out = []
+    while len(out) < limit - 1:
+        target = jnp.array([out + [0] * (limit - len(out))])
+        piece = 2 + int(logits(target)[len(out), 2:].argmax())
+        if piece == 2:
+            break
+        out.append(piece)
+    return [*out, 2]
+
+
+def jitted(graph, **options):
+    return jax.jit(
+        lambda params, *arrays: decoding.decode(
+            nnx.merge(graph, params), *arrays, **options
+        )
+    )
+
+
+def trimmed(tokens):
+    return [row[row > 0].tolist() for row in np.asarray(tokens)]
+
+
+@pytest.mark.parametrize("W, K", [(1, 4), (3, 2), (2, 4), (1, 1)])
+def test_cached_attention_is_attention(W, K):
+    random = np.random.default_rng(0)
+    query = random.normal(size=(2, W, 4, 6)).astype(np.float32)
+    key = random.normal(size=(2, 7, K, 6)).astype(np.float32)
+    value = random.normal(size=(2, 7, K, 5)).astype(np.float32)
+    for rows in {1, W}:
+        mask = random.random((2, rows, 7)) < 0.6
+        mask[..., 0] = True
+        wanted, _ = attend(
+            *map(jnp.asarray, (query, key, value)),
+            *(None, jnp.asarray(mask)[:, None]),
+            scale=6**-0.5,
+        )
+        found = cached_attention(
+            *map(
+                jnp.asarray,
+                (query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), mask),
+            )
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_equals_uncached(shape):
+    graph, params = make(**SHAPES[shape])
+    texts = sentences(5, 1, 9)
+    out = jitted(graph, max_length=12)(params, *batch(texts))
+    found = trimmed(out.tokens)
+    assert found == [greedy_uncached(graph, params, text, 12) for text in texts]
+    assert len({tuple(row) for row in found}) == 3  # the model is no constant
+    for text, row, score in zip(texts, found, out.scores, strict=True):
+        wanted = log_probs(graph, params, text, [row])[0]
+        np.testing.assert_allclose(score, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.5])
+def test_beam_finds_the_best_of_all(shape, length_penalty):
+    graph, params = make(vocab_size=6, **SHAPES[shape])
+    text = sentences(4, vocab_size=6)[0]
+    limit = 4
+    every = [
+        [*middle, 2]
+        for length in range(limit)
+        for middle in itertools.product((3, 4, 5), repeat=length)
+    ]
+    scores = np.array(log_probs(graph, params, text, every))
+    lengths = np.array([len(target) for target in every])
+    scores = scores / ((5 + lengths) / 6) ** length_penalty
+    out = jitted(graph, max_length=limit, beam_size=27, length_penalty=length_penalty)(
+        params, *batch([text])
+    )
+    assert trimmed(out.tokens)[0] == every[scores.argmax()]
+    np.testing.assert_allclose(out.scores[0], scores.max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_beam_scores_are_the_uncached_models(shape):
+    # Wrong ancestors would show: the score would be of another hypothesis.
+    graph, params = make(**SHAPES[shape])
+    texts = sentences(6, 3)
+    out = jitted(graph, max_length=10, beam_size=3, length_penalty=0.6)(
+        params, *batch(texts)
+    )
+    for text, row, score in zip(texts, trimmed(out.tokens), out.scores, strict=True):
+        wanted = log_probs(graph, params, text, [row])[0]
+        wanted /= ((5 + len(row)) / 6) ** 0.6
+        np.testing.assert_allclose(score, wanted, rtol=1e-4)
+
+
+def test_length_penalty_by_hand():
+    # (5 + 7) / 6 = 2, squared 4; and one token has the penalty 1.
+    assert decoding_search.penalty(7, 2.0) == 4.0
+    assert decoding_search.penalty(1, 0.6) == 1.0
+
+
+def test_top_pieces_is_top_k():
+    logits = np.random.default_rng(0).permutation(3 * 1000).reshape(3, 1000) * 1.0
+    logits = jnp.asarray(logits, jnp.float32)
+    for count in (1, 5):
+        for found, wanted in zip(
+            decoding_search.top_pieces(logits, count),
+            jax.lax.top_k(logits, count),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_samples_follow_the_distribution():
+    logits = jnp.array([2.0, 0.5, -1.0, 1.0, 0.0, -jnp.inf])
+    draws = 4000
+    keys = jax.random.split(jax.random.key(0), draws)
+
+    def draw(top_k, top_p, temperature):
+        rows = jnp.broadcast_to(logits / temperature, (draws, 6))
+        return np.asarray(decoding_search.sample(rows, keys, top_k, top_p))
+
+    for temperature in (0.5, 2.0):
+        wanted = scipy.special.softmax(np.float64(logits[:5]) / temperature)
+        counts = np.bincount(draw(0, 1.0, temperature), minlength=6)
+        assert counts[5] == 0
+        assert scipy.stats.chisquare(counts[:5], draws * wanted).pvalue > 0.001
+    assert set(draw(2, 1.0, 1.0)) == {0, 3}
+    # The two best have 0.78 of the probability, the three best 0.91.
+    assert set(draw(0, 0.8, 1.0)) == {0, 1, 3}
+    assert set(draw(0, 0.7, 1.0)) == {0, 3}
+
+
+def test_sampling_is_seeded_and_narrows_to_greedy():
+    graph, params = make()
+    texts = sentences(5, 7, 2)
+    greedy, _ = decoding.translate(graph, params, texts)
+
+    def sampled(**options):
+        return decoding.translate(graph, params, texts, **options)[0]
+
+    assert sampled(temperature=1.0, top_k=1) == greedy
+    assert sampled(temperature=1.0, top_p=1e-6) == greedy
+    free = sampled(temperature=1.0, seed=1)
+    assert free == sampled(temperature=1.0, seed=1)
+    assert free != sampled(temperature=1.0, seed=2)
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_a_sentence_alone_or_among_others(beam_size):
+    # More sentences than rows, so that rows are used again and the cache wraps.
+    graph, params = make()
+    texts = sentences(5, 12, 1, 20, 3, 8, 9, 14, 30, 2, 6, 16, 17)
+    options = {"beam_size": beam_size, "length_penalty": 0.6}
+    together, scores = decoding.translate(
+        graph, params, texts, batch_size=9 * beam_size, **options
+    )
+    for i in (1, 2, 8, 12):
+        alone, score = decoding.translate(graph, params, [texts[i]], **options)
+        assert alone == [together[i]]
+        np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
+
+
+def test_no_sentence_and_an_empty_one():
+    graph, params = make()
+    assert decoding.translate(graph, params, []) == ([], [])
+    (tokens,), _ = decoding.translate(graph, params, [[2]])
+    assert tokens == greedy_uncached(graph, params, [2], 18)[:-1]
+
+
+def test_a_long_translation_outgrows_the_cache():
+    # Limits of 50 tokens a source token; the cache for short sources has 32 slots.
+    graph, params = make()
+    params["embedding"][...] = params["embedding"][...].at[2].set(0.0)  # no EOS
+    (tokens,), _ = decoding.translate(
+        graph, params, sentences(2), max_length_factor=30.0, max_length_extra=10
+    )
+    assert tokens == greedy_uncached(graph, params, sentences(2)[0], 70)[:-1]
+    assert len(tokens) > 32
+
+
+def test_trials_under_vmap():
+    graphs, params = zip(make(seed=0), make(seed=1), strict=True)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    arrays = batch(sentences(5, 3, 8))
+    one = jitted(graphs[0], max_length=9, beam_size=2, length_penalty=0.6)
+    found = jax.jit(jax.vmap(lambda params: one(params, *arrays)))(both)
+    for trial in range(2):
+        wanted = one(params[trial], *arrays)
+        np.testing.assert_array_equal(found.tokens[trial], wanted.tokens)
+        np.testing.assert_allclose(found.scores[trial], wanted.scores, rtol=1e-5)
+
+
+def test_a_bucket_compiles_once():
+    graph, params = make(seed=3)
+    decoding.translate(graph, params, sentences(5))
+    before = decoding.serve._cache_size()
+    for lengths in ((4,), (12,), (16,)):
+        decoding.translate(graph, params, sentences(*lengths, seed=1))
+    assert decoding.serve._cache_size() == before
+
+
+def test_finished_sentences_stop_the_loop():
+    graph, params = make()
+    model = nnx.merge(graph, params)
+    source, segments, positions = batch(sentences(4, 3))
+    keys = jax.random.split(jax.random.key(0))
+    state = decoding_step.empty(model, source, keys, max_length=16, beam_size=1)
+    limits = jnp.array([4, 2])
+    rows = decoding_step.start(
+        *(model, source, segments, positions, keys, limits, 0),
+        max_length=16,
+        beam_size=1,
+    )
+    options = {"beam_size": 1, "length_penalty": 0.0}
+    options |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    state = decoding_step.run(model, state._replace(rows=rows), 2, **options)
+    assert int(state.clock) <= 4
+    assert bool(state.rows.done.all())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"beam_size": 0}, "beam_size must be at least 1, got 0."),
+        ({"length_penalty": -1.0}, "length_penalty must be at least 0, got -1.0."),
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0."),
+        ({"top_k": -1}, "top_k must be at least 0, got -1."),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0."),
+        ({"temperature": 1.0, "beam_size": 2}, "Sampling needs beam_size 1, got 2."),
+    ],
+)
+def test_options_out_of_range(options, message):
+    graph, params = make()
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        decoding.translate(graph, params, sentences(3), **options)
