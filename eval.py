@@ -7,7 +7,6 @@ python eval.py --workdir=runs/multi30k --translate < source.txt > translations.t
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,11 +206,9 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
     rows = []
     for trial, step in enumerate(trained.step):
         params = jax.tree.map(lambda leaf, trial=trial: leaf[trial], trained.params)
-        start = time.monotonic()
         out, _ = translate(
             trained.graph, params, encoded, batch_size=BATCH_SIZE.value, **options
         )
-        seconds = time.monotonic() - start
         hypotheses = trained.tokenizers[1].decode_many(out)
         row = {"trial": trial, "split": split, "checkpoint": CHECKPOINT.value}
         row |= {"step": int(step), **scores(hypotheses, references)}
@@ -221,7 +218,6 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
             )
             row |= published_scores(hypotheses, tokenized, data.target)
         row |= {"decoding": options, "sentences": len(sources)}
-        row["sentences_per_second"] = len(sources) / seconds
         rows.append(row)
         if trial == trial_of(trained):
             chosen = hypotheses, out[0]
@@ -258,7 +254,6 @@ def print_scores(rows: list[dict], path: Path) -> None:
         "published_bleu": "{:.2f}",
         "chrf": "{:.2f}",
         "exact_match": "{:.2%}",
-        "sentences_per_second": "{:.0f}",
     }
     columns = {name: form for name, form in columns.items() if name in rows[0]}
     table = Table(*[name.replace("_", " ") for name in columns], title=rows[0]["split"])

@@ -32,8 +32,11 @@ def get_config(recipe: str = "full"):
     config.train.keep_checkpoints = 10
     if recipe == "short":
         config.data.vocab_size = 8000
-        config.data.batch_tokens = 4096
-        config.model.dropout = 0.1
-        config.optimizer.warmup_steps = 400
-        config.train.num_steps = 1700
+        config.data.batch_tokens = 2048
+        config.model.dropout = 0.2
+        config.optimizer.learning_rate = 3e-3
+        config.optimizer.warmup_steps = 800
+        config.train.num_steps = 3300  # 15 epochs
+        config.train.eval_every_steps = 300
+        config.train.checkpoint_every_steps = 150
     return config
