@@ -5,9 +5,16 @@ The full recipe (8000 updates of 8192 target tokens) is for a GPU or a long run:
     python train.py --config=configs/multi30k.py --workdir=runs/multi30k
     python eval.py --workdir=runs/multi30k --split=test_2016_flickr --checkpoint=average
 
-`:short` is the same model for two CPU cores: 15 epochs of smaller batches.
+The published score is 41.02 (lowercased, Moses-tokenised, beam 5);
+it has not been run here yet.
+
+`:short` is the same model for two CPU cores: 14.6 epochs of smaller batches.
 
     python train.py --config=configs/multi30k.py:short --workdir=runs/short
+    python eval.py --workdir=runs/short --split=test_2016_flickr --checkpoint=average
+
+One seed took 16 minutes on two cores of an AMD EPYC (2026-11-21) and scored what
+results/multi30k_short holds: 35.3 in the published protocol, 34.9 cased sacreBLEU.
 """
 
 from configs import base
@@ -36,7 +43,7 @@ def get_config(recipe: str = "full"):
         config.model.dropout = 0.2
         config.optimizer.learning_rate = 3e-3
         config.optimizer.warmup_steps = 800
-        config.train.num_steps = 3300  # 15 epochs
+        config.train.num_steps = 3300  # 14.6 epochs
         config.train.eval_every_steps = 300
         config.train.checkpoint_every_steps = 150
     return config
