@@ -222,7 +222,12 @@ def test_a_missing_folder_is_named(tmp_path):
 def test_a_diverging_run_names_its_step_and_checkpoint(tmp_path):
     rate = {"optimizer.learning_rate": 1e30, "optimizer.schedule": "constant"}
     ran = run(train_command(tmp_path / "run", **rate, **{"optimizer.warmup_steps": 1}))
-    refused(ran, "stopped being finite at step", "there is no checkpoint yet", "learning_rate")
+    parts = (
+        "stopped being finite at step",
+        "there is no checkpoint yet",
+        "learning_rate",
+    )
+    refused(ran, *parts)
 
 
 def limited(args, size):
