@@ -45,21 +45,16 @@ def head_statistics(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(problem, differentiable, constant):
-    results = {"out": "BTNV", "lse": "BTN"}
-    return _forward(heads.forward, problem, differentiable, constant, results)
+    return _attend_forward(problem, differentiable, constant)[0]
 
 
 def _attend_forward(problem, differentiable, constant):
     head, results = heads.forward, {"out": "BTNV", "lse": "BTN"}
     if problem.short:
         head, results = heads.short, results | {"kept": "BKGTS", "reciprocal": "BTN"}
-    out, lse, *kept = _forward(head, problem, differentiable, constant, results)
-    return (out, lse), (differentiable, constant, out, lse, kept)
-
-
-def _forward(head, problem, differentiable, constant, results):
     out, lse, *kept = _run(head, problem, differentiable | constant, results)
-    return out.astype(differentiable["query"].dtype), lse, *kept
+    out = out.astype(differentiable["query"].dtype)
+    return (out, lse), (differentiable, constant, out, lse, kept)
 
 
 def _attend_backward(problem, residuals, cotangents):

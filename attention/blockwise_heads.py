@@ -2,7 +2,8 @@
 
 A head is a dict of its arrays: query and out_gradient `G T H`, lse and delta `G T`, key
 and value `S H`, mask and bias `G T S` with axes of 1 where they are broadcast, lengths,
-segment ids `T` and `S`, and the exponentials `G T S` that a short row has kept.
+segment ids `T` and `S`, and the exponentials `(G T) S` that a short row has kept. In a
+block the queries of the group come one after the other: products of two matrices.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,13 @@ from attention import masks
 # Where maxima start. Far above masks.EMPTY, so that the exponential of the difference
 # is exactly zero and needs no second selection.
 LOWEST = masks.EMPTY / 2
+
+STRUCTURED = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
 
 
 class Problem(NamedTuple):
@@ -32,37 +40,46 @@ class Problem(NamedTuple):
 def forward(problem, head):
     """Of one key/value head: out `G T V` and lse `G T`."""
     dtype = _dtype(head)
-    G = head["query"].shape[0]
-    V = head["value"].shape[-1]
 
     def chunk(i):
         def step(j, carry):
             maximum, total, out = carry
-            maximum, rescale, exponentials = _exponentials(
-                _logits(problem, head, i, j), maximum
-            )
-            total = total * rescale + exponentials.sum(-1)
+            logits = _logits(problem, head, i, j)
+            new = jnp.maximum(logits.max(-1), maximum)
+            rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
             value = _slice(head["value"], 0, j, problem.keys)
             more = _dot(exponentials.astype(value.dtype), value)
-            return maximum, total, out * rescale[..., None] + more
+            total = total * rescale + exponentials.sum(-1)
+            return new, total, out * rescale[:, None] + more
 
-        rows = jnp.zeros((G, problem.queries), dtype)
-        carry = (rows + LOWEST, rows, jnp.zeros((*rows.shape, V), dtype))
+        rows = jnp.zeros(head["query"].shape[0] * problem.queries, dtype)
+        values = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
+        carry = (rows + LOWEST, rows, values)
         maximum, total, out = _visit(problem, head, i, step, carry)
         reciprocal, lse = _normalisers(maximum, total)
-        return out * reciprocal[..., None], lse
+        return _grouped(problem, (out * reciprocal[:, None], lse))
 
     return _over_chunks(problem, head, chunk)
 
 
 def short(problem, head):
-    """`forward` of a single block, and what its backward reads."""
+    """`forward` of a single block, and the exponentials that its backward reads.
+
+    XLA's CPU compiler makes the products, exponentials and sums one kernel, if nothing
+    but what they need stands between them.
+    """
     value = head["value"]
-    maximum, _, exponentials = _exponentials(_logits(problem, head, 0, 0), LOWEST)
+    logits = _logits(problem, head, 0, 0)
+    maximum = logits.max(-1)
+    if not {"bias", "mask", *STRUCTURED}.isdisjoint(head) or problem.local_window_size:
+        maximum = jnp.maximum(maximum, LOWEST)
+    exponentials = _exponentials(logits, maximum)
+    out = _dot(exponentials.astype(value.dtype), value)
     reciprocal, lse = _normalisers(maximum, exponentials.sum(-1))
-    exponentials = exponentials.astype(value.dtype)
-    out = _dot(exponentials, value)
-    return out * reciprocal[..., None], lse, exponentials, reciprocal
+    out, lse, reciprocal = _grouped(
+        problem, (out * reciprocal[:, None], lse, reciprocal)
+    )
+    return out, lse, exponentials.astype(value.dtype), reciprocal
 
 
 def backward(problem, head):
@@ -72,12 +89,9 @@ def backward(problem, head):
 
     def chunk(sums, i):
         query, out_gradient, lse, delta = (
-            _slice(head[name], 1, i, problem.queries)
+            _rows(problem, head, name, i)
             for name in ("query", "out_gradient", "lse", "delta")
         )
-        # Products along the rows of both matrices are the fastest on CPU.
-        query_columns = query.reshape(-1, query.shape[-1]).T
-        out_gradient_columns = out_gradient.reshape(-1, out_gradient.shape[-1]).T
 
         def step(j, carry):
             query_gradient, key_gradient, value_gradient, bias_gradient = carry
@@ -88,20 +102,20 @@ def backward(problem, head):
                 weights = head["exponentials"].astype(dtype)
             else:
                 logits = _logits(problem, head, i, j)
-                weights = jnp.exp(logits - jnp.maximum(lse, LOWEST)[..., None])
+                weights = _exponentials(logits, jnp.maximum(lse, LOWEST))
             weights_gradient = _dot(out_gradient.astype(value.dtype), value, 1)
-            logits_gradient = weights * (weights_gradient - delta[..., None])
+            logits_gradient = weights * (weights_gradient - delta[:, None])
             if bias_gradient is not None:
-                bias_gradient = _add(bias_gradient, logits_gradient, (i, j), problem)
-            weights, logits_gradient = (
-                x.astype(value.dtype).reshape(-1, problem.keys)
-                for x in (weights, logits_gradient)
-            )
-            value_more = _dot(out_gradient_columns.astype(value.dtype), weights)
-            key_more = _dot(query_columns, logits_gradient) * scale
+                (more,) = _grouped(problem, (logits_gradient,))
+                bias_gradient = _add(bias_gradient, more, (i, j), problem)
+            weights = weights.astype(value.dtype)
+            logits_gradient = logits_gradient.astype(value.dtype)
+            # Products along the rows of both matrices are the fastest on CPU.
+            value_more = _dot(out_gradient.T.astype(value.dtype), weights)
+            key_more = _dot(query.T, logits_gradient) * scale
             query_more = _dot(logits_gradient, key) * scale
             return (
-                query_gradient + query_more.reshape(query.shape),
+                query_gradient + query_more,
                 _add(key_gradient, key_more, (None, j), problem),
                 _add(value_gradient, value_more, (None, j), problem),
                 bias_gradient,
@@ -109,7 +123,7 @@ def backward(problem, head):
 
         carry = (jnp.zeros(query.shape, dtype), *sums)
         query_gradient, *sums = _visit(problem, head, i, step, carry)
-        return tuple(sums), query_gradient
+        return tuple(sums), *_grouped(problem, (query_gradient,))
 
     sums = tuple(
         jnp.zeros((head[name].shape[-1], S), dtype) for name in ("key", "value")
@@ -128,18 +142,20 @@ def backward(problem, head):
 def statistics(problem, head):
     """Of one key/value head: the log-sum-exp and the statistics of its rows, `G T`."""
     dtype = _dtype(head)
+    G = head["query"].shape[0]
 
     def chunk(i):
-        row = i * problem.queries + jnp.arange(problem.queries)[:, None]
+        row = jnp.tile(i * problem.queries + jnp.arange(problem.queries), G)[:, None]
 
         def step(j, carry):
             maximum, total, energy, distance = carry
             logits = _logits(problem, head, i, j)
-            new, rescale, exponentials = _exponentials(logits, maximum)
-            column = j * problem.keys + jnp.arange(problem.keys)
-            # Once for the four sums; and finite where logits are -inf.
+            new = jnp.maximum(logits.max(-1), maximum)
+            rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
+            # Once for the three sums; and finite where logits are -inf.
             exponentials = jax.lax.optimization_barrier(exponentials)
-            below = jnp.maximum(logits - new[..., None], LOWEST)
+            below = jnp.maximum(logits - new[:, None], LOWEST)
+            column = j * problem.keys + jnp.arange(problem.keys)
             moved = energy + (maximum - new) * total
             return (
                 new,
@@ -148,12 +164,12 @@ def statistics(problem, head):
                 distance * rescale + (exponentials * abs(column - row)).sum(-1),
             )
 
-        rows = jnp.zeros((head["query"].shape[0], problem.queries), dtype)
+        rows = jnp.zeros(G * problem.queries, dtype)
         carry = (rows + LOWEST, rows, rows, rows)
         maximum, total, energy, distance = _visit(problem, head, i, step, carry)
         reciprocal, lse = _normalisers(maximum, total)
         entropy = jnp.where(total > 0, jnp.log(total) - energy * reciprocal, 0)
-        return lse, entropy, reciprocal, distance * reciprocal
+        return _grouped(problem, (lse, entropy, reciprocal, distance * reciprocal))
 
     lse, entropy, confidence, distance = _over_chunks(problem, head, chunk)
     shares = (_share(problem, head, offset, lse) for offset in (-1, 0, 1))
@@ -203,19 +219,29 @@ def _share(problem, head, offset, lse):
 
 
 def _logits(problem, head, i, j):
-    """One block, `G queries keys`, with `masks.EMPTY` where none may attend."""
-    query = _slice(head["query"], 1, i, problem.queries)
+    """One block, `(G queries) keys`, with `masks.EMPTY` where none may attend."""
+    query = _rows(problem, head, "query", i)
     key = _slice(head["key"], 0, j, problem.keys)
-    logits = _dot(query, key, 1) * problem.scale
+    exact = query.dtype == _dtype(head)
+    # Scaling the smaller array is faster, but would round it if it is bfloat16.
+    logits = _dot(query * problem.scale if exact else query, key, 1)
+    logits = logits if exact else logits * problem.scale
 
     def block(x):
         return _slice(_slice(x, 1, i, problem.queries), 2, j, problem.keys)
+
+    def rows(x):
+        """From G, queries, keys or what broadcasts to it, without copies for G = 1."""
+        if head["query"].shape[0] == 1:
+            return x.reshape(x.shape[-2:])
+        shape = (head["query"].shape[0], problem.queries, problem.keys)
+        return jnp.broadcast_to(x, shape).reshape(logits.shape)
 
     def ids(name, index, size):
         return _slice(head[name], 0, index, size) if name in head else None
 
     if "bias" in head:
-        logits += block(head["bias"]).astype(logits.dtype)
+        logits += rows(block(head["bias"])).astype(logits.dtype)
     allowed = masks.conjunction(
         block(head["mask"]) if "mask" in head else None,
         masks.may_attend(
@@ -233,13 +259,22 @@ def _logits(problem, head, i, j):
             ),
         ),
     )
-    return logits if allowed is None else jnp.where(allowed, logits, masks.EMPTY)
+    return logits if allowed is None else jnp.where(rows(allowed), logits, masks.EMPTY)
+
+
+def _rows(problem, head, name, i):
+    """Block i of an array of queries, their groups one after the other."""
+    x = _slice(head[name], 1, i, problem.queries)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _grouped(problem, arrays):
+    """From rows as `_rows` gives them to G, queries, ..."""
+    return tuple(x.reshape(-1, problem.queries, *x.shape[1:]) for x in arrays)
 
 
 def _exponentials(logits, maximum):
-    """The new maximum, the factor for what was summed before, and the exponentials."""
-    new = jnp.maximum(logits.max(-1), maximum)
-    return new, jnp.exp(maximum - new), jnp.exp(logits - new[..., None])
+    return jnp.exp(logits - maximum[:, None])
 
 
 def _normalisers(maximum, total):
@@ -317,15 +352,10 @@ def _add(total, block, indices, problem):
 
 
 def _dot(left, right, contract=0):
-    """Rows times a matrix, over the matrix's axis `contract`, summed in float32.
-
-    One product of two matrices without a transposition: what CPUs run fastest.
-    """
+    """Rows times a matrix, over the matrix's axis `contract`, summed in float32."""
     dtype = jnp.promote_types(left.dtype, jnp.float32)
-    rows = left.reshape(-1, left.shape[-1])
     axes = (((1,), (contract,)), ((), ()))
-    product = jax.lax.dot_general(rows, right, axes, preferred_element_type=dtype)
-    return product.reshape(*left.shape[:-1], -1)
+    return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)
 
 
 def _dtype(head):

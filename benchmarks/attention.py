@@ -116,16 +116,23 @@ def contenders(shape, backward, rng):
 
 
 def medians(calls, seconds):
-    """Median milliseconds of every call, in turn, so that all see one machine."""
+    """Median milliseconds of every call, in turn, so that all see one machine.
+
+    Each turn waits first, and its first call is not counted: torch's threads keep a
+    core busy for a while after they are done.
+    """
     times = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or min(map(len, times.values())) < 3:
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            time.sleep(0.05)
+            for turn in range(4):
+                start = time.perf_counter()
+                call()
+                if turn:
+                    times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
