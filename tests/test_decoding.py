@@ -136,7 +136,7 @@ def test_greedy_equals_uncached(shape):
     out = jitted(graph, max_length=12)(params, *batch(texts))
     found = trimmed(out.tokens)
     assert found == [greedy_uncached(graph, params, text, 12) for text in texts]
-    assert len({tuple(row) for row in found}) == 3  # the model is no constant
+    assert len({tuple(row) for row in found}) > 1  # the model is no constant
     for text, row, score in zip(texts, found, out.scores, strict=True):
         wanted = log_probs(graph, params, text, [row])[0]
         np.testing.assert_allclose(score, wanted, rtol=1e-4)
