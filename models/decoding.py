@@ -9,7 +9,7 @@ of token ids in, lists out. Both are made of the same parts: `start` encodes sen
 `run` decodes them token by token.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -114,24 +114,24 @@ def idle(graph, params, *, shape, max_length, beam_size) -> State:
     return empty(model, source, keys, max_length=max_length, beam_size=beam_size)
 
 
-@partial(jax.jit, static_argnames=("graph", "options"), donate_argnames="state")
+@lru_cache(maxsize=64)
+def program(graph, structure, options):
+    """`serve` of a model, compiled for every shape it meets.
+
+    Looked up once a translation: to hash a graph takes a millisecond, a step two.
+    """
+
+    def run_model(leaves, *arguments):
+        model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        return serve(model, *arguments, **dict(options))
+
+    return jax.jit(run_model, donate_argnums=1)
+
+
 def serve(
-    graph,
-    params,
-    state: State,
-    source,
-    numbers,
-    limits,
-    places,
-    enough,
-    seed,
-    *,
-    options,
+    model, state: State, source, numbers, limits, places, enough, seed, **options
 ) -> tuple[State, Decoded, Bool[Array, "B"]]:
     """Begin new sentences in rows that are done; decode until enough rows are."""
-    model = nnx.merge(graph, params)
-    options = dict(options)
-    check(**options)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
     segments = (source > 0).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
@@ -165,7 +165,7 @@ def translate(
     The result is in the order of the input, and no translation depends on the other
     sentences (a sample: on its place in the list). Sentences are decoded in the order
     of their length, and one that is finished makes room for the next. Programs are
-    compiled for 1, 8 or all rows, and lengths of 16, 32, 64, ...
+    compiled for 1, 16 or all rows, and lengths of 16, 32, 64, ...
 
     Args:
         graph, params: a model as `nnx.split` gives it, of one trial.
@@ -190,33 +190,47 @@ def translate(
     found = {}
     limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
     most = max(1, batch_size // beam_size)
-    B = min(size for size in (1, 8, most) if size >= min(len(sentences), most))
-    lengths = sorted({bucket(len(x)) for x in sentences})
-    for S in lengths:
+    sizes = sorted({min(size, most) for size in (1, 16, most)})
+    leaves, structure = jax.tree.flatten(params)
+    step = partial(program(graph, structure, tuple(options.items())), leaves)
+    for S in sorted({bucket(len(x)) for x in sentences}):
         waiting = [i for i, x in enumerate(sentences) if bucket(len(x)) == S]
-        L = S  # a finished translation is seldom longer than twice its source
+        # A translation is seldom longer than twice its source. Those that are come
+        # back unfinished, and are begun again with more room.
+        longest = bucket(max(limits[i] for i in waiting))
+        L = min(2 * S, longest)
         while waiting:
-            L *= 2
             waiting.sort(key=lambda i: -len(sentences[i]))
+            B = min(size for size in sizes if size >= min(len(waiting), most))
             state = idle(graph, params, shape=(B, S), max_length=L, beam_size=beam_size)
-            step = partial(serve, graph, params, options=tuple(options.items()))
-            results = stream(step, state, sentences, limits, waiting, seed)
-            found |= {i: result for i, result in results if result is not None}
+            for i, result in stream(
+                step, state, sizes, sentences, limits, waiting, seed
+            ):
+                if result is not None or longest == L:
+                    found[i] = result or ([], float("nan"))
             waiting = [i for i in waiting if i not in found]
+            L = min(2 * L, longest)
     pairs = [found[i] for i in range(len(sentences))]
     return [tokens for tokens, _ in pairs], [score for _, score in pairs]
 
 
-def stream(step, state, sentences, limits, waiting, seed):
+def stream(step, state, sizes, sentences, limits, waiting, seed):
     """Yield the number and the (tokens, score) of sentences as they are finished.
 
     None instead of a pair: the translation does not fit the state's cache.
     """
     B, S = state.rows.memory_mask.shape[::2]
-    E = B if B <= 8 else B // 8  # sentences encoded at a time, rows waited for
     waiting, free, running = list(waiting), list(range(B)), {}
     while waiting or running:
-        new, waiting = waiting[: min(E, len(free))], waiting[min(E, len(free)) :]
+        smaller = smaller_than(B, sizes)
+        if not waiting and len(running) <= smaller:
+            kept = [*running, *free][:smaller]
+            state = keep(state, np.array(kept, np.int32))
+            running = {kept.index(row): number for row, number in running.items()}
+            B, free = smaller, [row for row in range(smaller) if row not in running]
+        E = B if B <= 16 else B // 8  # sentences encoded at a time, rows waited for
+        count = min(E, len(free))
+        new, waiting = waiting[:count], waiting[count:]
         source, places = np.zeros((E, S), np.int32), np.full(E, B, np.int32)
         numbers, bounds = np.zeros(E, np.int32), np.ones(E, np.int32)
         for n, number in enumerate(new):
@@ -224,10 +238,10 @@ def stream(step, state, sentences, limits, waiting, seed):
             places[n], numbers[n] = free.pop(), number
             bounds[n] = limits[number]
             running[int(places[n])] = number
-        # Fill all rows first; then wait for a few; at last for all.
-        enough = (len(free) or E) if waiting else B
-        arrays = state, source, numbers, bounds, places, np.int32(enough), seed
-        state, *out = step(*arrays)
+        # Fill all rows first; then wait for a few; at last until fewer rows will do.
+        enough = (len(free) or E) if waiting else B - smaller_than(B, sizes)
+        arrays = source, numbers, bounds, places, np.int32(enough)
+        state, *out = step(state, *arrays, seed)
         (tokens, scores, finished), done = jax.device_get(out)
         for row in [row for row in running if done[row]]:
             free.append(row)
@@ -235,6 +249,18 @@ def stream(step, state, sentences, limits, waiting, seed):
             length = int((tokens[row] > 0).sum()) - 1  # without EOS
             pair = tokens[row, :length].tolist(), float(scores[row])
             yield number, pair if finished[row] else None
+
+
+def smaller_than(size, sizes):
+    """The next smaller of the sizes, or 0."""
+    return max((other for other in sizes if other < size), default=0)
+
+
+@jax.jit
+def keep(state: State, rows: Int[Array, "B"]) -> State:
+    """The given rows, in fewer."""
+    rows, cache = jax.tree.map(lambda x: x[rows], (state.rows, state.cache))
+    return State(state.clock, rows, cache)
 
 
 def bucket(length: int) -> int:

@@ -183,16 +183,18 @@ def test_length_penalty_by_hand():
     assert decoding_search.penalty(1, 0.6) == 1.0
 
 
-def test_top_pieces_is_top_k():
-    logits = np.random.default_rng(0).permutation(3 * 1000).reshape(3, 1000) * 1.0
-    logits = jnp.asarray(logits, jnp.float32)
-    for count in (1, 5):
-        for found, wanted in zip(
-            decoding_search.top_pieces(logits, count),
-            jax.lax.top_k(logits, count),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(found, wanted)
+@pytest.mark.parametrize("first", [0, 3])
+def test_top_pieces_is_top_k(first):
+    random = np.random.default_rng(0)
+    logits = random.permutation(6 * 1000).reshape(2, 3, 1000).astype(np.float32)
+    logits[0, 0, [1, 997]] = 9999, 9998  # left out, and in no whole block
+    logits[0, 1, first : first + 3] = 9999, 9998, 9997
+    logits = jnp.asarray(logits)
+    for count in (1, 5, 30):
+        wanted, pieces = jax.lax.top_k(logits[..., first:], count)
+        found = decoding_search.top_pieces(logits, count, first)
+        np.testing.assert_array_equal(found[0], wanted)
+        np.testing.assert_array_equal(found[1], pieces + first)
 
 
 def test_samples_follow_the_distribution():
@@ -275,13 +277,25 @@ def test_trials_under_vmap():
         np.testing.assert_allclose(found.scores[trial], wanted.scores, rtol=1e-5)
 
 
-def test_a_bucket_compiles_once():
+def test_a_bucket_compiles_once(monkeypatch):
     graph, params = make(seed=3)
-    decoding.translate(graph, params, sentences(5))
-    before = decoding.serve._cache_size()
+    programs = []
+
+    def spy(*arguments):
+        programs.append(program(*arguments))
+        return programs[-1]
+
+    program = decoding.program
+    monkeypatch.setattr(decoding, "program", spy)
+    # The model never ends, so the caches of 32 and then of 64 slots are both met.
+    for lengths in ((5,), (16,)):
+        decoding.translate(graph, params, sentences(*lengths))
+    compiled = programs[0]._cache_size()
+    assert compiled >= 1
     for lengths in ((4,), (12,), (16,)):
         decoding.translate(graph, params, sentences(*lengths, seed=1))
-    assert decoding.serve._cache_size() == before
+    assert all(each is programs[0] for each in programs)
+    assert programs[0]._cache_size() == compiled
 
 
 def test_finished_sentences_stop_the_loop():
