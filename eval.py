@@ -15,6 +15,7 @@ from absl import flags
 from configs.commandline import fail, one_sentence, run
 from training import platform
 from training.metrics import show_log
+from training.workdir import write_json
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
 SPLIT = flags.DEFINE_string("split", None, "Split to score: val, test, ...")
@@ -58,7 +59,9 @@ class Trained(NamedTuple):
     config: Any
     graph: Any  # nnx.GraphDef
     params: Any  # nnx.State, leaves with the trial axis R
+    trials: list[dict]  # what each differs in
     step: list[int]  # of every trial's parameters
+    diverged_at: list[int | None]
     tokenizers: tuple
 
 
@@ -102,6 +105,7 @@ def load(workdir: Path, which: str) -> Trained:
 
     import jax
     import ml_collections
+    import numpy as np
     from flax import nnx
 
     from data import tokenizer
@@ -119,42 +123,53 @@ def load(workdir: Path, which: str) -> Trained:
     vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     graph, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-    num_trials = len(json.loads((workdir / "trials.json").read_text()))
+    trials = json.loads((workdir / "trials.json").read_text())
     abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((num_trials, *leaf.shape), leaf.dtype), params
+        lambda leaf: jax.ShapeDtypeStruct((len(trials), *leaf.shape), leaf.dtype),
+        params,
     )
     checkpoints = Checkpoints(workdir)
-    params, steps = READ[which](checkpoints, abstract, num_trials)
+    like = np.zeros(len(trials))
+    items = checkpoints.restore_last(trials={"step": like, "diverged_at": like})
+    marks = found(items, checkpoints)[1]["trials"]
+    params, steps = READ[which](checkpoints, abstract, marks)
     checkpoints.close()
-    return Trained(config, graph, jax.device_put(params), steps, tokenizers)
+    return Trained(
+        config,
+        graph,
+        jax.device_put(params),
+        trials,
+        [int(step) for step in steps],
+        [int(step) or None for step in marks["diverged_at"]],
+        tokenizers,
+    )
 
 
-def read_best(checkpoints, abstract, num_trials: int):
-    """Every trial's parameters at its best dev BLEU."""
+def read_best(checkpoints, abstract, marks: dict):
+    """Every trial's parameters at its best evaluation, by train.best_metric."""
     import numpy as np
 
-    like = np.zeros(num_trials)
-    _, items = found(
-        checkpoints.restore_last(
-            best={"params": abstract, "score": like, "step": like}
-        ),
-        checkpoints,
-    )
-    if not np.isfinite(items["best"]["score"]).all():
+    like = np.zeros(len(marks["step"]))
+    best = {"params": abstract, "score": like, "step": like}
+    best = found(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
+    # what diverged before its first evaluation has its initial values here
+    if not (np.isfinite(best["score"]) | (marks["diverged_at"] > 0)).all():
         raise ValueError(
             f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
             f"on to train.eval_every_steps, or use --checkpoint=last."
         )
-    return items["best"]["params"], items["best"]["step"].tolist()
+    return best["params"], best["step"]
 
 
-def read_last(checkpoints, abstract, num_trials: int):
-    """The parameters of the last checkpoint."""
+def read_last(checkpoints, abstract, marks: dict):
+    """The parameters of the last checkpoint; a frozen trial's are older."""
+    import numpy as np
+
     step, items = found(checkpoints.restore_last(params=abstract), checkpoints)
-    return items["params"], [step] * num_trials
+    return items["params"], np.minimum(step, marks["step"])
 
 
-def read_average(checkpoints, abstract, num_trials: int):
+def read_average(checkpoints, abstract, marks: dict):
     """The mean of the parameters of all checkpoints that are kept."""
     import jax
     import numpy as np
@@ -175,7 +190,7 @@ def read_average(checkpoints, abstract, num_trials: int):
     found(total, checkpoints)
     mean = jax.tree.map(lambda leaf: (leaf / count).astype(np.float32), total)
     say(f"Averaged {count} checkpoints, the last of step {last}.")
-    return mean, [last] * num_trials
+    return mean, np.minimum(last, marks["step"])
 
 
 READ = {"best": read_best, "last": read_last, "average": read_average}
@@ -197,6 +212,7 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
 
     from analysis.evaluation import sentences
     from analysis.scores import published_scores, scores
+    from analysis.table import print_scores
     from data import corpora
     from models.decoding import translate
 
@@ -212,8 +228,10 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
             trained.graph, params, encoded, batch_size=BATCH_SIZE.value, **options
         )
         hypotheses = trained.tokenizers[1].decode_many(out)
-        row = {"trial": trial, "split": split, "checkpoint": CHECKPOINT.value}
-        row |= {"step": int(step), **scores(hypotheses, references)}
+        row = {"trial": trial, **trained.trials[trial], "split": split}
+        row |= {"checkpoint": CHECKPOINT.value, "step": step}
+        row |= {"diverged_at": trained.diverged_at[trial]}
+        row |= scores(hypotheses, references)
         if data.name == "multi30k":
             tokenized = corpora.tokenized_references(
                 data.name, data.target, split, directory
@@ -225,10 +243,8 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
             chosen = hypotheses, out[0]
         write_output(hypotheses, trial, len(trained.step))
     path = workdir / f"result-{split}.json"
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(rows, indent=1) + "\n")
-    part.replace(path)
-    print_scores(rows, path)
+    write_json(path, rows)
+    print_scores(rows, list(trained.trials[0]), path)
     show(sources, references, chosen[0])
     if PLOT.value:
         plot(trained, sources[0], chosen[1])
@@ -242,31 +258,6 @@ def write_output(hypotheses: list[str], trial: int, num_trials: int) -> None:
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
     path.write_text("".join(line + "\n" for line in hypotheses))
-
-
-def print_scores(rows: list[dict], path: Path) -> None:
-    """A table of the scores, with the signatures that define them."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = {
-        "trial": "{:d}",
-        "step": "{:d}",
-        "bleu": "{:.2f}",
-        "published_bleu": "{:.2f}",
-        "chrf": "{:.2f}",
-        "exact_match": "{:.2%}",
-    }
-    columns = {name: form for name, form in columns.items() if name in rows[0]}
-    table = Table(*[name.replace("_", " ") for name in columns], title=rows[0]["split"])
-    for row in rows:
-        table.add_row(*[form.format(row[name]) for name, form in columns.items()])
-    console = Console(highlight=False)
-    console.print(table)
-    for name in ("signature", "published_signature", "chrf_signature"):
-        if name in rows[0]:
-            console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
-    console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
 
 
 def translate_lines(trained: Trained, options: dict) -> None:

@@ -7,11 +7,7 @@ of the config can be set: --config.model.attention.num_heads=8
 """
 
 import contextlib
-import fcntl
-import json
-import shutil
 import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -23,14 +19,20 @@ from ml_collections import config_flags
 from configs.commandline import fail, flat, one_sentence, run
 from training import platform
 from training.metrics import show_log
+from training.trials import named, numbers, trials_of
+from training.workdir import claim, environment, write_json
 
 START = time.monotonic()
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file.", lock_config=True
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder that the run is kept in.")
-
-MAY_CHANGE = ("train.num_steps", "train.log_every_steps", "data.directory")
+TRIALS = flags.DEFINE_string(
+    "trials",
+    None,
+    "JSON file of the trials to train as one program: a list of objects from config "
+    "path to number, each a trial's difference to the config.",
+)
 
 
 def main():
@@ -40,14 +42,14 @@ def main():
             "--config and --workdir are needed, as in "
             "python train.py --config=configs/numbers.py --workdir=runs/numbers"
         )
-    train(CONFIG.value, Path(WORKDIR.value))
+    train(CONFIG.value, Path(WORKDIR.value), TRIALS.value and Path(TRIALS.value))
 
 
 class Run(NamedTuple):
     """What the loop needs, put together from a config and a workdir."""
 
     static: Any  # training.step.Static
-    trials: dict  # the numbers in which trials differ, each of shape R
+    numbers: dict  # of the trials, each of shape R, see training.step.train_step
     state: Any  # training.step.TrainState
     best: dict  # of every trial's best evaluation: params, score, step
     step: int  # updates that an earlier start has done
@@ -56,17 +58,21 @@ class Run(NamedTuple):
     checkpoints: Any  # training.checkpoint.Checkpoints
 
 
-def train(config, workdir: Path) -> None:
-    """Train the trials of a config in a workdir, or go on with them."""
+def train(config, workdir: Path, listed: Path | None = None) -> None:
+    """Train the trials of a config in a workdir, or go on with them.
+
+    `listed` is a file of trials; without it they differ in their seeds alone.
+    """
     platform.setup()
     show_log()
     stop = StopSignal()
     with contextlib.ExitStack() as stack:
         with one_sentence():
-            stack.enter_context(claim(workdir, config))
-            ready = prepare(config, workdir)
+            trials = trials_of(flat(config.to_dict()), listed)
+            stack.enter_context(claim(workdir, config.to_dict(), trials))
+            ready = prepare(config, workdir, trials)
         with one_sentence(OSError):
-            loop(config, workdir, ready, stop)
+            loop(config, workdir, trials, ready, stop)
 
 
 class StopSignal:
@@ -83,69 +89,7 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def claim(workdir: Path, config):
-    """Make the workdir this config's, and this process's alone.
-
-    Raises:
-        ValueError: it holds a run of another config, or another process is at it.
-    """
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"Another process is training in {workdir}; wait for it, or choose "
-                f"another --workdir."
-            ) from None
-        path = workdir / "config.json"
-        differences = differing(path, config) if path.exists() else []
-        if differences and (workdir / "metrics.jsonl").exists():
-            raise ValueError(
-                f"{workdir} holds a run of another config: {', '.join(differences)}; "
-                f"choose another --workdir, or the settings of that run."
-            )
-        if differences:  # a start that failed; its vocabulary is of the other config
-            shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
-        write_json(path, config.to_dict())
-        write_json(workdir / "trials.json", [{"seed": config.seed}])
-        yield
-
-
-def differing(path: Path, config) -> list[str]:
-    """What differs between a config.json and a config, but for what may."""
-    there, now = flat(json.loads(path.read_text())), flat(config.to_dict())
-    return [
-        f"{key} (there {there.get(key, 'unset')!r}, now {now.get(key, 'unset')!r})"
-        for key in sorted(there | now)
-        if key not in MAY_CHANGE and there.get(key, "unset") != now.get(key, "unset")
-    ]
-
-
-def write_json(path: Path, value) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    part.replace(path)
-
-
-def trials_of(config) -> dict:
-    """The numbers in which trials may differ, each with the trial axis R in front."""
-    import numpy as np
-
-    optimizer = config.optimizer.to_dict()
-    smoothing = optimizer.pop("label_smoothing")
-    del optimizer["schedule"]  # part of the program
-    return {
-        "seed": np.array([config.seed], np.uint32),
-        "dropout": np.array([config.model.dropout], np.float32),
-        "label_smoothing": np.array([smoothing], np.float32),
-        "optimizer": {k: np.array([v], np.float32) for k, v in optimizer.items()},
-    }
-
-
-def prepare(config, workdir: Path) -> Run:
+def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     """Load the data, build the model, take up the last checkpoint."""
     import jax
     import numpy as np
@@ -171,13 +115,13 @@ def prepare(config, workdir: Path) -> Run:
         config.data.vocab_size,
         joint=config.data.joint_vocabulary,
     )
-    trials = trials_of(config)
+    arrays = numbers(flat(config.to_dict()), trials)
     batches = pipeline.Batches(
         tokenizers[0].encode(sources),
         tokenizers[1].encode(targets),
         batch_tokens=config.data.batch_tokens,
         max_length=config.data.max_length,
-        seeds=[int(seed) for seed in trials["seed"]],
+        seeds=[trial["seed"] for trial in trials],
     )
     dev = Dev(
         *corpora.load(*names, "val", config.data.directory),
@@ -189,9 +133,9 @@ def prepare(config, workdir: Path) -> Run:
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
     static = Static(graph, config.optimizer.schedule, config.model.width)
-    make_state = partial(init, trials, static=static, build=build)
+    make_state = partial(init, arrays, static=static, build=build)
     abstract = jax.eval_shape(make_state)
-    num_trials = len(trials["seed"])
+    num_trials = len(trials)
     marks = {
         "score": np.full(num_trials, -np.inf),
         "step": np.zeros(num_trials, np.int32),
@@ -205,28 +149,39 @@ def prepare(config, workdir: Path) -> Run:
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
-        updates, opt_state = items["optimizer"]
-        state = jax.device_put(TrainState(updates, items["params"], opt_state))
-        best = items["best"]
+        state = TrainState(
+            items["trials"]["step"],
+            items["params"],
+            items["optimizer"],
+            items["trials"]["diverged_at"],
+            items["trials"]["stopped_at"],
+        )
+        state, best = jax.device_put(state), items["best"]
         say(f"Going on from step {step} of {workdir}.")
     write_json(
         workdir / "run.json",
         {
             "attention": implementations(config.model, *batches.shape),
+            "trials": num_trials,
             "num_parameters": num_parameters(abstract.params) // num_trials,
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         },
     )
-    return Run(static, trials, state, best, step, batches, dev, checkpoints)
+    return Run(static, arrays, state, best, step, batches, dev, checkpoints)
 
 
 def items_of(state, best: dict) -> dict:
     """What a checkpoint holds; the parameters apart, for who wants only them."""
     return {
         "params": state.params,
-        "optimizer": (state.step, state.opt_state),
+        "optimizer": state.opt_state,
+        "trials": {
+            "step": state.step,
+            "diverged_at": state.diverged_at,
+            "stopped_at": state.stopped_at,
+        },
         "best": best,
     }
 
@@ -269,35 +224,15 @@ def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
     }
 
 
-def environment() -> dict:
-    """What a result depends on besides the config: versions, device, commit."""
-    import subprocess
-    from importlib.metadata import version
+def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
+    """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
+    import numpy as np
 
-    import jax
-
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
-    return {
-        "commit": git.stdout.strip() or None,
-        "python": sys.version.split()[0],
-        "versions": {name: version(name) for name in packages},
-        "devices": [f"{d.platform}: {d.device_kind}" for d in jax.local_devices()],
-    }
-
-
-def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
-    """Update, log, evaluate and save until num_steps, a signal, or a divergence."""
     from data.pipeline import training_batches
     from training.metrics import MetricsWriter, Progress, Window, clock, say
-    from training.step import train_step
+    from training.step import stop_late, train_step
 
-    static, trials, state, best, step, batches, dev, checkpoints = ready
+    static, arrays, state, best, step, batches, dev, checkpoints = ready
     every, num_steps = config.train, config.train.num_steps
     if step >= num_steps:
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
@@ -305,22 +240,30 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
     writer, progress = MetricsWriter(workdir, step), Progress(num_steps, step)
     window, unread = Window(batches.shape), []
     feed = training_batches(batches, start_step=step)
+    frozen = np.array(state.frozen)
+
+    def freeze(which, at: int, why: str, **row) -> None:
+        """Say which trials are not updated any more."""
+        for trial in which.tolist():
+            frozen[trial] = True
+            writer.write(at, trial, **row)
+            say(f"step {at}: {named(trials, trial)} {why}; it is frozen from now on.")
 
     def read(most: int) -> None:
         """Take in the metrics of all but the last `most` steps."""
         while len(unread) > most:
             at, metrics = unread.pop(0)
-            if window.add(metrics):
-                fail(divergence(at, checkpoints))
+            why = "diverged: its loss or gradient is not finite"
+            freeze(window.add(metrics), at, why, diverged_at=at)
 
     def is_due(interval: int) -> bool:
         return step % interval == 0 or step == num_steps
 
     try:
-        while step < num_steps and stop.name is None:
+        while step < num_steps and stop.name is None and not frozen.all():
             with window.waiting():
                 batch = next(feed)
-            state, metrics = train_step(state, trials, batch, static=static)
+            state, metrics = train_step(state, arrays, batch, static=static)
             step += 1
             unread.append((step, metrics))
             read(most=1)  # one step late, so that the device never waits for Python
@@ -330,51 +273,68 @@ def loop(config, workdir: Path, ready: Run, stop: StopSignal) -> None:
                 window.start_clock()
             if is_due(every.log_every_steps):
                 read(most=0)
-                for trial, row in enumerate(window.rows()):
+                for trial, row in window.rows().items():
                     writer.write(step, trial, **row)
                 progress.update(step, window.text)
             with window.paused():
                 if is_due(every.eval_every_steps):
                     read(most=0)
-                    best = evaluate(config, step, state, best, static, dev, writer)
+                    best = evaluate(
+                        config, step, state, best, frozen, static, dev, writer
+                    )
+                    if every.patience is not None:
+                        since = every.patience * every.eval_every_steps
+                        state, late = stop_late(state, best, step - since, step)
+                        why = f"has had no better {every.best_metric} in {since} steps"
+                        freeze(late, step, why, stopped_at=step)
                 if is_due(every.checkpoint_every_steps):
-                    read(most=0)  # a diverged state is not to be kept
+                    read(most=0)
                     checkpoints.save(step, **items_of(state, best))
-        if stop.name is not None:
-            read(most=0)
-            checkpoints.save(step, **items_of(state, best))
+        read(most=0)
+        checkpoints.save(step, **items_of(state, best))  # also when it ended early
         checkpoints.wait()
     finally:
         progress.close()
         writer.close()
         feed.close()
         checkpoints.close()
+    if frozen.all():
+        say(f"step {step}: no trial is left to train.")
     if stop.name is not None:
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
+    elif (diverged := np.asarray(state.diverged_at)).all():
+        fail(divergence(int(diverged.max()), len(trials)))
     else:
-        say(f"Trained {step} steps. python eval.py --workdir={workdir} --split=val")
+        end = "; no trial is left to train" if step < num_steps else ""
+        say(
+            f"Trained {step} steps{end}. python eval.py --workdir={workdir} --split=val"
+        )
 
 
-def evaluate(config, step: int, state, best: dict, static, dev, writer) -> dict:
-    """Score every trial on the dev set; the best of every trial so far."""
+def evaluate(config, step: int, state, best: dict, frozen, static, dev, writer) -> dict:
+    """Score the trials that are not frozen; the best of every trial so far."""
+    import numpy as np
+
     from analysis.evaluation import dev_scores, ranking
-    from training.metrics import say
+    from training.metrics import say, spread
     from training.step import keep_best
 
-    rows = dev_scores(static, state.params, dev)
-    for trial, row in enumerate(rows):
+    rows = dev_scores(static, state.params, dev, np.flatnonzero(~frozen).tolist())
+    for trial, row in rows.items():
         writer.write(step, trial, **row)
-        say(f"step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()))
-    return keep_best(best, state.params, step, ranking(rows, config.train.best_metric))
+    names = next(iter(rows.values()), {})
+    texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
+    say(f"step {step}: " + "  ".join(texts))
+    ranks = ranking(rows, config.train.best_metric, len(frozen))
+    return keep_best(best, state.params, step, ranks)
 
 
-def divergence(step: int, checkpoints) -> str:
-    """What to say when a loss is not finite."""
-    last = max(checkpoints.steps(), default=None)
-    good = "there is no checkpoint yet" if last is None else f"step {last} is saved"
+def divergence(step: int, num_trials: int) -> str:
+    """What to say when no trial is left."""
+    where = "" if num_trials == 1 else f" in all {num_trials} trials, in the last one"
     return (
-        f"The loss or its gradient stopped being finite at step {step}; of the good "
-        f"states before, {good}. A lower optimizer.learning_rate or a longer "
+        f"The loss or its gradient stopped being finite{where} at step {step}; the "
+        f"parameters before are saved. A lower optimizer.learning_rate or a longer "
         f"optimizer.warmup_steps may help."
     )
 

@@ -27,14 +27,16 @@ def sentences(encoded) -> list[list[int]]:
     return [encoded[i].tolist() for i in range(len(encoded))]
 
 
-def ranking(rows: list[dict], metric: str) -> np.ndarray:
-    """The metric of every trial's row of `dev_scores`, so that higher is better."""
-    values = np.array([row[metric] for row in rows])
-    return -values if metric == "dev_loss" else values
+def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
+    """The metric of every trial, so that higher is better; -inf where it has no row."""
+    scores = np.full(num_trials, -np.inf)
+    for trial, row in rows.items():
+        scores[trial] = -row[metric] if metric == "dev_loss" else row[metric]
+    return scores
 
 
-def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
-    """Loss (nats a token) and scores of greedy translations, a row for every trial.
+def dev_scores(static: Static, params, dev: Dev, trials) -> dict[int, dict]:
+    """Loss (nats a token) and scores of greedy translations, a row for each of trials.
 
     `params` has the trial axis R in front of every leaf.
     """
@@ -45,17 +47,15 @@ def dev_scores(static: Static, params, dev: Dev) -> list[dict]:
         for batch in evaluation_batches(source, target, batch_tokens=dev.batch_tokens)
     ]
     loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
-    rows = []
-    for trial in range(len(loss)):
+    rows = {}
+    for trial in trials:
         one = jax.tree.map(lambda leaf, trial=trial: leaf[trial], params)
         tokens_out, _ = translate(static.graph, one, sentences(source))
         found = scores(dev.tokenizers[1].decode_many(tokens_out), dev.targets)
-        rows.append(
-            {
-                "dev_loss": float(loss[trial] / tokens[trial]),
-                "dev_bleu": found["bleu"],
-                "dev_chrf": found["chrf"],
-                "dev_exact_match": found["exact_match"],
-            }
-        )
+        rows[trial] = {
+            "dev_loss": float(loss[trial] / tokens[trial]),
+            "dev_bleu": found["bleu"],
+            "dev_chrf": found["chrf"],
+            "dev_exact_match": found["exact_match"],
+        }
     return rows

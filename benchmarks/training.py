@@ -220,12 +220,14 @@ class Ours:
         import jax.numpy as jnp
         from flax import nnx
 
+        from configs.commandline import flat
         from data.pipeline import Batches
         from models.transformer import Transformer
-        from train import trials_of
         from training.step import Static, init, train_step
+        from training.trials import numbers, trials_of
 
-        trials = trials_of(config)
+        settings = flat(config.to_dict())
+        trials = numbers(settings, trials_of(settings))
         tokens, longest = config.data.batch_tokens, config.data.max_length
         self.batches = Batches(
             source, target, batch_tokens=tokens, max_length=longest, seeds=[0]

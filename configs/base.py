@@ -11,6 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
     """The original Transformer, small, on the embedded number phrases."""
     config = ml_collections.ConfigDict()
     config.seed = 0  # of the initial values, the data order and dropout
+    config.seeds = 1  # trials, which train as one program: seed, seed + 1, ...
 
     config.data = data = ml_collections.ConfigDict()
     data.name = "numbers"  # numbers, multi30k, text, or a TFDS translation set
@@ -55,6 +56,7 @@ def get_config() -> ml_collections.ConfigDict:
     train.log_every_steps = 50
     train.eval_every_steps = 250  # dev loss, and scores of greedy translations
     train.best_metric = "dev_bleu"  # or dev_chrf, dev_exact_match, dev_loss
+    train.patience = placeholder(int)  # evaluations without a better one; None: never
     train.checkpoint_every_steps = 250
     train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages
     return config

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from training.metrics import MetricsWriter, Progress, Window, clock
+from training.metrics import MetricsWriter, Progress, Window, clock, spread
 
 
 def rows_of(path):
@@ -34,11 +34,13 @@ def test_window_weighs_the_steps_by_their_tokens():
                 "source_tokens": np.array([8, 8]),
                 "gradient_norm": np.ones(2),
                 "learning_rate": np.ones(2),
-                "finite": np.array([True, False]),
+                "updated": np.array([True, False]),
+                "diverged": np.array([False, loss == 1.0]),
             }
         )
-        assert diverged == [1]
+        assert diverged.tolist() == ([1] if loss == 1.0 else [])
     rows = window.rows()
+    assert list(rows) == [0]
     assert rows[0]["loss"] == pytest.approx((10 * 1 + 20 * 4) / 30)
     assert rows[0]["target_fill"] == pytest.approx(30 / 40)
     assert rows[0]["source_fill"] == pytest.approx(16 / 32)
@@ -48,13 +50,28 @@ def test_window_weighs_the_steps_by_their_tokens():
 def test_the_pace_leaves_out_the_steps_before_the_clock():
     window = Window((1, 4, 4))
     names = ("loss", "source_tokens", "gradient_norm", "learning_rate")
-    step = {name: np.ones(1) for name in names} | {"finite": np.array([True])}
+    step = {name: np.ones(1) for name in names} | {
+        "updated": np.array([True]),
+        "diverged": np.array([False]),
+    }
     window.add(step | {"target_tokens": np.array([1000.0])})  # with the compilation
     window.start_clock()
     assert "tokens_per_second" not in window.pace({})
     window.add(step | {"target_tokens": np.array([1.0])})
     row = window.rows()[0]
     assert row["tokens_per_second"] / row["steps_per_second"] == pytest.approx(2)
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(1, 0, dev_loss=float("nan"), note=None)
+    writer.close()
+    assert rows_of(tmp_path / "metrics.jsonl")[0]["dev_loss"] is None
+
+
+def test_spread_is_that_of_a_sample():
+    assert spread("loss", [1.0, 3.0]) == "loss 2.000 ± 1.414"
+    assert spread("loss", [1.0]) == "loss 1.000" and spread("loss", []) == ""
 
 
 def test_plain_lines_are_rare(capsys):

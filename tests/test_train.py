@@ -30,6 +30,7 @@ SMALL = {
     "train.log_every_steps": 1,
     "train.eval_every_steps": 60,
     "train.checkpoint_every_steps": 7,
+    "seeds": 2,
 }
 
 
@@ -71,7 +72,7 @@ def rows(workdir):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """The workdir of an undisturbed run."""
+    """The workdir of an undisturbed run of two trials."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
     ran = run(train_command(workdir))
     assert ran.returncode == 0, ran.stderr
@@ -119,7 +120,10 @@ def test_a_stopped_run_ends_as_an_undisturbed_one(trained, tmp_path, number):
 
 def test_what_a_run_leaves(trained):
     assert json.loads((trained / "config.json").read_text())["model"]["width"] == 16
-    assert json.loads((trained / "trials.json").read_text()) == [{"seed": 0}]
+    assert json.loads((trained / "trials.json").read_text()) == [
+        {"seed": 0},
+        {"seed": 1},
+    ]
     record = json.loads((trained / "run.json").read_text())
     assert record["attention"].keys() == {"encoder", "decoder", "cross"}
     assert record["num_parameters"] > 1000 and record["versions"]["jax"]
@@ -219,15 +223,46 @@ def test_a_missing_folder_is_named(tmp_path):
     refused(run(train_command(tmp_path / "run", **overrides)), str(tmp_path / "none"))
 
 
-def test_a_diverging_run_names_its_step_and_checkpoint(tmp_path):
-    rate = {"optimizer.learning_rate": 1e30, "optimizer.schedule": "constant"}
-    ran = run(train_command(tmp_path / "run", **rate, **{"optimizer.warmup_steps": 1}))
-    parts = (
-        "stopped being finite at step",
-        "there is no checkpoint yet",
-        "learning_rate",
-    )
-    refused(ran, *parts)
+def test_a_diverging_run_names_its_step(tmp_path):
+    args = train_command(tmp_path / "run", **{"optimizer.learning_rate": 1e30})
+    for _ in range(2):  # once more: what diverged is kept
+        sentence = refused(run(args), "stopped being finite in all 2 trials")
+        assert "learning_rate" in sentence
+
+
+def test_trials_that_differ_stop_and_diverge(tmp_path):
+    """Two, as in the runs above: the compiled program is the same."""
+    rates = 0.0, 1e30  # the first gets no better and is stopped early
+    workdir, listed = tmp_path / "run", tmp_path / "listed.json"
+    listed.write_text(json.dumps([{"optimizer.learning_rate": r} for r in rates]))
+    overrides = {
+        "seeds": 1,
+        "train.eval_every_steps": 10,
+        "train.best_metric": "dev_loss",
+        "train.patience": 1,
+    }
+    args = train_command(workdir, **overrides)
+    ran = run([*args, f"--trials={listed}"])
+    assert ran.returncode == 0, ran.stderr
+    assert "trial 0 (seed 0, optimizer.learning_rate 0) has had no better" in ran.stderr
+    assert "trial 1 (seed 0, optimizer.learning_rate 1e+30) diverged" in ran.stderr
+    assert "no trial is left" in ran.stderr
+    found = rows(workdir)
+    (stop,) = [row for row in found if "stopped_at" in row]
+    assert (stop["trial"], stop["stopped_at"]) == (0, 20)
+    (divergence,) = [row for row in found if "diverged_at" in row]
+    at = divergence["diverged_at"]
+    assert divergence["trial"] == 1 and 0 < divergence["step"] == at < 10
+    logged = {(row["step"], row["trial"]) for row in found if "loss" in row}
+    assert logged == {(n, 0) for n in range(1, 21)} | {(n, 1) for n in range(1, at)}
+    evaluated = [(row["step"], row["trial"]) for row in found if "dev_loss" in row]
+    assert evaluated == [(10, 0), (20, 0)]
+    ran = run(command("eval.py", workdir=workdir, split="val", beam_size=1))
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads((workdir / "result-val.json").read_text())
+    assert [row["step"] for row in result] == [10, 0]
+    assert [row["diverged_at"] for row in result] == [None, at]
+    refused(run(args), "trials[1]", "choose another --workdir")
 
 
 def limited(args, size):
@@ -272,6 +307,7 @@ TEN_PAIRS = {
 
 def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
     overrides = write_corpus(tmp_path / "corpus", TEN_PAIRS, TEN_PAIRS.values()) | {
+        "seeds": 1,
         "data.vocab_size": 200,
         "data.batch_tokens": 256,
         "model.width": 64,
@@ -293,6 +329,7 @@ def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
     ran = run(command("eval.py", workdir=workdir, **args))
     assert ran.returncode == 0, ran.stderr
     (row,) = json.loads((workdir / "result-val.json").read_text())
+    assert row["trial"] == row["seed"] == 0 and row["diverged_at"] is None
     assert row["bleu"] > 95
     assert row["signature"].startswith("nrefs:1|") and row["decoding"]["beam_size"] == 2
     assert next(iter(TEN_PAIRS)) in ran.stdout
@@ -310,9 +347,11 @@ def test_evaluating_by_every_checkpoint(trained):
         args = {"split": "val", "checkpoint": which, "beam_size": 1}
         ran = run(command("eval.py", workdir=trained, **args))
         assert ran.returncode == 0, ran.stderr
-        (row,) = json.loads((trained / "result-val.json").read_text())
-        assert row["checkpoint"] == which
-        steps[which] = row["step"]
+        found = json.loads((trained / "result-val.json").read_text())
+        assert [(row["trial"], row["seed"]) for row in found] == [(0, 0), (1, 1)]
+        assert {row["checkpoint"] for row in found} == {which}
+        assert "mean ± sd of 2" in " ".join(ran.stdout.split())
+        (steps[which],) = {row["step"] for row in found}
         if which == "average":
             assert "Averaged 5 checkpoints" in ran.stderr
     assert steps == {"best": 60, "last": 60, "average": 60}

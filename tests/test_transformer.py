@@ -1,4 +1,4 @@
-"""The model: what may depend on what, packing, and the trial axis of its step."""
+"""The model: what may depend on what, and packing."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from configs.base import get_config
 from models.layers import dropout
 from models.positions import sinusoidal
 from models.transformer import Transformer, num_parameters
-from training.step import Static, batch_loss, init, keep_best, train_step
+from training.step import Static, batch_loss
 
 VOCAB = 40
 
@@ -189,73 +189,3 @@ def test_dropout_differs_between_places_and_keys():
     ]
     assert not np.array_equal(of[0], of[1]) and not np.array_equal(of[0], of[2])
     np.testing.assert_array_equal(of[0], of[3])
-
-
-def trials(seeds, dropouts, rates):
-    size = len(seeds)
-    return {
-        "seed": np.array(seeds, np.uint32),
-        "dropout": np.array(dropouts, np.float32),
-        "label_smoothing": np.full(size, 0.1, np.float32),
-        "optimizer": {
-            "learning_rate": np.array(rates, np.float32),
-            "warmup_steps": np.full(size, 2, np.float32),
-            "beta1": np.full(size, 0.9, np.float32),
-            "beta2": np.full(size, 0.98, np.float32),
-            "epsilon": np.full(size, 1e-9, np.float32),
-            "weight_decay": np.zeros(size, np.float32),
-            "clip_norm": np.ones(size, np.float32),
-        },
-    }
-
-
-def stacked(*batches):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-
-
-def test_a_trial_in_a_group_equals_the_same_trial_alone():
-    build = tiny()
-    static = Static(split()[0], "inverse_sqrt", 16)
-    shuffled = {name: value[::-1] for name, value in PACKED.items()}
-    group = trials([3, 7], [0.1, 0.3], [1e-2, 3e-3])
-    state = init(group, static=static, build=build)
-    for step in range(5):
-        of_trial = (PACKED, shuffled) if step % 2 else (shuffled, PACKED)
-        state, metrics = train_step(state, group, stacked(*of_trial), static=static)
-    for trial in range(2):
-        one = jax.tree.map(lambda x, trial=trial: x[trial : trial + 1], group)
-        alone = init(one, static=static, build=build)
-        for step in range(5):
-            of_trial = (PACKED, shuffled) if step % 2 else (shuffled, PACKED)
-            alone, alone_metrics = train_step(
-                alone, one, stacked(of_trial[trial]), static=static
-            )
-        np.testing.assert_allclose(
-            metrics["loss"][trial], alone_metrics["loss"][0], rtol=1e-5
-        )
-
-
-def test_a_trial_that_diverges_keeps_its_state_and_the_others_go_on():
-    build = tiny()
-    static = Static(split()[0], "constant", 16)
-    group = trials([0, 1], [0.0, 0.0], [1e-3, 1e30])
-    state = init(group, static=static, build=build)
-    finite = []
-    for _ in range(4):
-        state, metrics = train_step(
-            state, group, stacked(PACKED, PACKED), static=static
-        )
-        finite.append(np.asarray(metrics["finite"]).tolist())
-    assert all(good for good, _ in finite) and not finite[-1][1]
-    assert int(state.step[0]) == 4 and int(state.step[1]) < 4
-
-
-def test_keep_best_is_per_trial():
-    best = {
-        "params": {"w": jnp.zeros((2, 3))},
-        "score": np.array([1.0, 1.0]),
-        "step": np.array([5, 5], np.int32),
-    }
-    best = keep_best(best, {"w": jnp.ones((2, 3))}, 10, np.array([2.0, 1.0]))
-    np.testing.assert_array_equal(best["params"]["w"], [[1.0] * 3, [0.0] * 3])
-    assert best["score"].tolist() == [2.0, 1.0] and best["step"].tolist() == [10, 5]

@@ -32,11 +32,15 @@ class MetricsWriter:
         self.workdir, self.step, self.board = workdir, step, None
 
     def write(self, step: int, trial: int, **values) -> None:
-        """Write one row; numbers go to TensorBoard too.
+        """Write one row; numbers go to TensorBoard too. What is not finite is null.
 
         Raises:
             OSError: the row can't be written, as on a full disk.
         """
+        values = {
+            name: None if isinstance(value, float) and not np.isfinite(value) else value
+            for name, value in values.items()
+        }
         try:
             self.file.write(json.dumps({"step": step, "trial": trial, **values}) + "\n")
         except OSError as error:
@@ -97,33 +101,37 @@ class Window:
         yield
         self.pause += time.monotonic() - start
 
-    def add(self, metrics: dict) -> list[int]:
+    def add(self, metrics: dict) -> np.ndarray:
         """Take in the metrics of a step, each of shape R; the trials that diverged."""
         metrics = {name: np.asarray(value) for name, value in metrics.items()}
         self.metrics.append(metrics)
-        return np.flatnonzero(~metrics["finite"]).tolist()
+        return np.flatnonzero(metrics["diverged"])
 
-    def rows(self) -> list[dict]:
-        """A row for every trial, and a new window."""
+    def rows(self) -> dict[int, dict]:
+        """A row of every trial that was updated, and a new window."""
         of = {
             name: np.stack([m[name] for m in self.metrics]) for name in self.metrics[0]
         }
-        steps, pace = len(self.metrics), self.pace(of)
+        updated = of.pop("updated")
+        for side in SIDES:
+            of[f"{side}_tokens"] = of[f"{side}_tokens"] * updated
+        steps, pace = np.maximum(updated.sum(0), 1), self.pace(of)
         target, source = of["target_tokens"].sum(0), of["source_tokens"].sum(0)
-        loss = (of["loss"] * of["target_tokens"]).sum(0) / np.maximum(target, 1)
+        loss = np.where(updated, of["loss"], 0.0) * of["target_tokens"]
+        loss = loss.sum(0) / np.maximum(target, 1)
         B, S, T = self.shape
-        rows = [
-            {
+        rows = {}
+        for trial in np.flatnonzero(updated.any(0)).tolist():
+            last = np.flatnonzero(updated[:, trial])[-1]
+            rows[trial] = {
                 "loss": float(loss[trial]),
-                "gradient_norm": float(of["gradient_norm"][-1, trial]),
-                "learning_rate": float(of["learning_rate"][-1, trial]),
-                "source_fill": float(source[trial] / (steps * B * S)),
-                "target_fill": float(target[trial] / (steps * B * T)),
+                "gradient_norm": float(of["gradient_norm"][last, trial]),
+                "learning_rate": float(of["learning_rate"][last, trial]),
+                "source_fill": float(source[trial] / (steps[trial] * B * S)),
+                "target_fill": float(target[trial] / (steps[trial] * B * T)),
                 **pace,
             }
-            for trial in range(len(loss))
-        ]
-        self.text = f"loss {loss.mean():.3f}"
+        self.text = spread("loss", [row["loss"] for row in rows.values()])
         if pace:
             self.text += f"  {pace['tokens_per_second']:,.0f} tokens/s"
         self.metrics = []
@@ -142,6 +150,14 @@ class Window:
             "steps_per_second": steps / seconds,
             "input_wait_share": self.input_wait / seconds,
         }
+
+
+def spread(name: str, values: list[float]) -> str:
+    """A number of every trial in a few words: the mean and the standard deviation."""
+    if not values:
+        return ""
+    text = f"{name} {np.mean(values):.3f}"
+    return text + (f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else "")
 
 
 class Progress:

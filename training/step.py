@@ -22,6 +22,13 @@ class TrainState(NamedTuple):
     step: jax.Array  # updates done
     params: nnx.State
     opt_state: optax.OptState
+    diverged_at: jax.Array  # the update whose loss or gradient was not finite; 0: none
+    stopped_at: jax.Array  # the updates after which it was stopped early; 0: it wasn't
+
+    @property
+    def frozen(self) -> jax.Array:
+        """Whether the trial keeps its parameters from now on."""
+        return (self.diverged_at > 0) | (self.stopped_at > 0)
 
 
 class Static(NamedTuple):
@@ -49,6 +56,8 @@ def init(trials: dict, *, static: Static, build) -> TrainState:
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=optimizer_of(static, trial).init(params),
+            diverged_at=jnp.zeros((), jnp.int32),
+            stopped_at=jnp.zeros((), jnp.int32),
         )
 
     return jax.vmap(one)(trials)
@@ -93,7 +102,8 @@ def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
 
     Returns:
         The new state and metrics of shape R. A trial whose loss or gradient is not
-        finite keeps its old state.
+        finite keeps its old state, and is frozen: `updated` says which were updated,
+        `diverged` which stopped being finite now.
     """
 
     def one(state, trial, batch):
@@ -113,26 +123,31 @@ def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
         )
         norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = TrainState(
-            state.step + 1, optax.apply_updates(state.params, updates), opt_state
+        updated, diverged = finite & ~state.frozen, ~finite & ~state.frozen
+        new = state._replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
         )
-        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+        new = jax.tree.map(lambda new, old: jnp.where(updated, new, old), new, state)
+        diverged_at = jnp.where(diverged, state.step + 1, state.diverged_at)
         optimizer = trial["optimizer"]
         metrics = {
             "loss": loss,
             "gradient_norm": norm,
             "learning_rate": learning_rate_at(
                 static.schedule,
-                state.step - 1,
+                state.step,
                 optimizer["learning_rate"],
                 optimizer["warmup_steps"],
                 static.width,
             ),
             "target_tokens": tokens,
             "source_tokens": (batch["source_segments"] > 0).sum(),
-            "finite": finite,
+            "updated": updated,
+            "diverged": diverged,
         }
-        return state, metrics
+        return new._replace(diverged_at=diverged_at), metrics
 
     return over_trials(one)(state, trials, batch)
 
@@ -144,6 +159,19 @@ def eval_step(params: nnx.State, batch: dict, *, static: Static):
     The batch (B S and B T) has no trial axis: every trial sees the same.
     """
     return over_trials(lambda params: batch_loss(params, static, batch, 0.0))(params)
+
+
+def stop_late(
+    state: TrainState, best: dict, before: int, step: int
+) -> tuple[TrainState, np.ndarray]:
+    """Freeze the trials whose best evaluation is of a step `before` or earlier.
+
+    Returns:
+        The state, and which trials are frozen by this.
+    """
+    late = ~np.asarray(state.frozen) & (best["step"] <= before)
+    stopped_at = jnp.where(late, step, state.stopped_at)
+    return state._replace(stopped_at=stopped_at), np.flatnonzero(late)
 
 
 def keep_best(best: dict, params: nnx.State, step: int, scores: np.ndarray) -> dict:

@@ -1,0 +1,53 @@
+"""The table of scores that eval.py prints."""
+
+from pathlib import Path
+from statistics import mean, stdev
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
+    """A table of the scores, with the signatures that define them.
+
+    Of many trials it ends in their mean ± standard deviation.
+    """
+    scored = {
+        "bleu": "{:.2f}",
+        "published_bleu": "{:.2f}",
+        "chrf": "{:.2f}",
+        "exact_match": "{:.2%}",
+    }
+    scored = {name: form for name, form in scored.items() if name in rows[0]}
+    columns = {"trial": "{}", **dict.fromkeys(differs, "{:g}"), "step": "{}"}
+    if any(row["diverged_at"] for row in rows):
+        columns["diverged_at"] = "{}"
+    table = Table(
+        *[name.rsplit(".")[-1].replace("_", " ") for name in columns | scored],
+        title=rows[0]["split"],
+    )
+    for row in rows:
+        cells = [form.format(row[name]) for name, form in (columns | scored).items()]
+        table.add_row(*["" if cell == "None" else cell for cell in cells])
+    sound = [row for row in rows if row["diverged_at"] is None]
+    if len(sound) > 1:
+        table.add_section()
+        table.add_row(
+            f"mean ± sd of {len(sound)}",
+            *[""] * (len(columns) - 1),
+            *[
+                mean_and_sd(form, [r[name] for r in sound])
+                for name, form in scored.items()
+            ],
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for name in ("signature", "published_signature", "chrf_signature"):
+        if name in rows[0]:
+            console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
+    console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
+
+
+def mean_and_sd(form: str, values: list[float]) -> str:
+    """As `34.94 ± 0.21`; the standard deviation is that of a sample."""
+    return f"{form.format(mean(values))} ± {form.format(stdev(values))}"

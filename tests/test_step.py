@@ -1,0 +1,130 @@
+"""One update of a group of trials: as each alone, frozen where it diverges."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.base import get_config
+from configs.commandline import flat
+from data.packing import Sentences
+from data.pipeline import Batches
+from models.transformer import Transformer
+from training.step import Static, init, keep_best, stop_late, train_step
+from training.trials import numbers
+
+VOCAB, EOS = 40, 2
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    """Sentences of 2 to 9 random pieces, and their mirror images to translate to."""
+    rng = np.random.default_rng(0)
+    source = [[*rng.integers(3, VOCAB, size), EOS] for size in rng.integers(2, 10, 300)]
+    target = [[*ids[-2::-1], EOS] for ids in source]
+    return Sentences.of(source), Sentences.of(target)
+
+
+@pytest.fixture(scope="module")
+def config():
+    config = get_config()
+    config.model.width, config.model.mlp_dim = 16, 24
+    config.model.num_encoder_layers = config.model.num_decoder_layers = 1
+    config.model.attention.num_heads = 2
+    config.optimizer.warmup_steps = 10
+    return config
+
+
+@pytest.fixture(scope="module")
+def program(config):
+    build = partial(Transformer, VOCAB, **config.model.to_dict())
+    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
+    return Static(graph, config.optimizer.schedule, config.model.width), build
+
+
+def batches_of(corpus, trials):
+    seeds = [trial["seed"] for trial in trials]
+    return Batches(*corpus, batch_tokens=256, max_length=64, seeds=seeds)
+
+
+def losses(config, corpus, program, trials, num_steps):
+    """The loss of every step and trial, and the last state."""
+    static, build = program
+    arrays = numbers(flat(config.to_dict()), trials)
+    batches = batches_of(corpus, trials)
+    state = init(arrays, static=static, build=build)
+    found = []
+    for step in range(num_steps):
+        state, metrics = train_step(state, arrays, batches[step], static=static)
+        found.append(metrics["loss"])
+    return np.array(found), state
+
+
+TRIALS = [
+    {"seed": 3, "optimizer.learning_rate": 1e-2, "model.dropout": 0.1},
+    {"seed": 7, "optimizer.learning_rate": 3e-3, "model.dropout": 0.3},
+    {"seed": 3, "optimizer.learning_rate": 1e-2, "optimizer.label_smoothing": 0.0},
+]
+
+
+def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program):
+    """Own initial values, data order, dropout, schedule: 50 steps of each."""
+    group, _ = losses(config, corpus, program, TRIALS, 50)
+    for index, trial in enumerate(TRIALS):
+        alone, _ = losses(config, corpus, program, [trial], 50)
+        np.testing.assert_allclose(group[:, index], alone[:, 0], rtol=2e-4)
+    assert group[-1].max() < 0.95 * group[0].min()
+    assert abs(group[0, 0] - group[0, 1]) > 1e-3 < abs(group[1, 0] - group[1, 2])
+
+
+def test_a_trial_that_diverges_is_frozen_and_the_others_go_on(config, corpus, program):
+    # three, as in the group above: the compiled program is the same
+    trials = [{"seed": 0}, {"seed": 0, "optimizer.learning_rate": 1e30}, {"seed": 1}]
+    static, build = program
+    arrays = numbers(flat(config.to_dict()), trials)
+    batches = batches_of(corpus, trials)
+    state = init(arrays, static=static, build=build)
+    updated, diverged = [], []
+    for step in range(6):
+        state, metrics = train_step(state, arrays, batches[step], static=static)
+        updated.append(metrics["updated"])
+        diverged.append(metrics["diverged"])
+    (at,) = np.flatnonzero(np.array(diverged)[:, 1])  # once, then frozen
+    np.testing.assert_array_equal(np.array(updated)[:, 1], np.arange(6) < at)
+    assert np.all(np.array(updated)[:, ::2]) and not np.any(np.array(diverged)[:, ::2])
+    assert state.diverged_at.tolist() == [0, at + 1, 0]
+    assert state.step.tolist() == [6, at, 6]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    alone, _ = losses(config, corpus, program, trials[:1], 6)
+    np.testing.assert_allclose(metrics["loss"][0], alone[-1, 0], rtol=1e-5)
+
+
+def test_a_trial_that_gets_no_better_is_frozen(config, corpus, program):
+    _, state = losses(config, corpus, program, TRIALS, 1)
+    best = {"step": np.array([10, 20, 5])}
+    state = state._replace(diverged_at=jnp.array([0, 0, 7]))
+    state, late = stop_late(state, best, before=10, step=30)
+    assert late.tolist() == [0] and state.stopped_at.tolist() == [30, 0, 0]
+    assert state.frozen.tolist() == [True, False, True]
+    before = jax.tree.map(np.array, state.params)
+    arrays = numbers(flat(config.to_dict()), TRIALS)
+    batch = batches_of(corpus, TRIALS)[1]
+    state, metrics = train_step(state, arrays, batch, static=program[0])
+    assert metrics["updated"].tolist() == [False, True, False]
+    for old, new in zip(*map(jax.tree.leaves, (before, state.params)), strict=True):
+        np.testing.assert_array_equal(old[::2], new[::2])
+    assert state.stopped_at.tolist() == [30, 0, 0]
+
+
+def test_keep_best_is_per_trial():
+    best = {
+        "params": {"w": jnp.zeros((2, 3))},
+        "score": np.array([1.0, 1.0]),
+        "step": np.array([5, 5], np.int32),
+    }
+    best = keep_best(best, {"w": jnp.ones((2, 3))}, 10, np.array([2.0, 1.0]))
+    np.testing.assert_array_equal(best["params"]["w"], [[1.0] * 3, [0.0] * 3])
+    assert best["score"].tolist() == [2.0, 1.0] and best["step"].tolist() == [10, 5]

@@ -1,0 +1,112 @@
+"""What the trials of a group may differ in, and whose a workdir is."""
+
+import json
+
+import numpy as np
+import pytest
+
+from configs.base import get_config
+from configs.commandline import flat
+from training.trials import named, numbers, trials_of
+from training.workdir import claim
+
+
+def settings(**changes):
+    config = get_config()
+    config.update_from_flattened_dict(changes)
+    return flat(config.to_dict())
+
+
+def listed(tmp_path, trials):
+    path = tmp_path / "trials.json"
+    path.write_text(trials if isinstance(trials, str) else json.dumps(trials))
+    return path
+
+
+def test_seeds_count_from_the_seed():
+    assert trials_of(settings(seed=4, seeds=3)) == [{"seed": s} for s in (4, 5, 6)]
+
+
+def test_every_listed_trial_has_its_seed_and_what_the_others_differ_in(tmp_path):
+    path = listed(tmp_path, [{"optimizer.warmup_steps": 5}, {"seed": 2}])
+    config = settings(seed=1)
+    trials = trials_of(config, path)
+    assert trials == [
+        {"seed": 1, "optimizer.warmup_steps": 5},
+        {"seed": 2, "optimizer.warmup_steps": config["optimizer.warmup_steps"]},
+    ]
+    assert named(trials, 0) == "trial 0 (seed 1, optimizer.warmup_steps 5)"
+    arrays = numbers(config, trials)
+    assert arrays["seed"].tolist() == [1, 2]
+    assert arrays["optimizer"].pop("warmup_steps").tolist() == [5, 400]
+    for name, column in arrays.pop("optimizer").items():
+        assert column.dtype == np.float32 and column.shape == (2,)
+        np.testing.assert_allclose(column, config[f"optimizer.{name}"])
+    np.testing.assert_allclose(arrays["dropout"], 0.1)
+    np.testing.assert_allclose(arrays["label_smoothing"], 0.1)
+
+
+@pytest.mark.parametrize(
+    "trials, sentence",
+    [
+        ([{"model.width": 64}], r"trial 0 .*model.width changes the program"),
+        ([{}, {"optimizer.schedule": 1}], "trial 1 .*optimizer.schedule changes"),
+        ([{"model.dropuot": 0.1}], "there is no config key model.dropuot"),
+        ([{"model.dropout": "high"}], "model.dropout must be a number, got 'high'"),
+        ([{"model.dropout": 1.0}], "model.dropout must be from 0 to below 1, got 1"),
+        ([{"model.dropout": True}], "model.dropout must be a number, got True"),
+        ([{"optimizer.clip_norm": float("nan")}], "clip_norm must be from 0 .* nan"),
+        ([{"seed": 0.5}], "seed must be a whole number, got 0.5"),
+        ([{"seed": -1}], "seed must be from 0"),
+        ([{"seed": 0}, {}], "trial 1 .*is the same as trial 0"),
+        ([], "must hold a list of trials"),
+        ({"seed": 1}, "must hold a list of trials"),
+        ([3], "trial 0 .*must be an object .* got 3"),
+        ("[{", "is not JSON"),
+    ],
+)
+def test_a_trial_that_cannot_be_is_named(tmp_path, trials, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        trials_of(settings(), listed(tmp_path, trials))
+
+
+def test_seeds_and_a_list_do_not_mix(tmp_path):
+    path = listed(tmp_path, [{"seed": 1}])
+    with pytest.raises(ValueError, match="config.seeds must stay 1, got 2"):
+        trials_of(settings(seeds=2), path)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"optimizer.label_smoothing": 1.0}, "config.optimizer.label_smoothing must"),
+        ({"seed": 2**32 - 1, "seeds": 2}, "the last seed must be .* below 4294967296"),
+    ],
+)
+def test_a_number_of_the_config_out_of_range_is_named(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        trials_of(settings(**change))
+
+
+def test_a_workdir_keeps_its_trials(tmp_path):
+    config, trials = {"a": {"b": 1}}, [{"seed": 0, "c": 1}, {"seed": 1, "c": 1}]
+    with claim(tmp_path, config, trials):
+        pass
+    assert json.loads((tmp_path / "trials.json").read_text()) == trials
+    with claim(tmp_path, config, trials[:1]):  # nothing is trained yet
+        pass
+    (tmp_path / "metrics.jsonl").touch()
+    for now, words in (
+        ([{"seed": 0, "c": 2}], r"trials\[0\].c \(there 1, now 2\)"),
+        (trials, r"trials\[1\] \(there 'unset', now \{'seed': 1"),
+        ([{"seed": s} for s in range(9)], "and 4 more"),
+    ):
+        with pytest.raises(ValueError, match=words), claim(tmp_path, config, now):
+            pass
+    with (
+        pytest.raises(ValueError, match=r"a.b \(there 1, now 2\)"),
+        claim(tmp_path, {"a": {"b": 2}}, trials[:1]),
+    ):
+        pass
+    assert json.loads((tmp_path / "trials.json").read_text()) == trials[:1]

@@ -1,0 +1,120 @@
+"""What the trials of a group differ in: numbers that enter a program as data.
+
+A trial is a dict from dotted config path to number: its seed, and whatever else some
+trial of the group differs from the config in. The config is flat here too.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+# From the first number to below the second; the other numbers start at 0.
+RANGES = {
+    "seed": (0, 2**32),
+    "model.dropout": (0, 1),
+    "optimizer.beta1": (0, 1),
+    "optimizer.beta2": (0, 1),
+    "optimizer.label_smoothing": (0, 1),
+}
+
+
+def variable(config: dict) -> list[str]:
+    """The config's keys that trials of one program may differ in."""
+    optimizer = [key for key in config if key.startswith("optimizer.")]
+    optimizer.remove("optimizer.schedule")  # part of the program
+    return ["seed", "model.dropout", *optimizer]
+
+
+def trials_of(config: dict, path: Path | None = None) -> list[dict]:
+    """The trials of a config: those that a file lists, or `seeds` of them.
+
+    Raises:
+        ValueError, OSError: the file is none of trials, or a number of the config or
+            of the file is out of its range; the sentence names it.
+    """
+    if config["seeds"] < 1:
+        raise ValueError(f"seeds must be at least 1, got {config['seeds']}.")
+    for key in variable(config):
+        check(f"config.{key}", key, config[key])
+    if path is None:
+        first = config["seed"]
+        trials = [{"seed": seed} for seed in range(first, first + config["seeds"])]
+        check("the last seed", "seed", trials[-1]["seed"])
+        return trials
+    if config["seeds"] > 1:
+        raise ValueError(
+            f"--trials={path} lists every trial with its seed, so config.seeds must "
+            f"stay 1, got {config['seeds']}."
+        )
+    return listed(path, config)
+
+
+def listed(path: Path, config: dict) -> list[dict]:
+    """The trials of a file, all with the same keys, the seed first."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{path} must hold a list of trials, one at least.")
+    for index, trial in enumerate(found):
+        place = f"trial {index} of {path}"
+        if not isinstance(trial, dict):
+            raise ValueError(
+                f"{place} must be an object from config path to number, got {trial!r}."
+            )
+        for key, value in trial.items():
+            if key not in config:
+                raise ValueError(f"{place}: there is no config key {key}.")
+            if key not in variable(config):
+                raise ValueError(
+                    f"{place}: {key} changes the program, so it needs a run of its "
+                    f"own; trials may differ in {', '.join(variable(config))}."
+                )
+            check(f"{place}: {key}", key, value)
+    keys = dict.fromkeys(["seed", *(key for trial in found for key in trial)])
+    trials = [{key: trial.get(key, config[key]) for key in keys} for trial in found]
+    for index, trial in enumerate(trials):
+        if trial in trials[:index]:
+            raise ValueError(
+                f"trial {index} of {path} is the same as trial {trials.index(trial)}."
+            )
+    return trials
+
+
+def check(name: str, key: str, value) -> None:
+    """Raise a ValueError unless the value is a number that the key may have."""
+    low, high = RANGES.get(key, (0, math.inf))
+    kinds = (int,) if key == "seed" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        kind = "a whole number" if key == "seed" else "a number"
+        raise ValueError(f"{name} must be {kind}, got {value!r}.")
+    if not low <= value < high:
+        raise ValueError(f"{name} must be from {low} to below {high}, got {value}.")
+
+
+def numbers(config: dict, trials: list[dict]) -> dict:
+    """What `training.step` takes of the trials: arrays of shape R."""
+
+    def column(key, dtype=np.float32):
+        return np.array([trial.get(key, config[key]) for trial in trials], dtype)
+
+    optimizer = {
+        key.removeprefix("optimizer."): column(key)
+        for key in variable(config)
+        if key.startswith("optimizer.")
+    }
+    return {
+        "seed": column("seed", np.uint32),
+        "dropout": column("model.dropout"),
+        "label_smoothing": optimizer.pop("label_smoothing"),
+        "optimizer": optimizer,
+    }
+
+
+def named(trials: list[dict], index: int) -> str:
+    """A trial by its number and what it differs in."""
+    text = ", ".join(f"{key} {value:g}" for key, value in trials[index].items())
+    return f"trial {index} ({text})"
