@@ -3,17 +3,22 @@
 from attention.api import (
     attention_weights,
     dot_product_attention,
+    head_gated,
     head_statistics,
     resolve_implementation,
 )
 from attention.merge import MERGE_RULES
 from attention.statistics import HeadStatistics
+from attention.talking_heads import talking_heads_attention, talking_heads_weights
 
 __all__ = [
     "MERGE_RULES",
     "HeadStatistics",
     "attention_weights",
     "dot_product_attention",
+    "head_gated",
     "head_statistics",
     "resolve_implementation",
+    "talking_heads_attention",
+    "talking_heads_weights",
 ]

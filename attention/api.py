@@ -100,7 +100,7 @@ def dot_product_attention(
       ValueError: arguments that fit no implementation.
       NotImplementedError: the named implementation does not support the arguments.
     """
-    arrays, structure, batched = _normalise(
+    arrays, structure, batched = normalise(
         query,
         key,
         value,
@@ -116,16 +116,7 @@ def dot_product_attention(
     )
     name = implementation or resolve_implementation(*arrays)
     out, lse = _function(name, "attend")(*arrays, **structure)
-    if head_gate is not None:
-        gate = jnp.asarray(head_gate)
-        B, _, N, _ = out.shape
-        allowed = ((N,), (B, N)) if batched else ((N,),)
-        _require(
-            gate.shape in allowed,
-            f"head_gate must have one number a head, shape {allowed[0]} or "
-            f"{allowed[-1]}, got {gate.shape}",
-        )
-        out = (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
+    out = head_gated(out, head_gate, batched)
     if not batched:
         out, lse = out[0], lse[0]
     if not return_residual:
@@ -153,7 +144,7 @@ def head_statistics(
 
     Raises: as `dot_product_attention`; NotImplementedError for "xla" and "cudnn".
     """
-    arrays, structure, batched = _normalise(query, key, key, bias, mask, **arguments)
+    arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
     name = implementation or resolve_implementation(*arrays)
     statistics = mean_over_queries(
@@ -174,7 +165,7 @@ def attention_weights(
     `arguments` as in `head_statistics`. Rows sum to 1, or to 0 where a query may attend
     to nothing.
     """
-    arrays, structure, batched = _normalise(query, key, key, bias, mask, **arguments)
+    arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
     weights, _ = reference.weights_and_lse(query, key, bias, mask, **structure)
     weights = weights.astype(jnp.float32)
@@ -198,6 +189,24 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     return "pallas" if fused else "blockwise"
 
 
+def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:
+    """Each head's output, `B T N V`, times its gate, `N` or `B N`.
+
+    Raises: ValueError: a gate of another shape.
+    """
+    if head_gate is None:
+        return out
+    gate = jnp.asarray(head_gate)
+    B, _, N, _ = out.shape
+    allowed = ((N,), (B, N)) if batched else ((N,),)
+    _require(
+        gate.shape in allowed,
+        f"head_gate must have one number a head, shape {allowed[0]} or "
+        f"{allowed[-1]}, got {gate.shape}",
+    )
+    return (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
+
+
 def _function(name, function):
     _require(
         name in IMPLEMENTATIONS,
@@ -215,7 +224,7 @@ def _function(name, function):
     return functools.partial(getattr(module, function), **options)
 
 
-def _normalise(
+def normalise(
     query,
     key,
     value,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from attention import masks
+from attention.talking_heads import mix
 
 
 def cached_attention(
@@ -17,10 +18,15 @@ def cached_attention(
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S V"],
     mask: Bool[Array, "B #W S"],
+    bias: Float[Array, "N S"] | None = None,
+    *,
+    logits_mix: Float[Array, "N N"] | None = None,
+    weights_mix: Float[Array, "N N"] | None = None,
 ) -> Float[Array, "B W N V"]:
     """Softmax attention with the scale 1 / sqrt(H); every query sees some key.
 
-    N is a multiple of K: query head n reads key head n // (N // K).
+    N is a multiple of K: query head n reads key head n // (N // K). The mixes are those
+    of `attention.talking_heads_attention`, both or neither.
     """
     B, W, N, H = query.shape
     K = key.shape[1]
@@ -37,14 +43,31 @@ def cached_attention(
         logits = jax.lax.optimization_barrier(logits)
     else:
         logits = jnp.einsum("BKXH,BKHS->BKXS", query, key)
+    logits = logits.astype(jnp.float32)
+    if logits_mix is not None:
+        logits = mixed(logits, logits_mix)
+    if bias is not None:
+        bias = jnp.broadcast_to(bias.reshape(K, 1, G, -1), (K, W, G, bias.shape[-1]))
+        logits = logits + bias.reshape(K, W * G, -1)
     allowed = (
         mask[:, None] if mask.shape[1] == 1 else jnp.repeat(mask, G, axis=1)[:, None]
     )
-    logits = jnp.where(allowed, logits.astype(jnp.float32), masks.EMPTY)
-    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(jnp.where(allowed, logits, masks.EMPTY), axis=-1)
+    if weights_mix is not None:
+        weights = mixed(weights, weights_mix)
+    weights = weights.astype(value.dtype)
     if by_sums:
         weights = jax.lax.optimization_barrier(weights)
         out = (weights[..., None] * value[:, :, None]).sum(3)
     else:
         out = jnp.einsum("BKXS,BKSV->BKXV", weights, value)
     return out.reshape(B, K, W, G, -1).swapaxes(1, 2).reshape(B, W, N, -1)
+
+
+def mixed(maps: Float[Array, "B K X S"], mixture: Float[Array, "N N"]) -> Array:
+    """`mix` over the heads, which stand in groups: X is W queries of N / K heads."""
+    B, K, X, S = maps.shape
+    G = len(mixture) // K
+    by_head = maps.reshape(B, K, X // G, G, S).swapaxes(2, 3).reshape(B, K * G, -1, S)
+    out = mix(by_head, mixture).reshape(B, K, G, X // G, S)
+    return out.swapaxes(2, 3).reshape(B, K, X, S)

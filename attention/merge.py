@@ -1,17 +1,148 @@
-"""From N head outputs to one: the merge rules."""
+"""From N head outputs to one: the merge rules.
 
+A rule is a function of the heads' outputs, the layer's query-side input and its
+parameters, and a row of `MERGE_RULES` that gives the shapes of these parameters in the
+letters N (heads), V (value size) and D (width). docs/heads.md shows how to add one.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
 def concat(
-    heads: Float[Array, "B T N V"], kernel: Float[Array, "N V D"]
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "N V D"],
 ) -> Float[Array, "B T D"]:
     """Project each head by its own kernel and add them up.
 
     The same as concatenating the heads and projecting once (Vaswani et al. 2017).
     """
+    del x
     return jnp.einsum("BTNV,NVD->BTD", heads, kernel)
 
 
-MERGE_RULES = {"concat": concat}
+def mean(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "V D"],
+) -> Float[Array, "B T D"]:
+    """Average the heads, then project.
+
+    One kernel serves all heads, so it has (N - 1)·V·D fewer parameters than concat.
+    """
+    del x
+    return heads.mean(2) @ kernel
+
+
+def weighted(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "V D"],
+    logits: Float[Array, "N"],
+) -> Float[Array, "B T D"]:
+    """Average the heads with learned weights, softmax(logits), then project."""
+    del x
+    return jnp.einsum("BTNV,N->BTV", heads, softmax(logits, heads.dtype)) @ kernel
+
+
+def dynamic(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "V D"],
+    router: Float[Array, "D N"],
+) -> Float[Array, "B T D"]:
+    """Average the heads with weights that each token chooses, then project."""
+    weights = softmax(x @ router, heads.dtype)
+    return jnp.einsum("BTNV,BTN->BTV", heads, weights) @ kernel
+
+
+def gated(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "N V D"],
+    gate: Float[Array, "D N"],
+) -> Float[Array, "B T D"]:
+    """Concat, with each head under a sigmoid gate of the token.
+
+    Qiu et al. 2025 (Gated attention for large language models), headwise.
+    """
+    gates = jax.nn.sigmoid(x @ gate)
+    return concat(heads * gates[..., None], x, kernel=kernel)
+
+
+def gated_elementwise(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "N V D"],
+    gate: Float[Array, "D N V"],
+) -> Float[Array, "B T D"]:
+    """Concat, with each element of each head under a sigmoid gate of the token.
+
+    Qiu et al. 2025 (Gated attention for large language models), elementwise.
+    """
+    gates = jax.nn.sigmoid(jnp.einsum("BTD,DNV->BTNV", x, gate))
+    return concat(heads * gates, x, kernel=kernel)
+
+
+def mixture(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "N V D"],
+    router: Float[Array, "D N"],
+    mixture_heads: int,
+) -> Float[Array, "B T D"]:
+    """Concat of the heads that each token chooses, by their share of its choice.
+
+    A token takes the `mixture_heads` heads of the largest x · router, at equal values
+    the first, and weighs them by the softmax over those; the others count 0. All heads
+    are computed. A mixture of attention heads as of Zhang et al. 2022, over the whole
+    of each head.
+    """
+    logits = x @ router
+    # by rank, not by the k-th value: at equal logits exactly k must be chosen
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1)
+    logits = jnp.where(rank < mixture_heads, logits, -jnp.inf)
+    shares = softmax(logits, heads.dtype)
+    return concat(heads * shares[..., None], x, kernel=kernel)
+
+
+def softmax(logits: Array, dtype) -> Array:
+    """Over the heads, in float32 at least."""
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
+
+
+class MergeRule(NamedTuple):
+    """A row of the table."""
+
+    function: Callable  # heads, x, and by name its parameters and settings -> B T D
+    shapes: dict[str, str]  # of its parameters, in the letters N, V and D
+    settings: tuple[str, ...] = ()  # of model.attention, that the function takes
+
+
+MERGE_RULES = {
+    "concat": MergeRule(concat, {"kernel": "N V D"}),
+    "mean": MergeRule(mean, {"kernel": "V D"}),
+    "weighted": MergeRule(weighted, {"kernel": "V D", "logits": "N"}),
+    "dynamic": MergeRule(dynamic, {"kernel": "V D", "router": "D N"}),
+    "gated": MergeRule(gated, {"kernel": "N V D", "gate": "D N"}),
+    "gated_elementwise": MergeRule(
+        gated_elementwise, {"kernel": "N V D", "gate": "D N V"}
+    ),
+    "mixture": MergeRule(
+        mixture, {"kernel": "N V D", "router": "D N"}, ("mixture_heads",)
+    ),
+}

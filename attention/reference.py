@@ -35,18 +35,10 @@ def weights_and_lse(
     query, key, bias, mask, *, scale, **structure
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B T N"]]:
     """The softmax's weights and its log-sum-exp, in float32 (float64 for float64)."""
-    B, T, N, H = query.shape
-    S, K = key.shape[1:3]
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    logits = scale * jnp.einsum(
-        "BTKGH,BSKH->BKGTS",
-        query.reshape(B, T, K, N // K, H).astype(dtype),
-        key.astype(dtype),
-        precision=Precision.HIGHEST,
-    ).reshape(B, N, T, S)
+    logits = scaled_logits(query, key, scale)
     if bias is not None:
-        logits = logits + bias.astype(dtype)
-    allowed = masks.dense(T, S, mask, **structure)
+        logits = logits + bias.astype(logits.dtype)
+    allowed = masks.dense(*logits.shape[2:], mask, **structure)
     if allowed is not None:
         logits = jnp.where(allowed, logits, masks.EMPTY)
     # The maximum only shifts the exponent's range: no gradient is due through it. The
@@ -60,3 +52,16 @@ def weights_and_lse(
     total = jnp.where(seen, total, 1)
     lse = jnp.where(seen, highest + jnp.log(total), masks.EMPTY)[..., 0]
     return exponentials / total, lse.transpose(0, 2, 1).astype(jnp.float32)
+
+
+def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
+    """Products of queries and keys, in float32 (float64 for float64)."""
+    B, T, N, H = query.shape
+    S, K = key.shape[1:3]
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    return scale * jnp.einsum(
+        "BTKGH,BSKH->BKGTS",
+        query.reshape(B, T, K, N // K, H).astype(dtype),
+        key.astype(dtype),
+        precision=Precision.HIGHEST,
+    ).reshape(B, N, T, S)

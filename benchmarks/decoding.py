@@ -184,7 +184,7 @@ def convert(model, folder: Path) -> None:
         groups = [pairs] if is_self else [pairs[:1], pairs[1:]]
         for linear_spec, group in zip(spec.linear, groups, strict=False):
             project(linear_spec, *group)
-        merge = array(module.merge)
+        merge = array(module.merge["kernel"])
         linear(
             spec.linear[-1],
             merge.reshape(-1, merge.shape[-1]),

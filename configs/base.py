@@ -29,7 +29,8 @@ def get_config() -> ml_collections.ConfigDict:
     model.num_decoder_layers = 2
     model.mlp_dim = 256  # F
     model.dropout = 0.1  # rate, after the embeddings and after each sublayer
-    model.positions = "sinusoidal"
+    model.positions = "sinusoidal"  # or learned, rotary, relative, none
+    model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
     model.attention = attention = ml_collections.ConfigDict()
     attention.num_heads = 4  # N
@@ -37,8 +38,15 @@ def get_config() -> ml_collections.ConfigDict:
     attention.head_dim = placeholder(int)  # H; None: width / num_heads
     attention.value_dim = placeholder(int)  # V; None: width / num_heads
     attention.merge = "concat"  # from N head outputs to one, see attention/merge.py
+    attention.mixture_heads = 2  # k of the merge rule "mixture"
+    attention.talking_heads = False  # mix the maps before and after the softmax
+    attention.qk_norm = False  # RMS-normalise queries and keys
     attention.use_bias = True  # in the four projections
     attention.implementation = placeholder(str)  # None: by platform and shape
+    for site in ("encoder", "decoder", "cross"):  # None: as in model.attention
+        model[f"{site}_attention"] = own = ml_collections.ConfigDict()
+        for key in attention:
+            own[key] = placeholder(attention.get_type(key))
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     optimizer.schedule = "inverse_sqrt"  # or "noam", "constant"

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.decoding_search import check
 from models.decoding_step import State, empty, run, start
-from models.transformer import Transformer
+from models.transformer import Transformer, check_gates
 
 
 class Decoded(NamedTuple):
@@ -38,6 +38,7 @@ def decode(
     positions: Int[Array, "B S"],
     keys: Key[Array, "B"] | None = None,
     limits: Int[Array, "B"] | None = None,
+    head_gates: dict | None = None,
     *,
     max_length: int,
     beam_size: int = 1,
@@ -62,6 +63,7 @@ def decode(
         limits: tokens that each sentence's translation may have, EOS included; None:
             max_length. A sentence with a higher limit than max_length may come back
             unfinished.
+        head_gates: see `models.Transformer.__call__`, of a number a layer and head.
         max_length: L, static: slots of the cache.
         beam_size: W.
         length_penalty: the exponent, at least 0.
@@ -82,6 +84,7 @@ def decode(
         "top_p": top_p,
     }
     check(**options)
+    check_gates(head_gates, model.head_gates())
     B, L = source.shape[0], max_length
     if keys is None:
         keys = jnp.broadcast_to(jax.random.key(0), (B,))
@@ -89,8 +92,9 @@ def decode(
         limits = jnp.full(B, L)
     state = empty(model, source, keys, max_length=L, beam_size=beam_size)
     sentences = source, segments, positions, keys, limits
-    rows = start(model, *sentences, 0, max_length=L, beam_size=beam_size)
-    return decoded(run(model, state._replace(rows=rows), B, **options))
+    rows = start(model, *sentences, 0, head_gates, max_length=L, beam_size=beam_size)
+    state = state._replace(rows=rows)
+    return decoded(run(model, state, B, head_gates=head_gates, **options))
 
 
 def decoded(state: State) -> Decoded:
@@ -121,27 +125,38 @@ def program(graph, structure, options):
     Looked up once a translation: to hash a graph takes a millisecond, a step two.
     """
 
-    def run_model(leaves, *arguments):
+    def run_model(leaves, state, head_gates, *arguments):
         model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-        return serve(model, *arguments, **dict(options))
+        check_gates(head_gates, model.head_gates())
+        return serve(model, state, head_gates, *arguments, **dict(options))
 
     return jax.jit(run_model, donate_argnums=1)
 
 
 def serve(
-    model, state: State, source, numbers, limits, places, enough, seed, **options
+    model,
+    state: State,
+    head_gates,
+    source,
+    numbers,
+    limits,
+    places,
+    enough,
+    seed,
+    **options,
 ) -> tuple[State, Decoded, Bool[Array, "B"]]:
     """Begin new sentences in rows that are done; decode until enough rows are."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
     segments = (source > 0).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
     _, W, L = state.rows.tokens.shape
-    sentences = source, segments, positions, keys, limits, state.clock
+    sentences = source, segments, positions, keys, limits, state.clock, head_gates
     fresh = start(model, *sentences, max_length=L, beam_size=W)
     rows = jax.tree.map(
         lambda old, new: old.at[places].set(new, mode="drop"), state.rows, fresh
     )
-    state = run(model, state._replace(rows=rows), enough, **options)
+    state = state._replace(rows=rows)
+    state = run(model, state, enough, head_gates=head_gates, **options)
     return state, decoded(state), state.rows.done
 
 
@@ -154,6 +169,7 @@ def translate(
     max_length_factor: float = 2.0,
     max_length_extra: int = 16,
     seed: int = 0,
+    head_gates: dict | None = None,
     beam_size: int = 1,
     length_penalty: float = 0.0,
     temperature: float = 0.0,
@@ -174,6 +190,7 @@ def translate(
         max_length_factor, max_length_extra: a translation has at most
             factor · source length + extra tokens, EOS included.
         seed: of the samples.
+        head_gates: see `decode`.
         beam_size, length_penalty, temperature, top_k, top_p: see `decode`.
 
     Returns:
@@ -193,6 +210,10 @@ def translate(
     sizes = sorted({min(size, most) for size in (1, 16, most)})
     leaves, structure = jax.tree.flatten(params)
     step = partial(program(graph, structure, tuple(options.items())), leaves)
+
+    def serve_more(state, *arrays):
+        return step(state, head_gates, *arrays)
+
     for S in sorted({bucket(len(x)) for x in sentences}):
         waiting = [i for i, x in enumerate(sentences) if bucket(len(x)) == S]
         # A translation is seldom longer than twice its source. Those that are come
@@ -204,7 +225,7 @@ def translate(
             B = min(size for size in sizes if size >= min(len(waiting), most))
             state = idle(graph, params, shape=(B, S), max_length=L, beam_size=beam_size)
             for i, result in stream(
-                step, state, sizes, sentences, limits, waiting, seed
+                serve_more, state, sizes, sentences, limits, waiting, seed
             ):
                 if result is not None or longest == L:
                     found[i] = result or ([], float("nan"))

@@ -7,6 +7,7 @@ no cache; it notes which beam wrote each step (`ancestors`), and the mask of the
 self-attention follows the note.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from attention.cached import cached_attention
 from models.decoding_search import EOS, NEVER, next_pieces, penalty
-from models.transformer import BOS
+from models.positions import relative_bias
+from models.transformer import BOS, gates_of
 
 
 class Rows(NamedTuple):
@@ -55,7 +57,7 @@ def empty(model, source, keys, *, max_length, beam_size) -> State:
 
     def cache(layer):
         x = jax.ShapeDtypeStruct((B, L * W, model.width), model.embedding.dtype)
-        return zeros(jax.eval_shape(lambda x: by_head(layer.self_attention, x), x))
+        return zeros(jax.eval_shape(partial(by_head, layer.self_attention), x))
 
     def zeros(tree):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
@@ -76,11 +78,21 @@ def empty(model, source, keys, *, max_length, beam_size) -> State:
 
 
 def start(
-    model, source, segments, positions, keys, limits, clock, *, max_length, beam_size
+    model,
+    source,
+    segments,
+    positions,
+    keys,
+    limits,
+    clock,
+    head_gates=None,
+    *,
+    max_length,
+    beam_size,
 ) -> Rows:
     """Encode sentences that begin at the clock. A row without tokens is done."""
     B, L, W = source.shape[0], max_length, beam_size
-    encoded = model.encode(source, segments, positions)
+    encoded = model.encode(source, segments, positions, head_gates=head_gates)
     memory = [by_head(layer.cross_attention, encoded) for layer in model.decoder]
     return Rows(
         begin=jnp.full(B, clock, jnp.int32),
@@ -109,11 +121,13 @@ def run(model, state: State, enough: Int[Array, ""] | int, **options) -> State:
     )
 
 
-def advance(model, state: State, *, length_penalty, **options) -> State:
+def advance(
+    model, state: State, *, length_penalty, head_gates=None, **options
+) -> State:
     """Decode one token of every live hypothesis."""
     clock, rows = state.clock, state.rows
     B, W, L = rows.tokens.shape
-    hidden, cache = next_hidden(model, state)
+    hidden, cache = next_hidden(model, state, head_gates)
     length = clock - rows.begin + 1  # with the token decoded now
     is_slot = jnp.arange(L) == clock % L
     found = next_pieces(
@@ -156,7 +170,9 @@ def advance(model, state: State, *, length_penalty, **options) -> State:
     return State(clock + 1, rows, cache)
 
 
-def next_hidden(model, state: State) -> tuple[Float[Array, "B W D"], list]:
+def next_hidden(
+    model, state: State, head_gates: dict | None = None
+) -> tuple[Float[Array, "B W D"], list]:
     """What is known before the next token of every hypothesis, and the grown cache."""
     clock, rows = state.clock, state.rows
     B, W, L = rows.tokens.shape
@@ -164,22 +180,27 @@ def next_hidden(model, state: State) -> tuple[Float[Array, "B W D"], list]:
     before = jax.lax.dynamic_index_in_dim(
         rows.tokens, (clock - 1) % L, axis=2, keepdims=False
     )
-    x = model.embed(
-        jnp.where(step == 0, BOS, before), jnp.broadcast_to(step, (B, W)), L
-    )
+    positions = jnp.broadcast_to(step, (B, W))
+    x = model.embed(jnp.where(step == 0, BOS, before), positions, L)
+    turn = positions if model.positions == "rotary" else None
     age = ((clock - jnp.arange(L)) % L)[:, None]
     beams = jnp.arange(W)
     own = (age == 0) & (beams[:, None, None] == beams)
     earlier = (age > 0) & (age <= step[..., None, None])
     past = own | earlier & (rows.ancestors[..., None] == beams)  # B W L W
     past = past.reshape(B, W, L * W)
+    bias = None
+    if model.positions == "relative":  # slots grow old in step, in whatever row
+        table = model.decoder_positions[...]
+        bias = jnp.repeat(relative_bias(table, -age[:, 0], is_causal=True), W, axis=1)
     cache = []
-    for layer, grown, memory in zip(
-        model.decoder, state.cache, rows.memory, strict=True
+    for index, (layer, grown, memory) in enumerate(
+        zip(model.decoder, state.cache, rows.memory, strict=True)
     ):
+        gates = gates_of(head_gates, index, self="decoder", cross="cross") or {}
 
-        def to_self(x, attention=layer.self_attention, grown=grown):
-            new = by_head(attention, x)
+        def to_self(x, attention=layer.self_attention, grown=grown, gates=gates):
+            new = by_head(attention, x, turn)
             at = clock % L * W
             cache.append(
                 tuple(
@@ -187,12 +208,16 @@ def next_hidden(model, state: State) -> tuple[Float[Array, "B W D"], list]:
                     for old, x, axis in zip(grown, new, (3, 2), strict=True)
                 )
             )
-            heads = cached_attention(attention.queries(x), *cache[-1], past)
-            return attention.merged(heads)
+            heads = cached_attention(
+                attention.queries(x, turn), *cache[-1], past, bias, **attention.mixes()
+            )
+            return attention.merged(heads, x, gates.get("self"))
 
-        def to_memory(x, attention=layer.cross_attention, memory=memory):
-            heads = cached_attention(attention.queries(x), *memory, rows.memory_mask)
-            return attention.merged(heads)
+        def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
+            heads = cached_attention(
+                attention.queries(x), *memory, rows.memory_mask, **attention.mixes()
+            )
+            return attention.merged(heads, x, gates.get("cross"))
 
         x = layer.sublayer(to_self, layer.self_norm, x)
         x = layer.sublayer(to_memory, layer.cross_norm, x)
@@ -200,9 +225,9 @@ def next_hidden(model, state: State) -> tuple[Float[Array, "B W D"], list]:
     return x if model.decoder_norm is None else model.decoder_norm(x), cache
 
 
-def by_head(attention, x: Float[Array, "B S D"]):
+def by_head(attention, x: Float[Array, "B S D"], positions=None):
     """Keys B K H S and values B K S V: a head's are read together."""
-    key, value = attention.keys_values(x)
+    key, value = attention.keys_values(x, positions)
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 

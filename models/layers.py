@@ -1,45 +1,16 @@
-"""The parts of a Transformer: attention, feed-forward, dropout."""
-
-import math
+"""The parts of a Transformer: attention, feed-forward, and a layer of both."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int
 
 import attention
 from attention.api import IMPLEMENTATIONS
+from models.dropout import Dropout, dropout
+from models.positions import rotate
 
 xavier = nnx.initializers.variance_scaling
-Dropout = tuple[Float[Array, ""] | float, Key[Array, ""]]  # rate, key
-
-
-def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
-    """Zero each element with probability rate, scale the rest by 1 / (1 - rate).
-
-    The rate is data, not part of the program, so that trials may differ in it. None
-    leaves x as it is. `index` tells the places of a layer apart.
-    """
-    if rate_and_key is None:
-        return x
-    rate, key = rate_and_key
-    bits = random_bits(jax.random.fold_in(key, index), x.shape)
-    keep = bits >= jnp.uint32(rate * 2.0**32)
-    return jnp.where(keep, x * (1 / (1.0 - rate)), 0.0)
-
-
-def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """A hash of each element's index: enough for dropout, cheap enough to do again.
-
-    It fuses into what reads it, where `jax.random.bits` is a pass of 20 rounds. The
-    key gives each call a stride and a start of its own; the mixing is the 32-bit
-    finaliser "lowbias32" (Wellons 2018, Prospecting for hash functions).
-    """
-    start, stride = jax.random.key_data(key)[-2:]
-    x = jax.lax.iota(jnp.uint32, math.prod(shape)) * (stride | 1) + start
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return (x ^ (x >> 16)).reshape(shape)
 
 
 def choose(name: str, value: str, choices) -> None:
@@ -58,8 +29,14 @@ class Attention(nnx.Module):
         head_dim: H, the size of a query and a key; None: D / N.
         value_dim: V, the size of a value; None: D / N.
         merge: a name in `attention.MERGE_RULES`.
+        mixture_heads: k of the rule "mixture", at most N.
+        talking_heads: mix the heads' maps before and after the softmax, see
+            `attention.talking_heads_attention`.
+        qk_norm: RMS-normalise queries and keys, with learned scales of size H
+            (Henry et al. 2020, Dehghani et al. 2023).
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
+        path: the config keys above, to name them in errors.
 
     Raises:
         ValueError: a head count that does not divide, or an unknown merge rule.
@@ -74,17 +51,32 @@ class Attention(nnx.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         merge: str = "concat",
+        mixture_heads: int = 1,
+        talking_heads: bool = False,
+        qk_norm: bool = False,
         use_bias: bool = True,
         implementation: str | None = None,
+        path: str = "model.attention",
         rngs: nnx.Rngs,
     ):
         num_kv_heads, head_dim, value_dim = head_shape(
-            width, num_heads, num_kv_heads, head_dim, value_dim
+            width, num_heads, num_kv_heads, head_dim, value_dim, path=path
         )
-        choose("model.attention.merge", merge, attention.MERGE_RULES)
+        choose(f"{path}.merge", merge, attention.MERGE_RULES)
+        if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
+            raise ValueError(
+                f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
+                f"got {mixture_heads}."
+            )
         if implementation is not None:
-            choose("model.attention.implementation", implementation, IMPLEMENTATIONS)
+            choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
+            if talking_heads and implementation != "reference":
+                raise ValueError(
+                    f"{path}.implementation must be None or 'reference' with "
+                    f"talking_heads, which needs the whole map, got {implementation!r}."
+                )
         self.merge_rule = merge
+        self.mixture_heads = mixture_heads
         self.implementation = implementation
 
         def projection(heads, size):
@@ -96,24 +88,64 @@ class Attention(nnx.Module):
         self.query, self.query_bias = projection(num_heads, head_dim)
         self.key, self.key_bias = projection(num_kv_heads, head_dim)
         self.value, self.value_bias = projection(num_kv_heads, value_dim)
-        init = xavier(1.0, "fan_avg", "uniform", in_axis=(0, 1), out_axis=2)
-        self.merge = nnx.Param(init(rngs.params(), (num_heads, value_dim, width)))
-        self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
 
-    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        """Project to queries."""
-        return project(x, self.query, self.query_bias)
+        sizes = {"N": num_heads, "V": value_dim, "D": width}
+
+        def parameter(letters):  # of the merge: vectors start neutral
+            shape = tuple(sizes[letter] for letter in letters.split())
+            if len(shape) == 1:
+                return nnx.Param(jnp.zeros(shape))
+            into = 1 if letters.startswith("D") else len(shape) - 1
+            axes = tuple(range(len(shape)))
+            init = xavier(
+                1.0, "fan_avg", "uniform", in_axis=axes[:into], out_axis=axes[into:]
+            )
+            return nnx.Param(init(rngs.params(), shape))
+
+        shapes = attention.MERGE_RULES[merge].shapes
+        self.merge = nnx.Dict({name: parameter(shapes[name]) for name in shapes})
+        self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
+        self.talking_heads = (
+            nnx.Dict(
+                logits_mix=nnx.Param(jnp.eye(num_heads)),
+                weights_mix=nnx.Param(jnp.eye(num_heads)),
+            )
+            if talking_heads
+            else None
+        )
+        self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
+        self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
+
+    def queries(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T N H"]:
+        """Project to queries; with positions, rotated by them."""
+        query = project(x, self.query, self.query_bias)
+        return turned(query, self.query_norm, positions)
 
     def keys_values(
-        self, x: Float[Array, "B S D"]
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-        """Project to keys and values."""
-        key = project(x, self.key, self.key_bias)
+        """Project to keys, with positions rotated by them, and to values."""
+        key = turned(project(x, self.key, self.key_bias), self.key_norm, positions)
         return key, project(x, self.value, self.value_bias)
 
-    def merged(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
-        """Merge the heads' outputs by the layer's rule."""
-        out = attention.MERGE_RULES[self.merge_rule](heads, self.merge[...])
+    def mixes(self) -> dict[str, Float[Array, "N N"]]:
+        """The two mixes of talking heads by name, if they talk."""
+        heads = self.talking_heads
+        return {} if heads is None else {name: heads[name][...] for name in heads}
+
+    def merged(
+        self,
+        heads: Float[Array, "B T N V"],
+        x: Float[Array, "B T D"],
+        gate: Float[Array, "*B N"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Merge the heads' outputs, each times its gate, by the layer's rule."""
+        rule = attention.MERGE_RULES[self.merge_rule]
+        arguments = {name: param[...] for name, param in self.merge.items()}
+        arguments |= {name: getattr(self, name) for name in rule.settings}
+        out = rule.function(attention.head_gated(heads, gate), x, **arguments)
         return out if self.merge_bias is None else out + self.merge_bias[...]
 
     def __call__(
@@ -121,31 +153,49 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         memory: Float[Array, "B S D"] | None = None,
         *,
+        positions: Int[Array, "B T"] | None = None,
+        gate: Float[Array, "*B N"] | None = None,
         maps: list | None = None,
         **masks,
     ) -> Float[Array, "B T D"]:
         """Attend from x to the memory, or to x itself.
 
-        `masks` are those of `attention.dot_product_attention`. The full map of every
-        head, B N T S, is appended to `maps` where a list is given.
+        Args:
+            x, memory: the layer's input; what keys and values are made of.
+            positions: to rotate queries and keys by.
+            gate: a number a head, `N` or `B N`, times its output.
+            maps: a list that the full map of every head, B N T S, is appended to.
+            masks: bias and masks as `attention.dot_product_attention` takes them.
         """
-        key, value = self.keys_values(x if memory is None else memory)
+        query = self.queries(x, positions)
+        key, value = self.keys_values(x if memory is None else memory, positions)
+        mixes = self.mixes()
         if maps is not None:
-            maps.append(attention.attention_weights(self.queries(x), key, **masks))
-        return self.attend(x, key, value, **masks)
+            weights = (
+                attention.talking_heads_weights
+                if mixes
+                else attention.attention_weights
+            )
+            maps.append(weights(query, key, **masks, **mixes))
+        if mixes:
+            heads = attention.talking_heads_attention(
+                query, key, value, **masks, **mixes
+            )
+        else:
+            heads = attention.dot_product_attention(
+                query, key, value, **masks, implementation=self.implementation
+            )
+        return self.merged(heads, x, gate)
 
-    def attend(
-        self,
-        x: Float[Array, "B T D"],
-        key: Float[Array, "B S K H"],
-        value: Float[Array, "B S K V"],
-        **masks,
-    ) -> Float[Array, "B T D"]:
-        """Attend from x to keys and values that are projected already."""
-        heads = attention.dot_product_attention(
-            self.queries(x), key, value, **masks, implementation=self.implementation
-        )
-        return self.merged(heads)
+
+def turned(
+    heads: Float[Array, "B T N H"],
+    norm: nnx.RMSNorm | None,
+    positions: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """Queries or keys, normalised and rotated where the model does so."""
+    heads = heads if norm is None else norm(heads)
+    return heads if positions is None else rotate(heads, positions)
 
 
 def head_shape(
@@ -154,27 +204,26 @@ def head_shape(
     num_kv_heads: int | None,
     head_dim: int | None,
     value_dim: int | None,
+    path: str = "model.attention",
 ) -> tuple[int, int, int]:
     """Resolve K, H and V, which default to N, D / N and D / N."""
     if num_heads < 1:
-        raise ValueError(
-            f"model.attention.num_heads must be at least 1, got {num_heads}."
-        )
+        raise ValueError(f"{path}.num_heads must be at least 1, got {num_heads}.")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
-            f"model.attention.num_heads must be a multiple of num_kv_heads, "
+            f"{path}.num_heads must be a multiple of num_kv_heads, "
             f"got {num_heads} and {num_kv_heads}."
         )
     sizes = {"head_dim": head_dim, "value_dim": value_dim}
     for name, size in sizes.items():
         if size is None and width % num_heads:
             raise ValueError(
-                f"model.attention.num_heads must divide model.width when {name} is "
-                f"None, got {num_heads} and {width}; set model.attention.{name}."
+                f"{path}.num_heads must divide model.width when {name} is "
+                f"None, got {num_heads} and {width}; set {path}.{name}."
             )
         if size is not None and size < 1:
-            raise ValueError(f"model.attention.{name} must be at least 1, got {size}.")
+            raise ValueError(f"{path}.{name} must be at least 1, got {size}.")
     default = width // num_heads
     return num_kv_heads, head_dim or default, value_dim or default
 
@@ -221,6 +270,13 @@ class Layer(nnx.Module):
 
     Each is followed by dropout and a residual sum, with the layer norm after the sum
     ("post", Vaswani et al. 2017) or before the sublayer ("pre").
+
+    Args:
+        width: D.
+        mlp_dim: F.
+        norm: "post" or "pre".
+        self_attention: arguments of `Attention`.
+        cross_attention: likewise; None: no cross-attention.
     """
 
     def __init__(
@@ -229,15 +285,16 @@ class Layer(nnx.Module):
         mlp_dim: int,
         *,
         norm: str,
-        attention: dict,
-        cross: bool,
+        self_attention: dict,
+        cross_attention: dict | None,
         rngs: nnx.Rngs,
     ):
+        cross = cross_attention is not None
         self.pre = norm == "pre"
-        self.self_attention = Attention(width, **attention, rngs=rngs)
+        self.self_attention = Attention(width, **self_attention, rngs=rngs)
         self.self_norm = nnx.LayerNorm(width, rngs=rngs)
         self.cross_attention = (
-            Attention(width, **attention, rngs=rngs) if cross else None
+            Attention(width, **cross_attention, rngs=rngs) if cross else None
         )
         self.cross_norm = nnx.LayerNorm(width, rngs=rngs) if cross else None
         self.mlp = MLP(width, mlp_dim, rngs=rngs)
@@ -256,20 +313,34 @@ class Layer(nnx.Module):
         *,
         segments: Int[Array, "B T"],
         memory_segments: Int[Array, "B S"] | None = None,
+        is_causal: bool = False,
+        where: dict | None = None,
+        gates: dict | None = None,
         drop: Dropout | None = None,
         maps: list | None = None,
     ) -> Float[Array, "B T D"]:
-        """Encode x, or decode it: causal, with a look at the memory.
+        """Encode x, or decode it with a look at the memory.
 
-        Segment ids keep the packed sentences of a row apart; 0 is padding.
+        Args:
+            x, memory: the layer's input, and what cross-attention looks at.
+            segments, memory_segments: they keep the packed sentences of a row apart; 0
+                is padding.
+            is_causal: see no later token.
+            where: what self-attention knows of positions: `positions` or a `bias`.
+            gates: a number a head, `self` and `cross`, `N` or `B N` each; None: 1.
+            drop: of this layer.
+            maps: a list that the map of cross-attention is appended to.
         """
+        gates = gates or {"self": None, "cross": None}
 
         def to_self(x):
             return self.self_attention(
                 x,
-                is_causal=self.cross_attention is not None,
+                is_causal=is_causal,
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
+                gate=gates["self"],
+                **(where or {}),
             )
 
         def to_memory(x):
@@ -278,6 +349,7 @@ class Layer(nnx.Module):
                 memory,
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
+                gate=gates["cross"],
                 maps=maps,
             )
 

@@ -1,7 +1,18 @@
-"""Where a token stands: what is added to its embedding."""
+"""Where a token stands: added to its embedding, turned into its queries and keys, or
+added to the logits of self-attention.
 
+`model.positions` names one of `POSITIONS`. Positions count from 0 in every sentence,
+also where several are packed into one row.
+"""
+
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
+
+POSITIONS = ("sinusoidal", "learned", "rotary", "relative", "none")
+
+BUCKETS = 32  # of relative distances, as T5
+FARTHEST = 128  # tokens; all longer distances share the last bucket
 
 
 def sinusoidal(num_positions: int, width: int) -> Float[np.ndarray, "P D"]:
@@ -18,4 +29,49 @@ def sinusoidal(num_positions: int, width: int) -> Float[np.ndarray, "P D"]:
     return table
 
 
-POSITIONS = {"sinusoidal": sinusoidal}
+def rotate(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T N H"]:
+    """Turn each pair (x[i], x[i + H/2]) by position · 10000^(-2i / H).
+
+    Then the product of a query and a key depends on how far apart they stand, not on
+    where (Su et al. 2021; in halves as GPT-NeoX and Llama).
+    """
+    half = x.shape[-1] // 2
+    rates = 10_000.0 ** -(np.arange(half, dtype=np.float32) / half)
+    angles = positions[..., None, None] * rates  # B T 1 H/2
+    sine, cosine = jnp.sin(angles), jnp.cos(angles)
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate(
+        [left * cosine - right * sine, right * cosine + left * sine], axis=-1
+    ).astype(x.dtype)
+
+
+def relative_bias(
+    table: Float[Array, "buckets N"], distance: Int[Array, "*X"], *, is_causal: bool
+) -> Float[Array, "N *X"]:
+    """What each head adds to the logit of a key that far from its query.
+
+    Args:
+        table: `BUCKETS` N, learned; one for all layers of a stack (Raffel et al. 2020).
+        distance: position of the key minus position of the query, tokens.
+        is_causal: no key stands after its query, so all buckets serve what is before.
+    """
+    return jnp.moveaxis(table[bucket(distance, is_causal=is_causal)], -1, 0)
+
+
+def bucket(distance: Int[Array, "*X"], *, is_causal: bool) -> Int[Array, "*X"]:
+    """The bucket of a distance: one each when near, geometrically wider farther off.
+
+    Both directions have half of the buckets, or the past all of them (Raffel et al.
+    2020, section 2.1).
+    """
+    num_buckets, first = BUCKETS, 0
+    if not is_causal:
+        num_buckets //= 2
+        first = num_buckets * (distance > 0)
+    size = jnp.maximum(-distance, 0) if is_causal else jnp.abs(distance)
+    exact = num_buckets // 2
+    growth = jnp.log(jnp.maximum(size, 1) / exact) / np.log(FARTHEST / exact)
+    wide = exact + (growth * (num_buckets - exact)).astype(jnp.int32)
+    return first + jnp.where(size < exact, size, jnp.minimum(wide, num_buckets - 1))

@@ -6,8 +6,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Dropout, Layer, choose, dropout
-from models.positions import POSITIONS
+from models.dropout import Dropout, dropout, fold
+from models.layers import Layer, choose
+from models.positions import BUCKETS, POSITIONS, relative_bias, sinusoidal
 
 BOS = 1  # the token before the first, see data/tokenizer.py
 
@@ -23,8 +24,13 @@ class Transformer(nnx.Module):
         mlp_dim: F.
         dropout: rate, where the call names none.
         positions: a name in `models.positions.POSITIONS`.
+        max_positions: rows of the table of "learned" positions; later tokens have the
+            last.
         norm: "post" or "pre".
         attention: arguments of `models.layers.Attention`.
+        encoder_attention, decoder_attention, cross_attention: those in which the
+            encoder's self-, the decoder's self- or its cross-attention differs; None
+            where it doesn't.
 
     Raises:
         ValueError: a setting that is unknown or does not fit, by its config key.
@@ -41,8 +47,12 @@ class Transformer(nnx.Module):
         mlp_dim: int,
         dropout: float,
         positions: str,
+        max_positions: int = 512,
         norm: str,
         attention: dict,
+        encoder_attention: dict | None = None,
+        decoder_attention: dict | None = None,
+        cross_attention: dict | None = None,
         rngs: nnx.Rngs,
     ):
         choose("model.positions", positions, POSITIONS)
@@ -51,7 +61,8 @@ class Transformer(nnx.Module):
             raise ValueError(f"model.dropout must be from 0 to below 1, got {dropout}.")
         self.dropout = dropout
         self.width = width
-        self.position_table = POSITIONS[positions]
+        self.positions = positions
+        self.max_positions = max_positions
         init = nnx.initializers.normal(width**-0.5)
         self.embedding = nnx.Param(init(rngs.params(), (vocab_size, width)))
         if source_vocab_size is None:
@@ -60,21 +71,43 @@ class Transformer(nnx.Module):
             shape = (source_vocab_size, width)
             self.source_embedding = nnx.Param(init(rngs.params(), shape))
 
-        def layers(count, cross):
+        own = {
+            "encoder": encoder_attention,
+            "decoder": decoder_attention,
+            "cross": cross_attention,
+        }
+        heads = {site: at_site(site, attention, own[site]) for site in own}
+
+        def layers(count, site, cross):
             return nnx.List(
                 Layer(
                     width,
                     mlp_dim,
                     norm=norm,
-                    attention=dict(attention),
-                    cross=cross,
+                    self_attention=heads[site],
+                    cross_attention=cross,
                     rngs=rngs,
                 )
                 for _ in range(count)
             )
 
-        self.encoder = layers(num_encoder_layers, False)
-        self.decoder = layers(num_decoder_layers, True)
+        self.encoder = layers(num_encoder_layers, "encoder", None)
+        self.decoder = layers(num_decoder_layers, "decoder", heads["cross"])
+        if positions == "rotary":
+            check_rotary(self.encoder, heads["encoder"]["path"])
+            check_rotary(self.decoder, heads["decoder"]["path"])
+
+        def table(site):
+            """What a stack learns about positions."""
+            if positions == "learned":
+                return nnx.Param(init(rngs.params(), (max_positions, width)))
+            if positions == "relative":
+                return nnx.Param(jnp.zeros((BUCKETS, heads[site]["num_heads"])))
+            return None
+
+        self.encoder_positions, self.decoder_positions = map(
+            table, ("encoder", "decoder")
+        )
 
         def final_norm():  # a pre-norm stack ends without a norm of its own
             return nnx.LayerNorm(width, rngs=rngs) if norm == "pre" else None
@@ -86,15 +119,32 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         num_positions: int,
-        embedding: nnx.Param | None = None,
+        *,
+        is_source: bool = False,
     ) -> Float[Array, "B T D"]:
-        """Scaled token embeddings plus positions, which are below num_positions.
-
-        `embedding` is the target's unless given.
-        """
-        table = jnp.asarray(self.position_table(num_positions, self.width))
+        """Scaled token embeddings plus positions, which are below num_positions."""
+        embedding = self.source_embedding if is_source else None
         embedding = self.embedding if embedding is None else embedding
-        return embedding[...][tokens] * self.width**0.5 + table[positions]
+        x = embedding[...][tokens] * self.width**0.5
+        if self.positions == "sinusoidal":
+            x = x + jnp.asarray(sinusoidal(num_positions, self.width))[positions]
+        if self.positions == "learned":
+            table = self.encoder_positions if is_source else self.decoder_positions
+            x = x + table[...][jnp.minimum(positions, self.max_positions - 1)]
+        return x
+
+    def where(self, positions: Int[Array, "B T"], *, is_source: bool) -> dict:
+        """What self-attention knows of positions: to rotate by, or a bias `1 N T T`."""
+        if self.positions == "rotary":
+            return {"positions": positions}
+        if self.positions == "relative":
+            table = self.encoder_positions if is_source else self.decoder_positions
+            # Within a sentence the distance of indices is that of positions.
+            index = jnp.arange(positions.shape[1])
+            distance = index - index[:, None]
+            bias = relative_bias(table[...], distance, is_causal=not is_source)
+            return {"bias": bias[None]}
+        return {}
 
     def encode(
         self,
@@ -102,12 +152,20 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B S"],
         positions: Int[Array, "B S"],
         drop: Dropout | None = None,
+        head_gates: dict | None = None,
     ) -> Float[Array, "B S D"]:
         """The memory that the decoder looks at."""
-        x = self.embed(source, positions, source.shape[1], self.source_embedding)
+        x = self.embed(source, positions, source.shape[1], is_source=True)
         x = dropout(x, drop, 0)
+        where = self.where(positions, is_source=True)
         for index, layer in enumerate(self.encoder):
-            x = layer(x, segments=segments, drop=fold(drop, 1 + index))
+            x = layer(
+                x,
+                segments=segments,
+                where=where,
+                gates=gates_of(head_gates, index, self="encoder"),
+                drop=fold(drop, 1 + index),
+            )
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def decode(
@@ -118,6 +176,7 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         drop: Dropout | None = None,
+        head_gates: dict | None = None,
         maps: list | None = None,
     ) -> Float[Array, "B T D"]:
         """What is known before each target token: causal in the tokens before it.
@@ -127,12 +186,16 @@ class Transformer(nnx.Module):
         inputs = shift_right(target, positions)
         x = self.embed(inputs, positions, target.shape[1])
         x = dropout(x, drop, 0)
+        where = self.where(positions, is_source=False)
         for index, layer in enumerate(self.decoder):
             x = layer(
                 x,
                 memory,
                 segments=segments,
                 memory_segments=memory_segments,
+                is_causal=True,
+                where=where,
+                gates=gates_of(head_gates, index, self="decoder", cross="cross"),
                 drop=fold(drop, 1 + index),
                 maps=maps,
             )
@@ -142,10 +205,29 @@ class Transformer(nnx.Module):
         """Scores of every piece; the embedding serves as the output kernel."""
         return hidden @ self.embedding[...].T
 
+    def head_gates(self) -> dict[str, Float[Array, "L N"]]:
+        """A gate of 1 for every head of every layer, by site."""
+        sites = {
+            "encoder": [layer.self_attention for layer in self.encoder],
+            "decoder": [layer.self_attention for layer in self.decoder],
+            "cross": [layer.cross_attention for layer in self.decoder],
+        }
+        return {
+            site: jnp.ones((len(layers), layers[0].query.shape[1]))
+            for site, layers in sites.items()
+            if layers
+        }
+
     def hidden(
-        self, batch: dict, *, rate: Float[Array, ""] | float | None = None, key=None
+        self,
+        batch: dict,
+        *,
+        rate: Float[Array, ""] | float | None = None,
+        key=None,
+        head_gates: dict | None = None,
     ) -> Float[Array, "B T D"]:
         """Encode and decode a batch; with a key, with dropout."""
+        check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
         drop = None if key is None else (rate, key)
         memory = self.encode(
@@ -153,6 +235,7 @@ class Transformer(nnx.Module):
             batch["source_segments"],
             batch["source_positions"],
             fold(drop, 0),
+            head_gates,
         )
         return self.decode(
             memory,
@@ -161,10 +244,16 @@ class Transformer(nnx.Module):
             batch["target_segments"],
             batch["target_positions"],
             fold(drop, 1),
+            head_gates,
         )
 
     def __call__(
-        self, batch: dict, *, rate: Float[Array, ""] | float | None = None, key=None
+        self,
+        batch: dict,
+        *,
+        rate: Float[Array, ""] | float | None = None,
+        key=None,
+        head_gates: dict | None = None,
     ) -> Float[Array, "B T vocab"]:
         """Logits of every target token of a batch of (packed) rows.
 
@@ -174,8 +263,55 @@ class Transformer(nnx.Module):
                 holds the labels and segment 0 is padding.
             rate: dropout rate; None: the model's own.
             key: of dropout; None: no dropout.
+            head_gates: what each head's output is multiplied by: arrays `encoder`,
+                `decoder` and `cross`, of a number a layer and head, L N, or for each
+                row of the batch, L B N; 1 for sites that are left out. Zero removes
+                a head. `head_gates()` gives ones.
         """
-        return self.logits(self.hidden(batch, rate=rate, key=key))
+        return self.logits(
+            self.hidden(batch, rate=rate, key=key, head_gates=head_gates)
+        )
+
+
+def at_site(site: str, attention: dict, own: dict | None) -> dict:
+    """The attention arguments of a site: its own where set, else those of all."""
+    own = {key: value for key, value in (own or {}).items() if value is not None}
+    path = f"model.{site}_attention" if own else "model.attention"
+    return attention | own | {"path": path}
+
+
+def check_rotary(layers, path: str) -> None:
+    """Raise a ValueError where a head of self-attention has no halves to rotate."""
+    for layer in layers:
+        size = layer.self_attention.query.shape[-1]
+        if size % 2:
+            raise ValueError(
+                f"{path}.head_dim must be even with model.positions='rotary', got "
+                f"{size}."
+            )
+
+
+def check_gates(head_gates: dict | None, like: dict) -> None:
+    """Raise a ValueError unless the gates have the sites, layers and heads of like."""
+    for site, gates in (head_gates or {}).items():
+        if site not in like:
+            raise ValueError(f"head_gates may have {', '.join(like)}, got {site!r}.")
+        L, N = like[site].shape
+        if gates.ndim not in (2, 3) or (gates.shape[0], gates.shape[-1]) != (L, N):
+            raise ValueError(
+                f"head_gates[{site!r}] must be {L} layers by {N} heads, or layers by "
+                f"rows by heads, got {gates.shape}."
+            )
+
+
+def gates_of(head_gates: dict | None, layer: int, **sites: str) -> dict | None:
+    """The gates of a layer, by its own names of the sites."""
+    if head_gates is None:
+        return None
+    return {
+        name: head_gates[site][layer] if site in head_gates else None
+        for name, site in {"cross": "", **sites}.items()
+    }
 
 
 def shift_right(
@@ -183,11 +319,6 @@ def shift_right(
 ) -> Int[Array, "B T"]:
     """The decoder's input: the token before, at a sentence's first position BOS."""
     return jnp.where(positions == 0, BOS, jnp.roll(target, 1, axis=1))
-
-
-def fold(drop: Dropout | None, index: int) -> Dropout | None:
-    """Dropout for a part of the model, independent of the other parts'."""
-    return None if drop is None else (drop[0], jax.random.fold_in(drop[1], index))
 
 
 def num_parameters(params) -> int:

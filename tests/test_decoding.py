@@ -20,9 +20,23 @@ SHAPES = {
     "pre": {"norm": "pre"},
     "grouped": {"num_kv_heads": 2, "head_dim": 6, "value_dim": 5},
 }
+# Every merge rule, kind of positions and option of the heads at least once.
+SETTINGS = SHAPES | {
+    "mean, rotary": {"merge": "mean", "positions": "rotary", "qk_norm": True},
+    "weighted, relative": {"merge": "weighted", "positions": "relative"},
+    "dynamic, none": {"merge": "dynamic", "positions": "none", "num_kv_heads": 1},
+    "gated, learned": {"merge": "gated", "positions": "learned"},
+    "elementwise, relative": {
+        "merge": "gated_elementwise",
+        "positions": "relative",
+        "num_kv_heads": 2,
+    },
+    "mixture, rotary": {"merge": "mixture", "mixture_heads": 2, "positions": "rotary"},
+    "talking": {"talking_heads": True, "num_kv_heads": 2},
+}
 
 
-def make(vocab_size=30, norm="post", seed=0, **attention):
+def make(vocab_size=30, norm="post", seed=0, positions="sinusoidal", **attention):
     """A small model whose predictions vary: random ones repeat a token for ever."""
     model = Transformer(
         vocab_size,
@@ -31,14 +45,20 @@ def make(vocab_size=30, norm="post", seed=0, **attention):
         num_decoder_layers=2,
         mlp_dim=24,
         dropout=0.0,
-        positions="sinusoidal",
+        positions=positions,
         norm=norm,
         attention={"num_heads": 4, "implementation": "reference"} | attention,
         rngs=nnx.Rngs(seed),
     )
+    random = np.random.default_rng(seed)
     for layer in model.decoder:
         for part in (layer.self_attention, layer.cross_attention):
-            part.merge[...] *= 8.0
+            part.merge["kernel"][...] *= 8.0
+            for mix in part.mixes():  # at first the identity
+                part.talking_heads[mix][...] += random.normal(size=(4, 4)) / 4
+    if positions == "relative":  # at first 0
+        for table in (model.encoder_positions, model.decoder_positions):
+            table[...] += random.normal(size=table.shape)
     return nnx.split(model)
 
 
@@ -129,9 +149,9 @@ def test_cached_attention_is_attention(W, K):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SETTINGS)
 def test_greedy_equals_uncached(shape):
-    graph, params = make(**SHAPES[shape])
+    graph, params = make(**SETTINGS[shape])
     texts = sentences(5, 1, 9)
     out = jitted(graph, max_length=12)(params, *batch(texts))
     found = trimmed(out.tokens)
@@ -163,10 +183,10 @@ def test_beam_finds_the_best_of_all(shape, length_penalty):
     np.testing.assert_allclose(out.scores[0], scores.max(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, "elementwise, relative", "talking"])
 def test_beam_scores_are_the_uncached_models(shape):
     # Wrong ancestors would show: the score would be of another hypothesis.
-    graph, params = make(**SHAPES[shape])
+    graph, params = make(**SETTINGS[shape])
     texts = sentences(6, 3)
     out = jitted(graph, max_length=10, beam_size=3, length_penalty=0.6)(
         params, *batch(texts)
@@ -332,3 +352,24 @@ def test_options_out_of_range(options, message):
     graph, params = make()
     with pytest.raises(ValueError, match=f"^{message}$"):
         decoding.translate(graph, params, sentences(3), **options)
+
+
+def test_a_gate_of_zero_removes_a_head_from_every_step():
+    graph, params = make()
+    model = nnx.merge(graph, params)
+    gates = {site: x.at[:, 1].set(0.0) for site, x in model.head_gates().items()}
+    texts = sentences(5, 9)
+    options = {"beam_size": 2, "batch_size": 2}
+    whole = decoding.translate(graph, params, texts, **options)[1]
+    gated, scores = decoding.translate(
+        graph, params, texts, head_gates=gates, **options
+    )
+    for part in (
+        *(layer.self_attention for layer in (*model.encoder, *model.decoder)),
+        *(layer.cross_attention for layer in model.decoder),
+    ):
+        part.merge["kernel"][...] = part.merge["kernel"][...].at[1].set(0.0)
+    wanted, wanted_scores = decoding.translate(*nnx.split(model), texts, **options)
+    assert gated == wanted
+    np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4)
+    assert scores != whole

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers import dropout, random_bits
+from models.dropout import dropout, random_bits
 
 SHAPE = (64, 64, 128)
 

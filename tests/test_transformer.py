@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from configs.base import get_config
-from models.layers import dropout
+from models.dropout import dropout
 from models.positions import sinusoidal
 from models.transformer import Transformer, num_parameters
 from training.step import Static, batch_loss

@@ -1,0 +1,42 @@
+"""Dropout with a rate that is data and random bits that cost next to nothing."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, UInt32
+
+Dropout = tuple[Float[Array, ""] | float, Key[Array, ""]]  # rate, key
+
+
+def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
+    """Zero each element with probability rate, scale the rest by 1 / (1 - rate).
+
+    The rate is data, not part of the program, so that trials may differ in it. None
+    leaves x as it is. `index` tells the places of a layer apart.
+    """
+    if rate_and_key is None:
+        return x
+    rate, key = rate_and_key
+    bits = random_bits(jax.random.fold_in(key, index), x.shape)
+    keep = bits >= jnp.uint32(rate * 2.0**32)
+    return jnp.where(keep, x * (1 / (1.0 - rate)), 0.0)
+
+
+def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """A hash of each element's index: enough for dropout, cheap enough to do again.
+
+    It fuses into what reads it, where `jax.random.bits` is a pass of 20 rounds. The
+    key gives each call a stride and a start of its own; the mixing is the 32-bit
+    finaliser "lowbias32" (Wellons 2018, Prospecting for hash functions).
+    """
+    start, stride = jax.random.key_data(key)[-2:]
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)) * (stride | 1) + start
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return (x ^ (x >> 16)).reshape(shape)
+
+
+def fold(drop: Dropout | None, index: int) -> Dropout | None:
+    """Dropout for a part of the model, independent of the other parts'."""
+    return None if drop is None else (drop[0], jax.random.fold_in(drop[1], index))

@@ -1,0 +1,132 @@
+"""Merge rules: the identities that define them, their gradients, their parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from attention.merge import MERGE_RULES
+
+B, T, N, V, D = 2, 3, 4, 5, 6
+SIZES = {"N": N, "V": V, "D": D}
+
+
+def normal(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def parameters(rule):
+    return {
+        name: normal([SIZES[letter] for letter in letters.split()], seed)
+        for seed, (name, letters) in enumerate(MERGE_RULES[rule].shapes.items(), 2)
+    }
+
+
+HEADS, X = normal((B, T, N, V), 0), normal((B, T, D), 1)
+KERNEL, SHARED = parameters("concat")["kernel"], parameters("mean")["kernel"]
+
+
+def merge(rule, **settings):
+    if rule == "mixture":
+        settings.setdefault("mixture_heads", 2)
+    return MERGE_RULES[rule].function(HEADS, X, **parameters(rule) | settings)
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_concat_is_one_projection_of_the_concatenation():
+    close(merge("concat"), HEADS.reshape(B, T, N * V) @ KERNEL.reshape(N * V, D))
+
+
+def test_weighted_and_dynamic_at_zero_are_mean():
+    close(merge("weighted", logits=jnp.zeros(N)), merge("mean"))
+    close(merge("dynamic", router=jnp.zeros((D, N))), merge("mean"))
+
+
+def test_mean_is_concat_with_one_kernel():
+    same = jnp.broadcast_to(SHARED / N, (N, V, D))
+    close(merge("mean"), merge("concat", kernel=same))
+
+
+def test_dynamic_with_one_token_is_weighted():
+    logits = X[0, 0] @ parameters("dynamic")["router"]
+    close(merge("dynamic")[0, 0], merge("weighted", logits=logits)[0, 0])
+
+
+def test_gates_at_zero_halve_concat():
+    close(merge("gated", gate=jnp.zeros((D, N))), merge("concat") / 2)
+    closed = jnp.zeros((D, N, V))
+    close(merge("gated_elementwise", gate=closed), merge("concat") / 2)
+
+
+def test_gated_elementwise_with_one_gate_a_head_is_gated():
+    gate = parameters("gated")["gate"]
+    spread = jnp.broadcast_to(gate[..., None], (D, N, V))
+    close(merge("gated_elementwise", gate=spread), merge("gated"))
+
+
+def test_mixture_of_all_heads_at_zero_is_a_share_of_concat():
+    even = merge("mixture", router=jnp.zeros((D, N)), mixture_heads=N)
+    close(even, merge("concat") / N)
+
+
+def test_mixture_of_one_is_the_best_head_alone():
+    best = np.argmax(X @ parameters("mixture")["router"], axis=-1)
+    assert len(np.unique(best)) > 1
+    for b, t in np.ndindex(B, T):
+        n = best[b, t]
+        found = merge("mixture", mixture_heads=1)[b, t]
+        close(found, HEADS[b, t, n] @ KERNEL[n])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_mixture_by_hand(k):
+    logits = np.float64(X @ parameters("mixture")["router"])
+    out = np.zeros((B, T, D))
+    for b, t in np.ndindex(B, T):
+        chosen = np.argsort(-logits[b, t])[:k]
+        shares = np.exp(logits[b, t, chosen])
+        for n, share in zip(chosen, shares / shares.sum(), strict=True):
+            out[b, t] += share * np.float64(HEADS[b, t, n]) @ np.float64(KERNEL[n])
+    close(merge("mixture", mixture_heads=k), out)
+
+
+def test_mixture_takes_exactly_k_where_all_are_equal():
+    found = merge("mixture", router=jnp.zeros((D, N)), mixture_heads=2)
+    close(found, jnp.einsum("BTNV,NVD->BTD", HEADS[:, :, :2], KERNEL[:2]) / 2)
+
+
+@pytest.mark.parametrize("rule", MERGE_RULES)
+def test_gradients(rule):
+    settings = {"mixture_heads": 2} if rule == "mixture" else {}
+    function = MERGE_RULES[rule].function
+
+    def merged(heads, x, params):
+        heads, x, params = jax.tree.map(jnp.asarray, (heads, x, params))
+        return function(heads, x, **params, **settings)
+
+    with jax.enable_x64(True):
+        arguments = jax.tree.map(jnp.float64, (HEADS, X, parameters(rule)))
+        check_grads(merged, arguments, order=1, modes=["rev"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["concat", "gated", "gated_elementwise", "mixture"])
+def test_a_head_at_zero_is_a_head_without_kernel(rule):
+    settings = {"mixture_heads": 2} if rule == "mixture" else {}
+    function, params = MERGE_RULES[rule].function, parameters(rule)
+    gate = jnp.array([1.0, 0.0, 1.0, 1.0])[:, None]
+    gone = params | {"kernel": params["kernel"] * gate[..., None]}
+    close(
+        function(HEADS * gate, X, **params, **settings),
+        function(HEADS, X, **gone, **settings),
+    )
+
+
+def test_the_dtype_is_kept():
+    for rule, row in MERGE_RULES.items():
+        settings = {"mixture_heads": 2} if rule == "mixture" else {}
+        heads, x, params = jax.tree.map(jnp.bfloat16, (HEADS, X, parameters(rule)))
+        assert row.function(heads, x, **params, **settings).dtype == jnp.bfloat16
