@@ -98,7 +98,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
     from models.layers import choose
-    from models.transformer import Transformer, num_parameters
+    from models.transformer import Transformer, implementations, num_parameters
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES
@@ -106,6 +106,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
 
     choose("train.best_metric", config.train.best_metric, METRICS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
+    if config.model.positions == "learned":
+        check_positions(config)
     names = (config.data.name, config.data.source, config.data.target)
     sources, targets = corpora.load(*names, "train", config.data.directory)
     tokenizers = tokenizer.load_or_train(
@@ -131,8 +133,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
 
     vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
-    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-    static = Static(graph, config.optimizer.schedule, config.model.width)
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    static = Static(nnx.split(model)[0], config.optimizer.schedule, config.model.width)
     make_state = partial(init, arrays, static=static, build=build)
     abstract = jax.eval_shape(make_state)
     num_trials = len(trials)
@@ -161,7 +163,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     write_json(
         workdir / "run.json",
         {
-            "attention": implementations(config.model, *batches.shape),
+            "attention": implementations(model, *batches.shape),
             "trials": num_trials,
             "num_parameters": num_parameters(abstract.params) // num_trials,
             "steps_per_epoch": batches.steps_per_epoch,
@@ -170,6 +172,16 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         },
     )
     return Run(static, arrays, state, best, step, batches, dev, checkpoints)
+
+
+def check_positions(config) -> None:
+    """Raise a ValueError where sentences are longer than the learned positions."""
+    longest, there = config.data.max_length, config.model.max_positions
+    if longest > there:
+        raise ValueError(
+            f"model.max_positions must be at least data.max_length = {longest} with "
+            f"model.positions='learned', got {there}."
+        )
 
 
 def items_of(state, best: dict) -> dict:
@@ -183,44 +195,6 @@ def items_of(state, best: dict) -> dict:
             "stopped_at": state.stopped_at,
         },
         "best": best,
-    }
-
-
-def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
-    """Which attention implementation each site runs; see docs/attention.md."""
-    import jax
-    import jax.numpy as jnp
-
-    import attention
-    from models.layers import head_shape
-
-    if model.attention.implementation is not None:
-        return dict.fromkeys(
-            ("encoder", "decoder", "cross"), model.attention.implementation
-        )
-    heads = model.attention
-    K, H, V = head_shape(
-        model.width,
-        heads.num_heads,
-        heads.num_kv_heads,
-        heads.head_dim,
-        heads.value_dim,
-    )
-
-    def resolve(T, S):
-        def array(length, num, size):
-            return jax.ShapeDtypeStruct((B, length, num, size), jnp.float32)
-
-        return attention.resolve_implementation(
-            array(T, heads.num_heads, H),
-            array(S, K, H),
-            array(S, K, V),
-        )
-
-    return {
-        "encoder": resolve(S, S),
-        "decoder": resolve(T, T),
-        "cross": resolve(T, S),
     }
 
 

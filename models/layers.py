@@ -130,6 +130,21 @@ class Attention(nnx.Module):
         key = turned(project(x, self.key, self.key_bias), self.key_norm, positions)
         return key, project(x, self.value, self.value_bias)
 
+    def resolve(self, B: int, T: int, S: int, *, has_bias: bool = False) -> str:
+        """The implementation that runs on such a batch; see docs/attention.md."""
+        if self.talking_heads is not None:
+            return "talking_heads_attention"
+        if self.implementation is not None:
+            return self.implementation
+
+        def like(length, kernel):
+            shape = (B, length, *kernel.shape[1:])
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        arrays = like(T, self.query), like(S, self.key), like(S, self.value)
+        bias = jnp.float32 if has_bias else None
+        return attention.resolve_implementation(*arrays, bias)
+
     def mixes(self) -> dict[str, Float[Array, "N N"]]:
         """The two mixes of talking heads by name, if they talk."""
         heads = self.talking_heads

@@ -324,3 +324,18 @@ def shift_right(
 def num_parameters(params) -> int:
     """Count the numbers in a tree of (abstract) arrays."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+
+def implementations(model: Transformer, B: int, S: int, T: int) -> dict[str, str]:
+    """Which attention implementation each site of a (abstract) model runs, by size."""
+    relative = model.positions == "relative"
+    sites = {
+        "encoder": (model.encoder, "self_attention", S, S, relative),
+        "decoder": (model.decoder, "self_attention", T, T, relative),
+        "cross": (model.decoder, "cross_attention", T, S, False),
+    }
+    return {
+        site: getattr(layers[0], name).resolve(B, *lengths, has_bias=has_bias)
+        for site, (layers, name, *lengths, has_bias) in sites.items()
+        if layers
+    }

@@ -12,11 +12,13 @@ from attention import talking_heads_attention, talking_heads_weights
 from attention.merge import MERGE_RULES
 from attention.reference import attend
 from configs.base import get_config
+from configs.commandline import flat
 from models.layers import Attention
 from models.positions import POSITIONS, bucket, relative_bias, rotate
-from models.transformer import Transformer, num_parameters
-from tests.test_transformer import ALONE, PACKED, VOCAB, trials
+from models.transformer import Transformer, implementations, num_parameters
+from tests.test_transformer import ALONE, PACKED, VOCAB
 from training.step import Static, init, train_step
+from training.trials import numbers
 
 # Every merge rule and every kind of positions at least once.
 SETTINGS = {
@@ -77,11 +79,15 @@ def test_overfits_a_handful_of_pairs(name):
     build = build_of(*SETTINGS[name])
     graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
     static = Static(graph, "constant", 16)
-    numbers = trials([0], [0.0], [1e-2]) | {"label_smoothing": np.zeros(1, np.float32)}
-    state = init(numbers, static=static, build=build)
+    settings = {"seed": 0, "optimizer.label_smoothing": 0.0, "model.dropout": 0.0}
+    arrays = numbers(
+        flat(get_config().to_dict()),
+        [settings | {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 2}],
+    )
+    state = init(arrays, static=static, build=build)
     batch = jax.tree.map(lambda x: x[None], PACKED)
     for _ in range(150):
-        state, metrics = train_step(state, numbers, batch, static=static)
+        state, metrics = train_step(state, arrays, batch, static=static)
     assert metrics["loss"][0] < 0.05
 
 
@@ -295,3 +301,15 @@ def test_relative_bias_is_a_row_of_its_table():
     bias = relative_bias(table, jnp.array([[0, -1], [2, -2]]), is_causal=True)
     np.testing.assert_array_equal(bias[:, 0, 1], table[1])
     np.testing.assert_array_equal(bias[:, 1, 0], table[0])
+
+
+def test_what_runs_is_told_by_site():
+    settings = {"talking_heads": True}
+    model = nnx.eval_shape(
+        lambda: build_of("relative", cross_attention=settings)(rngs=nnx.Rngs(0))
+    )
+    assert implementations(model, 2, 5, 6) == {
+        "encoder": "blockwise",
+        "decoder": "blockwise",
+        "cross": "talking_heads_attention",
+    }
