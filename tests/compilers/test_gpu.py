@@ -10,41 +10,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attention import pallas_gpu, pallas_gpu_blocks
+from training import targets
 
-# Read off an H200 with 143771 MiB; figures of NVIDIA's data sheet where it gives them.
-H200 = """
-gpu_device_info {
-  cuda_compute_capability {
-    major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES
-  }
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000
-  device_memory_size: 150000000000
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 12 }
-"""
 T = 16384  # a map of one head in float32 is 1 GiB
 MIB = 2**20
 LIMIT = 32 * MIB
@@ -59,25 +30,17 @@ NOTHING = {
 }
 
 
-def devices(count):
-    description = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="h200",
-        target_config=H200,
-        topology=f"1x{count}x1",
-    )
-    return np.array(description.devices)
-
-
 @pytest.fixture(scope="module")
 def one():
-    return Mesh(devices(1), ("data",))
+    return Mesh(targets.devices("h200:1"), ("data",))
 
 
 @pytest.fixture(scope="module")
 def four():
     axes = (AxisType.Auto,) * 2
-    return Mesh(devices(4).reshape(2, 2), ("data", "model"), axis_types=axes)
+    return Mesh(
+        targets.devices("h200:4").reshape(2, 2), ("data", "model"), axis_types=axes
+    )
 
 
 def compiled(function, arrays, mesh, specs=None, folder=None):

@@ -1,0 +1,158 @@
+"""Is averaging heads cheaper than concatenating them? Every merge rule, measured.
+
+    python -m benchmarks.merge [--sizes base tiny] [--seconds 3]
+    .venv-compilers/bin/python -m benchmarks.merge --targets v5e:2x2 h200:1
+
+Prints Markdown tables, a row a rule. Of each rule alone, and of the whole layer of
+self-attention around it, forward and with the backward pass: the time here as a ratio
+to concat, timed in turn in one process; with --targets, what the compilers of chips
+that are not here say of the same programs: scratch memory and the bytes they move.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from attention.merge import MERGE_RULES
+from models.layers import Attention
+from models.transformer import num_parameters
+from training import targets
+
+# B, T, D, N; V = D / N
+SIZES = {
+    "tiny": (64, 64, 128, 4),
+    "base": (32, 128, 512, 8),
+    "base, 32 heads": (32, 128, 512, 32),
+}
+MIB = 2**20
+
+
+def programs(rule, B, T, D, N, dtype=jnp.float32):
+    """(function, arguments) by name: the rule alone and its layer, with gradients."""
+    layer = Attention(
+        D, num_heads=N, merge=rule, mixture_heads=max(1, N // 2), rngs=nnx.Rngs(0)
+    )
+    graph, params = nnx.split(layer)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    heads, x = (
+        jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+        for shape in ((B, T, N, D // N), (B, T, D))
+    )
+
+    def alone(params, heads, x):
+        return nnx.merge(graph, params).merged(heads, x)
+
+    def whole(params, heads, x):
+        del heads
+        return nnx.merge(graph, params)(x, is_causal=True)
+
+    def gradient(function, params, heads, x):
+        out, pullback = jax.vjp(function, params, heads, x)
+        return pullback(out)
+
+    arguments = params, heads, x
+    found = {
+        "merge": alone,
+        "merge + backward": partial(gradient, alone),
+        "layer": whole,
+        "layer + backward": partial(gradient, whole),
+    }
+    count = num_parameters(nnx.state(layer.merge))
+    return {name: (jax.jit(f), arguments) for name, f in found.items()}, count
+
+
+def timed(size, seconds):
+    """Median milliseconds by rule and program, all rules in turn."""
+    calls, counts = {}, {}
+    for rule in MERGE_RULES:
+        found, counts[rule] = programs(rule, *size)
+        for name, (function, arguments) in found.items():
+            calls[rule, name] = partial(function, *arguments)
+    times = {key: [] for key in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end or len(times["concat", "layer"]) < 5:
+        for key, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[key].append(1e3 * (time.perf_counter() - start))
+    return {key: statistics.median(values) for key, values in times.items()}, counts
+
+
+def compiled(size, target):
+    """Scratch MiB and moved MiB by rule and program, as the target's compiler says."""
+    devices = targets.devices(target)
+    found = {}
+    for rule in MERGE_RULES:
+        todo, _ = programs(rule, *size, jnp.bfloat16)
+        for name, (function, arguments) in todo.items():
+            program = targets.compile_for(devices, function, *arguments)
+            scratch = program.memory_analysis().temp_size_in_bytes / MIB
+            costs = program.cost_analysis()  # the GPU's compiler gives none
+            moved = f" / {costs['bytes accessed'] / MIB:.0f}" if costs else ""
+            found[rule, name] = f"{scratch:.1f}{moved}"
+    return found
+
+
+def table(header, rows):
+    """Print a Markdown table."""
+    print("|", " | ".join(header), "|")
+    print("| --- |", " | ".join("---:" for _ in header[1:]), "|")
+    for row in rows:
+        print("|", " | ".join(row), "|")
+    print(flush=True)
+
+
+def main():
+    """Print a table a size, or a size and target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--seconds", type=float, default=1, help="of each program")
+    parser.add_argument("--targets", nargs="*", default=[])
+    flags = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0]}"
+    print(f"{datetime.date.today()}, {machine}, JAX {jax.__version__}\n")
+    for size in flags.sizes:
+        B, T, D, N = SIZES[size]
+        title = f"{size}: B {B}, T {T}, D {D}, N {N}, V {D // N}"
+        if not flags.targets:
+            found, counts = timed(SIZES[size], flags.seconds)
+            names = [name for rule, name in found if rule == "concat"]
+            print(f"{title}; median ms in float32 (as a ratio to concat's)\n")
+            table(
+                ["rule", "parameters", *names],
+                [
+                    [f"`{rule}`", f"{counts[rule]:,}"]
+                    + [
+                        f"{found[rule, name]:.2f} "
+                        f"({found[rule, name] / found['concat', name]:.2f})"
+                        for name in names
+                    ]
+                    for rule in MERGE_RULES
+                ],
+            )
+        for target in flags.targets:
+            found = compiled(SIZES[size], target)
+            names = [name for rule, name in found if rule == "concat"]
+            print(f"{title}; {target}, bfloat16: MiB of scratch / moved\n")
+            table(
+                ["rule", *names],
+                [
+                    [f"`{rule}`"] + [found[rule, name] for name in names]
+                    for rule in MERGE_RULES
+                ],
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Merge rules and whole models through the compilers for TPUs and an H200."""
+
+import pytest
+
+from attention.merge import MERGE_RULES
+from benchmarks.merge import programs
+from training import targets
+from training.targets import compile_for
+
+SIZE = 8, 128, 256, 8  # B, T, D, N
+TARGETS = ("v5e:2x2", "v6e:2x2", "h200:1")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rule", MERGE_RULES)
+def test_every_rule_trains_on_the_chip(rule, target):
+    function, arguments = programs(rule, *SIZE)[0]["layer + backward"]
+    program = compile_for(targets.devices(target), function, *arguments)
+    assert program.memory_analysis().argument_size_in_bytes > 0
+    # the layer's attention is the fused kernel, whatever the rule
+    assert ("tpu_custom_call" if target[0] == "v" else "__gpu$xla.gpu.triton") in (
+        program.as_text()
+    )
+
+
+def test_averaging_reads_a_kernel_of_one_head():
+    device = targets.devices("v5e:2x2")
+    moved = {}
+    for rule in ("concat", "mean", "weighted"):
+        function, arguments = programs(rule, *SIZE)[0]["merge"]
+        costs = compile_for(device, function, *arguments).cost_analysis()
+        moved[rule] = costs["bytes accessed"]
+    # no copy of the heads' outputs beyond the one that it is given
+    heads = 4 * 8 * 128 * 256
+    assert max(moved["mean"], moved["weighted"]) < heads * 2.5 < moved["concat"]
+
+
+@pytest.mark.parametrize("target", ["v5e", "v5e:", "h300:1", "v5e:2y2"])
+def test_an_unknown_target_is_named(target):
+    with pytest.raises(ValueError, match=f"There is no target '{target}'"):
+        targets.devices(target)

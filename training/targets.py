@@ -1,0 +1,95 @@
+"""Devices that this machine lacks, described well enough for their real compilers.
+
+libtpu compiles for TPUs and jax-cuda13-plugin for NVIDIA GPUs on a machine with
+neither; requirements-compilers.txt installs both. Nothing can run on such devices.
+"""
+
+import os
+import re
+
+import jax
+import numpy as np
+
+TPUS = ("v4", "v5e", "v5p", "v6e")
+# Read off an H200 with 143771 MiB; figures of NVIDIA's data sheet where it gives them.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability {
+    major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES
+  }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  device_memory_size: 150000000000
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 }
+"""
+
+
+def devices(target: str) -> np.ndarray:
+    """The devices of a target: `v5e:16x16`, `v6e:2x2`, `v5p:2x2x1`, `h200:8`.
+
+    Raises:
+        ValueError: no such target, or its compiler is not installed.
+    """
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", target)
+    chip, shape = match.groups() if match else (target, "")
+    if match is None or chip not in (*TPUS, "h200"):
+        raise ValueError(
+            f"There is no target {target!r}; write v5e:16x16, v6e:2x2, v5p:2x2x1 or "
+            f"h200:8 (chip and topology)."
+        )
+    from jax.experimental import topologies
+
+    if chip == "h200":
+        options = {"target_config": H200, "topology": f"1x{shape}x1"}
+        platform, name = "cuda", chip
+    else:
+        # else libtpu looks for the machine it stands in, and waits
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        platform, name, options = "tpu", target, {}
+    try:
+        found = topologies.get_topology_desc(name, platform, **options)
+    except Exception as error:
+        raise ValueError(
+            f"{target} can't be compiled for here: {str(error).splitlines()[0]} "
+            f"(pip install -r requirements-compilers.txt brings the compilers)."
+        ) from error
+    return np.array(found.devices)
+
+
+def compile_for(devices: np.ndarray, function, *arguments, **options):
+    """Compile a jitted function for the first of the devices.
+
+    Args:
+        devices: of a target.
+        function: as `jax.jit` gives it.
+        arguments: trees of arrays or `jax.ShapeDtypeStruct`s.
+        options: static arguments.
+    """
+    device = devices.flat[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("data",))
+    here = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
+    )
+    platform = "tpu" if device.platform == "tpu" else "cuda"
+    with jax.set_mesh(mesh):
+        traced = function.trace(*arguments, **options)
+        return traced.lower(lowering_platforms=(platform,)).compile()
