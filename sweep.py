@@ -1,0 +1,142 @@
+"""Train every arm of an ablation with many seeds, and report what can be believed.
+
+    python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \
+      --workdir=runs/heads
+    python sweep.py report --workdir=runs/heads
+
+`list` shows what would run and how long it would take, `run` runs it, `status` shows
+how far it is, `report` writes report.html and report.md. The same command again goes
+on where a sweep was stopped or killed. Any key of the config can be set, as in
+train.py. A workdir remembers its sweep: later calls need --workdir alone.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from configs.commandline import fail, one_sentence, run
+
+VERBS = ("list", "run", "status", "report")
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file that every arm starts from.", lock_config=True
+)
+ABLATION = flags.DEFINE_string(
+    "ablation", None, "Function in configs/ablations.py, or FILE.py:FUNCTION."
+)
+SEEDS = flags.DEFINE_integer(
+    "seeds", None, "Seeds of every arm; default: the config's seeds."
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder that the sweep is kept in.")
+MATCH = flags.DEFINE_enum(
+    "match",
+    None,
+    ["parameters", "flops"],
+    "Give every arm the baseline's parameters or multiply-adds by model.mlp_dim.",
+)
+TUNE = flags.DEFINE_multi_string(
+    "tune",
+    [],
+    "KEY=VALUE,VALUE,...: try a nuisance setting in every arm and keep the value that "
+    "is best on dev, as in --tune=optimizer.learning_rate=0.002,0.005",
+)
+CHECKPOINT = flags.DEFINE_enum(
+    "checkpoint",
+    "best",
+    ["best", "last", "average"],
+    "Parameters that are scored: best on dev, last, or the mean of those kept.",
+)
+METRIC = flags.DEFINE_string(
+    "metric", None, "Score that arms are compared by; default: train.best_metric's."
+)
+TEST_SPLIT = flags.DEFINE_string(
+    "test_split", None, "Split of the final scores; default: the corpus's test split."
+)
+GROUP_SIZE = flags.DEFINE_integer(
+    "group_size", 16, "Trials that train as one program, at most.", 1
+)
+GROUP = flags.DEFINE_integer("group", None, "Run only the group of this number.", 0)
+SHARD = flags.DEFINE_string("shard", None, "i/n: run every n-th group from i on.")
+LAUNCHER = flags.DEFINE_enum(
+    "launcher", "local", ["local", "ray", "slurm"], "Where groups run."
+)
+ADDRESS = flags.DEFINE_string(
+    "address", None, "Of a Ray cluster, with --launcher=ray; default: one here."
+)
+NOTE = flags.DEFINE_string("note", None, "A sentence that the report repeats.")
+EXAMPLES = flags.DEFINE_integer(
+    "examples", 5, "Sentences in the report with their translations.", 0
+)
+CALIBRATE = flags.DEFINE_bool(
+    "calibrate", True, "Train a few steps for the expected time that `list` shows."
+)
+
+
+def main():
+    """Put the sweep together, then do what the verb says."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the trials
+
+    from sweeps import launchers, opening, runner, show
+
+    with one_sentence():
+        sweep = opening.open_sweep(options())
+        if VERB == "list":
+            show.print_list(sweep, CALIBRATE.value)
+        elif VERB == "status":
+            show.print_status(sweep, sweep.collect())
+        elif VERB == "report":
+            from sweeps import reporting
+
+            reporting.write(sweep, sweep.collect(), EXAMPLES.value)
+        else:
+            indices = opening.chosen(len(sweep.groups), GROUP.value, SHARD.value)
+            launch = launchers.LAUNCHERS[LAUNCHER.value]
+            try:
+                rows = launch(sweep, indices, ADDRESS.value)
+            except runner.Stopped as stopped:
+                print(
+                    f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr
+                )
+                sys.exit(1)
+            show.print_status(sweep, rows)
+            if any(row["status"] == "failed" for row in rows):
+                sys.exit(1)
+
+
+def options():
+    """The flags that say which sweep it is."""
+    from sweeps.opening import Options
+
+    return Options(
+        config=CONFIG.value,
+        config_file=config_flags.get_config_filename(flags.FLAGS["config"])
+        if CONFIG.value is not None
+        else None,
+        overrides=dict(config_flags.get_override_values(flags.FLAGS["config"]))
+        if CONFIG.value is not None
+        else {},
+        ablation=ABLATION.value,
+        seeds=SEEDS.value,
+        workdir=Path(WORKDIR.value) if WORKDIR.value else None,
+        match=MATCH.value,
+        tune=TUNE.value,
+        checkpoint=CHECKPOINT.value,
+        metric=METRIC.value,
+        test_split=TEST_SPLIT.value,
+        group_size=GROUP_SIZE.value,
+        note=NOTE.value,
+        is_new=VERB in ("list", "run"),
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in VERBS:
+        fail(
+            f"Say what to do first, one of {', '.join(VERBS)}, as in python sweep.py "
+            f"list --config=configs/numbers.py --ablation=heads --seeds=3"
+        )
+    VERB = sys.argv.pop(1)
+    run(main)

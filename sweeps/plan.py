@@ -1,0 +1,274 @@
+"""From a base config and an ablation to arms, trials and groups of them."""
+
+import copy
+import hashlib
+import json
+import re
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from analysis.budget import BUDGETS, solve_mlp_dim
+from configs.ablations import grid, seeds
+from configs.commandline import describe, flat, near_miss
+from training.trials import variable
+
+NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
+MATCH = "match"  # the key of an arm that says what budget it shares with the baseline
+LETTERS = {
+    "width": "D",
+    "mlp_dim": "F",
+    "num_heads": "N",
+    "num_kv_heads": "K",
+    "head_dim": "H",
+    "value_dim": "V",
+    "mixture_heads": "k",
+}
+
+
+class Arm(NamedTuple):
+    """What is compared; its variants differ in nuisance settings alone."""
+
+    name: str
+    overrides: dict  # of the base config, as the ablation has them
+    config: dict  # resolved and nested, with model.mlp_dim as solved
+    is_baseline: bool
+    parameters: int
+    flops: int  # see analysis.budget.flops
+
+
+class Trial(NamedTuple):
+    """One training: an arm, its nuisance settings, a seed."""
+
+    id: str  # a hash of the resolved config
+    arm: str
+    nuisance: dict
+    seed: int
+    config: dict  # resolved, nested
+
+
+class Group(NamedTuple):
+    """Trials of one program, which train as one process."""
+
+    name: str  # of its folder
+    trials: list[Trial]
+
+
+class Plan(NamedTuple):
+    """A sweep, expanded."""
+
+    arms: list[Arm]
+    trials: list[Trial]
+    axis: str | None  # the one setting that the arms' names hold, if it is a number
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+def nuisance_keys(docstring: str) -> list[str]:
+    """The config keys after "Nuisance:" in an ablation's docstring."""
+    found = re.search(r"Nuisance:(.*?)(?:Fixed:|$)", docstring, re.DOTALL)
+    return re.findall(r"\b[a-z]\w*(?:\.\w+)+", found.group(1)) if found else []
+
+
+def expand(
+    base: ConfigDict,
+    arms: list[dict],
+    num_seeds: int,
+    *,
+    nuisance: list[str],
+    tuned: list[dict],
+    match: str | None,
+) -> Plan:
+    """Resolve every trial of a sweep, and build every arm's model abstractly.
+
+    Args:
+        base: locked.
+        arms: what an ablation yields.
+        num_seeds: the base config's seed and those after it, for every arm.
+        nuisance: keys that tell variants of an arm apart, not arms.
+        tuned: nuisance settings that every arm is crossed with; [{}] for none.
+        match: a budget for every arm that names none.
+
+    Raises:
+        ValueError: it is empty, or an arm can't be built; the sentence names it.
+    """
+    arms = list(arms)
+    if not arms or num_seeds < 1:
+        raise ValueError(
+            f"The sweep is empty: it has {len(arms)} arms and {num_seeds} seeds; each "
+            f"must be at least 1."
+        )
+    wanted = grid(arms, tuned)
+    if not any("seed" in each for each in wanted):
+        wanted = seeds(wanted, num_seeds, base.seed)
+
+    def split(each):
+        """What makes it an arm, and what varies within one."""
+        varied = {k: v for k, v in each.items() if k == "seed" or k in nuisance}
+        return {k: v for k, v in each.items() if k not in varied}, varied
+
+    scientific = []
+    for each in wanted:
+        if split(each)[0] not in scientific:
+            scientific.append(split(each)[0])
+    names, axis = name_arms(scientific)
+    resolved = resolve_arms(base, scientific, names, match)
+    trials = {}
+    for each in wanted:
+        of_arm, varied = split(each)
+        arm = resolved[scientific.index(of_arm)]
+        config = applied(ConfigDict(arm.config), varied | {"seeds": 1}, arm.name)
+        seed = varied.pop("seed", base.seed)
+        trial = Trial(identity(config), arm.name, varied, seed, config)
+        trials.setdefault(trial.id, trial)
+    return Plan(resolved, list(trials.values()), axis)
+
+
+def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[Arm]:
+    """Apply the overrides of every arm, find the baseline, solve the matched."""
+    configs = []
+    for overrides, name in zip(scientific, names, strict=True):
+        settings = {k: v for k, v in overrides.items() if k != MATCH}
+        configs.append(applied(base, settings, name))
+        with naming(name):
+            for count in BUDGETS.values():
+                count(configs[-1])
+    plain = applied(base, {}, "the base config")
+    same = [i for i, config in enumerate(configs) if is_same(config, plain)]
+    baseline = (same or [0])[0]
+    arms = []
+    for i, (overrides, name) in enumerate(zip(scientific, names, strict=True)):
+        config, budget = configs[i], overrides.get(MATCH, match)
+        with naming(name):
+            if budget is not None and i != baseline:
+                F = solve_mlp_dim(config, configs[baseline], budget)
+                config = config | {"model": config["model"] | {"mlp_dim": F}}
+            costs = {budget: count(config) for budget, count in BUDGETS.items()}
+        arms.append(Arm(name, overrides, config, i == baseline, **costs))
+    return arms
+
+
+class naming:
+    """Puts the name of an arm before what is wrong with it."""
+
+    def __init__(self, arm: str):
+        self.arm = arm
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, ValueError | TypeError | NotImplementedError):
+            raise ValueError(
+                f"Arm {self.arm} can't be built: {describe(error)}"
+            ) from error
+
+
+def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
+    """The base config with overrides, nested.
+
+    Raises:
+        ValueError: there is no such key, or its type is another.
+    """
+    config = copy.deepcopy(base)
+    known = flat(config.to_dict())
+    for key, value in overrides.items():
+        if key not in known:
+            raise ValueError(
+                f"Arm {name} sets {key}, which is no config key.{near_miss(key)}"
+            )
+        with naming(name):
+            config.update_from_flattened_dict({key: value})
+    return config.to_dict()
+
+
+def is_same(config: dict, other: dict) -> bool:
+    """Whether two configs are of one model: where they differ, one has a default."""
+    a, b = flat(config), flat(other)
+    free = ("seed", "seeds")
+    differing = [key for key in a if a[key] != b[key] and key not in free]
+    return all(a[key] is None or b[key] is None for key in differing) and all(
+        count(config) == count(other) for count in BUDGETS.values()
+    )
+
+
+def identity(config: dict) -> str:
+    """The id of a trial: of all in its config that a result depends on."""
+    kept = {k: v for k, v in flat(config).items() if k not in NO_RESULT_DEPENDS_ON}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
+    """Short names that tell the arms apart, and the one number they tell, if one.
+
+    A setting that is not needed to tell them apart is left out, the last one first.
+    """
+    keys = list(dict.fromkeys(key for arm in arms for key in arm))
+
+    def told(keys):
+        return [", ".join(label(k, arm[k]) for k in keys if k in arm) for arm in arms]
+
+    for key in reversed(keys):
+        fewer = [k for k in keys if k != key]
+        if len(set(told(fewer))) == len(set(told(keys))) and fewer:
+            keys = fewer
+    values = [arm[keys[0]] for arm in arms if keys[0] in arm] if len(keys) == 1 else []
+    numbers = all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in values
+    )
+    axis = keys[0] if numbers and len(values) == len(arms) else None
+    return [name or "baseline" for name in told(keys)], axis
+
+
+def label(key: str, value) -> str:
+    """A setting as a table shows it: N=8, encoder N=8, mean, matched."""
+    *path, last = key.split(".")
+    if key == MATCH:
+        return f"equal {value}"
+    site = path[-1].removesuffix("_attention") if path else ""
+    prefix = f"{site} " if site in ("encoder", "decoder", "cross") else ""
+    if isinstance(value, str):
+        return prefix + value
+    number = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{prefix}{LETTERS.get(last, last)}={number}"
+
+
+def program(trial: Trial) -> str:
+    """What trials of one group have in common."""
+    config = flat(trial.config)
+    free = (*variable(config), *NO_RESULT_DEPENDS_ON)
+    return json.dumps(
+        {k: v for k, v in config.items() if k not in free}, sort_keys=True
+    )
+
+
+def grouped(trials: list[Trial], most: int) -> list[list[Trial]]:
+    """Trials of one program together, at most so many, in order."""
+    programs: dict[str, list[Trial]] = {}
+    for trial in trials:
+        programs.setdefault(program(trial), []).append(trial)
+    return [
+        of_program[start : start + most]
+        for of_program in programs.values()
+        for start in range(0, len(of_program), most)
+    ]
+
+
+def differences(group: list[Trial], base: dict) -> tuple[dict, list[dict]]:
+    """What a group changes in the base config: its program, and each trial's numbers.
+
+    Both are flat; the second is what `train.py --trials` takes.
+    """
+    base = flat(base)
+    changes = [
+        {k: v for k, v in flat(trial.config).items() if base[k] != v} for trial in group
+    ]
+    free = variable(base)
+    of_program = {k: v for k, v in changes[0].items() if k not in free}
+    numbers = [
+        {"seed": trial.seed} | {k: v for k, v in change.items() if k in free}
+        for trial, change in zip(group, changes, strict=True)
+    ]
+    return of_program, numbers

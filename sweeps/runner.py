@@ -1,0 +1,303 @@
+"""Runs groups: train.py, then eval.py on dev, then on test, each a process.
+
+Whatever stops it, the same call goes on: what a group has finished lies in its folder,
+and its claim is a lock that ends with the processes that hold it. train.py inherits
+the lock, so one that outlives a killed sweep is waited for, not run twice.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from sweeps.plan import Group, Plan, differences
+from sweeps.store import (
+    TRAINED,
+    collect,
+    last_step,
+    locked,
+    read_json,
+)
+from training.metrics import Progress, say
+from training.workdir import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT = 0.5  # seconds between looks at processes and at groups that others work on
+
+
+class Stopped(Exception):
+    """The sweep was asked to stop."""
+
+
+class Failed(Exception):
+    """A process of a group failed; the message is its last line."""
+
+
+class Sweep(NamedTuple):
+    """A sweep with its place on disk."""
+
+    workdir: Path
+    plan: Plan
+    groups: list[Group]
+    settings: dict  # as in sweep.json
+
+    def folder(self, group: Group) -> Path:
+        """Where a group is."""
+        return self.workdir / "groups" / group.name
+
+    def collect(self) -> list[dict]:
+        """The rows of now, which also go to the table on disk."""
+        return collect(self.workdir, self.plan, self.groups, self.settings)
+
+
+def train_command(sweep: Sweep, group: Group) -> list[str]:
+    """The line that trains a group, by itself and from anywhere in the repository."""
+    settings, folder = sweep.settings, sweep.folder(group)
+    of_program, numbers = differences(group.trials, settings["base"])
+    if read_json(folder / "differences.json") != numbers:
+        write_json(folder / "differences.json", numbers)
+    overrides = settings["overrides"] | of_program
+    return [
+        *script("train.py"),
+        f"--config={settings['config']}",
+        *(f"--config.{key}={value}" for key, value in overrides.items()),
+        f"--workdir={folder}",
+        f"--trials={folder / 'differences.json'}",
+    ]
+
+
+def eval_command(sweep: Sweep, group: Group, split: str) -> list[str]:
+    """The line that scores a group on a split."""
+    folder = sweep.folder(group)
+    return [
+        *script("eval.py"),
+        f"--workdir={folder}",
+        f"--split={split}",
+        f"--checkpoint={sweep.settings['checkpoint']}",
+        f"--output={folder / split}.txt",
+    ]
+
+
+def script(name: str) -> list[str]:
+    """How to call a script of ours."""
+    return [sys.executable, os.path.relpath(ROOT / name)]
+
+
+class Runner:
+    """Works through groups, several at a time where there are several devices."""
+
+    def __init__(self, sweep: Sweep, indices: list[int]):
+        self.sweep, self.started = sweep, time.time()
+        self.left = [sweep.groups[index] for index in indices]
+        self.mine = list(self.left)
+        self.failed: dict[str, str] = {}
+        self.stop: str | None = None
+        self.errors: list[BaseException] = []
+        self.lock = threading.Lock()
+
+    def run(self) -> list[dict]:
+        """Run until nothing is left to do here; returns the table's rows.
+
+        Raises:
+            Stopped: a signal came; what runs was saved first.
+        """
+        before = {
+            number: signal.signal(number, self.receive)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        self.sweep.collect()
+        threads = [
+            threading.Thread(target=self.work, args=(environment,))
+            for environment in devices()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self.watch(threads)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.errors:
+            raise self.errors[0]
+        rows = self.sweep.collect()
+        if self.stop is not None:
+            raise Stopped(self.stop)
+        return rows
+
+    def receive(self, number, frame):
+        """Note a signal; the processes are told by those that wait for them."""
+        self.stop = signal.Signals(number).name
+
+    def watch(self, threads) -> None:
+        """Show the progress of the whole sweep until the threads end."""
+        steps = {
+            group.name: group.trials[0].config["train"]["num_steps"]
+            for group in self.mine
+        }
+        sizes = {group.name: len(group.trials) for group in self.mine}
+
+        def done():
+            """Updates of trials done, by all processes that share the sweep."""
+            return sum(
+                sizes[g.name]
+                * (
+                    steps[g.name]
+                    if (self.sweep.folder(g) / TRAINED).exists()
+                    or g.name in self.failed
+                    else last_step(self.sweep.folder(g))
+                )
+                for g in self.mine
+            )
+
+        total = sum(sizes[name] * steps[name] for name in sizes)
+        progress = Progress(total, done(), unit="trial-step", seconds=30.0)
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(WAIT / len(threads))
+            finished = len(self.mine) - len(self.left)
+            text = f"{finished} of {len(self.mine)} groups"
+            progress.update(min(done(), total - 1), text)
+        progress.close()
+
+    def work(self, environment: dict) -> None:
+        """One worker: take a group that nobody has, do what can be done, and so on."""
+        try:
+            while self.left and self.stop is None:
+                if not any(self.take(g, environment) for g in list(self.left)):
+                    if self.only_others():
+                        return
+                    time.sleep(WAIT)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.errors.append(error)
+            self.stop = self.stop or "an error"
+
+    def take(self, group: Group, environment: dict) -> bool:
+        """Advance a group unless another process or worker has it; whether it did."""
+        if self.stop is not None:
+            raise Stopped
+        folder = self.sweep.folder(group)
+        with locked(folder / ".claim", wait=False) as claim:
+            if claim is None or group not in self.left:
+                return False
+            try:
+                moved, finished = self.advance(group, claim, environment)
+            except Failed as error:
+                self.fail(group, str(error))
+                moved = finished = True
+            if finished:
+                with self.lock:
+                    self.left.remove(group)
+                if moved:
+                    self.sweep.collect()
+            return moved or finished
+
+    def advance(self, group: Group, claim, environment) -> tuple[bool, bool]:
+        """Do what a group still needs; whether anything was, and whether all is."""
+        folder = self.sweep.folder(group)
+        failed = folder / "failed.json"
+        if failed.exists():
+            if failed.stat().st_mtime > self.started:  # another process's, just now
+                self.failed[group.name] = read_json(failed)["error"]
+                return False, True
+            failed.unlink()  # of an earlier run: try again
+        moved = False
+        if not (folder / TRAINED).exists():
+            self.process(train_command(self.sweep, group), group, claim, environment)
+            (folder / TRAINED).touch()
+            moved = True
+        if not (folder / "result-val.json").exists():
+            command = eval_command(self.sweep, group, "val")
+            self.process(command, group, claim, environment)
+            moved = True
+        split = self.sweep.settings["test_split"]
+        if (folder / f"result-{split}.json").exists():
+            return moved, True
+        selected = self.selected(group)
+        if selected is None:  # the dev scores of a variant are still to come
+            return moved, False
+        if selected:
+            command = eval_command(self.sweep, group, split)
+            self.process(command, group, claim, environment)
+            moved = True
+        return moved, True
+
+    def selected(self, group: Group) -> bool | None:
+        """Whether a trial of the group was selected by dev; None: not known yet."""
+        ids = {trial.id for trial in group.trials}
+        marks = [r["selected"] for r in self.sweep.collect() if r["id"] in ids]
+        if any(mark == 1 for mark in marks):
+            return None if None in marks else True
+        return None if None in marks else False
+
+    def only_others(self) -> bool:
+        """Whether what is left waits for groups that are not this call's to run."""
+        names = {group.name for group in self.mine}
+        return len(names) < len(self.sweep.groups) and all(
+            (self.sweep.folder(group) / "result-val.json").exists()
+            for group in self.left
+        )
+
+    def process(self, command: list[str], group: Group, claim, environment) -> None:
+        """Run a process to its end; its words go to the group's log.txt.
+
+        Raises:
+            Failed: it did.
+            Stopped: the sweep was to stop; the process was told and waited for.
+        """
+        folder = self.sweep.folder(group)
+        what = f"{group.trials[0].arm}, {len(group.trials)} trials"
+        say(f"{what}: {shlex.join(['python', *command[1:]])}")
+        log = folder / "log.txt"
+        with log.open("a") as file:
+            file.write(f"$ {shlex.join(command)}\n")
+            file.flush()
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=os.environ | environment,
+                pass_fds=(claim.fileno(),),
+            )
+        while child.poll() is None:
+            if self.stop is not None:
+                child.terminate()
+                child.wait()
+                raise Stopped
+            time.sleep(WAIT / 5)
+        said = log.read_text(errors="replace").strip().splitlines()[-1]
+        if child.returncode:
+            raise Failed(said)
+        if self.stop is not None or "the same command goes on from there" in said:
+            raise Stopped
+
+    def fail(self, group: Group, error: str) -> None:
+        """Report a group, and leave it."""
+        self.failed[group.name] = error
+        write_json(self.sweep.folder(group) / "failed.json", {"error": error})
+        log = self.sweep.folder(group) / "log.txt"
+        say(f"{group.trials[0].arm} failed, the others go on: {error} (see {log})")
+
+
+def devices() -> list[dict]:
+    """The environment of each worker: one a GPU, else one for all that there is."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return [{}]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        try:
+            told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        except FileNotFoundError:
+            return [{}]
+        lines = [line for line in told.stdout.splitlines() if line.startswith("GPU")]
+        names = [str(index) for index in range(len(lines))]
+    else:
+        names = [name for name in visible.split(",") if name]
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names] or [{}]

@@ -1,0 +1,123 @@
+"""Tables on the terminal: what would run, and how far it is."""
+
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from sweeps.runner import Sweep, train_command
+from sweeps.store import last_step, metrics_of
+from training.metrics import clock, say
+
+STATUSES = (
+    "done",
+    "dev scored",
+    "trained",
+    "training",
+    "waiting",
+    "diverged",
+    "failed",
+)
+
+
+def print_list(sweep: Sweep, calibrate: bool) -> None:
+    """Arms with what they cost, groups, and what the whole would take."""
+    plan = sweep.plan
+    table = Table(
+        *("arm", "trials", "parameters", "F", "multiply-adds a token", "baseline"),
+        title=f"{len(plan.arms)} arms, {len(plan.trials)} trials, "
+        f"{len(sweep.groups)} groups",
+    )
+    for arm in plan.arms:
+        table.add_row(
+            arm.name,
+            str(sum(trial.arm == arm.name for trial in plan.trials)),
+            f"{arm.parameters:,}",
+            str(arm.config["model"]["mlp_dim"]),
+            f"{arm.flops:,}",
+            "baseline" if arm.is_baseline else "",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for index, group in enumerate(sweep.groups):
+        seeds = ", ".join(str(trial.seed) for trial in group.trials)
+        console.print(f"group {index}: {group.trials[0].arm}, seeds {seeds}")
+    total = sum(operations(sweep, group) for group in sweep.groups)
+    console.print(f"Training takes about {total:.3g} floating-point operations.")
+    if calibrate:
+        seconds = expected_seconds(sweep)
+        console.print(
+            f"Expected to take {clock(seconds)} on this machine, evaluation apart."
+        )
+
+
+def operations(sweep: Sweep, group) -> float:
+    """Floating-point operations of a group's training: 3 passes of 2 a multiply-add."""
+    config = group.trials[0].config
+    tokens = config["data"]["batch_tokens"] * config["train"]["num_steps"]
+    return 6.0 * sweep.plan.arm(group.trials[0].arm).flops * tokens * len(group.trials)
+
+
+def expected_seconds(sweep: Sweep) -> float:
+    """What training will take, from a few steps of the first group."""
+    group = sweep.groups[0]
+    say(f"Calibrating with a few steps of {group.trials[0].arm} ...")
+    with tempfile.TemporaryDirectory() as folder:
+        command = train_command(sweep, group)
+        at = next(i for i, part in enumerate(command) if part.startswith("--workdir="))
+        command[at] = f"--workdir={folder}"
+        command.append("--config.train.log_every_steps=4")
+        child = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        while child.poll() is None and last_step(Path(folder)) < 12:
+            time.sleep(0.1)
+        child.kill()
+        said = child.communicate()[1].strip().splitlines()
+        rows = metrics_of(Path(folder))
+    if not rows:
+        raise ValueError(f"The calibration failed: {said[-1] if said else 'no word'}")
+    steps = group.trials[0].config["train"]["num_steps"]
+    seconds = steps / rows[-1]["steps_per_second"]
+    scale = seconds / operations(sweep, group)
+    return scale * sum(operations(sweep, each) for each in sweep.groups)
+
+
+def print_status(sweep: Sweep, rows: list[dict]) -> None:
+    """A row an arm: how many trials are how far, and the mean dev score."""
+    metric = sweep.settings["metric"]
+    present = [s for s in STATUSES if any(row["status"] == s for row in rows)]
+    table = Table("arm", *present, "steps", f"dev {metric}".replace("_", " "))
+    for arm in sweep.plan.arms:
+        of_arm = [row for row in rows if row["arm"] == arm.name]
+        counts = [sum(row["status"] == s for row in of_arm) for s in present]
+        scores = [r[f"dev_{metric}"] for r in of_arm if r[f"dev_{metric}"] is not None]
+        trials = [trial for trial in sweep.plan.trials if trial.arm == arm.name]
+        steps = sum(trial.config["train"]["num_steps"] for trial in trials)
+        table.add_row(
+            arm.name,
+            *(str(count or "") for count in counts),
+            f"{sum(row['steps'] for row in of_arm)}/{steps}",
+            f"{sum(scores) / len(scores):.4g}" if scores else "",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for error in dict.fromkeys(r["error"] for r in rows if r["error"]):
+        arms = dict.fromkeys(r["arm"] for r in rows if r["error"] == error)
+        console.print(f"failed: {', '.join(arms)}: {error}", soft_wrap=True)
+    for row in rows:
+        if row["status"] == "diverged":
+            console.print(
+                f"diverged: {row['arm']}, seed {row['seed']}, "
+                f"{json.loads(row['nuisance']) or ''} at step {row['diverged_at']}"
+            )
+    done = all(row["status"] in ("done", "diverged", "failed") for row in rows)
+    if done and any(row["status"] == "done" for row in rows):
+        console.print(
+            f"All is done: python sweep.py report --workdir={sweep.workdir}",
+            soft_wrap=True,
+        )

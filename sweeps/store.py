@@ -1,0 +1,276 @@
+"""What a sweep leaves on disk: the truth in its groups' folders, a table made of it.
+
+A group's folder is a workdir of train.py with `group.json` (its trials) beside. The
+table is sweep.sqlite (and sweep.csv), a row a trial, and holds nothing that could not
+be made again: so a process may be killed at any moment, and several may share a sweep.
+"""
+
+import contextlib
+import csv
+import fcntl
+import hashlib
+import json
+import re
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+
+from sweeps.plan import Arm, Group, Plan, Trial, grouped
+from training.workdir import write_json
+
+SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
+TRAINED = ".trained"  # made when train.py has nothing left to do
+COLUMNS = (
+    *("id", "arm", "is_baseline", "status", "selected", "seed"),
+    *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
+    *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
+    *(f"{split}_{score}" for split in ("dev", "test") for score in SCORES),
+    *("test_split", "checkpoint", "decoding"),
+    *("signature", "chrf_signature", "published_signature"),
+    *("published_chrf_signature", "device", "attention", "versions", "python"),
+    *("commit", "folder", "error"),
+)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = True):
+    """Hold a file's lock; yields the file, or None where another process has it.
+
+    The system gives the lock back when the last process that has the file open ends,
+    however it ends; a child that the file is passed on to keeps it.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield None
+        else:
+            yield file
+
+
+def read_json(path: Path):
+    """What a JSON file holds; None where there is none."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def place(workdir: Path, plan: Plan, most: int) -> list[Group]:
+    """The groups of a plan: those on disk stay as they are, the rest become new ones.
+
+    So a sweep that is given more seeds or arms keeps what it has, and an interrupted
+    group resumes with the very trials that it started with.
+    """
+    folder = workdir / "groups"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {trial.id: index for index, trial in enumerate(plan.trials)}
+    with locked(workdir / ".plan"):
+        groups = [
+            Group(path.parent.name, [Trial(**trial) for trial in read_json(path)])
+            for path in folder.glob("*/group.json")
+        ]
+        groups = [g for g in groups if any(t.id in wanted for t in g.trials)]
+        there = {trial.id for group in groups for trial in group.trials}
+        left = [trial for trial in plan.trials if trial.id not in there]
+        for trials in grouped(left, most):
+            group = Group(group_name(trials), trials)
+            (folder / group.name).mkdir(exist_ok=True)
+            rows = [trial._asdict() for trial in trials]
+            write_json(folder / group.name / "group.json", rows)
+            groups.append(group)
+    first = len(wanted)
+    return sorted(
+        groups, key=lambda g: min(wanted.get(trial.id, first) for trial in g.trials)
+    )
+
+
+def group_name(trials: list[Trial]) -> str:
+    """A folder's name: readable, and apart from that of any other group."""
+    ids = hashlib.sha256(" ".join(trial.id for trial in trials).encode())
+    readable = re.sub(r"[^\w=.]+", "_", trials[0].arm)
+    return f"{readable[:40]}-{ids.hexdigest()[:8]}"
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The whole lines of a run's metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # a line being written
+            rows.append(json.loads(line))
+    return rows
+
+
+def last_step(folder: Path) -> int:
+    """Updates that a group's metrics tell of."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        steps = re.findall(rb'^\{"step": (\d+),', file.read(), re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def pace(metrics: list[dict]) -> tuple[float | None, float]:
+    """Tokens a second of a whole group, and seconds that its updates took.
+
+    Compilation, evaluation and saving are left out.
+    """
+    logged = {m["step"]: m for m in metrics if m.get("steps_per_second")}
+    seconds, tokens, before = 0.0, 0.0, 0
+    for step, row in sorted(logged.items()):
+        span = (step - before) / row["steps_per_second"]
+        seconds, tokens = seconds + span, tokens + span * row["tokens_per_second"]
+        before = step
+    return (tokens / seconds if seconds else None), seconds
+
+
+def rows_of(folder: Path, group: Group, plan: Plan, test_split: str) -> list[dict]:
+    """A row of the table for every trial of a group that the plan has."""
+    run, failed = (read_json(folder / name) for name in ("run.json", "failed.json"))
+    results = {
+        side: read_json(folder / f"result-{split}.json")
+        for side, split in (("dev", "val"), ("test", test_split))
+    }
+    metrics = metrics_of(folder)
+    tokens_per_second, seconds = pace(metrics)
+    planned = {trial.id for trial in plan.trials}
+    rows = []
+    for index, trial in enumerate(group.trials):
+        if trial.id not in planned:
+            continue
+        scores = {side: found and found[index] for side, found in results.items()}
+        row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(trial.arm))
+        row |= {
+            "id": trial.id,
+            "seed": trial.seed,
+            "nuisance": json.dumps(trial.nuisance),
+            "steps": max(
+                (m["step"] for m in metrics if m["trial"] == index), default=0
+            ),
+            "seconds": seconds / len(group.trials) if seconds else None,
+            "tokens_per_second": tokens_per_second,
+            "test_split": test_split,
+            "folder": f"groups/{group.name}",
+        }
+        if run is not None:
+            row |= {
+                "parameters": run["num_parameters"],
+                "device": ", ".join(sorted(set(run["devices"]))),
+                "attention": json.dumps(run["attention"]),
+                "versions": json.dumps(run["versions"]),
+                "python": run["python"],
+                "commit": run["commit"],
+            }
+        for side, found in scores.items():
+            row |= score_columns(side, found) if found else {}
+        row["status"] = status(folder, row, scores)
+        if failed is not None and row["status"] != "done":
+            row |= {"status": "failed", "error": failed["error"]}
+        rows.append(row)
+    return rows
+
+
+def arm_columns(arm: Arm) -> dict:
+    """What a row says of its arm."""
+    return {
+        "arm": arm.name,
+        "is_baseline": int(arm.is_baseline),
+        "overrides": json.dumps(arm.overrides),
+        "mlp_dim": arm.config["model"]["mlp_dim"],
+        "parameters": arm.parameters,
+        "flops": arm.flops,
+    }
+
+
+def score_columns(side: str, found: dict) -> dict:
+    """What a row takes from a row of a result-SPLIT.json."""
+    columns = {f"{side}_{s}": found[s] for s in SCORES if s in found}
+    columns |= {k: v for k, v in found.items() if k.endswith("signature")}
+    return columns | {
+        "best_step": found["step"],
+        "diverged_at": found["diverged_at"],
+        "checkpoint": found["checkpoint"],
+        "decoding": json.dumps(found["decoding"]),
+    }
+
+
+def status(folder: Path, row: dict, scores: dict) -> str:
+    """How far a trial has come."""
+    if row["diverged_at"] is not None:
+        return "diverged"
+    if scores["test"]:
+        return "done"
+    if scores["dev"]:
+        return "dev scored"
+    if (folder / TRAINED).exists():
+        return "trained"
+    return "training" if row["steps"] else "waiting"
+
+
+def select(rows: list[dict], metric: str) -> None:
+    """Mark the variant of every arm whose dev scores are best, when all have them.
+
+    Args:
+        rows: of the whole sweep; `selected` becomes 1, 0 or None (not yet known).
+        metric: a name in SCORES.
+    """
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        of_arm = [row for row in rows if row["arm"] == name]
+        variants = {row["nuisance"]: [] for row in of_arm}
+        for row in of_arm:
+            if row["status"] in ("dev scored", "done"):
+                variants[row["nuisance"]].append(row[f"dev_{metric}"])
+        settled = ("dev scored", "done", "diverged", "failed")
+        if len(variants) > 1 and any(row["status"] not in settled for row in of_arm):
+            continue
+        means = {v: np.mean(scores) if scores else -1 for v, scores in variants.items()}
+        best = max(means, key=means.get)
+        for row in of_arm:
+            row["selected"] = int(row["nuisance"] == best)
+            if not row["selected"] and row["status"] == "dev scored":
+                row["status"] = "done"
+
+
+def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> list:
+    """Read every group's files, and write the table anew; returns its rows."""
+    with locked(workdir / ".table"):
+        rows = [
+            row
+            for group in groups
+            for row in rows_of(
+                workdir / "groups" / group.name, group, plan, settings["test_split"]
+            )
+        ]
+        select(rows, settings["metric"])
+        order = {trial.id: index for index, trial in enumerate(plan.trials)}
+        rows.sort(key=lambda row: order[row["id"]])
+        write_sqlite(workdir / "sweep.sqlite", rows)
+        write_csv(workdir / "sweep.csv", rows)
+    return rows
+
+
+def write_sqlite(path: Path, rows: list[dict]) -> None:
+    """Insert or replace rows by their id, all or none."""
+    columns = ", ".join(f'"{name}"' for name in COLUMNS)
+    values = ", ".join(f":{name}" for name in COLUMNS)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute(
+            f"CREATE TABLE IF NOT EXISTS trials ({columns}, PRIMARY KEY (id))"
+        )
+        database.executemany(
+            f"INSERT OR REPLACE INTO trials ({columns}) VALUES ({values})", rows
+        )
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    """The same rows for a spreadsheet."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    part.replace(path)
