@@ -135,34 +135,31 @@ class Runner:
 
     def watch(self, threads) -> None:
         """Show the progress of the whole sweep until the threads end."""
-        steps = {
-            group.name: group.trials[0].config["train"]["num_steps"]
-            for group in self.mine
-        }
-        sizes = {group.name: len(group.trials) for group in self.mine}
+        total = sum(len(group.trials) for group in self.mine)
 
         def done():
-            """Updates of trials done, by all processes that share the sweep."""
-            return sum(
-                sizes[g.name]
-                * (
-                    steps[g.name]
-                    if (self.sweep.folder(g) / TRAINED).exists()
-                    or g.name in self.failed
-                    else last_step(self.sweep.folder(g))
-                )
-                for g in self.mine
-            )
+            """Trials done, by all processes that share the sweep, in parts too."""
+            return sum(len(group.trials) * self.share(group) for group in self.mine)
 
-        total = sum(sizes[name] * steps[name] for name in sizes)
-        progress = Progress(total, done(), unit="trial-step", seconds=30.0)
+        progress = Progress(total, done(), unit="trial", seconds=30.0)
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
                 thread.join(WAIT / len(threads))
             finished = len(self.mine) - len(self.left)
             text = f"{finished} of {len(self.mine)} groups"
-            progress.update(min(done(), total - 1), text)
+            progress.update(round(min(done(), total - 0.1), 1), text)
         progress.close()
+
+    def share(self, group: Group) -> float:
+        """How much of a group's work is done, roughly: four fifths are training."""
+        if group not in self.left:
+            return 1.0
+        folder, split = self.sweep.folder(group), self.sweep.settings["test_split"]
+        steps = group.trials[0].config["train"]["num_steps"]
+        trained = (folder / TRAINED).exists()
+        scored = [(folder / f"result-{s}.json").exists() for s in ("val", split)]
+        part = 1.0 if trained else last_step(folder) / steps
+        return 0.8 * part + 0.1 * sum(scored)
 
     def work(self, environment: dict) -> None:
         """One worker: take a group that nobody has, do what can be done, and so on."""

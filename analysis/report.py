@@ -1,0 +1,292 @@
+"""The results of a sweep: what its report says, computed, in words and tables."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from analysis.significance import (
+    SEEN,
+    Bootstrap,
+    Difference,
+    Summary,
+    difference,
+    holm,
+    seeds_needed,
+    summary,
+)
+
+NAMES = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "published_bleu": "BLEU, published protocol",
+    "published_chrf": "chrF, published protocol",
+    "exact_match": "exact match, %",
+}
+NOTHING = "–"
+LEVEL = 0.05
+
+
+class ArmResult(NamedTuple):
+    """One arm: its selected trials that ended well, in order of seeds."""
+
+    name: str
+    is_baseline: bool
+    value: float | None  # of the swept setting, where it is one number
+    mlp_dim: int
+    parameters: int
+    flops: int
+    seeds: list[int]
+    test: dict[str, np.ndarray]  # by score, R
+    dev: dict[str, np.ndarray]
+    lost: int  # trials that diverged or failed
+    nuisance: dict  # as selected on dev
+    seconds: float | None  # of training, a trial
+    tokens_per_second: float | None  # of a group
+    published: float | None
+    bootstrap: Bootstrap | None
+    curve: tuple[np.ndarray, np.ndarray]  # steps; dev scores while training, R steps
+
+
+class Example(NamedTuple):
+    """A test sentence, and what two arms made of it."""
+
+    source: str
+    reference: str
+    best: str
+    worst: str
+
+
+class Report(NamedTuple):
+    """All that is told; everything in it is read or computed."""
+
+    title: str
+    question: str
+    details: str  # the rest of the ablation's docstring
+    metric: str
+    arms: list[ArmResult]
+    axis: str | None  # what the arms' values are of
+    anchor: tuple[str, str] | None  # source and unit
+    examples: list[Example]
+    environment: dict[str, str]
+    command: str
+    note: str | None
+    unfinished: int  # trials
+
+    @property
+    def baseline(self) -> ArmResult:
+        """The arm that the others are compared with."""
+        return next(arm for arm in self.arms if arm.is_baseline)
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        return NAMES[self.metric]
+
+
+class Comparison(NamedTuple):
+    """An arm beside the baseline."""
+
+    arm: ArmResult
+    summary: Summary
+    difference: Difference | None  # None: it is the baseline
+    p: float  # corrected for the number of arms
+    seeds_needed: int | None
+
+
+def compare(report: Report) -> list[Comparison]:
+    """The statistics of every arm that has scores, paired by the seeds in common."""
+    metric, baseline = report.metric, report.baseline
+    arms = [arm for arm in report.arms if arm.seeds]
+    of_baseline = dict(zip(baseline.seeds, baseline.test[metric], strict=True))
+    found = []
+    for arm in arms:
+        pairs = [
+            (score, of_baseline[seed])
+            for seed, score in zip(arm.seeds, arm.test[metric], strict=True)
+            if seed in of_baseline
+        ]
+        paired = None
+        if not arm.is_baseline and pairs:
+            paired = difference(*np.transpose(pairs))
+        found.append(paired)
+    p = holm([math.nan if paired is None else paired.p for paired in found])
+    return [
+        Comparison(
+            arm,
+            summary(arm.test[metric]),
+            paired,
+            float(corrected),
+            None if paired is None else seeds_needed(float(paired.sd)),
+        )
+        for arm, paired, corrected in zip(arms, found, p, strict=True)
+    ]
+
+
+def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
+    """What the numbers say, in a few sentences."""
+    best = max(comparisons, key=lambda c: c.summary.mean)
+    scored = sum(len(c.arm.seeds) for c in comparisons)
+    sentences = [
+        f"{scored} trainings, {len(comparisons)} arms; the highest mean test score is "
+        f"{number(best.summary.mean)} ({report.name}) with {best.arm.name}."
+    ]
+    others = [c for c in comparisons if c.difference is not None]
+    differ = [c for c in others if c.p <= LEVEL]
+    if differ:
+        told = "; ".join(
+            f"{c.arm.name} by {signed(c.difference.mean)} "
+            f"({span(c.difference.low, c.difference.high, signed)})"
+            for c in differ
+        )
+        sentences.append(
+            f"Different from the baseline {report.baseline.name} beyond chance at "
+            f"{LEVEL:.0%}, corrected for {len(others)} arms: {told}."
+        )
+    elif any(not math.isnan(c.p) for c in others):
+        sentences.append(
+            f"No arm differs from the baseline {report.baseline.name} beyond chance at "
+            f"{LEVEL:.0%}, corrected for {len(others)} arms: what differences there "
+            f"are may be the seeds'."
+        )
+    else:
+        sentences.append("With one seed an arm, nothing can be told from chance.")
+    needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
+    if needed:
+        sentences.append(
+            f"At the spread seen here, a true difference of {SEEN} would need "
+            f"{max(needed)} seeds an arm to be seen in four sweeps of five."
+        )
+    if report.unfinished:
+        sentences.append(
+            f"{report.unfinished} trials are not done yet: this is a report on the way."
+        )
+    lost = sum(arm.lost for arm in report.arms)
+    if lost:
+        sentences.append(f"{lost} trials diverged or failed and are not in the table.")
+    return sentences
+
+
+def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
+    """The main table, its header first."""
+    has_anchor = any(c.arm.published is not None for c in comparisons)
+    header = [
+        "arm",
+        "seeds",
+        "dev",
+        "test, mean ± sd",
+        "95 % interval",
+        "difference",
+        "95 % interval",
+        "p (Holm)",
+        f"seeds to see {SEEN}",
+        *(["published"] if has_anchor else []),
+    ]
+    rows = []
+    for c in comparisons:
+        paired, published = c.difference, c.arm.published
+        rows.append(
+            [
+                c.arm.name,
+                str(len(c.arm.seeds)),
+                number(c.arm.dev[report.metric].mean()),
+                f"{number(c.summary.mean)} ± {number(c.summary.sd)}",
+                span(c.summary.low, c.summary.high),
+                "baseline" if c.arm.is_baseline else signed(paired and paired.mean),
+                span(paired.low, paired.high, signed) if paired else NOTHING,
+                probability(c.p),
+                str(c.seeds_needed or NOTHING),
+                *([number(published, 1)] if has_anchor else []),
+            ]
+        )
+    return [header, *rows]
+
+
+def costs_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
+    """Size and cost of the arms, their other scores, and the test set's uncertainty."""
+    metrics = [
+        name
+        for name in NAMES
+        if name != report.metric and all(name in c.arm.test for c in comparisons)
+    ]
+    tuned = any(c.arm.nuisance for c in comparisons)
+    header = [
+        "arm",
+        "parameters",
+        "F",
+        "multiply-adds a token",
+        "seconds a trial",
+        "tokens/s",
+        *(NAMES[name] for name in metrics),
+        "test set's ±",
+        "p (bootstrap)",
+        *(["chosen on dev"] if tuned else []),
+    ]
+    rows = []
+    for c in comparisons:
+        arm = c.arm
+        others = [summary(arm.test[name]) for name in metrics]
+        rows.append(
+            [
+                arm.name,
+                f"{arm.parameters:,}",
+                str(arm.mlp_dim),
+                f"{arm.flops:,}",
+                number(arm.seconds, 1),
+                NOTHING
+                if arm.tokens_per_second is None
+                else f"{arm.tokens_per_second:,.0f}",
+                *(f"{number(o.mean)} ± {number(o.sd)}" for o in others),
+                number(arm.bootstrap and arm.bootstrap.half_width),
+                probability(arm.bootstrap and arm.bootstrap.p),
+                *([settings(arm.nuisance)] if tuned else []),
+            ]
+        )
+    return [header, *rows]
+
+
+def settings(values: dict) -> str:
+    """Settings in a cell."""
+    return ", ".join(f"{k.split('.')[-1]}={v:g}" for k, v in values.items()) or NOTHING
+
+
+def number(value, digits: int = 2) -> str:
+    """A number in a cell; a dash where there is none."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def signed(value) -> str:
+    """A difference in a cell."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def span(low, high, form=number) -> str:
+    """An interval in a cell."""
+    return NOTHING if math.isnan(low) else f"{form(low)} to {form(high)}"
+
+
+def probability(p) -> str:
+    """A p-value in a cell."""
+    if p is None or math.isnan(p):
+        return NOTHING
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+HOW_TO_READ = (
+    "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
+    "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
+    "p-value (two-sided t-test) is Holm's, corrected for the number of arms, the "
+    "intervals are not. Seeds to see: how many a paired test needs to find a true "
+    "difference of that size with a power of 80 %, at the spread of the differences "
+    "seen here. Test set's ±: sacreBLEU's paired bootstrap (BLEU, 1000 samples, 95 %) "
+    "of the first seed's translations: what another draw of test sentences would "
+    "change, which more seeds would not show. Checkpoints and nuisance settings were "
+    "chosen on dev; test was decoded once, after that.",
+    "Multiply-adds: of the matrix products of a forward pass, for one source and one "
+    "target token. Seconds: of the updates alone, without compilation, evaluation and "
+    "saving, a group's divided by its trials. Tokens/s: of a group, source and target.",
+)

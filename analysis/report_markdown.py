@@ -1,0 +1,84 @@
+"""A report as Markdown, with its pictures as PNG beside it."""
+
+from analysis.report import (
+    HOW_TO_READ,
+    Comparison,
+    Report,
+    costs_table,
+    scores_table,
+    verdict,
+)
+from analysis.report_html import paragraphs
+
+
+def document(
+    report: Report, comparisons: list[Comparison], pictures: dict[str, tuple[str, str]]
+) -> str:
+    """The whole text.
+
+    Args:
+        report: what it tells.
+        comparisons: of `analysis.report.compare`.
+        pictures: of every figure its path, relative to the document, and its caption.
+    """
+
+    def picture(name):
+        if name not in pictures:
+            return ""
+        path, caption = pictures[name]
+        return f"![{caption}]({path})\n\n*{caption}*"
+
+    parts = [
+        f"# {report.question}",
+        f"*{report.title}*",
+        *paragraphs(report.details),
+        *(f"> {sentence}" for sentence in [" ".join(verdict(report, comparisons))]),
+        report.note or "",
+        picture("scores"),
+        f"## Scores, {report.name}",
+        table(scores_table(report, comparisons)),
+        HOW_TO_READ[0],
+        f"Published: {', '.join(report.anchor)}." if report.anchor else "",
+        "## Learning curves" if "curves" in pictures else "",
+        picture("curves"),
+        "## Cost",
+        table(costs_table(report, comparisons)),
+        HOW_TO_READ[1],
+        picture("costs"),
+        *examples(report, comparisons),
+        "## Environment",
+        table([["", ""], *map(list, report.environment.items())]),
+        "## The command",
+        f"```\n{report.command}\n```",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A table of strings, its header first; all but the first column to the right."""
+    lines = [
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+        for row in rows
+    ]
+    rule = f"| --- |{' ---: |' * (len(rows[0]) - 1)}"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def examples(report: Report, comparisons: list[Comparison]) -> list[str]:
+    """Translations of the best and the worst arm."""
+    if not report.examples:
+        return []
+    ranked = sorted(comparisons, key=lambda c: c.summary.mean)
+    best, worst = ranked[-1].arm.name, ranked[0].arm.name
+    lists = [
+        "\n".join(
+            [
+                f"- source: {e.source}",
+                f"- reference: {e.reference}",
+                f"- best, {best}: {e.best}",
+                f"- worst, {worst}: {e.worst}",
+            ]
+        )
+        for e in report.examples
+    ]
+    return ["## Translations", "\n\n---\n\n".join(lists)]

@@ -1,0 +1,233 @@
+"""From a sweep's folder to report.html, report.md and its pictures."""
+
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+
+from analysis.anchors import ANCHORS, published
+from analysis.report import ArmResult, Example, Report, compare
+from analysis.report_html import page
+from analysis.report_markdown import document
+from analysis.report_plots import figures, plt, save_png
+from analysis.significance import paired_bootstrap
+from configs.commandline import flat
+from data import corpora
+from sweeps.plan import Arm, label
+from sweeps.runner import Sweep
+from sweeps.store import SCORES, metrics_of
+
+
+def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
+    """Write the report of what is done.
+
+    Raises:
+        ValueError: nothing is, or not of the baseline.
+    """
+    done = [row for row in rows if row["status"] == "done" and row["selected"]]
+    if not done:
+        raise ValueError(
+            f"Nothing has finished in {sweep.workdir} yet; python sweep.py status "
+            f"--workdir={sweep.workdir} says how far it is."
+        )
+    report = gather(sweep, rows, done, num_examples)
+    if not report.baseline.seeds:
+        raise ValueError(
+            f"The baseline {report.baseline.name} has not finished yet, and there is "
+            f"nothing to compare with."
+        )
+    comparisons = compare(report)
+    made = figures(report, comparisons)
+    html = sweep.workdir / "report.html"
+    html.write_text(page(report, comparisons, made))
+    pictures = {}
+    (sweep.workdir / "report").mkdir(exist_ok=True)
+    for name, (figure, caption) in made.items():
+        path = Path("report") / f"{name}.png"
+        save_png(figure, sweep.workdir / path)
+        plt.close(figure)
+        pictures[name] = (str(path), caption)
+    markdown = sweep.workdir / "report.md"
+    markdown.write_text(document(report, comparisons, pictures))
+    print(f"Written: {html} and {markdown}")
+
+
+def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Report:
+    """Read what the report tells."""
+    settings = sweep.settings
+    question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
+    translations, sources, references = texts(sweep, done)
+    first = {
+        arm.name: next((r["id"] for r in done if r["arm"] == arm.name), None)
+        for arm in sweep.plan.arms
+    }
+    systems = {
+        arm.name: translations[first[arm.name]]
+        for arm in sorted(sweep.plan.arms, key=lambda arm: not arm.is_baseline)
+        if first[arm.name]
+    }
+    bootstraps = paired_bootstrap(systems, references)
+    ablation = settings["ablation"].rsplit(":", 1)[-1]
+    arms = [
+        arm_result(sweep, arm, rows, done, bootstraps.get(arm.name), ablation)
+        for arm in sweep.plan.arms
+    ]
+    means = {arm.name: arm.test[settings["metric"]].mean() for arm in arms if arm.seeds}
+    best, worst = max(means, key=means.get), min(means, key=means.get)
+    data = settings["base"]["data"]
+    anchor = ANCHORS.get(ablation)
+    has_anchor = any(arm.published is not None for arm in arms)
+    axis = sweep.plan.axis
+    return Report(
+        title=f"Headcount sweep: {ablation} on {data['name']}, "
+        f"{data['source']} to {data['target']}",
+        question=question,
+        details=details.strip(),
+        metric=settings["metric"],
+        arms=arms,
+        axis=axis and f"{label(axis, 0).split('=')[0]}, {axis}",
+        anchor=(anchor.source, anchor.unit) if has_anchor else None,
+        examples=choose_examples(
+            sources, references, systems[best], systems[worst], num_examples
+        ),
+        environment=environment(rows, done, settings),
+        command=settings["command"],
+        note=settings["note"],
+        unfinished=sum(r["status"] not in ("done", "diverged", "failed") for r in rows),
+    )
+
+
+def arm_result(
+    sweep: Sweep, arm: Arm, rows: list[dict], done: list[dict], bootstrap, ablation: str
+) -> ArmResult:
+    """What an arm's rows say."""
+    of_arm = sorted(
+        (row for row in done if row["arm"] == arm.name), key=lambda row: row["seed"]
+    )
+    lost = [
+        row
+        for row in rows
+        if row["arm"] == arm.name and row["status"] in ("diverged", "failed")
+    ]
+    axis = sweep.plan.axis
+
+    def scores(split):
+        return {
+            score: np.array([row[f"{split}_{score}"] for row in of_arm])
+            * (100 if score == "exact_match" else 1)
+            for score in SCORES
+            if of_arm and all(row[f"{split}_{score}"] is not None for row in of_arm)
+        }
+
+    def mean(column):
+        values = [row[column] for row in of_arm if row[column] is not None]
+        return float(np.mean(values)) if values else None
+
+    return ArmResult(
+        name=arm.name,
+        is_baseline=arm.is_baseline,
+        value=arm.overrides[axis] if axis else None,
+        mlp_dim=arm.config["model"]["mlp_dim"],
+        parameters=of_arm[0]["parameters"] if of_arm else arm.parameters,
+        flops=arm.flops,
+        seeds=[row["seed"] for row in of_arm],
+        test=scores("test"),
+        dev=scores("dev"),
+        lost=len(lost),
+        nuisance=json.loads(of_arm[0]["nuisance"]) if of_arm else {},
+        seconds=mean("seconds"),
+        tokens_per_second=mean("tokens_per_second"),
+        published=published(ablation, arm.config["model"]),
+        bootstrap=bootstrap,
+        curve=curve(sweep, of_arm),
+    )
+
+
+def curve(sweep: Sweep, rows: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Dev scores while training at the steps that all trials were evaluated at."""
+    metric = f"dev_{sweep.settings['metric'].removeprefix('published_')}"
+    places = {
+        trial.id: (group, index)
+        for group in sweep.groups
+        for index, trial in enumerate(group.trials)
+    }
+    curves = []
+    for row in rows:
+        group, index = places[row["id"]]
+        metrics = metrics_of(sweep.folder(group))
+        curves.append(
+            {
+                m["step"]: m[metric]
+                for m in metrics
+                if m["trial"] == index and metric in m
+            }
+        )
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    scale = 100 if metric == "dev_exact_match" else 1
+    values = np.array([[one[step] for step in steps] for one in curves]) * scale
+    return np.array(steps), values
+
+
+def texts(sweep: Sweep, done: list[dict]):
+    """The translations of every trial by its id, the sources and the references."""
+    data, split = sweep.settings["base"]["data"], sweep.settings["test_split"]
+    sources, references = corpora.load(
+        data["name"], data["source"], data["target"], split, data["directory"]
+    )
+    wanted = {row["id"] for row in done}
+    translations = {}
+    for group in sweep.groups:
+        for index, trial in enumerate(group.trials):
+            if trial.id in wanted:
+                suffix = f"-{index}" if len(group.trials) > 1 else ""
+                path = sweep.folder(group) / f"{split}{suffix}.txt"
+                translations[trial.id] = path.read_text().splitlines()
+    return translations, sources, references
+
+
+def choose_examples(sources, references, best, worst, count: int) -> list[Example]:
+    """Sentences on which two arms differ, spread evenly over the test set."""
+    differ = [i for i in range(len(sources)) if best[i] != worst[i]]
+    among = differ if len(differ) >= count else list(range(len(sources)))
+    at = np.linspace(0, len(among) - 1, min(count, len(among))).round().astype(int)
+    return [
+        Example(sources[i], references[i], best[i], worst[i])
+        for i in (among[k] for k in at)
+    ]
+
+
+def environment(rows: list[dict], done: list[dict], settings: dict) -> dict[str, str]:
+    """What the results depend on; several values where trials had several."""
+
+    def values(column):
+        return ", ".join(sorted({str(row[column]) for row in done if row[column]}))
+
+    versions = json.loads(done[0]["versions"])
+    base = flat(settings["base"])
+    shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
+    return {
+        "config": settings["config"],
+        "changed in it": ", ".join(f"{k}={v}" for k, v in settings["overrides"].items())
+        or "nothing",
+        **{key: str(base[key]) for key in shown},
+        "model": json.dumps(settings["base"]["model"]),
+        "test split": settings["test_split"],
+        "checkpoint": settings["checkpoint"],
+        "decoding": values("decoding"),
+        "signatures": "; ".join(
+            filter(
+                None,
+                (
+                    values(s)
+                    for s in ("signature", "chrf_signature", "published_signature")
+                ),
+            )
+        ),
+        "device": values("device"),
+        "attention": values("attention"),
+        "commit": values("commit"),
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
+        "python": values("python"),
+        "trials": f"{len(done)} of {len(rows)} in the table",
+    }
