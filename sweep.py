@@ -11,6 +11,7 @@ train.py. A workdir remembers its sweep: later calls need --workdir alone.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 from absl import flags
@@ -81,8 +82,11 @@ def main():
 
     from sweeps import launchers, opening, runner, show
 
-    with one_sentence():
-        sweep = opening.open_sweep(options())
+    with one_sentence(), tempfile.TemporaryDirectory() as nowhere:
+        if WORKDIR.value is None and VERB != "list":
+            raise ValueError("--workdir is needed: the folder that the sweep is in.")
+        sweep = opening.open_sweep(options(Path(WORKDIR.value or nowhere)))
+        indices = opening.chosen(len(sweep.groups), GROUP.value, SHARD.value)
         if VERB == "list":
             show.print_list(sweep, CALIBRATE.value)
         elif VERB == "status":
@@ -91,22 +95,19 @@ def main():
             from sweeps import reporting
 
             reporting.write(sweep, sweep.collect(), EXAMPLES.value)
-        else:
-            indices = opening.chosen(len(sweep.groups), GROUP.value, SHARD.value)
-            launch = launchers.LAUNCHERS[LAUNCHER.value]
-            try:
-                rows = launch(sweep, indices, ADDRESS.value)
-            except runner.Stopped as stopped:
-                print(
-                    f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr
-                )
-                sys.exit(1)
-            show.print_status(sweep, rows)
-            if any(row["status"] == "failed" for row in rows):
-                sys.exit(1)
+    if VERB != "run":
+        return
+    try:
+        rows = launchers.LAUNCHERS[LAUNCHER.value](sweep, indices, ADDRESS.value)
+    except runner.Stopped as stopped:
+        print(f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr)
+        sys.exit(1)
+    show.print_status(sweep, rows)
+    if any(row["status"] == "failed" for row in rows):
+        sys.exit(1)
 
 
-def options():
+def options(workdir: Path):
     """The flags that say which sweep it is."""
     from sweeps.opening import Options
 
@@ -120,7 +121,7 @@ def options():
         else {},
         ablation=ABLATION.value,
         seeds=SEEDS.value,
-        workdir=Path(WORKDIR.value) if WORKDIR.value else None,
+        workdir=workdir,
         match=MATCH.value,
         tune=TUNE.value,
         checkpoint=CHECKPOINT.value,

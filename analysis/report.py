@@ -84,6 +84,11 @@ class Report(NamedTuple):
         return NAMES[self.metric]
 
 
+def bootstrapped(metric: str) -> str:
+    """The score of sacreBLEU that the test set is drawn anew for."""
+    return "chrf" if metric in ("chrf", "published_chrf", "exact_match") else "bleu"
+
+
 class Comparison(NamedTuple):
     """An arm beside the baseline."""
 
@@ -150,7 +155,10 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"are may be the seeds'."
         )
     else:
-        sentences.append("With one seed an arm, nothing can be told from chance.")
+        sentences.append(
+            "Nothing can be told from chance here: that takes two seeds or more whose "
+            "scores differ."
+        )
     needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
     if needed:
         sentences.append(
@@ -276,17 +284,24 @@ def probability(p) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-HOW_TO_READ = (
-    "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
-    "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
-    "p-value (two-sided t-test) is Holm's, corrected for the number of arms, the "
-    "intervals are not. Seeds to see: how many a paired test needs to find a true "
-    "difference of that size with a power of 80 %, at the spread of the differences "
-    "seen here. Test set's ±: sacreBLEU's paired bootstrap (BLEU, 1000 samples, 95 %) "
-    "of the first seed's translations: what another draw of test sentences would "
-    "change, which more seeds would not show. Checkpoints and nuisance settings were "
-    "chosen on dev; test was decoded once, after that.",
-    "Multiply-adds: of the matrix products of a forward pass, for one source and one "
-    "target token. Seconds: of the updates alone, without compilation, evaluation and "
-    "saving, a group's divided by its trials. Tokens/s: of a group, source and target.",
-)
+def how_to_read(report: Report) -> tuple[str, str]:
+    """What the two tables' columns mean."""
+    scores = (
+        "Every arm is trained with the same seeds. Mean ± sd: over seeds. The "
+        "intervals are Student's, at 95 %. The difference is to the baseline, "
+        "paired by seed; its p-value (two-sided t-test) is Holm's, corrected for "
+        "the number of arms, the intervals are not. Seeds to see: how many a paired "
+        "test needs to find a true difference of that size with a power of 80 %, at "
+        "the spread of the differences seen here. Checkpoints and nuisance settings "
+        "were chosen on dev; test was decoded once, after that."
+    )
+    costs = (
+        "Multiply-adds: of the matrix products of a forward pass, for one source and "
+        "one target token. Seconds: of the updates alone, without compilation, "
+        "evaluation and saving, a group's divided by its trials. Tokens/s: of a group, "
+        "source and target. Test set's ±: sacreBLEU's paired bootstrap "
+        f"({NAMES[bootstrapped(report.metric)]}, 1000 samples, 95 %) of the first "
+        "seed's translations: what another draw of test sentences would change, which "
+        "more seeds would not show."
+    )
+    return scores, costs

@@ -3,10 +3,10 @@
 from html import escape
 
 from analysis.report import (
-    HOW_TO_READ,
     Comparison,
     Report,
     costs_table,
+    how_to_read,
     scores_table,
     verdict,
 )
@@ -33,6 +33,7 @@ h2 { font-size: 1.1rem; font-weight: 650; margin: 3.2rem 0 .8rem; }
 .verdict p { margin: 0 0 .5rem; } .verdict p:last-child { margin: 0; }
 .note, figcaption, .small { color: var(--muted); font-size: .875rem; line-height: 1.5; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
+p.small { margin: .3rem 0; }
 table { border-collapse: collapse; font-size: .875rem; line-height: 1.4;
   font-variant-numeric: tabular-nums; min-width: 100%; }
 th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap;
@@ -44,7 +45,8 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; position: st
 td:first-child { font-weight: 550; }
 tr.baseline td { background: var(--soft); }
 table.text th, table.text td { text-align: left; white-space: normal; min-width: 11rem;
-  vertical-align: top; position: static; font-weight: 400; }
+  vertical-align: top; position: static; font-weight: 400; overflow-wrap: anywhere;
+  padding-left: 0; }
 table.pairs td:last-child, table.pairs th:last-child { white-space: normal;
   text-align: left; overflow-wrap: anywhere; }
 table.pairs td:first-child { font-weight: 400; color: var(--muted); }
@@ -74,7 +76,10 @@ def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:
         figures: of `analysis.report_plots.figures`.
     """
     pictures = {name: figure_element(name, *figure) for name, figure in figures.items()}
-    details = "".join(f"<p>{escape(p)}</p>" for p in paragraphs(report.details))
+    details = "".join(
+        f"<p{' class=small' if is_setting(p) else ''}>{escape(p)}</p>"
+        for p in paragraphs(report.details)
+    )
     told = "".join(f"<p>{escape(s)}</p>" for s in verdict(report, comparisons))
     note = f'<p class="note">{escape(report.note)}</p>' if report.note else ""
     marks = {i for i, c in enumerate(comparisons) if c.arm.is_baseline}
@@ -87,13 +92,13 @@ def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:
         pictures.pop("scores", ""),
         f"<h2>Scores, {escape(report.name)}</h2>",
         table(scores_table(report, comparisons), marks),
-        f'<p class="small">{escape(HOW_TO_READ[0])}</p>',
+        f'<p class="small">{escape(how_to_read(report)[0])}</p>',
         anchor(report),
         "<h2>Learning curves</h2>" if "curves" in pictures else "",
         pictures.pop("curves", ""),
         "<h2>Cost</h2>",
         table(costs_table(report, comparisons), marks),
-        f'<p class="small">{escape(HOW_TO_READ[1])}</p>',
+        f'<p class="small">{escape(how_to_read(report)[1])}</p>',
         pictures.pop("costs", ""),
         examples(report, comparisons),
         "<h2>Environment</h2>",
@@ -122,6 +127,11 @@ def paragraphs(text: str) -> list[str]:
             block = block.replace(f" {word}", f"\n{word}")
         lines += block.split("\n")
     return [line for line in lines if line]
+
+
+def is_setting(paragraph: str) -> bool:
+    """Whether it says what is scientific, nuisance or fixed."""
+    return paragraph.startswith(("Scientific:", "Nuisance:", "Fixed:"))
 
 
 def figure_element(name: str, figure, caption: str) -> str:

@@ -1,10 +1,10 @@
 """A report as Markdown, with its pictures as PNG beside it."""
 
 from analysis.report import (
-    HOW_TO_READ,
     Comparison,
     Report,
     costs_table,
+    how_to_read,
     scores_table,
     verdict,
 )
@@ -37,13 +37,13 @@ def document(
         picture("scores"),
         f"## Scores, {report.name}",
         table(scores_table(report, comparisons)),
-        HOW_TO_READ[0],
+        how_to_read(report)[0],
         f"Published: {', '.join(report.anchor)}." if report.anchor else "",
         "## Learning curves" if "curves" in pictures else "",
         picture("curves"),
         "## Cost",
         table(costs_table(report, comparisons)),
-        HOW_TO_READ[1],
+        how_to_read(report)[1],
         picture("costs"),
         *examples(report, comparisons),
         "## Environment",

@@ -144,7 +144,9 @@ def paired_bootstrap(
         name: Bootstrap(result.score, float(result.ci), result.p_value)
         for name, result in zip(systems, found[name], strict=False)
     }
-    for other, lines in named[1 : len(systems)]:
-        if lines == named[0][1]:  # sacreBLEU calls equal translations different
-            bootstraps[other] = bootstraps[other]._replace(p=1.0)
+    score = bootstraps[named[0][0]].score
+    for other, found in bootstraps.items():
+        # sacreBLEU calls equal scores different: no resampled one exceeds 0 by 0
+        if found.p is not None and found.score == score:
+            bootstraps[other] = found._replace(p=1.0)
     return bootstraps

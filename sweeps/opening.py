@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import shlex
 import sys
-import tempfile
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ class Options(NamedTuple):
     overrides: dict
     ablation: str | None
     seeds: int | None
-    workdir: Path | None
+    workdir: Path
     match: str | None
     tune: list[str]
     checkpoint: str
@@ -51,10 +50,6 @@ def open_sweep(options: Options) -> Sweep:
             or an arm can't be built.
     """
     workdir = options.workdir
-    if workdir is None:
-        if options.config is None or options.is_new is False:
-            raise ValueError("--workdir is needed; it is where the sweep is kept.")
-        workdir = Path(tempfile.mkdtemp(prefix="sweep-"))  # to list it, say
     there = read_json(workdir / "sweep.json")
     if options.config is None or options.ablation is None:
         if there is None:

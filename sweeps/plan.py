@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from analysis.budget import BUDGETS, solve_mlp_dim
+from analysis.budget import flops, parameters, solve_mlp_dim
 from configs.ablations import grid, seeds
 from configs.commandline import describe, flat, near_miss
 from training.trials import variable
@@ -34,7 +34,11 @@ class Arm(NamedTuple):
     config: dict  # resolved and nested, with model.mlp_dim as solved
     is_baseline: bool
     parameters: int
-    flops: int  # see analysis.budget.flops
+
+    @property
+    def flops(self) -> int:
+        """Of analysis.budget.flops, counted when asked for."""
+        return flops(self.config)
 
 
 class Trial(NamedTuple):
@@ -123,7 +127,10 @@ def expand(
         seed = varied.pop("seed", base.seed)
         trial = Trial(identity(config), arm.name, varied, seed, config)
         trials.setdefault(trial.id, trial)
-    return Plan(resolved, list(trials.values()), axis)
+    used = {trial.arm for trial in trials.values()}
+    # An arm that is matched by changing nothing is the same as the one that isn't.
+    kept = [arm for arm in resolved if arm.name in used]
+    return Plan(kept, list(trials.values()), axis)
 
 
 def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[Arm]:
@@ -133,8 +140,7 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
         settings = {k: v for k, v in overrides.items() if k != MATCH}
         configs.append(applied(base, settings, name))
         with naming(name):
-            for count in BUDGETS.values():
-                count(configs[-1])
+            parameters(configs[-1])
     plain = applied(base, {}, "the base config")
     same = [i for i, config in enumerate(configs) if is_same(config, plain)]
     baseline = (same or [0])[0]
@@ -145,8 +151,8 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
             if budget is not None and i != baseline:
                 F = solve_mlp_dim(config, configs[baseline], budget)
                 config = config | {"model": config["model"] | {"mlp_dim": F}}
-            costs = {budget: count(config) for budget, count in BUDGETS.items()}
-        arms.append(Arm(name, overrides, config, i == baseline, **costs))
+            arm = Arm(name, overrides, config, i == baseline, parameters(config))
+        arms.append(arm)
     return arms
 
 
@@ -189,9 +195,8 @@ def is_same(config: dict, other: dict) -> bool:
     a, b = flat(config), flat(other)
     free = ("seed", "seeds")
     differing = [key for key in a if a[key] != b[key] and key not in free]
-    return all(a[key] is None or b[key] is None for key in differing) and all(
-        count(config) == count(other) for count in BUDGETS.values()
-    )
+    defaults = all(a[key] is None or b[key] is None for key in differing)
+    return defaults and parameters(config) == parameters(other)
 
 
 def identity(config: dict) -> str:

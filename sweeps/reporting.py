@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.anchors import ANCHORS, published
-from analysis.report import ArmResult, Example, Report, compare
+from analysis.report import ArmResult, Example, Report, bootstrapped, compare
 from analysis.report_html import page
 from analysis.report_markdown import document
 from analysis.report_plots import figures, plt, save_png
@@ -67,8 +67,9 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         for arm in sorted(sweep.plan.arms, key=lambda arm: not arm.is_baseline)
         if first[arm.name]
     }
-    bootstraps = paired_bootstrap(systems, references)
     ablation = settings["ablation"].rsplit(":", 1)[-1]
+    bootstrap_metric = bootstrapped(settings["metric"])
+    bootstraps = paired_bootstrap(systems, references, metric=bootstrap_metric)
     arms = [
         arm_result(sweep, arm, rows, done, bootstraps.get(arm.name), ablation)
         for arm in sweep.plan.arms
@@ -211,7 +212,11 @@ def environment(rows: list[dict], done: list[dict], settings: dict) -> dict[str,
         "changed in it": ", ".join(f"{k}={v}" for k, v in settings["overrides"].items())
         or "nothing",
         **{key: str(base[key]) for key in shown},
-        "model": json.dumps(settings["base"]["model"]),
+        "model": ", ".join(
+            f"{k}={v}"
+            for k, v in flat(settings["base"]["model"]).items()
+            if v is not None
+        ),
         "test split": settings["test_split"],
         "checkpoint": settings["checkpoint"],
         "decoding": values("decoding"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("analysis", "attention", "configs", "data", "models", "training")
+PACKAGES = ("analysis", "attention", "configs", "data", "models", "sweeps", "training")
 MAY_IMPORT = {
     "configs": set(),
     "data": set(),
@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "models": {"attention"},
     "training": {"models", "attention"},
     "analysis": {"models", "attention", "data", "training"},
+    "sweeps": {"configs", "data", "models", "attention", "training", "analysis"},
 }
 
 

@@ -1,0 +1,213 @@
+"""Every ablation on every base config: expanded, applied, built abstractly, matched."""
+
+from pathlib import Path
+
+import pytest
+
+from analysis.budget import LENGTH, WITHIN, flops, parameters, solve_mlp_dim
+from configs import ablations, base, multi30k, numbers
+from configs.ablations import chain, grid, matched, over, seeds, zipped
+from configs.commandline import flat
+from sweeps.opening import find_ablation, names_of, tuned
+from sweeps.plan import differences, expand, grouped, nuisance_keys
+
+CONFIGS = {
+    "base": base.get_config(),
+    "numbers": numbers.get_config(),
+    "numbers:short": numbers.get_config("short"),
+    "multi30k": multi30k.get_config(),
+    "multi30k:short": multi30k.get_config("short"),
+}
+
+
+def plan_of(config, arms, num_seeds=2, **options):
+    options = {"nuisance": [], "tuned": [{}], "match": None} | options
+    return expand(
+        config.copy_and_resolve_references().lock(), arms, num_seeds, **options
+    )
+
+
+def tiny(**model):
+    config = base.get_config()
+    config.data.vocab_size = 80
+    config.update_from_flattened_dict(
+        {
+            "model.width": 32,
+            "model.mlp_dim": 32,
+            "model.num_encoder_layers": 1,
+            "model.num_decoder_layers": 1,
+        }
+        | {f"model.{key}": value for key, value in model.items()}
+    )
+    return config
+
+
+def test_no_config_is_left_out():
+    files = {path.stem for path in Path(base.__file__).parent.glob("*.py")}
+    assert files - {"__init__", "commandline", "ablations"} == {
+        name.split(":")[0] for name in CONFIGS
+    }
+
+
+@pytest.mark.parametrize("name", names_of(ablations))
+def test_every_ablation_builds_on_every_config(name):
+    """Every arm's keys exist, its model builds, and its docstring says what varies."""
+    generator = find_ablation(name)
+    nuisance = nuisance_keys(generator.__doc__)
+    for config in CONFIGS.values():
+        arms = list(generator(config))
+        plan = plan_of(config, arms, nuisance=nuisance)
+        assert len({arm.name for arm in plan.arms}) == len(plan.arms)
+        assert len({trial.id for trial in plan.trials}) == 2 * len(plan.arms)
+        dropped = len(arms) - len(plan.arms)  # matched as they are
+        assert dropped <= sum("match" in arm for arm in arms) / 2
+        (baseline,) = [arm for arm in plan.arms if arm.is_baseline]
+        for arm in plan.arms:
+            if "match" in arm.overrides:
+                cost, goal = arm.parameters, baseline.parameters
+                assert abs(cost - goal) <= WITHIN * goal
+                assert arm.config["model"]["mlp_dim"] % 8 == 0
+            assert not set(arm.overrides) & set(nuisance)
+    assert generator.__doc__.split("\n")[0].endswith("?")
+
+
+def test_the_arms_of_the_papers():
+    config = numbers.get_config()
+    plan = plan_of(config, ablations.heads(config))
+    assert [a.name for a in plan.arms] == [f"N={N}" for N in (1, 2, 4, 8, 16, 32)]
+    assert len({a.parameters for a in plan.arms}) == 1  # rows A: N·H = D
+    assert plan.axis == "model.attention.num_heads"
+    assert [a.name for a in plan.arms if a.is_baseline] == ["N=4"]
+
+    plan = plan_of(config, ablations.shazeer(config))
+    assert plan.arms[0].is_baseline and plan.arms[0].config["model"]["mlp_dim"] == 256
+    multi_query, one_head = plan.arms[1:3]
+    # 7/8 of two D·D matrices, in 6 attentions, spread over 4 feed-forwards of 2·D·F
+    assert abs(multi_query.config["model"]["mlp_dim"] - (256 + 168)) <= 8
+    # 7/8 of four
+    assert abs(one_head.config["model"]["mlp_dim"] - (256 + 336)) <= 8
+
+
+def test_matching_flops_is_not_matching_parameters():
+    """What is saved with shared embeddings aside: relative positions add no product."""
+    one, other = tiny().to_dict(), tiny(width=32).to_dict()
+    other["model"]["attention"]["merge"] = "mean"
+    F = {b: solve_mlp_dim(other, one, b) for b in ("parameters", "flops")}
+    for budget, count in (("parameters", parameters), ("flops", flops)):
+        solved = other | {"model": other["model"] | {"mlp_dim": F[budget]}}
+        assert abs(count(solved) - count(one)) <= WITHIN * count(one)
+        assert count(other) < count(one)
+
+
+def test_flops_are_those_of_the_formula():
+    config = tiny()
+    D, F, L = 32, 32, LENGTH
+    attention = 4 * D * D + 2 * D * L
+    forward = 3 * attention + 2 * (2 * D * F) + D * 80
+    assert flops(config.to_dict()) == forward
+    config.data.joint_vocabulary = False
+    assert flops(config.to_dict()) == forward
+    assert parameters(config.to_dict()) == parameters(tiny().to_dict()) + 80 * D
+
+
+def test_a_budget_that_cannot_be_reached_is_named():
+    arms = over("model.attention.num_heads", 4, 64)
+    arms[1] |= {"model.attention.head_dim": 64, "model.attention.value_dim": 64}
+    with pytest.raises(ValueError, match="^Arm N=64 can't be built: .* within 0.5%: "):
+        plan_of(tiny(), matched(arms))
+
+
+@pytest.mark.parametrize(
+    "arms, sentence",
+    [
+        ([], "^The sweep is empty: it has 0 arms and 2 seeds"),
+        (
+            over("model.num_heads", 1),
+            "^Arm N=1 sets model.num_heads, .* config.model.attention.num_heads",
+        ),
+        (
+            over("model.attention.num_heads", 4, 3),
+            "^Arm N=3 can't be built: .*num_head",
+        ),
+        (over("model.width", "wide"), "^Arm wide can't be built: .*width"),
+        (over("model.attention.merge", "sum"), "^Arm sum can't be built: .* 'sum'"),
+        (
+            matched(over("model.width", 32, 64), "time"),
+            "match must be one of .* 'time'",
+        ),
+    ],
+)
+def test_an_arm_that_cannot_be_built_is_named(arms, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        plan_of(tiny(), arms)
+
+
+def test_combinators():
+    a, b = over("a", 1, 2), over("b", 3, 4)
+    assert grid(a, b) == [
+        {"a": 1, "b": 3},
+        {"a": 1, "b": 4},
+        {"a": 2, "b": 3},
+        {"a": 2, "b": 4},
+    ]
+    assert zipped(a, b) == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
+    assert chain(a, b) == [*a, *b]
+    assert seeds(a, 2, first=5) == grid(a, [{"seed": 5}, {"seed": 6}])
+    with pytest.raises(ValueError):
+        zipped(a, over("b", 3))
+
+
+def test_trials_of_one_program_are_a_group():
+    """Rates and seeds enter as data; heads make another program."""
+    key = "optimizer.learning_rate"
+    rates = over(key, 0.001, 0.003)
+    arms = over("model.attention.num_heads", 2, 4)
+    plan = plan_of(tiny(), arms, 3, nuisance=[key], tuned=rates)
+    assert [arm.name for arm in plan.arms] == ["N=2", "N=4"]
+    groups = grouped(plan.trials, most=16)
+    assert [len(group) for group in groups] == [6, 6]
+    assert [len(group) for group in grouped(plan.trials, most=4)] == [4, 2, 4, 2]
+    program, numbers_of = differences(groups[0], tiny().to_dict())
+    assert program == {"model.attention.num_heads": 2}
+    assert [n["seed"] for n in numbers_of] == [0, 1, 2, 0, 1, 2]
+    assert [n.get(key) for n in numbers_of] == [0.001] * 3 + [None] * 3  # the default
+
+
+def test_ids_follow_the_config_and_nothing_else():
+    def ids(config, **options):
+        arms = over("model.attention.num_heads", 2, 4)
+        return [t.id for t in plan_of(config, arms, **options).trials]
+
+    elsewhere = tiny()
+    elsewhere.data.directory = "elsewhere"
+    assert ids(elsewhere) == ids(tiny())
+    assert set(ids(tiny())) < set(ids(tiny(), num_seeds=3))
+    longer = tiny()
+    longer.train.num_steps += 1
+    assert not set(ids(longer)) & set(ids(tiny()))
+
+
+def test_tuning_only_what_the_ablation_calls_nuisance():
+    key = "optimizer.learning_rate"
+    config = tiny().to_dict()
+    two = [{key: 0.1}, {key: 0.2}]
+    assert tuned([f"{key}=0.1,0.2"], config, [key]) == two
+    assert tuned([], config, [key]) == [{}]
+    for text, sentence in {
+        "model.width=1,2": "may set what the ablation names as nuisance",
+        "optimizer.learning_rat=1": "no config key .*optimizer.learning_rate",
+        f"{key}=fast": "needs numbers",
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            tuned([text], config, [key])
+
+
+def test_every_command_line_is_the_trials_config():
+    """What the overrides and a trial's numbers make is what was planned."""
+    config = tiny()
+    plan = plan_of(config, ablations.sites(config))
+    for group in grouped(plan.trials, 16):
+        program, each = differences(group, config.to_dict())
+        for numbers_of, trial in zip(each, group, strict=True):
+            made = flat(config.to_dict()) | program | numbers_of
+            assert made == flat(trial.config)
