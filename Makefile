@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test lint test-peers test-compilers clean
+.PHONY: demo test lint test-sweeps test-peers test-compilers clean
 
 demo: .venv/.runtime
 	$(RUN) train.py --config=configs/numbers.py --workdir=runs/demo
@@ -16,6 +16,10 @@ test: lint
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+# Whole sweeps, killed and shared: minutes.
+test-sweeps: .venv/.dev
+	JAX_PLATFORMS=cpu $(RUN) -m pytest tests/sweeps
 
 # Beside PyTorch and CTranslate2, in an environment of its own.
 test-peers: .venv-peers/.installed

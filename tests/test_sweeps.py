@@ -266,11 +266,7 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
 
 def test_a_call_ends_in_one_sentence(tmp_path, corpus):
     calls = {
-        (
-            "run",
-            "--config=configs/numbers.py",
-            "--ablation=haeds",
-        ): "did you mean heads",
+        ("list", "--config=configs/base.py", "--ablation=haeds"): "did you mean heads",
         ("report", f"--workdir={tmp_path}"): "holds no sweep",
         ("status",): "--workdir is needed",
         ("sweep",): "one of list, run, status, report",

@@ -1,0 +1,244 @@
+"""Whole sweeps in real processes: killed, shared, with arms that fail and diverge.
+
+`make test-sweeps`; a minute or two each, for every group starts Python thrice.
+"""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WORDS = ("dog", "cat", "sun", "man", "tree", "sea")
+SENTENCES = [f"the {a} and the {b}" for a in WORDS for b in WORDS if a != b]
+SMALL = {
+    "data.name": "text",
+    "data.vocab_size": 60,
+    "data.batch_tokens": 256,
+    "data.max_length": 12,
+    "model.width": 16,
+    "model.mlp_dim": 16,
+    "model.num_encoder_layers": 1,
+    "model.num_decoder_layers": 1,
+    "optimizer.warmup_steps": 20,
+    "train.num_steps": 60,
+    "train.log_every_steps": 1,
+    "train.eval_every_steps": 30,
+    "train.checkpoint_every_steps": 10,
+}
+ABLATIONS = '''
+"""Ablations of a test."""
+
+
+def two(base):
+    """One head or two?
+
+    Scientific: model.attention.num_heads.
+    Nuisance: optimizer.learning_rate.
+    Fixed: the rest.
+    """
+    for heads in (1, 2):
+        yield {"model.attention.num_heads": heads}
+
+
+def broken(base):
+    """What becomes of an arm that cannot train?
+
+    Scientific: data.max_length.
+    Nuisance: optimizer.learning_rate.
+    Fixed: the rest.
+    """
+    for length in (12, 1):
+        yield {"data.max_length": length}
+'''
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for split, sentences in (("train", SENTENCES), ("val", SENTENCES[:6])):
+        for language in ("en", "de"):
+            text = "".join(f"{s}\n" for s in sentences)
+            (folder / f"{split}.{language}").write_text(text)
+            (folder / f"test.{language}").write_text(text)
+    (folder / "ablations.py").write_text(ABLATIONS)
+    return folder
+
+
+def sweep(verb, workdir, corpus, *flags, ablation="two"):
+    settings = SMALL | {"data.directory": corpus}
+    return [
+        sys.executable,
+        "sweep.py",
+        verb,
+        "--config=configs/base.py",
+        *(f"--config.{key}={value}" for key, value in settings.items()),
+        f"--ablation={corpus / 'ablations.py'}:{ablation}",
+        "--seeds=2",
+        f"--workdir={workdir}",
+        *flags,
+    ]
+
+
+def start(args):
+    return subprocess.Popen(
+        args,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(args, code=0):
+    process = start(args)
+    said = process.communicate(timeout=500)[0]
+    assert process.returncode == code, said
+    return said
+
+
+def rows(workdir):
+    database = sqlite3.connect(workdir / "sweep.sqlite")
+    database.row_factory = sqlite3.Row
+    found = [dict(row) for row in database.execute("SELECT * FROM trials")]
+    database.close()
+    return found
+
+
+def started(workdir):
+    """The commands that every group has run, in order: train, val or test."""
+    found = {}
+    for log in sorted((workdir / "groups").glob("*/log.txt")):
+        commands = [x for x in log.read_text().splitlines() if x.startswith("$ ")]
+        found[log.parent.name] = [
+            "train" if "train.py" in x else x.split("--split=")[1].split()[0]
+            for x in commands
+        ]
+    return found
+
+
+def metrics(workdir):
+    """Steps and losses of every group; two processes at one would double them."""
+    return {
+        path.parent.name: [
+            (m["step"], m["trial"], m.get("loss"), m.get("dev_loss"))
+            for m in map(json.loads, path.read_text().splitlines())
+        ]
+        for path in sorted((workdir / "groups").glob("*/metrics.jsonl"))
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, corpus):
+    workdir = tmp_path_factory.mktemp("undisturbed") / "sweep"
+    said = finish(sweep("run", workdir, corpus))
+    assert "All is done" in said
+    return workdir
+
+
+def test_a_sweep_runs_everything_once(undisturbed):
+    assert set(map(tuple, started(undisturbed).values())) == {("train", "val", "test")}
+    found = rows(undisturbed)
+    assert [(r["arm"], r["seed"], r["status"]) for r in found] == [
+        (arm, seed, "done") for arm in ("N=1", "N=2") for seed in (0, 1)
+    ]
+    assert all(r["steps"] == 60 and r["test_chrf"] is not None for r in found)
+
+
+def test_a_finished_sweep_runs_nothing_again(undisturbed, corpus):
+    before = started(undisturbed)
+    said = finish(sweep("run", undisturbed, corpus))
+    assert "All is done" in said and started(undisturbed) == before
+
+
+def test_status_and_report_need_the_workdir_alone(undisturbed):
+    said = finish([sys.executable, "sweep.py", "status", f"--workdir={undisturbed}"])
+    assert "120/120" in said
+    finish([sys.executable, "sweep.py", "report", f"--workdir={undisturbed}"])
+    html = (undisturbed / "report.html").read_text()
+    assert "One head or two?" in html and html.count("<svg") >= 2
+
+
+def test_killed_at_any_moment_it_ends_as_undisturbed(undisturbed, tmp_path, corpus):
+    """kill -9, three times: no trial is done twice, no row is lost or doubled."""
+    seed = random.randrange(10**6)
+    generator = random.Random(seed)
+    workdir = tmp_path / "sweep"
+    for _ in range(3):
+        process = start(sweep("run", workdir, corpus))
+        time.sleep(generator.uniform(4, 25))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finish(sweep("run", workdir, corpus))
+    assert metrics(workdir) == metrics(undisturbed), f"random seed {seed}"
+    columns = ("id", "arm", "seed", "status", "steps", "dev_bleu", "test_chrf")
+    ours, theirs = (
+        sorted(tuple(row[c] for c in columns) for row in rows(folder))
+        for folder in (workdir, undisturbed)
+    )
+    assert ours == theirs, f"random seed {seed}"
+    for name, commands in started(workdir).items():
+        # what was killed at work is started again, what was finished is not
+        assert commands.count("test") <= 2 and commands[-1] == "test", (name, seed)
+        trained = [i for i, c in enumerate(commands) if c == "train"][-1]
+        assert "test" not in commands[:trained], (name, seed)
+
+
+def test_two_sweeps_share_a_workdir(undisturbed, tmp_path, corpus):
+    both = [start(sweep("run", tmp_path / "sweep", corpus)) for _ in range(2)]
+    for process in both:
+        said = process.communicate(timeout=500)[0]
+        assert process.returncode == 0 and "All is done" in said, said
+    assert started(tmp_path / "sweep") == started(undisturbed)
+    assert metrics(tmp_path / "sweep") == metrics(undisturbed)
+    assert len(rows(tmp_path / "sweep")) == 4
+
+
+def test_a_signal_saves_and_shards_share_the_rest(undisturbed, tmp_path, corpus):
+    workdir = tmp_path / "sweep"
+    process = start(sweep("run", workdir, corpus))
+    while not list(workdir.glob("groups/*/metrics.jsonl")) and process.poll() is None:
+        time.sleep(0.05)
+    process.terminate()
+    said = process.communicate(timeout=100)[0]
+    assert process.returncode == 1 and "SIGTERM: the same command goes on" in said
+    for shard in ("0/2", "1/2"):
+        finish(sweep("run", workdir, corpus, f"--shard={shard}"))
+    assert metrics(workdir) == metrics(undisturbed)
+    assert {row["status"] for row in rows(workdir)} == {"done"}
+
+
+def test_a_failed_arm_does_not_stop_the_others(tmp_path, corpus):
+    workdir = tmp_path / "sweep"
+    said = finish(sweep("run", workdir, corpus, ablation="broken"), code=1)
+    assert "max_length=1 failed, the others go on: " in said
+    found = {(r["arm"], r["status"]) for r in rows(workdir)}
+    assert found == {("max_length=12", "done"), ("max_length=1", "failed")}
+    (error,) = {r["error"] for r in rows(workdir)} - {None}
+    assert "no training pair is left" in error
+
+
+def test_a_diverged_trial_is_told_and_the_rest_scored(tmp_path, corpus):
+    """One learning rate diverges; dev selects the other, and only that is tested."""
+    workdir = tmp_path / "sweep"
+    tune = "--tune=optimizer.learning_rate=0.003,1e30"
+    said = finish(sweep("run", workdir, corpus, tune, "--config.train.num_steps=30"))
+    assert "diverged: N=1" in said
+    status = {
+        (r["arm"], json.loads(r["nuisance"])["optimizer.learning_rate"], r["status"])
+        for r in rows(workdir)
+    }
+    assert status == {
+        (arm, rate, told)
+        for arm in ("N=1", "N=2")
+        for rate, told in ((0.003, "done"), (1e30, "diverged"))
+    }
+    assert {r["selected"] for r in rows(workdir) if r["status"] == "done"} == {1}
