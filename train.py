@@ -97,13 +97,15 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
 
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
-    from models.layers import choose
-    from models.transformer import Transformer, implementations, num_parameters
+    from models.checks import check_encoder_decoder, choose
+    from models.sites import implementations
+    from models.transformer import Transformer, num_parameters
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES
     from training.step import Static, TrainState, init
 
+    check_encoder_decoder("train.py", config.model.to_dict())
     choose("train.best_metric", config.train.best_metric, METRICS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     if config.model.positions == "learned":

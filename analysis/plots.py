@@ -21,11 +21,11 @@ def cross_attention(
         model = nnx.merge(graph, params)
         ones, positions = jnp.ones_like, lambda x: jnp.arange(x.size)[None]
         memory = model.encode(source, ones(source), positions(source))
-        maps = []
+        maps = {"cross": []}
         model.decode(
             memory, ones(source), target, ones(target), positions(target), maps=maps
         )
-        return jnp.concatenate(maps)
+        return jnp.concatenate(maps["cross"])
 
     def row(tokens):
         return jnp.asarray([tokens], jnp.int32)

@@ -25,13 +25,22 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.model = model = ml_collections.ConfigDict()
     model.width = 128  # D
-    model.num_encoder_layers = 2
-    model.num_decoder_layers = 2
+    model.num_encoder_layers = 2  # 0: a decoder alone, without cross-attention
+    model.num_decoder_layers = 2  # 0: an encoder alone
     model.mlp_dim = 256  # F
     model.dropout = 0.1  # rate, after the embeddings and after each sublayer
-    model.positions = "sinusoidal"  # or learned, rotary, relative, none
+    model.positions = "sinusoidal"  # or sinusoidal_paper, learned, rotary, ...
     model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
+    model.norm_epsilon = 1e-6  # of every layer norm, added to the variance
+    model.activation = "relu"  # of the feed-forward; or gelu, gelu_tanh, silu
+    model.scale_embeddings = True  # times sqrt(D)
+    model.embedding_norm = False  # after the sum of the embeddings
+    model.token_types = 0  # kinds of tokens with an embedding each; encoder-only
+    model.pooler = False  # tanh of a linear map of the first token; encoder-only
+    model.output_transform = False  # linear map, activation and norm before the output
+    model.output_bias = False  # a number a piece
+    model.bos = 1  # id of the token before the first, see data/tokenizer.py
     model.attention = attention = ml_collections.ConfigDict()
     attention.num_heads = 4  # N
     attention.num_kv_heads = placeholder(int)  # K; None: num_heads

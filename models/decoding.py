@@ -18,9 +18,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from models.checks import check_gates
 from models.decoding_search import check
 from models.decoding_step import State, empty, run, start
-from models.transformer import Transformer, check_gates
+from models.transformer import Transformer
 
 
 class Decoded(NamedTuple):

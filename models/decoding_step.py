@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from attention.cached import cached_attention
 from models.decoding_search import EOS, NEVER, next_pieces, penalty
 from models.positions import relative_bias
-from models.transformer import BOS, gates_of
+from models.sites import gates_of
 
 
 class Rows(NamedTuple):
@@ -181,7 +181,7 @@ def next_hidden(
         rows.tokens, (clock - 1) % L, axis=2, keepdims=False
     )
     positions = jnp.broadcast_to(step, (B, W))
-    x = model.embed(jnp.where(step == 0, BOS, before), positions, L)
+    x = model.embed(jnp.where(step == 0, model.bos, before), positions, L)
     turn = positions if model.positions == "rotary" else None
     age = ((clock - jnp.arange(L)) % L)[:, None]
     beams = jnp.arange(W)

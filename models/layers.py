@@ -1,282 +1,44 @@
-"""The parts of a Transformer: attention, feed-forward, and a layer of both."""
+"""A layer of a Transformer: attention, feed-forward, and what stands around them."""
+
+from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-import attention
-from attention.api import IMPLEMENTATIONS
+from models.checks import choose
 from models.dropout import Dropout, dropout
-from models.positions import rotate
+from models.linear import linear, xavier
+from models.multi_head import Attention
 
-xavier = nnx.initializers.variance_scaling
-
-
-def choose(name: str, value: str, choices) -> None:
-    """Raise a ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
-
-
-class Attention(nnx.Module):
-    """Multi-head attention with free head shapes and a choice of merge rule.
-
-    Args:
-        width: D, the size of its input and output.
-        num_heads: N.
-        num_kv_heads: K, a divisor of N; None: N.
-        head_dim: H, the size of a query and a key; None: D / N.
-        value_dim: V, the size of a value; None: D / N.
-        merge: a name in `attention.MERGE_RULES`.
-        mixture_heads: k of the rule "mixture", at most N.
-        talking_heads: mix the heads' maps before and after the softmax, see
-            `attention.talking_heads_attention`.
-        qk_norm: RMS-normalise queries and keys, with learned scales of size H
-            (Henry et al. 2020, Dehghani et al. 2023).
-        use_bias: in all four projections.
-        implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
-        path: the config keys above, to name them in errors.
-
-    Raises:
-        ValueError: a head count that does not divide, or an unknown merge rule.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        merge: str = "concat",
-        mixture_heads: int = 1,
-        talking_heads: bool = False,
-        qk_norm: bool = False,
-        use_bias: bool = True,
-        implementation: str | None = None,
-        path: str = "model.attention",
-        rngs: nnx.Rngs,
-    ):
-        num_kv_heads, head_dim, value_dim = head_shape(
-            width, num_heads, num_kv_heads, head_dim, value_dim, path=path
-        )
-        choose(f"{path}.merge", merge, attention.MERGE_RULES)
-        if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
-            raise ValueError(
-                f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
-                f"got {mixture_heads}."
-            )
-        if implementation is not None:
-            choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
-            if talking_heads and implementation != "reference":
-                raise ValueError(
-                    f"{path}.implementation must be None or 'reference' with "
-                    f"talking_heads, which needs the whole map, got {implementation!r}."
-                )
-        self.merge_rule = merge
-        self.mixture_heads = mixture_heads
-        self.implementation = implementation
-
-        def projection(heads, size):
-            init = xavier(1.0, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
-            kernel = nnx.Param(init(rngs.params(), (width, heads, size)))
-            bias = nnx.Param(jnp.zeros((heads, size))) if use_bias else None
-            return kernel, bias
-
-        self.query, self.query_bias = projection(num_heads, head_dim)
-        self.key, self.key_bias = projection(num_kv_heads, head_dim)
-        self.value, self.value_bias = projection(num_kv_heads, value_dim)
-
-        sizes = {"N": num_heads, "V": value_dim, "D": width}
-
-        def parameter(letters):  # of the merge: vectors start neutral
-            shape = tuple(sizes[letter] for letter in letters.split())
-            if len(shape) == 1:
-                return nnx.Param(jnp.zeros(shape))
-            into = 1 if letters.startswith("D") else len(shape) - 1
-            axes = tuple(range(len(shape)))
-            init = xavier(
-                1.0, "fan_avg", "uniform", in_axis=axes[:into], out_axis=axes[into:]
-            )
-            return nnx.Param(init(rngs.params(), shape))
-
-        shapes = attention.MERGE_RULES[merge].shapes
-        self.merge = nnx.Dict({name: parameter(shapes[name]) for name in shapes})
-        self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
-        self.talking_heads = (
-            nnx.Dict(
-                logits_mix=nnx.Param(jnp.eye(num_heads)),
-                weights_mix=nnx.Param(jnp.eye(num_heads)),
-            )
-            if talking_heads
-            else None
-        )
-        self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
-        self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
-
-    def queries(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B T N H"]:
-        """Project to queries; with positions, rotated by them."""
-        query = project(x, self.query, self.query_bias)
-        return turned(query, self.query_norm, positions)
-
-    def keys_values(
-        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None
-    ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-        """Project to keys, with positions rotated by them, and to values."""
-        key = turned(project(x, self.key, self.key_bias), self.key_norm, positions)
-        return key, project(x, self.value, self.value_bias)
-
-    def resolve(self, B: int, T: int, S: int, *, has_bias: bool = False) -> str:
-        """The implementation that runs on such a batch; see docs/attention.md."""
-        if self.talking_heads is not None:
-            return "talking_heads_attention"
-        if self.implementation is not None:
-            return self.implementation
-
-        def like(length, kernel):
-            shape = (B, length, *kernel.shape[1:])
-            return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-        arrays = like(T, self.query), like(S, self.key), like(S, self.value)
-        bias = jnp.float32 if has_bias else None
-        return attention.resolve_implementation(*arrays, bias)
-
-    def mixes(self) -> dict[str, Float[Array, "N N"]]:
-        """The two mixes of talking heads by name, if they talk."""
-        heads = self.talking_heads
-        return {} if heads is None else {name: heads[name][...] for name in heads}
-
-    def merged(
-        self,
-        heads: Float[Array, "B T N V"],
-        x: Float[Array, "B T D"],
-        gate: Float[Array, "*B N"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Merge the heads' outputs, each times its gate, by the layer's rule."""
-        rule = attention.MERGE_RULES[self.merge_rule]
-        arguments = {name: param[...] for name, param in self.merge.items()}
-        arguments |= {name: getattr(self, name) for name in rule.settings}
-        out = rule.function(attention.head_gated(heads, gate), x, **arguments)
-        return out if self.merge_bias is None else out + self.merge_bias[...]
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        memory: Float[Array, "B S D"] | None = None,
-        *,
-        positions: Int[Array, "B T"] | None = None,
-        gate: Float[Array, "*B N"] | None = None,
-        maps: list | None = None,
-        **masks,
-    ) -> Float[Array, "B T D"]:
-        """Attend from x to the memory, or to x itself.
-
-        Args:
-            x, memory: the layer's input; what keys and values are made of.
-            positions: to rotate queries and keys by.
-            gate: a number a head, `N` or `B N`, times its output.
-            maps: a list that the full map of every head, B N T S, is appended to.
-            masks: bias and masks as `attention.dot_product_attention` takes them.
-        """
-        query = self.queries(x, positions)
-        key, value = self.keys_values(x if memory is None else memory, positions)
-        mixes = self.mixes()
-        if maps is not None:
-            weights = (
-                attention.talking_heads_weights
-                if mixes
-                else attention.attention_weights
-            )
-            maps.append(weights(query, key, **masks, **mixes))
-        if mixes:
-            heads = attention.talking_heads_attention(
-                query, key, value, **masks, **mixes
-            )
-        else:
-            heads = attention.dot_product_attention(
-                query, key, value, **masks, implementation=self.implementation
-            )
-        return self.merged(heads, x, gate)
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
 
 
-def turned(
-    heads: Float[Array, "B T N H"],
-    norm: nnx.RMSNorm | None,
-    positions: Int[Array, "B T"] | None,
-) -> Float[Array, "B T N H"]:
-    """Queries or keys, normalised and rotated where the model does so."""
-    heads = heads if norm is None else norm(heads)
-    return heads if positions is None else rotate(heads, positions)
-
-
-def head_shape(
-    width: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    value_dim: int | None,
-    path: str = "model.attention",
-) -> tuple[int, int, int]:
-    """Resolve K, H and V, which default to N, D / N and D / N."""
-    if num_heads < 1:
-        raise ValueError(f"{path}.num_heads must be at least 1, got {num_heads}.")
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{path}.num_heads must be a multiple of num_kv_heads, "
-            f"got {num_heads} and {num_kv_heads}."
-        )
-    sizes = {"head_dim": head_dim, "value_dim": value_dim}
-    for name, size in sizes.items():
-        if size is None and width % num_heads:
-            raise ValueError(
-                f"{path}.num_heads must divide model.width when {name} is "
-                f"None, got {num_heads} and {width}; set {path}.{name}."
-            )
-        if size is not None and size < 1:
-            raise ValueError(f"{path}.{name} must be at least 1, got {size}.")
-    default = width // num_heads
-    return num_kv_heads, head_dim or default, value_dim or default
-
-
-def project(
-    x: Float[Array, "B T D"], kernel: nnx.Param, bias: nnx.Param | None
-) -> Float[Array, "B T N H"]:
-    """Project to heads."""
-    width, num_heads, size = kernel.shape
-    bias = None if bias is None else bias.reshape(-1)
-    flat = linear(x, kernel.reshape(width, -1), bias)
-    return flat.reshape(*x.shape[:-1], num_heads, size)
-
-
-def linear(
-    x: Float[Array, "B T D"],
-    kernel: Float[Array, "D F"],
-    bias: Float[Array, "F"] | None = None,
-) -> Float[Array, "B T F"]:
-    """x times kernel plus bias, as a product of two matrices.
-
-    With the axes B and T apart, an MLP trains a third slower on CPU.
-    """
-    B, T, D = x.shape
-    out = x.reshape(B * T, D) @ kernel
-    return (out if bias is None else out + bias).reshape(B, T, -1)
+def layer_norm(width: int, epsilon: float, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """A layer norm with a scale and a bias."""
+    return nnx.LayerNorm(width, epsilon=epsilon, rngs=rngs)
 
 
 class MLP(nnx.Module):
-    """Two linear maps with a ReLU between them: D to F to D."""
+    """Two linear maps with an activation between them: D to F to D."""
 
-    def __init__(self, width: int, mlp_dim: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, mlp_dim: int, activation: str = "relu", *, rngs: nnx.Rngs
+    ):
+        choose("model.activation", activation, ACTIVATIONS)
+        self.activation = activation
         init = xavier(1.0, "fan_avg", "uniform")
         self.up = nnx.Linear(width, mlp_dim, kernel_init=init, rngs=rngs)
         self.down = nnx.Linear(mlp_dim, width, kernel_init=init, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x = jax.nn.relu(linear(x, self.up.kernel[...], self.up.bias[...]))
+        x = linear(x, self.up.kernel[...], self.up.bias[...])
+        x = ACTIVATIONS[self.activation](x)
         return linear(x, self.down.kernel[...], self.down.bias[...])
 
 
@@ -290,6 +52,8 @@ class Layer(nnx.Module):
         width: D.
         mlp_dim: F.
         norm: "post" or "pre".
+        norm_epsilon: added to the variance.
+        activation: a name in `ACTIVATIONS`.
         self_attention: arguments of `Attention`.
         cross_attention: likewise; None: no cross-attention.
     """
@@ -300,6 +64,8 @@ class Layer(nnx.Module):
         mlp_dim: int,
         *,
         norm: str,
+        norm_epsilon: float = 1e-6,
+        activation: str = "relu",
         self_attention: dict,
         cross_attention: dict | None,
         rngs: nnx.Rngs,
@@ -307,13 +73,13 @@ class Layer(nnx.Module):
         cross = cross_attention is not None
         self.pre = norm == "pre"
         self.self_attention = Attention(width, **self_attention, rngs=rngs)
-        self.self_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.self_norm = layer_norm(width, norm_epsilon, rngs)
         self.cross_attention = (
             Attention(width, **cross_attention, rngs=rngs) if cross else None
         )
-        self.cross_norm = nnx.LayerNorm(width, rngs=rngs) if cross else None
-        self.mlp = MLP(width, mlp_dim, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.cross_norm = layer_norm(width, norm_epsilon, rngs) if cross else None
+        self.mlp = MLP(width, mlp_dim, activation, rngs=rngs)
+        self.mlp_norm = layer_norm(width, norm_epsilon, rngs)
 
     def sublayer(self, function, norm, x, drop=None, index=0):
         """Apply a sublayer with its dropout, residual sum and norm."""
@@ -332,7 +98,7 @@ class Layer(nnx.Module):
         where: dict | None = None,
         gates: dict | None = None,
         drop: Dropout | None = None,
-        maps: list | None = None,
+        maps: dict | None = None,
     ) -> Float[Array, "B T D"]:
         """Encode x, or decode it with a look at the memory.
 
@@ -344,9 +110,10 @@ class Layer(nnx.Module):
             where: what self-attention knows of positions: `positions` or a `bias`.
             gates: a number a head, `self` and `cross`, `N` or `B N` each; None: 1.
             drop: of this layer.
-            maps: a list that the map of cross-attention is appended to.
+            maps: lists that the maps are appended to, `self` and `cross`; or None.
         """
         gates = gates or {"self": None, "cross": None}
+        maps = maps or {"self": None, "cross": None}
 
         def to_self(x):
             return self.self_attention(
@@ -355,6 +122,7 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 gate=gates["self"],
+                maps=maps["self"],
                 **(where or {}),
             )
 
@@ -365,7 +133,7 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
                 gate=gates["cross"],
-                maps=maps,
+                maps=maps["cross"],
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)

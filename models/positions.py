@@ -9,19 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-POSITIONS = ("sinusoidal", "learned", "rotary", "relative", "none")
+SINUSOIDAL = ("sinusoidal", "sinusoidal_paper")
+POSITIONS = (*SINUSOIDAL, "learned", "rotary", "relative", "none")
 
 BUCKETS = 32  # of relative distances, as T5
 FARTHEST = 128  # tokens; all longer distances share the last bucket
 
 
-def sinusoidal(num_positions: int, width: int) -> Float[np.ndarray, "P D"]:
+def sinusoidal(
+    num_positions: int, width: int, kind: str = "sinusoidal"
+) -> Float[np.ndarray, "P D"]:
     """Sines in the first half of the width, cosines in the second, as Tensor2Tensor.
 
-    Wavelengths run geometrically from 2π to 10000·2π (Vaswani et al. 2017, 3.5).
+    Wavelengths run geometrically from 2π to 10000·2π (Vaswani et al. 2017, 3.5). The
+    last one is reached as in Tensor2Tensor ("sinusoidal"); or the step is that of the
+    printed formula, 10000^(2 / D), and the last one falls short of it
+    ("sinusoidal_paper", as Marian).
     """
     half = width // 2
-    rates = 10_000.0 ** -(np.arange(half) / max(half - 1, 1))
+    steps = half if kind == "sinusoidal_paper" else max(half - 1, 1)
+    rates = 10_000.0 ** -(np.arange(half) / steps)
     angles = np.arange(num_positions)[:, None] * rates
     table = np.zeros((num_positions, width), np.float32)
     table[:, :half] = np.sin(angles)

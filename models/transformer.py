@@ -1,4 +1,6 @@
-"""The encoder-decoder Transformer of Vaswani et al. 2017, one module."""
+"""The Transformer (Vaswani et al. 2017): both stacks, or one of them; one module."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +8,25 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from models.checks import check_gates, check_layers, check_rotary, choose
 from models.dropout import Dropout, dropout, fold
-from models.layers import Layer, choose
-from models.positions import BUCKETS, POSITIONS, relative_bias, sinusoidal
-
-BOS = 1  # the token before the first, see data/tokenizer.py
+from models.layers import Layer, layer_norm
+from models.output import OutputTransform, Pooler
+from models.positions import (
+    BUCKETS,
+    POSITIONS,
+    SINUSOIDAL,
+    relative_bias,
+    sinusoidal,
+)
+from models.sites import at_site, gates_of, maps_of
 
 
 class Transformer(nnx.Module):
     """Encoder, decoder, and one embedding for both of them and for the output.
+
+    Without decoder layers it is an encoder alone, as BERT, whose output is of the
+    source; without encoder layers a decoder without cross-attention, as GPT-2.
 
     Args:
         vocab_size: pieces of the target's vocabulary, or of the joint one.
@@ -27,7 +39,17 @@ class Transformer(nnx.Module):
         max_positions: rows of the table of "learned" positions; later tokens have the
             last.
         norm: "post" or "pre".
-        attention: arguments of `models.layers.Attention`.
+        norm_epsilon: of every layer norm, added to the variance.
+        activation: a name in `models.layers.ACTIVATIONS`.
+        scale_embeddings: multiply the token embeddings by sqrt(D).
+        embedding_norm: a layer norm after the sum of the embeddings.
+        token_types: kinds of source tokens that have an embedding each, see
+            `source_types` of a batch; 0: none. Encoder-only.
+        pooler: the map from the first token of `pooled`. Encoder-only.
+        output_transform: a linear map, the activation and a norm before the output.
+        output_bias: a number a piece, added to the logits.
+        bos: id of the token that stands before the first of the target.
+        attention: arguments of `models.multi_head.Attention`.
         encoder_attention, decoder_attention, cross_attention: those in which the
             encoder's self-, the decoder's self- or its cross-attention differs; None
             where it doesn't.
@@ -49,6 +71,15 @@ class Transformer(nnx.Module):
         positions: str,
         max_positions: int = 512,
         norm: str,
+        norm_epsilon: float = 1e-6,
+        activation: str = "relu",
+        scale_embeddings: bool = True,
+        embedding_norm: bool = False,
+        token_types: int = 0,
+        pooler: bool = False,
+        output_transform: bool = False,
+        output_bias: bool = False,
+        bos: int = 1,
         attention: dict,
         encoder_attention: dict | None = None,
         decoder_attention: dict | None = None,
@@ -59,8 +90,12 @@ class Transformer(nnx.Module):
         choose("model.norm", norm, ("post", "pre"))
         if not 0 <= dropout < 1:
             raise ValueError(f"model.dropout must be from 0 to below 1, got {dropout}.")
+        encoder_only = {"token_types": token_types, "pooler": pooler}
+        check_layers(num_encoder_layers, num_decoder_layers, encoder_only)
         self.dropout = dropout
         self.width = width
+        self.bos = bos
+        self.scale = width**0.5 if scale_embeddings else 1.0
         self.positions = positions
         self.max_positions = max_positions
         init = nnx.initializers.normal(width**-0.5)
@@ -77,25 +112,31 @@ class Transformer(nnx.Module):
             "cross": cross_attention,
         }
         heads = {site: at_site(site, attention, own[site]) for site in own}
+        stacks = {"encoder": num_encoder_layers, "decoder": num_decoder_layers}
 
-        def layers(count, site, cross):
+        def layers(site, cross):
             return nnx.List(
                 Layer(
                     width,
                     mlp_dim,
                     norm=norm,
+                    norm_epsilon=norm_epsilon,
+                    activation=activation,
                     self_attention=heads[site],
                     cross_attention=cross,
                     rngs=rngs,
                 )
-                for _ in range(count)
+                for _ in range(stacks[site])
             )
 
-        self.encoder = layers(num_encoder_layers, "encoder", None)
-        self.decoder = layers(num_decoder_layers, "decoder", heads["cross"])
+        self.encoder = layers("encoder", None)
+        self.decoder = layers("decoder", heads["cross"] if self.encoder else None)
         if positions == "rotary":
             check_rotary(self.encoder, heads["encoder"]["path"])
             check_rotary(self.decoder, heads["decoder"]["path"])
+
+        def of_stacks(make):  # what a stack has, if it has layers
+            return [make(site) if count else None for site, count in stacks.items()]
 
         def table(site):
             """What a stack learns about positions."""
@@ -105,14 +146,22 @@ class Transformer(nnx.Module):
                 return nnx.Param(jnp.zeros((BUCKETS, heads[site]["num_heads"])))
             return None
 
-        self.encoder_positions, self.decoder_positions = map(
-            table, ("encoder", "decoder")
-        )
+        def norms(wanted):
+            def make(site):
+                return layer_norm(width, norm_epsilon, rngs) if wanted else None
 
-        def final_norm():  # a pre-norm stack ends without a norm of its own
-            return nnx.LayerNorm(width, rngs=rngs) if norm == "pre" else None
+            return of_stacks(make)
 
-        self.encoder_norm, self.decoder_norm = final_norm(), final_norm()
+        self.encoder_positions, self.decoder_positions = of_stacks(table)
+        # a pre-norm stack ends without a norm of its own
+        self.encoder_norm, self.decoder_norm = norms(norm == "pre")
+        self.encoder_embedding_norm, self.decoder_embedding_norm = norms(embedding_norm)
+        shape = (token_types, width)
+        self.types = nnx.Param(init(rngs.params(), shape)) if token_types else None
+        self.pooler = Pooler(width, rngs=rngs) if pooler else None
+        made = partial(OutputTransform, width, activation, norm_epsilon, rngs=rngs)
+        self.output_transform = made() if output_transform else None
+        self.output_bias = nnx.Param(jnp.zeros(vocab_size)) if output_bias else None
 
     def embed(
         self,
@@ -121,17 +170,26 @@ class Transformer(nnx.Module):
         num_positions: int,
         *,
         is_source: bool = False,
+        types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Scaled token embeddings plus positions, which are below num_positions."""
+        """Scaled token embeddings plus positions, which are below num_positions.
+
+        `types` are the tokens', where the model knows types; None: all are of type 0.
+        """
         embedding = self.source_embedding if is_source else None
         embedding = self.embedding if embedding is None else embedding
-        x = embedding[...][tokens] * self.width**0.5
-        if self.positions == "sinusoidal":
-            x = x + jnp.asarray(sinusoidal(num_positions, self.width))[positions]
+        x = embedding[...][tokens] * self.scale
+        if self.positions in SINUSOIDAL:
+            table = sinusoidal(num_positions, self.width, self.positions)
+            x = x + jnp.asarray(table)[positions]
         if self.positions == "learned":
             table = self.encoder_positions if is_source else self.decoder_positions
             x = x + table[...][jnp.minimum(positions, self.max_positions - 1)]
-        return x
+        if self.types is not None:
+            x = x + self.types[...][jnp.zeros_like(tokens) if types is None else types]
+        norms = self.encoder_embedding_norm, self.decoder_embedding_norm
+        norm = norms[0 if is_source else 1]
+        return x if norm is None else norm(x)
 
     def where(self, positions: Int[Array, "B T"], *, is_source: bool) -> dict:
         """What self-attention knows of positions: to rotate by, or a bias `1 N T T`."""
@@ -153,9 +211,11 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B S"],
         drop: Dropout | None = None,
         head_gates: dict | None = None,
+        maps: dict | None = None,
+        types: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """The memory that the decoder looks at."""
-        x = self.embed(source, positions, source.shape[1], is_source=True)
+        """The memory that the decoder looks at; see `hidden`."""
+        x = self.embed(source, positions, source.shape[1], is_source=True, types=types)
         x = dropout(x, drop, 0)
         where = self.where(positions, is_source=True)
         for index, layer in enumerate(self.encoder):
@@ -165,25 +225,26 @@ class Transformer(nnx.Module):
                 where=where,
                 gates=gates_of(head_gates, index, self="encoder"),
                 drop=fold(drop, 1 + index),
+                maps=maps_of(maps, self="encoder"),
             )
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def decode(
         self,
-        memory: Float[Array, "B S D"],
-        memory_segments: Int[Array, "B S"],
+        memory: Float[Array, "B S D"] | None,
+        memory_segments: Int[Array, "B S"] | None,
         target: Int[Array, "B T"],
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         drop: Dropout | None = None,
         head_gates: dict | None = None,
-        maps: list | None = None,
+        maps: dict | None = None,
     ) -> Float[Array, "B T D"]:
         """What is known before each target token: causal in the tokens before it.
 
-        The cross-attention of every layer, B N T S, is appended to `maps` if given.
+        Without an encoder there is no memory; see `hidden`.
         """
-        inputs = shift_right(target, positions)
+        inputs = shift_right(target, positions, self.bos)
         x = self.embed(inputs, positions, target.shape[1])
         x = dropout(x, drop, 0)
         where = self.where(positions, is_source=False)
@@ -197,20 +258,47 @@ class Transformer(nnx.Module):
                 where=where,
                 gates=gates_of(head_gates, index, self="decoder", cross="cross"),
                 drop=fold(drop, 1 + index),
-                maps=maps,
+                maps=maps_of(maps, self="decoder", cross="cross"),
             )
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
+    def output(
+        self, hidden: Float[Array, "*B D"]
+    ) -> tuple[Float[Array, "*B features"], Float[Array, "vocab features"]]:
+        """Features and table whose products are the logits; the table is the embedding.
+
+        A bias is a column of the table, whose feature is 1.
+        """
+        table = self.embedding[...]
+        if self.output_transform is not None:
+            hidden = self.output_transform(hidden)
+        if self.output_bias is not None:
+            one = jnp.ones_like(hidden[..., :1])
+            hidden = jnp.concatenate([hidden, one], axis=-1)
+            table = jnp.concatenate([table, self.output_bias[...][:, None]], axis=1)
+        return hidden, table
+
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
         """Scores of every piece; the embedding serves as the output kernel."""
-        return hidden @ self.embedding[...].T
+        features, table = self.output(hidden)
+        return features @ table.T
+
+    def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
+        """tanh of a linear map of each row's first token, as BERT.
+
+        Raises:
+            ValueError: the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError("pooled needs a model with model.pooler=True.")
+        return self.pooler(hidden)
 
     def head_gates(self) -> dict[str, Float[Array, "L N"]]:
         """A gate of 1 for every head of every layer, by site."""
         sites = {
             "encoder": [layer.self_attention for layer in self.encoder],
             "decoder": [layer.self_attention for layer in self.decoder],
-            "cross": [layer.cross_attention for layer in self.decoder],
+            "cross": [layer.cross_attention for layer in self.decoder if self.encoder],
         }
         return {
             site: jnp.ones((len(layers), layers[0].query.shape[1]))
@@ -225,26 +313,40 @@ class Transformer(nnx.Module):
         rate: Float[Array, ""] | float | None = None,
         key=None,
         head_gates: dict | None = None,
+        maps: dict | None = None,
     ) -> Float[Array, "B T D"]:
-        """Encode and decode a batch; with a key, with dropout."""
+        """The last layer's output: the target's, or without a decoder the source's.
+
+        Args:
+            batch, rate, key, head_gates: see `__call__`.
+            maps: lists by site, `encoder`, `decoder` and `cross`, or some of them: the
+                map of every head, B N T S, of each layer is appended to its list.
+        """
         check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
         drop = None if key is None else (rate, key)
-        memory = self.encode(
-            batch["source"],
-            batch["source_segments"],
-            batch["source_positions"],
-            fold(drop, 0),
-            head_gates,
-        )
+        memory = None
+        if self.encoder:
+            memory = self.encode(
+                batch["source"],
+                batch["source_segments"],
+                batch["source_positions"],
+                fold(drop, 0),
+                head_gates,
+                maps,
+                batch.get("source_types"),
+            )
+        if not self.decoder:
+            return memory
         return self.decode(
             memory,
-            batch["source_segments"],
+            batch["source_segments"] if self.encoder else None,
             batch["target"],
             batch["target_segments"],
             batch["target_positions"],
             fold(drop, 1),
             head_gates,
+            maps,
         )
 
     def __call__(
@@ -257,10 +359,13 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T vocab"]:
         """Logits of every target token of a batch of (packed) rows.
 
+        Without a decoder they are of every source token.
+
         Args:
             batch: int arrays `source`, `source_segments`, `source_positions` (B S) and
                 `target`, `target_segments`, `target_positions` (B T), where `target`
-                holds the labels and segment 0 is padding.
+                holds the labels and segment 0 is padding. One stack needs its own
+                three alone. `source_types` (B S) may be added with token types.
             rate: dropout rate; None: the model's own.
             key: of dropout; None: no dropout.
             head_gates: what each head's output is multiplied by: arrays `encoder`,
@@ -273,69 +378,13 @@ class Transformer(nnx.Module):
         )
 
 
-def at_site(site: str, attention: dict, own: dict | None) -> dict:
-    """The attention arguments of a site: its own where set, else those of all."""
-    own = {key: value for key, value in (own or {}).items() if value is not None}
-    path = f"model.{site}_attention" if own else "model.attention"
-    return attention | own | {"path": path}
-
-
-def check_rotary(layers, path: str) -> None:
-    """Raise a ValueError where a head of self-attention has no halves to rotate."""
-    for layer in layers:
-        size = layer.self_attention.query.shape[-1]
-        if size % 2:
-            raise ValueError(
-                f"{path}.head_dim must be even with model.positions='rotary', got "
-                f"{size}."
-            )
-
-
-def check_gates(head_gates: dict | None, like: dict) -> None:
-    """Raise a ValueError unless the gates have the sites, layers and heads of like."""
-    for site, gates in (head_gates or {}).items():
-        if site not in like:
-            raise ValueError(f"head_gates may have {', '.join(like)}, got {site!r}.")
-        L, N = like[site].shape
-        if gates.ndim not in (2, 3) or (gates.shape[0], gates.shape[-1]) != (L, N):
-            raise ValueError(
-                f"head_gates[{site!r}] must be {L} layers by {N} heads, or layers by "
-                f"rows by heads, got {gates.shape}."
-            )
-
-
-def gates_of(head_gates: dict | None, layer: int, **sites: str) -> dict | None:
-    """The gates of a layer, by its own names of the sites."""
-    if head_gates is None:
-        return None
-    return {
-        name: head_gates[site][layer] if site in head_gates else None
-        for name, site in {"cross": "", **sites}.items()
-    }
-
-
 def shift_right(
-    target: Int[Array, "B T"], positions: Int[Array, "B T"]
+    target: Int[Array, "B T"], positions: Int[Array, "B T"], bos: int
 ) -> Int[Array, "B T"]:
-    """The decoder's input: the token before, at a sentence's first position BOS."""
-    return jnp.where(positions == 0, BOS, jnp.roll(target, 1, axis=1))
+    """The decoder's input: the token before, at a sentence's first position `bos`."""
+    return jnp.where(positions == 0, bos, jnp.roll(target, 1, axis=1))
 
 
 def num_parameters(params) -> int:
     """Count the numbers in a tree of (abstract) arrays."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
-
-
-def implementations(model: Transformer, B: int, S: int, T: int) -> dict[str, str]:
-    """Which attention implementation each site of a (abstract) model runs, by size."""
-    relative = model.positions == "relative"
-    sites = {
-        "encoder": (model.encoder, "self_attention", S, S, relative),
-        "decoder": (model.decoder, "self_attention", T, T, relative),
-        "cross": (model.decoder, "cross_attention", T, S, False),
-    }
-    return {
-        site: getattr(layers[0], name).resolve(B, *lengths, has_bias=has_bias)
-        for site, (layers, name, *lengths, has_bias) in sites.items()
-        if layers
-    }

@@ -13,9 +13,10 @@ from attention.merge import MERGE_RULES
 from attention.reference import attend
 from configs.base import get_config
 from configs.commandline import flat
-from models.layers import Attention
+from models.multi_head import Attention
 from models.positions import POSITIONS, bucket, relative_bias, rotate
-from models.transformer import Transformer, implementations, num_parameters
+from models.sites import implementations
+from models.transformer import Transformer, num_parameters
 from tests.test_transformer import ALONE, PACKED, VOCAB
 from training.step import Static, init, train_step
 from training.trials import numbers
@@ -27,7 +28,7 @@ SETTINGS = {
     "weighted": ("relative", "post", {"merge": "weighted", "num_kv_heads": 1}),
     "dynamic": ("learned", "pre", {"merge": "dynamic"}),
     "gated": ("none", "post", {"merge": "gated", "head_dim": 3}),
-    "gated_elementwise": ("relative", "pre", {"merge": "gated_elementwise"}),
+    "gated_elementwise": ("sinusoidal_paper", "pre", {"merge": "gated_elementwise"}),
     "mixture": ("rotary", "post", {"merge": "mixture", "qk_norm": True}),
 }
 

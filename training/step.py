@@ -78,11 +78,11 @@ def over_trials(function):
 def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
     """Label-smoothed cross-entropy (nats) summed over the tokens, and their number."""
     model = nnx.merge(static.graph, params)
-    hidden = model.hidden(batch, rate=rate, key=key)
+    features, table = model.output(model.hidden(batch, rate=rate, key=key))
     weights = (batch["target_segments"] > 0).astype(jnp.float32)
     loss, _ = cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
-        model.embedding[...],
+        features.reshape(-1, features.shape[-1]),
+        table,
         batch["target"].reshape(-1),
         weights.reshape(-1),
         label_smoothing,

@@ -1,0 +1,68 @@
+"""What settings and arguments must be, in sentences that name the config's keys."""
+
+
+def choose(name: str, value: str, choices) -> None:
+    """Raise a ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+
+
+def check_layers(
+    num_encoder_layers: int, num_decoder_layers: int, encoder_only: dict
+) -> None:
+    """Raise a ValueError unless there is a layer, of an encoder alone where need be.
+
+    `encoder_only` are settings by name that are off, or of an encoder-only model.
+    """
+    counts = num_encoder_layers, num_decoder_layers
+    if min(counts) < 0 or counts == (0, 0):
+        raise ValueError(
+            "model.num_encoder_layers and model.num_decoder_layers must be at least 0 "
+            f"and one of them above it, got {counts[0]} and {counts[1]}."
+        )
+    for name, value in encoder_only.items():
+        if value and num_decoder_layers:
+            raise ValueError(
+                f"model.{name} is for encoder-only models: model.num_decoder_layers "
+                f"must be 0 with model.{name}={value}, got {num_decoder_layers}."
+            )
+
+
+def check_encoder_decoder(name: str, model: dict) -> None:
+    """Raise a ValueError unless the settings are of a model that translates.
+
+    Args:
+        name: what needs such a model.
+        model: the config's `model`.
+    """
+    counts = model["num_encoder_layers"], model["num_decoder_layers"]
+    if 0 in counts:
+        raise ValueError(
+            f"{name} needs an encoder and a decoder: model.num_encoder_layers and "
+            f"model.num_decoder_layers must be at least 1, got {counts[0]} and "
+            f"{counts[1]}."
+        )
+
+
+def check_rotary(layers, path: str) -> None:
+    """Raise a ValueError where a head of self-attention has no halves to rotate."""
+    for layer in layers:
+        size = layer.self_attention.query.shape[-1]
+        if size % 2:
+            raise ValueError(
+                f"{path}.head_dim must be even with model.positions='rotary', got "
+                f"{size}."
+            )
+
+
+def check_gates(head_gates: dict | None, like: dict) -> None:
+    """Raise a ValueError unless the gates have the sites, layers and heads of like."""
+    for site, gates in (head_gates or {}).items():
+        if site not in like:
+            raise ValueError(f"head_gates may have {', '.join(like)}, got {site!r}.")
+        L, N = like[site].shape
+        if gates.ndim not in (2, 3) or (gates.shape[0], gates.shape[-1]) != (L, N):
+            raise ValueError(
+                f"head_gates[{site!r}] must be {L} layers by {N} heads, or layers by "
+                f"rows by heads, got {gates.shape}."
+            )

@@ -1,0 +1,236 @@
+"""Multi-head attention: projections, head shapes and the merge."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import attention
+from attention.api import IMPLEMENTATIONS
+from models.checks import choose
+from models.linear import project, xavier
+from models.positions import rotate
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with free head shapes and a choice of merge rule.
+
+    Args:
+        width: D, the size of its input and output.
+        num_heads: N.
+        num_kv_heads: K, a divisor of N; None: N.
+        head_dim: H, the size of a query and a key; None: D / N.
+        value_dim: V, the size of a value; None: D / N.
+        merge: a name in `attention.MERGE_RULES`.
+        mixture_heads: k of the rule "mixture", at most N.
+        talking_heads: mix the heads' maps before and after the softmax, see
+            `attention.talking_heads_attention`.
+        qk_norm: RMS-normalise queries and keys, with learned scales of size H
+            (Henry et al. 2020, Dehghani et al. 2023).
+        use_bias: in all four projections.
+        implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
+        path: the config keys above, to name them in errors.
+
+    Raises:
+        ValueError: a head count that does not divide, or an unknown merge rule.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        merge: str = "concat",
+        mixture_heads: int = 1,
+        talking_heads: bool = False,
+        qk_norm: bool = False,
+        use_bias: bool = True,
+        implementation: str | None = None,
+        path: str = "model.attention",
+        rngs: nnx.Rngs,
+    ):
+        num_kv_heads, head_dim, value_dim = head_shape(
+            width, num_heads, num_kv_heads, head_dim, value_dim, path=path
+        )
+        choose(f"{path}.merge", merge, attention.MERGE_RULES)
+        if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
+            raise ValueError(
+                f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
+                f"got {mixture_heads}."
+            )
+        if implementation is not None:
+            choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
+            if talking_heads and implementation != "reference":
+                raise ValueError(
+                    f"{path}.implementation must be None or 'reference' with "
+                    f"talking_heads, which needs the whole map, got {implementation!r}."
+                )
+        self.merge_rule = merge
+        self.mixture_heads = mixture_heads
+        self.implementation = implementation
+
+        def projection(heads, size):
+            init = xavier(1.0, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
+            kernel = nnx.Param(init(rngs.params(), (width, heads, size)))
+            bias = nnx.Param(jnp.zeros((heads, size))) if use_bias else None
+            return kernel, bias
+
+        self.query, self.query_bias = projection(num_heads, head_dim)
+        self.key, self.key_bias = projection(num_kv_heads, head_dim)
+        self.value, self.value_bias = projection(num_kv_heads, value_dim)
+
+        sizes = {"N": num_heads, "V": value_dim, "D": width}
+
+        def parameter(letters):  # of the merge: vectors start neutral
+            shape = tuple(sizes[letter] for letter in letters.split())
+            if len(shape) == 1:
+                return nnx.Param(jnp.zeros(shape))
+            into = 1 if letters.startswith("D") else len(shape) - 1
+            axes = tuple(range(len(shape)))
+            init = xavier(
+                1.0, "fan_avg", "uniform", in_axis=axes[:into], out_axis=axes[into:]
+            )
+            return nnx.Param(init(rngs.params(), shape))
+
+        shapes = attention.MERGE_RULES[merge].shapes
+        self.merge = nnx.Dict({name: parameter(shapes[name]) for name in shapes})
+        self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
+        self.talking_heads = (
+            nnx.Dict(
+                logits_mix=nnx.Param(jnp.eye(num_heads)),
+                weights_mix=nnx.Param(jnp.eye(num_heads)),
+            )
+            if talking_heads
+            else None
+        )
+        self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
+        self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
+
+    def queries(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T N H"]:
+        """Project to queries; with positions, rotated by them."""
+        query = project(x, self.query, self.query_bias)
+        return turned(query, self.query_norm, positions)
+
+    def keys_values(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None
+    ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+        """Project to keys, with positions rotated by them, and to values."""
+        key = turned(project(x, self.key, self.key_bias), self.key_norm, positions)
+        return key, project(x, self.value, self.value_bias)
+
+    def resolve(self, B: int, T: int, S: int, *, has_bias: bool = False) -> str:
+        """The implementation that runs on such a batch; see docs/attention.md."""
+        if self.talking_heads is not None:
+            return "talking_heads_attention"
+        if self.implementation is not None:
+            return self.implementation
+
+        def like(length, kernel):
+            shape = (B, length, *kernel.shape[1:])
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        arrays = like(T, self.query), like(S, self.key), like(S, self.value)
+        bias = jnp.float32 if has_bias else None
+        return attention.resolve_implementation(*arrays, bias)
+
+    def mixes(self) -> dict[str, Float[Array, "N N"]]:
+        """The two mixes of talking heads by name, if they talk."""
+        heads = self.talking_heads
+        return {} if heads is None else {name: heads[name][...] for name in heads}
+
+    def merged(
+        self,
+        heads: Float[Array, "B T N V"],
+        x: Float[Array, "B T D"],
+        gate: Float[Array, "*B N"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Merge the heads' outputs, each times its gate, by the layer's rule."""
+        rule = attention.MERGE_RULES[self.merge_rule]
+        arguments = {name: param[...] for name, param in self.merge.items()}
+        arguments |= {name: getattr(self, name) for name in rule.settings}
+        out = rule.function(attention.head_gated(heads, gate), x, **arguments)
+        return out if self.merge_bias is None else out + self.merge_bias[...]
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"] | None = None,
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        gate: Float[Array, "*B N"] | None = None,
+        maps: list | None = None,
+        **masks,
+    ) -> Float[Array, "B T D"]:
+        """Attend from x to the memory, or to x itself.
+
+        Args:
+            x, memory: the layer's input; what keys and values are made of.
+            positions: to rotate queries and keys by.
+            gate: a number a head, `N` or `B N`, times its output.
+            maps: a list that the full map of every head, B N T S, is appended to.
+            masks: bias and masks as `attention.dot_product_attention` takes them.
+        """
+        query = self.queries(x, positions)
+        key, value = self.keys_values(x if memory is None else memory, positions)
+        mixes = self.mixes()
+        if maps is not None:
+            weights = (
+                attention.talking_heads_weights
+                if mixes
+                else attention.attention_weights
+            )
+            maps.append(weights(query, key, **masks, **mixes))
+        if mixes:
+            heads = attention.talking_heads_attention(
+                query, key, value, **masks, **mixes
+            )
+        else:
+            heads = attention.dot_product_attention(
+                query, key, value, **masks, implementation=self.implementation
+            )
+        return self.merged(heads, x, gate)
+
+
+def turned(
+    heads: Float[Array, "B T N H"],
+    norm: nnx.RMSNorm | None,
+    positions: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """Queries or keys, normalised and rotated where the model does so."""
+    heads = heads if norm is None else norm(heads)
+    return heads if positions is None else rotate(heads, positions)
+
+
+def head_shape(
+    width: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+    path: str = "model.attention",
+) -> tuple[int, int, int]:
+    """Resolve K, H and V, which default to N, D / N and D / N."""
+    if num_heads < 1:
+        raise ValueError(f"{path}.num_heads must be at least 1, got {num_heads}.")
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{path}.num_heads must be a multiple of num_kv_heads, "
+            f"got {num_heads} and {num_kv_heads}."
+        )
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        if size is None and width % num_heads:
+            raise ValueError(
+                f"{path}.num_heads must divide model.width when {name} is "
+                f"None, got {num_heads} and {width}; set {path}.{name}."
+            )
+        if size is not None and size < 1:
+            raise ValueError(f"{path}.{name} must be at least 1, got {size}.")
+    default = width // num_heads
+    return num_kv_heads, head_dim or default, value_dim or default

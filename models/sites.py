@@ -1,0 +1,45 @@
+"""Sites of attention: the encoder's self-, the decoder's self- and its cross-attention.
+
+A model tells them apart as "encoder", "decoder" and "cross", a layer as "self" and
+"cross".
+"""
+
+
+def at_site(site: str, attention: dict, own: dict | None) -> dict:
+    """The attention arguments of a site: its own where set, else those of all."""
+    own = {key: value for key, value in (own or {}).items() if value is not None}
+    path = f"model.{site}_attention" if own else "model.attention"
+    return attention | own | {"path": path}
+
+
+def gates_of(head_gates: dict | None, layer: int, **sites: str) -> dict | None:
+    """The gates of a layer, by its own names of the sites."""
+    if head_gates is None:
+        return None
+    return {
+        name: head_gates[site][layer] if site in head_gates else None
+        for name, site in {"cross": "", **sites}.items()
+    }
+
+
+def maps_of(maps: dict | None, **sites: str) -> dict | None:
+    """The lists for a layer's maps, by its own names of the sites."""
+    if maps is None:
+        return None
+    return {name: maps.get(site) for name, site in {"cross": "", **sites}.items()}
+
+
+def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
+    """Which attention implementation each site of a (abstract) model runs, by size."""
+    relative = model.positions == "relative"
+    both = model.decoder if model.encoder else ()
+    sites = {
+        "encoder": (model.encoder, "self_attention", S, S, relative),
+        "decoder": (model.decoder, "self_attention", T, T, relative),
+        "cross": (both, "cross_attention", T, S, False),
+    }
+    return {
+        site: getattr(layers[0], name).resolve(B, *lengths, has_bias=has_bias)
+        for site, (layers, name, *lengths, has_bias) in sites.items()
+        if layers
+    }

@@ -1,0 +1,194 @@
+"""Encoder-only and decoder-only models, their settings, and the presets."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.base import get_config
+from configs.presets import PRESETS
+from configs.presets import get_config as preset
+from models.checks import check_encoder_decoder
+from models.sites import implementations
+from models.transformer import Transformer, num_parameters
+from tests.test_heads import config_of
+from tests.test_transformer import ALONE, PACKED, VOCAB
+
+ENCODER = {"num_encoder_layers": 2, "num_decoder_layers": 0}
+DECODER = {"num_encoder_layers": 0, "num_decoder_layers": 2}
+BERT = {"token_types": 2, "pooler": True, "embedding_norm": True, "activation": "gelu"}
+
+
+def build_of(settings, positions="learned", norm="post"):
+    return partial(Transformer, VOCAB, **config_of(positions, norm) | settings)
+
+
+def made(settings, *args):
+    return build_of(settings, *args)(rngs=nnx.Rngs(0))
+
+
+def side(batch, name):
+    return {key: value for key, value in batch.items() if key.startswith(name)}
+
+
+@pytest.mark.parametrize("settings, name", [(ENCODER, "source"), (DECODER, "target")])
+def test_one_stack_takes_its_side_packed_or_not(settings, name):
+    model = made(settings | {"output_transform": True, "output_bias": True})
+    run = nnx.jit(lambda model, batch, gates: model(batch, head_gates=gates))
+    packed = run(model, side(PACKED, name), model.head_gates())
+    alone = run(model, side(ALONE, name), None)
+    lengths = [3, 5, 4] if name == "source" else [4, 2, 5]
+    starts = [(0, 0), (0, lengths[0]), (1, 0)]
+    for of, ((row, start), length) in enumerate(zip(starts, lengths, strict=True)):
+        np.testing.assert_allclose(
+            packed[row, start : start + length], alone[of, :length], atol=2e-5
+        )
+
+
+def influences(model, batch, name, position) -> set[int]:
+    """Positions of the first row that the output at a position depends on."""
+    graph, params = nnx.split(model)
+
+    def mixed(params):
+        hidden = nnx.merge(graph, params).hidden(batch)[0, position]
+        return (hidden * jnp.arange(hidden.size) ** 2).sum()
+
+    gradient = np.asarray(jax.jit(jax.grad(mixed))(params)["embedding"][...])
+    seen = set(np.flatnonzero(np.abs(gradient).sum(-1)).tolist())
+    tokens = batch[name][0].tolist()
+    return {tokens.index(piece) for piece in seen if piece in tokens}
+
+
+def test_an_encoder_sees_all_and_a_decoder_what_is_before():
+    batch = side(ALONE, "source")
+    assert influences(made(ENCODER), batch, "source", 1) == {0, 1, 2}
+    batch = side(ALONE, "target")
+    assert influences(made(DECODER), batch, "target", 2) == {0, 1}
+
+
+@pytest.mark.parametrize("settings, site", [(ENCODER, "encoder"), (DECODER, "decoder")])
+def test_gates_maps_and_implementations_are_of_the_stack(settings, site):
+    model = made(settings)
+    batch = side(PACKED, "source" if site == "encoder" else "target")
+    gates = model.head_gates()
+    assert {name: gate.shape for name, gate in gates.items()} == {site: (2, 4)}
+    assert implementations(model, 2, 5, 6) == {site: "blockwise"}
+    maps = {site: []}
+    with_maps = model.hidden(batch, maps=maps)
+    T = with_maps.shape[1]
+    assert [x.shape for x in maps[site]] == [(2, 4, T, T)] * 2
+    np.testing.assert_allclose(maps[site][0][0, :, 0].sum(-1), 1.0, rtol=1e-5)
+    gates[site] = gates[site].at[1, 2].set(0.0)
+    gated = model.hidden(batch, head_gates=gates)
+    kernel = getattr(model, site)[1].self_attention.merge["kernel"]
+    kernel[...] = kernel[...].at[2].set(0.0)
+    np.testing.assert_allclose(gated, model.hidden(batch), atol=1e-6)
+    assert not np.allclose(gated, with_maps, atol=1e-3)
+
+
+def test_token_types_and_pooler():
+    model = made(ENCODER | BERT)
+    batch = side(ALONE, "source")
+    zeros = jnp.zeros_like(batch["source"])
+    hidden = model.hidden(batch)
+    np.testing.assert_array_equal(hidden, model.hidden(batch | {"source_types": zeros}))
+    other = model.hidden(batch | {"source_types": zeros.at[0].set(1)})
+    assert not np.allclose(other[0], hidden[0], atol=1e-2)
+    np.testing.assert_allclose(other[1:], hidden[1:], atol=1e-6)
+    linear = model.pooler.linear
+    wanted = np.tanh(hidden[:, 0] @ linear.kernel[...] + linear.bias[...])
+    np.testing.assert_allclose(model.pooled(hidden), wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="model.pooler=True"):
+        made(ENCODER).pooled(hidden)
+
+
+def test_an_output_bias_counts_in_logits_and_output():
+    model = made({"output_bias": True})
+    hidden = model.hidden(PACKED)
+    before = model.logits(hidden)
+    bias = jnp.linspace(-3.0, 3.0, VOCAB)
+    model.output_bias[...] = bias
+    np.testing.assert_allclose(model.logits(hidden), before + bias, atol=1e-5)
+    features, table = model.output(hidden)
+    np.testing.assert_allclose(features @ table.T, before + bias, atol=1e-5)
+
+
+def test_the_first_input_is_bos():
+    model = made({"bos": 7})
+    other = made({"bos": 8})
+    swap = jnp.arange(VOCAB).at[7].set(8).at[8].set(7)
+    batch = PACKED | {"source": PACKED["target"] * 0 + 9, "target": PACKED["target"]}
+    batch |= {f"source_{x}": PACKED[f"target_{x}"] for x in ("segments", "positions")}
+    wanted = model.hidden(batch)
+    assert not np.allclose(wanted, other.hidden(batch), atol=1e-2)
+    other.embedding[...] = other.embedding[...][swap]
+    np.testing.assert_allclose(wanted, other.hidden(batch), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"num_encoder_layers": 0, "num_decoder_layers": 0},
+            "at least 0 and one of them above it, got 0 and 0",
+        ),
+        ({"num_encoder_layers": -1}, "got -1 and 1"),
+        (
+            {"token_types": 2},
+            "model.num_decoder_layers must be 0 with .*types=2, got 1",
+        ),
+        ({"pooler": True}, "must be 0 with model.pooler=True, got 1"),
+        ({"activation": "swish"}, "model.activation must be one of relu.*'swish'"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        made(settings)
+
+
+def test_translation_needs_both_stacks():
+    check_encoder_decoder("train.py", config_of())
+    with pytest.raises(ValueError, match="train.py needs an encoder.*got 0 and 2"):
+        check_encoder_decoder("train.py", config_of() | DECODER)
+
+
+PUBLISHED = {
+    "bert_base": 109_482_240,
+    "bert_large": 335_141_888,
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+}
+
+
+def by_hand(vocab, D, F, layers):
+    """A translation model's parameters: every kernel, bias and norm."""
+    attention, mlp, norm = 4 * (D * D + D), 2 * D * F + D + F, 2 * D
+    encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
+    return vocab * D + layers * (encoder + decoder)
+
+
+EXPECTED = PUBLISHED | {
+    "transformer_base": by_hand(37_000, 512, 2048, 6),
+    "transformer_big": by_hand(37_000, 1024, 4096, 6),
+    "transformer_tiny": by_hand(10_000, 128, 256, 4),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_its_parameters(name):
+    config = preset(name)
+    build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    assert num_parameters(nnx.state(model)) == EXPECTED[name]
+    if name not in PUBLISHED:
+        check_encoder_decoder("train.py", config.model.to_dict())
+
+
+def test_presets_change_what_there_is():
+    with pytest.raises(ValueError, match=":bert_base, .*:transformer_tiny, not :bert"):
+        preset("bert")
+    for name in PRESETS:
+        assert preset(name).to_dict().keys() == get_config().to_dict().keys()
