@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from attention.merge import MERGE_RULES
-from models.layers import Attention
+from models.multi_head import Attention
 from models.transformer import num_parameters
 from training import targets
 

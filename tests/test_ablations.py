@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from analysis.budget import LENGTH, WITHIN, flops, parameters, solve_mlp_dim
-from configs import ablations, base, multi30k, numbers
+from configs import ablations, base, multi30k, numbers, presets
 from configs.ablations import chain, grid, matched, over, seeds, zipped
 from configs.commandline import flat
 from sweeps.opening import find_ablation, names_of, tuned
@@ -17,6 +17,7 @@ CONFIGS = {
     "numbers:short": numbers.get_config("short"),
     "multi30k": multi30k.get_config(),
     "multi30k:short": multi30k.get_config("short"),
+    "presets:transformer_tiny": presets.get_config("transformer_tiny"),
 }
 
 
