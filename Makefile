@@ -17,9 +17,9 @@ lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-# Whole sweeps, killed and shared: minutes.
-test-sweeps: .venv/.dev
-	JAX_PLATFORMS=cpu $(RUN) -m pytest tests/sweeps
+# Whole sweeps, killed, shared, on Ray and submitit, their report in a browser: minutes.
+test-sweeps: .venv-sweeps/.installed
+	JAX_PLATFORMS=cpu .venv-sweeps/bin/python -m pytest tests/sweeps
 
 # Beside PyTorch and CTranslate2, in an environment of its own.
 test-peers: .venv-peers/.installed

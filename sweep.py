@@ -63,7 +63,13 @@ LAUNCHER = flags.DEFINE_enum(
     "launcher", "local", ["local", "ray", "slurm"], "Where groups run."
 )
 ADDRESS = flags.DEFINE_string(
-    "address", None, "Of a Ray cluster, with --launcher=ray; default: one here."
+    "address", None, "HOST:PORT of a Ray cluster; default: one on this machine."
+)
+RESOURCES = flags.DEFINE_multi_string(
+    "resources",
+    [],
+    "KEY=VALUE of what a group takes, for Ray (num_gpus=1) or submitit "
+    "(timeout_min=600, slurm_partition=gpu).",
 )
 NOTE = flags.DEFINE_string("note", None, "A sentence that the report repeats.")
 EXAMPLES = flags.DEFINE_integer(
@@ -98,7 +104,8 @@ def main():
     if VERB != "run":
         return
     try:
-        rows = launchers.LAUNCHERS[LAUNCHER.value](sweep, indices, ADDRESS.value)
+        launch = launchers.LAUNCHERS[LAUNCHER.value]
+        rows = launch(sweep, indices, ADDRESS.value, RESOURCES.value)
     except runner.Stopped as stopped:
         print(f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr)
         sys.exit(1)

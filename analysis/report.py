@@ -146,13 +146,13 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
         )
         sentences.append(
             f"Different from the baseline {report.baseline.name} beyond chance at "
-            f"{LEVEL:.0%}, corrected for {len(others)} arms: {told}."
+            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms: {told}."
         )
     elif any(not math.isnan(c.p) for c in others):
         sentences.append(
             f"No arm differs from the baseline {report.baseline.name} beyond chance at "
-            f"{LEVEL:.0%}, corrected for {len(others)} arms: what differences there "
-            f"are may be the seeds'."
+            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms: what differences "
+            f"there are may be the seeds'."
         )
     else:
         sentences.append(

@@ -1,6 +1,6 @@
 """A report as one HTML file that needs nothing else: light, dark, narrow, on paper."""
 
-from html import escape
+import html
 
 from analysis.report import (
     Comparison,
@@ -21,7 +21,7 @@ STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
   -webkit-text-size-adjust: 100%; }
-main { max-width: 60rem; margin: 0 auto; padding: 3.5rem 1.5rem 5rem; }
+main { max-width: 68rem; margin: 0 auto; padding: 3.5rem 1.5rem 5rem; }
 p, li { max-width: 44rem; }
 .kicker { color: var(--muted); font-size: .8rem; letter-spacing: .06em;
   text-transform: uppercase; margin: 0 0 .6rem; }
@@ -36,7 +36,7 @@ h2 { font-size: 1.1rem; font-weight: 650; margin: 3.2rem 0 .8rem; }
 p.small { margin: .3rem 0; }
 table { border-collapse: collapse; font-size: .875rem; line-height: 1.4;
   font-variant-numeric: tabular-nums; min-width: 100%; }
-th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap;
+th, td { padding: .45rem .6rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--grid); }
 th { font-weight: 500; color: var(--muted); vertical-align: bottom;
   white-space: normal; min-width: 4.2rem; }
@@ -50,8 +50,9 @@ table.text th, table.text td { text-align: left; white-space: normal; min-width:
 table.pairs td:last-child, table.pairs th:last-child { white-space: normal;
   text-align: left; overflow-wrap: anywhere; }
 table.pairs td:first-child { font-weight: 400; color: var(--muted); }
-figure { margin: 1.5rem 0 2.5rem; } figure svg { display: block; width: 100%;
-  height: auto; min-width: 33rem; } svg text { font-family: inherit; }
+figure { margin: 1.5rem 0 2.5rem; max-width: 54rem; }
+figure svg { display: block; width: 100%; height: auto; min-width: 33rem; }
+svg text { font-family: inherit; }
 pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
   overflow-x: auto; font-size: .85rem; line-height: 1.5; }
 @media (max-width: 40rem) { main { padding: 2rem 1rem 3rem; } }
@@ -65,6 +66,11 @@ pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
   figure, table, pre, .verdict { break-inside: avoid; } h2 { break-after: avoid; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; } }
 """
+
+
+def escape(text: str) -> str:
+    """Text as HTML, a number and its percent sign on one line."""
+    return html.escape(text).replace(" %", "&nbsp;%")
 
 
 def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:

@@ -1,12 +1,215 @@
-"""Where groups run: here, on a Ray cluster, or as a Slurm array."""
+"""Where groups run: here, as tasks of a Ray cluster, or as a Slurm array.
 
-from sweeps.runner import Runner, Sweep
+Elsewhere a group is the call `sweep.py run --workdir=... --group=i`, on a file system
+that all machines share; only the files in the workdir tell what has happened. Ray and
+submitit are optional: requirements-sweeps.txt.
+"""
+
+import ast
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from configs.commandline import one_sentence
+from sweeps.runner import ROOT, Runner, Stopped, Sweep
+from training.metrics import Progress, say
+
+RETRIES = 3  # of a task whose worker was lost
 
 
-def local(sweep: Sweep, indices: list[int], address: str | None) -> list[dict]:
-    """Run groups here, on every local device; returns the table's rows."""
-    del address
+def local(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
+    """Run groups here, on every local device; returns the table's rows.
+
+    Raises:
+        Stopped: by a signal.
+    """
+    del address, resources
     return Runner(sweep, indices).run()
 
 
-LAUNCHERS = {"local": local}
+def command_of(sweep: Sweep, index: int) -> list[str]:
+    """The call that runs one group, from the repository's root."""
+    workdir = sweep.workdir.resolve()
+    return [
+        sys.executable,
+        "sweep.py",
+        "run",
+        f"--workdir={workdir}",
+        f"--group={index}",
+    ]
+
+
+def run_group(command: list[str], platform: str | None = None) -> int:
+    """Run that call on the machine that this runs on; returns its exit status.
+
+    Where this process is told to end, so is the call, which saves first.
+    """
+    if platform is not None:
+        os.environ["JAX_PLATFORMS"] = platform
+    child = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return child.wait()
+    except BaseException:
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        raise
+
+
+def ray(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
+    """Run groups as tasks of a Ray cluster; without an address, of one on this machine.
+
+    A task takes a GPU where the cluster has any, else all the CPUs of a node, unless
+    `resources` says otherwise (num_cpus, num_gpus, resources={"TPU": 4}). One whose
+    worker is lost is started again, and resumes.
+
+    Raises:
+        ValueError: nothing answers at the address.
+    """
+    with one_sentence((ValueError, ImportError)):
+        engine = optional("ray")
+        if address is not None:
+            answers(address)
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        engine.init(address=address, log_to_driver=True, logging_level="warning")
+        needs = requirements(engine) | parsed(resources)
+    task = engine.remote(max_retries=RETRIES, **needs)(run_group)
+    platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
+    try:
+        waiting = [task.remote(command_of(sweep, i), platform) for i in indices]
+        say(f"{len(waiting)} groups as Ray tasks, each with {needs}.")
+        progress = Progress(len(waiting), unit="group", seconds=30.0)
+        while waiting:
+            done, waiting = engine.wait(waiting, timeout=1.0)
+            for reference in done:
+                lost_worker(engine, reference)
+            progress.update(len(indices) - len(waiting))
+        progress.close()
+    except KeyboardInterrupt:
+        raise Stopped("SIGINT") from None
+    finally:
+        engine.shutdown()
+    return sweep.collect()
+
+
+def lost_worker(engine, reference) -> None:
+    """Tell of a task that Ray gave up; what its group has done is on disk."""
+    try:
+        engine.get(reference)
+    except engine.exceptions.RayError as error:
+        say(f"A Ray task ended early: {str(error).splitlines()[0]}")
+
+
+def answers(address: str) -> None:
+    """Raise a ValueError unless something listens at HOST:PORT."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto":
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"No Ray cluster answers at {address} ({error}); start one with `ray start "
+            f"--head`, or leave --address out for one on this machine."
+        ) from None
+
+
+def requirements(engine) -> dict:
+    """What a group takes of the cluster."""
+    nodes = [node["Resources"] for node in engine.nodes() if node["Alive"]]
+    if any("GPU" in node for node in nodes):
+        return {"num_gpus": 1}
+    chips = [int(node["TPU"]) for node in nodes if "TPU" in node]
+    if chips:
+        return {"resources": {"TPU": min(chips)}}
+    return {"num_cpus": max(1, int(min(node.get("CPU", 1) for node in nodes)))}
+
+
+class GroupJob:
+    """A group as a job that submitit may stop at its time limit and send in again."""
+
+    def __init__(self, command: list[str]):
+        self.command = command
+
+    def __call__(self) -> int:
+        return run_group(self.command)
+
+    def checkpoint(self):
+        """What is to be run next: the same, which goes on from its checkpoint."""
+        return optional("submitit").helpers.DelayedSubmission(self)
+
+
+def slurm(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
+    """Run groups as a Slurm array through submitit; with the address `local`, here.
+
+    `resources` are submitit's parameters: timeout_min, gpus_per_node, cpus_per_task,
+    slurm_partition, slurm_array_parallelism, ...
+
+    Raises:
+        ValueError: there is no Slurm here.
+    """
+    with one_sentence((ValueError, ImportError)):
+        submitit = optional("submitit")
+        if address not in (None, "local"):
+            raise ValueError(
+                f"--address={address} is Ray's; with --launcher=slurm it is `local` "
+                f"(to try it out) or left out."
+            )
+        if address is None and shutil.which("sbatch") is None:
+            raise ValueError(
+                "--launcher=slurm needs Slurm's sbatch, which is not here; run it on a "
+                "login node."
+            )
+        executor = submitit.AutoExecutor(
+            sweep.workdir.resolve() / "slurm", cluster=address or "slurm"
+        )
+        executor.update_parameters(name="headcount", **parsed(resources))
+        os.chdir(ROOT)  # where a job finds this module
+        with executor.batch():  # an array
+            jobs = [executor.submit(GroupJob(command_of(sweep, i))) for i in indices]
+    say(f"{len(jobs)} groups as jobs {jobs[0].job_id} to {jobs[-1].job_id}.")
+    progress = Progress(len(jobs), unit="group", seconds=30.0)
+    for done, job in enumerate(jobs, start=1):
+        job.wait()
+        if job.exception() is not None:
+            say(f"Job {job.job_id} ended early: {job.exception()}".splitlines()[0])
+        progress.update(done)
+    progress.close()
+    return sweep.collect()
+
+
+def optional(name: str):
+    """A package that only this launcher needs."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(
+            f"--launcher needs the package {name}: pip install -r "
+            f"{Path('requirements-sweeps.txt')}"
+        ) from None
+
+
+def parsed(resources: list[str]) -> dict:
+    """KEY=VALUE pairs, the values as Python has them, else strings.
+
+    Raises:
+        ValueError: a pair has no "=".
+    """
+    found = {}
+    for pair in resources:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--resources takes KEY=VALUE, got {pair!r}.")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+    return found
+
+
+LAUNCHERS = {"local": local, "ray": ray, "slurm": slurm}
