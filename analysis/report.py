@@ -210,30 +210,34 @@ def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str
     return [header, *rows]
 
 
-def costs_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
-    """Size and cost of the arms, their other scores, and the test set's uncertainty."""
+def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
+    """The arms' other test scores, and the test set's own uncertainty."""
     metrics = [
         name
         for name in NAMES
         if name != report.metric and all(name in c.arm.test for c in comparisons)
     ]
-    tuned = any(c.arm.nuisance for c in comparisons)
-    header = [
-        "arm",
-        "parameters",
-        "F",
-        "multiply-adds a token",
-        "seconds a trial",
-        "tokens/s",
-        *(NAMES[name] for name in metrics),
-        "test set's ±",
-        "p (bootstrap)",
-        *(["chosen on dev"] if tuned else []),
-    ]
-    rows = []
-    for c in comparisons:
-        arm = c.arm
+    header = ["arm", *(NAMES[name] for name in metrics), "test set's ±"]
+    rows = [[*header, "p (bootstrap)"]]
+    for arm in (c.arm for c in comparisons):
         others = [summary(arm.test[name]) for name in metrics]
+        rows.append(
+            [
+                arm.name,
+                *(f"{number(o.mean)} ± {number(o.sd)}" for o in others),
+                number(arm.bootstrap and arm.bootstrap.half_width),
+                probability(arm.bootstrap and arm.bootstrap.p),
+            ]
+        )
+    return rows
+
+
+def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
+    """Size and cost of the arms, and what dev chose for them."""
+    tuned = any(c.arm.nuisance for c in comparisons)
+    header = ["arm", "parameters", "F", "multiply-adds a token", "seconds a trial"]
+    rows = [[*header, "tokens/s", *(["chosen on dev"] if tuned else [])]]
+    for arm in (c.arm for c in comparisons):
         rows.append(
             [
                 arm.name,
@@ -241,16 +245,11 @@ def costs_table(report: Report, comparisons: list[Comparison]) -> list[list[str]
                 str(arm.mlp_dim),
                 f"{arm.flops:,}",
                 number(arm.seconds, 1),
-                NOTHING
-                if arm.tokens_per_second is None
-                else f"{arm.tokens_per_second:,.0f}",
-                *(f"{number(o.mean)} ± {number(o.sd)}" for o in others),
-                number(arm.bootstrap and arm.bootstrap.half_width),
-                probability(arm.bootstrap and arm.bootstrap.p),
+                f"{arm.tokens_per_second or 0:,.0f}",
                 *([settings(arm.nuisance)] if tuned else []),
             ]
         )
-    return [header, *rows]
+    return rows
 
 
 def settings(values: dict) -> str:
@@ -284,24 +283,28 @@ def probability(p) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def how_to_read(report: Report) -> tuple[str, str]:
-    """What the two tables' columns mean."""
-    scores = (
-        "Every arm is trained with the same seeds. Mean ± sd: over seeds. The "
-        "intervals are Student's, at 95 %. The difference is to the baseline, "
-        "paired by seed; its p-value (two-sided t-test) is Holm's, corrected for "
-        "the number of arms, the intervals are not. Seeds to see: how many a paired "
-        "test needs to find a true difference of that size with a power of 80 %, at "
-        "the spread of the differences seen here. Checkpoints and nuisance settings "
-        "were chosen on dev; test was decoded once, after that."
+HOW_TO_READ_SCORES = (
+    "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
+    "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
+    "p-value (two-sided t-test) is Holm's, corrected for the number of arms, the "
+    "intervals are not. Seeds to see: how many a paired test needs to find a true "
+    "difference of that size with a power of 80 %, at the spread of the differences "
+    "seen here. Checkpoints and nuisance settings were chosen on dev; test was "
+    "decoded once, after that."
+)
+HOW_TO_READ_COSTS = (
+    "F: the feed-forward width, solved where arms are matched. Multiply-adds: of "
+    "the matrix products of a forward pass, for one source and one target token. "
+    "Seconds: of the updates alone, without compilation, evaluation and saving, a "
+    "group's divided by its trials. Tokens/s: of a group, source and target."
+)
+
+
+def how_to_read_others(report: Report) -> str:
+    """What the bootstrap's columns mean."""
+    metric = NAMES[bootstrapped(report.metric)]
+    return (
+        f"Test set's ±: sacreBLEU's paired bootstrap ({metric}, 1000 samples, 95 %) of "
+        "the first seed's translations: what another draw of test sentences would "
+        "change, which more seeds would not show."
     )
-    costs = (
-        "Multiply-adds: of the matrix products of a forward pass, for one source and "
-        "one target token. Seconds: of the updates alone, without compilation, "
-        "evaluation and saving, a group's divided by its trials. Tokens/s: of a group, "
-        "source and target. Test set's ±: sacreBLEU's paired bootstrap "
-        f"({NAMES[bootstrapped(report.metric)]}, 1000 samples, 95 %) of the first "
-        "seed's translations: what another draw of test sentences would change, which "
-        "more seeds would not show."
-    )
-    return scores, costs

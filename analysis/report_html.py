@@ -3,10 +3,13 @@
 import html
 
 from analysis.report import (
+    HOW_TO_READ_COSTS,
+    HOW_TO_READ_SCORES,
     Comparison,
     Report,
     costs_table,
-    how_to_read,
+    how_to_read_others,
+    others_table,
     scores_table,
     verdict,
 )
@@ -60,7 +63,8 @@ pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
   :root { --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --accent: #1f5fb8;
     --soft: #f5f5f5; }
   main { max-width: none; padding: 0; } body { font-size: 10pt; }
-  table { font-size: 7.5pt; } th, td { padding: .25rem .35rem; }
+  table { font-size: 7.5pt; } th, td { padding: .25rem .3rem; min-width: 0; }
+  td:first-child { white-space: normal; }
   table.text th, table.text td { min-width: 0; }
   .scroll { overflow: visible; } figure svg { min-width: 0; max-height: 9cm; }
   figure, table, pre, .verdict { break-inside: avoid; } h2 { break-after: avoid; }
@@ -98,13 +102,16 @@ def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:
         pictures.pop("scores", ""),
         f"<h2>Scores, {escape(report.name)}</h2>",
         table(scores_table(report, comparisons), marks),
-        f'<p class="small">{escape(how_to_read(report)[0])}</p>',
+        f'<p class="small">{escape(HOW_TO_READ_SCORES)}</p>',
         anchor(report),
         "<h2>Learning curves</h2>" if "curves" in pictures else "",
         pictures.pop("curves", ""),
+        "<h2>Other scores</h2>",
+        table(others_table(report, comparisons), marks),
+        f'<p class="small">{escape(how_to_read_others(report))}</p>',
         "<h2>Cost</h2>",
-        table(costs_table(report, comparisons), marks),
-        f'<p class="small">{escape(how_to_read(report)[1])}</p>',
+        table(costs_table(comparisons), marks),
+        f'<p class="small">{escape(HOW_TO_READ_COSTS)}</p>',
         pictures.pop("costs", ""),
         examples(report, comparisons),
         "<h2>Environment</h2>",
