@@ -36,6 +36,8 @@ def test_references_score_100_in_the_published_protocol():
     hypotheses = lines("raw/test_2016_flickr.de.gz")
     got = published_scores(hypotheses, references, "de")
     assert got["published_bleu"] == pytest.approx(100)
+    assert got["published_chrf"] == pytest.approx(100, abs=0.01)  # all but one caption
+    assert "moses:lc.norm.tok" in got["published_chrf_signature"]
     assert "tok:none" in got["published_signature"]
 
 
