@@ -74,7 +74,7 @@ def ray(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
         if address is not None:
             answers(address)
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        engine.init(address=address, log_to_driver=True, logging_level="warning")
+        engine.init(address=address, log_to_driver=False, logging_level="warning")
         needs = requirements(engine) | parsed(resources)
     task = engine.remote(max_retries=RETRIES, **needs)(run_group)
     platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
