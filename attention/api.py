@@ -4,8 +4,9 @@ An implementation is a module (or two names of it) with two functions:
 
     attend(query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
            key_value_seq_lengths, local_window_size, query_segment_ids,
-           key_value_segment_ids) -> (out, lse)
-    head_statistics(query, key, bias, mask, *, the same) -> (HeadStatistics, lse)
+           key_value_segment_ids, statistics=False) -> (out, lse) or, with statistics,
+           (out, lse, HeadStatistics)
+    head_statistics(query, key, bias, mask, *, the same) -> HeadStatistics
 
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
   multiple of K (query head n reads key head n // (N // K)); T, S >= 1.
@@ -23,7 +24,8 @@ An implementation is a module (or two names of it) with two functions:
   out = 0, lse = `masks.EMPTY`, and gives no gradient; nothing is ever NaN.
 - Both are differentiable by query, key and value (and bias where supported). If only
   out is used, its cotangent for lse is zero.
-- HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing.
+- HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
+  need not be differentiable: gradients by it are cut.
 - Kernels need no `head_gate`, dtype, shape or value checks: they are done here.
 - `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too.
 """
@@ -70,7 +72,8 @@ def dot_product_attention(
     head_gate: ArrayLike | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-) -> Array | tuple[Array, Array]:
+    return_statistics: bool = False,
+) -> Array | tuple[Array | HeadStatistics, ...]:
     """Softmax attention: a drop-in for `jax.nn.dot_product_attention`, with more.
 
     Args:
@@ -90,11 +93,13 @@ def dot_product_attention(
       head_gate: `N` or `B N`; multiplies each head's output.
       implementation: a name in `IMPLEMENTATIONS`, or None: `resolve_implementation`.
       return_residual: also return the log-sum-exp of the logits, `B T N`, float32.
+      return_statistics: also return what `head_statistics` does, from the same pass.
 
     Returns:
-      The output `B T N V` in query's dtype, or it and the log-sum-exp. Softmax is in
-      float32. A query that may attend to nothing gives zeros, a log-sum-exp of
-      `masks.EMPTY` (-2.4e38) and no gradient; `jax.nn` gives it the mean of the values.
+      The output `B T N V` in query's dtype, or a tuple of it and what was asked for, in
+      this order. Softmax is in float32. A query that may attend to nothing gives zeros,
+      a log-sum-exp of `masks.EMPTY` (-2.4e38) and no gradient; `jax.nn` gives it the
+      mean of the values. Statistics have no gradient.
 
     Raises:
       ValueError: arguments that fit no implementation.
@@ -115,15 +120,18 @@ def dot_product_attention(
         key_value_segment_ids=key_value_segment_ids,
     )
     name = implementation or resolve_implementation(*arrays)
-    out, lse = _function(name, "attend")(*arrays, **structure)
-    out = head_gated(out, head_gate, batched)
+    out, lse, *rows = _function(name, "attend")(
+        *arrays, statistics=return_statistics, **structure
+    )
+    results = [head_gated(out, head_gate, batched)]
+    if return_residual:
+        refuses = name in ("xla", "cudnn")
+        results.append(jax_nn.refuse_gradient(name, lse, arrays) if refuses else lse)
+    if return_statistics:
+        results.append(mean_over_queries(jax.lax.stop_gradient(rows[0])))
     if not batched:
-        out, lse = out[0], lse[0]
-    if not return_residual:
-        return out
-    if name in ("xla", "cudnn"):
-        lse = jax_nn.refuse_gradient(name, lse, arrays)
-    return out, lse
+        results = jax.tree.map(lambda x: x[0], results)
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def head_statistics(
@@ -148,7 +156,7 @@ def head_statistics(
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
     name = implementation or resolve_implementation(*arrays)
     statistics = mean_over_queries(
-        *_function(name, "head_statistics")(query, key, bias, mask, **structure)
+        _function(name, "head_statistics")(query, key, bias, mask, **structure)
     )
     return statistics if batched else jax.tree.map(lambda x: x[0], statistics)
 

@@ -22,25 +22,41 @@ SHORT = 128  # rows of up to so many queries and keys are one block
 LONG = (256, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
 
+ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
+
 
 def attend(
-    query, key, value, bias, mask, *, scale, is_causal, local_window_size, **indices
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale,
+    is_causal,
+    local_window_size,
+    statistics=False,
+    **indices,
 ):
-    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api`."""
-    problem = _problem(query, key, bias, scale, is_causal, local_window_size)
+    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`."""
+    structure = scale, is_causal, local_window_size
+    problem = _problem(query, key, bias, structure, statistics)
     differentiable = _present(query=query, key=key, value=value, bias=bias)
-    return _attend(problem, differentiable, _present(mask=mask, **indices))
+    constant = _present(mask=mask, **indices)
+    out, lse, *rows = _attend(problem, differentiable, constant)
+    return (out, lse, HeadStatistics(*rows)) if statistics else (out, lse)
 
 
 def head_statistics(
     query, key, bias, mask, *, scale, is_causal, local_window_size, **indices
 ):
-    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
-    problem = _problem(query, key, bias, scale, is_causal, local_window_size)
+    """Statistics of every row: see `attention.api`."""
+    structure = scale, is_causal, local_window_size
+    problem = _problem(query, key, bias, structure, statistics=True)
     arrays = _present(query=query, key=key, bias=bias, mask=mask, **indices)
-    names = ("lse", *HeadStatistics._fields)
-    lse, *rows = _run(heads.statistics, problem, arrays, dict.fromkeys(names, "BTN"))
-    return HeadStatistics(*rows), lse
+    head = heads.short if problem.short else heads.forward
+    _, *rows = _run(head, problem, arrays, ROWS)
+    return HeadStatistics(*rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -49,12 +65,15 @@ def _attend(problem, differentiable, constant):
 
 
 def _attend_forward(problem, differentiable, constant):
-    head, results = heads.forward, {"out": "BTNV", "lse": "BTN"}
+    results = {"out": "BTNV"} | (ROWS if problem.statistics else {"lse": "BTN"})
+    head, kept = heads.forward, {}
     if problem.short:
-        head, results = heads.short, results | {"kept": "BKGTS", "reciprocal": "BTN"}
-    out, lse, *kept = _run(head, problem, differentiable | constant, results)
+        head, kept = heads.short, {"reciprocal": "BTN", "exponentials": "BKGTS"}
+    found = _run(head, problem, differentiable | constant, results | kept)
+    out, lse, *rows = found[: len(results)]
+    kept = dict(zip(kept, found[len(results) :], strict=True))
     out = out.astype(differentiable["query"].dtype)
-    return (out, lse), (differentiable, constant, out, lse, kept)
+    return (out, lse, *rows), (differentiable, constant, out, lse, kept)
 
 
 def _attend_backward(problem, residuals, cotangents):
@@ -64,7 +83,7 @@ def _attend_backward(problem, residuals, cotangents):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(problem, residuals, cotangents):
     differentiable, constant, out, lse, kept = residuals
-    out_gradient, lse_gradient = cotangents
+    out_gradient, lse_gradient, *_ = cotangents  # statistics have none
     dtype = jnp.promote_types(out.dtype, jnp.float32)
     out_gradient = out_gradient.astype(dtype)
     # The softmax's own derivative and the log-sum-exp's are rows of one kind.
@@ -72,7 +91,8 @@ def _backward(problem, residuals, cotangents):
     arrays = differentiable | constant | {"lse": lse}
     if kept:
         # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
-        arrays["exponentials"], reciprocal = kept
+        reciprocal = kept["reciprocal"]
+        arrays["exponentials"] = kept["exponentials"]
         out_gradient = out_gradient * reciprocal[..., None]
         delta = delta * reciprocal
     arrays |= {"out_gradient": out_gradient, "delta": delta}
@@ -107,7 +127,7 @@ def _present(**arrays):
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _problem(query, key, bias, scale, is_causal, local_window_size):
+def _problem(query, key, bias, structure, statistics):
     T, S = query.shape[1], key.shape[1]
     short = max(T, S) <= SHORT
     # A bias may belong to all heads, so its gradient is a sum: they go together.
@@ -117,9 +137,7 @@ def _problem(query, key, bias, scale, is_causal, local_window_size):
     queries, keys = (
         -(-n // -(-n // size)) for n, size in zip((T, S), sizes, strict=True)
     )
-    return heads.Problem(
-        scale, is_causal, local_window_size, queries, keys, short, one_by_one
-    )
+    return heads.Problem(*structure, queries, keys, short, one_by_one, statistics)
 
 
 def _run(function, problem, arrays, results):

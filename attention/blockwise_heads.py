@@ -35,31 +35,46 @@ class Problem(NamedTuple):
     keys: int  # of a block; divides the padded S
     short: bool  # one block holds the whole row
     one_by_one: bool  # heads
+    statistics: bool  # of the rows are wanted
 
 
 def forward(problem, head):
-    """Of one key/value head: out `G T V` and lse `G T`."""
+    """Of one key/value head: out `G T V` if there are values, and lse `G T`.
+
+    And the statistics of the rows, `G T` each, if they are asked for.
+    """
     dtype = _dtype(head)
 
     def chunk(i):
         def step(j, carry):
-            maximum, total, out = carry
+            maximum, total, sums = carry
             logits = _logits(problem, head, i, j)
             new = jnp.maximum(logits.max(-1), maximum)
             rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
-            value = _slice(head["value"], 0, j, problem.keys)
-            more = _dot(exponentials.astype(value.dtype), value)
-            total = total * rescale + exponentials.sum(-1)
-            return new, total, out * rescale[:, None] + more
+            if problem.statistics:
+                # Bounded, for a product of the two largest numbers would be infinite.
+                shift = jnp.maximum(maximum - new, -1e4)
+                sums = sums | {"energy": sums["energy"] + shift * total}
+            more = _sums(problem, head, exponentials, i, j)
+            total = total * rescale + more.pop("total")
+            sums = {
+                name: x * rescale.reshape(-1, *(1,) * (x.ndim - 1)) + more[name]
+                for name, x in sums.items()
+            }
+            return new, total, sums
 
         rows = jnp.zeros(head["query"].shape[0] * problem.queries, dtype)
-        values = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
-        carry = (rows + LOWEST, rows, values)
-        maximum, total, out = _visit(problem, head, i, step, carry)
-        reciprocal, lse = _normalisers(maximum, total)
-        return _grouped(problem, (out * reciprocal[:, None], lse))
+        sums = dict.fromkeys(("energy", "distance") if problem.statistics else (), rows)
+        if "value" in head:
+            sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
+        carry = _visit(problem, head, i, step, (rows + LOWEST, rows, sums))
+        return _grouped(problem, _results(*carry))
 
-    return _over_chunks(problem, head, chunk)
+    results = _over_chunks(problem, head, chunk)
+    if problem.statistics:
+        lse = results[-4]
+        results += tuple(_share(problem, head, offset, lse) for offset in (-1, 0, 1))
+    return results
 
 
 def short(problem, head):
@@ -68,18 +83,68 @@ def short(problem, head):
     XLA's CPU compiler makes the products, exponentials and sums one kernel, if nothing
     but what they need stands between them.
     """
-    value = head["value"]
     logits = _logits(problem, head, 0, 0)
     maximum = logits.max(-1)
     if not {"bias", "mask", *STRUCTURED}.isdisjoint(head) or problem.local_window_size:
         maximum = jnp.maximum(maximum, LOWEST)
     exponentials = _exponentials(logits, maximum)
-    out = _dot(exponentials.astype(value.dtype), value)
-    reciprocal, lse = _normalisers(maximum, exponentials.sum(-1))
-    out, lse, reciprocal = _grouped(
-        problem, (out * reciprocal[:, None], lse, reciprocal)
-    )
-    return out, lse, exponentials.astype(value.dtype), reciprocal
+    sums = _sums(problem, head, exponentials, 0, 0)
+    total = sums.pop("total")
+    results = _results(maximum, total, sums)
+    reciprocal, _ = _normalisers(maximum, total)
+    if problem.statistics:
+        diagonals = (_diagonal(problem, exponentials, offset) for offset in (-1, 0, 1))
+        results += tuple(x * reciprocal for x in diagonals)
+    if "value" not in head:
+        return _grouped(problem, results)
+    kept = exponentials.astype(head["value"].dtype)
+    return *_grouped(problem, (*results, reciprocal)), kept
+
+
+def _sums(problem, head, exponentials, i, j):
+    """What a block adds to each row: by name, `(G queries)` and out with an axis V."""
+    sums = {}
+    if problem.statistics:
+        # Once for the sums below; the logits, for the entropy, are its logarithms.
+        exponentials = jax.lax.optimization_barrier(exponentials)
+        G = head["query"].shape[0]
+        row = jnp.tile(i * problem.queries + jnp.arange(problem.queries), G)[:, None]
+        column = j * problem.keys + jnp.arange(problem.keys)
+        logs = jnp.log(exponentials + jnp.finfo(exponentials.dtype).tiny)
+        sums["energy"] = (exponentials * logs).sum(-1)
+        # As one row, which XLA's CPU compiler multiplies faster for a whole batch.
+        distances = exponentials.ravel() * abs(column - row).ravel()
+        sums["distance"] = distances.reshape(exponentials.shape).sum(-1)
+    if "value" in head:
+        value = _slice(head["value"], 0, j, problem.keys)
+        sums["out"] = _dot(exponentials.astype(value.dtype), value)
+    return sums | {"total": exponentials.sum(-1)}
+
+
+def _results(maximum, total, sums):
+    """Output, if any, log-sum-exp, and if asked for entropy, confidence, distance."""
+    reciprocal, lse = _normalisers(maximum, total)
+    out = (sums["out"] * reciprocal[:, None],) if "out" in sums else ()
+    if "energy" not in sums:
+        return *out, lse
+    # log(total) = lse - maximum, from which the energy's logits count too.
+    entropy = jnp.where(total > 0, jnp.log(total) - sums["energy"] * reciprocal, 0)
+    return *out, lse, entropy, reciprocal, sums["distance"] * reciprocal
+
+
+def _diagonal(problem, exponentials, offset):
+    """Those at column = row + offset, `(G queries)`, 0 where there is no such column.
+
+    By a slice, of which XLA's CPU compiler makes no more than it is: gathers are slow.
+    """
+    T, S = problem.queries, problem.keys
+    first, last = max(0, -offset), min(T, S - offset)
+    rows = exponentials.reshape(-1, T * S)
+    if last <= first:
+        return jnp.zeros(exponentials.shape[0], exponentials.dtype)
+    start = first * (S + 1) + offset
+    found = rows[:, start : start + (last - first - 1) * (S + 1) + 1 : S + 1]
+    return jnp.pad(found, ((0, 0), (first, T - last))).ravel()
 
 
 def backward(problem, head):
@@ -137,43 +202,6 @@ def backward(problem, head):
     key_gradient, value_gradient, bias_gradient = sums
     gradients = (query_gradient, key_gradient.T, value_gradient.T)
     return gradients if bias_gradient is None else (*gradients, bias_gradient)
-
-
-def statistics(problem, head):
-    """Of one key/value head: the log-sum-exp and the statistics of its rows, `G T`."""
-    dtype = _dtype(head)
-    G = head["query"].shape[0]
-
-    def chunk(i):
-        row = jnp.tile(i * problem.queries + jnp.arange(problem.queries), G)[:, None]
-
-        def step(j, carry):
-            maximum, total, energy, distance = carry
-            logits = _logits(problem, head, i, j)
-            new = jnp.maximum(logits.max(-1), maximum)
-            rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
-            # Once for the three sums; and finite where logits are -inf.
-            exponentials = jax.lax.optimization_barrier(exponentials)
-            below = jnp.maximum(logits - new[:, None], LOWEST)
-            column = j * problem.keys + jnp.arange(problem.keys)
-            moved = energy + (maximum - new) * total
-            return (
-                new,
-                total * rescale + exponentials.sum(-1),
-                moved * rescale + (exponentials * below).sum(-1),
-                distance * rescale + (exponentials * abs(column - row)).sum(-1),
-            )
-
-        rows = jnp.zeros(G * problem.queries, dtype)
-        carry = (rows + LOWEST, rows, rows, rows)
-        maximum, total, energy, distance = _visit(problem, head, i, step, carry)
-        reciprocal, lse = _normalisers(maximum, total)
-        entropy = jnp.where(total > 0, jnp.log(total) - energy * reciprocal, 0)
-        return _grouped(problem, (lse, entropy, reciprocal, distance * reciprocal))
-
-    lse, entropy, confidence, distance = _over_chunks(problem, head, chunk)
-    shares = (_share(problem, head, offset, lse) for offset in (-1, 0, 1))
-    return lse, entropy, confidence, distance, *shares
 
 
 def _share(problem, head, offset, lse):
@@ -259,7 +287,12 @@ def _logits(problem, head, i, j):
             ),
         ),
     )
-    return logits if allowed is None else jnp.where(rows(allowed), logits, masks.EMPTY)
+    if allowed is None:
+        return logits
+    if problem.short:
+        # A selection would keep XLA's CPU compiler from making it one with the product.
+        return logits + rows(jnp.where(allowed, 0, masks.EMPTY).astype(logits.dtype))
+    return jnp.where(rows(allowed), logits, masks.EMPTY)
 
 
 def _rows(problem, head, name, i):

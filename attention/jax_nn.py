@@ -14,11 +14,15 @@ from attention import masks
 from attention.platform import platform
 
 
-def attend(query, key, value, bias, mask, *, scale, backend, **structure):
+def attend(
+    query, key, value, bias, mask, *, scale, backend, statistics=False, **structure
+):
     """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
 
     The log-sum-exp has the precision of the inputs' dtype, as `jax.nn` returns it.
     """
+    if statistics:
+        head_statistics(query, key, bias, mask, backend=backend)
     H, V = query.shape[-1], value.shape[-1]
     if H != V:
         raise NotImplementedError(

@@ -30,25 +30,25 @@ STRUCTURE = (
 )
 
 
-def attend(query, key, value, bias, mask, *, interpret=False, **structure):
-    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
+def attend(
+    query, key, value, bias, mask, *, statistics=False, interpret=False, **structure
+):
+    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
 
     Raises NotImplementedError for float64, for head sizes above 256, and when a
     gradient by the bias is asked for.
     """
     _check(query, value)
-    static, arrays = _split(structure, interpret)
+    static, arrays = _split(structure, statistics, interpret)
     return _attend(static, query, key, value, bias, _present(mask=mask, **arrays))
 
 
 def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
-    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
+    """Statistics of every row: see `attention.api`."""
     _check(query, query)
-    static, arrays = _split(structure, interpret)
+    static, arrays = _split(structure, True, interpret)
     arrays = _present(query=query, key=key, bias=bias, mask=mask, **arrays)
-    lse, *results = _statistics(static, arrays)
-    results = (jnp.swapaxes(result, 1, 2) for result in results)
-    return HeadStatistics(*results), _public(lse)
+    return _forward(static, arrays)[-1]
 
 
 def _check(query, value):
@@ -65,10 +65,11 @@ def _check(query, value):
             )
 
 
-def _split(structure, interpret):
+def _split(structure, statistics, interpret):
     """What is known when compiling, hashable, and the arrays."""
     arrays = {name: structure.pop(name) for name in STRUCTURE}
-    return (*sorted(structure.items()), ("interpret", interpret)), arrays
+    structure |= {"statistics": statistics, "interpret": interpret}
+    return tuple(sorted(structure.items())), arrays
 
 
 def _present(**arrays):
@@ -84,8 +85,8 @@ def _public(lse):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, query, key, value, bias, others):
     arrays = _present(query=query, key=key, value=value, bias=bias, **others)
-    out, lse = _forward(static, arrays)
-    return out, _public(lse)
+    out, lse, *rows = _forward(static, arrays)
+    return out, _public(lse), *rows
 
 
 def _attend_forward(static, query, key, value, bias, others):
@@ -99,15 +100,15 @@ def _attend_forward(static, query, key, value, bias, others):
         lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
     )
     arrays = _present(query=query, key=key, value=value, bias=bias, **others)
-    out, lse = _forward(static, arrays)
-    return (out, _public(lse)), (arrays, out, lse)
+    out, lse, *rows = _forward(static, arrays)
+    return (out, _public(lse), *rows), (arrays, out, lse)
 
 
 def _attend_backward(static, residuals, gradients):
     arrays, out, lse = residuals
     out_gradient, lse_gradient = (
         None if isinstance(gradient, jax.custom_derivatives.SymbolicZero) else gradient
-        for gradient in gradients
+        for gradient in gradients[:2]  # statistics have none
     )
     if out_gradient is None:
         out_gradient = jnp.zeros_like(out)
@@ -131,21 +132,25 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(static, arrays):
-    def outputs(arrays):
-        B, T, N, _ = arrays["query"].shape
-        return {"out": (B, T, N, arrays["value"].shape[-1]), "lse": (B, N, T)}
-
-    return _run(kernels.forward, static, arrays, outputs, ("BTNV", "BNT"))
-
-
-def _statistics(static, arrays):
-    names = ("lse", *HeadStatistics._fields)
+    """Output, if there are values, log-sum-exp, and statistics, if they are wanted."""
+    statistics = dict(static)["statistics"]
+    rows = ("lse", *(HeadStatistics._fields if statistics else ()))
+    out = ("BTNV",) if "value" in arrays else ()
 
     def outputs(arrays):
         B, T, N, _ = arrays["query"].shape
-        return dict.fromkeys(names, (B, N, T))
+        shapes = dict.fromkeys(rows, (B, N, T))
+        if out:
+            shapes["out"] = (B, T, N, arrays["value"].shape[-1])
+        return shapes
 
-    return _run(kernels.statistics, static, arrays, outputs, ("BNT",) * len(names))
+    kernel = kernels.statistics if statistics else kernels.forward
+    letters = (*("BNT" for _ in rows), *out)
+    lse, *found = _run(kernel, static, arrays, outputs, letters)
+    results = (found.pop(), lse) if out else (lse,)
+    if statistics:
+        results += (HeadStatistics(*(jnp.swapaxes(x, 1, 2) for x in found)),)
+    return results
 
 
 def _backward(static, arrays):
@@ -203,6 +208,7 @@ def _problem(kernel, static, arrays, by_key):
     dtype = arrays["query"].dtype
     sizes = choose_tiles(kernel.__name__, max(H, V), dtype, T, S)
     interpret, scale = static.pop("interpret"), static.pop("scale")
+    del static["statistics"]
     seen = {name: arrays.get(name) for name in STRUCTURE}
     bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)
     problem = kernels.Problem(

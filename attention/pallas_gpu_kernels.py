@@ -70,7 +70,7 @@ class Block:
         return queries_by_keys.T if self.by_key else queries_by_keys
 
 
-def forward(inputs, out_ref, lse_ref, *, problem: Problem):
+def forward(inputs, lse_ref, out_ref, *, problem: Problem):
     """One block of queries: its output and log-sum-exp (+inf where nothing is seen).
 
     The log-sum-exp stays in powers of two, for the backward pass.
@@ -97,14 +97,18 @@ def forward(inputs, out_ref, lse_ref, *, problem: Problem):
     _store(lse_ref, _lse(highest, total, unit), rows, problem.num_queries)
 
 
-def statistics(inputs, lse_ref, *statistic_refs, problem: Problem):
-    """One block of queries: what `statistics.HeadStatistics` lists, in that order."""
+def statistics(inputs, lse_ref, *refs, problem: Problem):
+    """One block of queries: what `statistics.HeadStatistics` lists, in that order.
+
+    If there are values, the output after it, as of `forward`.
+    """
+    *statistic_refs, out_ref = refs if "value" in inputs else (*refs, None)
     unit = _unit(inputs, problem)
     rows, query = _outer(inputs, "query", problem.query_block(), problem)
 
     def step(j, carry, masked):
-        highest, total, excess, distance, *shares = carry
-        block, key, _ = _keys(inputs, j, rows, problem, masked)
+        highest, total, out, excess, distance, *shares = carry
+        block, key, value = _keys(inputs, j, rows, problem, masked)
         logits = _logits(_dot(query, key.T, problem), inputs, block, problem, masked)
         new_highest = jnp.maximum(highest, logits.max(1))
         below = logits * unit - (new_highest * unit)[:, None]
@@ -121,12 +125,19 @@ def statistics(inputs, lse_ref, *statistic_refs, problem: Problem):
             for share, wanted in zip(shares, (-1, 0, 1), strict=True)
         ]
         total = total * correction + weights.sum(1)
-        return new_highest, total, excess, distance, *shares
+        if out is not None:
+            out = out * correction[:, None]
+            out += _dot(weights.astype(value.dtype), value, problem)
+        return new_highest, total, out, excess, distance, *shares
 
     zeros = [jnp.zeros(rows.shape, jnp.float32)] * 5
-    carry = _visit(inputs, problem, step, (*_no_rows(rows, unit), *zeros))
-    highest, total, excess, *sums = carry
+    out = None if out_ref is None else jnp.zeros(out_ref.shape, jnp.float32)
+    carry = _visit(inputs, problem, step, (*_no_rows(rows, unit), out, *zeros))
+    highest, total, out, excess, *sums = carry
     safe = jnp.where(total > 0, total, 1)
+    if out is not None:
+        out /= safe[:, None]
+        _store(out_ref, out, rows, problem.num_queries, problem.value_dim)
     entropy = (jnp.log2(safe) - excess / safe) / LOG2E
     confidence = jnp.where(total > 0, 1 / safe, 0)
     results = entropy, confidence, *(one / safe for one in sums)

@@ -30,24 +30,27 @@ FORWARD_TILES = (512, 1024)
 BACKWARD_TILES = (512, 512)
 
 
-def attend(query, key, value, bias, mask, *, interpret=False, **structure):
-    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
+def attend(
+    query, key, value, bias, mask, *, statistics=False, interpret=False, **structure
+):
+    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
 
     Raises NotImplementedError for dtypes other than float32 and bfloat16, for head
     sizes above 256, and when a gradient by the bias is asked for.
     """
     _check(query, value)
     problem, ids = _split(query, key, interpret, **structure)
-    return _attend(problem, query, key, value, bias, _present(mask=mask, **ids))
+    static = problem, statistics
+    return _attend(static, query, key, value, bias, _present(mask=mask, **ids))
 
 
 def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
-    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
+    """Statistics of every row: see `attention.api`."""
     _check(query, query)
     problem, ids = _split(query, key, interpret, **structure)
     arrays = _present(query=query, key=key, bias=bias, mask=mask, **ids)
-    lse, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
-    return HeadStatistics(*jnp.moveaxis(rows, -1, 0)), lse
+    _, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
+    return HeadStatistics(*jnp.moveaxis(rows, -1, 0))
 
 
 def _check(query, value):
@@ -101,12 +104,19 @@ def _present(**arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(problem, query, key, value, bias, others):
+def _attend(static, query, key, value, bias, others):
     arrays = _present(query=query, key=key, value=value, bias=bias, **others)
-    return _call(_forward, problem, arrays, ("BTNV", "BTN"))
+    return _output(*static, arrays)
 
 
-def _attend_forward(problem, query, key, value, bias, others):
+def _output(problem, statistics, arrays):
+    if not statistics:
+        return _call(_forward, problem, arrays, ("BTNV", "BTN"))
+    lse, rows, out = _call(_statistics, problem, arrays, ("BTN", "BTNx", "BTNV"))
+    return out, lse, HeadStatistics(*jnp.moveaxis(rows, -1, 0))
+
+
+def _attend_forward(static, query, key, value, bias, others):
     if bias is not None and bias.perturbed:
         raise NotImplementedError(
             "implementation='pallas' on a TPU gives no gradient by the bias; use "
@@ -118,17 +128,18 @@ def _attend_forward(problem, query, key, value, bias, others):
         is_leaf=lambda x: hasattr(x, "perturbed"),
     )
     arrays = _present(query=query, key=key, value=value, bias=bias, **others)
-    out, lse = _call(_forward, problem, arrays, ("BTNV", "BTN"))
-    return (out, lse), (arrays, out, lse)
+    out, lse, *rows = _output(*static, arrays)
+    return (out, lse, *rows), (arrays, out, lse)
 
 
-def _attend_backward(problem, residuals, gradients):
+def _attend_backward(static, residuals, gradients):
+    problem, _ = static
     arrays, out, lse = residuals
     out_gradient, lse_gradient = (
         jnp.zeros_like(primal)
         if isinstance(gradient, jax.custom_derivatives.SymbolicZero)
         else gradient
-        for gradient, primal in zip(gradients, (out, lse), strict=True)
+        for gradient, primal in zip(gradients[:2], (out, lse), strict=True)
     )
     # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
     delta = (out.astype(jnp.float32) * out_gradient.astype(jnp.float32)).sum(-1)
@@ -231,18 +242,20 @@ def _forward(problem, arrays):
 def _statistics(problem, arrays):
     T, N = arrays["query"].shape[2:4]
     fields = len(HeadStatistics._fields)
+    outputs = {
+        "lse": ((N, 1, "T"), jnp.float32),
+        "rows": ((N, fields, "T"), jnp.float32),
+    }
+    scratch = [(1, "T"), (1, "T"), (fields, "T")]
+    if "value" in arrays:
+        V = arrays["value"].shape[-1]
+        outputs["out"] = ((N, V, "T"), arrays["query"].dtype)
+        scratch.append((V, "T"))
     found = run(
-        kernels.statistics,
-        problem,
-        arrays,
-        {
-            "lse": ((N, 1, "T"), jnp.float32),
-            "rows": ((N, fields, "T"), jnp.float32),
-        },
-        [(1, "T"), (1, "T"), (fields, "T")],
-        tiles=FORWARD_TILES,
+        kernels.statistics, problem, arrays, outputs, scratch, tiles=FORWARD_TILES
     )
-    return _back(found["lse"], T)[..., 0], _back(found["rows"], T)
+    lse, *results = (_back(found[name], T) for name in outputs)
+    return lse[..., 0], *results
 
 
 def _query_gradient(problem, arrays):

@@ -52,10 +52,7 @@ def forward(problem, block, refs, scratch):
     def update():
         logits = _logits(problem, block, refs)
         exponentials, decay = _online_softmax(logits, highest, total)
-        value = refs["value"][...]
-        out[...] = out[...] * decay + _dot(
-            value, exponentials.astype(value.dtype), 1, 0
-        )
+        _add_values(out, refs["value"][...], exponentials, decay)
 
     def finish():
         seen = total[...] > 0
@@ -68,8 +65,11 @@ def forward(problem, block, refs, scratch):
 
 
 def statistics(problem, block, refs, scratch):
-    """`lse`, and in `rows` the fields of `HeadStatistics` in their order."""
-    highest, total, sums = scratch
+    """`lse`, and in `rows` the fields of `HeadStatistics` in their order.
+
+    And `out`, as of `forward`, if there are values.
+    """
+    highest, total, sums, *out = scratch
     entropy, confidence, distance, previous, current, following = (
         slice(i, i + 1) for i in range(len(HeadStatistics._fields))
     )
@@ -79,6 +79,8 @@ def statistics(problem, block, refs, scratch):
         highest[...] = jnp.full(highest.shape, masks.EMPTY, F32)
         total[...] = jnp.zeros(total.shape, F32)
         sums[...] = jnp.zeros(sums.shape, F32)
+        for accumulator in out:
+            accumulator[...] = jnp.zeros(accumulator.shape, F32)
 
     def update():
         logits = _logits(problem, block, refs)
@@ -94,6 +96,8 @@ def statistics(problem, block, refs, scratch):
         sums[distance, :] += _sum(exponentials * jnp.abs(offset).astype(F32))
         for place, wanted in shares:
             sums[place, :] += _sum(jnp.where(offset == wanted, exponentials, 0))
+        for accumulator in out:
+            _add_values(accumulator, refs["value"][...], exponentials, decay)
 
     def finish():
         seen = total[...] > 0
@@ -105,6 +109,9 @@ def statistics(problem, block, refs, scratch):
         rows[confidence, :] = jnp.where(seen, 1 / divisor, 0)
         lse = highest[...] + jnp.log(divisor)
         refs["lse"][...] = jnp.where(seen, lse, masks.EMPTY)
+        for accumulator in out:
+            mean = accumulator[...] / divisor
+            refs["out"][...] = mean.astype(refs["out"].dtype)
 
     return start, update, finish
 
@@ -165,6 +172,11 @@ def _online_softmax(logits, highest, total):
     decay = jnp.exp(before - highest[...])
     total[...] = total[...] * decay + _sum(exponentials)
     return exponentials, decay
+
+
+def _add_values(out, value, exponentials, decay):
+    more = _dot(value, exponentials.astype(value.dtype), 1, 0)
+    out[...] = out[...] * decay + more
 
 
 def _logits(problem, block, refs):

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float
 
-from attention import masks, statistics
+from attention import masks
+from attention.statistics import from_weights
 
 
-def attend(query, key, value, bias, mask, *, scale, **structure):
+def attend(query, key, value, bias, mask, *, scale, statistics=False, **structure):
     """Output `B T N V` and log-sum-exp `B T N`: see `attention.api`."""
     weights, lse = weights_and_lse(query, key, bias, mask, scale=scale, **structure)
     B, N, T, S = weights.shape
@@ -22,13 +23,14 @@ def attend(query, key, value, bias, mask, *, scale, **structure):
         value.astype(weights.dtype),
         precision=Precision.HIGHEST,
     )
-    return out.reshape(B, T, N, -1).astype(query.dtype), lse
+    out = out.reshape(B, T, N, -1).astype(query.dtype)
+    return (out, lse, from_weights(weights)) if statistics else (out, lse)
 
 
 def head_statistics(query, key, bias, mask, *, scale, **structure):
-    """Statistics of every row, and the log-sum-exp: see `attention.api`."""
-    weights, lse = weights_and_lse(query, key, bias, mask, scale=scale, **structure)
-    return statistics.from_weights(weights), lse
+    """Statistics of every row: see `attention.api`."""
+    weights, _ = weights_and_lse(query, key, bias, mask, scale=scale, **structure)
+    return from_weights(weights)
 
 
 def weights_and_lse(

@@ -1,7 +1,7 @@
 """What heads attend to: the numbers of `attention.head_statistics` and their mean.
 
 Every implementation returns `HeadStatistics` of each row (`B T N`, float32, zero where
-the query sees nothing) and the log-sum-exp; the mean over queries is taken here, once.
+the query sees nothing); the mean over queries is taken here, once.
 """
 
 from typing import NamedTuple
@@ -9,8 +9,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Float
-
-from attention import masks
 
 
 class HeadStatistics(NamedTuple):
@@ -39,13 +37,11 @@ def from_weights(weights: Float[Array, "B N T S"]) -> HeadStatistics:
     return HeadStatistics(*(jnp.float32(row).transpose(0, 2, 1) for row in rows))
 
 
-def mean_over_queries(
-    rows: HeadStatistics, lse: Float[Array, "B T N"]
-) -> HeadStatistics:
-    """The mean over real queries, `B N`; zero where a sequence has none.
+def mean_over_queries(rows: HeadStatistics) -> HeadStatistics:
+    """The mean over real queries, `B N`, of rows `B T N`; zero where there are none.
 
-    A query is real if it may attend to something, which its log-sum-exp tells.
+    A query is real if it may attend to something: then some weight is the largest.
     """
-    real = lse > 0.5 * masks.EMPTY
+    real = rows.confidence > 0
     count = jnp.maximum(real.sum(1), 1)
     return HeadStatistics(*(jnp.where(real, row, 0).sum(1) / count for row in rows))

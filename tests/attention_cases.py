@@ -121,8 +121,11 @@ def make(feature, dtype=jnp.float32, shape=None):
     return inputs, arguments(rng, B, T, S, N)
 
 
-def differentiate(implementation, inputs, arguments, residual=True):
-    """Output, log-sum-exp, and the gradients of a number made of both, by name."""
+def differentiate(implementation, inputs, arguments, residual=True, statistics=False):
+    """Output, log-sum-exp, and the gradients of a number made of both, by name.
+
+    And the statistics of the same pass.
+    """
     rng = np.random.default_rng(0)
     out_shape = (*inputs[0].shape[:3], inputs[2].shape[-1])
     out_weight, lse_weight = normal(rng, *out_shape), normal(rng, *out_shape[:3])
@@ -133,18 +136,20 @@ def differentiate(implementation, inputs, arguments, residual=True):
             differentiable[name] = constant.pop(name)
 
     def loss(differentiable):
-        out, lse = attention.dot_product_attention(
+        out, lse, *rest = attention.dot_product_attention(
             **differentiable,
             **constant,
             implementation=implementation,
             return_residual=True,
+            return_statistics=statistics,
         )
         total = (out.astype(jnp.float32) * out_weight).sum()
         # Rows that see nothing have no log-sum-exp to weigh.
         seen = lse > 0.5 * masks.EMPTY
         if residual:
             total += jnp.where(seen, lse * lse_weight, 0).sum()
-        return total, {"out": out, "lse": lse}
+        found = rest[0]._asdict() if statistics else {}
+        return total, found | {"out": out, "lse": lse}
 
     gradients, outcomes = jax.grad(loss, has_aux=True)(differentiable)
     return outcomes | {f"gradient of {name}": x for name, x in gradients.items()}
@@ -163,10 +168,8 @@ def everything(implementation, inputs, arguments, residual=True):
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(inputs):
-        found = differentiate(implementation, inputs, arguments, residual)
-        if implementation != "xla":  # which has no statistics
-            found |= statistics(implementation, inputs, arguments)
-        return found
+        told = implementation != "xla"  # which has no statistics
+        return differentiate(implementation, inputs, arguments, residual, told)
 
     return run(inputs)
 
@@ -220,7 +223,7 @@ def table() -> str:
     rows += [(name, values, make(row()[0], **row()[1])) for name, row in ROWS.items()]
     rows += [
         ("gradient of the residual", differentiate, make("nothing")),
-        ("`head_statistics`", statistics, make("everything")),
+        ("statistics", statistics, make("everything")),
     ]
     for name, function, arguments in rows:
         cells = [supports(column, function, *arguments) for column in COLUMNS.values()]

@@ -103,8 +103,10 @@ def test_any_shape_and_mask(sizes, blocks, window, features, is_causal, dtype):
         patch.setattr(blockwise, "SHORT", 0)
         patch.setattr(blockwise, "LONG", blocks)
         got = everything("blockwise", inputs, arguments)
+        alone = statistics("blockwise", inputs, arguments)
         want = everything("reference", exact, arguments)
     check(got, want, dtype)
+    check(alone, want, dtype)
 
 
 def test_statistics_of_the_full_map():
@@ -123,8 +125,9 @@ def test_statistics_of_the_full_map():
         "current": weights[..., offset == 0].sum(-1),
         "following": weights[..., offset == 1].sum(-1),
     }
-    got = statistics("reference", inputs, arguments)
-    check(got, {name: total / real for name, total in want.items()})
+    want = {name: total / real for name, total in want.items()}
+    for implementation in ("reference", "blockwise"):
+        check(statistics(implementation, inputs, arguments), want)
 
 
 def test_extreme_logits():

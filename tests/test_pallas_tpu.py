@@ -99,12 +99,17 @@ def test_values_and_gradients(name):
 
 
 def test_statistics():
-    (query, key, _), arguments = case("segments")
+    """Beside the output, in one kernel, and alone."""
+    arrays, arguments = case("segments")
     got, want = (
-        attention.head_statistics(query, key, implementation=x, **arguments)
+        attention.dot_product_attention(
+            *arrays, implementation=x, return_statistics=True, **arguments
+        )
         for x in (TPU, "reference")
     )
     assert_close(got, want)
+    alone = attention.head_statistics(*arrays[:2], implementation=TPU, **arguments)
+    assert_close(alone, want[1])
 
 
 def test_infinite_bias_is_a_mask():

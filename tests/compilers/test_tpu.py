@@ -10,7 +10,6 @@ import pytest
 
 import attention
 from attention import partition
-from attention.api import head_statistics
 
 P = jax.P
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
@@ -132,18 +131,16 @@ def test_odd_sizes_and_maps_compile(case, devices, compile_for):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_statistics_compile(dtype, devices, compile_for, scratch_bytes):
+    """Alone, and beside the output from the same kernel."""
     case = arrays(1, 8192, 8192, 8, 2, 64, 64, dtype, **segments(1, 8192, 8192))
-    del case["value"]
 
     def function(arrays):
-        arrays = dict(arrays)
-        return head_statistics(
-            arrays.pop("query"),
-            arrays.pop("key"),
-            implementation="pallas",
-            is_causal=True,
-            **arrays,
+        options = {"implementation": "pallas", "is_causal": True}
+        beside = attention.dot_product_attention(
+            **arrays, **options, return_statistics=True
         )
+        del arrays["value"]
+        return beside, attention.head_statistics(**arrays, **options)
 
     compiled = compile_for(devices("tpu", "v5e:2x2"), (1, 1, 1), function, case)
     assert kernels(compiled) == {"attention_statistics"}
