@@ -5,6 +5,8 @@ every device. `partitioned` tells it that the axes of the batch, of the heads, a
 that `jax.vmap` adds are independent, and that all others must be whole.
 """
 
+import warnings
+
 import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -66,6 +68,14 @@ def partitioned(function, arrays, axes, results, levels=()):
         found["K"] = None if divided else heads
         fits = num_heads % size == 0 and (num_kv_heads == 1 or not divided)
         found["N"] = heads if fits else None
+        if not fits:
+            warnings.warn(
+                f"Attention gathers its heads on every device: {num_heads} heads that "
+                f"read {num_kv_heads} key/value heads cannot be divided by the mesh "
+                f"axis {heads!r} of {size} devices. Make num_heads a multiple of "
+                f"{size} and num_kv_heads too (or 1), or the axis smaller.",
+                stacklevel=2,
+            )
 
         def local(arrays):
             outcomes = mapped(arrays)
@@ -171,8 +181,8 @@ def _by_name(mesh, sizes):
 
 def _refuse(primals, tangents):
     raise NotImplementedError(
-        "implementation='pallas' has a first derivative only; use 'reference' for a "
-        "second one"
+        "this implementation of attention has a first derivative only; use 'reference' "
+        "for a second one"
     )
 
 

@@ -3,13 +3,22 @@
 In a process of its own, for this machine's processor must pretend to be four devices.
 """
 
+import contextlib
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import attention
+from attention import masks, pallas_gpu, partition, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = [
@@ -48,14 +57,25 @@ def test_sharded_kernels(index, outcomes):
     assert moved == "['all-reduce']"
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_heads_that_cannot_be_divided_are_told(num_kv_heads, monkeypatch):
+    """Two key/value heads on four devices: gathered, and said."""
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")  # where names decide
+    mesh = jax.sharding.AbstractMesh((4,), ("model",), (AxisType.Auto,))
+    query = jax.ShapeDtypeStruct((2, 200, 8, 8), jnp.float32)
+    key = jax.ShapeDtypeStruct((2, 200, num_kv_heads, 8), jnp.float32)
+    call = functools.partial(
+        attention.dot_product_attention, implementation="blockwise"
+    )
+    told = contextlib.nullcontext()
+    if num_kv_heads == 2:
+        words = r"2 key/value heads .* axis .*model.* of 4 devices"
+        told = pytest.warns(UserWarning, match=words)
+    with told, jax.sharding.use_abstract_mesh(mesh):
+        assert jax.eval_shape(call, query, key, key).shape == query.shape
+
+
 def main():
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    from attention import masks, pallas_gpu, reference
-
     def normal(seed, *shape):
         return jax.random.normal(jax.random.key(seed), shape)
 
