@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.checks import check_gates
-from models.decoding_search import check
+from models.decoding_search import complete
 from models.decoding_step import State, empty, run, start
 from models.transformer import Transformer
 
@@ -42,11 +42,7 @@ def decode(
     head_gates: dict | None = None,
     *,
     max_length: int,
-    beam_size: int = 1,
-    length_penalty: float = 0.0,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    **options: int | float,
 ) -> Decoded:
     """Translate a batch of sentences, one a row (not packed).
 
@@ -66,25 +62,20 @@ def decode(
             unfinished.
         head_gates: see `models.Transformer.__call__`, of a number a layer and head.
         max_length: L, static: slots of the cache.
-        beam_size: W.
-        length_penalty: the exponent, at least 0.
-        temperature: 0 searches for the best; above it samples from
-            softmax(logits / temperature).
-        top_k: sample among the k best pieces; 0: all.
-        top_p: sample among the fewest best pieces whose probabilities sum to at least
-            top_p (Holtzman et al. 2020).
+        options: of
+            beam_size: W; 1 if not given.
+            length_penalty: the exponent, at least 0; 0 if not given.
+            temperature: 0, if not given, searches for the best; above it samples from
+                softmax(logits / temperature).
+            top_k: sample among the k best pieces; 0, if not given: all.
+            top_p: sample among the fewest best pieces whose probabilities sum to at
+                least top_p (Holtzman et al. 2020); 1 if not given.
 
     Raises:
         ValueError: an option out of its range, or sampling with a beam.
     """
-    options = {
-        "beam_size": beam_size,
-        "length_penalty": length_penalty,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
-    check(**options)
+    options = complete(**options)
+    beam_size = options["beam_size"]
     check_gates(head_gates, model.head_gates())
     B, L = source.shape[0], max_length
     if keys is None:
@@ -171,11 +162,7 @@ def translate(
     max_length_extra: int = 16,
     seed: int = 0,
     head_gates: dict | None = None,
-    beam_size: int = 1,
-    length_penalty: float = 0.0,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    **options: int | float,
 ) -> tuple[list[list[int]], list[float]]:
     """Translate sentences of token ids, in any number and of any length.
 
@@ -192,19 +179,13 @@ def translate(
             factor · source length + extra tokens, EOS included.
         seed: of the samples.
         head_gates: see `decode`.
-        beam_size, length_penalty, temperature, top_k, top_p: see `decode`.
+        options: see `decode`.
 
     Returns:
         The token ids of each translation without EOS, and the scores.
     """
-    options = {
-        "beam_size": beam_size,
-        "length_penalty": length_penalty,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
-    check(**options)
+    options = complete(**options)
+    beam_size = options["beam_size"]
     found = {}
     limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
     most = max(1, batch_size // beam_size)

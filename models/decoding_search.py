@@ -21,8 +21,15 @@ class Found(NamedTuple):
     eos_log_probs: Float[Array, "B W"]  # of the old ones with EOS
 
 
-def check(*, beam_size, length_penalty, temperature, top_k, top_p) -> None:
-    """Raise a ValueError for an option out of its range."""
+def complete(
+    *,
+    beam_size: int = 1,
+    length_penalty: float = 0.0,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> dict[str, int | float]:
+    """All options of `models.decoding.decode`; ValueError for one out of its range."""
     for name, value, valid, wanted in (
         ("beam_size", beam_size, beam_size >= 1, "at least 1"),
         ("length_penalty", length_penalty, length_penalty >= 0, "at least 0"),
@@ -34,6 +41,13 @@ def check(*, beam_size, length_penalty, temperature, top_k, top_p) -> None:
             raise ValueError(f"{name} must be {wanted}, got {value}.")
     if temperature and beam_size > 1:
         raise ValueError(f"Sampling needs beam_size 1, got {beam_size}.")
+    return {
+        "beam_size": beam_size,
+        "length_penalty": length_penalty,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
 
 
 def penalty(length, exponent: float):
@@ -72,11 +86,13 @@ def next_pieces(
             top_p,
         )
         logit = jnp.take_along_axis(logits[:, 0], drawn[:, None], axis=1)
+        ends = (last | (drawn == EOS))[:, None]
+        going_on = log_probs + jnp.maximum(logit - log_total, NEVER)
         return Found(
-            log_probs=log_probs + jnp.maximum(logit - log_total, NEVER),
+            log_probs=jnp.where(ends, NEVER, going_on),
             parents=jnp.zeros((B, 1), jnp.int32),
             pieces=drawn[:, None],
-            ends=(last | (drawn == EOS))[:, None],
+            ends=ends,
             eos_log_probs=eos,
         )
 
