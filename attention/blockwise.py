@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attention import blockwise_heads as heads
-from attention.partition import partitioned
+from attention.partition import axes_of, partitioned
 from attention.platform import platform
 from attention.statistics import HeadStatistics
 
@@ -146,31 +146,7 @@ def _run(function, problem, arrays, results):
     if not problem.one_by_one:
         return local(arrays)
     # A loop over an axis that is sharded would gather it on every device.
-    return partitioned(local, arrays, _axes(arrays), tuple(results.values()))
-
-
-def _axes(arrays):
-    """The letters of the arrays' axes, 1 where one is broadcast."""
-    letters = {
-        "query": "BTNH",
-        "key": "BSKH",
-        "value": "BSKV",
-        "out_gradient": "BTNV",
-        "lse": "BTN",
-        "delta": "BTN",
-        "mask": "BNTS",
-        "query_seq_lengths": "B",
-        "key_value_seq_lengths": "B",
-        "query_segment_ids": "BT",
-        "key_value_segment_ids": "BS",
-    }
-    return {
-        name: "".join(
-            letter if size > 1 or name != "mask" else "1"
-            for letter, size in zip(letters[name], array.shape, strict=True)
-        )
-        for name, array in arrays.items()
-    }
+    return partitioned(local, arrays, axes_of(arrays), tuple(results.values()))
 
 
 def _all_heads(function, problem, results, arrays):

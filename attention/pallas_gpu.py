@@ -18,10 +18,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from attention import masks
 from attention import pallas_gpu_kernels as kernels
+from attention.fused import check, present, refuse_gradient
 from attention.pallas_gpu_blocks import choose_tiles, padded, visits
-from attention.partition import partitioned
+from attention.partition import axes_of, partitioned
 from attention.statistics import HeadStatistics
 
+DTYPES = ("float32", "bfloat16", "float16")
 STRUCTURE = (
     "query_seq_lengths",
     "key_value_seq_lengths",
@@ -38,31 +40,17 @@ def attend(
     Raises NotImplementedError for float64, for head sizes above 256, and when a
     gradient by the bias is asked for.
     """
-    _check(query, value)
+    check("GPU", DTYPES, query, value)
     static, arrays = _split(structure, statistics, interpret)
-    return _attend(static, query, key, value, bias, _present(mask=mask, **arrays))
+    return _attend(static, query, key, value, bias, present(mask=mask, **arrays))
 
 
 def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
     """Statistics of every row: see `attention.api`."""
-    _check(query, query)
+    check("GPU", DTYPES, query, query)
     static, arrays = _split(structure, True, interpret)
-    arrays = _present(query=query, key=key, bias=bias, mask=mask, **arrays)
+    arrays = present(query=query, key=key, bias=bias, mask=mask, **arrays)
     return _forward(static, arrays)[-1]
-
-
-def _check(query, value):
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            "implementation='pallas' on a GPU takes float32, bfloat16 and float16, not "
-            f"{query.dtype}; use 'reference' or 'blockwise'"
-        )
-    for name, array in (("query and key", query), ("value", value)):
-        if array.shape[-1] > 256:
-            raise NotImplementedError(
-                "implementation='pallas' on a GPU takes heads of size 256 at most, got "
-                f"{array.shape[-1]} for {name}; use 'blockwise'"
-            )
 
 
 def _split(structure, statistics, interpret):
@@ -70,10 +58,6 @@ def _split(structure, statistics, interpret):
     arrays = {name: structure.pop(name) for name in STRUCTURE}
     structure |= {"statistics": statistics, "interpret": interpret}
     return tuple(sorted(structure.items())), arrays
-
-
-def _present(**arrays):
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _public(lse):
@@ -84,22 +68,18 @@ def _public(lse):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, query, key, value, bias, others):
-    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    arrays = present(query=query, key=key, value=value, bias=bias, **others)
     out, lse, *rows = _forward(static, arrays)
     return out, _public(lse), *rows
 
 
 def _attend_forward(static, query, key, value, bias, others):
     primals = query, key, value, bias, others
-    if bias is not None and bias.perturbed:
-        raise NotImplementedError(
-            "implementation='pallas' on a GPU gives no gradient by the bias; use "
-            "'blockwise', or jax.lax.stop_gradient(bias) if none is wanted"
-        )
+    refuse_gradient("GPU", bias)
     query, key, value, bias, others = jax.tree.map(
         lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    arrays = present(query=query, key=key, value=value, bias=bias, **others)
     out, lse, *rows = _forward(static, arrays)
     return (out, _public(lse), *rows), (arrays, out, lse)
 
@@ -175,28 +155,8 @@ def _run(kernel, static, arrays, outputs, results):
     def function(arrays):
         return run(kernel, problem, arrays, outputs(arrays))
 
-    return partitioned(function, arrays, _axes(arrays), results)
-
-
-def _axes(arrays):
-    """The letters of every array's axes, 1 where it is broadcast."""
-    letters = {
-        "query": "BTNH",
-        "key": "BSKH",
-        "value": "BSKV",
-        "out_gradient": "BTNV",
-        "lse": "BNT",
-        "delta": "BNT",
-        "query_seq_lengths": "B",
-        "key_value_seq_lengths": "B",
-        "query_segment_ids": "BT",
-        "key_value_segment_ids": "BS",
-    }
-    for name, axes in (("bias", "BNTS"), ("mask", "BNTS"), ("bounds", "Bxy")):
-        if name in arrays:
-            sizes = zip(axes, arrays[name].shape, strict=True)
-            letters[name] = "".join(x if size > 1 else "1" for x, size in sizes)
-    return {name: letters[name] for name in arrays}
+    axes = axes_of(arrays, lse="BNT", delta="BNT")
+    return partitioned(function, arrays, axes, results)
 
 
 def _problem(kernel, static, arrays, by_key):

@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from attention import pallas_tpu_kernels as kernels
+from attention.fused import check, present, refuse_gradient
 from attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
-from attention.partition import partitioned
+from attention.partition import axes_of, partitioned
 from attention.statistics import HeadStatistics
 
+DTYPES = ("float32", "bfloat16")
 # The most queries and keys of a block.
 FORWARD_TILES = (512, 1024)
 BACKWARD_TILES = (512, 512)
@@ -38,33 +40,19 @@ def attend(
     Raises NotImplementedError for dtypes other than float32 and bfloat16, for head
     sizes above 256, and when a gradient by the bias is asked for.
     """
-    _check(query, value)
+    check("TPU", DTYPES, query, value)
     problem, ids = _split(query, key, interpret, **structure)
     static = problem, statistics
-    return _attend(static, query, key, value, bias, _present(mask=mask, **ids))
+    return _attend(static, query, key, value, bias, present(mask=mask, **ids))
 
 
 def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
     """Statistics of every row: see `attention.api`."""
-    _check(query, query)
+    check("TPU", DTYPES, query, query)
     problem, ids = _split(query, key, interpret, **structure)
-    arrays = _present(query=query, key=key, bias=bias, mask=mask, **ids)
+    arrays = present(query=query, key=key, bias=bias, mask=mask, **ids)
     _, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
     return HeadStatistics(*jnp.moveaxis(rows, -1, 0))
-
-
-def _check(query, value):
-    if query.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(
-            "implementation='pallas' on a TPU takes float32 and bfloat16, not "
-            f"{query.dtype}; use 'blockwise'"
-        )
-    for name, array in (("query and key", query), ("value", value)):
-        if array.shape[-1] > 256:
-            raise NotImplementedError(
-                "implementation='pallas' on a TPU takes heads of size 256 at most, got "
-                f"{array.shape[-1]} for {name}; use 'blockwise'"
-            )
 
 
 def _split(
@@ -99,13 +87,9 @@ def _ids(size, lengths, ids, excluded):
     return jnp.where(jnp.arange(size) < lengths[:, None], ids, excluded)
 
 
-def _present(**arrays):
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, query, key, value, bias, others):
-    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    arrays = present(query=query, key=key, value=value, bias=bias, **others)
     return _output(*static, arrays)
 
 
@@ -117,17 +101,13 @@ def _output(problem, statistics, arrays):
 
 
 def _attend_forward(static, query, key, value, bias, others):
-    if bias is not None and bias.perturbed:
-        raise NotImplementedError(
-            "implementation='pallas' on a TPU gives no gradient by the bias; use "
-            "'blockwise', or jax.lax.stop_gradient(bias) if none is wanted"
-        )
+    refuse_gradient("TPU", bias)
     query, key, value, bias, others = jax.tree.map(
         lambda primal: primal.value,
         (query, key, value, bias, others),
         is_leaf=lambda x: hasattr(x, "perturbed"),
     )
-    arrays = _present(query=query, key=key, value=value, bias=bias, **others)
+    arrays = present(query=query, key=key, value=value, bias=bias, **others)
     out, lse, *rows = _output(*static, arrays)
     return (out, lse, *rows), (arrays, out, lse)
 
@@ -160,31 +140,13 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 def _call(function, problem, arrays, results):
     """Each device on its part of the batch and heads; trials of `jax.vmap` as one."""
-    letters = {
-        "query": "BTNH",
-        "key": "BSKH",
-        "value": "BSKV",
-        "out_gradient": "BTNV",
-        "lse": "BTN",
-        "delta": "BTN",
-    }
-    for name, axes in (
-        ("bias", "BNTS"),
-        ("mask", "BNTS"),
-        ("query_ids", "BT"),
-        ("key_ids", "BS"),
-    ):
-        if name in arrays:
-            sizes = zip(axes, arrays[name].shape, strict=True)
-            letters[name] = "".join(x if size > 1 else "1" for x, size in sizes)
-    letters = {name: letters[name] for name in arrays}
 
     def one_trial(arrays):
         trials = {name: array[None] for name, array in arrays.items()}
         results = _trials(function, problem)(trials)
         return tuple(result[0] for result in results)
 
-    return partitioned(one_trial, arrays, letters, results)
+    return partitioned(one_trial, arrays, axes_of(arrays), results)
 
 
 @functools.cache

@@ -16,6 +16,28 @@ from attention.platform import platform
 
 INDEPENDENT = ("B", "N", "K")
 
+# The axes of an implementation's arrays.
+AXES = {
+    "query": "BTNH",
+    "key": "BSKH",
+    "value": "BSKV",
+    "out_gradient": "BTNV",
+    "lse": "BTN",
+    "delta": "BTN",
+    "query_seq_lengths": "B",
+    "key_value_seq_lengths": "B",
+    "query_segment_ids": "BT",
+    "key_value_segment_ids": "BS",
+}
+# Those of arrays whose axes may be broadcast.
+BROADCAST_AXES = {
+    "bias": "BNTS",
+    "mask": "BNTS",
+    "query_ids": "BT",
+    "key_ids": "BS",
+    "bounds": "Bxy",
+}
+
 # The mesh's axes as `training` names them, and what they divide.
 MESH_AXES = {"trial": "R0", "data": "B", "model": "N"}
 
@@ -151,6 +173,18 @@ def partitioned(function, arrays, axes, results, levels=()):
     constant = jax.custom_jvp(vmappable)
     constant.defjvp(_refuse)
     return constant(arrays)
+
+
+def axes_of(arrays, **others):
+    """The letters of arrays by name, for `partitioned`; 1 where one is broadcast.
+
+    `others` are letters of arrays that an implementation holds in its own order.
+    """
+    letters = AXES | others
+    for name in BROADCAST_AXES.keys() & arrays.keys():
+        sizes = zip(BROADCAST_AXES[name], arrays[name].shape, strict=True)
+        letters[name] = "".join(x if size > 1 else "1" for x, size in sizes)
+    return {name: letters[name] for name in arrays}
 
 
 def _by_name(mesh, sizes):
