@@ -204,9 +204,9 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
     import numpy as np
 
-    from data.pipeline import training_batches
+    from data.pipeline import portions, training_batches
     from training.metrics import MetricsWriter, Progress, Window, clock, say
-    from training.step import stop_late, train_step
+    from training.step import stop_late, train_steps
 
     static, arrays, state, best, step, batches, dev, checkpoints = ready
     every, num_steps = config.train, config.train.num_steps
@@ -215,7 +215,13 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
         return
     writer, progress = MetricsWriter(workdir, step), Progress(num_steps, step)
     window, unread = Window(batches.shape), []
-    feed = training_batches(batches, start_step=step)
+    intervals = (
+        every.log_every_steps,
+        every.eval_every_steps,
+        every.checkpoint_every_steps,
+    )
+    todo = portions(step, num_steps, every.steps_per_dispatch, intervals)
+    feed = training_batches(batches, todo, every.steps_per_dispatch)
     frozen = np.array(state.frozen)
 
     def freeze(which, at: int, why: str, **row) -> None:
@@ -226,26 +232,32 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
             say(f"step {at}: {named(trials, trial)} {why}; it is frozen from now on.")
 
     def read(most: int) -> None:
-        """Take in the metrics of all but the last `most` steps."""
+        """Take in the metrics of all but the last `most` dispatches."""
         while len(unread) > most:
-            at, metrics = unread.pop(0)
+            first, number, metrics = unread.pop(0)
+            metrics = {name: np.asarray(array) for name, array in metrics.items()}
             why = "diverged: its loss or gradient is not finite"
-            freeze(window.add(metrics), at, why, diverged_at=at)
+            for index in range(number):
+                of_step = {name: array[:, index] for name, array in metrics.items()}
+                at = first + index + 1
+                freeze(window.add(of_step), at, why, diverged_at=at)
 
     def is_due(interval: int) -> bool:
         return step % interval == 0 or step == num_steps
 
     try:
-        while step < num_steps and stop.name is None and not frozen.all():
+        for first, number in todo:
+            if stop.name is not None or frozen.all():
+                break
             with window.waiting():
                 batch = next(feed)
-            state, metrics = train_step(state, arrays, batch, static=static)
-            step += 1
-            unread.append((step, metrics))
-            read(most=1)  # one step late, so that the device never waits for Python
+            state, metrics = train_steps(state, arrays, batch, number, static=static)
+            step += number
+            unread.append((first, number, metrics))
+            read(most=1)  # one late, so that the device never waits for Python
             if window.compiling:
                 read(most=0)
-                say(f"First step {clock(time.monotonic() - START)} after the launch.")
+                say(f"First steps {clock(time.monotonic() - START)} after the launch.")
                 window.start_clock()
             if is_due(every.log_every_steps):
                 read(most=0)

@@ -70,6 +70,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.train = train = ml_collections.ConfigDict()
     train.num_steps = 1000  # updates
+    train.steps_per_dispatch = 8  # updates that the device does without Python, at most
     train.log_every_steps = 50
     train.eval_every_steps = 250  # dev loss, and scores of greedy translations
     train.best_metric = "dev_bleu"  # or dev_chrf, dev_exact_match, dev_loss

@@ -161,16 +161,52 @@ class Batches(collections.abc.Sequence):
         return {name: array.reshape(num_trials, B, -1) for name, array in batch.items()}
 
 
+def portions(start: int, end: int, most: int, intervals) -> list[tuple[int, int]]:
+    """Cut the steps from start to end into (first, number) of at most `most` steps.
+
+    Each multiple of an interval ends a portion.
+    """
+    found = []
+    while start < end:
+        due = min(start - start % interval + interval for interval in intervals)
+        number = min(most, due - start, end - start)
+        found.append((start, number))
+        start += number
+    return found
+
+
+def stacked(batches: Batches, first: int, number: int, most: int):
+    """Batches of successive steps, (R, most, B, S) and (R, most, B, T).
+
+    Those beyond the number are padding.
+    """
+    out = {}
+    for index in range(number):
+        for name, array in batches[first + index].items():
+            if index == 0:
+                R, *rest = array.shape
+                out[name] = np.zeros((R, most, *rest), array.dtype)
+            out[name][:, index] = array
+    return out
+
+
 def training_batches(
-    batches: Batches, start_step: int = 0, *, num_threads: int = 2, buffer: int = 4
+    batches: Batches,
+    portions: list[tuple[int, int]],
+    most: int = 1,
+    *,
+    num_threads: int = 2,
+    buffer: int = 4,
 ):
-    """Iterates over the batches from a step on, assembled ahead in the background.
+    """Iterates over portions of batches, see `stacked`, made ahead in the background.
 
     `.close()` ends the threads; so does the end of the program.
     """
     import grain  # half a second that evaluation need not wait for
 
-    dataset = grain.MapDataset.range(start_step, len(batches)).map(batches.__getitem__)
+    dataset = grain.MapDataset.range(len(portions)).map(
+        lambda index: stacked(batches, *portions[index], most)
+    )
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer)
     return iter(dataset.to_iter_dataset(options))
 

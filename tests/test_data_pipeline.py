@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from data.packing import Sentences
-from data.pipeline import Batches, evaluation_batches, training_batches
+from data.pipeline import (
+    Batches,
+    evaluation_batches,
+    portions,
+    training_batches,
+)
 from tests.test_data_packing import caption_lengths
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -174,16 +179,29 @@ def test_a_batch_smaller_than_a_row_is_refused():
 
 def test_prefetched_batches_are_those_of_the_steps():
     batches = batches_of(500)
-    iterator = training_batches(batches, start_step=17)
-    for step in range(17, 45):
-        assert digest(next(iterator)) == digest(batches[step])
+    todo = portions(17, 45, most=4, intervals=(10,))
+    iterator = training_batches(batches, todo, most=4)
+    for first, number in todo:
+        portion = next(iterator)
+        for index in range(4):
+            batch = {name: array[:, index] for name, array in portion.items()}
+            if index < number:
+                assert digest(batch) == digest(batches[first + index])
+            else:
+                assert not any(array.any() for array in batch.values())
     iterator.close()
+
+
+def test_portions_end_at_every_interval():
+    assert portions(0, 20, 8, (10, 7)) == [(0, 7), (7, 3), (10, 4), (14, 6)]
+    assert portions(17, 19, 1, (100,)) == [(17, 1), (18, 1)]
+    assert portions(5, 5, 4, (2,)) == []
 
 
 def test_a_program_may_end_amid_its_batches():
     code = (
         "import tests.test_data_pipeline as t\n"
-        "iterator = t.training_batches(t.batches_of(500))\n"
+        "iterator = t.training_batches(t.batches_of(500), [(0, 1)] * 9)\n"
         "next(iterator), next(iterator)\n"
     )
     done = subprocess.run(

@@ -11,9 +11,9 @@ from flax import nnx
 from configs.base import get_config
 from configs.commandline import flat
 from data.packing import Sentences
-from data.pipeline import Batches
+from data.pipeline import Batches, stacked
 from models.transformer import Transformer
-from training.step import Static, init, keep_best, stop_late, train_step
+from training.step import Static, init, keep_best, stop_late, train_steps
 from training.trials import numbers
 
 VOCAB, EOS = 40, 2
@@ -50,17 +50,19 @@ def batches_of(corpus, trials):
     return Batches(*corpus, batch_tokens=256, max_length=64, seeds=seeds)
 
 
-def losses(config, corpus, program, trials, num_steps):
-    """The loss of every step and trial, and the last state."""
+def trained(config, corpus, program, trials, portions, most=25):
+    """The metrics R steps and the last state after so many steps a dispatch."""
     static, build = program
     arrays = numbers(flat(config.to_dict()), trials)
     batches = batches_of(corpus, trials)
     state = init(arrays, static=static, build=build)
-    found = []
-    for step in range(num_steps):
-        state, metrics = train_step(state, arrays, batches[step], static=static)
-        found.append(metrics["loss"])
-    return np.array(found), state
+    found, step = [], 0
+    for number in portions:
+        some = stacked(batches, step, number, most)
+        state, metrics = train_steps(state, arrays, some, number, static=static)
+        found.append({name: array[:, :number] for name, array in metrics.items()})
+        step += number
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *found), state
 
 
 TRIALS = [
@@ -72,38 +74,43 @@ TRIALS = [
 
 def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program):
     """Own initial values, data order, dropout, schedule: 50 steps of each."""
-    group, _ = losses(config, corpus, program, TRIALS, 50)
+    group = trained(config, corpus, program, TRIALS, [25, 25])[0]["loss"]
     for index, trial in enumerate(TRIALS):
-        alone, _ = losses(config, corpus, program, [trial], 50)
-        np.testing.assert_allclose(group[:, index], alone[:, 0], rtol=2e-4)
-    assert group[-1].max() < 0.95 * group[0].min()
-    assert abs(group[0, 0] - group[0, 1]) > 1e-3 < abs(group[1, 0] - group[1, 2])
+        alone = trained(config, corpus, program, [trial], [25, 25])[0]["loss"]
+        np.testing.assert_allclose(group[index], alone[0], rtol=2e-4)
+    assert group[:, -1].max() < 0.95 * group[:, 0].min()
+    assert abs(group[0, 0] - group[1, 0]) > 1e-3 < abs(group[0, 1] - group[2, 1])
+
+
+def test_steps_of_one_dispatch_equal_as_many_dispatches(config, corpus, program):
+    """However the steps are dealt out to calls of one program: the same bits."""
+    together, state = trained(config, corpus, program, TRIALS, [12])
+    for portions in ([1] * 12, [5, 7]):
+        apart, last = trained(config, corpus, program, TRIALS, portions)
+        for name, array in together.items():
+            np.testing.assert_array_equal(array, apart[name])
+        for one, other in zip(*map(jax.tree.leaves, (state, last)), strict=True):
+            np.testing.assert_array_equal(one, other)
+    single, _ = trained(config, corpus, program, TRIALS, [1] * 12, most=1)
+    np.testing.assert_allclose(single["loss"], together["loss"], rtol=2e-5)
 
 
 def test_a_trial_that_diverges_is_frozen_and_the_others_go_on(config, corpus, program):
     # three, as in the group above: the compiled program is the same
     trials = [{"seed": 0}, {"seed": 0, "optimizer.learning_rate": 1e30}, {"seed": 1}]
-    static, build = program
-    arrays = numbers(flat(config.to_dict()), trials)
-    batches = batches_of(corpus, trials)
-    state = init(arrays, static=static, build=build)
-    updated, diverged = [], []
-    for step in range(6):
-        state, metrics = train_step(state, arrays, batches[step], static=static)
-        updated.append(metrics["updated"])
-        diverged.append(metrics["diverged"])
-    (at,) = np.flatnonzero(np.array(diverged)[:, 1])  # once, then frozen
-    np.testing.assert_array_equal(np.array(updated)[:, 1], np.arange(6) < at)
-    assert np.all(np.array(updated)[:, ::2]) and not np.any(np.array(diverged)[:, ::2])
+    metrics, state = trained(config, corpus, program, trials, [6, 2])
+    (at,) = np.flatnonzero(metrics["diverged"][1])  # once, then frozen
+    np.testing.assert_array_equal(metrics["updated"][1], np.arange(8) < at)
+    assert metrics["updated"][::2].all() and not metrics["diverged"][::2].any()
     assert state.diverged_at.tolist() == [0, at + 1, 0]
-    assert state.step.tolist() == [6, at, 6]
+    assert state.step.tolist() == [8, at, 8]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-    alone, _ = losses(config, corpus, program, trials[:1], 6)
-    np.testing.assert_allclose(metrics["loss"][0], alone[-1, 0], rtol=1e-5)
+    alone, _ = trained(config, corpus, program, trials[:1], [8])
+    np.testing.assert_allclose(metrics["loss"][0], alone["loss"][0], rtol=1e-5)
 
 
 def test_a_trial_that_gets_no_better_is_frozen(config, corpus, program):
-    _, state = losses(config, corpus, program, TRIALS, 1)
+    _, state = trained(config, corpus, program, TRIALS, [1])
     best = {"step": np.array([10, 20, 5])}
     state = state._replace(diverged_at=jnp.array([0, 0, 7]))
     state, late = stop_late(state, best, before=10, step=30)
@@ -111,9 +118,9 @@ def test_a_trial_that_gets_no_better_is_frozen(config, corpus, program):
     assert state.frozen.tolist() == [True, False, True]
     before = jax.tree.map(np.array, state.params)
     arrays = numbers(flat(config.to_dict()), TRIALS)
-    batch = batches_of(corpus, TRIALS)[1]
-    state, metrics = train_step(state, arrays, batch, static=program[0])
-    assert metrics["updated"].tolist() == [False, True, False]
+    batch = stacked(batches_of(corpus, TRIALS), 1, 1, 25)
+    state, metrics = train_steps(state, arrays, batch, 1, static=program[0])
+    assert metrics["updated"][:, 0].tolist() == [False, True, False]
     for old, new in zip(*map(jax.tree.leaves, (before, state.params)), strict=True):
         np.testing.assert_array_equal(old[::2], new[::2])
     assert state.stopped_at.tolist() == [30, 0, 0]

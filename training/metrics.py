@@ -103,7 +103,6 @@ class Window:
 
     def add(self, metrics: dict) -> np.ndarray:
         """Take in the metrics of a step, each of shape R; the trials that diverged."""
-        metrics = {name: np.asarray(value) for name, value in metrics.items()}
         self.metrics.append(metrics)
         return np.flatnonzero(metrics["diverged"])
 

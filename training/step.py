@@ -64,13 +64,16 @@ def init(trials: dict, *, static: Static, build) -> TrainState:
 
 
 def over_trials(function):
-    """`jax.vmap` over the trial axis R, without its cost where R is 1."""
+    """The function of one trial, for all of them; the trial axis R is in front.
+
+    Accelerators do all trials at once. On CPU they take turns: there a batch of
+    products is slower than one after another, which fill its cores and caches already.
+    """
 
     def mapped(*arguments):
-        if jax.tree.leaves(arguments)[0].shape[0] > 1:
-            return jax.vmap(function)(*arguments)
-        squeezed = jax.tree.map(lambda x: x[0], arguments)
-        return jax.tree.map(lambda x: x[None], function(*squeezed))
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(lambda one: function(*one), arguments)
+        return jax.vmap(function)(*arguments)
 
     return mapped
 
@@ -91,65 +94,85 @@ def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
 
 
 @partial(jax.jit, static_argnames="static", donate_argnames="state")
-def train_step(state: TrainState, trials: dict, batch: dict, *, static: Static):
-    """Update every trial on its own batch.
+def train_steps(
+    state: TrainState, trials: dict, batches: dict, num_steps, *, static: Static
+):
+    """Update every trial on one batch after another.
+
+    How many are done is data, so one program serves up to k.
 
     Args:
         state: of R trials; donated.
         trials: numbers of the trials, each of shape R: `seed`, `dropout`,
             `label_smoothing`, and `optimizer`, the arguments of `make_optimizer`.
-        batch: int arrays R B S and R B T, see `models.Transformer.__call__`.
+        batches: int arrays R k B S and R k B T, see `models.Transformer.__call__`.
+        num_steps: at most k; the batches from there on are not looked at.
 
     Returns:
-        The new state and metrics of shape R. A trial whose loss or gradient is not
+        The new state and metrics of shape R k. A trial whose loss or gradient is not
         finite keeps its old state, and is frozen: `updated` says which were updated,
-        `diverged` which stopped being finite now.
+        `diverged` which stopped being finite in this step.
     """
 
-    def one(state, trial, batch):
-        key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
+    def one(state, trial, batches):
+        def step(index, carry):
+            state, metrics = carry
+            batch = jax.tree.map(lambda x: x[index], batches)
+            state, now = update(state, trial, batch, static)
+            write = jax.tree.map(lambda x, new: x.at[index].set(new), metrics, now)
+            return state, write
 
-        def mean_loss(params):
-            loss, tokens = batch_loss(
-                params, static, batch, trial["label_smoothing"], trial["dropout"], key
-            )
-            return loss / jnp.maximum(tokens, 1.0), tokens
+        first = jax.tree.map(lambda x: x[0], batches)
+        like = jax.eval_shape(lambda: update(state, trial, first, static)[1])
+        k = len(batches["source"])
+        metrics = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), like)
+        steps = jnp.where(state.frozen, 0, num_steps)
+        return jax.lax.fori_loop(0, steps, step, (state, metrics))
 
-        (loss, tokens), gradient = jax.value_and_grad(mean_loss, has_aux=True)(
-            state.params
-        )
-        updates, opt_state = optimizer_of(static, trial).update(
-            gradient, state.opt_state, state.params
-        )
-        norm = optax.tree.norm(gradient)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updated, diverged = finite & ~state.frozen, ~finite & ~state.frozen
-        new = state._replace(
-            step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-        )
-        new = jax.tree.map(lambda new, old: jnp.where(updated, new, old), new, state)
-        diverged_at = jnp.where(diverged, state.step + 1, state.diverged_at)
-        optimizer = trial["optimizer"]
-        metrics = {
-            "loss": loss,
-            "gradient_norm": norm,
-            "learning_rate": learning_rate_at(
-                static.schedule,
-                state.step,
-                optimizer["learning_rate"],
-                optimizer["warmup_steps"],
-                static.width,
-            ),
-            "target_tokens": tokens,
-            "source_tokens": (batch["source_segments"] > 0).sum(),
-            "updated": updated,
-            "diverged": diverged,
-        }
-        return new._replace(diverged_at=diverged_at), metrics
+    return over_trials(one)(state, trials, batches)
 
-    return over_trials(one)(state, trials, batch)
+
+def update(state: TrainState, trial: dict, batch: dict, static: Static):
+    """Update one trial on one batch, see `train_steps`."""
+    key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
+
+    def mean_loss(params):
+        loss, tokens = batch_loss(
+            params, static, batch, trial["label_smoothing"], trial["dropout"], key
+        )
+        return loss / jnp.maximum(tokens, 1.0), tokens
+
+    (loss, tokens), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    change, opt_state = optimizer_of(static, trial).update(
+        gradient, state.opt_state, state.params
+    )
+    norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    updated, diverged = finite & ~state.frozen, ~finite & ~state.frozen
+    new = state._replace(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, change),
+        opt_state=opt_state,
+    )
+    new = jax.tree.map(lambda new, old: jnp.where(updated, new, old), new, state)
+    diverged_at = jnp.where(diverged, state.step + 1, state.diverged_at)
+    optimizer = trial["optimizer"]
+    metrics = {
+        "loss": loss,
+        "gradient_norm": norm,
+        "learning_rate": learning_rate_at(
+            static.schedule,
+            state.step,
+            optimizer["learning_rate"],
+            optimizer["warmup_steps"],
+            static.width,
+        ),
+        "target_tokens": tokens,
+        "source_tokens": (batch["source_segments"] > 0).sum(),
+        "updated": updated,
+        "diverged": diverged,
+    }
+    return new._replace(diverged_at=diverged_at), metrics
 
 
 @partial(jax.jit, static_argnames="static")
