@@ -41,6 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.output_transform = False  # linear map, activation and norm before the output
     model.output_bias = False  # a number a piece
     model.bos = 1  # id of the token before the first, see data/tokenizer.py
+    model.dtype = placeholder(str)  # bfloat16, float32; None: bfloat16 if it is fast
     model.attention = attention = ml_collections.ConfigDict()
     attention.num_heads = 4  # N
     attention.num_kv_heads = placeholder(int)  # K; None: num_heads
@@ -71,6 +72,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.train = train = ml_collections.ConfigDict()
     train.num_steps = 1000  # updates
     train.steps_per_dispatch = 8  # updates that the device does without Python, at most
+    train.accumulate_steps = 1  # parts that an update computes its batch in, for memory
+    train.remat = "none"  # or "block", "dots": compute again what would fill the memory
     train.log_every_steps = 50
     train.eval_every_steps = 250  # dev loss, and scores of greedy translations
     train.best_metric = "dev_bleu"  # or dev_chrf, dev_exact_match, dev_loss

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from models import precision
 from models.checks import check_gates
 from models.decoding_search import complete
 from models.decoding_step import State, empty, run, start
@@ -104,7 +105,7 @@ def decoded(state: State) -> Decoded:
 @partial(jax.jit, static_argnames=("graph", "shape", "max_length", "beam_size"))
 def idle(graph, params, *, shape, max_length, beam_size) -> State:
     """`empty`, compiled; `shape` is B S."""
-    model = nnx.merge(graph, params)
+    model = precision.merge(graph, params)
     keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
     source = jnp.zeros(shape, jnp.int32)
     return empty(model, source, keys, max_length=max_length, beam_size=beam_size)
@@ -118,7 +119,7 @@ def program(graph, structure, options):
     """
 
     def run_model(leaves, state, head_gates, *arguments):
-        model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        model = precision.merge(graph, jax.tree.unflatten(structure, leaves))
         check_gates(head_gates, model.head_gates())
         return serve(model, state, head_gates, *arguments, **dict(options))
 

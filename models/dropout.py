@@ -20,7 +20,8 @@ def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
     rate, key = rate_and_key
     bits = random_bits(jax.random.fold_in(key, index), x.shape)
     keep = bits >= jnp.uint32(rate * 2.0**32)
-    return jnp.where(keep, x * (1 / (1.0 - rate)), 0.0)
+    scale = jnp.asarray(1 / (1.0 - rate), x.dtype)
+    return jnp.where(keep, x * scale, jnp.zeros((), x.dtype))
 
 
 def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:

@@ -12,13 +12,8 @@ from models.checks import check_gates, check_layers, check_rotary, choose
 from models.dropout import Dropout, dropout, fold
 from models.layers import Layer, layer_norm
 from models.output import OutputTransform, Pooler
-from models.positions import (
-    BUCKETS,
-    POSITIONS,
-    SINUSOIDAL,
-    relative_bias,
-    sinusoidal,
-)
+from models.positions import BUCKETS, POSITIONS, SINUSOIDAL, relative_bias, sinusoidal
+from models.precision import apply, compute_dtype
 from models.sites import at_site, gates_of, maps_of
 
 
@@ -53,6 +48,7 @@ class Transformer(nnx.Module):
         encoder_attention, decoder_attention, cross_attention: those in which the
             encoder's self-, the decoder's self- or its cross-attention differs; None
             where it doesn't.
+        dtype: that `models.precision.merge` has it compute in; None: by the device.
 
     Raises:
         ValueError: a setting that is unknown or does not fit, by its config key.
@@ -84,8 +80,10 @@ class Transformer(nnx.Module):
         encoder_attention: dict | None = None,
         decoder_attention: dict | None = None,
         cross_attention: dict | None = None,
+        dtype: str | None = None,
         rngs: nnx.Rngs,
     ):
+        self.dtype = compute_dtype(dtype)
         choose("model.positions", positions, POSITIONS)
         choose("model.norm", norm, ("post", "pre"))
         if not 0 <= dropout < 1:
@@ -181,7 +179,7 @@ class Transformer(nnx.Module):
         x = embedding[...][tokens] * self.scale
         if self.positions in SINUSOIDAL:
             table = sinusoidal(num_positions, self.width, self.positions)
-            x = x + jnp.asarray(table)[positions]
+            x = x + jnp.asarray(table, x.dtype)[positions]
         if self.positions == "learned":
             table = self.encoder_positions if is_source else self.decoder_positions
             x = x + table[...][jnp.minimum(positions, self.max_positions - 1)]
@@ -213,13 +211,16 @@ class Transformer(nnx.Module):
         head_gates: dict | None = None,
         maps: dict | None = None,
         types: Int[Array, "B S"] | None = None,
+        remat: str = "none",
     ) -> Float[Array, "B S D"]:
         """The memory that the decoder looks at; see `hidden`."""
         x = self.embed(source, positions, source.shape[1], is_source=True, types=types)
         x = dropout(x, drop, 0)
         where = self.where(positions, is_source=True)
         for index, layer in enumerate(self.encoder):
-            x = layer(
+            x = apply(
+                remat,
+                layer,
                 x,
                 segments=segments,
                 where=where,
@@ -239,6 +240,7 @@ class Transformer(nnx.Module):
         drop: Dropout | None = None,
         head_gates: dict | None = None,
         maps: dict | None = None,
+        remat: str = "none",
     ) -> Float[Array, "B T D"]:
         """What is known before each target token: causal in the tokens before it.
 
@@ -249,7 +251,9 @@ class Transformer(nnx.Module):
         x = dropout(x, drop, 0)
         where = self.where(positions, is_source=False)
         for index, layer in enumerate(self.decoder):
-            x = layer(
+            x = apply(
+                remat,
+                layer,
                 x,
                 memory,
                 segments=segments,
@@ -279,9 +283,9 @@ class Transformer(nnx.Module):
         return hidden, table
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
-        """Scores of every piece; the embedding serves as the output kernel."""
+        """Scores of every piece, float32; the embedding serves as the output kernel."""
         features, table = self.output(hidden)
-        return features @ table.T
+        return jnp.matmul(features, table.T, preferred_element_type=jnp.float32)
 
     def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
         """tanh of a linear map of each row's first token, as BERT.
@@ -314,6 +318,7 @@ class Transformer(nnx.Module):
         key=None,
         head_gates: dict | None = None,
         maps: dict | None = None,
+        remat: str = "none",
     ) -> Float[Array, "B T D"]:
         """The last layer's output: the target's, or without a decoder the source's.
 
@@ -321,6 +326,7 @@ class Transformer(nnx.Module):
             batch, rate, key, head_gates: see `__call__`.
             maps: lists by site, `encoder`, `decoder` and `cross`, or some of them: the
                 map of every head, B N T S, of each layer is appended to its list.
+            remat: what the gradient computes again, see `models.precision`.
         """
         check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
@@ -335,6 +341,7 @@ class Transformer(nnx.Module):
                 head_gates,
                 maps,
                 batch.get("source_types"),
+                remat,
             )
         if not self.decoder:
             return memory
@@ -347,6 +354,7 @@ class Transformer(nnx.Module):
             fold(drop, 1),
             head_gates,
             maps,
+            remat,
         )
 
     def __call__(

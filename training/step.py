@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from models import precision
 from training.loss import cross_entropy
 from training.optimizer import learning_rate_at, make_optimizer
 
@@ -37,6 +38,8 @@ class Static(NamedTuple):
     graph: nnx.GraphDef
     schedule: str
     width: int
+    remat: str = "none"  # see models.precision.apply
+    accumulate_steps: int = 1  # parts of a batch that are computed one by one
 
 
 def optimizer_of(static: Static, trial: dict) -> optax.GradientTransformation:
@@ -80,8 +83,9 @@ def over_trials(function):
 
 def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
     """Label-smoothed cross-entropy (nats) summed over the tokens, and their number."""
-    model = nnx.merge(static.graph, params)
-    features, table = model.output(model.hidden(batch, rate=rate, key=key))
+    model = precision.merge(static.graph, params)
+    hidden = model.hidden(batch, rate=rate, key=key, remat=static.remat)
+    features, table = model.output(hidden)
     weights = (batch["target_segments"] > 0).astype(jnp.float32)
     loss, _ = cross_entropy(
         features.reshape(-1, features.shape[-1]),
@@ -132,17 +136,41 @@ def train_steps(
     return over_trials(one)(state, trials, batches)
 
 
+def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
+    """The loss (nats a token, the mean over the batch) of a trial, and its gradient.
+
+    Parts of a batch weigh by their tokens, so it is the same into however many it is
+    cut, but for dropout, which drops other elements.
+    """
+    tokens = jnp.maximum((batch["target_segments"] > 0).sum(), 1)
+
+    @jax.value_and_grad
+    def of_part(params, part, key):
+        loss, _ = batch_loss(
+            params, static, part, trial["label_smoothing"], trial["dropout"], key
+        )
+        return loss / tokens
+
+    count = static.accumulate_steps
+    if count == 1:
+        return of_part(params, batch, key)
+
+    def add(total, numbered):
+        index, part = numbered
+        here = of_part(params, part, jax.random.fold_in(key, index))
+        return jax.tree.map(jnp.add, total, here), None
+
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(add, zero, (jnp.arange(count), parts))[0]
+
+
 def update(state: TrainState, trial: dict, batch: dict, static: Static):
     """Update one trial on one batch, see `train_steps`."""
     key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
 
-    def mean_loss(params):
-        loss, tokens = batch_loss(
-            params, static, batch, trial["label_smoothing"], trial["dropout"], key
-        )
-        return loss / jnp.maximum(tokens, 1.0), tokens
-
-    (loss, tokens), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    tokens = (batch["target_segments"] > 0).sum()
+    loss, gradient = loss_and_gradient(state.params, trial, batch, key, static)
     change, opt_state = optimizer_of(static, trial).update(
         gradient, state.opt_state, state.params
     )

@@ -1,0 +1,63 @@
+"""The type that a model computes in; its parameters are float32 wherever it is trained.
+
+Softmax, the statistics of norms, the loss and the optimizer stay in float32.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.checks import choose
+
+DTYPES = ("bfloat16", "float32")
+
+
+def compute_dtype(name: str | None) -> str:
+    """The type by name; None: bfloat16 where the device multiplies it, else float32.
+
+    TPUs do, and NVIDIA's GPUs from compute capability 8 on.
+
+    Raises:
+        ValueError: there is no such type here.
+    """
+    if name is not None:
+        choose("model.dtype", name, DTYPES)
+        return name
+    platform = jax.default_backend()
+    if platform == "gpu":
+        capability = jax.devices()[0].compute_capability
+        return "bfloat16" if float(capability) >= 8 else "float32"
+    return "bfloat16" if platform == "tpu" else "float32"
+
+
+def merge(graph: nnx.GraphDef, params):
+    """The model of a graph, with its parameters rounded to the type it computes in."""
+    dtype = nnx.merge(graph, params).dtype
+
+    def rounded(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return nnx.merge(graph, jax.tree.map(rounded, params))
+
+
+SAVED = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+REMAT = ("none", *SAVED)
+
+
+def apply(remat: str, function, *arrays, **fixed):
+    """Call a function, whose inner values the gradient may compute again.
+
+    Args:
+        remat: "none" saves them all, "block" none of them, "dots" the results of
+            products with parameters.
+        function, arrays, fixed: what is called, and with what.
+    """
+    function = partial(function, **fixed)
+    if remat != "none":
+        function = jax.checkpoint(function, policy=SAVED[remat])
+    return function(*arrays)
