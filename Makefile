@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test lint test-sweeps test-peers test-compilers clean
+.PHONY: demo test lint test-sweeps test-faults test-peers test-compilers clean
 
 demo: .venv/.runtime
 	$(RUN) train.py --config=configs/numbers.py --workdir=runs/demo
@@ -16,6 +16,10 @@ test: lint
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+# Training that is killed 20 times, and the like: minutes.
+test-faults: .venv/.dev
+	JAX_PLATFORMS=cpu $(RUN) -m pytest tests/faults
 
 # Whole sweeps, killed, shared, on Ray and submitit, their report in a browser: minutes.
 test-sweeps: .venv-sweeps/.installed

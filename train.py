@@ -7,6 +7,7 @@ of the config can be set: --config.model.attention.num_heads=8
 """
 
 import contextlib
+import json
 import signal
 import time
 from functools import partial
@@ -33,6 +34,9 @@ TRIALS = flags.DEFINE_string(
     "JSON file of the trials to train as one program: a list of objects from config "
     "path to number, each a trial's difference to the config.",
 )
+PROFILE = flags.DEFINE_string(
+    "profile", None, "START:STEPS: trace these steps into WORKDIR/profile."
+)
 
 
 def main():
@@ -55,6 +59,8 @@ class Run(NamedTuple):
     step: int  # updates that an earlier start has done
     batches: Any  # data.pipeline.Batches
     dev: Any  # analysis.evaluation.Dev
+    flops: Any  # of an update of one trial, a function
+    compiled: Any  # training.utilisation.CompileClock
     checkpoints: Any  # training.checkpoint.Checkpoints
 
 
@@ -66,13 +72,16 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
     platform.setup()
     show_log()
     stop = StopSignal()
+    from training.utilisation import Profile, steps_to_profile
+
     with contextlib.ExitStack() as stack:
         with one_sentence():
             trials = trials_of(flat(config.to_dict()), listed)
+            profile = Profile(workdir, steps_to_profile(PROFILE.value))
             stack.enter_context(claim(workdir, config.to_dict(), trials))
             ready = prepare(config, workdir, trials)
         with one_sentence(OSError):
-            loop(config, workdir, trials, ready, stop)
+            loop(config, workdir, trials, ready, stop, profile)
 
 
 class StopSignal:
@@ -95,19 +104,24 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     import numpy as np
     from flax import nnx
 
+    from analysis.budget import update_flops
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
     from models.checks import check_encoder_decoder, choose
+    from models.precision import REMAT
     from models.sites import implementations
     from models.transformer import Transformer, num_parameters
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES
     from training.step import Static, TrainState, init
+    from training.utilisation import CompileClock
 
+    compiled = CompileClock()
     check_encoder_decoder("train.py", config.model.to_dict())
     choose("train.best_metric", config.train.best_metric, METRICS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
+    choose("train.remat", config.train.remat, REMAT)
     if config.model.positions == "learned":
         check_positions(config)
     names = (config.data.name, config.data.source, config.data.target)
@@ -127,6 +141,12 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         max_length=config.data.max_length,
         seeds=[trial["seed"] for trial in trials],
     )
+    check_data(workdir, {"pairs": len(sources), "crc32": batches.crc32})
+    B, parts = batches.shape[0], config.train.accumulate_steps
+    if parts < 1 or B % parts:
+        raise ValueError(
+            f"train.accumulate_steps must divide the {B} rows of a batch, got {parts}."
+        )
     dev = Dev(
         *corpora.load(*names, "val", config.data.directory),
         tokenizers,
@@ -136,7 +156,13 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    static = Static(nnx.split(model)[0], config.optimizer.schedule, config.model.width)
+    static = Static(
+        nnx.split(model)[0],
+        config.optimizer.schedule,
+        config.model.width,
+        config.train.remat,
+        config.train.accumulate_steps,
+    )
     make_state = partial(init, arrays, static=static, build=build)
     abstract = jax.eval_shape(make_state)
     num_trials = len(trials)
@@ -167,13 +193,33 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         {
             "attention": implementations(model, *batches.shape),
             "trials": num_trials,
+            "dtype": model.dtype,
+            "data": {"pairs": len(sources), "crc32": batches.crc32},
             "num_parameters": num_parameters(abstract.params) // num_trials,
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         },
     )
-    return Run(static, arrays, state, best, step, batches, dev, checkpoints)
+    flops = partial(update_flops, vocab_sizes, config.model.to_dict(), *batches.shape)
+    return Run(
+        static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints
+    )
+
+
+def check_data(workdir: Path, data: dict) -> None:
+    """Raise a ValueError where the run in the workdir was trained on other pairs."""
+    path = workdir / "run.json"
+    if not path.exists() or not (workdir / "metrics.jsonl").exists():
+        return
+    before = json.loads(path.read_text())["data"]
+    if before != data:
+        raise ValueError(
+            f"The training data are not those that {workdir} began with: "
+            f"{before['pairs']} pairs there, {data['pairs']} now"
+            f"{', of other words' * (before['pairs'] == data['pairs'])}; restore them, "
+            f"or choose another --workdir."
+        )
 
 
 def check_positions(config) -> None:
@@ -200,15 +246,18 @@ def items_of(state, best: dict) -> dict:
     }
 
 
-def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
+def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
     import numpy as np
 
     from data.pipeline import portions, training_batches
     from training.metrics import MetricsWriter, Progress, Window, clock, say
     from training.step import stop_late, train_steps
+    from training.utilisation import peak_flops
 
-    static, arrays, state, best, step, batches, dev, checkpoints = ready
+    static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints = (
+        ready
+    )
     every, num_steps = config.train, config.train.num_steps
     if step >= num_steps:
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
@@ -220,7 +269,8 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
         every.eval_every_steps,
         every.checkpoint_every_steps,
     )
-    todo = portions(step, num_steps, every.steps_per_dispatch, intervals)
+    ends = [end for end in (profile.start, profile.stop) if end is not None]
+    todo = portions(step, num_steps, every.steps_per_dispatch, intervals, ends)
     feed = training_batches(batches, todo, every.steps_per_dispatch)
     frozen = np.array(state.frozen)
 
@@ -249,6 +299,7 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
         for first, number in todo:
             if stop.name is not None or frozen.all():
                 break
+            profile.at(step, state)
             with window.waiting():
                 batch = next(feed)
             state, metrics = train_steps(state, arrays, batch, number, static=static)
@@ -258,11 +309,13 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
             if window.compiling:
                 read(most=0)
                 say(f"First steps {clock(time.monotonic() - START)} after the launch.")
+                if peak := peak_flops():
+                    window.ideal_seconds = flops() / peak
                 window.start_clock()
             if is_due(every.log_every_steps):
                 read(most=0)
                 for trial, row in window.rows().items():
-                    writer.write(step, trial, **row)
+                    writer.write(step, trial, **row, compile_seconds=compiled.seconds)
                 progress.update(step, window.text)
             with window.paused():
                 if is_due(every.eval_every_steps):
@@ -282,6 +335,7 @@ def loop(config, workdir: Path, trials: list[dict], ready: Run, stop) -> None:
         checkpoints.save(step, **items_of(state, best))  # also when it ended early
         checkpoints.wait()
     finally:
+        profile.close()
         progress.close()
         writer.close()
         feed.close()

@@ -53,19 +53,37 @@ def count_parameters(vocab_sizes: tuple[int, ...], model: str) -> int:
 @cache
 def count_flops(vocab_sizes: tuple[int, ...], model: str) -> int:
     """Trace the model abstractly and count."""
-    settings = json.loads(model)
+    shape = 1, LENGTH, LENGTH
+    return round(products(vocab_sizes, json.loads(model), *shape) / LENGTH)
+
+
+def update_flops(vocab_sizes, settings: dict, B: int, S: int, T: int) -> float:
+    """Of the products of one update of one trial, backward twice forward.
+
+    Padding counts, and so do keys that the mask rules out; what is computed again
+    (`train.remat`) does not: the model's operations, as PaLM counts them.
+
+    Args:
+        vocab_sizes: of the target and, where it has its own, the source.
+        settings: config.model.
+        B, S, T: rows of a batch and their tokens.
+    """
+    return 6.0 * products(vocab_sizes, settings, B, S, T)
+
+
+def products(vocab_sizes, settings: dict, B: int, S: int, T: int) -> int:
+    """Multiply-adds of the products of a forward pass."""
     for part in settings.values():
         if isinstance(part, dict) and "implementation" in part:
             part["implementation"] = "reference"
     graph, params = built(vocab_sizes, settings)
-    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     batch = {
-        side + suffix: tokens
-        for side in ("source", "target")
+        side + suffix: jax.ShapeDtypeStruct((B, length), jnp.int32)
+        for side, length in (("source", S), ("target", T))
         for suffix in ("", "_segments", "_positions")
     }
     forward = jax.make_jaxpr(lambda params, batch: nnx.merge(graph, params)(batch))
-    return round(multiply_adds(forward(params, batch).jaxpr) / LENGTH)
+    return multiply_adds(forward(params, batch).jaxpr)
 
 
 class SameKey(nnx.Rngs):

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import zlib
 
 import numpy as np
 from absl import logging
@@ -124,6 +125,15 @@ class Batches(collections.abc.Sequence):
             float(self._target.lengths.sum() / (rows * T)),
         )
 
+    @property
+    def crc32(self) -> int:
+        """A checksum of the pairs, to tell whether they have changed."""
+        checksum = 0
+        for sentences in (self._source, self._target):
+            for array in (sentences.tokens, sentences.offsets):
+                checksum = zlib.crc32(array.tobytes(), checksum)
+        return checksum
+
     def _plan(self, seed: int, block: int) -> Layout:
         """A block's rows in order: pairs of equal lengths dealt out anew, rows
         shuffled."""
@@ -161,15 +171,18 @@ class Batches(collections.abc.Sequence):
         return {name: array.reshape(num_trials, B, -1) for name, array in batch.items()}
 
 
-def portions(start: int, end: int, most: int, intervals) -> list[tuple[int, int]]:
+def portions(
+    start: int, end: int, most: int, intervals, once=()
+) -> list[tuple[int, int]]:
     """Cut the steps from start to end into (first, number) of at most `most` steps.
 
-    Each multiple of an interval ends a portion.
+    Each multiple of an interval ends a portion, and so does each step in `once`.
     """
     found = []
     while start < end:
-        due = min(start - start % interval + interval for interval in intervals)
-        number = min(most, due - start, end - start)
+        due = [start - start % interval + interval for interval in intervals]
+        due += [step for step in once if step > start]
+        number = min(most, min(due) - start, end - start)
         found.append((start, number))
         start += number
     return found

@@ -196,6 +196,7 @@ def test_portions_end_at_every_interval():
     assert portions(0, 20, 8, (10, 7)) == [(0, 7), (7, 3), (10, 4), (14, 6)]
     assert portions(17, 19, 1, (100,)) == [(17, 1), (18, 1)]
     assert portions(5, 5, 4, (2,)) == []
+    assert portions(0, 9, 8, (10,), once=(0, 3)) == [(0, 3), (3, 6)]
 
 
 def test_a_program_may_end_amid_its_batches():

@@ -56,10 +56,13 @@ def test_the_pace_leaves_out_the_steps_before_the_clock():
     }
     window.add(step | {"target_tokens": np.array([1000.0])})  # with the compilation
     window.start_clock()
-    assert "tokens_per_second" not in window.pace({})
+    assert "tokens_per_second" not in window.pace({}, None)
     window.add(step | {"target_tokens": np.array([1.0])})
+    window.ideal_seconds = 1e-9
     row = window.rows()[0]
     assert row["tokens_per_second"] / row["steps_per_second"] == pytest.approx(2)
+    share = row["flops_utilisation"] / row["steps_per_second"]
+    assert share == pytest.approx(1e-9)
 
 
 def test_what_is_not_finite_is_null(tmp_path):

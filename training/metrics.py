@@ -77,6 +77,7 @@ class Window:
 
     def __init__(self, shape: tuple[int, int, int]):
         self.shape = shape  # B, S, T: for the share of real tokens
+        self.ideal_seconds = None  # that an update of one trial takes at the peak
         self.text, self.metrics = "", []
         self.start_clock()
         self.compiling = True
@@ -114,7 +115,7 @@ class Window:
         updated = of.pop("updated")
         for side in SIDES:
             of[f"{side}_tokens"] = of[f"{side}_tokens"] * updated
-        steps, pace = np.maximum(updated.sum(0), 1), self.pace(of)
+        steps, pace = np.maximum(updated.sum(0), 1), self.pace(of, updated)
         target, source = of["target_tokens"].sum(0), of["source_tokens"].sum(0)
         loss = np.where(updated, of["loss"], 0.0) * of["target_tokens"]
         loss = loss.sum(0) / np.maximum(target, 1)
@@ -133,22 +134,29 @@ class Window:
         self.text = spread("loss", [row["loss"] for row in rows.values()])
         if pace:
             self.text += f"  {pace['tokens_per_second']:,.0f} tokens/s"
+            self.text += f"  input wait {pace['input_wait_share']:.0%}"
+        if "flops_utilisation" in pace:
+            self.text += f"  {pace['flops_utilisation']:.0%} of peak FLOP/s"
         self.metrics = []
         self.start_clock()
         return rows
 
-    def pace(self, of: dict) -> dict:
-        """Real source and target tokens and steps a second, since the clock started."""
+    def pace(self, of: dict, updated) -> dict:
+        """Of all trials: real tokens a second since the clock started, and the like."""
         seconds = time.monotonic() - self.start - self.pause
         steps = len(self.metrics) - self.untimed
         if steps == 0:
             return {}
         tokens = sum(of[f"{side}_tokens"][self.untimed :].sum() for side in SIDES)
-        return {
+        pace = {
             "tokens_per_second": float(tokens / seconds),
             "steps_per_second": steps / seconds,
             "input_wait_share": self.input_wait / seconds,
         }
+        if self.ideal_seconds is not None:
+            ideal = updated[self.untimed :].sum() * self.ideal_seconds
+            pace["flops_utilisation"] = float(ideal / seconds)
+        return pace
 
 
 def spread(name: str, values: list[float]) -> str:

@@ -1,0 +1,109 @@
+"""How much of its device a run uses, how long it compiles, and a trace of it."""
+
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from training.metrics import say
+
+# FLOP/s of dense bfloat16 products by a part of the device's kind, of the makers' data
+# sheets; the first part that fits counts.
+PEAKS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6": 918e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}
+SIZE = 1024  # of the square matrices that tell a CPU's rate
+
+
+def peak_flops() -> float | None:
+    """FLOP/s of all devices together at their peak; None: not known.
+
+    A CPU's is the rate of a large float32 product, measured here.
+    """
+    kind = jax.devices()[0].device_kind
+    if jax.default_backend() == "cpu":
+        return measured_flops()
+    for part, flops in PEAKS.items():
+        if part in kind:
+            return flops * jax.device_count()
+    return None
+
+
+def measured_flops() -> float:
+    """FLOP/s of a product of two square matrices in float32, the best of five."""
+    x = jnp.ones((SIZE, SIZE))
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * SIZE**3 / min(seconds)
+
+
+class CompileClock:
+    """Seconds that JAX has traced and compiled, or read compiled programs, so far."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self.add)
+
+    def add(self, event: str, seconds: float, **_) -> None:
+        """Take in an event of JAX."""
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += seconds
+
+
+class Profile:
+    """Traces some steps into WORKDIR/profile, for XProf, TensorBoard and Perfetto.
+
+    Args:
+        workdir: of the run.
+        steps: the step after which the trace begins, and how many it holds.
+    """
+
+    def __init__(self, workdir: Path, steps: tuple[int, int] | None):
+        self.folder, self.running = workdir / "profile", False
+        self.start, self.stop = (steps[0], sum(steps)) if steps else (None, None)
+
+    def at(self, step: int, state) -> None:
+        """Begin or end where it is due; `state` is what the steps before make."""
+        if self.running and step >= self.stop:
+            jax.block_until_ready(state)
+            self.close()
+        if step == self.start:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
+            self.running = True
+
+    def close(self) -> None:
+        """Write what there is, if it runs."""
+        if self.running:
+            jax.profiler.stop_trace()
+            self.running = False
+            say(f"A trace for XProf and Perfetto: {self.folder}")
+
+
+def steps_to_profile(text: str | None) -> tuple[int, int] | None:
+    """START:STEPS as two numbers.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text is None:
+        return None
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--profile must be START:STEPS, as in 100:20, got {text!r}.")
+    start, steps = map(int, parts)
+    if steps < 1:
+        raise ValueError(f"--profile must trace at least one step, got {text!r}.")
+    return start, steps
