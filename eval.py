@@ -105,12 +105,12 @@ def load(workdir: Path, which: str) -> Trained:
 
     import jax
     import ml_collections
-    import numpy as np
     from flax import nnx
 
     from data import tokenizer
+    from models.checks import check_encoder_decoder
     from models.transformer import Transformer
-    from training.checkpoint import Checkpoints
+    from training.restore import restore
 
     path = workdir / "config.json"
     if not path.exists():
@@ -119,91 +119,22 @@ def load(workdir: Path, which: str) -> Trained:
             f"train one with train.py --workdir={workdir}."
         )
     config = ml_collections.ConfigDict(json.loads(path.read_text()))
+    check_encoder_decoder("eval.py", config.model.to_dict())
     tokenizers = tokenizer.load(workdir / "tokenizer")
-    vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
-    build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
-    graph, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    sizes = tokenizer.vocab_sizes(tokenizers)
+    build = partial(Transformer, *sizes, **config.model.to_dict())
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
     trials = json.loads((workdir / "trials.json").read_text())
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((len(trials), *leaf.shape), leaf.dtype),
-        params,
-    )
-    checkpoints = Checkpoints(workdir)
-    like = np.zeros(len(trials))
-    items = checkpoints.restore_last(trials={"step": like, "diverged_at": like})
-    marks = found(items, checkpoints)[1]["trials"]
-    params, steps = READ[which](checkpoints, abstract, marks)
-    checkpoints.close()
+    params, steps, diverged_at = restore(workdir, which, len(trials), abstract)
     return Trained(
         config,
         graph,
         jax.device_put(params),
         trials,
         [int(step) for step in steps],
-        [int(step) or None for step in marks["diverged_at"]],
+        [int(step) or None for step in diverged_at],
         tokenizers,
     )
-
-
-def read_best(checkpoints, abstract, marks: dict):
-    """Every trial's parameters at its best evaluation, by train.best_metric."""
-    import numpy as np
-
-    like = np.zeros(len(marks["step"]))
-    best = {"params": abstract, "score": like, "step": like}
-    best = found(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
-    # what diverged before its first evaluation has its initial values here
-    if not (np.isfinite(best["score"]) | (marks["diverged_at"] > 0)).all():
-        raise ValueError(
-            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
-            f"on to train.eval_every_steps, or use --checkpoint=last."
-        )
-    return best["params"], best["step"]
-
-
-def read_last(checkpoints, abstract, marks: dict):
-    """The parameters of the last checkpoint; a frozen trial's are older."""
-    import numpy as np
-
-    step, items = found(checkpoints.restore_last(params=abstract), checkpoints)
-    return items["params"], np.minimum(step, marks["step"])
-
-
-def read_average(checkpoints, abstract, marks: dict):
-    """The mean of the parameters of all checkpoints that are kept."""
-    import jax
-    import numpy as np
-
-    from training.checkpoint import Damaged
-    from training.metrics import say
-
-    total, count = None, 0
-    for step in checkpoints.steps():
-        try:
-            params = checkpoints.read(step, "params", abstract)
-        except Damaged as error:
-            say(f"The checkpoint of step {step} is left out: {error}.")
-            continue
-        add = jax.tree.map(np.float64, params)
-        total = add if total is None else jax.tree.map(np.add, total, add)
-        count, last = count + 1, step
-    found(total, checkpoints)
-    mean = jax.tree.map(lambda leaf: (leaf / count).astype(np.float32), total)
-    say(f"Averaged {count} checkpoints, the last of step {last}.")
-    return mean, np.minimum(last, marks["step"])
-
-
-READ = {"best": read_best, "last": read_last, "average": read_average}
-
-
-def found(value, checkpoints):
-    """The value, or a sentence where there was no checkpoint to read it from."""
-    if value is None:
-        raise FileNotFoundError(
-            f"{checkpoints.directory} holds no checkpoint that can be read; "
-            f"let train.py go on until it has saved one."
-        )
-    return value
 
 
 def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:

@@ -108,9 +108,10 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
     from models.checks import check_encoder_decoder, choose
+    from models.counting import parameters
     from models.precision import REMAT
     from models.sites import implementations
-    from models.transformer import Transformer, num_parameters
+    from models.transformer import Transformer
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES
@@ -153,7 +154,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         config.data.batch_tokens,
     )
 
-    vocab_sizes = [t.vocab_size for t in dict.fromkeys(tokenizers[::-1])]
+    vocab_sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     static = Static(
@@ -195,7 +196,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "trials": num_trials,
             "dtype": model.dtype,
             "data": {"pairs": len(sources), "crc32": batches.crc32},
-            "num_parameters": num_parameters(abstract.params) // num_trials,
+            "num_parameters": parameters(abstract.params) // num_trials,
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),

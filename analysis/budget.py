@@ -1,16 +1,12 @@
-"""What a model costs: parameters and multiply-adds, counted in the model itself."""
+"""What a config costs in parameters and multiply-adds, and configs of equal cost."""
 
 import json
-import math
 from functools import cache, partial
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+from models import counting
+from models.counting import LENGTH, abstract, multiply_adds
+from models.transformer import Transformer
 
-from models.transformer import Transformer, num_parameters
-
-LENGTH = 32  # tokens of the source and of the target that multiply-adds are counted at
 WITHIN = 0.005  # of the budget
 MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, friendliest to hardware first
 
@@ -29,8 +25,7 @@ def parameters(config: dict) -> int:
 def flops(config: dict) -> int:
     """Multiply-adds of the matrix products, forward, for a source and a target token.
 
-    Counted in the program of the model with plain einsums ("reference"), which are the
-    products that every implementation has to do, of one pair of LENGTH tokens each.
+    Of one pair of LENGTH tokens each, see `models.counting.multiply_adds`.
     """
     return count_flops(*what_counts(config))
 
@@ -47,14 +42,13 @@ def what_counts(config: dict) -> tuple[tuple[int, ...], str]:
 @cache
 def count_parameters(vocab_sizes: tuple[int, ...], model: str) -> int:
     """Build the model abstractly and count."""
-    return num_parameters(built(vocab_sizes, json.loads(model))[1])
+    return counting.parameters(built(vocab_sizes, model))
 
 
 @cache
 def count_flops(vocab_sizes: tuple[int, ...], model: str) -> int:
     """Trace the model abstractly and count."""
-    shape = 1, LENGTH, LENGTH
-    return round(products(vocab_sizes, json.loads(model), *shape) / LENGTH)
+    return round(multiply_adds(built(vocab_sizes, model), LENGTH, LENGTH) / LENGTH)
 
 
 def update_flops(vocab_sizes, settings: dict, B: int, S: int, T: int) -> float:
@@ -68,52 +62,12 @@ def update_flops(vocab_sizes, settings: dict, B: int, S: int, T: int) -> float:
         settings: config.model.
         B, S, T: rows of a batch and their tokens.
     """
-    return 6.0 * products(vocab_sizes, settings, B, S, T)
+    return 6.0 * B * multiply_adds(built(vocab_sizes, json.dumps(settings)), S, T)
 
 
-def products(vocab_sizes, settings: dict, B: int, S: int, T: int) -> int:
-    """Multiply-adds of the products of a forward pass."""
-    for part in settings.values():
-        if isinstance(part, dict) and "implementation" in part:
-            part["implementation"] = "reference"
-    graph, params = built(vocab_sizes, settings)
-    batch = {
-        side + suffix: jax.ShapeDtypeStruct((B, length), jnp.int32)
-        for side, length in (("source", S), ("target", T))
-        for suffix in ("", "_segments", "_positions")
-    }
-    forward = jax.make_jaxpr(lambda params, batch: nnx.merge(graph, params)(batch))
-    return multiply_adds(forward(params, batch).jaxpr)
-
-
-class SameKey(nnx.Rngs):
-    """One key for every array: shapes don't depend on it, and counting takes time."""
-
-    def params(self):
-        """The key."""
-        return jax.random.key(0)
-
-
-def built(vocab_sizes: tuple[int, ...], settings: dict):
-    """The graph and the abstract parameters of a model."""
-    build = partial(Transformer, *vocab_sizes, **settings)
-    return nnx.split(nnx.eval_shape(lambda: build(rngs=SameKey(0))))
-
-
-def multiply_adds(jaxpr) -> int:
-    """Multiply-adds of all matrix products in a program without loops."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            size = math.prod(left[axis] for axis in contracted)
-            total += size * math.prod(equation.outvars[0].aval.shape)
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += multiply_adds(inner)
-    return total
+def built(vocab_sizes: tuple[int, ...], model: str) -> Transformer:
+    """The model, without numbers."""
+    return abstract(partial(Transformer, *vocab_sizes, **json.loads(model)))
 
 
 def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:

@@ -23,8 +23,8 @@ import numpy as np
 from flax import nnx
 
 from attention.merge import MERGE_RULES
+from models.counting import parameters
 from models.multi_head import Attention
-from models.transformer import num_parameters
 from training import targets
 
 # B, T, D, N; V = D / N
@@ -66,7 +66,7 @@ def programs(rule, B, T, D, N, dtype=jnp.float32):
         "layer": whole,
         "layer + backward": partial(gradient, whole),
     }
-    count = num_parameters(nnx.state(layer.merge))
+    count = parameters(nnx.state(layer.merge))
     return {name: (jax.jit(f), arguments) for name, f in found.items()}, count
 
 

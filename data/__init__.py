@@ -12,6 +12,7 @@ tokenizer.load(folder) -> the same, of a finished run
 Tokenizer.encode(sentences) -> Sentences (each ends with eos)
 Tokenizer.decode(ids) -> str, Tokenizer.decode_many(list of ids) -> list of str
 Tokenizer.pieces(ids) -> list of str; Tokenizer.vocab_size
+tokenizer.vocab_sizes(the two) -> list of int; one where they share a vocabulary
 
 packing.Sentences: tokens (int32, all sentences end to end), offsets; len(), [i]
 

@@ -5,8 +5,10 @@ languages unless told otherwise. Ids: pad 0, bos 1, eos 2, unk 3.
 """
 
 import io
+import json
 import os
 import pathlib
+import re
 import tempfile
 
 from absl import logging
@@ -28,6 +30,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._processor.vocab_size()
 
+    @property
+    def vocabulary(self):
+        """What ids mean: the same for tokenizers that share an embedding."""
+        return self._processor.serialized_model_proto()
+
     def encode(self, sentences: list[str]) -> Sentences:
         """Token ids of each sentence, eos at the end; an empty one is eos alone."""
         threads = min(16, os.cpu_count() or 1)
@@ -48,6 +55,85 @@ class Tokenizer:
 
     def decode_many(self, sequences) -> list[str]:
         return [self.decode(ids) for ids in sequences]
+
+
+class MarianTokenizer:
+    """Token ids of Marian: the pieces of a SentencePiece model, numbered by a file.
+
+    A source may begin with the code of a language to translate into, as `>>fra<<`.
+
+    Args:
+        model: a SentencePiece model (its bytes); its own ids don't count.
+        vocabulary: pieces to their ids in Marian, see `marian_order`.
+    """
+
+    def __init__(self, model: bytes, vocabulary: dict[str, int]):
+        import sentencepiece
+
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocabulary = vocabulary
+        names = {number: piece for piece, number in vocabulary.items()}
+        self._pieces = ["<pad>", *(names[i] for i in marian_order(vocabulary))]
+        self._ids = {piece: i for i, piece in enumerate(self._pieces) if i > BOS}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._pieces)
+
+    def encode(self, sentences: list[str]) -> Sentences:
+        """Token ids of each sentence, eos at the end; an empty one is eos alone."""
+        return Sentences.of([self._encode(sentence) for sentence in sentences])
+
+    def _encode(self, sentence: str) -> list[int]:
+        code = re.match(r">>.*?<<", sentence)
+        start = code.end() if code else 0
+        pieces = self._processor.encode(sentence[start:], out_type=str)
+        pieces = [code.group(), *pieces] if code else pieces
+        return [*(self._ids.get(piece, UNK) for piece in pieces), EOS]
+
+    def pieces(self, ids) -> list[str]:
+        """The piece of every token id, eos too: labels for pictures."""
+        return [self._pieces[int(i)] for i in ids]
+
+    def decode(self, ids) -> str:
+        """The text of token ids up to the first eos; pad and bos are skipped."""
+        ids = [int(i) for i in ids]
+        if EOS in ids:
+            ids = ids[: ids.index(EOS)]
+        pieces = self.pieces(i for i in ids if i not in (PAD, BOS, UNK))
+        return self._processor.decode_pieces(pieces)
+
+    def decode_many(self, sequences) -> list[str]:
+        return [self.decode(ids) for ids in sequences]
+
+
+def marian_order(vocabulary: dict[str, int]) -> list[int]:
+    """Marian's ids in the order of ours from 1 on: its padding, from which it decodes,
+    is our bos; eos and unk follow, then the rest.
+
+    Raises:
+        ValueError: a special piece is missing, or the ids are not 0, 1, 2, ...
+    """
+    special = ("<pad>", "</s>", "<unk>")
+    for piece in special:
+        if piece not in vocabulary:
+            raise ValueError(f"vocab.json must hold {piece}, and does not.")
+    numbers = sorted(vocabulary.values())
+    if numbers != list(range(len(numbers))):
+        raise ValueError(
+            f"vocab.json must number its {len(numbers)} pieces 0 to "
+            f"{len(numbers) - 1}, each once."
+        )
+    first = [vocabulary[piece] for piece in special]
+    return first + [number for number in numbers if number not in first]
+
+
+def vocab_sizes(tokenizers: tuple) -> list[int]:
+    """Of the target's vocabulary, and of the source's where it is another."""
+    source, target = tokenizers
+    if source.vocabulary == target.vocabulary:
+        return [target.vocab_size]
+    return [target.vocab_size, source.vocab_size]
 
 
 def train(sentences: list[str], vocab_size: int) -> bytes:
@@ -113,9 +199,13 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
         tokenizer = Tokenizer(joint.read_bytes())
         return tokenizer, tokenizer
     sides = [folder / "source.model", folder / "target.model"]
+    numbered = folder / "vocab.json"
     for path in sides:
         if not path.is_file():
             raise FileNotFoundError(f"there is no tokenizer in {folder}; train first")
+    if numbered.is_file():
+        vocabulary = json.loads(numbered.read_text())
+        return tuple(MarianTokenizer(path.read_bytes(), vocabulary) for path in sides)
     return tuple(Tokenizer(path.read_bytes()) for path in sides)
 
 

@@ -2,9 +2,7 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -391,8 +389,3 @@ def shift_right(
 ) -> Int[Array, "B T"]:
     """The decoder's input: the token before, at a sentence's first position `bos`."""
     return jnp.where(positions == 0, bos, jnp.roll(target, 1, axis=1))
-
-
-def num_parameters(params) -> int:
-    """Count the numbers in a tree of (abstract) arrays."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

@@ -12,8 +12,9 @@ from configs.base import get_config
 from configs.presets import PRESETS
 from configs.presets import get_config as preset
 from models.checks import check_encoder_decoder
+from models.counting import parameters
 from models.sites import implementations
-from models.transformer import Transformer, num_parameters
+from models.transformer import Transformer
 from tests.test_heads import config_of
 from tests.test_transformer import ALONE, PACKED, VOCAB
 
@@ -182,7 +183,7 @@ def test_a_preset_has_its_parameters(name):
     config = preset(name)
     build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    assert num_parameters(nnx.state(model)) == EXPECTED[name]
+    assert parameters(nnx.state(model)) == EXPECTED[name]
     if name not in PUBLISHED:
         check_encoder_decoder("train.py", config.model.to_dict())
 

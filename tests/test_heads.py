@@ -13,10 +13,11 @@ from attention.merge import MERGE_RULES
 from attention.reference import attend
 from configs.base import get_config
 from configs.commandline import flat
+from models.counting import parameters
 from models.multi_head import Attention
 from models.positions import POSITIONS, bucket, relative_bias, rotate
 from models.sites import implementations
-from models.transformer import Transformer, num_parameters
+from models.transformer import Transformer
 from tests.test_transformer import ALONE, PACKED, VOCAB
 from training.step import Static, init, train_steps
 from training.trials import numbers
@@ -222,7 +223,7 @@ def test_a_merge_has_the_parameters_of_the_design(merge):
     layer = nnx.eval_shape(
         lambda: Attention(D, num_heads=N, value_dim=V, merge=merge, rngs=nnx.Rngs(0))
     )
-    assert num_parameters(nnx.state(layer.merge)) == counts[merge]
+    assert parameters(nnx.state(layer.merge)) == counts[merge]
 
 
 def normal(*shape, seed=0):

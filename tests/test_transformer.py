@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from configs.base import get_config
+from models.counting import parameters
 from models.dropout import dropout
 from models.positions import sinusoidal
-from models.transformer import Transformer, num_parameters
+from models.transformer import Transformer
 from training.step import Static, batch_loss
 
 VOCAB = 40
@@ -129,7 +130,7 @@ def test_transformer_tiny_counts():
     attention, mlp, norm = 4 * (D * D + D), 2 * D * F + D + F, 2 * D
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 10_000 * D + 4 * (encoder + decoder)
-    assert num_parameters(nnx.state(model)) == expected
+    assert parameters(nnx.state(model)) == expected
 
 
 @pytest.mark.parametrize(

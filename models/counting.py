@@ -1,0 +1,102 @@
+"""What a model costs: parameters, and multiply-adds of its matrix products.
+
+Both are counted in the model itself, so that every merge rule and head shape is right
+without a formula: parameters in its (abstract) arrays, multiply-adds in its program.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.multi_head import Attention
+
+LENGTH = 32  # tokens of a source and of a target, where nothing else is said
+
+
+class SameKey(nnx.Rngs):
+    """One key for every array: shapes don't depend on it, and counting takes time."""
+
+    def params(self):
+        """The key."""
+        return jax.random.key(0)
+
+
+def abstract(build):
+    """The model that `build(rngs=...)` makes, without numbers."""
+    return nnx.eval_shape(lambda: build(rngs=SameKey(0)))
+
+
+def parameters(params) -> int:
+    """Count the numbers of a model, or in a tree of arrays; abstract ones will do."""
+    params = nnx.state(params) if isinstance(params, nnx.Module) else params
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+
+def multiply_adds(model, S: int, T: int) -> int:
+    """Multiply-adds of the matrix products, forward, of one pair of sentences.
+
+    They are those of attention by plain einsums, which every implementation has to do
+    (causal ones may leave out half of the maps). Lookups and sums count nothing.
+
+    Args:
+        model: may be abstract.
+        S, T: tokens of the source and of the target; a stack that isn't there takes
+            none.
+    """
+    return products_of(plain(model), batch_of(S, T))
+
+
+def plain(model):
+    """The model with attention by plain einsums, whose products can be counted."""
+    model = nnx.merge(*nnx.split(model))
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, Attention):
+            module.implementation = "reference"
+    return model
+
+
+def batch_of(S: int, T: int) -> dict:
+    """An abstract batch of one row."""
+    lengths = {"source": S, "target": T}
+    return {
+        side + suffix: jax.ShapeDtypeStruct((1, length), jnp.int32)
+        for side, length in lengths.items()
+        for suffix in ("", "_segments", "_positions")
+    }
+
+
+def products_of(module, *arguments, method=None) -> int:
+    """Multiply-adds of a module's call, or of `method(module, *arguments)`."""
+    graph, params = nnx.split(module)
+    method = method or type(module).__call__
+
+    def call(params, *arguments):
+        return method(nnx.merge(graph, params), *arguments)
+
+    return products(jax.make_jaxpr(call)(params, *arguments).jaxpr)
+
+
+def products(jaxpr) -> int:
+    """Multiply-adds of all matrix products in a program without loops.
+
+    Raises:
+        ValueError: it has a loop, whose rounds are not counted.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            size = math.prod(left[axis] for axis in contracted)
+            total += size * math.prod(equation.outvars[0].aval.shape)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found = products(inner)
+                if found and equation.primitive.name in ("scan", "while"):
+                    raise ValueError("Products in a loop can't be counted.")
+                total += found
+    return total

@@ -1,0 +1,228 @@
+"""Print what a config's model is made of, and what each part costs.
+
+    python -m models.describe --config=configs/presets.py:bert_base
+
+A row is a part of all layers of a stack: its arrays, its parameters, its multiply-adds
+a token and their shares of the whole. A second table gives the parameters of attention
+a head.
+"""
+
+import re
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import config_flags
+from rich.console import Console
+from rich.table import Table
+
+from configs.commandline import fail, one_sentence, run
+from models.counting import (
+    LENGTH,
+    abstract,
+    multiply_adds,
+    parameters,
+    plain,
+    products_of,
+)
+from models.linear import project
+from models.multi_head import Attention
+from models.transformer import Transformer
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file.", lock_config=True
+)
+SITES = ("encoder.self_attention", "decoder.self_attention", "decoder.cross_attention")
+ORDER = (
+    *("embedding", "source_embedding", "types"),
+    *("encoder_positions", "encoder_embedding_norm", "encoder", "encoder_norm"),
+    *("decoder_positions", "decoder_embedding_norm", "decoder", "decoder_norm"),
+    *("pooler", "output"),
+)
+WITHIN = ("self_attention", "cross_attention", "mlp", "norms")
+OF_HEADS = ("query", "key", "value", "maps", "merge")
+
+
+class Part(NamedTuple):
+    """A row: all parameters of one kind, in all layers of a stack."""
+
+    name: str
+    layers: int
+    shapes: list[tuple[int, ...]]  # of a layer's arrays, without biases and norms
+    parameters: int
+    multiply_adds: int  # of a pair of sentences
+
+
+def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
+    """What the model is made of, in its order; the sums are those of the whole.
+
+    The pooler is no part of the way to the logits, so its products count nothing.
+
+    Args:
+        model: may be abstract.
+        S, T: tokens of the source and of the target to count multiply-adds at.
+    """
+    work = products_by_part(plain(model), S, T)
+    arrays = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = name.removesuffix(".value")
+        arrays.setdefault(part_of(name), []).append((name, leaf))
+    found = []
+    for name in sorted(arrays | work, key=place):
+        named = arrays.get(name, [])
+        kernels = {x.shape for path, x in named if x.ndim > 1 and path[-4:] != "bias"}
+        stack = name.split(".")[0]
+        layers = len(getattr(model, stack)) if stack in ("encoder", "decoder") else 1
+        count = parameters([leaf for _, leaf in named])
+        found.append(Part(name, layers, sorted(kernels), count, work.get(name, 0)))
+    return found
+
+
+def part_of(path: str) -> str:
+    """The part that a parameter belongs to, as `decoder.cross_attention.key`."""
+    first, *rest = path.split(".")
+    if first.startswith("output"):
+        return "output"
+    if first not in ("encoder", "decoder"):
+        return first
+    inside = rest[1]
+    if inside.endswith("attention"):
+        head = re.sub("_(bias|norm)", "", rest[2])
+        return f"{first}.{inside}.{'maps' if head == 'talking_heads' else head}"
+    return f"{first}.{'norms' if inside.endswith('norm') else inside}"
+
+
+def place(name: str) -> list[int]:
+    """Where a part stands in the table."""
+    levels = zip(name.split("."), (ORDER, WITHIN, OF_HEADS), strict=False)
+    return [names.index(part) for part, names in levels]
+
+
+def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
+    """Multiply-adds of one pair of sentences, by part, of a `plain` model."""
+    D = model.width
+    work = {}
+
+    def like(*shape):
+        return jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+
+    for stack, length in (("encoder", S), ("decoder", T)):
+        layers = getattr(model, stack)
+        if not layers:
+            continue
+        layer, count = layers[0], len(layers)
+        found = {"mlp": products_of(layer.mlp, like(length, D))}
+        for site in ("self_attention", "cross_attention"):
+            attention = getattr(layer, site)
+            if attention is not None:
+                memory = S if site == "cross_attention" else length
+                by_part = of_attention(attention, like(length, D), like(memory, D))
+                found |= {f"{site}.{name}": n for name, n in by_part.items()}
+        work |= {f"{stack}.{name}": count * n for name, n in found.items()}
+    hidden = like(T if model.decoder else S, D)
+    work["output"] = products_of(model, hidden, method=Transformer.logits)
+    return work
+
+
+def of_attention(attention: Attention, x, memory) -> dict[str, int]:
+    """Multiply-adds of an attention's parts; the maps take what the others leave."""
+
+    def projected(name, x):
+        def method(attention, x):
+            return project(x, getattr(attention, name), None)
+
+        return products_of(attention, x, method=method)
+
+    _, N, V = attention.value.shape
+    N = attention.query.shape[1]
+    heads = jax.ShapeDtypeStruct((*x.shape[:2], N, V), x.dtype)
+    found = {
+        "query": projected("query", x),
+        "key": projected("key", memory),
+        "value": projected("value", memory),
+        "merge": products_of(attention, heads, x, method=Attention.merged),
+    }
+    whole = products_of(attention, x, memory)
+    return found | {"maps": whole - sum(found.values())}
+
+
+def print_parts(model: Transformer) -> None:
+    """The table of the parts."""
+    rows = parts(model)
+    total = parameters(model)
+    work = multiply_adds(model, LENGTH, LENGTH)
+    table = Table(
+        *("part", "layers", "kernels of a layer", "parameters", "share"),
+        *("multiply-adds a token", "share"),
+        caption=f"Multiply-adds of the matrix products up to the logits, forward, at "
+        f"{LENGTH} tokens a side; of a token of each side.",
+    )
+    for column in table.columns[3:]:
+        column.justify = "right"
+
+    def cells(count, adds):
+        return (
+            *(f"{count:,}", f"{count / total:.1%}"),
+            *(f"{adds / LENGTH:,.0f}", f"{adds / work:.1%}"),
+        )
+
+    for row in rows:
+        shapes = ", ".join("×".join(map(str, shape)) for shape in row.shapes)
+        name = f"{row.name} (the embedding)" if row.name == "output" else row.name
+        number = str(row.layers) if "." in row.name else ""
+        table.add_row(name, number, shapes, *cells(row.parameters, row.multiply_adds))
+    table.add_section()
+    table.add_row("all", "", "", *cells(total, work))
+    show(table)
+
+
+def print_heads(model: Transformer) -> None:
+    """The table of the heads: their shape, and their parameters in one layer."""
+    table = Table(
+        *("attention", "merge", "N", "K", "H", "V"),
+        *("parameters a head", "with the merge"),
+        caption="Of one layer; N heads, K of keys and values, of the sizes H and V.",
+    )
+    for site in SITES:
+        stack, name = site.split(".")
+        layers = getattr(model, stack)
+        attention = getattr(layers[0], name) if layers else None
+        if attention is None:
+            continue
+        _, N, H = attention.query.shape
+        _, K, V = attention.value.shape
+        with_merge = parameters(attention)
+        merge = dict(attention.merge), attention.merge_bias
+        without = with_merge - parameters(merge)
+        counts = (f"{count / N:,.0f}" for count in (without, with_merge))
+        table.add_row(site, attention.merge_rule, *map(str, (N, K, H, V)), *counts)
+    show(table)
+
+
+def show(table: Table) -> None:
+    """Print a table, also into a file that nobody gave a width."""
+    console = Console(highlight=False)
+    console.width = console.width if console.is_terminal else 120
+    console.print(table)
+
+
+def main():
+    """Check the flags, then print."""
+    if CONFIG.value is None:
+        fail(
+            "--config is needed, as in "
+            "python -m models.describe --config=configs/presets.py:bert_base"
+        )
+    with one_sentence():
+        data, settings = CONFIG.value.data, CONFIG.value.model.to_dict()
+        sizes = (data.vocab_size,) * (1 if data.joint_vocabulary else 2)
+        model = abstract(partial(Transformer, *sizes, **settings))
+        print_parts(model)
+        print_heads(model)
+
+
+if __name__ == "__main__":
+    run(main)

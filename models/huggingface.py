@@ -1,0 +1,334 @@
+"""Weights of Hugging Face Marian, BERT and GPT-2: which tensor is which parameter.
+
+A family is a table of rows: their tensor, our parameter (or those that lie side by side
+in it), and its form. `{i}` counts layers. A form tells how a parameter lies there:
+
+    vector   flat, as a bias or a norm's scale
+    table    the same array, as an embedding
+    row      a vector as a matrix of one row
+    kernel   a matrix, whose inputs are our first axis: D to heads, D to F
+    merge    a matrix, whose outputs are our last axis: heads to D
+
+Matrices are outputs × inputs there (torch.nn.Linear), but inputs × outputs in GPT-2.
+Arrays are NumPy's, by name.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class Row(NamedTuple):
+    """One tensor of theirs."""
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    form: str
+
+
+def attention(ours: str, theirs: str, query: str, key: str, value: str, out: str):
+    """The rows of an attention whose four projections have these names."""
+    names = {"query": query, "key": key, "value": value}
+    return [
+        row
+        for name, other in names.items()
+        for row in (
+            Row(f"{theirs}.{other}.weight", f"{ours}.{name}", "kernel"),
+            Row(f"{theirs}.{other}.bias", f"{ours}.{name}_bias", "vector"),
+        )
+    ] + [
+        Row(f"{theirs}{out}.weight", f"{ours}.merge.kernel", "merge"),
+        Row(f"{theirs}{out}.bias", f"{ours}.merge_bias", "vector"),
+    ]
+
+
+def linear(ours: str, theirs: str):
+    """The rows of a linear map."""
+    return [
+        Row(f"{theirs}.weight", f"{ours}.kernel", "kernel"),
+        Row(f"{theirs}.bias", f"{ours}.bias", "vector"),
+    ]
+
+
+def norm(ours: str, theirs: str):
+    """The rows of a layer norm."""
+    return [
+        Row(f"{theirs}.weight", f"{ours}.scale", "vector"),
+        Row(f"{theirs}.bias", f"{ours}.bias", "vector"),
+    ]
+
+
+def marian_layer(side: str):
+    """The rows of an encoder's or a decoder's layers."""
+    ours, theirs = f"{side}.{{i}}", f"model.{side}.layers.{{i}}"
+    names = ("q_proj", "k_proj", "v_proj", ".out_proj")
+    rows = [
+        *attention(f"{ours}.self_attention", f"{theirs}.self_attn", *names),
+        *norm(f"{ours}.self_norm", f"{theirs}.self_attn_layer_norm"),
+        *linear(f"{ours}.mlp.up", f"{theirs}.fc1"),
+        *linear(f"{ours}.mlp.down", f"{theirs}.fc2"),
+        *norm(f"{ours}.mlp_norm", f"{theirs}.final_layer_norm"),
+    ]
+    if side == "decoder":
+        rows += attention(f"{ours}.cross_attention", f"{theirs}.encoder_attn", *names)
+        rows += norm(f"{ours}.cross_norm", f"{theirs}.encoder_attn_layer_norm")
+    return rows
+
+
+MARIAN = [
+    Row("model.shared.weight", "embedding", "table"),
+    Row("final_logits_bias", "output_bias", "row"),
+    *marian_layer("encoder"),
+    *marian_layer("decoder"),
+]
+
+BERT_LAYER = "bert.encoder.layer.{i}"
+BERT = [
+    Row("bert.embeddings.word_embeddings.weight", "embedding", "table"),
+    Row("bert.embeddings.position_embeddings.weight", "encoder_positions", "table"),
+    Row("bert.embeddings.token_type_embeddings.weight", "types", "table"),
+    *norm("encoder_embedding_norm", "bert.embeddings.LayerNorm"),
+    *attention(
+        "encoder.{i}.self_attention",
+        f"{BERT_LAYER}.attention",
+        *("self.query", "self.key", "self.value", ".output.dense"),
+    ),
+    *norm("encoder.{i}.self_norm", f"{BERT_LAYER}.attention.output.LayerNorm"),
+    *linear("encoder.{i}.mlp.up", f"{BERT_LAYER}.intermediate.dense"),
+    *linear("encoder.{i}.mlp.down", f"{BERT_LAYER}.output.dense"),
+    *norm("encoder.{i}.mlp_norm", f"{BERT_LAYER}.output.LayerNorm"),
+    *linear("pooler.linear", "bert.pooler.dense"),
+    *linear("output_transform.linear", "cls.predictions.transform.dense"),
+    *norm("output_transform.norm", "cls.predictions.transform.LayerNorm"),
+    Row("cls.predictions.bias", "output_bias", "vector"),
+]
+
+GPT2_LAYER = "transformer.h.{i}"
+GPT2_SELF = "decoder.{i}.self_attention"
+GPT2 = [
+    Row("transformer.wte.weight", "embedding", "table"),
+    Row("transformer.wpe.weight", "decoder_positions", "table"),
+    *norm("decoder.{i}.self_norm", f"{GPT2_LAYER}.ln_1"),
+    Row(
+        f"{GPT2_LAYER}.attn.c_attn.weight",
+        tuple(f"{GPT2_SELF}.{name}" for name in ("query", "key", "value")),
+        "kernel",
+    ),
+    Row(
+        f"{GPT2_LAYER}.attn.c_attn.bias",
+        tuple(f"{GPT2_SELF}.{name}_bias" for name in ("query", "key", "value")),
+        "vector",
+    ),
+    Row(f"{GPT2_LAYER}.attn.c_proj.weight", f"{GPT2_SELF}.merge.kernel", "merge"),
+    Row(f"{GPT2_LAYER}.attn.c_proj.bias", f"{GPT2_SELF}.merge_bias", "vector"),
+    *norm("decoder.{i}.mlp_norm", f"{GPT2_LAYER}.ln_2"),
+    *linear("decoder.{i}.mlp.up", f"{GPT2_LAYER}.mlp.c_fc"),
+    *linear("decoder.{i}.mlp.down", f"{GPT2_LAYER}.mlp.c_proj"),
+    *norm("decoder_norm", "transformer.ln_f"),
+]
+
+
+class Family(NamedTuple):
+    """How the checkpoints of a kind of model are written."""
+
+    rows: list[Row]
+    outputs_first: bool  # matrices are outputs × inputs
+    prefix: str  # of what lies in the model without a head; may be left out
+    tied: dict[str, str]  # names that repeat another tensor
+    no_weights: str  # a pattern of names that hold none of ours
+
+
+FAMILIES = {
+    "marian": Family(
+        MARIAN,
+        outputs_first=True,
+        prefix="model.",
+        tied={
+            "lm_head.weight": "model.shared.weight",
+            "model.encoder.embed_tokens.weight": "model.shared.weight",
+            "model.decoder.embed_tokens.weight": "model.shared.weight",
+        },
+        no_weights=r"model\.(en|de)coder\.embed_positions\.weight",  # sinusoids
+    ),
+    "bert": Family(
+        BERT,
+        outputs_first=True,
+        prefix="bert.",
+        tied={
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+        # the classifier of the next sentence is no part of our model
+        no_weights=r"bert\.embeddings\.position_ids|cls\.seq_relationship\..*",
+    ),
+    "gpt2": Family(
+        GPT2,
+        outputs_first=False,
+        prefix="transformer.",
+        tied={"lm_head.weight": "transformer.wte.weight"},
+        no_weights=r"transformer\.h\.\d+\.attn\.(masked_)?bias",  # causal masks
+    ),
+}
+HEADS = ("lm_head.", "cls.", "final_logits_bias")  # names that have no prefix
+
+
+def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
+    """The rows of a model: their name, our names, form; a layer's for every layer.
+
+    `ours` holds the names of our parameters; rows without any are left out.
+    """
+    layers = {int(n) for name in ours for n in re.findall(r"coder\.(\d+)\.", name)}
+    found = []
+    for theirs, names, form in FAMILIES[family].rows:
+        names = (names,) if isinstance(names, str) else names
+        for i in sorted(layers) if "{i}" in theirs else [0]:
+            mine = tuple(name.format(i=i) for name in names)
+            if mine[0] in ours:
+                found.append((theirs.format(i=i), mine, form))
+    return found
+
+
+def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Their tensors by name, of our parameters by path.
+
+    Raises:
+        ValueError: a parameter has no place in the family.
+    """
+    outputs_first = FAMILIES[family].outputs_first
+    tensors, used = {}, set()
+    for theirs, names, form in rows_of(family, params):
+        parts = [flat(params[name], form) for name in names]
+        tensor = np.concatenate(parts, axis=-1)
+        if form in ("kernel", "merge") and outputs_first:
+            tensor = tensor.T
+        tensors[theirs] = np.ascontiguousarray(tensor)
+        used |= set(names)
+    for name in params:
+        if name not in used:
+            raise ValueError(f"{name} has no place in a {family} checkpoint.")
+    return tensors
+
+
+def from_huggingface(
+    family: str, tensors: dict[str, np.ndarray], like: dict
+) -> dict[str, np.ndarray]:
+    """Our parameters by path, in float32, of their tensors by their `full_names`.
+
+    Args:
+        like: what has a shape, by path: the parameters wanted.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or no place in the model.
+    """
+    outputs_first = FAMILIES[family].outputs_first
+    params, used = {}, set()
+    for theirs, names, form in rows_of(family, like):
+        if theirs not in tensors:
+            raise ValueError(f"the checkpoint has no {theirs}: it is not of {family}.")
+        shapes = [flat_shape(like[name].shape, form) for name in names]
+        *rest, _ = shapes[0]
+        wanted = (*rest, sum(shape[-1] for shape in shapes))
+        matrix = form in ("kernel", "merge")
+        wanted = wanted[::-1] if matrix and outputs_first else wanted
+        tensor = tensors[theirs]
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"{theirs} must have the shape {wanted} by its config.json, got "
+                f"{tensor.shape}."
+            )
+        tensor = tensor.T if matrix and outputs_first else tensor
+        ends = np.cumsum([shape[-1] for shape in shapes])[:-1]
+        for name, part in zip(names, np.split(tensor, ends, axis=-1), strict=True):
+            part = part.reshape(like[name].shape)
+            params[name] = np.ascontiguousarray(part, dtype=np.float32)
+        used.add(theirs)
+    for theirs in tensors:
+        if theirs not in used:
+            raise ValueError(f"{theirs} has no place in a {family} model of ours.")
+    return params
+
+
+def settings_of(family: str, tensors: dict) -> dict:
+    """Settings that tensors tell, by their `full_names`: what follows the layers."""
+    if family != "bert":
+        return {}
+    transform = "cls.predictions.transform.dense.weight" in tensors
+    return {
+        "model.pooler": "bert.pooler.dense.weight" in tensors,
+        "model.output_transform": transform,
+        "model.output_bias": transform,
+    }
+
+
+def named(params) -> dict:
+    """The parameters of a model (as of `nnx.split`) by path, as `embedding`."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def unnamed(arrays: dict, like):
+    """The inverse of `named`, in the tree of `like`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: arrays[path_name(path)], like
+    )
+
+
+def path_name(path) -> str:
+    """A parameter's path, without the field of its variable."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return name.removesuffix(".value")
+
+
+def flat(array: np.ndarray, form: str) -> np.ndarray:
+    """A parameter in its form, matrices inputs × outputs."""
+    return array.reshape(flat_shape(array.shape, form))
+
+
+def flat_shape(shape: tuple[int, ...], form: str) -> tuple[int, ...]:
+    """The shape of a parameter in its form, matrices inputs × outputs."""
+    size = math.prod(shape)
+    return {
+        "vector": (size,),
+        "row": (1, size),
+        "table": shape,
+        "kernel": (shape[0], size // shape[0]),
+        "merge": (size // shape[-1], shape[-1]),
+    }[form]
+
+
+def full_names(family: str, tensors: dict) -> dict:
+    """The tensors under the names of the family's table, without those it needs not.
+
+    A checkpoint of the model without a head has no prefix, an old one `gamma` and
+    `beta`, and some repeat the embedding.
+
+    Raises:
+        ValueError: a tensor that must repeat another differs from it.
+    """
+    prefix, tied = FAMILIES[family].prefix, FAMILIES[family].tied
+    bare = not any(name.startswith(prefix) for name in tensors)
+    named = {}
+    for name, tensor in tensors.items():
+        if bare and not name.startswith(HEADS):
+            name = prefix + name
+        name = re.sub(r"\bgamma$", "weight", re.sub(r"\bbeta$", "bias", name))
+        named[name] = tensor
+    for name, other in tied.items():
+        if name not in named:
+            continue
+        if other not in named:
+            named[other] = named[name]
+        elif not np.array_equal(named[name], named[other]):
+            raise ValueError(
+                f"{name} must be the same as {other}, which it is tied to in our "
+                f"models, and is another."
+            )
+        del named[name]
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if not re.fullmatch(FAMILIES[family].no_weights, name)
+    }

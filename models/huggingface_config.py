@@ -1,0 +1,146 @@
+"""config.json of Hugging Face Marian, BERT and GPT-2 as settings of our models.
+
+Settings are a dict from dotted config path to value; what is not among them is as in
+configs/base.py.
+"""
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+# What our models can't do otherwise: the key, what it must be, and its default there.
+REQUIRED = {
+    "marian": {
+        "normalize_before": (False, False),
+        "normalize_embedding": (False, False),
+        "share_encoder_decoder_embeddings": (True, True),
+        "tie_word_embeddings": (True, True),
+        "static_position_embeddings": (True, True),
+    },
+    "bert": {
+        "position_embedding_type": ("absolute", "absolute"),
+        "is_decoder": (False, False),
+        "add_cross_attention": (False, False),
+        "tie_word_embeddings": (True, True),
+    },
+    "gpt2": {
+        "scale_attn_weights": (True, True),
+        "scale_attn_by_inverse_layer_idx": (False, False),
+        "add_cross_attention": (False, False),
+        "tie_word_embeddings": (True, True),
+    },
+}
+
+
+def settings_of(theirs: dict) -> dict:
+    """Our settings of a config.json, but for those that the tensors tell.
+
+    Raises:
+        ValueError: it is of another family, lacks a key, or asks for what ours can't.
+    """
+    family = theirs.get("model_type")
+    if family not in READERS:
+        raise ValueError(
+            f"config.json must be of model_type {', '.join(READERS)}, got {family!r}."
+        )
+    for key, (wanted, default) in REQUIRED[family].items():
+        if theirs.get(key, default) != wanted:
+            raise ValueError(
+                f"config.json: {key} must be {wanted!r} for {family} here, got "
+                f"{theirs[key]!r}."
+            )
+    try:
+        return READERS[family](theirs)
+    except KeyError as error:
+        raise ValueError(f"config.json has no {error.args[0]}.") from None
+
+
+def activation(theirs: dict, key: str) -> str:
+    """Our name of an activation."""
+    name = theirs[key]
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: {key} must be one of {', '.join(ACTIVATIONS)}, got {name!r}."
+        )
+    return ACTIVATIONS[name]
+
+
+def marian(theirs: dict) -> dict:
+    """Encoder and decoder, post-norm, with the sinusoids of the paper's formula."""
+    if theirs["encoder_ffn_dim"] != theirs["decoder_ffn_dim"]:
+        raise ValueError(
+            f"config.json: encoder_ffn_dim and decoder_ffn_dim must be the same here, "
+            f"got {theirs['encoder_ffn_dim']} and {theirs['decoder_ffn_dim']}."
+        )
+    pad, start = theirs["pad_token_id"], theirs["decoder_start_token_id"]
+    if pad != start:
+        raise ValueError(
+            f"config.json: decoder_start_token_id must be pad_token_id = {pad}, got "
+            f"{start}."
+        )
+    return {
+        "data.vocab_size": theirs["vocab_size"] + 1,  # padding has a row of its own
+        "data.max_length": theirs["max_position_embeddings"],
+        "model.width": theirs["d_model"],
+        "model.num_encoder_layers": theirs["encoder_layers"],
+        "model.num_decoder_layers": theirs["decoder_layers"],
+        "model.mlp_dim": theirs["decoder_ffn_dim"],
+        "model.dropout": float(theirs.get("dropout", 0.1)),
+        "model.positions": "sinusoidal_paper",
+        "model.norm_epsilon": 1e-5,
+        "model.activation": activation(theirs, "activation_function"),
+        "model.scale_embeddings": theirs["scale_embedding"],
+        "model.output_bias": True,
+        "model.attention.num_heads": theirs["decoder_attention_heads"],
+        "model.encoder_attention.num_heads": theirs["encoder_attention_heads"],
+    }
+
+
+def bert(theirs: dict) -> dict:
+    """An encoder alone, post-norm."""
+    return {
+        "data.vocab_size": theirs["vocab_size"],
+        "data.max_length": theirs["max_position_embeddings"],
+        "model.width": theirs["hidden_size"],
+        "model.num_encoder_layers": theirs["num_hidden_layers"],
+        "model.num_decoder_layers": 0,
+        "model.mlp_dim": theirs["intermediate_size"],
+        "model.dropout": float(theirs.get("hidden_dropout_prob", 0.1)),
+        "model.positions": "learned",
+        "model.max_positions": theirs["max_position_embeddings"],
+        "model.norm_epsilon": theirs.get("layer_norm_eps", 1e-12),
+        "model.activation": activation(theirs, "hidden_act"),
+        "model.scale_embeddings": False,
+        "model.embedding_norm": True,
+        "model.token_types": theirs["type_vocab_size"],
+        "model.attention.num_heads": theirs["num_attention_heads"],
+    }
+
+
+def gpt2(theirs: dict) -> dict:
+    """A decoder alone, pre-norm."""
+    return {
+        "data.vocab_size": theirs["vocab_size"],
+        "data.max_length": theirs["n_positions"],
+        "model.width": theirs["n_embd"],
+        "model.num_encoder_layers": 0,
+        "model.num_decoder_layers": theirs["n_layer"],
+        "model.mlp_dim": theirs.get("n_inner") or 4 * theirs["n_embd"],
+        "model.dropout": float(theirs.get("resid_pdrop", 0.1)),
+        "model.positions": "learned",
+        "model.max_positions": theirs["n_positions"],
+        "model.norm": "pre",
+        "model.norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
+        "model.activation": activation(theirs, "activation_function"),
+        "model.scale_embeddings": False,
+        "model.bos": theirs.get("bos_token_id") or theirs["vocab_size"] - 1,
+        "model.attention.num_heads": theirs["n_head"],
+    }
+
+
+READERS = {"marian": marian, "bert": bert, "gpt2": gpt2}

@@ -1,0 +1,252 @@
+"""Hugging Face weights in and out, byte for byte; the peers' suite compares outputs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from safetensors.numpy import load_file, save_file
+
+from data import tokenizer
+from models import huggingface
+from models.huggingface_config import settings_of
+from weights import bring_in, config_of, split, take_out
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = {
+    "marian": {
+        "model_type": "marian",
+        "vocab_size": 40,
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 12,
+        "decoder_ffn_dim": 12,
+        "activation_function": "swish",
+        "max_position_embeddings": 64,
+        "scale_embedding": True,
+        "pad_token_id": 39,
+        "decoder_start_token_id": 39,
+        "eos_token_id": 0,
+    },
+    "bert": {
+        "model_type": "bert",
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 16,
+        "type_vocab_size": 2,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 20,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+        "activation_function": "gelu_new",
+    },
+}
+TEXT = ["the dog sees a cat", "a cat sees the dog", "dogs and cats", "a dog, a cat!"]
+
+
+def tensors_of(family):
+    """Random tensors of a checkpoint, by the names and shapes of Hugging Face."""
+    rng = np.random.default_rng(0)
+    settings = settings_of(CONFIGS[family])
+    if family == "bert":
+        settings |= {
+            f"model.{key}": True
+            for key in ("pooler", "output_transform", "output_bias")
+        }
+    if family == "marian":
+        settings["data.vocab_size"] -= 1
+    params = huggingface.named(split(config_of(settings))[1])
+    arrays = {
+        name: rng.normal(size=leaf.shape).astype(np.float32)
+        for name, leaf in params.items()
+    }
+    return huggingface.to_huggingface(family, arrays)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint of each family."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family, config in CONFIGS.items():
+        folder = root / family
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors_of(family), folder / "model.safetensors")
+    model = tokenizer.train(TEXT, 30)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    pieces = [pieces.id_to_piece(i) for i in range(4, pieces.vocab_size())]
+    names = ["</s>", "<unk>", *pieces[::-1], ">>de<<"]
+    names += [f"unused{i}" for i in range(39 - len(names))] + ["<pad>"]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    (root / "marian" / "vocab.json").write_text(json.dumps(vocabulary))
+    for side in ("source", "target"):
+        (root / "marian" / f"{side}.spm").write_bytes(model)
+    return root
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_comes_in_goes_out_the_same(folders, family, tmp_path):
+    bring_in(folders / family, tmp_path / "run")
+    take_out(tmp_path / "run", tmp_path / "out", "best")
+    there, back = (
+        load_file(folder / "model.safetensors")
+        for folder in (folders / family, tmp_path / "out")
+    )
+    assert there.keys() == back.keys()
+    for name, tensor in there.items():
+        np.testing.assert_array_equal(tensor, back[name], err_msg=name)
+    config = (tmp_path / "out" / "config.json").read_text()
+    assert json.loads(config) == CONFIGS[family]
+    for name in ("source.spm", "target.spm", "vocab.json"):
+        path = folders / family / name
+        if path.exists():
+            assert (tmp_path / "out" / name).read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="holds a run already"):
+        bring_in(folders / family, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        take_out(tmp_path / "run", tmp_path / "out", "best")
+
+
+def test_every_parameter_has_its_own_place():
+    """A transposed or swapped kernel would come back elsewhere than it should."""
+    tensors = tensors_of("gpt2")
+    settings = config_of(settings_of(CONFIGS["gpt2"]))
+    params = huggingface.from_huggingface(
+        "gpt2", tensors, huggingface.named(split(settings)[1])
+    )
+    fused = tensors["transformer.h.1.attn.c_attn.weight"]  # inputs × outputs
+    key = params["decoder.1.self_attention.key"]
+    np.testing.assert_array_equal(key[3, 1], fused[3, 8 + 4 : 8 + 8])
+    tensors = tensors_of("bert")
+    settings = settings_of(CONFIGS["bert"]) | huggingface.settings_of("bert", tensors)
+    params = huggingface.from_huggingface(
+        "bert", tensors, huggingface.named(split(config_of(settings))[1])
+    )
+    out = tensors["bert.encoder.layer.0.attention.output.dense.weight"]  # outputs × in
+    merge = params["encoder.0.self_attention.merge.kernel"]
+    np.testing.assert_array_equal(merge[1, 2], out[:, 4 + 2])
+
+
+def test_names_of_old_and_headless_checkpoints():
+    tensors = tensors_of("bert")
+    old = {
+        name.removeprefix("bert.")
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    old["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"]
+    old["cls.seq_relationship.weight"] = np.zeros((2, 8), np.float32)
+    found = huggingface.full_names("bert", old)
+    assert found.keys() == tensors.keys()
+    tied = tensors_of("gpt2")
+    tied["lm_head.weight"] = tied["transformer.wte.weight"] + 1
+    with pytest.raises(ValueError, match="lm_head.weight must be the same as transf"):
+        huggingface.full_names("gpt2", tied)
+
+
+def test_marian_ids_are_ours(folders):
+    folder = folders / "marian"
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    marian = tokenizer.MarianTokenizer((folder / "source.spm").read_bytes(), vocabulary)
+    assert marian.vocab_size == 41
+    encoded = marian.encode(["the dog", ">>de<< a cat", "x", ""])
+    own = tokenizer.Tokenizer((folder / "source.spm").read_bytes())
+    pieces = own.pieces(own.encode(["the dog"])[0])
+    assert marian.pieces(encoded[0]) == pieces
+    assert marian.decode(encoded[0]) == "the dog"
+    assert marian.pieces(encoded[1])[0] == ">>de<<"
+    assert tokenizer.UNK in encoded[2].tolist() and encoded[3].tolist() == [2]
+    with pytest.raises(ValueError, match="must hold <pad>"):
+        tokenizer.marian_order({"</s>": 0, "<unk>": 1})
+    with pytest.raises(ValueError, match="number its 4 pieces 0 to 3"):
+        tokenizer.marian_order({"</s>": 0, "<unk>": 1, "<pad>": 2, "a": 2})
+
+
+def command(*args):
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_the_command_lines(folders, tmp_path):
+    run = tmp_path / "run"
+    out = command("weights.py", f"--from={folders / 'marian'}", f"--workdir={run}")
+    assert out.returncode == 0, out.stderr
+    lines = subprocess.run(
+        [sys.executable, "eval.py", f"--workdir={run}", "--translate", "--beam_size=1"],
+        cwd=ROOT,
+        input="the dog\n\na cat\n",
+        capture_output=True,
+        text=True,
+    )
+    assert lines.returncode == 0, lines.stderr
+    assert lines.stdout.count("\n") == 3 and lines.stdout.split("\n")[1] == ""
+    bert = tmp_path / "bert"
+    bring_in(folders / "bert", bert)
+    refused = command("eval.py", f"--workdir={bert}", "--split=val")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "needs an encoder and a decoder" in refused.stderr
+    other = ["--config=configs/numbers.py", f"--workdir={run}"]
+    refused = command("train.py", *other)
+    assert refused.returncode == 2 and "of another config" in refused.stderr
+    assert (run / "tokenizer" / "vocab.json").exists()
+
+
+@pytest.mark.parametrize(
+    "family, change, message",
+    [
+        ("gpt2", {"model_type": "llama"}, "model_type marian, bert, gpt2, got 'llama'"),
+        ("gpt2", {"n_embd": 16}, r"wte.weight must have the shape \(20, 16\).*20, 8"),
+        ("gpt2", {"n_layer": 3}, "has no transformer.h.2.ln_1.weight"),
+        ("gpt2", {"n_layer": 1}, "transformer.h.1.* has no place in a gpt2 model"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act must be one of relu.*'mish'"),
+        ("bert", {"is_decoder": True}, "is_decoder must be False for bert here"),
+        ("marian", {"normalize_before": True}, "normalize_before must be False"),
+        ("marian", {"decoder_ffn_dim": 16}, "the same here, got 12 and 16"),
+        ("marian", {"pad_token_id": 1}, "decoder_start_token_id must be pad.*= 1"),
+        ("marian", {"eos_token_id": 2}, "eos_token_id must be 0, the number of </s>"),
+        ("marian", {"vocab_size": 50}, "hold the 50 pieces of vocab_size .* got 40"),
+    ],
+)
+def test_bad_checkpoints_are_named(folders, family, change, message, tmp_path):
+    folder = tmp_path / family
+    folder.mkdir()
+    for path in (folders / family).iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family] | change))
+    with pytest.raises(ValueError, match=message):
+        bring_in(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_and_broken_files_are_named(folders, tmp_path):
+    with pytest.raises(OSError, match="config.json"):
+        bring_in(tmp_path, tmp_path / "run")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ValueError, match="config.json has no vocab_size"):
+        bring_in(tmp_path, tmp_path / "run")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt2"]))
+    with pytest.raises(FileNotFoundError, match="must hold model.safetensors"):
+        bring_in(tmp_path, tmp_path / "run")
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="model.safetensors: it can't be read"):
+        bring_in(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match="has no huggingface.json"):
+        take_out(tmp_path, tmp_path / "out", "best")

@@ -1,0 +1,87 @@
+"""The parameters of a run: its best, its last, or the mean of its checkpoints."""
+
+import jax
+import numpy as np
+
+from training.checkpoint import Checkpoints, Damaged
+from training.metrics import say
+
+
+def restore(workdir, which: str, num_trials: int, abstract):
+    """The parameters of a run's trials, and of when they are.
+
+    Args:
+        workdir: the run's folder.
+        which: a name in `READ`.
+        num_trials: R.
+        abstract: what one trial's parameters look like.
+
+    Returns:
+        The parameters with the trial axis R, on the host; of every trial the step that
+        they are of, and the step at which it diverged, 0: it didn't.
+
+    Raises:
+        ValueError, OSError: no checkpoint yet, a damaged one, or of another model.
+    """
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((num_trials, *leaf.shape), leaf.dtype),
+        abstract,
+    )
+    checkpoints = Checkpoints(workdir)
+    like = np.zeros(num_trials)
+    items = checkpoints.restore_last(trials={"step": like, "diverged_at": like})
+    marks = found(items, checkpoints)[1]["trials"]
+    params, steps = READ[which](checkpoints, abstract, marks)
+    checkpoints.close()
+    return params, steps, marks["diverged_at"]
+
+
+def read_best(checkpoints, abstract, marks: dict):
+    """Every trial's parameters at its best evaluation, by train.best_metric."""
+    like = np.zeros(len(marks["step"]))
+    best = {"params": abstract, "score": like, "step": like}
+    best = found(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
+    # what diverged before its first evaluation has its initial values here
+    if not (np.isfinite(best["score"]) | (marks["diverged_at"] > 0)).all():
+        raise ValueError(
+            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
+            f"on to train.eval_every_steps, or use --checkpoint=last."
+        )
+    return best["params"], best["step"]
+
+
+def read_last(checkpoints, abstract, marks: dict):
+    """The parameters of the last checkpoint; a frozen trial's are older."""
+    step, items = found(checkpoints.restore_last(params=abstract), checkpoints)
+    return items["params"], np.minimum(step, marks["step"])
+
+
+def read_average(checkpoints, abstract, marks: dict):
+    """The mean of the parameters of all checkpoints that are kept."""
+    total, count = None, 0
+    for step in checkpoints.steps():
+        try:
+            params = checkpoints.read(step, "params", abstract)
+        except Damaged as error:
+            say(f"The checkpoint of step {step} is left out: {error}.")
+            continue
+        add = jax.tree.map(np.float64, params)
+        total = add if total is None else jax.tree.map(np.add, total, add)
+        count, last = count + 1, step
+    found(total, checkpoints)
+    mean = jax.tree.map(lambda leaf: (leaf / count).astype(np.float32), total)
+    say(f"Averaged {count} checkpoints, the last of step {last}.")
+    return mean, np.minimum(last, marks["step"])
+
+
+READ = {"best": read_best, "last": read_last, "average": read_average}
+
+
+def found(value, checkpoints):
+    """The value, or a sentence where there was no checkpoint to read it from."""
+    if value is None:
+        raise FileNotFoundError(
+            f"{checkpoints.directory} holds no checkpoint that can be read; "
+            f"let train.py go on until it has saved one."
+        )
+    return value
