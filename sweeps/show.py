@@ -44,8 +44,8 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     console = Console(highlight=False)
     console.print(table)
     for index, group in enumerate(sweep.groups):
-        seeds = ", ".join(str(trial.seed) for trial in group.trials)
-        console.print(f"group {index}: {group.trials[0].arm}, seeds {seeds}")
+        arms = " and ".join(dict.fromkeys(trial.arm for trial in group.trials))
+        console.print(f"group {index}: {arms}, {len(group.trials)} trials")
     total = sum(operations(sweep, group) for group in sweep.groups)
     console.print(f"Training takes about {total:.3g} floating-point operations.")
     if calibrate:

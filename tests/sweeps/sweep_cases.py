@@ -75,6 +75,7 @@ def start(args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # so that all its processes can be killed at once
     )
 
 

@@ -4,6 +4,7 @@ Minutes: every group starts Python three times.
 """
 
 import json
+import os
 import random
 import signal
 import sys
@@ -36,14 +37,15 @@ def test_status_and_report_need_the_workdir_alone(undisturbed):
 
 
 def test_killed_at_any_moment_it_ends_as_undisturbed(undisturbed, tmp_path, corpus):
-    """kill -9, three times: no trial is done twice, no row is lost or doubled."""
+    """kill -9 of the sweep, or of all its processes: nothing is done twice or lost."""
     seed = random.randrange(10**6)
     generator = random.Random(seed)
     workdir = tmp_path / "sweep"
     for _ in range(3):
         process = start(sweep("run", workdir, corpus))
         time.sleep(generator.uniform(4, 25))
-        process.send_signal(signal.SIGKILL)
+        kill = generator.choice((os.kill, os.killpg))
+        kill(process.pid, signal.SIGKILL)
         process.wait()
     finish(sweep("run", workdir, corpus))
     assert metrics(workdir) == metrics(undisturbed), f"random seed {seed}"
@@ -55,7 +57,7 @@ def test_killed_at_any_moment_it_ends_as_undisturbed(undisturbed, tmp_path, corp
     assert ours == theirs, f"random seed {seed}"
     for name, commands in started(workdir).items():
         # what was killed at work is started again, what was finished is not
-        assert commands.count("test") <= 2 and commands[-1] == "test", (name, seed)
+        assert commands[-1] == "test", (name, seed)
         trained = [i for i, c in enumerate(commands) if c == "train"][-1]
         assert "test" not in commands[:trained], (name, seed)
 
