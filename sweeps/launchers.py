@@ -6,13 +6,13 @@ submitit are optional: requirements-sweeps.txt.
 """
 
 import ast
+import importlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from configs.commandline import one_sentence
 from sweeps.runner import ROOT, Runner, Stopped, Sweep
@@ -73,7 +73,6 @@ def ray(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
         engine = optional("ray")
         if address is not None:
             answers(address)
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         engine.init(address=address, log_to_driver=False, logging_level="warning")
         needs = requirements(engine) | parsed(resources)
     task = engine.remote(max_retries=RETRIES, **needs)(run_group)
@@ -182,15 +181,17 @@ def slurm(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
 
 
 def optional(name: str):
-    """A package that only this launcher needs."""
-    import importlib
+    """A package that only this launcher needs.
 
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ImportError(
-            f"--launcher needs the package {name}: pip install -r "
-            f"{Path('requirements-sweeps.txt')}"
+            f"This launcher needs the package {name}: pip install -r "
+            f"requirements-sweeps.txt"
         ) from None
 
 
