@@ -215,7 +215,9 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
     metrics = [
         name
         for name in NAMES
-        if name != report.metric and all(name in c.arm.test for c in comparisons)
+        if name != report.metric
+        and all(name in c.arm.test for c in comparisons)
+        and any(c.arm.test[name].any() for c in comparisons)  # BLEU of words alone is 0
     ]
     header = ["arm", *(NAMES[name] for name in metrics), "test set's ±"]
     rows = [[*header, "p (bootstrap)"]]
