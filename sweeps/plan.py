@@ -1,5 +1,6 @@
 """From a base config and an ablation to arms, trials and groups of them."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -156,20 +157,13 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
     return arms
 
 
-class naming:
-    """Puts the name of an arm before what is wrong with it."""
-
-    def __init__(self, arm: str):
-        self.arm = arm
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, ValueError | TypeError | NotImplementedError):
-            raise ValueError(
-                f"Arm {self.arm} can't be built: {describe(error)}"
-            ) from error
+@contextlib.contextmanager
+def naming(arm: str):
+    """Put the name of an arm before what is wrong with it."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"Arm {arm} can't be built: {describe(error)}") from error
 
 
 def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
@@ -212,9 +206,11 @@ def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
     """
     keys = list(dict.fromkeys(key for arm in arms for key in arm))
 
-    def told(keys):
-        return [", ".join(label(k, arm[k]) for k in keys if k in arm) for arm in arms]
+    def told(keys, form=label):
+        return [", ".join(form(k, arm[k]) for k in keys if k in arm) for arm in arms]
 
+    if len(set(told(keys))) < len(arms):  # short names would be taken for each other
+        return told(keys, "{}={}".format), None
     for key in reversed(keys):
         fewer = [k for k in keys if k != key]
         if len(set(told(fewer))) == len(set(told(keys))) and fewer:
@@ -228,16 +224,25 @@ def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
 
 
 def label(key: str, value) -> str:
-    """A setting as a table shows it: N=8, encoder N=8, mean, matched."""
-    *path, last = key.split(".")
+    """A setting as a table shows it: N=8, encoder N=8, mean, equal parameters."""
     if key == MATCH:
         return f"equal {value}"
-    site = path[-1].removesuffix("_attention") if path else ""
-    prefix = f"{site} " if site in ("encoder", "decoder", "cross") else ""
     if isinstance(value, str):
-        return prefix + value
+        return f"{site(key)}{value}"
     number = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{prefix}{LETTERS.get(last, last)}={number}"
+    return f"{letter(key)}={number}"
+
+
+def letter(key: str) -> str:
+    """A setting's letter, or its name, after the site that it is of alone."""
+    last = key.rsplit(".", 1)[-1]
+    return site(key) + LETTERS.get(last, last)
+
+
+def site(key: str) -> str:
+    """The site of attention that a setting is of alone, and a space; else nothing."""
+    found = re.search(r"\b(encoder|decoder|cross)_attention\.", key)
+    return f"{found.group(1)} " if found else ""
 
 
 def program(trial: Trial) -> str:

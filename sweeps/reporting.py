@@ -14,7 +14,7 @@ from analysis.report_plots import figures, plt, save_png
 from analysis.significance import paired_bootstrap
 from configs.commandline import flat
 from data import corpora
-from sweeps.plan import Arm, label
+from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
 from sweeps.store import SCORES, metrics_of
 
@@ -87,7 +87,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         details=details.strip(),
         metric=settings["metric"],
         arms=arms,
-        axis=axis and f"{label(axis, 0).split('=')[0]}, {axis}",
+        axis=axis and f"{letter(axis)}, {axis}",
         anchor=(anchor.source, anchor.unit) if has_anchor else None,
         examples=choose_examples(
             sources, references, systems[best], systems[worst], num_examples

@@ -9,7 +9,7 @@ from configs import ablations, base, multi30k, numbers, presets
 from configs.ablations import chain, grid, matched, over, seeds, zipped
 from configs.commandline import flat
 from sweeps.opening import find_ablation, names_of, tuned
-from sweeps.plan import differences, expand, grouped, nuisance_keys
+from sweeps.plan import differences, expand, grouped, name_arms, nuisance_keys
 
 CONFIGS = {
     "base": base.get_config(),
@@ -141,6 +141,36 @@ def test_a_budget_that_cannot_be_reached_is_named():
 def test_an_arm_that_cannot_be_built_is_named(arms, sentence):
     with pytest.raises(ValueError, match=sentence):
         plan_of(tiny(), arms)
+
+
+@pytest.mark.parametrize(
+    "arms, names, axis",
+    [
+        (
+            [{"model.mlp_dim": 8}, {"model.mlp_dim": 16}],
+            ["F=8", "F=16"],
+            "model.mlp_dim",
+        ),
+        (
+            grid(over("model.mlp_dim", 8), over("model.norm", "pre", "post")),
+            ["pre", "post"],
+            None,
+        ),
+        (
+            [{}, {"model.cross_attention.merge": "mean"}],
+            ["baseline", "cross mean"],
+            None,
+        ),
+        ([{"a.x": "mean"}, {"b.x": "mean"}], ["a.x=mean", "b.x=mean"], None),
+        (
+            over("model.dropout", 0.1, 0.25),
+            ["dropout=0.1", "dropout=0.25"],
+            "model.dropout",
+        ),
+    ],
+)
+def test_arms_have_short_names_that_tell_them_apart(arms, names, axis):
+    assert name_arms(arms) == (names, axis)
 
 
 def test_combinators():

@@ -46,7 +46,7 @@ def test_killed_at_any_moment_it_ends_as_undisturbed(undisturbed, tmp_path, corp
         time.sleep(generator.uniform(4, 25))
         kill = generator.choice((os.kill, os.killpg))
         kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
     finish(sweep("run", workdir, corpus))
     assert metrics(workdir) == metrics(undisturbed), f"random seed {seed}"
     columns = ("id", "arm", "seed", "status", "steps", "dev_bleu", "test_chrf")
