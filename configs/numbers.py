@@ -3,7 +3,7 @@
 python train.py --config=configs/numbers.py --workdir=runs/numbers
 python eval.py --workdir=runs/numbers --split=test
 
-`:short` sees a tenth of the tokens and stops while models still differ: for sweeps on
+`:short` sees a seventh of the tokens and stops while models still differ: for sweeps on
 two cores.
 """
 
