@@ -119,7 +119,7 @@ def load(workdir: Path, which: str) -> Trained:
             f"train one with train.py --workdir={workdir}."
         )
     config = ml_collections.ConfigDict(json.loads(path.read_text()))
-    check_encoder_decoder("eval.py", config.model.to_dict())
+    check_encoder_decoder(config.model.to_dict())
     tokenizers = tokenizer.load(workdir / "tokenizer")
     sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *sizes, **config.model.to_dict())

@@ -119,7 +119,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from training.utilisation import CompileClock
 
     compiled = CompileClock()
-    check_encoder_decoder("train.py", config.model.to_dict())
+    check_encoder_decoder(config.model.to_dict())
     choose("train.best_metric", config.train.best_metric, METRICS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     choose("train.remat", config.train.remat, REMAT)

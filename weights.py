@@ -75,6 +75,7 @@ def bring_in(folder: Path, workdir: Path) -> None:
     family = original["model_type"]
     with named_file(folder / "model.safetensors"):
         tensors = huggingface.full_names(family, read_tensors(folder))
+        tensors, left_out = huggingface.leave_out(family, tensors)
         settings |= huggingface.settings_of(family, tensors)
         if family == "marian":
             order = order_of(folder / "vocab.json", original)
@@ -108,6 +109,8 @@ def bring_in(folder: Path, workdir: Path) -> None:
     # a run that train.py must not take for a start that failed
     (workdir / "metrics.jsonl").touch()
     write_json(workdir / "config.json", config.to_dict())
+    if left_out:
+        say(f"Left out, for our model has no place for it: {', '.join(left_out)}.")
     say(f"{workdir} holds {family} now: {count:,} parameters of {folder}.")
 
 

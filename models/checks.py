@@ -28,19 +28,14 @@ def check_layers(
             )
 
 
-def check_encoder_decoder(name: str, model: dict) -> None:
-    """Raise a ValueError unless the settings are of a model that translates.
-
-    Args:
-        name: what needs such a model.
-        model: the config's `model`.
-    """
+def check_encoder_decoder(model: dict) -> None:
+    """Raise a ValueError unless the settings (`config.model`) are of a translator."""
     counts = model["num_encoder_layers"], model["num_decoder_layers"]
     if 0 in counts:
         raise ValueError(
-            f"{name} needs an encoder and a decoder: model.num_encoder_layers and "
-            f"model.num_decoder_layers must be at least 1, got {counts[0]} and "
-            f"{counts[1]}."
+            "Only encoder-decoder models can be trained, scored and translate here: "
+            "model.num_encoder_layers and model.num_decoder_layers must be at least 1, "
+            f"got {counts[0]} and {counts[1]}."
         )
 
 

@@ -138,7 +138,8 @@ class Family(NamedTuple):
     outputs_first: bool  # matrices are outputs × inputs
     prefix: str  # of what lies in the model without a head; may be left out
     tied: dict[str, str]  # names that repeat another tensor
-    no_weights: str  # a pattern of names that hold none of ours
+    no_weights: str  # a pattern of names that hold what is computed
+    left_out: str = "(?!)"  # of names of weights that our model has no place for
 
 
 FAMILIES = {
@@ -161,8 +162,8 @@ FAMILIES = {
             "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
-        # the classifier of the next sentence is no part of our model
-        no_weights=r"bert\.embeddings\.position_ids|cls\.seq_relationship\..*",
+        no_weights=r"bert\.embeddings\.position_ids",
+        left_out=r"cls\.seq_relationship\..*",  # whether one sentence follows another
     ),
     "gpt2": Family(
         GPT2,
@@ -249,6 +250,12 @@ def from_huggingface(
         if theirs not in used:
             raise ValueError(f"{theirs} has no place in a {family} model of ours.")
     return params
+
+
+def leave_out(family: str, tensors: dict) -> tuple[dict, list[str]]:
+    """The tensors, by `full_names`, that ours can hold, and the names of the others."""
+    left_out = [x for x in tensors if re.fullmatch(FAMILIES[family].left_out, x)]
+    return {x: y for x, y in tensors.items() if x not in left_out}, left_out
 
 
 def settings_of(family: str, tensors: dict) -> dict:

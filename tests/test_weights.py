@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data import tokenizer
 from models import huggingface
 from models.huggingface_config import settings_of
-from weights import bring_in, config_of, split, take_out
+from weights import bring_in, config_of, load, split, take_out
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = {
@@ -107,6 +108,10 @@ def test_what_comes_in_goes_out_the_same(folders, family, tmp_path):
         for folder in (folders / family, tmp_path / "out")
     )
     assert there.keys() == back.keys()
+    for which in ("last", "average"):
+        model = huggingface.named(nnx.split(load(tmp_path / "run", which))[1])
+        best = huggingface.named(nnx.split(load(tmp_path / "run"))[1])
+        assert all(np.array_equal(x, best[name]) for name, x in model.items())
     for name, tensor in there.items():
         np.testing.assert_array_equal(tensor, back[name], err_msg=name)
     config = (tmp_path / "out" / "config.json").read_text()
@@ -151,8 +156,9 @@ def test_names_of_old_and_headless_checkpoints():
     }
     old["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"]
     old["cls.seq_relationship.weight"] = np.zeros((2, 8), np.float32)
-    found = huggingface.full_names("bert", old)
+    found, left_out = huggingface.leave_out("bert", huggingface.full_names("bert", old))
     assert found.keys() == tensors.keys()
+    assert left_out == ["cls.seq_relationship.weight"]
     tied = tensors_of("gpt2")
     tied["lm_head.weight"] = tied["transformer.wte.weight"] + 1
     with pytest.raises(ValueError, match="lm_head.weight must be the same as transf"):
@@ -200,7 +206,7 @@ def test_the_command_lines(folders, tmp_path):
     bring_in(folders / "bert", bert)
     refused = command("eval.py", f"--workdir={bert}", "--split=val")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "needs an encoder and a decoder" in refused.stderr
+    assert "Only encoder-decoder models" in refused.stderr
     other = ["--config=configs/numbers.py", f"--workdir={run}"]
     refused = command("train.py", *other)
     assert refused.returncode == 2 and "of another config" in refused.stderr
