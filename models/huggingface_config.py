@@ -124,6 +124,7 @@ def bert(theirs: dict) -> dict:
 
 def gpt2(theirs: dict) -> dict:
     """A decoder alone, pre-norm."""
+    bos = theirs.get("bos_token_id")
     return {
         "data.vocab_size": theirs["vocab_size"],
         "data.max_length": theirs["n_positions"],
@@ -138,7 +139,7 @@ def gpt2(theirs: dict) -> dict:
         "model.norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
         "model.activation": activation(theirs, "activation_function"),
         "model.scale_embeddings": False,
-        "model.bos": theirs.get("bos_token_id") or theirs["vocab_size"] - 1,
+        "model.bos": theirs["vocab_size"] - 1 if bos is None else bos,
         "model.attention.num_heads": theirs["n_head"],
     }
 

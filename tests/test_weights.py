@@ -146,6 +146,11 @@ def test_every_parameter_has_its_own_place():
     np.testing.assert_array_equal(merge[1, 2], out[:, 4 + 2])
 
 
+def test_gpt2_begins_with_its_bos_which_may_be_0():
+    for change, bos in (({}, 19), ({"bos_token_id": 0}, 0), ({"bos_token_id": 7}, 7)):
+        assert settings_of(CONFIGS["gpt2"] | change)["model.bos"] == bos
+
+
 def test_names_of_old_and_headless_checkpoints():
     tensors = tensors_of("bert")
     old = {
