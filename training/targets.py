@@ -6,11 +6,26 @@ neither; requirements-compilers.txt installs both. Nothing can run on such devic
 
 import os
 import re
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-TPUS = ("v4", "v5e", "v5p", "v6e")
+
+class Chip(NamedTuple):
+    """What a chip can, by its maker's data sheet."""
+
+    flops: float  # a second, dense bfloat16
+    memory: int  # bytes
+
+
+CHIPS = {
+    "v4": Chip(275e12, 32 * 2**30),
+    "v5e": Chip(197e12, 16 * 2**30),
+    "v5p": Chip(459e12, 95 * 2**30),
+    "v6e": Chip(918e12, 32 * 2**30),
+    "h200": Chip(989e12, 141 * 10**9),
+}
 # Read off an H200 with 143771 MiB; figures of NVIDIA's data sheet where it gives them.
 H200 = """
 gpu_device_info {
@@ -49,7 +64,7 @@ def devices(target: str) -> np.ndarray:
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", target)
     chip, shape = match.groups() if match else (target, "")
-    if match is None or chip not in (*TPUS, "h200"):
+    if match is None or chip not in CHIPS:
         raise ValueError(
             f"There is no target {target!r}; write v5e:16x16, v6e:2x2, v5p:2x2x1 or "
             f"h200:8 (chip and topology)."

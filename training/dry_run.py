@@ -1,0 +1,150 @@
+"""What a training step would need on chips that are not here, from their own compiler.
+
+The step is compiled for a described topology (`training.targets`) with the shardings it
+would run with; nothing is computed. What is printed of memory and communication is the
+compiler's answer, not a formula's.
+"""
+
+import re
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from training.targets import CHIPS
+
+GIB = 2**30
+OPERATION = re.compile(
+    r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
+    r"|reduce-scatter)(?:-start)?\("
+)
+SHAPE = re.compile(r"(?P<dtype>[a-z]+\d+)(?:\w*)\[(?P<sizes>[\d,]*)\]")
+
+
+class Plan(NamedTuple):
+    """Per chip, bytes: what a compiled step holds and moves."""
+
+    parameters: int
+    optimizer: int
+    activations: int  # and gradients: what is neither argument nor result
+    peak: int
+    capacity: int
+    collectives: dict[str, tuple[int, int]]  # by kind: how many, bytes
+    flops: float  # a step's, of this chip's share of the model
+    peak_flops: float  # a second, of the chip
+    num_trials: int  # whose states this chip holds a part of
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step runs on the chip."""
+        return self.peak <= self.capacity
+
+    @property
+    def trials_that_fit(self) -> int:
+        """How many trials a chip could hold, each costing what one does now."""
+        return int(self.num_trials * self.capacity / self.peak)
+
+
+def plan(compiled, state, shardings, chip: str, flops: float, num_trials: int) -> Plan:
+    """Read a plan off a compiled step.
+
+    Args:
+        compiled: of `jax.stages.Lowered.compile`.
+        state: the abstract TrainState it was compiled for, and where its leaves lie.
+        shardings: see above.
+        chip: a name of `targets.CHIPS`.
+        flops: of a step on all chips together.
+        num_trials: on a chip.
+    """
+    memory = compiled.memory_analysis()
+    devices = jax.tree.leaves(shardings)[0].mesh.size
+    return Plan(
+        parameters=_bytes_of(state.params, shardings.params),
+        optimizer=_bytes_of(state.opt_state, shardings.opt_state),
+        activations=memory.temp_size_in_bytes,
+        peak=memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
+        capacity=CHIPS[chip].memory,
+        collectives=collectives(compiled.as_text()),
+        flops=flops / devices,
+        peak_flops=CHIPS[chip].flops,
+        num_trials=num_trials,
+    )
+
+
+def _bytes_of(tree, shardings) -> int:
+    """What a chip holds of a tree of arrays."""
+    return sum(
+        int(np.prod(sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf, sharding in zip(
+            jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True
+        )
+    )
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """How many of each kind of communication a program has, and bytes of its results.
+
+    Args:
+        text: of `compiled.as_text()`.
+    """
+    found = {}
+    for match in OPERATION.finditer(text):
+        count, size = found.get(match["kind"], (0, 0))
+        found[match["kind"]] = (count + 1, size + shape_bytes(match["shapes"]))
+    return found
+
+
+def shape_bytes(shapes: str) -> int:
+    """Bytes of the arrays of an HLO shape, `f32[8,128]{1,0}` or a tuple of them."""
+    total = 0
+    for match in SHAPE.finditer(shapes):
+        bits = int(re.sub(r"\D", "", match["dtype"]))
+        sizes = [int(size) for size in match["sizes"].split(",") if size]
+        total += int(np.prod(sizes)) * bits // 8
+    return total
+
+
+def advice(plan: Plan, config) -> str | None:
+    """What to change where the step does not fit."""
+    if plan.fits:
+        return None
+    changes = []
+    if plan.activations > plan.parameters + plan.optimizer:
+        if config.train.remat == "none":
+            changes.append("config.train.remat=block")
+        changes.append("config.train.accumulate_steps=2 or a larger mesh.data")
+    if plan.num_trials > 1:
+        changes.append("fewer trials, or a larger config.mesh.trial")
+    if config.mesh.shard != "parameters":
+        changes.append("config.mesh.shard=parameters")
+    changes.append("a larger config.mesh.model")
+    return f"It does not fit; try {', '.join(changes)}."
+
+
+def rows(plan: Plan) -> list[tuple[str, str]]:
+    """The plan as lines of a table."""
+
+    def gib(size):
+        return f"{size / GIB:.3f} GiB"
+
+    at_peak = plan.flops / plan.peak_flops
+    lines = [
+        ("parameters", gib(plan.parameters)),
+        ("optimizer state", gib(plan.optimizer)),
+        ("activations and gradients", gib(plan.activations)),
+        ("peak memory", f"{gib(plan.peak)} of {gib(plan.capacity)}"),
+        ("fits", "yes" if plan.fits else "no"),
+        ("trials on a chip", str(plan.num_trials)),
+        ("trials that would fit", str(plan.trials_that_fit)),
+        ("floating-point operations a step", f"{plan.flops:.3e}"),
+        ("step at the chip's peak", f"{1e3 * at_peak:.3f} ms"),
+        ("step at 40 % of it", f"{1e3 * at_peak / 0.4:.3f} ms"),
+    ]
+    for kind, (count, size) in sorted(plan.collectives.items()):
+        lines.append((kind, f"{count}, {size / 2**20:.3f} MiB"))
+    if not plan.collectives:
+        lines.append(("communication", "none"))
+    return lines

@@ -1,0 +1,156 @@
+"""Where the arrays of a training step lie: a mesh of trial × data × model.
+
+    trial  whole trials; needs no communication at all
+    data   rows of each trial's batch; the gradients are added up
+    model  heads and the feed-forward's hidden units of each trial
+
+Every leaf of the state has the trial axis R in front. What the other axes divide is
+told by `LETTERS`; the compiler derives the rest from it.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from attention.merge import MERGE_RULES
+from attention.partition import MESH_AXES
+
+AXES = tuple(MESH_AXES)  # trial, data, model
+SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
+SMALL = 2**14  # numbers; arrays below stay whole, for to gather them costs more
+
+# The axes of a parameter by the end of its path; of N, K and F the mesh divides.
+LETTERS = {
+    ("query", 3): "D N H",
+    ("key", 3): "D K H",
+    ("value", 3): "D K V",
+    ("query_bias", 2): "N H",
+    ("key_bias", 2): "K H",
+    ("value_bias", 2): "K V",
+    ("up.kernel", 2): "D F",
+    ("up.bias", 1): "F",
+    ("down.kernel", 2): "F D",
+} | {
+    (f"merge.{name}", len(letters.split())): letters
+    for rule in MERGE_RULES.values()
+    for name, letters in rule.shapes.items()
+}
+
+
+def make_mesh(
+    shape: dict[str, int | None], num_trials: int, num_rows: int, devices=None
+) -> Mesh:
+    """The mesh of a config.
+
+    Args:
+        shape: sizes by the names of `AXES`; one of them may be -1, what is left of the
+            devices. trial None: the most devices that divide the trials and what is
+            left of the devices by the other axes.
+        num_trials: R, which trial must divide.
+        num_rows: B, which data must divide.
+        devices: default: all.
+
+    Raises:
+        ValueError: sizes that don't fit the devices, the trials or the rows.
+    """
+    devices = np.array(jax.devices() if devices is None else devices)
+    sizes = {axis: shape[axis] for axis in AXES}
+    text = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    bad = [axis for axis in AXES if sizes[axis] not in (None, -1) and sizes[axis] < 1]
+    if bad or list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"{text}: sizes are at least 1, and one may be -1 (the rest).")
+    if sizes["trial"] is None:
+        fixed = np.prod([n for axis, n in sizes.items() if axis != "trial" and n > 0])
+        sizes["trial"] = int(np.gcd(num_trials, max(1, devices.size // int(fixed))))
+    known = int(np.prod([size for size in sizes.values() if size > 0]))
+    sizes = {a: devices.size // known if n == -1 else n for a, n in sizes.items()}
+    if np.prod(list(sizes.values())) != devices.size:
+        raise ValueError(
+            f"{text} does not make the {devices.size} devices there are; set one of "
+            f"them to -1."
+        )
+    for axis, count, of in (
+        ("trial", num_trials, "trials"),
+        ("data", num_rows, "rows of a batch (data.batch_tokens / their length)"),
+    ):
+        if count % sizes[axis]:
+            raise ValueError(
+                f"mesh.{axis}={sizes[axis]} does not divide the {count} {of}."
+            )
+    return Mesh(
+        devices.reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+
+
+def specs(tree, mesh: Mesh, *, shard: str = "none", is_state: bool = True):
+    """The PartitionSpec of every leaf of a (part of a) TrainState.
+
+    Args:
+        tree: of arrays or `jax.ShapeDtypeStruct`s with the trial axis R in front.
+        mesh: of `make_mesh`.
+        shard: what `data` divides besides the rows, a name of `SHARD`.
+        is_state: of the optimizer, not parameters.
+    """
+    divides = shard == "parameters" or shard == "optimizer" and is_state
+
+    def spec(path, leaf):
+        # A Variable's leaf stands under an attribute of it, which is no part's name.
+        names = [str(key.key) for key in path if hasattr(key, "key")]
+        parts = _model_parts(names, leaf.shape[1:], mesh)
+        if divides and mesh.shape["data"] > 1 and np.prod(leaf.shape[1:]) >= SMALL:
+            sizes = [
+                size if part is None and size % mesh.shape["data"] == 0 else 0
+                for size, part in zip(leaf.shape[1:], parts, strict=True)
+            ]
+            if max(sizes):
+                parts[sizes.index(max(sizes))] = "data"
+        return PartitionSpec("trial", *parts)
+
+    return jax.tree.map_with_path(spec, tree)
+
+
+def _model_parts(names: list[str], shape: tuple[int, ...], mesh: Mesh) -> list:
+    size = mesh.shape["model"]
+    ends = (names[-1:], names[-2:]) if size > 1 else ()
+    for end in ends:
+        letters = LETTERS.get((".".join(end), len(shape)))
+        if letters is not None:
+            return [
+                "model" if letter in "NKF" and length % size == 0 else None
+                for letter, length in zip(letters.split(), shape, strict=True)
+            ]
+    return [None] * len(shape)
+
+
+def state_shardings(state, mesh: Mesh, shard: str = "none"):
+    """The NamedSharding of every leaf of a TrainState."""
+    parts = state._replace(
+        params=specs(state.params, mesh, shard=shard, is_state=False),
+        opt_state=specs(state.opt_state, mesh, shard=shard),
+        **{
+            field: PartitionSpec("trial")
+            for field in state._fields
+            if field not in ("params", "opt_state")
+        },
+    )
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        parts,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def check_heads(num_heads: dict[str, int], mesh: Mesh) -> None:
+    """Raise a ValueError where `model` divides no site's heads.
+
+    Args:
+        num_heads: N by the site's config path.
+        mesh: of `make_mesh`.
+    """
+    size = mesh.shape["model"]
+    for path, count in num_heads.items():
+        if count % size:
+            raise ValueError(
+                f"mesh.model={size} must divide {path}.num_heads={count}; choose "
+                f"another mesh, or another number of heads."
+            )
