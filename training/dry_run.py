@@ -6,14 +6,21 @@ compiler's answer, not a formula's.
 """
 
 import re
+from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from training.targets import CHIPS
+from models.transformer import Transformer
+from training import sharding, targets
+from training.step import Static, init, train_steps
 
 GIB = 2**30
+ROW = 64  # tokens of the shortest row, see data/packing.py
+BATCH = ("trial", None, "data")  # what divides R k B of a batch
 OPERATION = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
     r"|reduce-scatter)(?:-start)?\("
@@ -33,6 +40,8 @@ class Plan(NamedTuple):
     flops: float  # a step's, of this chip's share of the model
     peak_flops: float  # a second, of the chip
     num_trials: int  # whose states this chip holds a part of
+    mesh: dict[str, int]
+    rows: tuple[int, int]  # B and T of a trial's batch
 
     @property
     def fits(self) -> bool:
@@ -45,32 +54,75 @@ class Plan(NamedTuple):
         return int(self.num_trials * self.capacity / self.peak)
 
 
-def plan(compiled, state, shardings, chip: str, flops: float, num_trials: int) -> Plan:
-    """Read a plan off a compiled step.
+def plan(config, arrays: dict, target: str, flops_per_token: float) -> Plan:
+    """Compile the step of a config for a target, and read off what it needs.
+
+    The vocabulary is taken to be of its full size, and rows to hold the longest pair.
 
     Args:
-        compiled: of `jax.stages.Lowered.compile`.
-        state: the abstract TrainState it was compiled for, and where its leaves lie.
-        shardings: see above.
-        chip: a name of `targets.CHIPS`.
-        flops: of a step on all chips together.
-        num_trials: on a chip.
+        config: as train.py has it.
+        arrays: the numbers of its trials, see `training.step.train_steps`.
+        target: see `targets.devices`.
+        flops_per_token: forward and backward, for a source and a target token.
+
+    Raises:
+        ValueError: no such target, or a mesh that does not fit it.
     """
+    num_trials = len(arrays["seed"])
+    T = max(ROW, -(-config.data.max_length // 8) * 8)
+    B = config.data.batch_tokens // T
+    mesh = sharding.make_mesh(
+        config.mesh, num_trials, B, targets.devices(target).ravel()
+    )
+    vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
+    build = partial(Transformer, *vocabularies, **config.model.to_dict())
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    static = Static(nnx.split(model)[0], config.optimizer.schedule, config.model.width)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(partial(init, arrays, static=static, build=build))
+        lie = sharding.state_shardings(state, mesh, config.mesh.shard)
+        tokens = jnp.zeros((num_trials, 1, B, T), jnp.int32)
+        batch = {
+            f"{side}{what}": tokens
+            for side in ("source", "target")
+            for what in ("", "_segments", "_positions")
+        }
+        trial, rows = (sharding.named(mesh, *axes) for axes in (("trial",), BATCH))
+        arguments = (
+            abstract(state, lie),
+            abstract(arrays, jax.tree.map(lambda _: trial, arrays)),
+            abstract(batch, jax.tree.map(lambda _: rows, batch)),
+            1,
+        )
+        chip = target.split(":")[0]
+        platform = "cuda" if chip in targets.GPUS else "tpu"
+        traced = train_steps.trace(*arguments, static=static)
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
     memory = compiled.memory_analysis()
-    devices = jax.tree.leaves(shardings)[0].mesh.size
     return Plan(
-        parameters=_bytes_of(state.params, shardings.params),
-        optimizer=_bytes_of(state.opt_state, shardings.opt_state),
+        parameters=_bytes_of(state.params, lie.params),
+        optimizer=_bytes_of(state.opt_state, lie.opt_state),
         activations=memory.temp_size_in_bytes,
         peak=memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes,
-        capacity=CHIPS[chip].memory,
+        capacity=targets.CHIPS[chip].memory,
         collectives=collectives(compiled.as_text()),
-        flops=flops / devices,
-        peak_flops=CHIPS[chip].flops,
-        num_trials=num_trials,
+        flops=flops_per_token * num_trials * B * T / mesh.size,
+        peak_flops=targets.CHIPS[chip].flops,
+        num_trials=num_trials // mesh.shape["trial"],
+        mesh=dict(mesh.shape),
+        rows=(B, T),
+    )
+
+
+def abstract(tree, shardings):
+    """Shapes of arrays that lie somewhere."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        tree,
+        shardings,
     )
 
 
@@ -132,6 +184,8 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
 
     at_peak = plan.flops / plan.peak_flops
     lines = [
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())),
+        ("batch of a trial", "{} rows of {} tokens a side".format(*plan.rows)),
         ("parameters", gib(plan.parameters)),
         ("optimizer state", gib(plan.optimizer)),
         ("activations and gradients", gib(plan.activations)),

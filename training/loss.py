@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from attention.platform import platform
+
 # Bytes of one chunk's logits: on a CPU they should stay in the last-level cache;
 # elsewhere a few large products beat many small ones.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "gpu": 512 * 2**20, "tpu": 512 * 2**20}
@@ -38,7 +40,7 @@ def cross_entropy(
       `num_correct` the weight of the labels with the largest logit.
     """
     chunk_tokens = chunk_tokens or _chunk_tokens(table.shape[0])
-    num_chunks = -(-labels.size // chunk_tokens)
+    num_chunks = _num_chunks(labels.size, chunk_tokens)
     smoothing = jnp.asarray(label_smoothing, jnp.float32)
     weights = weights.astype(jnp.float32)
     excess = -labels.size % num_chunks
@@ -51,8 +53,17 @@ def cross_entropy(
 
 
 def _chunk_tokens(vocab: int) -> int:
-    budget = CHUNK_BYTES.get(jax.default_backend(), CHUNK_BYTES["gpu"])
-    return max(1, budget // (4 * vocab))
+    return max(1, CHUNK_BYTES[platform()] // (4 * vocab))
+
+
+def _num_chunks(tokens: int, chunk_tokens: int) -> int:
+    """The fewest chunks of at most so many tokens, equal ones if that is nearly so.
+
+    To fill up the last chunk would shift tokens from each device of a mesh to the next.
+    """
+    fewest = -(-tokens // chunk_tokens)
+    equal = (n for n in range(fewest, 2 * fewest) if tokens % n == 0)
+    return next(equal, fewest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -43,7 +43,7 @@ def make_mesh(
     """The mesh of a config.
 
     Args:
-        shape: sizes by the names of `AXES`; one of them may be -1, what is left of the
+        shape: config.mesh: sizes by the names of `AXES`; one of them may be -1, what is left of the
             devices. trial None: the most devices that divide the trials and what is
             left of the devices by the other axes.
         num_trials: R, which trial must divide.
@@ -122,6 +122,11 @@ def _model_parts(names: list[str], shape: tuple[int, ...], mesh: Mesh) -> list:
     return [None] * len(shape)
 
 
+def named(mesh: Mesh, *parts) -> NamedSharding:
+    """A sharding by the mesh axes that divide an array's, first to last."""
+    return NamedSharding(mesh, PartitionSpec(*parts))
+
+
 def state_shardings(state, mesh: Mesh, shard: str = "none"):
     """The NamedSharding of every leaf of a TrainState."""
     parts = state._replace(
@@ -134,7 +139,7 @@ def state_shardings(state, mesh: Mesh, shard: str = "none"):
         },
     )
     return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
+        lambda spec: named(mesh, *spec),
         parts,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )

@@ -26,6 +26,8 @@ CHIPS = {
     "v6e": Chip(918e12, 32 * 2**30),
     "h200": Chip(989e12, 141 * 10**9),
 }
+GPUS = ("h200",)
+
 # Read off an H200 with 143771 MiB; figures of NVIDIA's data sheet where it gives them.
 H200 = """
 gpu_device_info {
@@ -71,7 +73,7 @@ def devices(target: str) -> np.ndarray:
         )
     from jax.experimental import topologies
 
-    if chip == "h200":
+    if chip in GPUS:
         options = {"target_config": H200, "topology": f"1x{shape}x1"}
         platform, name = "cuda", chip
     else:
