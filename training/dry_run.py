@@ -20,7 +20,6 @@ from training.step import Static, init, train_steps
 
 GIB = 2**30
 ROW = 64  # tokens of the shortest row, see data/packing.py
-BATCH = ("trial", None, "data")  # what divides R k B of a batch
 OPERATION = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
     r"|reduce-scatter)(?:-start)?\("
@@ -77,17 +76,24 @@ def plan(config, arrays: dict, target: str, flops_per_token: float) -> Plan:
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    static = Static(nnx.split(model)[0], config.optimizer.schedule, config.model.width)
+    static = Static(
+        nnx.split(model)[0],
+        config.optimizer.schedule,
+        config.model.width,
+        config.mesh.shard,
+    )
     with jax.set_mesh(mesh):
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
-        tokens = jnp.zeros((num_trials, 1, B, T), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)
         batch = {
             f"{side}{what}": tokens
             for side in ("source", "target")
             for what in ("", "_segments", "_positions")
         }
-        trial, rows = (sharding.named(mesh, *axes) for axes in (("trial",), BATCH))
+        trial, rows = (
+            sharding.named(mesh, *axes) for axes in (("trial",), sharding.BATCH)
+        )
         arguments = (
             abstract(state, lie),
             abstract(arrays, jax.tree.map(lambda _: trial, arrays)),

@@ -17,6 +17,7 @@ from attention.partition import MESH_AXES
 
 AXES = tuple(MESH_AXES)  # trial, data, model
 SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
+BATCH = ("trial", None, "data")  # what divides the axes R, k and B of batches
 SMALL = 2**14  # numbers; arrays below stay whole, for to gather them costs more
 
 # The axes of a parameter by the end of its path; of N, K and F the mesh divides.
@@ -43,9 +44,9 @@ def make_mesh(
     """The mesh of a config.
 
     Args:
-        shape: config.mesh: sizes by the names of `AXES`; one of them may be -1, what is left of the
-            devices. trial None: the most devices that divide the trials and what is
-            left of the devices by the other axes.
+        shape: config.mesh: sizes by the names of `AXES`; one of them may be -1, what
+            the others leave. trial None: the most that divide the trials and what the
+            other axes leave of the devices.
         num_trials: R, which trial must divide.
         num_rows: B, which data must divide.
         devices: default: all.
@@ -159,3 +160,16 @@ def check_heads(num_heads: dict[str, int], mesh: Mesh) -> None:
                 f"mesh.model={size} must divide {path}.num_heads={count}; choose "
                 f"another mesh, or another number of heads."
             )
+
+
+def place(state, mesh: Mesh, shard: str = "none"):
+    """Put the arrays of a TrainState where they belong."""
+    return jax.device_put(state, state_shardings(state, mesh, shard))
+
+
+def keep(state, shard: str):
+    """Inside a program: let a TrainState stay where it was, see `place`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1 or not mesh.axis_names:
+        return state
+    return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, shard))

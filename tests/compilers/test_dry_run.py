@@ -1,0 +1,83 @@
+"""Whole training steps through the TPU's and the GPU's compilers, as --dry_run does."""
+
+import importlib
+
+import pytest
+
+from configs.commandline import flat
+from training import dry_run
+from training.trials import numbers
+
+
+def planned(name, target, seeds=1, **mesh):
+    """The plan of configs/NAME.py[:argument]."""
+    name, *argument = name.split(":")
+    config = importlib.import_module(f"configs.{name}").get_config(*argument)
+    config.mesh.update(mesh)
+    arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
+    return dry_run.plan(config, arrays, target, flops_per_token=1.0)
+
+
+@pytest.mark.parametrize("name", ["numbers", "multi30k", "iwslt14", "ted"])
+def test_every_config_fits_a_small_slice(name):
+    plan = planned(name, "v5e:2x2")
+    assert plan.fits and plan.mesh == {"trial": 1, "data": 4, "model": 1}
+    # data parallelism adds up gradients (and the few numbers of a loss), nothing else
+    assert set(plan.collectives) == {"all-reduce"}
+    gradients = plan.parameters
+    assert gradients <= plan.collectives["all-reduce"][1] < 2.2 * gradients
+
+
+@pytest.mark.parametrize("name", ["wmt14", "wmt14:big"])
+def test_the_large_configs_fit_a_small_slice(name):
+    plan = planned(name, "v5e:2x2")
+    assert plan.fits and set(plan.collectives) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("target", ["v5e:16x16", "v6e:16x16"])
+def test_trials_on_a_pod_need_no_communication(target):
+    plan = planned("multi30k", target, seeds=256)
+    assert plan.fits and plan.mesh == {"trial": 256, "data": 1, "model": 1}
+    assert plan.collectives == {} and plan.num_trials == 1
+
+
+@pytest.mark.parametrize("target", ["v5e:16x16", "v6e:16x16"])
+def test_seeds_of_wmt_on_a_pod_add_up_gradients_alone(target):
+    plan = planned("wmt14", target, seeds=16)
+    assert plan.fits and plan.mesh == {"trial": 16, "data": 16, "model": 1}
+    assert set(plan.collectives) == {"all-reduce"}
+
+
+def test_an_h200_takes_the_step():
+    plan = planned("multi30k", "h200:1", seeds=4)
+    assert plan.fits and plan.collectives == {} and plan.num_trials == 4
+
+
+def test_what_is_too_large_is_told_with_a_mend():
+    plan = planned("numbers", "v5e:2x2")
+    tight = plan._replace(capacity=plan.peak - 1)
+    assert plan.fits and not tight.fits
+    assert plan.trials_that_fit > 1 and tight.trials_that_fit == 0
+
+
+@pytest.mark.parametrize(
+    "shapes, size",
+    [
+        ("f32[8,128]{1,0:T(8,128)}", 4096),
+        ("(bf16[2,3]{1,0}, s32[])", 16),
+        ("u8[5]", 5),
+        ("f8e4m3fn[4]", 4),
+    ],
+)
+def test_bytes_of_shapes(shapes, size):
+    assert dry_run.shape_bytes(shapes) == size
+
+
+def test_collectives_are_counted_once_each():
+    text = """
+      %a = f32[8]{0} all-reduce-start(%x), replica_groups={}
+      %b = f32[8]{0} all-reduce-done(%a)
+      ROOT %c = (f32[2,2]{1,0}, f32[]) all-reduce(%y, %z), to_apply=%add
+      %d = f32[16]{0} all-gather(%x), dimensions={0}
+    """
+    assert dry_run.collectives(text) == {"all-reduce": (2, 52), "all-gather": (1, 64)}

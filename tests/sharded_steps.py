@@ -1,0 +1,62 @@
+"""Prints the losses of a few steps on meshes of 8 CPU devices, for test_sharding.py."""
+
+import json
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from configs.base import get_config
+from configs.commandline import flat
+from models.transformer import Transformer
+from training import sharding
+from training.step import Static, init, train_steps
+from training.trials import numbers
+
+STEPS = 4
+
+
+def losses(config, num_trials, devices):
+    """Of every step and trial, and the kinds of sharding of the state's leaves."""
+    arrays = numbers(
+        flat(config.to_dict()), [{"seed": seed} for seed in range(num_trials)]
+    )
+    mesh = sharding.make_mesh(config.mesh, num_trials, 8, devices)
+    build = partial(Transformer, 64, **config.model.to_dict())
+    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
+    static = Static(graph, "inverse_sqrt", config.model.width, config.mesh.shard)
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        state = init(arrays, static=static, build=build)
+        state = sharding.place(state, mesh, config.mesh.shard)
+        batch = {}
+        for side in ("source", "target"):
+            tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16))
+            batch[side] = jnp.asarray(tokens, jnp.int32)
+            batch[f"{side}_segments"] = jnp.ones_like(batch[side])
+            places = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+            batch[f"{side}_positions"] = places.astype(jnp.int32)
+        batch = jax.device_put(batch, sharding.named(mesh, *sharding.BATCH))
+        state, metrics = train_steps(state, arrays, batch, STEPS, static=static)
+    specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(state)}
+    return {"loss": np.asarray(metrics["loss"]).tolist(), "specs": sorted(specs)}
+
+
+def main():
+    config = get_config()
+    config.model.width, config.model.mlp_dim = 32, 512
+    config.model.num_encoder_layers = config.model.num_decoder_layers = 1
+    found = []
+    for trials, shape in json.loads(sys.argv[1]):
+        config.mesh.update({"trial": None, "data": -1, "model": 1, "shard": "none"})
+        config.mesh.update(shape)
+        devices = jax.devices() if shape else jax.devices()[:1]
+        found.append(losses(config, trials, devices))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A mesh changes where a step is computed, and nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from training.sharding import make_mesh, specs
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_eight_devices_compute_what_one_does():
+    runs = [
+        (2, {}),
+        (2, {"trial": 2, "data": 2, "model": 2, "shard": "parameters"}),
+        (2, {"trial": 1, "data": 8, "shard": "optimizer"}),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sharded_steps", json.dumps(runs)],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    one, *others = json.loads(done.stdout)
+    assert np.shape(one["loss"]) == (2, 4) and np.isfinite(one["loss"]).all()
+    assert one["loss"][0] != one["loss"][1]
+    for other in others:
+        np.testing.assert_allclose(other["loss"], one["loss"], rtol=2e-5)
+    # divided it was, and stayed
+    specs_of_state = [" ".join(other["specs"]) for other in others]
+    assert "'data'" in specs_of_state[0] and "'model'" in specs_of_state[0]
+    assert "'data'" in specs_of_state[1] and "'model'" not in specs_of_state[1]
+
+
+class Device:
+    """Stands for one in a mesh."""
+
+    platform = device_kind = "cpu"
+    process_index = 0
+
+    def __init__(self, index):
+        self.id = index
+
+
+@pytest.mark.parametrize(
+    "count, trials, shape, wanted",
+    [
+        (1, 16, {}, (1, 1, 1)),
+        (8, 1, {}, (1, 8, 1)),
+        (8, 16, {}, (8, 1, 1)),
+        (8, 6, {}, (2, 4, 1)),
+        (8, 4, {"model": 2}, (4, 1, 2)),
+        (8, 4, {"trial": 2}, (2, 4, 1)),
+        (8, 4, {"trial": -1, "data": 2}, (4, 2, 1)),
+    ],
+)
+def test_a_mesh_is_of_trials_first(count, trials, shape, wanted):
+    devices = [Device(i) for i in range(count)]
+    shape = {"trial": None, "data": -1, "model": 1} | shape
+    mesh = make_mesh(shape, trials, 8, devices)
+    assert tuple(mesh.shape.values()) == wanted
+    assert mesh.axis_names == ("trial", "data", "model")
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ({"trial": 3, "data": 1}, "does not make the 8 devices"),
+        ({"trial": -1}, "one may be -1"),
+        ({"model": 0}, "at least 1"),
+        ({"trial": 8, "data": 1}, "mesh.trial=8 does not divide the 4 trials"),
+        ({"trial": 1, "data": 8}, "mesh.data=8 does not divide the 12 rows"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named(shape, message):
+    shape = {"trial": None, "data": -1, "model": 1} | shape
+    with pytest.raises(ValueError, match=message):
+        make_mesh(shape, 4, 12, [Device(i) for i in range(8)])
+
+
+def test_heads_and_hidden_units_are_what_model_divides():
+    mesh = make_mesh(
+        {"trial": 1, "data": 2, "model": 4}, 1, 2, [Device(i) for i in range(8)]
+    )
+
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct((1, *shape), np.float32)
+
+    tree = {
+        "query": leaf(64, 8, 16),
+        "key": leaf(64, 2, 16),  # K is not divided: each device has all of it
+        "merge": {"kernel": leaf(8, 16, 64), "router": leaf(64, 8)},
+        "mlp": {"up": {"kernel": leaf(64, 1024), "bias": leaf(1024)}},
+        "embedding": leaf(1000, 64),
+    }
+    found = specs(tree, mesh, shard="parameters")
+    assert found == {
+        "query": PartitionSpec("trial", None, "model", None),
+        "key": PartitionSpec("trial", None, None, None),
+        "merge": {
+            "kernel": PartitionSpec("trial", "model", None, None),
+            "router": PartitionSpec("trial", None, "model"),
+        },
+        "mlp": {
+            "up": {
+                "kernel": PartitionSpec("trial", "data", "model"),
+                "bias": PartitionSpec("trial", "model"),
+            }
+        },
+        "embedding": PartitionSpec("trial", "data", None),
+    }
