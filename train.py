@@ -7,7 +7,6 @@ of the config can be set: --config.model.attention.num_heads=8
 """
 
 import contextlib
-import json
 import signal
 import time
 from functools import partial
@@ -21,7 +20,7 @@ from configs.commandline import fail, flat, one_sentence, run
 from training import platform
 from training.metrics import show_log
 from training.trials import named, numbers, trials_of
-from training.workdir import claim, environment, write_json
+from training.workdir import check_data, claim, environment, write_json
 
 START = time.monotonic()
 CONFIG = config_flags.DEFINE_config_file(
@@ -34,6 +33,12 @@ TRIALS = flags.DEFINE_string(
     "JSON file of the trials to train as one program: a list of objects from config "
     "path to number, each a trial's difference to the config.",
 )
+DRY_RUN = flags.DEFINE_string(
+    "dry_run",
+    None,
+    "Compile the step for chips that are not here, such as v5e:16x16 or h200:8, say "
+    "what it needs, and train nothing.",
+)
 PROFILE = flags.DEFINE_string(
     "profile", None, "START:STEPS: trace these steps into WORKDIR/profile."
 )
@@ -41,6 +46,9 @@ PROFILE = flags.DEFINE_string(
 
 def main():
     """Check the flags, then train."""
+    if CONFIG.value is not None and DRY_RUN.value is not None:
+        dry_run(CONFIG.value, DRY_RUN.value, TRIALS.value and Path(TRIALS.value))
+        return
     if CONFIG.value is None or WORKDIR.value is None:
         fail(
             "--config and --workdir are needed, as in "
@@ -84,6 +92,23 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
             loop(config, workdir, trials, ready, stop, profile)
 
 
+def dry_run(config, target: str, listed: Path | None) -> None:
+    """Print what a step needs on chips that are not here."""
+    from analysis.budget import update_flops
+    from analysis.table import print_pairs
+    from training import dry_run
+
+    with one_sentence():
+        trials = trials_of(flat(config.to_dict()), listed)
+        vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
+        count = partial(update_flops, vocabularies, config.model.to_dict())
+        arrays = numbers(flat(config.to_dict()), trials)
+        plan = dry_run.plan(config, arrays, target, count)
+    print_pairs(f"{target}, per chip", dry_run.rows(plan))
+    if advice := dry_run.advice(plan, config):
+        print(advice)
+
+
 class StopSignal:
     """Remembers a SIGTERM or Ctrl-C, so that the loop can save and end."""
 
@@ -107,15 +132,16 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from analysis.budget import update_flops
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
-    from models.checks import check_encoder_decoder, choose
+    from models.checks import check_encoder_decoder, check_positions, choose
     from models.counting import parameters
     from models.precision import REMAT
     from models.sites import implementations
     from models.transformer import Transformer
+    from training import sharding
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES
-    from training.step import Static, TrainState, init
+    from training.step import TrainState, init, static_of
     from training.utilisation import CompileClock
 
     compiled = CompileClock()
@@ -123,8 +149,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     choose("train.best_metric", config.train.best_metric, METRICS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     choose("train.remat", config.train.remat, REMAT)
-    if config.model.positions == "learned":
-        check_positions(config)
+    choose("mesh.shard", config.mesh.shard, sharding.SHARD)
+    check_positions(config.model.to_dict(), config.data.max_length)
     names = (config.data.name, config.data.source, config.data.target)
     sources, targets = corpora.load(*names, "train", config.data.directory)
     tokenizers = tokenizer.load_or_train(
@@ -148,6 +174,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         raise ValueError(
             f"train.accumulate_steps must divide the {B} rows of a batch, got {parts}."
         )
+    mesh = sharding.make_mesh(config.mesh, len(trials), B // parts)
+    jax.set_mesh(mesh)
     dev = Dev(
         *corpora.load(*names, "val", config.data.directory),
         tokenizers,
@@ -157,13 +185,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     vocab_sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    static = Static(
-        nnx.split(model)[0],
-        config.optimizer.schedule,
-        config.model.width,
-        config.train.remat,
-        config.train.accumulate_steps,
-    )
+    static = static_of(nnx.split(model)[0], config)
     make_state = partial(init, arrays, static=static, build=build)
     abstract = jax.eval_shape(make_state)
     num_trials = len(trials)
@@ -176,7 +198,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         **items_of(abstract, {"params": abstract.params, **marks})
     )
     if last is None:
-        step, state = 0, make_state()
+        step, state = 0, sharding.place(make_state(), mesh, config.mesh.shard)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
@@ -187,7 +209,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             items["trials"]["diverged_at"],
             items["trials"]["stopped_at"],
         )
-        state, best = jax.device_put(state), items["best"]
+        state, best = sharding.place(state, mesh, config.mesh.shard), items["best"]
         say(f"Going on from step {step} of {workdir}.")
     write_json(
         workdir / "run.json",
@@ -195,6 +217,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "attention": implementations(model, *batches.shape),
             "trials": num_trials,
             "dtype": model.dtype,
+            "mesh": dict(mesh.shape),
             "data": {"pairs": len(sources), "crc32": batches.crc32},
             "num_parameters": parameters(abstract.params) // num_trials,
             "steps_per_epoch": batches.steps_per_epoch,
@@ -206,31 +229,6 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints
     )
-
-
-def check_data(workdir: Path, data: dict) -> None:
-    """Raise a ValueError where the run in the workdir was trained on other pairs."""
-    path = workdir / "run.json"
-    if not path.exists() or not (workdir / "metrics.jsonl").exists():
-        return
-    before = json.loads(path.read_text())["data"]
-    if before != data:
-        raise ValueError(
-            f"The training data are not those that {workdir} began with: "
-            f"{before['pairs']} pairs there, {data['pairs']} now"
-            f"{', of other words' * (before['pairs'] == data['pairs'])}; restore them, "
-            f"or choose another --workdir."
-        )
-
-
-def check_positions(config) -> None:
-    """Raise a ValueError where sentences are longer than the learned positions."""
-    longest, there = config.data.max_length, config.model.max_positions
-    if longest > there:
-        raise ValueError(
-            f"model.max_positions must be at least data.max_length = {longest} with "
-            f"model.positions='learned', got {there}."
-        )
 
 
 def items_of(state, best: dict) -> dict:
@@ -252,6 +250,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     import numpy as np
 
     from data.pipeline import portions, training_batches
+    from training import sharding
     from training.metrics import MetricsWriter, Progress, Window, clock, say
     from training.step import stop_late, train_steps
     from training.utilisation import peak_flops
@@ -302,7 +301,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                 break
             profile.at(step, state)
             with window.waiting():
-                batch = next(feed)
+                batch = sharding.place_batch(next(feed))
             state, metrics = train_steps(state, arrays, batch, number, static=static)
             step += number
             unread.append((first, number, metrics))

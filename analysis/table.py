@@ -1,4 +1,4 @@
-"""The table of scores that eval.py prints."""
+"""The tables that eval.py and a dry run print."""
 
 from pathlib import Path
 from statistics import mean, stdev
@@ -51,3 +51,13 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
 def mean_and_sd(form: str, values: list[float]) -> str:
     """As `34.94 ± 0.21`; the standard deviation is that of a sample."""
     return f"{form.format(mean(values))} ± {form.format(stdev(values))}"
+
+
+def print_pairs(title: str, rows: list[tuple[str, str]]) -> None:
+    """A table of names and values."""
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

@@ -58,15 +58,12 @@ def get_config() -> ml_collections.ConfigDict:
         for key in attention:
             own[key] = placeholder(attention.get_type(key))
 
-    config.mesh = mesh = (
-        ml_collections.ConfigDict()
-    )  # of devices; one may be -1: the rest
+    # Of devices; one of the first three may be -1, what the others leave.
+    config.mesh = mesh = ml_collections.ConfigDict()
     mesh.trial = placeholder(int)  # parts of the trials; None: as many as go
     mesh.data = -1  # parts of a batch's rows
     mesh.model = 1  # parts of the heads and the feed-forward
-    mesh.shard = (
-        "none"  # what data divides too: "optimizer" (ZeRO-1), "parameters" (FSDP)
-    )
+    mesh.shard = "none"  # data also divides: "optimizer" (ZeRO-1), "parameters" (FSDP)
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     optimizer.schedule = "inverse_sqrt"  # or "noam", "constant"

@@ -61,3 +61,13 @@ def check_gates(head_gates: dict | None, like: dict) -> None:
                 f"head_gates[{site!r}] must be {L} layers by {N} heads, or layers by "
                 f"rows by heads, got {gates.shape}."
             )
+
+
+def check_positions(model: dict, max_length: int) -> None:
+    """Raise a ValueError where sentences may be longer than the learned positions."""
+    there = model["max_positions"]
+    if model["positions"] == "learned" and max_length > there:
+        raise ValueError(
+            f"model.max_positions must be at least data.max_length = {max_length} with "
+            f"model.positions='learned', got {there}."
+        )

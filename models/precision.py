@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from attention.platform import platform
 from models.checks import choose
 
 DTYPES = ("bfloat16", "float32")
@@ -25,11 +26,10 @@ def compute_dtype(name: str | None) -> str:
     if name is not None:
         choose("model.dtype", name, DTYPES)
         return name
-    platform = jax.default_backend()
-    if platform == "gpu":
+    if jax.default_backend() == "gpu":
         capability = jax.devices()[0].compute_capability
         return "bfloat16" if float(capability) >= 8 else "float32"
-    return "bfloat16" if platform == "tpu" else "float32"
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def merge(graph: nnx.GraphDef, params):

@@ -13,7 +13,7 @@ from configs.base import get_config
 from configs.commandline import flat
 from models.transformer import Transformer
 from training import sharding
-from training.step import Static, init, train_steps
+from training.step import init, static_of, train_steps
 from training.trials import numbers
 
 STEPS = 4
@@ -27,7 +27,7 @@ def losses(config, num_trials, devices):
     mesh = sharding.make_mesh(config.mesh, num_trials, 8, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
     graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-    static = Static(graph, "inverse_sqrt", config.model.width, config.mesh.shard)
+    static = static_of(graph, config)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         state = init(arrays, static=static, build=build)

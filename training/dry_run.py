@@ -16,7 +16,7 @@ from flax import nnx
 
 from models.transformer import Transformer
 from training import sharding, targets
-from training.step import Static, init, train_steps
+from training.step import init, static_of, train_steps
 
 GIB = 2**30
 ROW = 64  # tokens of the shortest row, see data/packing.py
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return int(self.num_trials * self.capacity / self.peak)
 
 
-def plan(config, arrays: dict, target: str, flops_per_token: float) -> Plan:
+def plan(config, arrays: dict, target: str, count) -> Plan:
     """Compile the step of a config for a target, and read off what it needs.
 
     The vocabulary is taken to be of its full size, and rows to hold the longest pair.
@@ -62,7 +62,7 @@ def plan(config, arrays: dict, target: str, flops_per_token: float) -> Plan:
         config: as train.py has it.
         arrays: the numbers of its trials, see `training.step.train_steps`.
         target: see `targets.devices`.
-        flops_per_token: forward and backward, for a source and a target token.
+        count: from B, S and T to the floating-point operations of a trial's update.
 
     Raises:
         ValueError: no such target, or a mesh that does not fit it.
@@ -75,14 +75,9 @@ def plan(config, arrays: dict, target: str, flops_per_token: float) -> Plan:
     )
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    static = Static(
-        nnx.split(model)[0],
-        config.optimizer.schedule,
-        config.model.width,
-        config.mesh.shard,
-    )
     with jax.set_mesh(mesh):
+        model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+        static = static_of(nnx.split(model)[0], config)
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
         tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)
@@ -115,7 +110,7 @@ def plan(config, arrays: dict, target: str, flops_per_token: float) -> Plan:
         + memory.temp_size_in_bytes,
         capacity=targets.CHIPS[chip].memory,
         collectives=collectives(compiled.as_text()),
-        flops=flops_per_token * num_trials * B * T / mesh.size,
+        flops=count(B, T, T) * num_trials / mesh.size,
         peak_flops=targets.CHIPS[chip].flops,
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),

@@ -173,3 +173,8 @@ def keep(state, shard: str):
     if mesh.size == 1 or not mesh.axis_names:
         return state
     return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, shard))
+
+
+def place_batch(batch):
+    """Put batches, arrays R k B S and R k B T, on the devices of the mesh set."""
+    return jax.device_put(batch, named(jax.sharding.get_mesh(), *BATCH))

@@ -12,7 +12,9 @@ import numpy as np
 import optax
 from flax import nnx
 
+from attention.platform import platform
 from models import precision
+from training import sharding
 from training.loss import cross_entropy
 from training.optimizer import learning_rate_at, make_optimizer
 
@@ -40,12 +42,25 @@ class Static(NamedTuple):
     width: int
     remat: str = "none"  # see models.precision.apply
     accumulate_steps: int = 1  # parts of a batch that are computed one by one
+    shard: str = "none"  # see training.sharding.specs
 
 
 def optimizer_of(static: Static, trial: dict) -> optax.GradientTransformation:
     """The optimizer of one trial from its numbers."""
     return make_optimizer(
         schedule=static.schedule, width=static.width, **trial["optimizer"]
+    )
+
+
+def static_of(graph: nnx.GraphDef, config) -> Static:
+    """What a config fixes."""
+    return Static(
+        graph,
+        config.optimizer.schedule,
+        config.model.width,
+        config.train.remat,
+        config.train.accumulate_steps,
+        config.mesh.shard,
     )
 
 
@@ -74,11 +89,17 @@ def over_trials(function):
     """
 
     def mapped(*arguments):
-        if jax.default_backend() == "cpu":
+        if in_turn():
             return jax.lax.map(lambda one: function(*one), arguments)
         return jax.vmap(function)(*arguments)
 
     return mapped
+
+
+def in_turn() -> bool:
+    """Whether trials take turns: not those that different devices hold."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return platform() == "cpu" and dict(mesh.shape).get("trial", 1) == 1
 
 
 def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
@@ -130,10 +151,12 @@ def train_steps(
         like = jax.eval_shape(lambda: update(state, trial, first, static)[1])
         k = len(batches["source"])
         metrics = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), like)
-        steps = jnp.where(state.frozen, 0, num_steps)
+        # All at once, a frozen trial saves nothing, and to ask it is communication.
+        steps = jnp.where(state.frozen, 0, num_steps) if in_turn() else num_steps
         return jax.lax.fori_loop(0, steps, step, (state, metrics))
 
-    return over_trials(one)(state, trials, batches)
+    state, metrics = over_trials(one)(state, trials, batches)
+    return sharding.keep(state, static.shard), metrics
 
 
 def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):

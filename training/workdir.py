@@ -8,7 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-MAY_CHANGE = ("train.num_steps", "train.log_every_steps", "data.directory")
+MAY_CHANGE = (
+    "train.num_steps",
+    "train.log_every_steps",
+    "data.directory",
+    "mesh.trial",
+    "mesh.data",
+    "mesh.model",
+    "mesh.shard",
+)
 
 
 @contextlib.contextmanager
@@ -99,3 +107,18 @@ def environment() -> dict:
         "versions": {name: version(name) for name in packages},
         "devices": [f"{d.platform}: {d.device_kind}" for d in jax.local_devices()],
     }
+
+
+def check_data(workdir: Path, data: dict) -> None:
+    """Raise a ValueError where the run in the workdir was trained on other pairs."""
+    path = workdir / "run.json"
+    if not path.exists() or not (workdir / "metrics.jsonl").exists():
+        return
+    before = json.loads(path.read_text())["data"]
+    if before != data:
+        raise ValueError(
+            f"The training data are not those that {workdir} began with: "
+            f"{before['pairs']} pairs there, {data['pairs']} now"
+            f"{', of other words' * (before['pairs'] == data['pairs'])}; restore them, "
+            f"or choose another --workdir."
+        )

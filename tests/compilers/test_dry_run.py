@@ -15,7 +15,7 @@ def planned(name, target, seeds=1, **mesh):
     config = importlib.import_module(f"configs.{name}").get_config(*argument)
     config.mesh.update(mesh)
     arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
-    return dry_run.plan(config, arrays, target, flops_per_token=1.0)
+    return dry_run.plan(config, arrays, target, lambda B, S, T: 6e6 * B * T)
 
 
 @pytest.mark.parametrize("name", ["numbers", "multi30k", "iwslt14", "ted"])
@@ -24,8 +24,8 @@ def test_every_config_fits_a_small_slice(name):
     assert plan.fits and plan.mesh == {"trial": 1, "data": 4, "model": 1}
     # data parallelism adds up gradients (and the few numbers of a loss), nothing else
     assert set(plan.collectives) == {"all-reduce"}
-    gradients = plan.parameters
-    assert gradients <= plan.collectives["all-reduce"][1] < 2.2 * gradients
+    gradients = plan.parameters / 2  # in bfloat16, as they are computed
+    assert gradients <= plan.collectives["all-reduce"][1] < 1.5 * gradients
 
 
 @pytest.mark.parametrize("name", ["wmt14", "wmt14:big"])
