@@ -55,7 +55,6 @@ table.pairs td:last-child, table.pairs th:last-child { white-space: normal;
 table.pairs td:first-child { font-weight: 400; color: var(--muted); }
 figure { margin: 1.5rem 0 2.5rem; max-width: 54rem; }
 figure svg { display: block; width: 100%; height: auto; min-width: 33rem; }
-svg text { font-family: inherit; }
 pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
   overflow-x: auto; font-size: .85rem; line-height: 1.5; }
 @media (max-width: 40rem) { main { padding: 2rem 1rem 3rem; } }

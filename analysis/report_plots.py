@@ -233,7 +233,8 @@ def save_png(figure, path: Path) -> None:
 def themed_svg(figure, label: str) -> str:
     """An SVG element for a page, in its font and its colours, light or dark."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    with plt.rc_context(STYLE):  # text stays text, and ids the same every time
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
