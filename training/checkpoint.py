@@ -118,11 +118,14 @@ class Checkpoints:
             (int(p.name) for p in self.directory.iterdir() if p.name.isdigit()),
             default=None,
         )
+        # Orbax looks at the clock on the wall, which may be set amid a save.
+        timed_out = "timed out" in str(error)
+        mend = "Run" if timed_out else "Make room and run"
         intact = "none was written before" if last is None else f"step {last} is intact"
         return SaveError(
             f"A checkpoint could not be written to {self.directory} "
             f"({free / 2**20:.0f} MiB free there): {reason(error)}; {intact}. "
-            f"Make room and run the same command again."
+            f"{mend} the same command again."
         )
 
     def read(self, step: int, item: str, abstract):

@@ -1,0 +1,75 @@
+"""What a run says of its device, and the trace that it writes on request."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from analysis.budget import update_flops
+from configs.base import get_config
+from training.utilisation import (
+    CompileClock,
+    Profile,
+    peak_flops,
+    steps_to_profile,
+)
+
+
+def test_an_update_has_the_flops_of_its_products():
+    """Multiplied out by hand: projections, attention, feed-forward, logits."""
+    B, S, T, vocab = 2, 6, 5, 50
+    model = get_config().model
+    D, F, L = model.width, model.mlp_dim, model.num_encoder_layers
+    encoder = B * S * (4 * D * D + 2 * D * F) + 2 * B * S * S * D
+    decoder = B * T * (6 * D * D + 2 * D * F) + B * S * 2 * D * D
+    decoder += 2 * B * (T * T + T * S) * D
+    forward = L * (encoder + decoder) + B * T * D * vocab
+    assert update_flops((vocab,), model.to_dict(), B, S, T) == 6 * forward
+
+
+class Chip:
+    device_kind = "TPU v5 lite"
+
+
+@pytest.mark.parametrize(
+    "kind, tera",
+    [
+        ("TPU v5 lite", 197),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("Abacus", None),
+    ],
+)
+def test_peaks_are_known_by_kind(monkeypatch, kind, tera):
+    monkeypatch.setattr(Chip, "device_kind", kind)
+    monkeypatch.setattr(jax, "devices", lambda: [Chip(), Chip()])
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "other")
+    assert peak_flops() == (tera and 2e12 * tera)
+
+
+def test_a_cpu_is_measured():
+    assert 1e8 < peak_flops() < 1e15
+
+
+def test_compiling_is_timed():
+    clock = CompileClock()
+    jax.jit(lambda x: jnp.sin(x) * 3)(1.0)
+    assert clock.seconds > 0
+
+
+def test_a_trace_is_written(tmp_path):
+    profile = Profile(tmp_path, steps_to_profile("2:3"))
+    for step in range(9):
+        profile.at(step, jnp.ones(3) + step)
+        assert profile.running == (2 <= step < 5)
+    profile.close()
+    assert list(tmp_path.glob("profile/**/*.xplane.pb"))
+    assert list(tmp_path.glob("profile/**/perfetto_trace.json.gz"))
+
+
+@pytest.mark.parametrize("text", ["20", "a:3", "1:2:3", "-1:2", "5:0"])
+def test_steps_to_profile_are_checked(text):
+    with pytest.raises(ValueError, match="--profile must .*got"):
+        steps_to_profile(text)
