@@ -84,6 +84,11 @@ def devices(target: str) -> np.ndarray:
     try:
         found = topologies.get_topology_desc(name, platform, **options)
     except Exception as error:
+        if "lockfile" in str(error):
+            raise ValueError(
+                f"{target} can't be compiled for now: another process is at the TPU's "
+                f"compiler on this machine; wait for it."
+            ) from error
         raise ValueError(
             f"{target} can't be compiled for here: {str(error).splitlines()[0]} "
             f"(pip install -r requirements-compilers.txt brings the compilers)."

@@ -18,46 +18,41 @@ def planned(name, target, seeds=1, **mesh):
     return dry_run.plan(config, arrays, target, lambda B, S, T: 6e6 * B * T)
 
 
-@pytest.mark.parametrize("name", ["numbers", "multi30k", "iwslt14", "ted"])
-def test_every_config_fits_a_small_slice(name):
+@pytest.mark.parametrize("name", ["numbers", "multi30k"])
+def test_data_parallelism_adds_up_gradients_alone(name):
     plan = planned(name, "v5e:2x2")
     assert plan.fits and plan.mesh == {"trial": 1, "data": 4, "model": 1}
-    # data parallelism adds up gradients (and the few numbers of a loss), nothing else
     assert set(plan.collectives) == {"all-reduce"}
-    gradients = plan.parameters / 2  # in bfloat16, as they are computed
-    assert gradients <= plan.collectives["all-reduce"][1] < 1.5 * gradients
-
-
-@pytest.mark.parametrize("name", ["wmt14", "wmt14:big"])
-def test_the_large_configs_fit_a_small_slice(name):
-    plan = planned(name, "v5e:2x2")
-    assert plan.fits and set(plan.collectives) == {"all-reduce"}
+    # in bfloat16, as they are computed, and the embedding's parts in float32
+    moved = plan.collectives["all-reduce"][1]
+    assert plan.parameters / 2 <= moved < 1.5 * plan.parameters
 
 
 @pytest.mark.parametrize("target", ["v5e:16x16", "v6e:16x16"])
 def test_trials_on_a_pod_need_no_communication(target):
-    plan = planned("multi30k", target, seeds=256)
+    plan = planned("numbers", target, seeds=256)
     assert plan.fits and plan.mesh == {"trial": 256, "data": 1, "model": 1}
     assert plan.collectives == {} and plan.num_trials == 1
 
 
-@pytest.mark.parametrize("target", ["v5e:16x16", "v6e:16x16"])
-def test_seeds_of_wmt_on_a_pod_add_up_gradients_alone(target):
-    plan = planned("wmt14", target, seeds=16)
+def test_seeds_of_wmt_on_a_pod_add_up_gradients_alone():
+    plan = planned("wmt14", "v5e:16x16", seeds=16)
     assert plan.fits and plan.mesh == {"trial": 16, "data": 16, "model": 1}
     assert set(plan.collectives) == {"all-reduce"}
 
 
 def test_an_h200_takes_the_step():
-    plan = planned("multi30k", "h200:1", seeds=4)
+    plan = planned("numbers", "h200:1", seeds=4)
     assert plan.fits and plan.collectives == {} and plan.num_trials == 4
 
 
 def test_what_is_too_large_is_told_with_a_mend():
-    plan = planned("numbers", "v5e:2x2")
-    tight = plan._replace(capacity=plan.peak - 1)
-    assert plan.fits and not tight.fits
-    assert plan.trials_that_fit > 1 and tight.trials_that_fit == 0
+    config = importlib.import_module("configs.numbers").get_config()
+    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 1.0, 1.0, 2, {}, (8, 64))
+    tight = plan._replace(capacity=99)
+    assert plan.fits and dry_run.advice(plan, config) is None
+    assert not tight.fits and "mesh.shard=parameters" in dry_run.advice(tight, config)
+    assert plan.trials_that_fit == 2 and tight.trials_that_fit == 1
 
 
 @pytest.mark.parametrize(
