@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test lint test-sweeps test-faults test-peers test-compilers clean
+.PHONY: demo test lint test-slow test-sweeps test-faults test-peers test-compilers clean
 
 demo: .venv/.runtime
 	$(RUN) train.py --config=configs/numbers.py --workdir=runs/demo
@@ -16,6 +16,10 @@ test: lint
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+# Every merge rule, preset, mesh and ablation in whole models: minutes of compiling.
+test-slow: .venv/.dev
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/slow
 
 # Training that is killed 20 times, and the like: minutes.
 test-faults: .venv/.dev

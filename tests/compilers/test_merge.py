@@ -8,7 +8,7 @@ from training import targets
 from training.targets import compile_for
 
 SIZE = 8, 128, 256, 8  # B, T, D, N
-TARGETS = ("v5e:2x2", "v6e:2x2", "h200:1")
+TARGETS = ("v5e:2x2", "h200:1")
 
 
 @pytest.mark.parametrize("target", TARGETS)

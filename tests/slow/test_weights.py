@@ -16,7 +16,7 @@ from models import huggingface
 from models.huggingface_config import settings_of
 from weights import bring_in, config_of, load, split, take_out
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {
     "marian": {
         "model_type": "marian",

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from training.sharding import make_mesh, specs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_eight_devices_compute_what_one_does():

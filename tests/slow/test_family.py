@@ -15,7 +15,7 @@ from models.checks import check_encoder_decoder
 from models.counting import abstract, parameters
 from models.sites import implementations
 from models.transformer import Transformer
-from tests.test_heads import config_of
+from tests.slow.test_heads import config_of
 from tests.test_transformer import ALONE, PACKED, VOCAB
 
 ENCODER = {"num_encoder_layers": 2, "num_decoder_layers": 0}

@@ -20,7 +20,7 @@ from models.counting import (
 )
 from models.describe import parts
 from models.transformer import Transformer
-from tests.test_heads import SETTINGS, config_of
+from tests.slow.test_heads import SETTINGS, config_of
 from tests.test_transformer import VOCAB
 
 
