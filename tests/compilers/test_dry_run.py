@@ -33,11 +33,6 @@ def test_trials_on_a_pod_need_no_communication():
     assert plan.collectives == {} and plan.num_trials == 1
 
 
-def test_an_h200_takes_the_step():
-    plan = planned("numbers", "h200:1", seeds=4)
-    assert plan.fits and plan.collectives == {} and plan.num_trials == 4
-
-
 def test_what_is_too_large_is_told_with_a_mend():
     config = importlib.import_module("configs.numbers").get_config()
     plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 1.0, 1.0, 2, {}, (8, 64))
