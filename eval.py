@@ -18,7 +18,9 @@ from training.metrics import show_log
 from training.workdir import write_json
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
-SPLIT = flags.DEFINE_string("split", None, "Split to score: val, test, ...")
+SPLIT = flags.DEFINE_string(
+    "split", None, "Split to score: val, test, ...; or several: val,test"
+)
 TRANSLATE = flags.DEFINE_bool(
     "translate", False, "Translate standard input, a sentence a line."
 )
@@ -45,7 +47,11 @@ BATCH_SIZE = flags.DEFINE_integer(
 DIRECTORY = flags.DEFINE_string(
     "directory", None, "Folder of local data files; default: the run's."
 )
-OUTPUT = flags.DEFINE_string("output", None, "File to write the translations to.")
+OUTPUT = flags.DEFINE_string(
+    "output",
+    None,
+    "File to write the translations to; SPLIT in it stands for the split's name.",
+)
 SHOW = flags.DEFINE_integer("show", 0, "Translations of the split to print.", 0)
 PLOT = flags.DEFINE_string(
     "plot", None, "PNG file: the cross-attention of the split's first sentence."
@@ -80,7 +86,23 @@ def main():
         if TRANSLATE.value:
             translate_lines(trained, options)
         else:
-            evaluate(Path(WORKDIR.value), trained, SPLIT.value, options)
+            for split in splits():
+                evaluate(Path(WORKDIR.value), trained, split, options)
+
+
+def splits() -> list[str]:
+    """The splits that --split names.
+
+    Raises:
+        ValueError: there are several, and --output names one file for all.
+    """
+    found = SPLIT.value.split(",")
+    if len(found) > 1 and OUTPUT.value is not None and "SPLIT" not in OUTPUT.value:
+        raise ValueError(
+            f"--output={OUTPUT.value} would hold the last of {len(found)} splits; "
+            f"write SPLIT where a split's name is to stand, as in --output=SPLIT.txt"
+        )
+    return found
 
 
 def decoding_options() -> dict:
@@ -172,7 +194,7 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
         rows.append(row)
         if trial == trial_of(trained):
             chosen = hypotheses, out[0]
-        write_output(hypotheses, trial, len(trained.step))
+        write_output(hypotheses, split, trial, len(trained.step))
     path = workdir / f"result-{split}.json"
     write_json(path, rows)
     print_scores(rows, list(trained.trials[0]), path)
@@ -181,11 +203,14 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
         plot(trained, sources[0], chosen[1])
 
 
-def write_output(hypotheses: list[str], trial: int, num_trials: int) -> None:
+def write_output(
+    hypotheses: list[str], split: str, trial: int, num_trials: int
+) -> None:
     """Write the translations to --output; of many trials each to a file of its own."""
     if OUTPUT.value is None:
         return
     path = Path(OUTPUT.value)
+    path = path.with_name(path.name.replace("SPLIT", split))
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
     path.write_text("".join(line + "\n" for line in hypotheses))

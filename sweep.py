@@ -40,7 +40,17 @@ TUNE = flags.DEFINE_multi_string(
     "tune",
     [],
     "KEY=VALUE,VALUE,...: try a nuisance setting in every arm and keep the value that "
-    "is best on dev, as in --tune=optimizer.learning_rate=0.002,0.005",
+    "is best on dev, as in --tune=optimizer.learning_rate=0.002,0.005; with --search "
+    "also KEY=LOW:HIGH.",
+)
+SEARCH = flags.DEFINE_string(
+    "search",
+    None,
+    "optuna:N: let Optuna propose N nuisance settings for every arm, of --tune or of "
+    "all keys that the ablation names.",
+)
+SEARCH_SEEDS = flags.DEFINE_integer(
+    "search_seeds", 1, "Seeds that a nuisance setting is tried with, none reported.", 1
 )
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
@@ -57,7 +67,7 @@ TEST_SPLIT = flags.DEFINE_string(
 GROUP_SIZE = flags.DEFINE_integer(
     "group_size", 16, "Trials that train as one program, at most.", 1
 )
-GROUP = flags.DEFINE_integer("group", None, "Run only the group of this number.", 0)
+GROUP = flags.DEFINE_string("group", None, "Run only the group of this number or name.")
 SHARD = flags.DEFINE_string("shard", None, "i/n: run every n-th group from i on.")
 LAUNCHER = flags.DEFINE_enum(
     "launcher", "local", ["local", "ray", "slurm"], "Where groups run."
@@ -92,7 +102,7 @@ def main():
         if WORKDIR.value is None and VERB != "list":
             raise ValueError("--workdir is needed: the folder that the sweep is in.")
         sweep = opening.open_sweep(options(Path(WORKDIR.value or nowhere)))
-        indices = opening.chosen(len(sweep.groups), GROUP.value, SHARD.value)
+        groups = opening.chosen(sweep, GROUP.value, SHARD.value)
         if VERB == "list":
             show.print_list(sweep, CALIBRATE.value)
         elif VERB == "status":
@@ -105,7 +115,7 @@ def main():
         return
     try:
         launch = launchers.LAUNCHERS[LAUNCHER.value]
-        rows = launch(sweep, indices, ADDRESS.value, RESOURCES.value)
+        rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
     except runner.Stopped as stopped:
         print(f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr)
         sys.exit(1)
@@ -131,12 +141,15 @@ def options(workdir: Path):
         workdir=workdir,
         match=MATCH.value,
         tune=TUNE.value,
+        search=SEARCH.value,
+        search_seeds=SEARCH_SEEDS.value,
         checkpoint=CHECKPOINT.value,
         metric=METRIC.value,
         test_split=TEST_SPLIT.value,
         group_size=GROUP_SIZE.value,
         note=NOTE.value,
         is_new=VERB in ("list", "run"),
+        proposes=VERB in ("list", "run") and GROUP.value is None,
     )
 
 

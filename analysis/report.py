@@ -71,6 +71,7 @@ class Report(NamedTuple):
     environment: dict[str, str]
     command: str
     note: str | None
+    searched: bool  # whether nuisance settings were
     unfinished: int  # trials
 
     @property
@@ -285,14 +286,17 @@ def probability(p) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-HOW_TO_READ_SCORES = (
+HOW_TO_READ = (
     "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
     "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
     "p-value (two-sided t-test) is Holm's, corrected for the number of arms, the "
     "intervals are not. Seeds to see: how many a paired test needs to find a true "
     "difference of that size with a power of 80 %, at the spread of the differences "
-    "seen here. Checkpoints and nuisance settings were chosen on dev; test was "
-    "decoded once, after that."
+    "seen here. Checkpoints were chosen on dev; test was decoded once, after that."
+)
+SEARCHED = (
+    " Every arm's nuisance settings were chosen on dev too, before that, with other "
+    "seeds than those of the table."
 )
 HOW_TO_READ_COSTS = (
     "F: the feed-forward width, solved where arms are matched. Multiply-adds: of "
@@ -300,6 +304,11 @@ HOW_TO_READ_COSTS = (
     "Seconds: of the updates alone, without compilation, evaluation and saving, a "
     "group's divided by its trials. Tokens/s: of a group, source and target."
 )
+
+
+def how_to_read_scores(report: Report) -> str:
+    """What the main table's columns mean."""
+    return HOW_TO_READ + (SEARCHED if report.searched else "")
 
 
 def how_to_read_others(report: Report) -> str:

@@ -4,11 +4,11 @@ import html
 
 from analysis.report import (
     HOW_TO_READ_COSTS,
-    HOW_TO_READ_SCORES,
     Comparison,
     Report,
     costs_table,
     how_to_read_others,
+    how_to_read_scores,
     others_table,
     scores_table,
     verdict,
@@ -101,7 +101,7 @@ def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:
         pictures.pop("scores", ""),
         f"<h2>Scores, {escape(report.name)}</h2>",
         table(scores_table(report, comparisons), marks),
-        f'<p class="small">{escape(HOW_TO_READ_SCORES)}</p>',
+        f'<p class="small">{escape(how_to_read_scores(report))}</p>',
         anchor(report),
         "<h2>Learning curves</h2>" if "curves" in pictures else "",
         pictures.pop("curves", ""),

@@ -2,11 +2,11 @@
 
 from analysis.report import (
     HOW_TO_READ_COSTS,
-    HOW_TO_READ_SCORES,
     Comparison,
     Report,
     costs_table,
     how_to_read_others,
+    how_to_read_scores,
     others_table,
     scores_table,
     verdict,
@@ -40,7 +40,7 @@ def document(
         picture("scores"),
         f"## Scores, {report.name}",
         table(scores_table(report, comparisons)),
-        HOW_TO_READ_SCORES,
+        how_to_read_scores(report),
         f"Published: {', '.join(report.anchor)}." if report.anchor else "",
         "## Learning curves" if "curves" in pictures else "",
         picture("curves"),

@@ -1,12 +1,11 @@
 """Where groups run: here, as tasks of a Ray cluster, or as a Slurm array.
 
-Elsewhere a group is the call `sweep.py run --workdir=... --group=i`, on a file system
-that all machines share; only the files in the workdir tell what has happened. Ray and
-submitit are optional: requirements-sweeps.txt.
+Elsewhere a group is the call `sweep.py run --workdir=... --group=NAME`, on a file
+system that all machines share; only the files in the workdir tell what has happened.
+Ray and submitit are optional: requirements-sweeps.txt.
 """
 
 import ast
-import importlib
 import os
 import shutil
 import signal
@@ -15,23 +14,25 @@ import subprocess
 import sys
 
 from configs.commandline import one_sentence
+from sweeps.optional import package
+from sweeps.plan import Group
 from sweeps.runner import ROOT, Runner, Stopped, Sweep
 from training.metrics import Progress, say
 
 RETRIES = 3  # of a task whose worker was lost
 
 
-def local(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
+def local(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
     """Run groups here, on every local device; returns the table's rows.
 
     Raises:
         Stopped: by a signal.
     """
     del address, resources
-    return Runner(sweep, indices).run()
+    return Runner(sweep, groups).run()
 
 
-def command_of(sweep: Sweep, index: int) -> list[str]:
+def command_of(sweep: Sweep, group: Group) -> list[str]:
     """The call that runs one group, from the repository's root."""
     workdir = sweep.workdir.resolve()
     return [
@@ -39,7 +40,7 @@ def command_of(sweep: Sweep, index: int) -> list[str]:
         "sweep.py",
         "run",
         f"--workdir={workdir}",
-        f"--group={index}",
+        f"--group={group.name}",
     ]
 
 
@@ -59,7 +60,7 @@ def run_group(command: list[str], platform: str | None = None) -> int:
         raise
 
 
-def ray(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
+def ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
     """Run groups as tasks of a Ray cluster; without an address, of one on this machine.
 
     A task takes a GPU where the cluster has any, else all the CPUs of a node, unless
@@ -69,8 +70,8 @@ def ray(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
     Raises:
         ValueError: nothing answers at the address.
     """
-    with one_sentence((ValueError, ImportError)):
-        engine = optional("ray")
+    with one_sentence():
+        engine = package("ray")
         if address is not None:
             answers(address)
         engine.init(address=address, log_to_driver=False, logging_level="warning")
@@ -78,20 +79,32 @@ def ray(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
     task = engine.remote(max_retries=RETRIES, **needs)(run_group)
     platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
     try:
-        waiting = [task.remote(command_of(sweep, i), platform) for i in indices]
-        say(f"{len(waiting)} groups as Ray tasks, each with {needs}.")
-        progress = Progress(len(waiting), unit="group", seconds=30.0)
-        while waiting:
-            done, waiting = engine.wait(waiting, timeout=1.0)
-            for reference in done:
-                lost_worker(engine, reference)
-            progress.update(len(indices) - len(waiting))
-        progress.close()
+        for wave in waves(sweep, groups):
+            waiting = [task.remote(command_of(sweep, g), platform) for g in wave]
+            say(f"{len(waiting)} groups as Ray tasks, each with {needs}.")
+            progress = Progress(len(waiting), unit="group", seconds=30.0)
+            while waiting:
+                done, waiting = engine.wait(waiting, timeout=1.0)
+                for reference in done:
+                    lost_worker(engine, reference)
+                progress.update(len(wave) - len(waiting))
+            progress.close()
     except KeyboardInterrupt:
         raise Stopped("SIGINT") from None
     finally:
         engine.shutdown()
-    return sweep.collect()
+    return sweep.extended().collect()
+
+
+def waves(sweep: Sweep, groups: list[Group] | None):
+    """Yield the groups to run, then those that follow from a search, and so on."""
+    wave = sweep.groups if groups is None else groups
+    started: set[str] = set()
+    while wave:
+        yield wave
+        started |= {group.name for group in wave}
+        found = sweep.extended().groups if groups is None else []
+        wave = [group for group in found if group.name not in started]
 
 
 def lost_worker(engine, reference) -> None:
@@ -138,10 +151,10 @@ class GroupJob:
 
     def checkpoint(self):
         """What is to be run next: the same, which goes on from its checkpoint."""
-        return optional("submitit").helpers.DelayedSubmission(self)
+        return package("submitit").helpers.DelayedSubmission(self)
 
 
-def slurm(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
+def slurm(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
     """Run groups as a Slurm array through submitit; with the address `local`, here.
 
     `resources` are submitit's parameters: timeout_min, gpus_per_node, cpus_per_task,
@@ -150,8 +163,8 @@ def slurm(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
     Raises:
         ValueError: there is no Slurm here.
     """
-    with one_sentence((ValueError, ImportError)):
-        submitit = optional("submitit")
+    with one_sentence():
+        submitit = package("submitit")
         if address not in (None, "local"):
             raise ValueError(
                 f"--address={address} is Ray's; with --launcher=slurm it is `local` "
@@ -167,32 +180,18 @@ def slurm(sweep: Sweep, indices: list[int], address, resources) -> list[dict]:
         )
         executor.update_parameters(name="headcount", **parsed(resources))
         os.chdir(ROOT)  # where a job finds this module
+    for wave in waves(sweep, groups):
         with executor.batch():  # an array
-            jobs = [executor.submit(GroupJob(command_of(sweep, i))) for i in indices]
-    say(f"{len(jobs)} groups as jobs {jobs[0].job_id} to {jobs[-1].job_id}.")
-    progress = Progress(len(jobs), unit="group", seconds=30.0)
-    for done, job in enumerate(jobs, start=1):
-        job.wait()
-        if job.exception() is not None:
-            say(f"Job {job.job_id} ended early: {job.exception()}".splitlines()[0])
-        progress.update(done)
-    progress.close()
-    return sweep.collect()
-
-
-def optional(name: str):
-    """A package that only this launcher needs.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ImportError(
-            f"This launcher needs the package {name}: pip install -r "
-            f"requirements-sweeps.txt"
-        ) from None
+            jobs = [executor.submit(GroupJob(command_of(sweep, g))) for g in wave]
+        say(f"{len(jobs)} groups as jobs {jobs[0].job_id} to {jobs[-1].job_id}.")
+        progress = Progress(len(jobs), unit="group", seconds=30.0)
+        for done, job in enumerate(jobs, start=1):
+            job.wait()
+            if job.exception() is not None:
+                say(f"Job {job.job_id} ended early: {job.exception()}".splitlines()[0])
+            progress.update(done)
+        progress.close()
+    return sweep.extended().collect()
 
 
 def parsed(resources: list[str]) -> dict:

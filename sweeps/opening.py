@@ -1,7 +1,7 @@
 """From flags, or from what a workdir remembers, to a sweep."""
 
-import ast
 import importlib.util
+import re
 import shlex
 import sys
 from difflib import get_close_matches
@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs import ablations
-from configs.ablations import grid, over
-from configs.commandline import flat, near_miss
-from sweeps.plan import NO_RESULT_DEPENDS_ON, expand, nuisance_keys
+from configs.commandline import flat
+from sweeps.optional import package
+from sweeps.plan import NO_RESULT_DEPENDS_ON, Group, expand, nuisance_keys
 from sweeps.runner import Sweep
-from sweeps.store import SCORES, locked, place, read_json
-from training.trials import variable
+from sweeps.search import make_search
+from sweeps.store import SCORES, locked, read_json
 from training.workdir import write_json
 
 TEST_SPLITS = {"multi30k": "test_2016_flickr"}  # else "test"
-IDENTITY = ("base", "ablation", "match", "tune", "checkpoint", "metric", "test_split")
+IDENTITY = (
+    *("base", "ablation", "match", "tune", "search", "search_seeds"),
+    *("checkpoint", "metric", "test_split"),
+)
 
 
 class Options(NamedTuple):
@@ -34,12 +37,15 @@ class Options(NamedTuple):
     workdir: Path
     match: str | None
     tune: list[str]
+    search: str | None
+    search_seeds: int
     checkpoint: str
     metric: str | None
     test_split: str | None
     group_size: int
     note: str | None
     is_new: bool  # whether this call may be a sweep's first
+    proposes: bool  # whether it may begin the next round of a search
 
 
 def open_sweep(options: Options) -> Sweep:
@@ -70,21 +76,31 @@ def open_sweep(options: Options) -> Sweep:
     generator = find_ablation(settings["ablation"])
     base = ConfigDict(settings["base"]).lock()
     nuisance = nuisance_keys(generator.__doc__ or "")
+    search, candidates = make_search(
+        settings["search"], settings["tune"], settings["search_seeds"], base, nuisance
+    )
     plan = expand(
         base,
         list(generator(base)),
         settings["seeds"],
         nuisance=nuisance,
-        tuned=tuned(settings["tune"], settings["base"], nuisance),
+        tuned=candidates,
         match=settings["match"],
     )
     settings["docstring"] = generator.__doc__ or generator.__name__
+    if search.count is not None and any(len(a.candidates) > 1 for a in plan.arms):
+        raise ValueError(
+            "The ablation gives its arms nuisance settings itself, so there is nothing "
+            "for --search to choose; leave it out."
+        )
+    if search.count is not None and options.proposes:
+        package("optuna")
     workdir.mkdir(parents=True, exist_ok=True)
-    groups = place(workdir, plan, settings["group_size"])
+    sweep = Sweep(workdir, plan, search, [], settings).extended(options.proposes)
     with locked(workdir / ".plan"):
         if read_json(workdir / "sweep.json") != settings:
             write_json(workdir / "sweep.json", settings)
-    return Sweep(workdir, plan, groups, settings)
+    return sweep
 
 
 def settings_of(options: Options) -> dict:
@@ -104,6 +120,8 @@ def settings_of(options: Options) -> dict:
         "seeds": config["seeds"] if options.seeds is None else options.seeds,
         "match": options.match,
         "tune": list(options.tune),
+        "search": options.search,
+        "search_seeds": options.search_seeds,
         "checkpoint": options.checkpoint,
         "metric": metric,
         "test_split": options.test_split
@@ -159,46 +177,32 @@ def find_ablation(name: str):
     return getattr(module, name)
 
 
-def tuned(assignments: list[str], base: dict, nuisance: list[str]) -> list[dict]:
-    """The nuisance settings of --tune, every combination of them.
+def chosen(sweep: Sweep, group: str | None, shard: str | None) -> list[Group] | None:
+    """The groups that --group or --shard choose; None: all, also those to come.
 
     Raises:
-        ValueError: a key that the ablation does not name, or no number.
+        ValueError: there is no such group or shard.
     """
-    base, sweeps = flat(base), []
-    for assignment in assignments:
-        key, _, values = assignment.partition("=")
-        if key not in base:
-            raise ValueError(f"--tune: there is no config key {key}.{near_miss(key)}")
-        if key not in nuisance or key not in variable(base):
-            raise ValueError(
-                f"--tune may set what the ablation names as nuisance, "
-                f"{', '.join(nuisance) or 'which is nothing'}; got {key}."
-            )
-        try:
-            sweeps.append(over(key, *map(ast.literal_eval, values.split(","))))
-        except (ValueError, SyntaxError):
-            raise ValueError(
-                f"--tune={assignment} needs numbers with commas between them, as in "
-                f"--tune={key}=0.002,0.005"
-            ) from None
-    return grid(*sweeps)
-
-
-def chosen(num_groups: int, group: int | None, shard: str | None) -> list[int]:
-    """The numbers of the groups that --group or --shard choose; without them, all."""
     if group is not None:
-        if group >= num_groups:
-            raise ValueError(f"--group must be below {num_groups}, got {group}.")
-        return [group]
+        for index, each in enumerate(sweep.groups):
+            if group in (str(index), each.name):
+                return [each]
+        raise ValueError(
+            f"--group must be a group's name or its number, below "
+            f"{len(sweep.groups)}, got {group}."
+        )
     if shard is None:
-        return list(range(num_groups))
-    try:
-        index, count = map(int, shard.split("/"))
-        if not 0 <= index < count:
-            raise ValueError
-    except ValueError:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not index < count:
         raise ValueError(
             f"--shard must be i/n with i from 0 to n - 1, as in 0/4, got {shard}."
-        ) from None
-    return list(range(index, num_groups, count))
+        )
+    if sweep.searches():
+        raise ValueError(
+            "--shard deals out groups that are known from the start, and after a "
+            "search more follow; run the same command without it on every machine: "
+            "they share the work."
+        )
+    return sweep.groups[index::count]

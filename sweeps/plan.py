@@ -1,4 +1,7 @@
-"""From a base config and an ablation to arms, trials and groups of them."""
+"""From a base config and an ablation to arms, trials and groups of them.
+
+Which trials there are, and when, is `sweeps.search`'s.
+"""
 
 import contextlib
 import copy
@@ -10,7 +13,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from analysis.budget import flops, parameters, solve_mlp_dim
-from configs.ablations import grid, seeds
+from configs.ablations import grid
 from configs.commandline import describe, flat, near_miss
 from training.trials import variable
 
@@ -35,6 +38,8 @@ class Arm(NamedTuple):
     config: dict  # resolved and nested, with model.mlp_dim as solved
     is_baseline: bool
     parameters: int
+    candidates: list[dict]  # nuisance settings that it may have; one: no choice
+    seeds: list[int]  # of the trials that are reported
 
     @property
     def flops(self) -> int:
@@ -50,6 +55,12 @@ class Trial(NamedTuple):
     nuisance: dict
     seed: int
     config: dict  # resolved, nested
+    attempt: int = 0  # from 1: of a search for the nuisance settings; 0: reported
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it only helps to choose, and is never tested."""
+        return self.attempt > 0
 
 
 class Group(NamedTuple):
@@ -63,7 +74,7 @@ class Plan(NamedTuple):
     """A sweep, expanded."""
 
     arms: list[Arm]
-    trials: list[Trial]
+    trials: list[Trial]  # as far as they are known
     axis: str | None  # the one setting that the arms' names hold, if it is a number
 
     def arm(self, name: str) -> Arm:
@@ -86,14 +97,14 @@ def expand(
     tuned: list[dict],
     match: str | None,
 ) -> Plan:
-    """Resolve every trial of a sweep, and build every arm's model abstractly.
+    """Resolve every arm of a sweep, and build its model abstractly; no trials yet.
 
     Args:
         base: locked.
         arms: what an ablation yields.
         num_seeds: the base config's seed and those after it, for every arm.
         nuisance: keys that tell variants of an arm apart, not arms.
-        tuned: nuisance settings that every arm is crossed with; [{}] for none.
+        tuned: nuisance settings that an arm may have; [{}] for none.
         match: a budget for every arm that names none.
 
     Raises:
@@ -105,33 +116,43 @@ def expand(
             f"The sweep is empty: it has {len(arms)} arms and {num_seeds} seeds; each "
             f"must be at least 1."
         )
-    wanted = grid(arms, tuned)
-    if not any("seed" in each for each in wanted):
-        wanted = seeds(wanted, num_seeds, base.seed)
-
-    def split(each):
-        """What makes it an arm, and what varies within one."""
+    scientific, candidates, own_seeds = [], [], []
+    for each in grid(arms, tuned):
         varied = {k: v for k, v in each.items() if k == "seed" or k in nuisance}
-        return {k: v for k, v in each.items() if k not in varied}, varied
-
-    scientific = []
-    for each in wanted:
-        if split(each)[0] not in scientific:
-            scientific.append(split(each)[0])
-    names, axis = name_arms(scientific)
-    resolved = resolve_arms(base, scientific, names, match)
-    trials = {}
-    for each in wanted:
-        of_arm, varied = split(each)
-        arm = resolved[scientific.index(of_arm)]
-        config = applied(ConfigDict(arm.config), varied | {"seeds": 1}, arm.name)
+        of_arm = {k: v for k, v in each.items() if k not in varied}
+        if of_arm not in scientific:
+            scientific.append(of_arm)
+            candidates.append([])
+            own_seeds.append([])
+        index = scientific.index(of_arm)
         seed = varied.pop("seed", base.seed)
-        trial = Trial(identity(config), arm.name, varied, seed, config)
-        trials.setdefault(trial.id, trial)
-    used = {trial.arm for trial in trials.values()}
-    # An arm that is matched by changing nothing is the same as the one that isn't.
-    kept = [arm for arm in resolved if arm.name in used]
-    return Plan(kept, list(trials.values()), axis)
+        for values, value in ((candidates, varied), (own_seeds, seed)):
+            if value not in values[index]:
+                values[index].append(value)
+    if not any("seed" in each for each in arms):
+        own_seeds = [[base.seed + i for i in range(num_seeds)]] * len(scientific)
+    names, axis = name_arms(scientific)
+    kept, there = [], set()
+    resolved = resolve_arms(base, scientific, names, match)
+    for arm, settings, seeds in zip(resolved, candidates, own_seeds, strict=True):
+        arm = arm._replace(candidates=settings, seeds=seeds)
+        ids = {trial.id for trial in trials_of(arm, arm.candidates, arm.seeds)}
+        # An arm that is matched by changing nothing is the same as the one that isn't.
+        if not ids <= there:
+            kept.append(arm)
+        there |= ids
+    return Plan(kept, [], axis)
+
+
+def trials_of(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
+    """The trials of an arm with each of some nuisance settings and each seed."""
+    found = []
+    for nuisance in settings:
+        for seed in seeds:
+            changes = nuisance | {"seed": seed, "seeds": 1}
+            config = applied(ConfigDict(arm.config), changes, arm.name)
+            found.append(Trial(identity(config), arm.name, nuisance, seed, config))
+    return found
 
 
 def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[Arm]:
@@ -152,8 +173,8 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
             if budget is not None and i != baseline:
                 F = solve_mlp_dim(config, configs[baseline], budget)
                 config = config | {"model": config["model"] | {"mlp_dim": F}}
-            arm = Arm(name, overrides, config, i == baseline, parameters(config))
-        arms.append(arm)
+            count = parameters(config)
+        arms.append(Arm(name, overrides, config, i == baseline, count, [], []))
     return arms
 
 
@@ -249,9 +270,8 @@ def program(trial: Trial) -> str:
     """What trials of one group have in common."""
     config = flat(trial.config)
     free = (*variable(config), *NO_RESULT_DEPENDS_ON)
-    return json.dumps(
-        {k: v for k, v in config.items() if k not in free}, sort_keys=True
-    )
+    kept = {k: v for k, v in config.items() if k not in free}
+    return json.dumps([trial.is_search, kept], sort_keys=True)
 
 
 def grouped(trials: list[Trial], most: int) -> list[list[Trial]]:

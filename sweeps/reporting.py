@@ -25,7 +25,7 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     Raises:
         ValueError: nothing is, or not of the baseline.
     """
-    done = [row for row in rows if row["status"] == "done" and row["selected"]]
+    done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
     if not done:
         raise ValueError(
             f"Nothing has finished in {sweep.workdir} yet; python sweep.py status "
@@ -92,11 +92,41 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         examples=choose_examples(
             sources, references, systems[best], systems[worst], num_examples
         ),
-        environment=environment(rows, done, settings),
+        environment=environment(rows, done, settings, search_told(sweep)),
         command=settings["command"],
         note=settings["note"],
-        unfinished=sum(r["status"] not in ("done", "diverged", "failed") for r in rows),
+        searched=sweep.searches(),
+        unfinished=unfinished(sweep, rows),
     )
+
+
+def unfinished(sweep: Sweep, rows: list[dict]) -> int:
+    """Trials that are not done; those that wait for a search too."""
+    reported = {row["arm"] for row in rows if row["stage"] == "report"}
+    waiting = [len(arm.seeds) for arm in sweep.plan.arms if arm.name not in reported]
+    settled = ("done", "diverged", "failed")
+    return sum(waiting) + sum(row["status"] not in settled for row in rows)
+
+
+def search_told(sweep: Sweep) -> str | None:
+    """How the nuisance settings were found; None: they are the config's."""
+    if not sweep.searches():
+        return None
+    seeds = sweep.search.seeds
+    told = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    if sweep.search.count is None:
+        most = max(len(arm.candidates) for arm in sweep.plan.arms)
+        return (
+            f"every combination of the values listed, {most} at most, with seed {told}"
+        )
+    where = "; ".join(
+        f"{key} among {', '.join(map(str, values))}"
+        if isinstance(values, list)
+        else f"{key} from {values[0]:g} to {values[1]:g}"
+        for key, values in sweep.search.space.items()
+    )
+    count = sweep.search.count
+    return f"{count} settings an arm by Optuna's TPE, with seed {told}: {where}"
 
 
 def arm_result(
@@ -109,7 +139,9 @@ def arm_result(
     lost = [
         row
         for row in rows
-        if row["arm"] == arm.name and row["status"] in ("diverged", "failed")
+        if row["arm"] == arm.name
+        and row["stage"] == "report"
+        and row["status"] in ("diverged", "failed")
     ]
     axis = sweep.plan.axis
 
@@ -198,12 +230,18 @@ def choose_examples(sources, references, best, worst, count: int) -> list[Exampl
     ]
 
 
-def environment(rows: list[dict], done: list[dict], settings: dict) -> dict[str, str]:
+def environment(
+    rows: list[dict], done: list[dict], settings: dict, search: str | None
+) -> dict[str, str]:
     """What the results depend on; several values where trials had several."""
 
     def values(column):
         return ", ".join(sorted({str(row[column]) for row in done if row[column]}))
 
+    reported = [row for row in rows if row["stage"] == "report"]
+    told = f"{len(done)} of {len(reported)} in the table"
+    if tries := len(rows) - len(reported):
+        told += f", after {tries} of the search"
     versions = json.loads(done[0]["versions"])
     base = flat(settings["base"])
     shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
@@ -218,6 +256,7 @@ def environment(rows: list[dict], done: list[dict], settings: dict) -> dict[str,
             if v is not None
         ),
         "test split": settings["test_split"],
+        **({"search on dev": search} if search else {}),
         "checkpoint": settings["checkpoint"],
         "decoding": values("decoding"),
         "signatures": "; ".join(
@@ -234,5 +273,5 @@ def environment(rows: list[dict], done: list[dict], settings: dict) -> dict[str,
         "commit": values("commit"),
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "python": values("python"),
-        "trials": f"{len(done)} of {len(rows)} in the table",
+        "trials": told,
     }

@@ -1,4 +1,4 @@
-"""Runs groups: train.py, then eval.py on dev, then on test, each a process.
+"""Runs groups: train.py, then eval.py on dev and test, each a process.
 
 Whatever stops it, the same call goes on: what a group has finished lies in its folder,
 and its claim is a lock that ends with the processes that hold it. train.py inherits
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sweeps.plan import Group, Plan, differences
+from sweeps.search import Search
 from sweeps.store import (
     TRAINED,
     collect,
     last_step,
     locked,
+    place,
     read_json,
 )
 from training.metrics import Progress, say
@@ -43,12 +45,34 @@ class Sweep(NamedTuple):
 
     workdir: Path
     plan: Plan
-    groups: list[Group]
+    search: Search
+    groups: list[Group]  # in the order of the plan's trials
     settings: dict  # as in sweep.json
 
     def folder(self, group: Group) -> Path:
         """Where a group is."""
         return self.workdir / "groups" / group.name
+
+    def extended(self, propose: bool = True) -> "Sweep":
+        """With the trials that follow from what is on disk by now, in groups."""
+        plan, groups = place(
+            self.workdir, self.plan, self.search, self.settings, propose
+        )
+        return self._replace(plan=plan, groups=groups)
+
+    def searches(self) -> bool:
+        """Whether groups may follow from those there are."""
+        return any(map(self.search.is_for, self.plan.arms))
+
+    def num_trials(self) -> int:
+        """Of the whole sweep, also those that are still to be chosen, at most."""
+        arms = self.plan.arms
+        return sum(len(arm.seeds) + self.search.size(arm) for arm in arms)
+
+    def splits(self, group: Group) -> list[str]:
+        """What a group is scored on: a search on dev alone."""
+        is_search = group.trials[0].is_search
+        return ["val"] if is_search else ["val", self.settings["test_split"]]
 
     def collect(self) -> list[dict]:
         """The rows of now, which also go to the table on disk."""
@@ -71,15 +95,15 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
     ]
 
 
-def eval_command(sweep: Sweep, group: Group, split: str) -> list[str]:
-    """The line that scores a group on a split."""
+def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
+    """The line that scores a group on splits."""
     folder = sweep.folder(group)
     return [
         *script("eval.py"),
         f"--workdir={folder}",
-        f"--split={split}",
+        f"--split={','.join(splits)}",
         f"--checkpoint={sweep.settings['checkpoint']}",
-        f"--output={folder / split}.txt",
+        f"--output={folder / 'SPLIT.txt'}",
     ]
 
 
@@ -89,11 +113,15 @@ def script(name: str) -> list[str]:
 
 
 class Runner:
-    """Works through groups, several at a time where there are several devices."""
+    """Works through groups, several at a time where there are several devices.
 
-    def __init__(self, sweep: Sweep, indices: list[int]):
+    Without `groups`, through all of the sweep, and those that follow from a search.
+    """
+
+    def __init__(self, sweep: Sweep, groups: list[Group] | None = None):
         self.sweep, self.started = sweep, time.time()
-        self.left = [sweep.groups[index] for index in indices]
+        self.grows = groups is None and sweep.searches()
+        self.left = list(sweep.groups if groups is None else groups)
         self.mine = list(self.left)
         self.failed: dict[str, str] = {}
         self.stop: str | None = None
@@ -136,6 +164,8 @@ class Runner:
     def watch(self, threads) -> None:
         """Show the progress of the whole sweep until the threads end."""
         total = sum(len(group.trials) for group in self.mine)
+        if self.grows:
+            total = self.sweep.num_trials()
 
         def done():
             """Trials done, by all processes that share the sweep, in parts too."""
@@ -154,20 +184,16 @@ class Runner:
         """How much of a group's work is done, roughly: four fifths are training."""
         if group not in self.left:
             return 1.0
-        folder, split = self.sweep.folder(group), self.sweep.settings["test_split"]
+        folder = self.sweep.folder(group)
         steps = group.trials[0].config["train"]["num_steps"]
         trained = (folder / TRAINED).exists()
-        scored = [(folder / f"result-{s}.json").exists() for s in ("val", split)]
-        part = 1.0 if trained else last_step(folder) / steps
-        return 0.8 * part + 0.1 * sum(scored)
+        return 0.8 * (1.0 if trained else last_step(folder) / steps)
 
     def work(self, environment: dict) -> None:
         """One worker: take a group that nobody has, do what can be done, and so on."""
         try:
-            while self.left and self.stop is None:
+            while self.grow() and self.stop is None:
                 if not any(self.take(g, environment) for g in list(self.left)):
-                    if self.only_others():
-                        return
                     time.sleep(WAIT)
         except Stopped:
             pass
@@ -184,62 +210,50 @@ class Runner:
             if claim is None or group not in self.left:
                 return False
             try:
-                moved, finished = self.advance(group, claim, environment)
+                moved = self.advance(group, claim, environment)
             except Failed as error:
                 self.fail(group, str(error))
-                moved = finished = True
-            if finished:
-                with self.lock:
-                    self.left.remove(group)
-                if moved:
-                    self.sweep.collect()
-            return moved or finished
+                moved = True
+            with self.lock:
+                self.left.remove(group)
+            if moved:
+                self.sweep.collect()
+            return True
 
-    def advance(self, group: Group, claim, environment) -> tuple[bool, bool]:
-        """Do what a group still needs; whether anything was, and whether all is."""
+    def grow(self) -> bool:
+        """Take up the groups that follow from what is done; whether any is left."""
+        with self.lock:
+            if self.grows:
+                self.sweep = self.sweep.extended()
+                names = {group.name for group in self.mine}
+                new = [g for g in self.sweep.groups if g.name not in names]
+                self.mine += new
+                self.left += new
+            return bool(self.left)
+
+    def advance(self, group: Group, claim, environment) -> bool:
+        """Do what a group still needs; whether anything was."""
         folder = self.sweep.folder(group)
         failed = folder / "failed.json"
         if failed.exists():
             if failed.stat().st_mtime > self.started:  # another process's, just now
                 self.failed[group.name] = read_json(failed)["error"]
-                return False, True
+                return False
             failed.unlink()  # of an earlier run: try again
         moved = False
         if not (folder / TRAINED).exists():
             self.process(train_command(self.sweep, group), group, claim, environment)
             (folder / TRAINED).touch()
             moved = True
-        if not (folder / "result-val.json").exists():
-            command = eval_command(self.sweep, group, "val")
+        splits = [
+            split
+            for split in self.sweep.splits(group)
+            if not (folder / f"result-{split}.json").exists()
+        ]
+        if splits:
+            command = eval_command(self.sweep, group, splits)
             self.process(command, group, claim, environment)
-            moved = True
-        split = self.sweep.settings["test_split"]
-        if (folder / f"result-{split}.json").exists():
-            return moved, True
-        selected = self.selected(group)
-        if selected is None:  # the dev scores of a variant are still to come
-            return moved, False
-        if selected:
-            command = eval_command(self.sweep, group, split)
-            self.process(command, group, claim, environment)
-            moved = True
-        return moved, True
-
-    def selected(self, group: Group) -> bool | None:
-        """Whether a trial of the group was selected by dev; None: not known yet."""
-        ids = {trial.id for trial in group.trials}
-        marks = [r["selected"] for r in self.sweep.collect() if r["id"] in ids]
-        if any(mark == 1 for mark in marks):
-            return None if None in marks else True
-        return None if None in marks else False
-
-    def only_others(self) -> bool:
-        """Whether what is left waits for groups that are not this call's to run."""
-        names = {group.name for group in self.mine}
-        return len(names) < len(self.sweep.groups) and all(
-            (self.sweep.folder(group) / "result-val.json").exists()
-            for group in self.left
-        )
+        return moved or bool(splits)
 
     def process(self, command: list[str], group: Group, claim, environment) -> None:
         """Run a process to its end; its words go to the group's log.txt.

@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from analysis.report import settings
+from sweeps.plan import Arm
 from sweeps.runner import Sweep, train_command
 from sweeps.store import last_step, metrics_of
 from training.metrics import clock, say
@@ -26,16 +28,17 @@ STATUSES = (
 
 def print_list(sweep: Sweep, calibrate: bool) -> None:
     """Arms with what they cost, groups, and what the whole would take."""
-    plan = sweep.plan
+    plan, searches = sweep.plan, sweep.searches()
     table = Table(
-        *("arm", "trials", "parameters", "F", "multiply-adds a token", "baseline"),
-        title=f"{len(plan.arms)} arms, {len(plan.trials)} trials, "
-        f"{len(sweep.groups)} groups",
+        *("arm", "seeds", *(["search"] if searches else [])),
+        *("parameters", "F", "multiply-adds a token", "baseline"),
+        title=f"{len(plan.arms)} arms, {sweep.num_trials()} trials, "
+        f"{len(sweep.groups)} groups{' to begin with' * searches}",
     )
     for arm in plan.arms:
         table.add_row(
-            arm.name,
-            str(sum(trial.arm == arm.name for trial in plan.trials)),
+            *(arm.name, str(len(arm.seeds))),
+            *([str(sweep.search.size(arm))] if searches else []),
             f"{arm.parameters:,}",
             str(arm.config["model"]["mlp_dim"]),
             f"{arm.flops:,}",
@@ -46,7 +49,9 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     for index, group in enumerate(sweep.groups):
         arms = " and ".join(dict.fromkeys(trial.arm for trial in group.trials))
         console.print(f"group {index}: {arms}, {len(group.trials)} trials")
-    total = sum(operations(sweep, group) for group in sweep.groups)
+    if searches:
+        console.print("More groups follow once dev has chosen the nuisance settings.")
+    total = total_operations(sweep)
     console.print(f"Training takes about {total:.3g} floating-point operations.")
     if calibrate:
         seconds = expected_seconds(sweep)
@@ -55,11 +60,18 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         )
 
 
-def operations(sweep: Sweep, group) -> float:
-    """Floating-point operations of a group's training: 3 passes of 2 a multiply-add."""
-    config = group.trials[0].config
-    tokens = config["data"]["batch_tokens"] * config["train"]["num_steps"]
-    return 6.0 * sweep.plan.arm(group.trials[0].arm).flops * tokens * len(group.trials)
+def operations(arm: Arm) -> float:
+    """Floating-point operations of a training: 3 passes of 2 a multiply-add."""
+    tokens = arm.config["data"]["batch_tokens"] * arm.config["train"]["num_steps"]
+    return 6.0 * arm.flops * tokens
+
+
+def total_operations(sweep: Sweep) -> float:
+    """Of all trainings, also those of the search."""
+    return sum(
+        operations(arm) * (len(arm.seeds) + sweep.search.size(arm))
+        for arm in sweep.plan.arms
+    )
 
 
 def expected_seconds(sweep: Sweep) -> float:
@@ -83,26 +95,34 @@ def expected_seconds(sweep: Sweep) -> float:
         raise ValueError(f"The calibration failed: {said[-1] if said else 'no word'}")
     steps = group.trials[0].config["train"]["num_steps"]
     seconds = steps / rows[-1]["steps_per_second"]
-    scale = seconds / operations(sweep, group)
-    return scale * sum(operations(sweep, each) for each in sweep.groups)
+    done = operations(sweep.plan.arm(group.trials[0].arm)) * len(group.trials)
+    return seconds / done * total_operations(sweep)
 
 
 def print_status(sweep: Sweep, rows: list[dict]) -> None:
     """A row an arm: how many trials are how far, and the mean dev score."""
     metric = sweep.settings["metric"]
     present = [s for s in STATUSES if any(row["status"] == s for row in rows)]
-    table = Table("arm", *present, "steps", f"dev {metric}".replace("_", " "))
-    for arm in sweep.plan.arms:
+    searches = sweep.searches()
+    table = Table(
+        *("arm", *present, "steps", f"dev {metric}".replace("_", " ")),
+        *(["chosen"] if searches else []),
+    )
+    plan = sweep.plan
+    for arm in plan.arms:
         of_arm = [row for row in rows if row["arm"] == arm.name]
         counts = [sum(row["status"] == s for row in of_arm) for s in present]
-        scores = [r[f"dev_{metric}"] for r in of_arm if r[f"dev_{metric}"] is not None]
-        trials = [trial for trial in sweep.plan.trials if trial.arm == arm.name]
+        final = [row for row in of_arm if row["stage"] == "report"]
+        scores = [r[f"dev_{metric}"] for r in final if r[f"dev_{metric}"] is not None]
+        trials = [trial for trial in plan.trials if trial.arm == arm.name]
         steps = sum(trial.config["train"]["num_steps"] for trial in trials)
+        chosen = settings(json.loads(final[0]["nuisance"])) if final else "searching"
         table.add_row(
             arm.name,
             *(str(count or "") for count in counts),
             f"{sum(row['steps'] for row in of_arm)}/{steps}",
             f"{sum(scores) / len(scores):.4g}" if scores else "",
+            *([chosen] if searches else []),
         )
     console = Console(highlight=False)
     console.print(table)
@@ -116,7 +136,9 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
                 f"{json.loads(row['nuisance']) or ''} at step {row['diverged_at']}"
             )
     done = all(row["status"] in ("done", "diverged", "failed") for row in rows)
-    if done and any(row["status"] == "done" for row in rows):
+    reported = [row for row in rows if row["stage"] == "report"]
+    done &= {row["arm"] for row in reported} == {arm.name for arm in plan.arms}
+    if done and any(row["status"] == "done" for row in reported):
         console.print(
             f"All is done: python sweep.py report --workdir={sweep.workdir}",
             soft_wrap=True,

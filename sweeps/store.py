@@ -14,15 +14,14 @@ import re
 import sqlite3
 from pathlib import Path
 
-import numpy as np
-
 from sweeps.plan import Arm, Group, Plan, Trial, grouped
+from sweeps.search import LOST, Search, known_trials
 from training.workdir import write_json
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
 TRAINED = ".trained"  # made when train.py has nothing left to do
 COLUMNS = (
-    *("id", "arm", "is_baseline", "status", "selected", "seed"),
+    *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
     *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
     *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
     *(f"{split}_{score}" for split in ("dev", "test") for score in SCORES),
@@ -57,40 +56,69 @@ def read_json(path: Path):
         return None
 
 
-def place(workdir: Path, plan: Plan, most: int) -> list[Group]:
-    """The groups of a plan: those on disk stay as they are, the rest become new ones.
+def place(
+    workdir: Path, plan: Plan, search: Search, settings: dict, propose: bool
+) -> tuple[Plan, list[Group]]:
+    """The trials known by now, and their groups.
 
-    So a sweep that is given more seeds or arms keeps what it has, and an interrupted
-    group resumes with the very trials that it started with.
+    Groups on disk stay as they are, the rest become new ones. So a sweep that is given
+    more seeds or arms keeps what it has, and an interrupted group resumes with the very
+    trials that it started with.
     """
     folder = workdir / "groups"
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {trial.id: index for index, trial in enumerate(plan.trials)}
     with locked(workdir / ".plan"):
         groups = [
             Group(path.parent.name, [Trial(**trial) for trial in read_json(path)])
-            for path in folder.glob("*/group.json")
+            for path in sorted(folder.glob("*/group.json"))
         ]
+        searched = [
+            (trial, dev_score(folder / group.name, index, settings["metric"]))
+            for group in groups
+            for index, trial in enumerate(group.trials)
+            if trial.is_search
+        ]
+        trials = known_trials(plan.arms, search, searched, propose)
+        plan = plan._replace(trials=trials)
+        wanted = {trial.id: index for index, trial in enumerate(trials)}
         groups = [g for g in groups if any(t.id in wanted for t in g.trials)]
         there = {trial.id for group in groups for trial in group.trials}
         left = [trial for trial in plan.trials if trial.id not in there]
-        for trials in grouped(left, most):
+        for trials in grouped(left, settings["group_size"]):
             group = Group(group_name(trials), trials)
             (folder / group.name).mkdir(exist_ok=True)
             rows = [trial._asdict() for trial in trials]
             write_json(folder / group.name / "group.json", rows)
             groups.append(group)
     first = len(wanted)
-    return sorted(
+    return plan, sorted(
         groups, key=lambda g: min(wanted.get(trial.id, first) for trial in g.trials)
     )
+
+
+def dev_score(folder: Path, index: int, metric: str) -> float | None:
+    """Of a group's trial; `LOST` where it diverged, None where it has none yet."""
+    found = read_json(folder / "result-val.json")
+    if found is not None and found[index]["diverged_at"] is None:
+        return found[index][metric]
+    diverged = diverged_at(metrics_of(folder), index)
+    return LOST if found is not None or diverged is not None else None
+
+
+def diverged_at(metrics: list[dict], index: int) -> int | None:
+    """The step at which a group's trial diverged, if it did."""
+    steps = [
+        m["diverged_at"] for m in metrics if m["trial"] == index and "diverged_at" in m
+    ]
+    return max(steps, default=None)
 
 
 def group_name(trials: list[Trial]) -> str:
     """A folder's name: readable, and apart from that of any other group."""
     ids = hashlib.sha256(" ".join(trial.id for trial in trials).encode())
-    readable = re.sub(r"[^\w=.]+", "_", trials[0].arm)
-    return f"{readable[:40]}-{ids.hexdigest()[:8]}"
+    readable = re.sub(r"[^\w=.]+", "_", trials[0].arm)[:40]
+    readable += "-search" if trials[0].is_search else ""
+    return f"{readable}-{ids.hexdigest()[:8]}"
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -146,7 +174,9 @@ def rows_of(folder: Path, group: Group, plan: Plan, test_split: str) -> list[dic
         row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(trial.arm))
         row |= {
             "id": trial.id,
+            "stage": "search" if trial.is_search else "report",
             "seed": trial.seed,
+            "diverged_at": diverged_at(metrics, index),
             "nuisance": json.dumps(trial.nuisance),
             "steps": max(
                 (m["step"] for m in metrics if m["trial"] == index), default=0
@@ -168,7 +198,7 @@ def rows_of(folder: Path, group: Group, plan: Plan, test_split: str) -> list[dic
         for side, found in scores.items():
             row |= score_columns(side, found) if found else {}
         row["status"] = status(folder, row, scores)
-        if failed is not None and row["status"] != "done":
+        if failed is not None and row["status"] not in ("done", "diverged"):
             row |= {"status": "failed", "error": failed["error"]}
         rows.append(row)
     return rows
@@ -202,7 +232,7 @@ def status(folder: Path, row: dict, scores: dict) -> str:
     """How far a trial has come."""
     if row["diverged_at"] is not None:
         return "diverged"
-    if scores["test"]:
+    if scores["test"] or (scores["dev"] and row["stage"] == "search"):
         return "done"
     if scores["dev"]:
         return "dev scored"
@@ -211,28 +241,15 @@ def status(folder: Path, row: dict, scores: dict) -> str:
     return "training" if row["steps"] else "waiting"
 
 
-def select(rows: list[dict], metric: str) -> None:
-    """Mark the variant of every arm whose dev scores are best, when all have them.
+def select(rows: list[dict]) -> None:
+    """Mark the settings that each arm's search ended in, and what has them.
 
-    Args:
-        rows: of the whole sweep; `selected` becomes 1, 0 or None (not yet known).
-        metric: a name in SCORES.
+    `selected` becomes 1 or 0, or stays None where that is not known yet.
     """
-    for name in dict.fromkeys(row["arm"] for row in rows):
-        of_arm = [row for row in rows if row["arm"] == name]
-        variants = {row["nuisance"]: [] for row in of_arm}
-        for row in of_arm:
-            if row["status"] in ("dev scored", "done"):
-                variants[row["nuisance"]].append(row[f"dev_{metric}"])
-        settled = ("dev scored", "done", "diverged", "failed")
-        if len(variants) > 1 and any(row["status"] not in settled for row in of_arm):
-            continue
-        means = {v: np.mean(scores) if scores else -1 for v, scores in variants.items()}
-        best = max(means, key=means.get)
-        for row in of_arm:
-            row["selected"] = int(row["nuisance"] == best)
-            if not row["selected"] and row["status"] == "dev scored":
-                row["status"] = "done"
+    chosen = {r["arm"]: r["nuisance"] for r in rows if r["stage"] == "report"}
+    for row in rows:
+        if row["arm"] in chosen:
+            row["selected"] = int(row["nuisance"] == chosen[row["arm"]])
 
 
 def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> list:
@@ -245,7 +262,7 @@ def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> l
                 workdir / "groups" / group.name, group, plan, settings["test_split"]
             )
         ]
-        select(rows, settings["metric"])
+        select(rows)
         order = {trial.id: index for index, trial in enumerate(plan.trials)}
         rows.sort(key=lambda row: order[row["id"]])
         write_sqlite(workdir / "sweep.sqlite", rows)
@@ -254,16 +271,14 @@ def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> l
 
 
 def write_sqlite(path: Path, rows: list[dict]) -> None:
-    """Insert or replace rows by their id, all or none."""
+    """Write the rows in place of those that were there, all or none."""
     columns = ", ".join(f'"{name}"' for name in COLUMNS)
     values = ", ".join(f":{name}" for name in COLUMNS)
     with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute(
-            f"CREATE TABLE IF NOT EXISTS trials ({columns}, PRIMARY KEY (id))"
-        )
-        database.executemany(
-            f"INSERT OR REPLACE INTO trials ({columns}) VALUES ({values})", rows
-        )
+        database.execute("BEGIN IMMEDIATE")
+        database.execute("DROP TABLE IF EXISTS trials")
+        database.execute(f"CREATE TABLE trials ({columns}, PRIMARY KEY (id))")
+        database.executemany(f"INSERT INTO trials ({columns}) VALUES ({values})", rows)
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

@@ -14,7 +14,8 @@ import pytest
 from configs import base
 from sweeps import reporting
 from sweeps.opening import Options, chosen, open_sweep
-from sweeps.runner import Runner, Sweep, train_command
+from sweeps.runner import Sweep, eval_command, train_command
+from sweeps.search import FIRST_SEED
 from sweeps.store import TRAINED, locked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,12 +57,15 @@ def options(workdir, corpus, **changes):
         "workdir": workdir,
         "match": None,
         "tune": [],
+        "search": None,
+        "search_seeds": 1,
         "checkpoint": "best",
         "metric": None,
         "test_split": None,
         "group_size": 16,
         "note": None,
         "is_new": True,
+        "proposes": True,
     }
     return Options(**(given | changes))
 
@@ -159,13 +163,21 @@ def test_another_sweeps_workdir_is_refused(tmp_path, corpus):
     assert open_sweep(options(tmp_path / "s", corpus)).groups == there.groups
 
 
-def test_groups_and_shards_are_chosen():
-    assert chosen(5, None, None) == [0, 1, 2, 3, 4]
-    assert chosen(5, 3, None) == [3]
-    assert chosen(5, None, "1/3") == [1, 4]
-    for group, shard in ((5, None), (None, "3/3"), (None, "one")):
-        with pytest.raises(ValueError, match=str(group or shard)):
-            chosen(5, group, shard)
+def test_groups_and_shards_are_chosen(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus, group_size=1))
+    groups = sweep.groups
+    assert len(groups) == 6 and chosen(sweep, None, None) is None
+    assert (
+        chosen(sweep, "3", None) == chosen(sweep, groups[3].name, None) == groups[3:4]
+    )
+    assert chosen(sweep, None, "1/4") == [groups[1], groups[5]]
+    for group, shard in (("6", None), ("K", None), (None, "3/3"), (None, "one")):
+        with pytest.raises(ValueError, match=group or shard):
+            chosen(sweep, group, shard)
+    tune = [f"{RATE}=0.01,0.02"]
+    searched = open_sweep(options(tmp_path / "t", corpus, tune=tune))
+    with pytest.raises(ValueError, match="--shard deals out groups that are known"):
+        chosen(searched, None, "0/2")
 
 
 def test_the_table_is_made_anew_from_what_is_on_disk(tmp_path, corpus):
@@ -194,20 +206,80 @@ def test_the_table_is_made_anew_from_what_is_on_disk(tmp_path, corpus):
         assert [r["id"] for r in csv.DictReader(file)] == [r["id"] for r in rows]
 
 
-def test_dev_selects_and_test_is_not_looked_at(tmp_path, corpus):
+def test_dev_chooses_with_seeds_of_its_own_and_test_is_not_looked_at(tmp_path, corpus):
     tune = [f"{RATE}=0.01,0.02"]
-    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune, group_size=2))
-    first = [g for g in sweep.groups if g.trials[0].arm == "K=4"]
-    finish(sweep, sweep.groups.index(first[0]), splits=("val",))
-    rows = [row for row in sweep.collect() if row["arm"] == "K=4"]
-    assert {row["selected"] for row in rows} == {None}  # the others are still to come
-    runner = Runner(sweep, [0])
-    assert runner.selected(first[0]) is None
-    finish(sweep, sweep.groups.index(first[1]), splits=("val",))
-    rows = [row for row in sweep.collect() if row["arm"] == "K=4"]
-    chosen_rates = {json.loads(r["nuisance"])[RATE] for r in rows if r["selected"]}
-    assert chosen_rates == {0.02}  # `finish` gives it the higher scores
-    assert {r["status"] for r in rows if not r["selected"]} == {"done"}
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune, search_seeds=2))
+    assert [g.trials[0].arm for g in sweep.groups] == ["K=4", "K=2", "K=1"]
+    assert [len(g.trials) for g in sweep.groups] == [4] * 3  # two rates, two seeds
+    assert all(t.seed >= FIRST_SEED for g in sweep.groups for t in g.trials)
+    command = eval_command(sweep, sweep.groups[0], sweep.splits(sweep.groups[0]))
+    assert "--split=val" in command
+    finish(sweep, 0, splits=("val",))
+    sweep = sweep.extended()
+    (new,) = [g for g in sweep.groups if not g.trials[0].is_search]
+    assert sweep.splits(new) == ["val", "test"]
+    settings = [(t.arm, t.seed, t.nuisance[RATE]) for t in new.trials]
+    assert settings == [("K=4", 0, 0.02), ("K=4", 1, 0.02)]  # where `finish` is higher
+    rows = sweep.collect()
+    of_arm = [row for row in rows if row["arm"] == "K=4"]
+    assert [(r["stage"], r["status"], r["selected"]) for r in of_arm] == [
+        ("search", "done", 0),
+        ("search", "done", 0),
+        ("search", "done", 1),
+        ("search", "done", 1),
+        ("report", "waiting", 1),
+        ("report", "waiting", 1),
+    ]
+    assert {r["selected"] for r in rows if r["arm"] != "K=4"} == {None}
+    again = open_sweep(options(tmp_path / "s", corpus, tune=tune, search_seeds=2))
+    assert again.groups == sweep.groups
+    finish(sweep, sweep.groups.index(new))
+    reporting.write(sweep, sweep.collect(), 3)
+    markdown = (tmp_path / "s" / "report.md").read_text()
+    assert (
+        "with seed 1000000 to 1000001" in markdown and "learning_rate=0.02" in markdown
+    )
+    assert "12 trials are not done yet" in markdown  # 8 of searches, 4 that follow
+
+
+@pytest.mark.parametrize("lost, best", [([0.02], 0.01), ([0.01, 0.02], None)])
+def test_settings_that_diverge_are_not_chosen(tmp_path, corpus, lost, best):
+    tune = [f"{RATE}=0.01,0.02"]
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    rows = json.loads(path.read_text())
+    for row, trial in zip(rows, sweep.groups[0].trials, strict=True):
+        row["diverged_at"] = 7 if trial.nuisance[RATE] in lost else None
+    path.write_text(json.dumps(rows))
+    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
+    assert {t.nuisance[RATE] for t in trials} == ({best} if best else set())
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"tune": ["model.width=1,2"]}, "may set what the ablation names as nuisance"),
+        (
+            {"tune": ["optimizer.learning_rat=1"]},
+            "no config key .*optimizer.learning_rate",
+        ),
+        ({"tune": [f"{RATE}=fast"]}, "needs numbers"),
+        ({"tune": [f"{RATE}=0.1:0.2"]}, "only a search takes, as with --search"),
+        ({"tune": ["model.dropout=0.5,1.5"]}, "must be from 0 to below 1, got 1.5"),
+        ({"search": "optuna"}, "--search must be optuna:N"),
+        ({"search": "optuna:0"}, "--search must be optuna:N"),
+        ({"search": "optuna:3", "tune": [f"{RATE}=0.2:0.1"]}, "LOW below HIGH"),
+        ({"search": "optuna:3"}, "This needs the package optuna: pip install -r"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_named(
+    tmp_path, corpus, monkeypatch, changes, sentence
+):
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as where it isn't installed
+    with pytest.raises(ValueError, match=sentence):
+        open_sweep(options(tmp_path / "s", corpus, **changes))
+    assert not (tmp_path / "s" / "sweep.json").exists()
 
 
 def test_a_claim_lasts_as_long_as_a_process_has_it(tmp_path):

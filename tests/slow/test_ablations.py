@@ -8,8 +8,9 @@ from analysis.budget import LENGTH, WITHIN, flops, parameters, solve_mlp_dim
 from configs import ablations, base, iwslt14, multi30k, numbers, presets, ted, wmt14
 from configs.ablations import chain, grid, matched, over, seeds, zipped
 from configs.commandline import flat
-from sweeps.opening import find_ablation, names_of, tuned
+from sweeps.opening import find_ablation, names_of
 from sweeps.plan import differences, expand, grouped, name_arms, nuisance_keys
+from sweeps.search import Search, known_trials
 
 CONFIGS = {
     "base": base.get_config(),
@@ -33,9 +34,11 @@ def shallow(config):
 
 def plan_of(config, arms, num_seeds=2, **options):
     options = {"nuisance": [], "tuned": [{}], "match": None} | options
-    return expand(
+    plan = expand(
         config.copy_and_resolve_references().lock(), arms, num_seeds, **options
     )
+    search = Search(None, {}, [100, 101])
+    return plan._replace(trials=known_trials(plan.arms, search, [], propose=False))
 
 
 def tiny(**model):
@@ -206,12 +209,12 @@ def test_trials_of_one_program_are_a_group():
     plan = plan_of(tiny(), arms, 3, nuisance=[key], tuned=rates)
     assert [arm.name for arm in plan.arms] == ["N=2", "N=4"]
     groups = grouped(plan.trials, most=16)
-    assert [len(group) for group in groups] == [6, 6]
-    assert [len(group) for group in grouped(plan.trials, most=4)] == [4, 2, 4, 2]
+    assert [len(group) for group in groups] == [4, 4]  # two rates, two seeds to try
+    assert [len(group) for group in grouped(plan.trials, most=3)] == [3, 1, 3, 1]
     program, numbers_of = differences(groups[0], tiny().to_dict())
     assert program == {"model.attention.num_heads": 2}
-    assert [n["seed"] for n in numbers_of] == [0, 1, 2, 0, 1, 2]
-    assert [n.get(key) for n in numbers_of] == [0.001] * 3 + [None] * 3  # the default
+    assert [n["seed"] for n in numbers_of] == [100, 101, 100, 101]
+    assert [n.get(key) for n in numbers_of] == [0.001] * 2 + [None] * 2  # the default
 
 
 def test_ids_follow_the_config_and_nothing_else():
@@ -226,21 +229,6 @@ def test_ids_follow_the_config_and_nothing_else():
     longer = tiny()
     longer.train.num_steps += 1
     assert not set(ids(longer)) & set(ids(tiny()))
-
-
-def test_tuning_only_what_the_ablation_calls_nuisance():
-    key = "optimizer.learning_rate"
-    config = tiny().to_dict()
-    two = [{key: 0.1}, {key: 0.2}]
-    assert tuned([f"{key}=0.1,0.2"], config, [key]) == two
-    assert tuned([], config, [key]) == [{}]
-    for text, sentence in {
-        "model.width=1,2": "may set what the ablation names as nuisance",
-        "optimizer.learning_rat=1": "no config key .*optimizer.learning_rate",
-        f"{key}=fast": "needs numbers",
-    }.items():
-        with pytest.raises(ValueError, match=sentence):
-            tuned([text], config, [key])
 
 
 def test_every_command_line_is_the_trials_config():

@@ -49,6 +49,27 @@ def broken(base):
     """
     for length in (12, 1):
         yield {"data.max_length": length}
+
+
+def smoothing(base):
+    """Does label smoothing help?
+
+    Scientific: optimizer.label_smoothing.
+    Nuisance: optimizer.learning_rate.
+    Fixed: the rest.
+    """
+    for share in (0.0, 0.2):
+        yield {"optimizer.label_smoothing": share}
+
+
+def warmup(base):
+    """One head or two, each with its own warm-up?
+
+    Scientific: model.attention.num_heads.
+    Nuisance: optimizer.warmup_steps.
+    Fixed: the rest.
+    """
+    yield from two(base)
 '''
 
 
@@ -95,7 +116,7 @@ def rows(workdir):
 
 
 def started(workdir):
-    """The commands that every group has run, in order: train, val or test."""
+    """The commands that every group has run, in order: train, then the splits."""
     found = {}
     for log in sorted((workdir / "groups").glob("*/log.txt")):
         commands = [x for x in log.read_text().splitlines() if x.startswith("$ ")]

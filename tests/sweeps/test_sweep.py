@@ -14,7 +14,7 @@ from sweep_cases import finish, metrics, rows, start, started, sweep
 
 
 def test_a_sweep_runs_everything_once(undisturbed):
-    assert set(map(tuple, started(undisturbed).values())) == {("train", "val", "test")}
+    assert set(map(tuple, started(undisturbed).values())) == {("train", "val,test")}
     found = rows(undisturbed)
     assert [(r["arm"], r["seed"], r["status"]) for r in found] == [
         (arm, seed, "done") for arm in ("N=1", "N=2") for seed in (0, 1)
@@ -57,9 +57,9 @@ def test_killed_at_any_moment_it_ends_as_undisturbed(undisturbed, tmp_path, corp
     assert ours == theirs, f"random seed {seed}"
     for name, commands in started(workdir).items():
         # what was killed at work is started again, what was finished is not
-        assert commands[-1] == "test", (name, seed)
+        assert commands[-1].endswith("test"), (name, seed)
         trained = [i for i, c in enumerate(commands) if c == "train"][-1]
-        assert "test" not in commands[:trained], (name, seed)
+        assert set(commands[:trained]) <= {"train"}, (name, seed)
 
 
 def test_two_sweeps_share_a_workdir(undisturbed, tmp_path, corpus):
