@@ -24,6 +24,11 @@ IDENTITY = (
     *("base", "ablation", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split"),
 )
+# Flags that say which part of a sweep runs where: all of it is what a report names.
+WHERE = (
+    *("--group=", "--shard=", "--launcher=", "--address=", "--resources="),
+    *("--calibrate", "--nocalibrate", "--examples="),
+)
 
 
 class Options(NamedTuple):
@@ -128,7 +133,12 @@ def settings_of(options: Options) -> dict:
         or TEST_SPLITS.get(config["data"]["name"], "test"),
         "group_size": options.group_size,
         "note": options.note,
-        "command": shlex.join(["python", "sweep.py", "run", *sys.argv[1:]]),
+        "command": shlex.join(
+            [
+                *("python", "sweep.py", "run"),
+                *(arg for arg in sys.argv[1:] if not arg.startswith(WHERE)),
+            ]
+        ),
     }
 
 

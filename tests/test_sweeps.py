@@ -117,6 +117,14 @@ def test_a_workdir_remembers_its_sweep(tmp_path, corpus):
     assert again.groups == first.groups and again.settings == first.settings
 
 
+def test_the_command_of_a_part_is_that_of_the_whole(tmp_path, corpus, monkeypatch):
+    argv = ["sweep.py", "--config=configs/base.py", "--group_size=4", "--group=1"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--shard=0/2", "--nocalibrate"])
+    opened = open_sweep(options(tmp_path / "s", corpus))
+    command = "python sweep.py run --config=configs/base.py --group_size=4"
+    assert opened.settings["command"] == command
+
+
 def test_more_seeds_keep_what_there_is(tmp_path, corpus):
     few = open_sweep(options(tmp_path / "s", corpus))
     more = open_sweep(options(tmp_path / "s", corpus, seeds=3))
