@@ -20,6 +20,8 @@ SERIES = (
     *("#2f6fca", "#1f9e89", "#7da32c", "#d19a1a", "#dd6e3b", "#c2456b"),
     *("#8b5fbf", "#5b7f95", "#a0785a", "#4aa3d8", "#b0569e", "#6f8f3f"),
 )
+LINES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1)), "-."), "osD^"
+DIRECT = 40  # letters of all arms' names that still go beside their points
 STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -151,16 +153,32 @@ def reference_line(ax, report: Report, comparisons, vertical: bool) -> None:
         draw(mean, color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
 
 
+def looks(comparisons: list[Comparison]) -> list[tuple]:
+    """A colour, a line and a marker for every arm.
+
+    Arms whose names begin alike, as "mean" and "mean, equal parameters", have a colour
+    in common.
+    """
+    families = [c.arm.name.split(", ")[0] for c in comparisons]
+    order = list(dict.fromkeys(families))
+    colours = [SERIES[order.index(family) % len(SERIES)] for family in families]
+    turns = [colours[:i].count(colour) for i, colour in enumerate(colours)]
+    return [
+        (colour, LINES[turn % len(LINES)], MARKERS[turn % len(MARKERS)])
+        for colour, turn in zip(colours, turns, strict=True)
+    ]
+
+
 def curves(report: Report, comparisons):
     """Dev scores while training: the mean of the seeds, and their range as a band."""
     drawn = [c for c in comparisons if len(c.arm.curve[0])]
     if not drawn:
         return None
     figure, ax = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
-    for i, comparison in enumerate(drawn):
+    for comparison, (colour, line, _) in zip(drawn, looks(drawn), strict=True):
         steps, scores = comparison.arm.curve
-        colour = SERIES[i % len(SERIES)]
-        ax.plot(steps, scores.mean(0), color=colour, lw=1.6, label=comparison.arm.name)
+        name = comparison.arm.name
+        ax.plot(steps, scores.mean(0), color=colour, ls=line, lw=1.6, label=name)
         if len(scores) > 1:
             low, high = scores.min(0), scores.max(0)
             ax.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
@@ -187,33 +205,30 @@ def costs(report: Report, comparisons):
     }
     if not panels:
         return None
+    direct = sum(len(c.arm.name) for c in comparisons) <= DIRECT
     figure, axes = plt.subplots(
         1,
         len(panels),
-        figsize=(7.2, 3.3),
+        figsize=(7.2, 3.3 if direct else 3.6 + 0.15 * len(comparisons)),
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
     for ax, (label, values) in zip(axes[0], panels.items(), strict=True):
-        reach = max(values) - min(values)
-        for value, comparison in zip(values, comparisons, strict=True):
-            interval_and_seeds(
-                ax, value, comparison, report.metric, width=0.006 * reach
-            )
-            ax.annotate(
-                comparison.arm.name,
-                (value, comparison.summary.mean),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=MUTED,
-            )
+        for value, comparison, look in zip(
+            values, comparisons, looks(comparisons), strict=True
+        ):
+            priced(ax, value, comparison, None if direct else look)
         ax.set_xlabel(label)
         ax.margins(x=0.12)
         ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.xaxis.set_minor_locator(NullLocator())
     axes[0, 0].set_title(f"Test {report.name}")
+    if not direct:
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(
+            *handles, loc="outside lower left", ncols=3, fontsize=8, labelcolor=INK
+        )
     same = len({c.arm.parameters for c in comparisons}) == 1
     return figure, (
         f"Test {report.name} against what an arm costs, as measured."
@@ -223,6 +238,34 @@ def costs(report: Report, comparisons):
             else ""
         )
     )
+
+
+def priced(ax, value, comparison: Comparison, look) -> None:
+    """An arm's mean with its interval at what it costs, named or as a legend has it."""
+    mean, _, low, high = comparison.summary
+    own = INK if comparison.arm.is_baseline else ACCENT
+    colour, _, marker = look or (own, None, "o")
+    ax.errorbar(
+        [value],
+        [mean],
+        **({"yerr": [[mean - low], [high - mean]]} if np.isfinite(low) else {}),
+        fmt=marker,
+        ms=5.5,
+        mec="none",
+        color=colour,
+        elinewidth=1.2,
+        capsize=0,
+        label=comparison.arm.name,
+    )
+    if look is None:
+        ax.annotate(
+            comparison.arm.name,
+            (value, mean),
+            xytext=(5, 4),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=MUTED,
+        )
 
 
 def save_png(figure, path: Path) -> None:

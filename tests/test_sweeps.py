@@ -7,10 +7,12 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from analysis.report_plots import looks
 from configs import base
 from sweeps import reporting
 from sweeps.opening import Options, chosen, open_sweep
@@ -342,6 +344,14 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
         assert (tmp_path / "s" / name).read_bytes().startswith(b"\x89PNG")
     identities = re.findall(r'\bid="([^"]+)"', html)
     assert len(identities) == len(set(identities))
+
+
+def test_every_arm_looks_different_and_a_matched_one_akin():
+    names = [*"abcdefghijklmno", "a, equal parameters", "b, equal parameters"]
+    found = looks([SimpleNamespace(arm=SimpleNamespace(name=n)) for n in names])
+    assert len(set(found)) == len(names)
+    colours = {name: look[0] for name, look in zip(names, found, strict=True)}
+    assert colours["a"] == colours["a, equal parameters"] != colours["b"]
 
 
 def test_a_call_ends_in_one_sentence(tmp_path, corpus):

@@ -46,6 +46,9 @@ def test_it_fits_and_can_be_read(browser, report, scheme, width):
     assert fetched == [report] and errors == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("svg").count() >= 2
+    arm = page.locator("td").first  # stays when its table is scrolled
+    arm.evaluate("cell => cell.textContent = 'gated_elementwise, equal parameters'")
+    assert arm.bounding_box()["width"] < width / 2
     for selector in ("h1", "td", "figcaption", "svg text"):
         assert contrast(page, selector) >= 4.5, (selector, scheme)
     page.close()
