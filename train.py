@@ -7,7 +7,6 @@ of the config can be set: --config.model.attention.num_heads=8
 """
 
 import contextlib
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,8 @@ from ml_collections import config_flags
 from configs.commandline import fail, flat, one_sentence, run
 from training import platform
 from training.metrics import show_log
-from training.trials import named, numbers, trials_of
+from training.stop import StopSignal
+from training.trials import divergence, named, numbers, trials_of
 from training.workdir import check_data, claim, environment, write_json
 
 START = time.monotonic()
@@ -41,6 +41,17 @@ DRY_RUN = flags.DEFINE_string(
 )
 PROFILE = flags.DEFINE_string(
     "profile", None, "START:STEPS: trace these steps into WORKDIR/profile."
+)
+COORDINATOR = flags.DEFINE_string(
+    "coordinator",
+    None,
+    "HOST:PORT of process 0, where several processes train one run; auto: as Slurm, "
+    "Open MPI, Kubernetes or a TPU pod tells.",
+)
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Those of the run.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "This one's, from 0 on.")
+COORDINATOR_TIMEOUT = flags.DEFINE_integer(
+    "coordinator_timeout", 300, "Seconds in which all processes must have come.", 1
 )
 
 
@@ -80,15 +91,26 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
     platform.setup()
     show_log()
     stop = StopSignal()
+    from training import hosts
     from training.utilisation import Profile, steps_to_profile
 
     with contextlib.ExitStack() as stack:
-        with one_sentence():
+        stack.enter_context(hosts.at_once())
+        with one_sentence(), hosts.given_up():
             trials = trials_of(flat(config.to_dict()), listed)
             profile = Profile(workdir, steps_to_profile(PROFILE.value))
-            stack.enter_context(claim(workdir, config.to_dict(), trials))
+            hosts.connect(
+                COORDINATOR.value,
+                NUM_PROCESSES.value,
+                PROCESS_ID.value,
+                COORDINATOR_TIMEOUT.value,
+            )
+            with hosts.together():
+                if hosts.is_first():
+                    stack.enter_context(claim(workdir, config.to_dict(), trials))
+            hosts.check_same_run(workdir, config.to_dict(), trials)
             ready = prepare(config, workdir, trials)
-        with one_sentence(OSError):
+        with one_sentence(OSError), hosts.given_up():
             loop(config, workdir, trials, ready, stop, profile)
 
 
@@ -109,20 +131,6 @@ def dry_run(config, target: str, listed: Path | None) -> None:
         print(advice)
 
 
-class StopSignal:
-    """Remembers a SIGTERM or Ctrl-C, so that the loop can save and end."""
-
-    def __init__(self):
-        self.name = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
-
-    def receive(self, number, frame):
-        """Note the signal; a second one ends the process at once."""
-        self.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
-
-
 def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     """Load the data, build the model, take up the last checkpoint."""
     import jax
@@ -137,57 +145,64 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from models.precision import REMAT
     from models.sites import implementations
     from models.transformer import Transformer
-    from training import sharding
+    from training import hosts, sharding
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.optimizer import SCHEDULES
-    from training.step import TrainState, init, static_of
+    from training.step import init, items_of, state_of, static_of
     from training.utilisation import CompileClock
 
     compiled = CompileClock()
-    check_encoder_decoder(config.model.to_dict())
-    choose("train.best_metric", config.train.best_metric, METRICS)
-    choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
-    choose("train.remat", config.train.remat, REMAT)
-    choose("mesh.shard", config.mesh.shard, sharding.SHARD)
-    check_positions(config.model.to_dict(), config.data.max_length)
     names = (config.data.name, config.data.source, config.data.target)
-    sources, targets = corpora.load(*names, "train", config.data.directory)
-    tokenizers = tokenizer.load_or_train(
-        workdir / "tokenizer",
-        sources,
-        targets,
-        config.data.vocab_size,
-        joint=config.data.joint_vocabulary,
-    )
-    arrays = numbers(flat(config.to_dict()), trials)
-    batches = pipeline.Batches(
-        tokenizers[0].encode(sources),
-        tokenizers[1].encode(targets),
-        batch_tokens=config.data.batch_tokens,
-        max_length=config.data.max_length,
-        seeds=[trial["seed"] for trial in trials],
-    )
-    check_data(workdir, {"pairs": len(sources), "crc32": batches.crc32})
-    B, parts = batches.shape[0], config.train.accumulate_steps
-    if parts < 1 or B % parts:
-        raise ValueError(
-            f"train.accumulate_steps must divide the {B} rows of a batch, got {parts}."
+    with hosts.together():
+        check_encoder_decoder(config.model.to_dict())
+        choose("train.best_metric", config.train.best_metric, METRICS)
+        choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
+        choose("train.remat", config.train.remat, REMAT)
+        choose("mesh.shard", config.mesh.shard, sharding.SHARD)
+        check_positions(config.model.to_dict(), config.data.max_length)
+        sources, targets = corpora.load(*names, "train", config.data.directory)
+        held_out = corpora.load(*names, "val", config.data.directory)
+        tokenizers_of = partial(
+            tokenizer.load_or_train,
+            workdir / "tokenizer",
+            sources,
+            targets,
+            config.data.vocab_size,
+            joint=config.data.joint_vocabulary,
         )
-    mesh = sharding.make_mesh(config.mesh, len(trials), B // parts)
+        if hosts.is_first():
+            tokenizers_of()  # for the other processes, which find it
+    with hosts.together():
+        tokenizers = tokenizers_of()
+        batches = pipeline.Batches(
+            tokenizers[0].encode(sources),
+            tokenizers[1].encode(targets),
+            batch_tokens=config.data.batch_tokens,
+            max_length=config.data.max_length,
+            seeds=[trial["seed"] for trial in trials],
+        )
+        data = {"pairs": len(sources), "crc32": batches.crc32}
+        if hosts.is_first():
+            check_data(workdir, data)
+        B, parts = batches.shape[0], config.train.accumulate_steps
+        if parts < 1 or B % parts:
+            raise ValueError(
+                f"train.accumulate_steps must divide the {B} rows of a batch, got "
+                f"{parts}."
+            )
+        mesh = sharding.make_mesh(config.mesh, len(trials), B // parts)
+    hosts.check_same("training data", data)
     jax.set_mesh(mesh)
-    dev = Dev(
-        *corpora.load(*names, "val", config.data.directory),
-        tokenizers,
-        config.data.batch_tokens,
-    )
+    dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
     vocab_sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     static = static_of(nnx.split(model)[0], config)
-    make_state = partial(init, arrays, static=static, build=build)
-    abstract = jax.eval_shape(make_state)
+    make_state = partial(init, static=static, build=build)
+    arrays = numbers(flat(config.to_dict()), trials)
+    abstract = jax.eval_shape(make_state, arrays)
     num_trials = len(trials)
     marks = {
         "score": np.full(num_trials, -np.inf),
@@ -198,61 +213,45 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         **items_of(abstract, {"params": abstract.params, **marks})
     )
     if last is None:
-        step, state = 0, sharding.place(make_state(), mesh, config.mesh.shard)
+        step = 0
+        state = sharding.initial(make_state, arrays, mesh, config.mesh.shard)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
-        state = TrainState(
-            items["trials"]["step"],
-            items["params"],
-            items["optimizer"],
-            items["trials"]["diverged_at"],
-            items["trials"]["stopped_at"],
-        )
-        state, best = sharding.place(state, mesh, config.mesh.shard), items["best"]
+        state = sharding.place(state_of(items), mesh, config.mesh.shard)
+        where = jax.tree.map(lambda x: x.sharding, state.params)
+        best = items["best"]
+        best["params"] = jax.tree.map(sharding.put, best["params"], where)
         say(f"Going on from step {step} of {workdir}.")
-    write_json(
-        workdir / "run.json",
-        {
+    if hosts.is_first():
+        record = {
             "attention": implementations(model, *batches.shape),
             "trials": num_trials,
             "dtype": model.dtype,
+            "processes": jax.process_count(),
             "mesh": dict(mesh.shape),
-            "data": {"pairs": len(sources), "crc32": batches.crc32},
+            "data": data,
             "num_parameters": parameters(abstract.params) // num_trials,
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
-        },
-    )
+        }
+        write_json(workdir / "run.json", record)
     flops = partial(update_flops, vocab_sizes, config.model.to_dict(), *batches.shape)
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints
     )
 
 
-def items_of(state, best: dict) -> dict:
-    """What a checkpoint holds; the parameters apart, for who wants only them."""
-    return {
-        "params": state.params,
-        "optimizer": state.opt_state,
-        "trials": {
-            "step": state.step,
-            "diverged_at": state.diverged_at,
-            "stopped_at": state.stopped_at,
-        },
-        "best": best,
-    }
-
-
 def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
+    import jax
     import numpy as np
 
     from data.pipeline import portions, training_batches
-    from training import sharding
+    from training import hosts, sharding
     from training.metrics import MetricsWriter, Progress, Window, clock, say
-    from training.step import stop_late, train_steps
+    from training.step import items_of, stop_late, train_steps
     from training.utilisation import peak_flops
 
     static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints = (
@@ -262,7 +261,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     if step >= num_steps:
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
         return
-    writer, progress = MetricsWriter(workdir, step), Progress(num_steps, step)
+    writer = MetricsWriter(workdir, step, silent=not hosts.is_first())
+    progress = Progress(num_steps, step)
     window, unread = Window(batches.shape), []
     intervals = (
         every.log_every_steps,
@@ -271,8 +271,10 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     )
     ends = [end for end in (profile.start, profile.stop) if end is not None]
     todo = portions(step, num_steps, every.steps_per_dispatch, intervals, ends)
-    feed = training_batches(batches, todo, every.steps_per_dispatch)
-    frozen = np.array(state.frozen)
+    mesh = jax.sharding.get_mesh()
+    part = sharding.part_here(mesh, len(trials), batches.shape[0])
+    feed = training_batches(batches, todo, every.steps_per_dispatch, part[:2])
+    frozen = np.array(sharding.fetch(state.frozen))
 
     def freeze(which, at: int, why: str, **row) -> None:
         """Say which trials are not updated any more."""
@@ -296,15 +298,15 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         return step % interval == 0 or step == num_steps
 
     try:
-        for first, number in todo:
-            if stop.name is not None or frozen.all():
+        for count, (first, number) in enumerate(todo):
+            if stop.reached(count) or frozen.all():
                 break
             profile.at(step, state)
             with window.waiting():
-                batch = sharding.place_batch(next(feed))
+                batch = sharding.place_batch(next(feed), part)
             state, metrics = train_steps(state, arrays, batch, number, static=static)
             step += number
-            unread.append((first, number, metrics))
+            unread.append((first, number, sharding.to_all(metrics)))
             read(most=1)  # one late, so that the device never waits for Python
             if window.compiling:
                 read(most=0)
@@ -340,11 +342,13 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         writer.close()
         feed.close()
         checkpoints.close()
+    diverged = sharding.fetch(state.diverged_at)
+    hosts.leave()
     if frozen.all():
         say(f"step {step}: no trial is left to train.")
     if stop.name is not None:
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
-    elif (diverged := np.asarray(state.diverged_at)).all():
+    elif diverged.all():
         fail(divergence(int(diverged.max()), len(trials)))
     else:
         end = "; no trial is left to train" if step < num_steps else ""
@@ -369,16 +373,6 @@ def evaluate(config, step: int, state, best: dict, frozen, static, dev, writer) 
     say(f"step {step}: " + "  ".join(texts))
     ranks = ranking(rows, config.train.best_metric, len(frozen))
     return keep_best(best, state.params, step, ranks)
-
-
-def divergence(step: int, num_trials: int) -> str:
-    """What to say when no trial is left."""
-    where = "" if num_trials == 1 else f" in all {num_trials} trials, in the last one"
-    return (
-        f"The loss or its gradient stopped being finite{where} at step {step}; the "
-        f"parameters before are saved. A lower optimizer.learning_rate or a longer "
-        f"optimizer.warmup_steps may help."
-    )
 
 
 if __name__ == "__main__":

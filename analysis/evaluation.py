@@ -8,6 +8,7 @@ import numpy as np
 from analysis.scores import scores
 from data.pipeline import evaluation_batches
 from models.decoding import translate
+from training import hosts, sharding
 from training.step import Static, eval_step
 
 METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")
@@ -38,24 +39,34 @@ def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
 def dev_scores(static: Static, params, dev: Dev, trials) -> dict[int, dict]:
     """Loss (nats a token) and scores of greedy translations, a row for each of trials.
 
-    `params` has the trial axis R in front of every leaf.
+    `params` has the trial axis R in front of every leaf. Several processes share the
+    sentences of the trials that they hold, and all get all rows.
     """
     source = dev.tokenizers[0].encode(dev.sources)
     target = dev.tokenizers[1].encode(dev.targets)
     sums = [
-        jax.device_get(eval_step(params, batch, static=static))
+        sharding.fetch(eval_step(params, batch, static=static))
         for batch in evaluation_batches(source, target, batch_tokens=dev.batch_tokens)
     ]
     loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
-    rows = {}
-    for trial in trials:
-        one = jax.tree.map(lambda leaf, trial=trial: leaf[trial], params)
-        tokens_out, _ = translate(static.graph, one, sentences(source))
-        found = scores(dev.tokenizers[1].decode_many(tokens_out), dev.targets)
-        rows[trial] = {
+    texts = []  # of this process: trial, first sentence, every so many, translations
+    mesh = jax.sharding.get_mesh()
+    for trial, one, place, count in sharding.trials_here(params, mesh, trials):
+        found, _ = translate(static.graph, one, sentences(source)[place::count])
+        texts.append((trial, place, count, dev.tokenizers[1].decode_many(found)))
+    translations = {trial: [None] * len(dev.targets) for trial in trials}
+    for said in hosts.share(texts):
+        for trial, place, count, found in said:
+            translations[trial][place::count] = found
+    mine = trials[jax.process_index() :: jax.process_count()]
+    scored = [(trial, scores(translations[trial], dev.targets)) for trial in mine]
+    rows = dict(row for said in hosts.share(scored) for row in said)
+    return {
+        trial: {
             "dev_loss": float(loss[trial] / tokens[trial]),
-            "dev_bleu": found["bleu"],
-            "dev_chrf": found["chrf"],
-            "dev_exact_match": found["exact_match"],
+            "dev_bleu": rows[trial]["bleu"],
+            "dev_chrf": rows[trial]["chrf"],
+            "dev_exact_match": rows[trial]["exact_match"],
         }
-    return rows
+        for trial in trials
+    }

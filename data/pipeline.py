@@ -150,25 +150,32 @@ class Batches(collections.abc.Sequence):
         return Layout(pairs[slots], offsets)
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+        return self.part(step)
+
+    def part(
+        self, step: int, trials: slice = slice(None), rows: slice = slice(None)
+    ) -> dict[str, np.ndarray]:
+        """Some trials' rows of a batch, and nothing done for the others."""
         if not 0 <= step < len(self):
             raise IndexError(step)
         B, S, T = self.shape
         block, index = divmod(step, self._block_steps)
+        first, last, _ = rows.indices(B)
         pairs, sizes = [], []
-        for seed in self._seeds:
+        for seed in self._seeds[trials]:
             plan = self._plan(seed, block)
-            offsets = plan.row_offsets[index * B : (index + 1) * B + 1]
+            offsets = plan.row_offsets[index * B + first : index * B + last + 1]
             pairs.append(plan.slots[offsets[0] : offsets[-1]])
             sizes.append(np.diff(offsets))
-        num_trials = len(self._seeds)
+        shape = len(pairs), last - first
         batch = _assemble(
             self._source,
             self._target,
             np.concatenate(pairs),
             np.concatenate(sizes),
-            (num_trials * B, S, T),
+            (shape[0] * shape[1], S, T),
         )
-        return {name: array.reshape(num_trials, B, -1) for name, array in batch.items()}
+        return {name: array.reshape(*shape, -1) for name, array in batch.items()}
 
 
 def portions(
@@ -188,14 +195,15 @@ def portions(
     return found
 
 
-def stacked(batches: Batches, first: int, number: int, most: int):
+def stacked(batches: Batches, first: int, number: int, most: int, *part: slice):
     """Batches of successive steps, (R, most, B, S) and (R, most, B, T).
 
-    Those beyond the number are padding.
+    Those beyond the number are padding. `part` is of trials and rows, see
+    `Batches.part`; R and B are then as many as these.
     """
     out = {}
     for index in range(number):
-        for name, array in batches[first + index].items():
+        for name, array in batches.part(first + index, *part).items():
             if index == 0:
                 R, *rest = array.shape
                 out[name] = np.zeros((R, most, *rest), array.dtype)
@@ -207,6 +215,7 @@ def training_batches(
     batches: Batches,
     portions: list[tuple[int, int]],
     most: int = 1,
+    part: tuple[slice, slice] = (slice(None), slice(None)),
     *,
     num_threads: int = 2,
     buffer: int = 4,
@@ -218,7 +227,7 @@ def training_batches(
     import grain  # half a second that evaluation need not wait for
 
     dataset = grain.MapDataset.range(len(portions)).map(
-        lambda index: stacked(batches, *portions[index], most)
+        lambda index: stacked(batches, *portions[index], most, *part)
     )
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer)
     return iter(dataset.to_iter_dataset(options))

@@ -1,10 +1,12 @@
 """Checkpoints: written by Orbax in the background, checked when they are read.
 
 A checkpoint holds named items (the state, the best parameters so far), each a flat
-dict from a leaf's path to its array, and a checksum of every array.
+dict from a leaf's path to its array, and a checksum of every array. Of several
+processes each writes and sums up what lies on its devices; each reads everything.
 """
 
 import contextlib
+import json
 import logging
 import re
 import shutil
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from training import hosts
 from training.metrics import say
 
 CHECKSUMS = "checksums"
@@ -29,10 +32,18 @@ class Damaged(ValueError):
     """A checkpoint is not what was written."""
 
 
-def flatten(tree) -> dict[str, np.ndarray]:
-    """Every leaf on the host under its readable path."""
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
-    return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+def flatten(tree) -> dict[str, np.ndarray | jax.Array]:
+    """Every leaf under its readable path; on the host, if this process has it whole."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        path_name(path): np.asarray(leaf) if is_here(leaf) else leaf
+        for path, leaf in leaves
+    }
+
+
+def is_here(leaf) -> bool:
+    """Whether it lies on devices of this process alone."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def path_name(path) -> str:
@@ -77,6 +88,12 @@ class Checkpoints:
                 create=keep is not None,
             ),
         )
+        here = jax.process_index()  # to read, no process waits for another
+        self.reader = ocp.PyTreeCheckpointHandler(
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=here, active_processes={here}
+            )
+        )
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending."""
@@ -93,6 +110,9 @@ class Checkpoints:
         flat = {name: flatten(tree) for name, tree in items.items()}
         args = {name: ocp.args.StandardSave(arrays) for name, arrays in flat.items()}
         sums = {name: checksums(arrays) for name, arrays in flat.items()}
+        for others in hosts.share(sums):
+            for name, more in others.items():
+                sums[name] |= more
         args[CHECKSUMS] = ocp.args.JsonSave(sums)
         try:
             self.manager.save(step, args=ocp.args.Composite(**args))
@@ -135,23 +155,25 @@ class Checkpoints:
             Damaged: it can't be read, or is not what was written.
             ValueError: it is of another model.
         """
+        folder = self.directory / str(step)
         try:
-            got = self.manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    **{
-                        item: ocp.args.StandardRestore(),
-                        CHECKSUMS: ocp.args.JsonRestore(),
-                    }
+            sums = json.loads((folder / CHECKSUMS / "metadata").read_text())[item]
+            parts = {}  # of every array, by the place in it
+            for key, checksum in sums.items():
+                name, _, ends = key.partition("[")
+                parts.setdefault(name, {})[ends.rstrip("]")] = checksum
+            as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)  # on whatever devices
+            arrays = self.reader.restore(
+                folder / item,
+                args=ocp.args.PyTreeRestore(
+                    restore_args=dict.fromkeys(parts, as_numpy)
                 ),
             )
-            arrays = {name: np.asarray(leaf) for name, leaf in got[item].items()}
-            sums = got[CHECKSUMS][item]
+            bad = [name for name in parts if not is_sound(arrays[name], parts[name])]
         except Exception as error:
             raise Damaged(f"it can't be read: {reason(error)}") from error
-        for name, checksum in checksums(arrays).items():
-            if sums.get(name) != checksum:
-                raise Damaged(f"{name} is not what was written")
+        if bad or len(parts) < len(arrays):
+            raise Damaged(f"{''.join(bad[:1]) or item} is not what was written")
         return unflatten(arrays, abstract)
 
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
@@ -160,29 +182,41 @@ class Checkpoints:
         Damaged ones are named, and moved out of the way unless we only read.
         """
         for step in reversed(self.steps()):
-            try:
-                return step, {
-                    item: self.read(step, item, like) for item, like in abstract.items()
-                }
-            except Damaged as error:
-                say(
-                    f"The checkpoint of step {step} is damaged: {error}. "
-                    "Trying the one before."
-                )
-                if self.keep is not None:
-                    self.set_aside(step)
+            damage, items = None, {}
+            with hosts.together():
+                try:
+                    for item, like in abstract.items():
+                        items[item] = self.read(step, item, like)
+                except Damaged as error:
+                    damage = str(error)
+            damages = [found for found in hosts.share(damage) if found is not None]
+            if not damages:
+                return step, items
+            say(
+                f"The checkpoint of step {step} is damaged: {damages[0]}. "
+                "Trying the one before."
+            )
+            if self.keep is not None:
+                self.set_aside(step)
         return None
 
     def set_aside(self, step: int) -> None:
         """Move a damaged checkpoint to WORKDIR/damaged."""
         aside = self.directory.parent / "damaged" / str(step)
-        aside.parent.mkdir(exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        (self.directory / str(step)).rename(aside)
+        with hosts.together():
+            if hosts.is_first():
+                aside.parent.mkdir(exist_ok=True)
+                shutil.rmtree(aside, ignore_errors=True)
+                (self.directory / str(step)).rename(aside)
         self.manager.reload()
 
     def close(self) -> None:
-        """Wait for the last save, whatever comes of it, and stop Orbax's threads."""
+        """Wait for the last save, whatever comes of it, and stop Orbax's threads.
+
+        After an error only where no other process would wait for what this one owes.
+        """
+        if sys.exc_info()[0] is not None and jax.distributed.is_initialized():
+            return
         for name in ("asyncio", "concurrent.futures"):
             logging.getLogger(name).disabled = True  # of what `wait` reports
         with contextlib.suppress(Exception):  # `wait` reports; this only ends
@@ -203,12 +237,43 @@ def but_closed_loops(hook):
     return filtered
 
 
-def checksums(arrays: dict[str, np.ndarray]) -> dict[str, int]:
-    """CRC-32 of every array's bytes."""
-    return {
-        name: zlib.crc32(np.ascontiguousarray(array).data)
-        for name, array in arrays.items()
-    }
+def checksums(arrays: dict[str, np.ndarray | jax.Array]) -> dict[str, int]:
+    """CRC-32 of every array's bytes; of one that lies on the devices of several
+    processes, of each part that this process has the first copy of."""
+    sums = {}
+    for name, array in arrays.items():
+        if is_here(array):
+            sums[name] = crc32(array)
+            continue
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                sums[name + place(shard.index, array.shape)] = crc32(shard.data)
+    return sums
+
+
+def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """A part of an array, as `[0:2,4:8]`; nothing where it is the whole."""
+    ends = [each.indices(n)[:2] for each, n in zip(index, shape, strict=True)]
+    if all(end == (0, n) for end, n in zip(ends, shape, strict=True)):
+        return ""
+    return f"[{','.join(f'{start}:{stop}' for start, stop in ends)}]"
+
+
+def is_sound(array: np.ndarray, parts: dict[str, int]) -> bool:
+    """Whether checksums by the place, see `place`, cover an array and are right."""
+    covered = 0
+    for ends, checksum in parts.items():
+        index = [slice(*map(int, end.split(":"))) for end in ends.split(",") if end]
+        part = array[tuple(index)]
+        if crc32(part) != checksum:
+            return False
+        covered += part.size
+    return covered == array.size
+
+
+def crc32(array) -> int:
+    """Of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def reason(error: BaseException) -> str:

@@ -17,10 +17,15 @@ class MetricsWriter:
     """Append rows to metrics.jsonl and to TensorBoard's event file.
 
     Rows after `step` are dropped at the start: they belong to updates that a killed
-    run had done after its last checkpoint, and that will be done again.
+    run had done after its last checkpoint, and that will be done again. One that is
+    `silent` writes nothing: of several processes one does.
     """
 
-    def __init__(self, workdir: Path, step: int):
+    def __init__(self, workdir: Path, step: int, silent: bool = False):
+        self.file = self.board = None
+        self.silent = silent
+        if silent:
+            return
         self.path = workdir / "metrics.jsonl"
         rows = self.path.read_text().splitlines() if self.path.exists() else []
         kept = [row for row in rows if is_row(row) and json.loads(row)["step"] <= step]
@@ -29,7 +34,7 @@ class MetricsWriter:
             part.write_text("".join(row + "\n" for row in kept))
             part.replace(self.path)
         self.file = self.path.open("a", buffering=1)
-        self.workdir, self.step, self.board = workdir, step, None
+        self.workdir, self.step = workdir, step
 
     def write(self, step: int, trial: int, **values) -> None:
         """Write one row; numbers go to TensorBoard too. What is not finite is null.
@@ -37,6 +42,8 @@ class MetricsWriter:
         Raises:
             OSError: the row can't be written, as on a full disk.
         """
+        if self.silent:
+            return
         values = {
             name: None if isinstance(value, float) and not np.isfinite(value) else value
             for name, value in values.items()
@@ -58,6 +65,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close both files."""
+        if self.silent:
+            return
         with contextlib.suppress(OSError):  # `write` has said what could not be written
             self.file.close()
         if self.board is not None:
@@ -175,7 +184,7 @@ class Progress:
         self.first, self.start = done, time.monotonic()
         self.last_line = self.start
         self.bar = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not say.muted:
             from rich import progress
 
             self.bar = progress.Progress(
@@ -220,10 +229,15 @@ def console():
 
 def say(text: str) -> None:
     """A line for the user, above the bar where there is one."""
+    if say.muted:
+        return
     if sys.stderr.isatty():
         console().print(text, markup=False, soft_wrap=True)
     else:
         print(text, file=sys.stderr, flush=True)
+
+
+say.muted = False  # set where another process of the run speaks
 
 
 class SayHandler(logging.Handler):

@@ -8,6 +8,8 @@ Every leaf of the state has the trial axis R in front. What the other axes divid
 told by `LETTERS`; the compiler derives the rest from it.
 """
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -162,9 +164,22 @@ def check_heads(num_heads: dict[str, int], mesh: Mesh) -> None:
             )
 
 
+def initial(make, arrays, mesh: Mesh, shard: str = "none"):
+    """The TrainState `make(arrays)`; each device computes what it will hold of it."""
+    abstract = jax.eval_shape(make, arrays)
+    return jax.jit(make, out_shardings=state_shardings(abstract, mesh, shard))(arrays)
+
+
 def place(state, mesh: Mesh, shard: str = "none"):
-    """Put the arrays of a TrainState where they belong."""
-    return jax.device_put(state, state_shardings(state, mesh, shard))
+    """Put the arrays of a TrainState where they belong; each host its part."""
+    return jax.tree.map(put, state, state_shardings(state, mesh, shard))
+
+
+def put(array, sharding: NamedSharding):
+    """Put an array, which every process has whole, on the devices of all."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
 
 
 def keep(state, shard: str):
@@ -175,6 +190,96 @@ def keep(state, shard: str):
     return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, shard))
 
 
-def place_batch(batch):
-    """Put batches, arrays R k B S and R k B T, on the devices of the mesh set."""
-    return jax.device_put(batch, named(jax.sharding.get_mesh(), *BATCH))
+class Part(NamedTuple):
+    """What this process needs of batches of R trials and B rows."""
+
+    trials: slice
+    rows: slice
+    shape: tuple[int, int]  # R, B of the whole
+
+
+def part_here(mesh: Mesh, num_trials: int, num_rows: int) -> Part:
+    """The trials and rows whose losses the devices of this process compute."""
+    shape = num_trials, 1, num_rows
+    places = named(mesh, *BATCH).addressable_devices_indices_map(shape).values()
+    trials, _, rows = zip(*places, strict=True)
+    return Part(hull(trials, num_trials), hull(rows, num_rows), (num_trials, num_rows))
+
+
+def hull(slices, length: int) -> slice:
+    """The smallest slice of an axis that holds all these."""
+    ends = [each.indices(length)[:2] for each in slices]
+    return slice(min(start for start, _ in ends), max(stop for _, stop in ends))
+
+
+def place_batch(batch, part: Part):
+    """Put a part of batches, R k B S and R k B T, on the devices of the mesh set."""
+    sharding = named(jax.sharding.get_mesh(), *BATCH)
+    first = part.trials.start, 0, part.rows.start, 0
+
+    def place(array):
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        (R, B), (_, k, _, length) = part.shape, array.shape
+        whole = R, k, B, length
+
+        def piece(at):
+            ends = [x.indices(n)[:2] for x, n in zip(at, whole, strict=True)]
+            moved = zip(ends, first, strict=True)
+            return array[tuple(slice(a - by, b - by) for (a, b), by in moved)]
+
+        return jax.make_array_from_callback(whole, sharding, piece)
+
+    return jax.tree.map(place, batch)
+
+
+def to_all(tree):
+    """Begin to give every process the whole of arrays, so that each can read them."""
+    if jax.process_count() == 1:
+        return tree
+    return jax.device_put(tree, named(jax.sharding.get_mesh()))
+
+
+def fetch(tree):
+    """Arrays on the host, whole, in every process."""
+    return jax.tree.map(np.asarray, to_all(tree))
+
+
+def trials_here(params, mesh: Mesh, trials):
+    """Yield the trials that this process can compute with on a device of its own.
+
+    Args:
+        params: leaves with the trial axis R in front.
+        mesh: of `make_mesh`, the one set.
+        trials: which.
+
+    Yields:
+        A trial's number, its parameters, the place of this process among those that
+        hold the trial, and how many these are. What is computed until the next one is
+        computed on the device of the parameters.
+    """
+    if jax.process_count() == 1:
+        for trial in trials:
+            yield trial, jax.tree.map(lambda x, t=trial: x[t], params), 0, 1
+        return
+    whole, here = jax.device_put(params, named(mesh, "trial")), jax.process_index()
+    for trial in trials:
+        part, index = divmod(trial, num_trials(params) // mesh.shape["trial"])
+        devices = mesh.devices[part].ravel().tolist()
+        holders = sorted({device.process_index for device in devices})
+        if here not in holders:
+            continue
+        device = next(d for d in devices if d.process_index == here)
+        with jax.set_mesh(Mesh(np.full((1, 1, 1), device), AXES)):
+            one = jax.tree.map(lambda x, d=device, i=index: shard(x, d)[i], whole)
+            yield trial, one, holders.index(here), len(holders)
+
+
+def num_trials(params) -> int:
+    """R, by which all leaves begin."""
+    return len(jax.tree.leaves(params)[0])
+
+
+def shard(array, device):
+    """What a device of this process has of an array."""
+    return next(x.data for x in array.addressable_shards if x.device == device)

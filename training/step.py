@@ -34,6 +34,26 @@ class TrainState(NamedTuple):
         return (self.diverged_at > 0) | (self.stopped_at > 0)
 
 
+def items_of(state: TrainState, best: dict) -> dict:
+    """What a checkpoint holds; the parameters apart, for who wants only them."""
+    return {
+        "params": state.params,
+        "optimizer": state.opt_state,
+        "trials": {
+            "step": state.step,
+            "diverged_at": state.diverged_at,
+            "stopped_at": state.stopped_at,
+        },
+        "best": best,
+    }
+
+
+def state_of(items: dict) -> TrainState:
+    """The state of which `items_of` gives these."""
+    params, opt_state = items["params"], items["optimizer"]
+    return TrainState(params=params, opt_state=opt_state, **items["trials"])
+
+
 class Static(NamedTuple):
     """What is fixed in the program: trials of one group have it in common."""
 
@@ -243,7 +263,7 @@ def stop_late(
     Returns:
         The state, and which trials are frozen by this.
     """
-    late = ~np.asarray(state.frozen) & (best["step"] <= before)
+    late = ~sharding.fetch(state.frozen) & (best["step"] <= before)
     stopped_at = jnp.where(late, step, state.stopped_at)
     return state._replace(stopped_at=stopped_at), np.flatnonzero(late)
 

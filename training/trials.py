@@ -118,3 +118,13 @@ def named(trials: list[dict], index: int) -> str:
     """A trial by its number and what it differs in."""
     text = ", ".join(f"{key} {value:g}" for key, value in trials[index].items())
     return f"trial {index} ({text})"
+
+
+def divergence(step: int, num_trials: int) -> str:
+    """What to say when no trial is left."""
+    where = "" if num_trials == 1 else f" in all {num_trials} trials, in the last one"
+    return (
+        f"The loss or its gradient stopped being finite{where} at step {step}; the "
+        f"parameters before are saved. A lower optimizer.learning_rate or a longer "
+        f"optimizer.warmup_steps may help."
+    )

@@ -25,11 +25,11 @@ SIZE = 1024  # of the square matrices that tell a CPU's rate
 def peak_flops() -> float | None:
     """FLOP/s of all devices together at their peak; None: not known.
 
-    A CPU's is the rate of a large float32 product, measured here.
+    A CPU's is the rate of a large float32 product, measured here, times the processes.
     """
     kind = jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
-        return measured_flops()
+        return measured_flops() * jax.process_count()
     for part, flops in PEAKS.items():
         if part in kind:
             return flops * jax.device_count()
@@ -65,6 +65,8 @@ class CompileClock:
 class Profile:
     """Traces some steps into WORKDIR/profile, for XProf, TensorBoard and Perfetto.
 
+    Of several processes the first one does.
+
     Args:
         workdir: of the run.
         steps: the step after which the trace begins, and how many it holds.
@@ -79,7 +81,7 @@ class Profile:
         if self.running and step >= self.stop:
             jax.block_until_ready(state)
             self.close()
-        if step == self.start:
+        if step == self.start and jax.process_index() == 0:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
             self.running = True
