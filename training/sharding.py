@@ -198,18 +198,20 @@ class Part(NamedTuple):
     shape: tuple[int, int]  # R, B of the whole
 
 
-def part_here(mesh: Mesh, num_trials: int, num_rows: int) -> Part:
-    """The trials and rows whose losses the devices of this process compute."""
-    shape = num_trials, 1, num_rows
-    places = named(mesh, *BATCH).addressable_devices_indices_map(shape).values()
-    trials, _, rows = zip(*places, strict=True)
-    return Part(hull(trials, num_trials), hull(rows, num_rows), (num_trials, num_rows))
+def part_here(mesh: Mesh, num_trials: int, num_rows: int, here=None) -> Part:
+    """The trials and rows whose losses the devices of a process compute.
 
-
-def hull(slices, length: int) -> slice:
-    """The smallest slice of an axis that holds all these."""
-    ends = [each.indices(length)[:2] for each in slices]
-    return slice(min(start for start, _ in ends), max(stop for _, stop in ends))
+    At least: what its devices have need not be a box, and this one is around it.
+    """
+    here = jax.process_index() if here is None else here
+    places = np.argwhere(
+        np.vectorize(lambda device: device.process_index == here)(mesh.devices)
+    )
+    shape = num_trials, num_rows
+    sizes = np.array(shape) // mesh.devices.shape[:2]
+    starts, stops = places.min(0)[:2] * sizes, (places.max(0)[:2] + 1) * sizes
+    trials, rows = map(slice, starts.tolist(), stops.tolist())
+    return Part(trials, rows, shape)
 
 
 def place_batch(batch, part: Part):

@@ -1,0 +1,105 @@
+"""Several processes: what can be told without starting any; see tests/faults."""
+
+import socket
+import zlib
+
+import numpy as np
+import pytest
+
+from tests.test_data_pipeline import batches_of
+from training import hosts, sharding
+from training.checkpoint import is_sound, place
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ((None, 4, None), ["--num_processes", "needs --coordinator=HOST:PORT"]),
+        ((None, None, 1), ["--process_id", "needs --coordinator=HOST:PORT"]),
+        (("auto", 4, 1), ["--num_processes and --process_id", "HOST:PORT"]),
+        (("somewhere", 2, 0), ["must be HOST:PORT", "'somewhere'"]),
+        (("somewhere:http", 2, 0), ["must be HOST:PORT", "'somewhere:http'"]),
+        (("somewhere:70000", 2, 0), ["must be HOST:PORT"]),
+        (("somewhere:80", 2, None), ["--process_id"]),
+        (("somewhere:80", None, 0), ["--num_processes"]),
+        (("somewhere:80", 2, 2), ["from 0 to below --num_processes=2, got 2"]),
+        (("somewhere:80", 2, -1), ["got -1"]),
+        (("somewhere:80", 0, 0), ["--num_processes=0"]),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(flags, parts):
+    with pytest.raises(ValueError) as raised:
+        hosts.check_flags(*flags)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+def test_flags_that_go_together():
+    for flags in ((None, None, None), ("auto", None, None), ("[::1]:8476", 2, 1)):
+        hosts.check_flags(*flags)
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))  # and does not listen
+        address = f"localhost:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"No coordinator answers at {address}"):
+            hosts.connect(address, 2, 1, seconds=0)
+
+
+def test_alone_what_is_shared_is_ones_own():
+    assert hosts.share({"a": 1}) == [{"a": 1}] and hosts.is_first()
+    with pytest.raises(OSError, match="no room"), hosts.together():
+        raise OSError("no room")
+
+
+class Device:
+    """Stands for one in a mesh."""
+
+    def __init__(self, index, process_index):
+        self.id, self.process_index = index, process_index
+
+
+@pytest.mark.parametrize(
+    "shape, processes, wanted",
+    [
+        ((4, 1, 1), 2, [((0, 4), (0, 12)), ((4, 8), (0, 12))]),
+        ((1, 4, 1), 2, [((0, 8), (0, 6)), ((0, 8), (6, 12))]),
+        ((2, 2, 2), 4, [((0, 4), (0, 6)), ((0, 4), (6, 12)), ((4, 8), (0, 6))]),
+        ((1, 1, 4), 2, [((0, 8), (0, 12)), ((0, 8), (0, 12))]),
+        ((2, 3, 1), 2, [((0, 4), (0, 12)), ((4, 8), (0, 12))]),
+        ((4, 3, 1), 6, [((0, 2), (0, 8)), ((0, 4), (0, 12))]),  # no box: around it
+    ],
+)
+def test_a_process_makes_the_rows_that_its_devices_need(shape, processes, wanted):
+    count = int(np.prod(shape))
+    each = count // processes
+    devices = [Device(i, i // each) for i in range(count)]
+    axes = dict(zip(sharding.AXES, shape, strict=True))
+    mesh = sharding.make_mesh(axes, 8, 12, devices)
+    for here, ends in enumerate(wanted):
+        part = sharding.part_here(mesh, 8, 12, here)
+        assert part == (*(slice(*each) for each in ends), (8, 12))
+
+
+@pytest.mark.parametrize("trials, rows", [((0, 1), (0, 2)), ((1, 3), (1, 4))])
+def test_a_part_of_a_batch_is_cut_out_of_the_whole(trials, rows):
+    batches = batches_of(500, seeds=[1, 2, 3])
+    trials, rows = slice(*trials), slice(*rows)
+    for step in (0, 7):
+        whole, part = batches[step], batches.part(step, trials, rows)
+        for name, array in whole.items():
+            np.testing.assert_array_equal(part[name], array[trials, rows])
+
+
+def test_a_checksum_tells_which_part_it_is_of():
+    array = np.arange(24.0, dtype=np.float32).reshape(4, 6)
+    assert place((slice(None), slice(0, 6)), array.shape) == ""
+    assert place((slice(2, 4), slice(None)), array.shape) == "[2:4,0:6]"
+    sums = {
+        "0:2,0:6": zlib.crc32(array[:2].tobytes()),
+        "2:4,0:6": zlib.crc32(array[2:].tobytes()),
+    }
+    assert is_sound(array, sums) and is_sound(array, {"": zlib.crc32(array.tobytes())})
+    assert not is_sound(array, {"0:2,0:6": sums["0:2,0:6"]}), "half of it"
+    assert not is_sound(array + 1, sums)
