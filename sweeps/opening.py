@@ -62,6 +62,8 @@ def open_sweep(options: Options) -> Sweep:
     """
     workdir = options.workdir
     there = read_json(workdir / "sweep.json")
+    if there is not None:  # of before there was a search, perhaps
+        there = {"search": None, "search_seeds": 1} | there
     if options.config is None or options.ablation is None:
         if there is None:
             needed = "--config and --ablation are needed" if options.is_new else ""

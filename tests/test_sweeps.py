@@ -117,6 +117,9 @@ def test_a_workdir_remembers_its_sweep(tmp_path, corpus):
     nothing = options(tmp_path / "s", corpus, config=None, ablation=None, seeds=None)
     again = open_sweep(nothing)
     assert again.groups == first.groups and again.settings == first.settings
+    old = {k: v for k, v in first.settings.items() if not k.startswith("search")}
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps(old))
+    assert open_sweep(options(tmp_path / "s", corpus)).groups == first.groups
 
 
 def test_the_command_of_a_part_is_that_of_the_whole(tmp_path, corpus, monkeypatch):
