@@ -170,7 +170,8 @@ def translate(
     The result is in the order of the input, and no translation depends on the other
     sentences (a sample: on its place in the list). Sentences are decoded in the order
     of their length, and one that is finished makes room for the next. Programs are
-    compiled for 1, 16 or all rows, and lengths of 16, 32, 64, ...
+    compiled for 16 or all rows, of few sentences also for 1, and for lengths of 16, 32,
+    64, ...
 
     Args:
         graph, params: a model as `nnx.split` gives it, of one trial.
@@ -190,7 +191,9 @@ def translate(
     found = {}
     limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
     most = max(1, batch_size // beam_size)
-    sizes = sorted({min(size, most) for size in (1, 16, most)})
+    # At the end of many, one row alone saves less than it takes to compile.
+    smallest = 1 if len(sentences) <= 16 else 16
+    sizes = sorted({min(size, most) for size in (smallest, 16, most)})
     leaves, structure = jax.tree.flatten(params)
     step = partial(program(graph, structure, tuple(options.items())), leaves)
 
