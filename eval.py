@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from configs.commandline import fail, one_sentence, run
+from configs.commandline import fail, flat, one_sentence, run
 from training import platform
 from training.metrics import show_log
 from training.workdir import write_json
@@ -66,6 +66,7 @@ class Trained(NamedTuple):
     graph: Any  # nnx.GraphDef
     params: Any  # nnx.State, leaves with the trial axis R
     trials: list[dict]  # what each differs in
+    head_gates: dict  # of every trial, R L N, where one has other gates than 1
     step: list[int]  # of every trial's parameters
     diverged_at: list[int | None]
     tokenizers: tuple
@@ -133,6 +134,7 @@ def load(workdir: Path, which: str) -> Trained:
     from models.checks import check_encoder_decoder
     from models.transformer import Transformer
     from training.restore import restore
+    from training.trials import head_gates
 
     path = workdir / "config.json"
     if not path.exists():
@@ -153,6 +155,7 @@ def load(workdir: Path, which: str) -> Trained:
         graph,
         jax.device_put(params),
         trials,
+        head_gates(flat(config.to_dict()), trials),
         [int(step) for step in steps],
         [int(step) or None for step in diverged_at],
         tokenizers,
@@ -161,9 +164,7 @@ def load(workdir: Path, which: str) -> Trained:
 
 def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
-    import jax
-
-    from analysis.evaluation import sentences
+    from analysis.evaluation import one_of, sentences
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
     from data import corpora
@@ -176,9 +177,14 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
     encoded = sentences(trained.tokenizers[0].encode(sources))
     rows = []
     for trial, step in enumerate(trained.step):
-        params = jax.tree.map(lambda leaf, trial=trial: leaf[trial], trained.params)
+        params, gates = one_of((trained.params, trained.head_gates), trial)
         out, _ = translate(
-            trained.graph, params, encoded, batch_size=BATCH_SIZE.value, **options
+            trained.graph,
+            params,
+            encoded,
+            batch_size=BATCH_SIZE.value,
+            head_gates=gates,
+            **options,
         )
         hypotheses = trained.tokenizers[1].decode_many(out)
         row = {"trial": trial, **trained.trials[trial], "split": split}
@@ -218,13 +224,12 @@ def write_output(
 
 def translate_lines(trained: Trained, options: dict) -> None:
     """Translate standard input line by line, in batches of what is there already."""
-    import jax
-
-    from analysis.evaluation import sentences
+    from analysis.evaluation import one_of, sentences
     from models.decoding import translate
     from training.metrics import say
 
-    params = jax.tree.map(lambda leaf: leaf[trial_of(trained)], trained.params)
+    own = (trained.params, trained.head_gates)
+    params, gates = one_of(own, trial_of(trained))
     source, target = trained.tokenizers
     longest = trained.config.data.max_length
     number = 0
@@ -239,9 +244,8 @@ def translate_lines(trained: Trained, options: dict) -> None:
         number += len(lines)
         # an empty line stays one, so that line numbers agree
         full = [index for index, line in enumerate(lines) if line.strip()]
-        out, _ = translate(
-            trained.graph, params, [encoded[index] for index in full], **options
-        )
+        chosen = [encoded[index] for index in full]
+        out, _ = translate(trained.graph, params, chosen, head_gates=gates, **options)
         translations = dict(zip(full, target.decode_many(out), strict=True))
         for index in range(len(lines)):
             print(translations.get(index, ""))
@@ -296,15 +300,15 @@ def show(sources, references, hypotheses) -> None:
 
 def plot(trained: Trained, source: str, translation: list[int]) -> None:
     """Save the cross-attention of a sentence and its translation, every head's."""
-    import jax
-
+    from analysis.evaluation import one_of
     from analysis.plots import cross_attention, plot_cross_attention
     from data.tokenizer import EOS
 
-    params = jax.tree.map(lambda leaf: leaf[trial_of(trained)], trained.params)
+    own = (trained.params, trained.head_gates)
+    params, gates = one_of(own, trial_of(trained))
     ids = trained.tokenizers[0].encode([source])[0].tolist()
     translation = [*translation, EOS]
-    maps = cross_attention(trained.graph, params, ids, translation)
+    maps = cross_attention(trained.graph, params, gates, ids, translation)
     pieces = [
         trained.tokenizers[side].pieces(tokens)
         for side, tokens in enumerate((ids, translation))

@@ -322,8 +322,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
             with window.paused():
                 if is_due(every.eval_every_steps):
                     read(most=0)
+                    gates = arrays["head_gates"]
                     best = evaluate(
-                        config, step, state, best, frozen, static, dev, writer
+                        config, step, state, gates, best, frozen, static, dev, writer
                     )
                     if every.patience is not None:
                         since = every.patience * every.eval_every_steps
@@ -357,7 +358,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         )
 
 
-def evaluate(config, step: int, state, best: dict, frozen, static, dev, writer) -> dict:
+def evaluate(
+    config, step: int, state, gates, best: dict, frozen, static, dev, writer
+) -> dict:
     """Score the trials that are not frozen; the best of every trial so far."""
     import numpy as np
 
@@ -365,7 +368,8 @@ def evaluate(config, step: int, state, best: dict, frozen, static, dev, writer) 
     from training.metrics import say, spread
     from training.step import keep_best
 
-    rows = dev_scores(static, state.params, dev, np.flatnonzero(~frozen).tolist())
+    alive = np.flatnonzero(~frozen).tolist()
+    rows = dev_scores(static, state.params, gates, dev, alive)
     for trial, row in rows.items():
         writer.write(step, trial, **row)
     names = next(iter(rows.values()), {})

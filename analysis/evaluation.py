@@ -28,6 +28,11 @@ def sentences(encoded) -> list[list[int]]:
     return [encoded[i].tolist() for i in range(len(encoded))]
 
 
+def one_of(tree, trial: int):
+    """The leaves of one trial of those that have the trial axis R in front."""
+    return jax.tree.map(lambda leaf: leaf[trial], tree)
+
+
 def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
     """The metric of every trial, so that higher is better; -inf where it has no row."""
     scores = np.full(num_trials, -np.inf)
@@ -36,23 +41,30 @@ def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
     return scores
 
 
-def dev_scores(static: Static, params, dev: Dev, trials) -> dict[int, dict]:
+def dev_scores(
+    static: Static, params, head_gates: dict, dev: Dev, trials
+) -> dict[int, dict]:
     """Loss (nats a token) and scores of greedy translations, a row for each of trials.
 
-    `params` has the trial axis R in front of every leaf. Several processes share the
-    sentences of the trials that they hold, and all get all rows.
+    `params` and `head_gates` have the trial axis R in front of every leaf. Several
+    processes share the sentences of the trials that they hold, and all get all rows.
     """
     source = dev.tokenizers[0].encode(dev.sources)
     target = dev.tokenizers[1].encode(dev.targets)
     sums = [
-        sharding.fetch(eval_step(params, batch, static=static))
+        sharding.fetch(eval_step(params, head_gates, batch, static=static))
         for batch in evaluation_batches(source, target, batch_tokens=dev.batch_tokens)
     ]
     loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
     texts = []  # of this process: trial, first sentence, every so many, translations
     mesh = jax.sharding.get_mesh()
     for trial, one, place, count in sharding.trials_here(params, mesh, trials):
-        found, _ = translate(static.graph, one, sentences(source)[place::count])
+        found, _ = translate(
+            static.graph,
+            one,
+            sentences(source)[place::count],
+            head_gates=one_of(head_gates, trial),
+        )
         texts.append((trial, place, count, dev.tokenizers[1].decode_many(found)))
     translations = {trial: [None] * len(dev.targets) for trial in trials}
     for said in hosts.share(texts):

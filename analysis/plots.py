@@ -9,28 +9,38 @@ from flax import nnx
 
 
 def cross_attention(
-    graph: nnx.GraphDef, params: nnx.State, source: list[int], target: list[int]
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    head_gates: dict,
+    source: list[int],
+    target: list[int],
 ) -> np.ndarray:
     """Weights of every decoder layer and head, L N T S, of one pair of sentences.
 
-    `params` are of one trial; both sentences end in EOS.
+    `params` and `head_gates` are of one trial; both sentences end in EOS.
     """
 
     @jax.jit
-    def maps_of(params, source, target):
+    def maps_of(params, gates, source, target):
         model = nnx.merge(graph, params)
-        ones, positions = jnp.ones_like, lambda x: jnp.arange(x.size)[None]
-        memory = model.encode(source, ones(source), positions(source))
+        made = {
+            "": jnp.asarray,
+            "_segments": jnp.ones_like,
+            "_positions": lambda x: jnp.arange(x.size)[None],
+        }
+        batch = {
+            f"{side}{what}": make(tokens)
+            for side, tokens in (("source", source), ("target", target))
+            for what, make in made.items()
+        }
         maps = {"cross": []}
-        model.decode(
-            memory, ones(source), target, ones(target), positions(target), maps=maps
-        )
+        model.hidden(batch, head_gates=gates, maps=maps)
         return jnp.concatenate(maps["cross"])
 
     def row(tokens):
         return jnp.asarray([tokens], jnp.int32)
 
-    return np.asarray(maps_of(params, row(source), row(target)))
+    return np.asarray(maps_of(params, head_gates, row(source), row(target)))
 
 
 def plot_cross_attention(

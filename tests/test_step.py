@@ -95,6 +95,30 @@ def test_steps_of_one_dispatch_equal_as_many_dispatches(config, corpus, program)
     np.testing.assert_allclose(single["loss"], together["loss"], rtol=2e-5)
 
 
+def test_a_trial_trains_without_the_heads_that_its_gates_remove(
+    config, corpus, program
+):
+    """They get no gradient; all else does, and the trial beside it is as if alone."""
+    gate = {"head_gates.cross.0.1": 0}
+    trials = [
+        {"seed": 0},
+        {"seed": 0, **gate},
+        {"seed": 1, "head_gates.encoder.0.0": 2},
+    ]
+    before = init(
+        numbers(flat(config.to_dict()), trials), static=program[0], build=program[1]
+    )
+    metrics, state = trained(config, corpus, program, trials, [8])
+    moved = jax.tree.map(lambda new, old: new != old, state.params, before.params)
+    decoder = moved["decoder"][0]["cross_attention"]
+    for kernel in ("query", "key", "value"):  # R D N H
+        by_head = decoder[kernel][...].any(axis=(1, 3))
+        assert by_head.tolist() == [[True, True], [True, False], [True, True]]
+    alone, _ = trained(config, corpus, program, trials[:1], [8])
+    np.testing.assert_allclose(metrics["loss"][0], alone["loss"][0], rtol=1e-5)
+    assert abs(metrics["loss"][1, 0] - metrics["loss"][0, 0]) > 1e-4
+
+
 def test_a_trial_that_diverges_is_frozen_and_the_others_go_on(config, corpus, program):
     # three, as in the group above: the compiled program is the same
     trials = [{"seed": 0}, {"seed": 0, "optimizer.learning_rate": 1e30}, {"seed": 1}]

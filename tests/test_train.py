@@ -265,6 +265,21 @@ def test_trials_that_differ_stop_and_diverge(tmp_path):
     refused(run(args), "trials[1]", "choose another --workdir")
 
 
+def test_a_trial_is_scored_without_the_heads_that_its_gates_remove(trained, tmp_path):
+    """Without cross-attention, nothing of the source is left in a translation."""
+    workdir, out = tmp_path / "run", tmp_path / "out.txt"
+    shutil.copytree(trained, workdir)
+    gates = {"head_gates.cross.0.0": 0, "head_gates.cross.0.1": 0}
+    trials = [{"seed": 0}, {"seed": 1, **gates}]
+    (workdir / "trials.json").write_text(json.dumps(trials))
+    args = command("eval.py", workdir=workdir, split="val", beam_size=1, output=out)
+    ran = run(args)
+    assert ran.returncode == 0, ran.stderr
+    whole, gated = ((tmp_path / f"out-{n}.txt").read_text().splitlines() for n in "01")
+    assert all(max(gated, key=len).startswith(line) for line in gated)
+    assert not all(max(whole, key=len).startswith(line) for line in whole)
+
+
 def limited(args, size):
     """A command whose files cannot grow past a size: to it the same as a full disk."""
     program = (

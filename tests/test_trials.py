@@ -46,6 +46,21 @@ def test_every_listed_trial_has_its_seed_and_what_the_others_differ_in(tmp_path)
     np.testing.assert_allclose(arrays["label_smoothing"], 0.1)
 
 
+def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
+    gates = [{"head_gates.cross.1.3": 0}, {"seed": 2, "head_gates.cross.0.0": 0.5}]
+    config = settings(**{"model.cross_attention.num_heads": 6})
+    trials = trials_of(config, listed(tmp_path, gates))
+    assert trials[0] == {
+        "seed": 0,
+        "head_gates.cross.1.3": 0,
+        "head_gates.cross.0.0": 1,
+    }
+    (site, found), *others = numbers(config, trials)["head_gates"].items()
+    assert (site, found.shape, others) == ("cross", (2, 2, 6), [])
+    assert (found[0, 1, 3], found[1, 0, 0], found.sum()) == (0, 0.5, 22.5)
+    assert numbers(config, [{"seed": 0}])["head_gates"] == {}
+
+
 @pytest.mark.parametrize(
     "trials, sentence",
     [
@@ -58,6 +73,11 @@ def test_every_listed_trial_has_its_seed_and_what_the_others_differ_in(tmp_path)
         ([{"optimizer.clip_norm": float("nan")}], "clip_norm must be from 0 .* nan"),
         ([{"seed": 0.5}], "seed must be a whole number, got 0.5"),
         ([{"seed": -1}], "seed must be from 0"),
+        ([{"head_gates.cross.0": 0}], "must be head_gates.SITE.LAYER.HEAD"),
+        ([{"head_gates.crss.0.0": 0}], "must be head_gates.SITE.LAYER.HEAD"),
+        ([{"head_gates.cross.2.0": 0}], "no head: cross has 2 layers of 4 heads"),
+        ([{"head_gates.encoder.0.4": 0}], "no head: encoder has 2 layers of 4 heads"),
+        ([{"head_gates.encoder.0.0": -1}], "head_gates.encoder.0.0 must be from 0"),
         ([{"seed": 0}, {}], "trial 1 .*is the same as trial 0"),
         ([], "must hold a list of trials"),
         ({"seed": 1}, "must hold a list of trials"),

@@ -122,10 +122,14 @@ def in_turn() -> bool:
     return platform() == "cpu" and dict(mesh.shape).get("trial", 1) == 1
 
 
-def batch_loss(params, static, batch, label_smoothing, rate=None, key=None):
+def batch_loss(
+    params, static, batch, label_smoothing, rate=None, key=None, head_gates=None
+):
     """Label-smoothed cross-entropy (nats) summed over the tokens, and their number."""
     model = precision.merge(static.graph, params)
-    hidden = model.hidden(batch, rate=rate, key=key, remat=static.remat)
+    hidden = model.hidden(
+        batch, rate=rate, key=key, head_gates=head_gates, remat=static.remat
+    )
     features, table = model.output(hidden)
     weights = (batch["target_segments"] > 0).astype(jnp.float32)
     loss, _ = cross_entropy(
@@ -149,7 +153,8 @@ def train_steps(
     Args:
         state: of R trials; donated.
         trials: numbers of the trials, each of shape R: `seed`, `dropout`,
-            `label_smoothing`, and `optimizer`, the arguments of `make_optimizer`.
+            `label_smoothing`, and `optimizer`, the arguments of `make_optimizer`;
+            `head_gates`, see `models.Transformer.__call__`, of shape R L N.
         batches: int arrays R k B S and R k B T, see `models.Transformer.__call__`.
         num_steps: at most k; the batches from there on are not looked at.
 
@@ -189,9 +194,8 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
 
     @jax.value_and_grad
     def of_part(params, part, key):
-        loss, _ = batch_loss(
-            params, static, part, trial["label_smoothing"], trial["dropout"], key
-        )
+        numbers = trial["label_smoothing"], trial["dropout"]
+        loss, _ = batch_loss(params, static, part, *numbers, key, trial["head_gates"])
         return loss / tokens
 
     count = static.accumulate_steps
@@ -247,12 +251,17 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
 
 
 @partial(jax.jit, static_argnames="static")
-def eval_step(params: nnx.State, batch: dict, *, static: Static):
+def eval_step(params: nnx.State, head_gates: dict, batch: dict, *, static: Static):
     """Summed cross-entropy (nats, no smoothing) and tokens of a batch, both R.
 
-    The batch (B S and B T) has no trial axis: every trial sees the same.
+    The gates are R L N. The batch (B S and B T) has no trial axis: every trial sees
+    the same.
     """
-    return over_trials(lambda params: batch_loss(params, static, batch, 0.0))(params)
+
+    def one(params, head_gates):
+        return batch_loss(params, static, batch, 0.0, head_gates=head_gates)
+
+    return over_trials(one)(params, head_gates)
 
 
 def stop_late(

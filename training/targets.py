@@ -17,19 +17,21 @@ class Chip(NamedTuple):
 
     flops: float  # a second, dense bfloat16
     memory: int  # bytes
+    kinds: tuple[str, ...]  # parts of what JAX calls the device's kind
 
 
-CHIPS = {
-    "v4": Chip(275e12, 32 * 2**30),
-    "v5e": Chip(197e12, 16 * 2**30),
-    "v5p": Chip(459e12, 95 * 2**30),
-    "v6e": Chip(918e12, 32 * 2**30),
-    "h200": Chip(989e12, 141 * 10**9),
+CHIPS = {  # of two that fit a kind, the first counts
+    "v4": Chip(275e12, 32 * 2**30, ("TPU v4",)),
+    "v5e": Chip(197e12, 16 * 2**30, ("TPU v5 lite", "TPU v5e")),
+    "v5p": Chip(459e12, 95 * 2**30, ("TPU v5",)),
+    "v6e": Chip(918e12, 32 * 2**30, ("TPU v6",)),
+    "h100": Chip(989e12, 80 * 10**9, ("H100",)),
+    "h200": Chip(989e12, 141 * 10**9, ("H200",)),
 }
-GPUS = ("h200",)
+GPUS = {"h100": (3.35e12, 50), "h200": (4.8e12, 60)}  # bytes a second, MiB of L2
 
-# Read off an H200 with 143771 MiB; figures of NVIDIA's data sheet where it gives them.
-H200 = """
+# Read off an H200; figures of NVIDIA's data sheets where they give them.
+HOPPER = """
 gpu_device_info {
   cuda_compute_capability {
     major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES
@@ -47,13 +49,13 @@ gpu_device_info {
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  l2_cache_size: 62914560
   clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000
-  device_memory_size: 150000000000
+  memory_bandwidth: %d
+  l2_cache_size: %d
+  device_memory_size: %d
 }
 platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
+device_description_str: "NVIDIA %s"
 dnn_version_info { major: 9 minor: 12 }
 """
 
@@ -74,7 +76,12 @@ def devices(target: str) -> np.ndarray:
     from jax.experimental import topologies
 
     if chip in GPUS:
-        options = {"target_config": H200, "topology": f"1x{shape}x1"}
+        bandwidth, cache = GPUS[chip]
+        sizes = bandwidth, cache * 2**20, CHIPS[chip].memory
+        options = {
+            "target_config": HOPPER % (*sizes, chip.upper()),
+            "topology": f"1x{shape}x1",
+        }
         platform, name = "cuda", chip
     else:
         # else libtpu looks for the machine it stands in, and waits

@@ -1,11 +1,14 @@
 """What the trials of a group differ in: numbers that enter a program as data.
 
 A trial is a dict from dotted config path to number: its seed, and whatever else some
-trial of the group differs from the config in. The config is flat here too.
+trial of the group differs from the config in. The config is flat here too. Beside the
+config's keys there is `head_gates.SITE.LAYER.HEAD`, what the output of one head is
+multiplied by: 1 if not given, and 0 trains the model without that head.
 """
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ RANGES = {
     "optimizer.beta2": (0, 1),
     "optimizer.label_smoothing": (0, 1),
 }
+GATE = re.compile(r"head_gates\.(encoder|decoder|cross)\.(\d+)\.(\d+)")
 
 
 def variable(config: dict) -> list[str]:
@@ -66,22 +70,62 @@ def listed(path: Path, config: dict) -> list[dict]:
                 f"{place} must be an object from config path to number, got {trial!r}."
             )
         for key, value in trial.items():
-            if key not in config:
+            if key.startswith("head_gates."):
+                check_gate(place, key, config)
+            elif key not in config:
                 raise ValueError(f"{place}: there is no config key {key}.")
-            if key not in variable(config):
+            elif key not in variable(config):
                 raise ValueError(
                     f"{place}: {key} changes the program, so it needs a run of its "
-                    f"own; trials may differ in {', '.join(variable(config))}."
+                    f"own; trials may differ in {', '.join(variable(config))} and "
+                    f"head_gates.SITE.LAYER.HEAD."
                 )
             check(f"{place}: {key}", key, value)
     keys = dict.fromkeys(["seed", *(key for trial in found for key in trial)])
-    trials = [{key: trial.get(key, config[key]) for key in keys} for trial in found]
+    usual = {key: 1 if GATE.fullmatch(key) else config[key] for key in keys}
+    trials = [usual | trial for trial in found]
     for index, trial in enumerate(trials):
         if trial in trials[:index]:
             raise ValueError(
                 f"trial {index} of {path} is the same as trial {trials.index(trial)}."
             )
     return trials
+
+
+def heads_at(config: dict, site: str) -> tuple[int, int]:
+    """L and N of a site, "encoder", "decoder" or "cross"."""
+    stack = "encoder" if site == "encoder" else "decoder"
+    own = config[f"model.{site}_attention.num_heads"]
+    heads = config["model.attention.num_heads"] if own is None else own
+    return config[f"model.num_{stack}_layers"], heads
+
+
+def check_gate(place: str, key: str, config: dict) -> None:
+    """Raise a ValueError unless the key is that of a head of the model."""
+    match = GATE.fullmatch(key)
+    if match is None:
+        raise ValueError(
+            f"{place}: {key} must be head_gates.SITE.LAYER.HEAD, as in "
+            f"head_gates.cross.0.3, with a SITE of encoder, decoder and cross."
+        )
+    L, N = heads_at(config, match[1])
+    if int(match[2]) >= L or int(match[3]) >= N:
+        raise ValueError(
+            f"{place}: {key} is no head: {match[1]} has {L} layers of {N} heads, "
+            f"counted from 0."
+        )
+
+
+def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
+    """The gates of every head, R L N, of the sites where a trial has one."""
+    gates = {}
+    for index, trial in enumerate(trials):
+        for key, value in trial.items():
+            if match := GATE.fullmatch(key):
+                ones = np.ones((len(trials), *heads_at(config, match[1])), np.float32)
+                of_site = gates.setdefault(match[1], ones)
+                of_site[index, int(match[2]), int(match[3])] = value
+    return gates
 
 
 def check(name: str, key: str, value) -> None:
@@ -96,7 +140,7 @@ def check(name: str, key: str, value) -> None:
 
 
 def numbers(config: dict, trials: list[dict]) -> dict:
-    """What `training.step` takes of the trials: arrays of shape R."""
+    """What `training.step` takes of the trials: arrays of shape R, gates R L N."""
 
     def column(key, dtype=np.float32):
         return np.array([trial.get(key, config[key]) for trial in trials], dtype)
@@ -111,6 +155,7 @@ def numbers(config: dict, trials: list[dict]) -> dict:
         "dropout": column("model.dropout"),
         "label_smoothing": optimizer.pop("label_smoothing"),
         "optimizer": optimizer,
+        "head_gates": head_gates(config, trials),
     }
 
 

@@ -7,18 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from training.metrics import say
+from training.targets import CHIPS
 
-# FLOP/s of dense bfloat16 products by a part of the device's kind, of the makers' data
-# sheets; the first part that fits counts.
-PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-    "H100": 989e12,
-    "H200": 989e12,
-}
 SIZE = 1024  # of the square matrices that tell a CPU's rate
 
 
@@ -30,10 +20,8 @@ def peak_flops() -> float | None:
     kind = jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
         return measured_flops() * jax.process_count()
-    for part, flops in PEAKS.items():
-        if part in kind:
-            return flops * jax.device_count()
-    return None
+    fitting = [chip for chip in CHIPS.values() if any(k in kind for k in chip.kinds)]
+    return fitting[0].flops * jax.device_count() if fitting else None
 
 
 def measured_flops() -> float:

@@ -52,7 +52,7 @@ class Program(NamedTuple):
 
 
 def trial(dropout):
-    return {"label_smoothing": 0.1, "dropout": dropout}
+    return {"label_smoothing": 0.1, "dropout": dropout, "head_gates": {}}
 
 
 def program(batch, settings=None, **static):
