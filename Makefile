@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 RUN = .venv/bin/python
+# Tests compile more than they compute: LLVM's optimisations cost more than they gain.
+QUICK = JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0
 
 .PHONY: demo test lint test-slow test-sweeps test-faults test-peers test-compilers clean
 
@@ -11,7 +13,7 @@ demo: .venv/.runtime
 	  --plot=runs/demo/cross_attention.png
 
 test: lint
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal
+	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal
 
 lint: .venv/.dev
 	.venv/bin/ruff check .
@@ -19,15 +21,15 @@ lint: .venv/.dev
 
 # Every merge rule, preset, mesh and ablation in whole models: minutes of compiling.
 test-slow: .venv/.dev
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal tests/slow
+	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal tests/slow
 
 # Training that is killed 20 times, and the like: minutes.
 test-faults: .venv/.dev
-	JAX_PLATFORMS=cpu $(RUN) -m pytest tests/faults
+	$(QUICK) $(RUN) -m pytest tests/faults
 
 # Whole sweeps, killed, shared, on Ray and submitit, their report in a browser: minutes.
 test-sweeps: .venv-sweeps/.installed
-	JAX_PLATFORMS=cpu .venv-sweeps/bin/python -m pytest tests/sweeps
+	$(QUICK) .venv-sweeps/bin/python -m pytest tests/sweeps
 
 # Beside PyTorch and CTranslate2, in an environment of its own.
 test-peers: .venv-peers/.installed

@@ -244,6 +244,8 @@ class Ours:
 
     def train(self, steps: int) -> int:
         """Do some updates; the number of real tokens."""
+        from data.pipeline import stacked
+
         batches = stacked(self.batches, self.step, steps, steps)
         self.state, metrics = self.update(
             self.state, batches=batches, num_steps=np.int32(steps)

@@ -1,6 +1,5 @@
 """The border of `attention`: transformations, meanings, errors, and its document."""
 
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from attention_cases import (
     normal,
     table,
 )
+from processes import with_devices
 
 import attention
 from attention import blockwise, masks
@@ -210,11 +210,7 @@ def test_sharded_over_batch_and_heads():
     """Eight devices, no gathering: a process of its own, for the devices' number."""
     process = subprocess.run(
         [sys.executable, "-c", SHARDED],
-        env=dict(
-            os.environ,
-            XLA_FLAGS="--xla_force_host_platform_device_count=8",
-            PYTHONPATH=".",
-        ),
+        env=with_devices(8),
         cwd=DOCUMENT.parent.parent,
         capture_output=True,
         text=True,

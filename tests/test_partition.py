@@ -5,22 +5,20 @@ In a process of its own, for this machine's processor must pretend to be four de
 
 import contextlib
 import functools
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import with_devices
 
 import attention
 from attention import masks, pallas_gpu, partition, reference
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES = [
     (axis_type, num_kv_heads, trials)
     for axis_type in ("Auto", "Explicit")
@@ -30,15 +28,9 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def outcomes():
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(ROOT),
-    }
     done = subprocess.run(
         [sys.executable, __file__],
-        env=environment,
+        env=with_devices(4),
         capture_output=True,
         text=True,
     )

@@ -1,19 +1,16 @@
 """A mesh changes where a step is computed, and nothing else."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from processes import ROOT, with_devices
 
 from training.sharding import make_mesh, specs
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_eight_devices_compute_what_one_does():
@@ -25,11 +22,7 @@ def test_eight_devices_compute_what_one_does():
     done = subprocess.run(
         [sys.executable, "-m", "tests.sharded_steps", json.dumps(runs)],
         cwd=ROOT,
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
+        env=with_devices(8),
         capture_output=True,
         text=True,
     )
