@@ -139,21 +139,22 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     ]
     others = [c for c in comparisons if c.difference is not None]
     differ = [c for c in others if c.p <= LEVEL]
+    alone = [c for c in others if c.difference.p <= LEVEL]
     if differ:
-        told = "; ".join(
-            f"{c.arm.name} by {signed(c.difference.mean)} "
-            f"({span(c.difference.low, c.difference.high, signed)})"
-            for c in differ
-        )
         sentences.append(
             f"Different from the baseline {report.baseline.name} beyond chance at "
-            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms: {told}."
+            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms: {told(differ)}."
         )
     elif any(not math.isnan(c.p) for c in others):
         sentences.append(
             f"No arm differs from the baseline {report.baseline.name} beyond chance at "
-            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms: what differences "
-            f"there are may be the seeds'."
+            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms"
+            + (
+                f". Without the correction these would: {told(alone)}. So many "
+                f"comparisons take more seeds than there are here."
+                if alone
+                else ": what differences there are may be the seeds'."
+            )
         )
     else:
         sentences.append(
@@ -174,6 +175,15 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     if lost:
         sentences.append(f"{lost} trials diverged or failed and are not in the table.")
     return sentences
+
+
+def told(comparisons: list[Comparison]) -> str:
+    """By how much arms differ from the baseline, in a sentence."""
+    return "; ".join(
+        f"{c.arm.name} by {signed(c.difference.mean)} "
+        f"({span(c.difference.low, c.difference.high, signed)})"
+        for c in comparisons
+    )
 
 
 def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:

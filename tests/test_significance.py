@@ -1,9 +1,13 @@
 """Intervals and p-values on thousands of simulated sweeps whose truth is known."""
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import stats
 
+from analysis.report import Comparison, verdict
 from analysis.significance import (
     difference,
     holm,
@@ -108,3 +112,24 @@ def test_the_bootstrap_is_sacrebleus():
     assert 0 < found["baseline"].half_width < 5
     alone = paired_bootstrap({"baseline": systems["baseline"]}, references, 200)
     assert alone == {"baseline": found["baseline"]}
+
+
+@pytest.mark.parametrize(
+    "corrected, sentence",
+    [
+        (0.02, "Different from the baseline whole beyond chance .*: half by −45.00 ("),
+        (0.2, "corrected for 1 arms. Without the correction these would: half by −45"),
+    ],
+)
+def test_the_verdict_tells_what_only_the_correction_takes(corrected, sentence):
+    whole, half = np.array([70.0, 72.0, 75.0]), np.array([25.0, 31.0, 26.0])
+    arms = [SimpleNamespace(name=name, seeds=[0, 1, 2]) for name in ("whole", "half")]
+    paired = difference(half, whole)
+    assert paired.p < 0.05
+    comparisons = [
+        Comparison(arms[0], summary(whole), None, np.nan, None),
+        Comparison(arms[1], summary(half), paired, corrected, None),
+    ]
+    report = SimpleNamespace(name="BLEU", baseline=arms[0], unfinished=0, arms=[])
+    told = " ".join(verdict(report, comparisons))
+    assert re.search(sentence.replace("(", r"\("), told), told

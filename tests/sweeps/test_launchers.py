@@ -35,7 +35,7 @@ def test_ray_survives_a_worker_killed_at_work(undisturbed, tmp_path, corpus):
     while not list(workdir.glob("groups/*/metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    (group,) = processes("sweep.py run", str(workdir), "--group=0")
+    (group,) = processes("sweep.py run", str(workdir), "--group=N=1-")
     worker = parent(group)  # Ray's, in the middle of a group
     assert worker != process.pid
     os.kill(worker, signal.SIGKILL)
