@@ -192,7 +192,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
                 f"{parts}."
             )
         mesh = sharding.make_mesh(config.mesh, len(trials), B // parts)
-    hosts.check_same("training data", data)
+    hosts.check_same("training set", data)
     jax.set_mesh(mesh)
     dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 

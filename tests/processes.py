@@ -1,6 +1,7 @@
 """Processes that tests start."""
 
 import os
+import socket
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,3 +15,10 @@ def with_devices(number: int) -> dict[str, str]:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}",
         "PYTHONPATH": str(ROOT),
     }
+
+
+def free_address() -> str:
+    """One of this machine, for the coordinator of several processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"

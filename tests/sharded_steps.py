@@ -1,18 +1,20 @@
-"""Prints the losses of a few steps on meshes of 8 CPU devices, for test_sharding.py."""
+"""Prints the losses of a few steps on meshes of CPU devices, for test_sharding.py.
+
+With an address, a number and an index: as one of several processes that share them.
+"""
 
 import json
 import sys
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from configs.base import get_config
 from configs.commandline import flat
 from models.transformer import Transformer
-from training import sharding
+from training import hosts, sharding
 from training.step import init, static_of, train_steps
 from training.trials import numbers
 
@@ -30,22 +32,27 @@ def losses(config, num_trials, devices):
     static = static_of(graph, config)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
-        state = init(arrays, static=static, build=build)
-        state = sharding.place(state, mesh, config.mesh.shard)
+        make = partial(init, static=static, build=build)
+        state = sharding.initial(make, arrays, mesh, config.mesh.shard)
         batch = {}
         for side in ("source", "target"):
-            tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16))
-            batch[side] = jnp.asarray(tokens, jnp.int32)
-            batch[f"{side}_segments"] = jnp.ones_like(batch[side])
-            places = jnp.broadcast_to(jnp.arange(16), tokens.shape)
-            batch[f"{side}_positions"] = places.astype(jnp.int32)
-        batch = jax.device_put(batch, sharding.named(mesh, *sharding.BATCH))
+            tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16), np.int32)
+            batch[side] = tokens
+            batch[f"{side}_segments"] = np.ones_like(tokens)
+            batch[f"{side}_positions"] = np.zeros_like(tokens) + np.arange(16)
+        part = sharding.part_here(mesh, num_trials, 8)
+        cut = part.trials, slice(None), part.rows
+        batch = {name: array[cut].astype(np.int32) for name, array in batch.items()}
+        batch = sharding.place_batch(batch, part)
         state, metrics = train_steps(state, arrays, batch, STEPS, static=static)
+        loss = sharding.fetch(metrics["loss"])
     specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(state)}
-    return {"loss": np.asarray(metrics["loss"]).tolist(), "specs": sorted(specs)}
+    return {"loss": loss.tolist(), "specs": sorted(specs)}
 
 
 def main():
+    address, *counts = sys.argv[2:] or (None, None, None)
+    hosts.connect(address, *(count and int(count) for count in counts), seconds=60)
     config = get_config()
     config.model.width, config.model.mlp_dim = 32, 512
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
@@ -56,6 +63,7 @@ def main():
         devices = jax.devices() if shape else jax.devices()[:1]
         found.append(losses(config, trials, devices))
     print(json.dumps(found))
+    hosts.leave()
 
 
 if __name__ == "__main__":

@@ -85,6 +85,11 @@ def connect(
     check_flags(coordinator, num_processes, process_id)
     on_pod = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
     if coordinator is None and not on_pod:
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"This is one of the {jax.process_count()} hosts of a TPU pod; add "
+                f"--coordinator=auto."
+            )
         return
     is_auto = coordinator in (None, "auto")
     if process_id:
@@ -105,9 +110,14 @@ def connect(
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except (ValueError, RuntimeError, KeyError, OSError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        mend = (
+            "give --coordinator=HOST:PORT, --num_processes and --process_id"
+            if is_auto
+            else "choose another port"
+        )
         raise ValueError(
-            f"--coordinator={coordinator} can't be used: {str(error).splitlines()[0]}"
-            + ("; give HOST:PORT." if is_auto else ", another port may do.")
+            f"--coordinator={coordinator or 'auto'} can't be used here ({why}); {mend}."
         ) from error
     on_abort(
         "Another process of this run has stopped; its log says why. So does this one; "
@@ -206,7 +216,7 @@ def check_same_run(workdir: Path, config: dict, trials: list[dict]) -> None:
         if is_first():
             token.write_text(os.urandom(8).hex())
     check_same("config", config, may_differ=("data.directory",))
-    check_same("trials", trials)
+    check_same("list of trials", trials)
     mark = share(is_first() and token.read_text())[0]
     with together():
         if not token.exists() or token.read_text() != mark:
@@ -221,9 +231,9 @@ def check_same(what: str, value, may_differ: tuple[str, ...] = ()) -> None:
     first = share(value)[0]
     with together():
         if differences := differing(first, value, may_change=may_differ):
+            differences = summary(differences).replace("there", "in process 0")
             raise ValueError(
-                f"Process {jax.process_index()} has another {what} than process 0: "
-                f"{summary(differences).replace('there', 'in process 0')}."
+                f"the {what} differs from that of process 0: {differences}."
             )
 
 

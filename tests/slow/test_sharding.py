@@ -8,26 +8,54 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from processes import ROOT, with_devices
+from processes import ROOT, free_address, with_devices
 
 from training.sharding import make_mesh, specs
 
+RUNS = [
+    (2, {}),
+    (2, {"trial": 2, "data": 2, "model": 2, "shard": "parameters"}),
+    (2, {"trial": 1, "data": 8, "shard": "optimizer"}),
+]
 
-def test_eight_devices_compute_what_one_does():
-    runs = [
-        (2, {}),
-        (2, {"trial": 2, "data": 2, "model": 2, "shard": "parameters"}),
-        (2, {"trial": 1, "data": 8, "shard": "optimizer"}),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.sharded_steps", json.dumps(runs)],
+
+def start(devices, runs, *hosts):
+    """A process that trains a few steps on so many devices."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.sharded_steps", json.dumps(runs), *hosts],
         cwd=ROOT,
-        env=with_devices(8),
-        capture_output=True,
+        env=with_devices(devices),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    one, *others = json.loads(done.stdout)
+
+
+def found(process):
+    """What it printed last."""
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """Of a process with eight devices."""
+    return found(start(8, RUNS))
+
+
+def test_two_processes_of_four_devices_compute_what_one_device_does(eight):
+    address = free_address()
+    both = [start(4, RUNS[1:2], address, "2", str(i)) for i in range(2)]
+    first, second = [found(process)[0] for process in both]
+    assert first == second
+    np.testing.assert_allclose(first["loss"], eight[0]["loss"], rtol=2e-5)
+    specs_of_state = " ".join(first["specs"])
+    assert "'data'" in specs_of_state and "'model'" in specs_of_state
+
+
+def test_eight_devices_compute_what_one_does(eight):
+    one, *others = eight
     assert np.shape(one["loss"]) == (2, 4) and np.isfinite(one["loss"]).all()
     assert one["loss"][0] != one["loss"][1]
     for other in others:
