@@ -1,4 +1,4 @@
-"""Several processes: what can be told without starting any; see tests/faults."""
+"""Several processes: what can be told without starting any; see tests/faults/test_several.py."""
 
 import socket
 import zlib
