@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from processes import free_address
+from processes import FAST, free_address, with_devices
 
 from tests.faults.test_kills import PAIRS, wait_until
 from tests.test_train import (
@@ -24,8 +23,6 @@ from tests.test_train import (
 )
 
 STEPS = 20
-# Programs are compiled faster, and as well for a comparison.
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,6 @@ def settings(tmp_path_factory):
 def start(workdir, processes, devices=1, own=None, seconds=60, **settings):
     """The processes of a run; `own` is what the last one is told otherwise."""
     address = free_address()
-    flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
     started = []
     for index in range(processes):
         told = settings | ((own or {}) if index == processes - 1 else {})
@@ -55,7 +51,7 @@ def start(workdir, processes, devices=1, own=None, seconds=60, **settings):
             subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | {"XLA_FLAGS": flags},
+                env=with_devices(devices, FAST),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -129,26 +125,28 @@ def test_a_checkpoint_goes_on_with_other_processes(settings, alone, two, tmp_pat
     assert len([key for key in parts if key.endswith("512:1024]")]) > 0, "divided"
 
 
-def test_whoever_is_stopped_all_stop_and_go_on_bit_for_bit(settings, two, tmp_path):
+@pytest.mark.parametrize(
+    "step, index, number",
+    [(9, 0, signal.SIGKILL), (14, 1, signal.SIGKILL), (4, 1, signal.SIGTERM)],
+)
+def test_whoever_is_stopped_all_stop_and_go_on_bit_for_bit(
+    settings, two, tmp_path, step, index, number
+):
     workdir = tmp_path / "run"
-    for step, index, number in (
-        (4, 1, signal.SIGTERM),
-        (9, 0, signal.SIGKILL),
-        (14, 1, signal.SIGKILL),
-    ):
-        both = start(workdir, 2, **settings)
-        wait_until(both[0], lambda step=step: reached(workdir, step))
-        both[index].send_signal(number)
-        at = time.monotonic()
-        if number == signal.SIGTERM:
-            assert "SIGTERM: saved step" in ended(both)[0]
-            continue
+    both = start(workdir, 2, **settings)
+    wait_until(both[0], lambda: reached(workdir, step))
+    both[index].send_signal(number)
+    at = time.monotonic()
+    if number == signal.SIGTERM:
+        assert "SIGTERM: saved step" in ended(both)[0]
+    else:
         other = both[1 - index]
         said = other.communicate(timeout=60)[1]
         assert time.monotonic() - at < 60
         assert other.returncode == 1, said
         assert "Another process of this run has stopped" in said.splitlines()[-1]
         both[index].communicate()
+    assert not (workdir / "checkpoints" / str(STEPS)).exists(), "it ended before"
     ended(start(workdir, 2, **settings))
     assert final(workdir, STEPS) == final(two, STEPS)
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from processes import ROOT, free_address, with_devices
+from processes import FAST, ROOT, free_address, with_devices
 
 from training.sharding import make_mesh, specs
 
@@ -24,7 +24,7 @@ def start(devices, runs, *hosts):
     return subprocess.Popen(
         [sys.executable, "-m", "tests.sharded_steps", json.dumps(runs), *hosts],
         cwd=ROOT,
-        env=with_devices(devices),
+        env=with_devices(devices, FAST),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
