@@ -1,4 +1,4 @@
-"""Several processes: what can be told without starting any; see tests/faults/test_several.py."""
+"""Several processes, without starting any; tests/faults/test_several.py starts them."""
 
 import socket
 import zlib
