@@ -58,7 +58,7 @@ figure svg { display: block; width: 100%; height: auto; min-width: 33rem; }
 pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
   overflow-x: auto; font-size: .85rem; line-height: 1.5; }
 @media (max-width: 40rem) { main { padding: 2rem 1rem 3rem; }
-  td:first-child { white-space: normal; max-width: 9rem; overflow-wrap: break-word; } }
+  td:first-child { white-space: normal; max-width: 10rem; overflow-wrap: break-word; } }
 @media print {
   :root { --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --accent: #1f5fb8;
     --soft: #f5f5f5; }
