@@ -17,7 +17,7 @@ EXPERIMENTS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(NOT_TRAIN
 
 @pytest.fixture(autouse=True)
 def compile_fast():
-    """Let XLA try less to make the step fast; it needs more memory then, if anything."""
+    """Let XLA try less to make the step fast; it needs more memory, if anything."""
     before = jax.config.jax_exec_time_optimization_effort
     jax.config.update("jax_exec_time_optimization_effort", -1.0)
     yield
