@@ -33,16 +33,7 @@ def cached_attention(
     G = N // K
     query = (query * H**-0.5).reshape(B, W, K, G, H).transpose(0, 2, 1, 3, 4)
     query = query.reshape(B, K, W * G, H)
-    # XLA's matrix product on a CPU costs a microsecond a call, and these are B · K
-    # products of a few rows: sums over broadcast products take a third of its time,
-    # except for a single row. The barriers keep the sums from being fused into what
-    # reads them, which would repeat them.
-    by_sums = jax.default_backend() == "cpu" and W * G > 1
-    if by_sums:
-        logits = (query[..., None] * key[:, :, None]).sum(3)
-        logits = jax.lax.optimization_barrier(logits)
-    else:
-        logits = jnp.einsum("BKXH,BKHS->BKXS", query, key)
+    logits = jnp.einsum("BKXH,BKHS->BKXS", query, key)
     logits = logits.astype(jnp.float32)
     if logits_mix is not None:
         logits = mixed(logits, logits_mix)
@@ -56,11 +47,7 @@ def cached_attention(
     if weights_mix is not None:
         weights = mixed(weights, weights_mix)
     weights = weights.astype(value.dtype)
-    if by_sums:
-        weights = jax.lax.optimization_barrier(weights)
-        out = (weights[..., None] * value[:, :, None]).sum(3)
-    else:
-        out = jnp.einsum("BKXS,BKSV->BKXV", weights, value)
+    out = jnp.einsum("BKXS,BKSV->BKXV", weights, value)
     return out.reshape(B, K, W, G, -1).swapaxes(1, 2).reshape(B, W, N, -1)
 
 

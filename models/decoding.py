@@ -137,8 +137,11 @@ def serve(
     enough,
     seed,
     **options,
-) -> tuple[State, Decoded, Bool[Array, "B"]]:
-    """Begin new sentences in rows that are done; decode until enough rows are."""
+) -> tuple[State, Decoded, Bool[Array, "B"], Int[Array, "B"]]:
+    """Begin new sentences in rows that are done; decode until enough rows are.
+
+    Gives the state, its best hypotheses, what rows are done, and their tokens so far.
+    """
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
     segments = (source > 0).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
@@ -150,7 +153,8 @@ def serve(
     )
     state = state._replace(rows=rows)
     state = run(model, state, enough, head_gates=head_gates, **options)
-    return state, decoded(state), state.rows.done
+    rows = state.rows
+    return state, decoded(state), rows.done, state.clock - rows.begin
 
 
 def translate(
@@ -168,10 +172,9 @@ def translate(
     """Translate sentences of token ids, in any number and of any length.
 
     The result is in the order of the input, and no translation depends on the other
-    sentences (a sample: on its place in the list). Sentences are decoded in the order
-    of their length, and one that is finished makes room for the next. Programs are
-    compiled for 16 or all rows, of few sentences also for 1, and for lengths of 16, 32,
-    64, ...
+    sentences (a sample: on its place in the list). The longest are begun first, and a
+    sentence that is finished makes room for the next. Programs are compiled for 16 or
+    all rows, of few sentences also for 1, and for lengths of 16, 24, 32, 48, 64, ...
 
     Args:
         graph, params: a model as `nnx.split` gives it, of one trial.
@@ -188,7 +191,6 @@ def translate(
     """
     options = complete(**options)
     beam_size = options["beam_size"]
-    found = {}
     limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
     most = max(1, batch_size // beam_size)
     # At the end of many, one row alone saves less than it takes to compile.
@@ -197,79 +199,116 @@ def translate(
     leaves, structure = jax.tree.flatten(params)
     step = partial(program(graph, structure, tuple(options.items())), leaves)
 
-    def serve_more(state, *arrays):
-        return step(state, head_gates, *arrays)
+    def begin(B, S, L):
+        return idle(graph, params, shape=(B, S), max_length=L, beam_size=beam_size)
 
-    for S in sorted({bucket(len(x)) for x in sentences}):
-        waiting = [i for i, x in enumerate(sentences) if bucket(len(x)) == S]
-        # A translation is seldom longer than twice its source. Those that are come
-        # back unfinished, and are begun again with more room.
-        longest = bucket(max(limits[i] for i in waiting))
-        L = min(2 * S, longest)
-        while waiting:
-            waiting.sort(key=lambda i: -len(sentences[i]))
-            B = min(size for size in sizes if size >= min(len(waiting), most))
-            state = idle(graph, params, shape=(B, S), max_length=L, beam_size=beam_size)
-            for i, result in stream(
-                serve_more, state, sizes, sentences, limits, waiting, seed
-            ):
-                if result is not None or longest == L:
-                    found[i] = result or ([], float("nan"))
-            waiting = [i for i in waiting if i not in found]
-            L = min(2 * L, longest)
+    def go_on(state, *arrays):
+        return step(state, head_gates, *arrays, seed)
+
+    found = {}
+    # A translation is seldom longer than twice its source. Those that are come back
+    # unfinished, and are begun again with more room.
+    factor = 2
+    while len(found) < len(sentences):
+        waiting = [i for i in range(len(sentences)) if i not in found]
+        waiting.sort(key=lambda i: len(sentences[i]))
+        longest = power_of_two(max(limits[i] for i in waiting))
+        room = partial(slots, factor=factor, longest=longest)
+        found |= stream(begin, go_on, sentences, limits, waiting, sizes, room)
+        factor *= 2
     pairs = [found[i] for i in range(len(sentences))]
     return [tokens for tokens, _ in pairs], [score for _, score in pairs]
 
 
-def stream(step, state, sizes, sentences, limits, waiting, seed):
-    """Yield the number and the (tokens, score) of sentences as they are finished.
+def stream(begin, step, sentences, limits, waiting, sizes, room):
+    """The (tokens, score) by number of sentences, taken from the end of those waiting.
 
-    None instead of a pair: the translation does not fit the state's cache.
+    Those that do not fit the cache are left out.
     """
-    B, S = state.rows.memory_mask.shape[::2]
-    waiting, free, running = list(waiting), list(range(B)), {}
+    B = at_least(len(waiting), sizes)
+    S = bucket(len(sentences[waiting[-1]]))
+    state, free, running, finished = begin(B, S, room(S)), list(range(B)), {}, {}
+    age = np.zeros(B, int)
     while waiting or running:
-        smaller = smaller_than(B, sizes)
-        if not waiting and len(running) <= smaller:
-            kept = [*running, *free][:smaller]
-            state = keep(state, np.array(kept, np.int32))
+        source_lengths = [len(sentences[i]) for i in (*running.values(), *waiting[-1:])]
+        fewer = at_least(len(waiting) + len(running), sizes)
+        narrower = bucket(max(source_lengths))
+        # Another program is compiled for many sentences only, and takes the place of
+        # this one when all that run have room in it.
+        if len(waiting) < B or age[[*running]].max(initial=0) >= room(narrower):
+            narrower = S
+        if fewer < B or narrower < S:
+            kept = [*running, *free][:fewer]
             running = {kept.index(row): number for row, number in running.items()}
-            B, free = smaller, [row for row in range(smaller) if row not in running]
+            free = [row for row in range(fewer) if row not in running]
+            B, S = fewer, narrower
+            state = keep(state, np.array(kept, np.int32), shape=(S, room(S)))
         E = B if B <= 16 else B // 8  # sentences encoded at a time, rows waited for
-        count = min(E, len(free))
-        new, waiting = waiting[:count], waiting[count:]
         source, places = np.zeros((E, S), np.int32), np.full(E, B, np.int32)
         numbers, bounds = np.zeros(E, np.int32), np.ones(E, np.int32)
-        for n, number in enumerate(new):
+        for n in range(min(E, len(free), len(waiting))):
+            number, row = waiting.pop(), free.pop()
             source[n, : len(sentences[number])] = sentences[number]
-            places[n], numbers[n] = free.pop(), number
-            bounds[n] = limits[number]
-            running[int(places[n])] = number
+            places[n], numbers[n], bounds[n] = row, number, limits[number]
+            running[row] = number
         # Fill all rows first; then wait for a few; at last until fewer rows will do.
-        enough = (len(free) or E) if waiting else B - smaller_than(B, sizes)
-        arrays = source, numbers, bounds, places, np.int32(enough)
-        state, *out = step(state, *arrays, seed)
-        (tokens, scores, finished), done = jax.device_get(out)
+        smaller = max((size for size in sizes if size < B), default=0)
+        enough = (len(free) or E) if waiting else B - smaller
+        state, *out = step(state, source, numbers, bounds, places, np.int32(enough))
+        (tokens, scores, ended), done, age = jax.device_get(out)
         for row in [row for row in running if done[row]]:
             free.append(row)
             number = running.pop(row)
             length = int((tokens[row] > 0).sum()) - 1  # without EOS
-            pair = tokens[row, :length].tolist(), float(scores[row])
-            yield number, pair if finished[row] else None
+            if ended[row]:
+                finished[number] = tokens[row, :length].tolist(), float(scores[row])
+            elif limits[number] <= room(S):
+                finished[number] = [], float("nan")
+    return finished
 
 
-def smaller_than(size, sizes):
-    """The next smaller of the sizes, or 0."""
-    return max((other for other in sizes if other < size), default=0)
+def slots(S: int, *, factor: int, longest: int) -> int:
+    """L for sources of up to S tokens."""
+    return min(factor * S, longest)
 
 
-@jax.jit
-def keep(state: State, rows: Int[Array, "B"]) -> State:
-    """The given rows, in fewer."""
-    rows, cache = jax.tree.map(lambda x: x[rows], (state.rows, state.cache))
-    return State(state.clock, rows, cache)
+def at_least(count, sizes):
+    """The smallest of the sizes that holds so many, or the largest."""
+    return min((size for size in sizes if size >= count), default=sizes[-1])
+
+
+@partial(jax.jit, static_argnames="shape")
+def keep(state: State, rows: Int[Array, "B"], *, shape: tuple[int, int]) -> State:
+    """The given rows, in fewer and narrower; `shape` is S L."""
+    S, L = shape
+    clock, rows, cache = jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
+    old = rows.tokens.shape[2]
+    # slot j of the new ones holds what the latest clock that is j modulo L has written
+    latest = (clock - 1 - (clock - 1 - jnp.arange(L)) % L) % old
+
+    def moved(x, axis):
+        apart = x.reshape(*x.shape[:axis], old, -1, *x.shape[axis + 1 :])
+        return apart[(slice(None),) * axis + (latest,)].reshape(
+            *x.shape[:axis], -1, *x.shape[axis + 1 :]
+        )
+
+    rows = rows._replace(
+        tokens=rows.tokens[..., latest],
+        ancestors=rows.ancestors[..., latest],
+        best_tokens=rows.best_tokens[..., latest],
+        memory=[(key[..., :S], value[:, :, :S]) for key, value in rows.memory],
+        memory_mask=rows.memory_mask[..., :S],
+    )
+    cache = [(moved(key, 3), moved(value, 2)) for key, value in cache]
+    return State(clock, rows, cache)
 
 
 def bucket(length: int) -> int:
-    """The next power of two, at least 16."""
+    """The next of 16, 24, 32, 48, 64, 96, ..."""
+    power = power_of_two(length)
+    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
+
+
+def power_of_two(length: int) -> int:
+    """The next one, at least 16."""
     return max(16, 1 << (length - 1).bit_length())

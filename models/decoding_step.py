@@ -57,7 +57,7 @@ def empty(model, source, keys, *, max_length, beam_size) -> State:
 
     def cache(layer):
         x = jax.ShapeDtypeStruct((B, L * W, model.width), model.embedding.dtype)
-        return zeros(jax.eval_shape(partial(by_head, layer.self_attention), x))
+        return zeros(jax.eval_shape(partial(remembered, layer.self_attention), x))
 
     def zeros(tree):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
@@ -93,7 +93,7 @@ def start(
     """Encode sentences that begin at the clock. A row without tokens is done."""
     B, L, W = source.shape[0], max_length, beam_size
     encoded = model.encode(source, segments, positions, head_gates=head_gates)
-    memory = [by_head(layer.cross_attention, encoded) for layer in model.decoder]
+    memory = [remembered(layer.cross_attention, encoded) for layer in model.decoder]
     return Rows(
         begin=jnp.full(B, clock, jnp.int32),
         limit=limits,
@@ -188,7 +188,8 @@ def next_hidden(
     own = (age == 0) & (beams[:, None, None] == beams)
     earlier = (age > 0) & (age <= step[..., None, None])
     past = own | earlier & (rows.ancestors[..., None] == beams)  # B W L W
-    past = past.reshape(B, W, L * W)
+    # a barrier, or XLA makes the mask anew in every layer
+    past = jax.lax.optimization_barrier(past.reshape(B, W, L * W))
     bias = None
     if model.positions == "relative":  # slots grow old in step, in whatever row
         table = model.decoder_positions[...]
@@ -200,17 +201,15 @@ def next_hidden(
         gates = gates_of(head_gates, index, self="decoder", cross="cross") or {}
 
         def to_self(x, attention=layer.self_attention, grown=grown, gates=gates):
-            new = by_head(attention, x, turn)
+            query, *new = attention.queries_keys_values(x, turn)
             at = clock % L * W
             cache.append(
                 tuple(
                     jax.lax.dynamic_update_slice_in_dim(old, x, at, axis)
-                    for old, x, axis in zip(grown, new, (3, 2), strict=True)
+                    for old, x, axis in zip(grown, by_head(*new), (3, 2), strict=True)
                 )
             )
-            heads = cached_attention(
-                attention.queries(x, turn), *cache[-1], past, bias, **attention.mixes()
-            )
+            heads = cached_attention(query, *cache[-1], past, bias, **attention.mixes())
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
@@ -225,9 +224,13 @@ def next_hidden(
     return x if model.decoder_norm is None else model.decoder_norm(x), cache
 
 
-def by_head(attention, x: Float[Array, "B S D"], positions=None):
+def remembered(attention, x: Float[Array, "B S D"]):
+    """What is kept of x to be attended to."""
+    return by_head(*attention.keys_values(x))
+
+
+def by_head(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]):
     """Keys B K H S and values B K S V: a head's are read together."""
-    key, value = attention.keys_values(x, positions)
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 

@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import attention
 from attention.api import IMPLEMENTATIONS
 from models.checks import choose
-from models.linear import project, xavier
+from models.linear import linear, project, xavier
 from models.positions import rotate
 
 
@@ -122,6 +123,38 @@ class Attention(nnx.Module):
         """Project to keys, with positions rotated by them, and to values."""
         key = turned(project(x, self.key, self.key_bias), self.key_norm, positions)
         return key, project(x, self.value, self.value_bias)
+
+    def queries_keys_values(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+    ) -> tuple[
+        Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]
+    ]:
+        """`queries` and `keys_values` of one input, by one product with all kernels.
+
+        For decoding, where kernels are many and rows few. In training the kernels'
+        heads are sharded, and would have to be moved to stand side by side.
+        """
+        kernels = [param[...] for param in (self.query, self.key, self.value)]
+        biases = [self.query_bias, self.key_bias, self.value_bias]
+        flat = linear(
+            x,
+            jnp.concatenate([kernel.reshape(x.shape[-1], -1) for kernel in kernels], 1),
+            None
+            if self.query_bias is None
+            else jnp.concatenate([bias[...].reshape(-1) for bias in biases]),
+        )
+        sizes = np.cumsum([kernel[0].size for kernel in kernels])
+        query, key, value = (
+            part.reshape(*x.shape[:2], *kernel.shape[1:])
+            for part, kernel in zip(
+                jnp.split(flat, sizes[:-1], -1), kernels, strict=True
+            )
+        )
+        return (
+            turned(query, self.query_norm, positions),
+            turned(key, self.key_norm, positions),
+            value,
+        )
 
     def resolve(self, B: int, T: int, S: int, *, has_bias: bool = False) -> str:
         """The implementation that runs on such a batch; see docs/attention.md."""

@@ -274,6 +274,38 @@ def test_a_sentence_alone_or_among_others(beam_size):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+def test_a_narrower_state_goes_on_alike():
+    graph, params = make(**SETTINGS["elementwise, relative"])
+    model = nnx.merge(graph, params)
+    source = batch(sentences(5, 9), S=16)
+    keys = jax.random.split(jax.random.key(0))
+    sizes = {"max_length": 32, "beam_size": 3}
+    state = decoding_step.empty(model, source[0], keys, **sizes)
+    limits, clock = jnp.array([30, 30]), 29  # both caches wrap, at other times
+    rows = decoding_step.start(model, *source, keys, limits, clock, **sizes)
+    options = decoding_search.complete(beam_size=3, length_penalty=0.6)
+
+    @jax.jit
+    def steps(state):
+        return jax.lax.fori_loop(
+            0, 5, lambda _, x: decoding_step.advance(model, x, **options), state
+        )
+
+    state = steps(state._replace(clock=jnp.array(clock), rows=rows))
+    narrow = decoding.keep(state, jnp.array([1, 0]), shape=(12, 16))
+    assert narrow.cache[0][0].shape[-1] == 16 * 3
+    for _ in range(2):
+        state, narrow = steps(state), steps(narrow)
+        np.testing.assert_allclose(
+            narrow.rows.log_probs, state.rows.log_probs[::-1], rtol=1e-5
+        )
+    # the tokens of the clocks 29 to 43, of which each has its own slots
+    clocks = np.arange(29, 44)
+    np.testing.assert_array_equal(
+        narrow.rows.tokens[..., clocks % 16], state.rows.tokens[::-1, :, clocks % 32]
+    )
+
+
 def test_no_sentence_and_an_empty_one():
     graph, params = make()
     assert decoding.translate(graph, params, []) == ([], [])
