@@ -1,6 +1,7 @@
 """Decoding: the cache, the search, samples, and batches of any make."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -81,40 +82,47 @@ def batch(texts, S=None):
     return tuple(map(jnp.asarray, (source, (source > 0).astype(np.int32), positions)))
 
 
-def log_probs(graph, params, text, targets):
-    """Of each whole target (with EOS), by the uncached model."""
-    model = nnx.merge(graph, params)
-    source = batch([text] * len(targets))
-    target = dict(
-        zip(
-            ("target", "target_segments", "target_positions"),
-            batch(targets),
+SHORTEST = 16  # what the uncached model is given, so that it is compiled seldom
+
+
+@partial(jax.jit, static_argnums=0)
+def uncached(graph, params, inputs):
+    """Log-probabilities of every piece at every place."""
+    return jax.nn.log_softmax(nnx.merge(graph, params)(inputs))
+
+
+def inputs_of(text, targets):
+    """A batch of one source and each of the targets."""
+    rows = {"source": [text] * len(targets), "target": targets}
+    return {
+        f"{side}{name}": array
+        for side, texts in rows.items()
+        for name, array in zip(
+            ("", "_segments", "_positions"),
+            batch(texts, max(SHORTEST, *map(len, texts))),
             strict=True,
         )
-    )
-    names = "source", "source_segments", "source_positions"
-    logits = model(dict(zip(names, source, strict=True)) | target)
-    each = jnp.take_along_axis(
-        jax.nn.log_softmax(logits), target["target"][..., None], axis=-1
+    }
+
+
+def log_probs(graph, params, text, targets):
+    """Of each whole target (with EOS), by the uncached model."""
+    inputs = inputs_of(text, targets)
+    each = np.take_along_axis(
+        np.asarray(uncached(graph, params, inputs)),
+        np.asarray(inputs["target"])[..., None],
+        axis=-1,
     )[..., 0]
-    return (each * target["target_segments"]).sum(1)
+    return (each * inputs["target_segments"]).sum(1)
 
 
 def greedy_uncached(graph, params, text, limit):
     """Repeat the whole forward pass for every token."""
-    model = nnx.merge(graph, params)
-    source, segments, positions = batch([text])
-    memory = model.encode(source, segments, positions)
-    ones, places = jnp.ones((1, limit), jnp.int32), jnp.arange(limit)[None]
-
-    @jax.jit
-    def logits(target):
-        return model.logits(model.decode(memory, segments, target, ones, places))[0]
-
     out = []
     while len(out) < limit - 1:
-        target = jnp.array([out + [0] * (limit - len(out))])
-        piece = 2 + int(logits(target)[len(out), 2:].argmax())
+        # after what is there, any token: it is not looked at
+        scores = uncached(graph, params, inputs_of(text, [[*out, 2]]))
+        piece = 2 + int(scores[0, len(out), 2:].argmax())
         if piece == 2:
             break
         out.append(piece)
