@@ -71,6 +71,12 @@ class Trained(NamedTuple):
     diverged_at: list[int | None]
     tokenizers: tuple
 
+    def of(self, trial: int) -> tuple:
+        """The parameters and the head gates of a trial."""
+        from training.sharding import one_of
+
+        return one_of((self.params, self.head_gates), trial)
+
 
 def main():
     """Check the flags, then score or translate."""
@@ -164,7 +170,7 @@ def load(workdir: Path, which: str) -> Trained:
 
 def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
-    from analysis.evaluation import one_of, sentences
+    from analysis.evaluation import sentences
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
     from data import corpora
@@ -177,7 +183,7 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
     encoded = sentences(trained.tokenizers[0].encode(sources))
     rows = []
     for trial, step in enumerate(trained.step):
-        params, gates = one_of((trained.params, trained.head_gates), trial)
+        params, gates = trained.of(trial)
         out, _ = translate(
             trained.graph,
             params,
@@ -224,12 +230,11 @@ def write_output(
 
 def translate_lines(trained: Trained, options: dict) -> None:
     """Translate standard input line by line, in batches of what is there already."""
-    from analysis.evaluation import one_of, sentences
+    from analysis.evaluation import sentences
     from models.decoding import translate
     from training.metrics import say
 
-    own = (trained.params, trained.head_gates)
-    params, gates = one_of(own, trial_of(trained))
+    params, gates = trained.of(trial_of(trained))
     source, target = trained.tokenizers
     longest = trained.config.data.max_length
     number = 0
@@ -300,12 +305,10 @@ def show(sources, references, hypotheses) -> None:
 
 def plot(trained: Trained, source: str, translation: list[int]) -> None:
     """Save the cross-attention of a sentence and its translation, every head's."""
-    from analysis.evaluation import one_of
     from analysis.plots import cross_attention, plot_cross_attention
     from data.tokenizer import EOS
 
-    own = (trained.params, trained.head_gates)
-    params, gates = one_of(own, trial_of(trained))
+    params, gates = trained.of(trial_of(trained))
     ids = trained.tokenizers[0].encode([source])[0].tolist()
     translation = [*translation, EOS]
     maps = cross_attention(trained.graph, params, gates, ids, translation)

@@ -28,11 +28,6 @@ def sentences(encoded) -> list[list[int]]:
     return [encoded[i].tolist() for i in range(len(encoded))]
 
 
-def one_of(tree, trial: int):
-    """The leaves of one trial of those that have the trial axis R in front."""
-    return jax.tree.map(lambda leaf: leaf[trial], tree)
-
-
 def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
     """The metric of every trial, so that higher is better; -inf where it has no row."""
     scores = np.full(num_trials, -np.inf)
@@ -63,7 +58,7 @@ def dev_scores(
             static.graph,
             one,
             sentences(source)[place::count],
-            head_gates=one_of(head_gates, trial),
+            head_gates=sharding.one_of(head_gates, trial),
         )
         texts.append((trial, place, count, dev.tokenizers[1].decode_many(found)))
     translations = {trial: [None] * len(dev.targets) for trial in trials}

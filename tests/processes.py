@@ -6,8 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-# Programs are compiled in a sixth of the time, and as well for a comparison.
+# Tests compile more than they compute.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 

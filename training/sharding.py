@@ -262,7 +262,7 @@ def trials_here(params, mesh: Mesh, trials):
     """
     if jax.process_count() == 1:
         for trial in trials:
-            yield trial, jax.tree.map(lambda x, t=trial: x[t], params), 0, 1
+            yield trial, one_of(params, trial), 0, 1
         return
     whole, here = jax.device_put(params, named(mesh, "trial")), jax.process_index()
     for trial in trials:
@@ -275,6 +275,11 @@ def trials_here(params, mesh: Mesh, trials):
         with jax.set_mesh(Mesh(np.full((1, 1, 1), device), AXES)):
             one = jax.tree.map(lambda x, d=device, i=index: shard(x, d)[i], whole)
             yield trial, one, holders.index(here), len(holders)
+
+
+def one_of(tree, trial: int):
+    """The leaves of one trial of those that have the trial axis R in front."""
+    return jax.tree.map(lambda leaf: leaf[trial], tree)
 
 
 def num_trials(params) -> int:
