@@ -4,6 +4,7 @@ python eval.py --workdir=runs/multi30k --split=test_2016_flickr --beam_size=5
 python eval.py --workdir=runs/multi30k --translate < source.txt > translations.txt
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from configs.commandline import fail, flat, one_sentence, run
-from training import platform
+from training import cluster, platform
 from training.metrics import show_log
 from training.workdir import write_json
 
@@ -85,14 +86,21 @@ def main():
             "--workdir and either --split or --translate are needed, as in "
             "python eval.py --workdir=runs/numbers --split=test"
         )
+    if cluster.COORDINATOR.value and (TRANSLATE.value or PLOT.value):
+        fail("--translate and --plot take one process; leave --coordinator out.")
     platform.setup()
     show_log()
-    with one_sentence():
-        trained = load(Path(WORKDIR.value), CHECKPOINT.value)
-        options = decoding_options()
-        if TRANSLATE.value:
-            translate_lines(trained, options)
-        else:
+    from training import hosts
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hosts.at_once())
+        with one_sentence(), hosts.given_up():
+            cluster.connect()
+            trained = load(Path(WORKDIR.value), CHECKPOINT.value)
+            options = decoding_options()
+            if TRANSLATE.value:
+                translate_lines(trained, options)
+                return
             for split in splits():
                 evaluate(Path(WORKDIR.value), trained, split, options)
 
@@ -139,6 +147,7 @@ def load(workdir: Path, which: str) -> Trained:
     from data import tokenizer
     from models.checks import check_encoder_decoder
     from models.transformer import Transformer
+    from training import sharding
     from training.restore import restore
     from training.trials import head_gates
 
@@ -156,10 +165,14 @@ def load(workdir: Path, which: str) -> Trained:
     graph, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
     trials = json.loads((workdir / "trials.json").read_text())
     params, steps, diverged_at = restore(workdir, which, len(trials), abstract)
+    every = {"trial": None, "data": -1, "model": 1}
+    mesh = sharding.make_mesh(every, len(trials), jax.device_count())
+    jax.set_mesh(mesh)
+    where = sharding.named(mesh, "trial")
     return Trained(
         config,
         graph,
-        jax.device_put(params),
+        jax.tree.map(lambda leaf: sharding.put(leaf, where), params),
         trials,
         head_gates(flat(config.to_dict()), trials),
         [int(step) for step in steps],
@@ -170,49 +183,52 @@ def load(workdir: Path, which: str) -> Trained:
 
 def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
-    from analysis.evaluation import sentences
+    from analysis.evaluation import sentences, translations
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
     from data import corpora
-    from models.decoding import translate
+    from training import hosts
 
     data = trained.config.data
     directory = DIRECTORY.value or data.directory
     names = (data.name, data.source, data.target)
-    sources, references = corpora.load(*names, split, directory)
-    encoded = sentences(trained.tokenizers[0].encode(sources))
+    with hosts.together():
+        sources, references = corpora.load(*names, split, directory)
+        if data.name == "multi30k":
+            tokenized = corpora.tokenized_references(
+                data.name, data.target, split, directory
+            )
+    found = translations(
+        trained.graph,
+        trained.params,
+        trained.head_gates,
+        sentences(trained.tokenizers[0].encode(sources)),
+        list(range(len(trained.step))),
+        batch_size=BATCH_SIZE.value,
+        **options,
+    )
+    if not hosts.is_first():
+        return
     rows = []
     for trial, step in enumerate(trained.step):
-        params, gates = trained.of(trial)
-        out, _ = translate(
-            trained.graph,
-            params,
-            encoded,
-            batch_size=BATCH_SIZE.value,
-            head_gates=gates,
-            **options,
-        )
-        hypotheses = trained.tokenizers[1].decode_many(out)
+        hypotheses = trained.tokenizers[1].decode_many(found[trial])
         row = {"trial": trial, **trained.trials[trial], "split": split}
         row |= {"checkpoint": CHECKPOINT.value, "step": step}
         row |= {"diverged_at": trained.diverged_at[trial]}
         row |= scores(hypotheses, references)
         if data.name == "multi30k":
-            tokenized = corpora.tokenized_references(
-                data.name, data.target, split, directory
-            )
             row |= published_scores(hypotheses, tokenized, data.target)
         row |= {"decoding": options, "sentences": len(sources)}
         rows.append(row)
         if trial == trial_of(trained):
-            chosen = hypotheses, out[0]
+            chosen = hypotheses
         write_output(hypotheses, split, trial, len(trained.step))
     path = workdir / f"result-{split}.json"
     write_json(path, rows)
     print_scores(rows, list(trained.trials[0]), path)
-    show(sources, references, chosen[0])
+    show(sources, references, chosen)
     if PLOT.value:
-        plot(trained, sources[0], chosen[1])
+        plot(trained, sources[0], found[trial_of(trained)][0])
 
 
 def write_output(

@@ -10,6 +10,7 @@ on where a sweep was stopped or killed. Any key of the config can be set, as in
 train.py. A workdir remembers its sweep: later calls need --workdir alone.
 """
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs.commandline import fail, one_sentence, run
+from training import cluster
 
 VERBS = ("list", "run", "status", "report")
 CONFIG = config_flags.DEFINE_config_file(
@@ -96,9 +98,16 @@ def main():
 
     jax.config.update("jax_platforms", "cpu")  # the devices are for the trials
 
-    from sweeps import launchers, opening, runner, show
+    from sweeps import launchers, opening, pod, runner, show
+    from training import hosts
 
     with one_sentence(), tempfile.TemporaryDirectory() as nowhere:
+        hosts.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
+        if cluster.arguments() and LAUNCHER.value == "ray":
+            raise ValueError(
+                "A Ray task is one process; --coordinator goes with --launcher=local, "
+                "or with slurm and jobs of several tasks."
+            )
         if WORKDIR.value is None and VERB != "list":
             raise ValueError("--workdir is needed: the folder that the sweep is in.")
         sweep = opening.open_sweep(options(Path(WORKDIR.value or nowhere)))
@@ -114,8 +123,14 @@ def main():
     if VERB != "run":
         return
     try:
-        launch = launchers.LAUNCHERS[LAUNCHER.value]
-        rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
+        arguments = cluster.arguments()
+        if arguments and LAUNCHER.value == "local":
+            part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
+            process = str(cluster.PROCESS_ID.value)
+            rows = pod.run(sweep, groups, part, process, arguments)
+        else:
+            launch = launchers.LAUNCHERS[LAUNCHER.value]
+            rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
     except runner.Stopped as stopped:
         print(f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr)
         sys.exit(1)

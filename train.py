@@ -16,7 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs.commandline import fail, flat, one_sentence, run
-from training import platform
+from training import cluster, platform
 from training.metrics import show_log
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
@@ -41,17 +41,6 @@ DRY_RUN = flags.DEFINE_string(
 )
 PROFILE = flags.DEFINE_string(
     "profile", None, "START:STEPS: trace these steps into WORKDIR/profile."
-)
-COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "HOST:PORT of process 0, where several processes train one run; auto: as Slurm, "
-    "Open MPI, Kubernetes or a TPU pod tells.",
-)
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Those of the run.")
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "This one's, from 0 on.")
-COORDINATOR_TIMEOUT = flags.DEFINE_integer(
-    "coordinator_timeout", 300, "Seconds in which all processes must have come.", 1
 )
 
 
@@ -99,12 +88,7 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
         with one_sentence(), hosts.given_up():
             trials = trials_of(flat(config.to_dict()), listed)
             profile = Profile(workdir, steps_to_profile(PROFILE.value))
-            hosts.connect(
-                COORDINATOR.value,
-                NUM_PROCESSES.value,
-                PROCESS_ID.value,
-                COORDINATOR_TIMEOUT.value,
-            )
+            cluster.connect()
             with hosts.together():
                 if hosts.is_first():
                     stack.enter_context(claim(workdir, config.to_dict(), trials))
@@ -348,6 +332,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     if frozen.all():
         say(f"step {step}: no trial is left to train.")
     if stop.name is not None:
+        say.muted = False  # so that whoever started a process knows that it is not done
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
     elif diverged.all():
         fail(divergence(int(diverged.max()), len(trials)))

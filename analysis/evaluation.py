@@ -7,7 +7,7 @@ import numpy as np
 
 from analysis.scores import scores
 from data.pipeline import evaluation_batches
-from models.decoding import translate
+from models.decoding import translate_trials
 from training import hosts, sharding
 from training.step import Static, eval_step
 
@@ -36,13 +36,49 @@ def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
     return scores
 
 
+def translations(
+    graph, params, head_gates: dict, sources: list[list[int]], trials, **options
+) -> dict[int, list[list[int]]]:
+    """The token ids of every sentence's translation, of each of `trials`.
+
+    Args:
+        graph, params, head_gates: see `models.decoding.translate_trials`. Several
+            processes share the sentences of the trials that they hold, and all get all.
+        sources: token ids, each ending in EOS.
+        trials: which to translate with.
+        options: see `models.decoding.translate_trials`.
+    """
+    texts = []
+    for shares, some in sharding.trials_here(params, jax.sharding.get_mesh()):
+        every = range(len(sources))
+        chosen = [
+            list(every[share.place :: share.count]) if share.trial in trials else []
+            for share in shares
+        ]
+        rows = np.array([share.trial for share in shares])
+        found = translate_trials(
+            graph,
+            some,
+            sources,
+            chosen,
+            head_gates=jax.tree.map(lambda gates, rows=rows: gates[rows], head_gates),
+            **options,
+        )
+        texts += [(*s, t) for s, (t, _) in zip(shares, found, strict=True)]
+    whole = {trial: [None] * len(sources) for trial in trials}
+    for said in hosts.share(texts):
+        for trial, place, count, tokens in said:
+            if trial in whole:
+                whole[trial][place::count] = tokens
+    return whole
+
+
 def dev_scores(
     static: Static, params, head_gates: dict, dev: Dev, trials
 ) -> dict[int, dict]:
     """Loss (nats a token) and scores of greedy translations, a row for each of trials.
 
-    `params` and `head_gates` have the trial axis R in front of every leaf. Several
-    processes share the sentences of the trials that they hold, and all get all rows.
+    `params` and `head_gates` have the trial axis R in front of every leaf.
     """
     source = dev.tokenizers[0].encode(dev.sources)
     target = dev.tokenizers[1].encode(dev.targets)
@@ -51,22 +87,11 @@ def dev_scores(
         for batch in evaluation_batches(source, target, batch_tokens=dev.batch_tokens)
     ]
     loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
-    texts = []  # of this process: trial, first sentence, every so many, translations
-    mesh = jax.sharding.get_mesh()
-    for trial, one, place, count in sharding.trials_here(params, mesh, trials):
-        found, _ = translate(
-            static.graph,
-            one,
-            sentences(source)[place::count],
-            head_gates=sharding.one_of(head_gates, trial),
-        )
-        texts.append((trial, place, count, dev.tokenizers[1].decode_many(found)))
-    translations = {trial: [None] * len(dev.targets) for trial in trials}
-    for said in hosts.share(texts):
-        for trial, place, count, found in said:
-            translations[trial][place::count] = found
-    mine = trials[jax.process_index() :: jax.process_count()]
-    scored = [(trial, scores(translations[trial], dev.targets)) for trial in mine]
+    found = translations(static.graph, params, head_gates, sentences(source), trials)
+    scored = []
+    for trial in trials[jax.process_index() :: jax.process_count()]:
+        texts = dev.tokenizers[1].decode_many(found[trial])
+        scored.append((trial, scores(texts, dev.targets)))
     rows = dict(row for said in hosts.share(scored) for row in said)
     return {
         trial: {

@@ -2,26 +2,28 @@
 
     decode(model, source, segments, positions, max_length=L, ...) -> Decoded
     translate(graph, params, sentences, ...) -> tokens, scores
+    translate_trials(graph, params, sentences, ...) -> the same of every trial
 
 `decode` is a pure function of one model (one trial) and a batch of sentences, to be
-jitted and vmapped over trials. `translate` is what scripts call: any number of lists
-of token ids in, lists out. Both are made of the same parts: `start` encodes sentences,
+jitted and vmapped over trials. The others are what scripts call: any number of lists
+of token ids in, lists out. All are made of the same parts: `start` encodes sentences,
 `run` decodes them token by token.
 """
 
+import itertools
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from models import precision
 from models.checks import check_gates
 from models.decoding_search import complete
-from models.decoding_step import State, empty, run, start
+from models.decoding_step import Rows, State, advance, empty, run, start
+from models.decoding_stream import OF_TRIALS, power_of_two, slots, stream
 from models.transformer import Transformer
 
 
@@ -87,12 +89,12 @@ def decode(
     sentences = source, segments, positions, keys, limits
     rows = start(model, *sentences, 0, head_gates, max_length=L, beam_size=beam_size)
     state = state._replace(rows=rows)
-    return decoded(run(model, state, B, head_gates=head_gates, **options))
+    step = partial(advance, model, head_gates=head_gates, **options)
+    return decoded(run(step, state, B).rows)
 
 
-def decoded(state: State) -> Decoded:
+def decoded(rows: Rows) -> Decoded:
     """The best hypotheses that have ended, from the order of the slots to their own."""
-    rows = state.rows
     L = rows.best_tokens.shape[1]
     place = jnp.arange(L)
     tokens = jnp.take_along_axis(
@@ -102,59 +104,89 @@ def decoded(state: State) -> Decoded:
     return Decoded(tokens, rows.best_score, rows.best_length > 0)
 
 
-@partial(jax.jit, static_argnames=("graph", "shape", "max_length", "beam_size"))
-def idle(graph, params, *, shape, max_length, beam_size) -> State:
-    """`empty`, compiled; `shape` is B S."""
-    model = precision.merge(graph, params)
-    keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
-    source = jnp.zeros(shape, jnp.int32)
-    return empty(model, source, keys, max_length=max_length, beam_size=beam_size)
-
-
 @lru_cache(maxsize=64)
-def program(graph, structure, options):
-    """`serve` of a model, compiled for every shape it meets.
+def programs(graph, structure, options):
+    """`idle` and `serve` of a model, compiled for every shape they meet.
 
     Looked up once a translation: to hash a graph takes a millisecond, a step two.
     """
+    fixed = {"graph": graph, "structure": structure, "options": dict(options)}
+    return (
+        jax.jit(partial(idle, **fixed), static_argnames=("shape", "max_length")),
+        jax.jit(partial(serve, **fixed), donate_argnames="state"),
+    )
 
-    def run_model(leaves, state, head_gates, *arguments):
+
+def idle(leaves, *, graph, structure, options, shape, max_length) -> State:
+    """`empty` of every trial, for B and S of `shape`."""
+
+    def one(leaves):
         model = precision.merge(graph, jax.tree.unflatten(structure, leaves))
-        check_gates(head_gates, model.head_gates())
-        return serve(model, state, head_gates, *arguments, **dict(options))
+        keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
+        source = jnp.zeros(shape, jnp.int32)
+        sizes = {"max_length": max_length, "beam_size": options["beam_size"]}
+        return empty(model, source, keys, **sizes)
 
-    return jax.jit(run_model, donate_argnums=1)
+    return jax.vmap(one, out_axes=OF_TRIALS)(leaves)
 
 
 def serve(
-    model,
-    state: State,
+    leaves,
     head_gates,
-    source,
-    numbers,
-    limits,
-    places,
-    enough,
     seed,
-    **options,
-) -> tuple[State, Decoded, Bool[Array, "B"], Int[Array, "B"]]:
+    state: State,
+    source: Int[Array, "R E S"],
+    numbers: Int[Array, "R E"],
+    limits: Int[Array, "R E"],
+    places: Int[Array, "R E"],
+    enough: Int[Array, "R"],
+    *,
+    graph,
+    structure,
+    options,
+) -> tuple[State, Decoded, Bool[Array, "R B"], Int[Array, "R B"]]:
     """Begin new sentences in rows that are done; decode until enough rows are.
 
-    Gives the state, its best hypotheses, what rows are done, and their tokens so far.
+    All trials decode in step, and each until it has enough rows. Gives the state, its
+    best hypotheses, what rows are done, and their tokens so far.
     """
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
-    segments = (source > 0).astype(jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
-    _, W, L = state.rows.tokens.shape
-    sentences = source, segments, positions, keys, limits, state.clock, head_gates
-    fresh = start(model, *sentences, max_length=L, beam_size=W)
-    rows = jax.tree.map(
-        lambda old, new: old.at[places].set(new, mode="drop"), state.rows, fresh
-    )
+    arrays = leaves, head_gates, state, source, numbers, limits, places, enough
+    if alone := len(enough) == 1:  # of an axis of 1 XLA makes slower programs
+        arrays = jax.tree.map(lambda x: x[0] if x.ndim else x, arrays)
+    leaves, head_gates, state, *sentences, enough = arrays
+    each = _as_it_is if alone else jax.vmap
+    params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
+
+    def begin(params, head_gates, rows, source, numbers, limits, places):
+        model = nnx.merge(graph, params)
+        check_gates(head_gates, model.head_gates())
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
+        segments = (source > 0).astype(jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
+        new = source, segments, positions, keys, limits, state.clock, head_gates
+        _, W, L = rows.tokens.shape
+        fresh = start(model, *new, max_length=L, beam_size=W)
+        return jax.tree.map(
+            lambda old, new: old.at[places].set(new, mode="drop"), rows, fresh
+        )
+
+    def step(params, head_gates, state):
+        model = nnx.merge(graph, params)
+        return advance(model, state, head_gates=head_gates, **options)
+
+    rows = each(begin)(params, head_gates, state.rows, *sentences)
+    steps = each(step, (0, 0, OF_TRIALS), OF_TRIALS)
     state = state._replace(rows=rows)
-    state = run(model, state, enough, head_gates=head_gates, **options)
+    state = run(partial(steps, params, head_gates), state, enough)
     rows = state.rows
-    return state, decoded(state), rows.done, state.clock - rows.begin
+    results = state, each(decoded)(rows), rows.done, state.clock - rows.begin
+    if alone:
+        results = jax.tree.map(lambda x: x[None] if x.ndim else x, results)
+    return results
+
+
+def _as_it_is(function, *axes):
+    return function
 
 
 def translate(
@@ -162,153 +194,98 @@ def translate(
     params,
     sentences: list[list[int]],
     *,
+    head_gates: dict | None = None,
+    **options: int | float,
+) -> tuple[list[list[int]], list[float]]:
+    """Translate sentences of token ids with one model.
+
+    Args:
+        graph, params: a model as `nnx.split` gives it, of one trial.
+        sentences: token ids, each ending in EOS.
+        head_gates: see `decode`.
+        options: see `translate_trials`.
+
+    Returns:
+        The token ids of each translation without EOS, and the scores.
+    """
+    params, head_gates = jax.tree.map(lambda x: x[None], (params, head_gates))
+    return translate_trials(graph, params, sentences, head_gates=head_gates, **options)[
+        0
+    ]
+
+
+def translate_trials(
+    graph: nnx.GraphDef,
+    params,
+    sentences: list[list[int]],
+    chosen: list[list[int]] | None = None,
+    *,
     batch_size: int = 128,
     max_length_factor: float = 2.0,
     max_length_extra: int = 16,
     seed: int = 0,
     head_gates: dict | None = None,
     **options: int | float,
-) -> tuple[list[list[int]], list[float]]:
-    """Translate sentences of token ids, in any number and of any length.
+) -> list[tuple[list[list[int]], list[float]]]:
+    """Translate sentences of token ids with every trial, all trials at once.
 
-    The result is in the order of the input, and no translation depends on the other
-    sentences (a sample: on its place in the list). The longest are begun first, and a
-    sentence that is finished makes room for the next. Programs are compiled for 16 or
-    all rows, of few sentences also for 1, and for lengths of 16, 24, 32, 48, 64, ...
+    The sentences may be of any number and length. No translation depends on the other
+    sentences or trials (a sample: on its place in the list). The longest are begun
+    first, and a sentence that is finished makes room for the next. Programs are
+    compiled for 16 or all rows, of few sentences also for 1, and for lengths of 16, 24,
+    32, 48, 64, ...
 
     Args:
-        graph, params: a model as `nnx.split` gives it, of one trial.
+        graph, params: a model as `nnx.split` gives it, the leaves with the trial axis R
+            in front.
         sentences: token ids, each ending in EOS.
-        batch_size: hypotheses decoded at a time, beam_size a sentence.
+        chosen: of every trial, the numbers of the sentences that it is to translate;
+            default: all.
+        batch_size: hypotheses of a trial decoded at a time, beam_size a sentence.
         max_length_factor, max_length_extra: a translation has at most
             factor · source length + extra tokens, EOS included.
         seed: of the samples.
-        head_gates: see `decode`.
+        head_gates: see `decode`, but R L N.
         options: see `decode`.
 
     Returns:
-        The token ids of each translation without EOS, and the scores.
+        Of every trial the token ids of each translation without EOS, in the order of
+        `chosen`, and the scores.
     """
     options = complete(**options)
     beam_size = options["beam_size"]
     limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
+    leaves, structure = jax.tree.flatten(params)
+    if chosen is None:
+        chosen = [list(range(len(sentences)))] * len(leaves[0])
     most = max(1, batch_size // beam_size)
     # At the end of many, one row alone saves less than it takes to compile.
-    smallest = 1 if len(sentences) <= 16 else 16
+    smallest = 1 if max(map(len, chosen)) <= 16 else 16
     sizes = sorted({min(size, most) for size in (smallest, 16, most)})
-    leaves, structure = jax.tree.flatten(params)
-    step = partial(program(graph, structure, tuple(options.items())), leaves)
+    begin, serve = programs(graph, structure, tuple(options.items()))
 
-    def begin(B, S, L):
-        return idle(graph, params, shape=(B, S), max_length=L, beam_size=beam_size)
-
-    def go_on(state, *arrays):
-        return step(state, head_gates, *arrays, seed)
-
-    found = {}
+    found: list[dict] = [{} for _ in chosen]
     # A translation is seldom longer than twice its source. Those that are come back
     # unfinished, and are begun again with more room.
     factor = 2
-    while len(found) < len(sentences):
-        waiting = [i for i in range(len(sentences)) if i not in found]
-        waiting.sort(key=lambda i: len(sentences[i]))
-        longest = power_of_two(max(limits[i] for i in waiting))
+    while True:
+        waiting = [
+            sorted(set(numbers) - done.keys(), key=lambda i: len(sentences[i]))
+            for numbers, done in zip(chosen, found, strict=True)
+        ]
+        if not any(waiting):
+            break
+        longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
         room = partial(slots, factor=factor, longest=longest)
-        found |= stream(begin, go_on, sentences, limits, waiting, sizes, room)
-        factor *= 2
-    pairs = [found[i] for i in range(len(sentences))]
-    return [tokens for tokens, _ in pairs], [score for _, score in pairs]
-
-
-def stream(begin, step, sentences, limits, waiting, sizes, room):
-    """The (tokens, score) by number of sentences, taken from the end of those waiting.
-
-    Those that do not fit the cache are left out.
-    """
-    B = at_least(len(waiting), sizes)
-    S = bucket(len(sentences[waiting[-1]]))
-    state, free, running, finished = begin(B, S, room(S)), list(range(B)), {}, {}
-    age = np.zeros(B, int)
-    while waiting or running:
-        source_lengths = [len(sentences[i]) for i in (*running.values(), *waiting[-1:])]
-        fewer = at_least(len(waiting) + len(running), sizes)
-        narrower = bucket(max(source_lengths))
-        # Another program is compiled for many sentences only, and takes the place of
-        # this one when all that run have room in it.
-        if len(waiting) < B or age[[*running]].max(initial=0) >= room(narrower):
-            narrower = S
-        if fewer < B or narrower < S:
-            kept = [*running, *free][:fewer]
-            running = {kept.index(row): number for row, number in running.items()}
-            free = [row for row in range(fewer) if row not in running]
-            B, S = fewer, narrower
-            state = keep(state, np.array(kept, np.int32), shape=(S, room(S)))
-        E = B if B <= 16 else B // 8  # sentences encoded at a time, rows waited for
-        source, places = np.zeros((E, S), np.int32), np.full(E, B, np.int32)
-        numbers, bounds = np.zeros(E, np.int32), np.ones(E, np.int32)
-        for n in range(min(E, len(free), len(waiting))):
-            number, row = waiting.pop(), free.pop()
-            source[n, : len(sentences[number])] = sentences[number]
-            places[n], numbers[n], bounds[n] = row, number, limits[number]
-            running[row] = number
-        # Fill all rows first; then wait for a few; at last until fewer rows will do.
-        smaller = max((size for size in sizes if size < B), default=0)
-        enough = (len(free) or E) if waiting else B - smaller
-        state, *out = step(state, source, numbers, bounds, places, np.int32(enough))
-        (tokens, scores, ended), done, age = jax.device_get(out)
-        for row in [row for row in running if done[row]]:
-            free.append(row)
-            number = running.pop(row)
-            length = int((tokens[row] > 0).sum()) - 1  # without EOS
-            if ended[row]:
-                finished[number] = tokens[row, :length].tolist(), float(scores[row])
-            elif limits[number] <= room(S):
-                finished[number] = [], float("nan")
-    return finished
-
-
-def slots(S: int, *, factor: int, longest: int) -> int:
-    """L for sources of up to S tokens."""
-    return min(factor * S, longest)
-
-
-def at_least(count, sizes):
-    """The smallest of the sizes that holds so many, or the largest."""
-    return min((size for size in sizes if size >= count), default=sizes[-1])
-
-
-@partial(jax.jit, static_argnames="shape")
-def keep(state: State, rows: Int[Array, "B"], *, shape: tuple[int, int]) -> State:
-    """The given rows, in fewer and narrower; `shape` is S L."""
-    S, L = shape
-    clock, rows, cache = jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
-    old = rows.tokens.shape[2]
-    # slot j of the new ones holds what the latest clock that is j modulo L has written
-    latest = (clock - 1 - (clock - 1 - jnp.arange(L)) % L) % old
-
-    def moved(x, axis):
-        apart = x.reshape(*x.shape[:axis], old, -1, *x.shape[axis + 1 :])
-        return apart[(slice(None),) * axis + (latest,)].reshape(
-            *x.shape[:axis], -1, *x.shape[axis + 1 :]
+        finished = stream(
+            partial(begin, leaves),
+            partial(serve, leaves, head_gates, seed),
+            *(sentences, limits, waiting, sizes, room),
         )
-
-    rows = rows._replace(
-        tokens=rows.tokens[..., latest],
-        ancestors=rows.ancestors[..., latest],
-        best_tokens=rows.best_tokens[..., latest],
-        memory=[(key[..., :S], value[:, :, :S]) for key, value in rows.memory],
-        memory_mask=rows.memory_mask[..., :S],
-    )
-    cache = [(moved(key, 3), moved(value, 2)) for key, value in cache]
-    return State(clock, rows, cache)
-
-
-def bucket(length: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, ..."""
-    power = power_of_two(length)
-    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
-
-
-def power_of_two(length: int) -> int:
-    """The next one, at least 16."""
-    return max(16, 1 << (length - 1).bit_length())
+        for done, new in zip(found, finished, strict=True):
+            done |= new
+        factor *= 2
+    return [
+        ([done[i][0] for i in numbers], [done[i][1] for i in numbers])
+        for numbers, done in zip(chosen, found, strict=True)
+    ]

@@ -112,12 +112,13 @@ def start(
     )
 
 
-def run(model, state: State, enough: Int[Array, ""] | int, **options) -> State:
-    """Decode until that many rows are done."""
+def run(step, state: State, enough: Int[Array, "*R"] | int) -> State:
+    """Decode until that many rows are done; of several trials, in every one of them.
+
+    `step` is `advance` with all but the state.
+    """
     return jax.lax.while_loop(
-        lambda state: state.rows.done.sum() < enough,
-        lambda state: advance(model, state, **options),
-        state,
+        lambda state: (state.rows.done.sum(-1) < enough).any(), step, state
     )
 
 

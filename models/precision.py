@@ -34,12 +34,17 @@ def compute_dtype(name: str | None) -> str:
 
 def merge(graph: nnx.GraphDef, params):
     """The model of a graph, with its parameters rounded to the type it computes in."""
+    return nnx.merge(graph, rounded(graph, params))
+
+
+def rounded(graph: nnx.GraphDef, params):
+    """Parameters in the type that the model of the graph computes in."""
     dtype = nnx.merge(graph, params).dtype
 
-    def rounded(x):
+    def one(x):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return nnx.merge(graph, jax.tree.map(rounded, params))
+    return jax.tree.map(one, params)
 
 
 SAVED = {

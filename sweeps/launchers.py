@@ -17,6 +17,7 @@ from configs.commandline import one_sentence
 from sweeps.optional import package
 from sweeps.plan import Group
 from sweeps.runner import ROOT, Runner, Stopped, Sweep
+from training import cluster
 from training.metrics import Progress, say
 
 RETRIES = 3  # of a task whose worker was lost
@@ -41,6 +42,7 @@ def command_of(sweep: Sweep, group: Group) -> list[str]:
         "run",
         f"--workdir={workdir}",
         f"--group={group.name}",
+        *cluster.arguments(),
     ]
 
 

@@ -28,6 +28,7 @@ IDENTITY = (
 WHERE = (
     *("--group=", "--shard=", "--launcher=", "--address=", "--resources="),
     *("--calibrate", "--nocalibrate", "--examples="),
+    *("--coordinator", "--num_processes=", "--process_id="),
 )
 
 

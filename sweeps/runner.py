@@ -120,6 +120,7 @@ class Runner:
 
     def __init__(self, sweep: Sweep, groups: list[Group] | None = None):
         self.sweep, self.started = sweep, time.time()
+        self.environments = devices()  # of the workers
         self.grows = groups is None and sweep.searches()
         self.left = list(sweep.groups if groups is None else groups)
         self.mine = list(self.left)
@@ -141,7 +142,7 @@ class Runner:
         self.sweep.collect()
         threads = [
             threading.Thread(target=self.work, args=(environment,))
-            for environment in devices()
+            for environment in self.environments
         ]
         for thread in threads:
             thread.start()
@@ -269,7 +270,7 @@ class Runner:
         with log.open("a") as file:
             file.write(f"$ {shlex.join(command)}\n")
             file.flush()
-            child = subprocess.Popen(
+            child = self.start(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -288,6 +289,10 @@ class Runner:
             raise Failed(said)
         if self.stop is not None or "the same command goes on from there" in said:
             raise Stopped
+
+    def start(self, command: list[str], **options) -> subprocess.Popen:
+        """Start a process of a group."""
+        return subprocess.Popen(command, **options)
 
     def fail(self, group: Group, error: str) -> None:
         """Report a group, and leave it."""

@@ -13,7 +13,7 @@ from flax import nnx
 
 from attention.cached import cached_attention
 from attention.reference import attend
-from models import decoding, decoding_search, decoding_step
+from models import decoding, decoding_search, decoding_step, decoding_stream
 from models.transformer import Transformer
 
 SHAPES = {
@@ -300,7 +300,7 @@ def test_a_narrower_state_goes_on_alike():
         )
 
     state = steps(state._replace(clock=jnp.array(clock), rows=rows))
-    narrow = decoding.keep(state, jnp.array([1, 0]), shape=(12, 16))
+    narrow = decoding_stream.keep_of_one(state, jnp.array([1, 0]), shape=(12, 16))
     assert narrow.cache[0][0].shape[-1] == 16 * 3
     for _ in range(2):
         state, narrow = steps(state), steps(narrow)
@@ -344,16 +344,40 @@ def test_trials_under_vmap():
         np.testing.assert_allclose(found.scores[trial], wanted.scores, rtol=1e-5)
 
 
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_all_trials_at_once_are_each_alone(beam_size):
+    graphs, params = zip(*(make(seed=seed) for seed in range(3)), strict=True)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    # More than the rows, not the same ones for each, and none for the last.
+    texts = sentences(5, 12, 1, 20, 3, 8, 9, 14, 30, 2, 6, 16, 17)
+    chosen = [list(range(13)), [12, 3, 8, 5, 0], []]
+    gates = {"decoder": jnp.ones((3, 2, 4)).at[1, 0, 1].set(0.0)}
+    options = {"beam_size": beam_size, "batch_size": 4 * beam_size}
+    found = decoding.translate_trials(
+        graphs[0], both, texts, chosen, head_gates=gates, **options
+    )
+    for trial, numbers in enumerate(chosen):
+        tokens, scores = decoding.translate(
+            graphs[0],
+            params[trial],
+            [texts[i] for i in numbers],
+            head_gates=jax.tree.map(lambda x, trial=trial: x[trial], gates),
+            **options,
+        )
+        assert found[trial][0] == tokens
+        np.testing.assert_allclose(found[trial][1], scores, rtol=1e-4)
+
+
 def test_a_bucket_compiles_once(monkeypatch):
     graph, params = make(seed=3)
     programs = []
 
     def spy(*arguments):
-        programs.append(program(*arguments))
+        programs.append(original(*arguments)[1])
         return programs[-1]
 
-    program = decoding.program
-    monkeypatch.setattr(decoding, "program", spy)
+    original = decoding.programs
+    monkeypatch.setattr(decoding, "programs", lambda *x: (original(*x)[0], spy(*x)))
     # The model never ends, so the caches of 32 and then of 64 slots are both met.
     for lengths in ((5,), (16,)):
         decoding.translate(graph, params, sentences(*lengths))
@@ -379,7 +403,8 @@ def test_finished_sentences_stop_the_loop():
     )
     options = {"beam_size": 1, "length_penalty": 0.0}
     options |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    state = decoding_step.run(model, state._replace(rows=rows), 2, **options)
+    step = partial(decoding_step.advance, model, **options)
+    state = decoding_step.run(step, state._replace(rows=rows), 2)
     assert int(state.clock) <= 4
     assert bool(state.rows.done.all())
 

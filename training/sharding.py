@@ -8,6 +8,7 @@ Every leaf of the state has the trial axis R in front. What the other axes divid
 told by `LETTERS`; the compiler derives the rest from it.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attention.merge import MERGE_RULES
 from attention.partition import MESH_AXES
+from attention.platform import platform
 
 AXES = tuple(MESH_AXES)  # trial, data, model
 SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
@@ -247,34 +249,69 @@ def fetch(tree):
     return jax.tree.map(np.asarray, to_all(tree))
 
 
-def trials_here(params, mesh: Mesh, trials):
-    """Yield the trials that this process can compute with on a device of its own.
+class Share(NamedTuple):
+    """What this process has of the work on a trial."""
+
+    trial: int
+    place: int  # among the processes that hold the trial
+    count: int  # of these
+
+
+def trials_here(params, mesh: Mesh):
+    """Yield the trials that this process can compute with on devices of its own.
+
+    Accelerators take all at once, each those that it holds; CPUs one after another. Of
+    the devices that hold a trial one computes.
 
     Args:
         params: leaves with the trial axis R in front.
         mesh: of `make_mesh`, the one set.
-        trials: which.
 
     Yields:
-        A trial's number, its parameters, the place of this process among those that
-        hold the trial, and how many these are. What is computed until the next one is
-        computed on the device of the parameters.
+        A Share of each of some trials, and their parameters. What is computed until the
+        next ones is computed on the devices of the parameters.
     """
-    if jax.process_count() == 1:
-        for trial in trials:
-            yield trial, one_of(params, trial), 0, 1
+    here, whole = jax.process_index(), params
+    if mesh.size > 1:
+        whole = jax.device_put(params, named(mesh, "trial"))
+    size = num_trials(params) // mesh.shape["trial"]  # of a part
+    shares, devices = [], []
+    for part in range(mesh.shape["trial"]):
+        holders = mesh.devices[part].ravel().tolist()
+        processes = sorted({device.process_index for device in holders})
+        if here in processes:
+            devices.append(next(d for d in holders if d.process_index == here))
+            of_part = processes.index(here), len(processes)
+            trials = range(part * size, (part + 1) * size)
+            shares.append([Share(trial, *of_part) for trial in trials])
+    if platform() != "cpu":
+        mesh = line(devices)
+        with jax.set_mesh(mesh):
+            yield sum(shares, []), jax.tree.map(partial(of_devices, mesh), whole)
         return
-    whole, here = jax.device_put(params, named(mesh, "trial")), jax.process_index()
-    for trial in trials:
-        part, index = divmod(trial, num_trials(params) // mesh.shape["trial"])
-        devices = mesh.devices[part].ravel().tolist()
-        holders = sorted({device.process_index for device in devices})
-        if here not in holders:
-            continue
-        device = next(d for d in devices if d.process_index == here)
-        with jax.set_mesh(Mesh(np.full((1, 1, 1), device), AXES)):
-            one = jax.tree.map(lambda x, d=device, i=index: shard(x, d)[i], whole)
-            yield trial, one, holders.index(here), len(holders)
+    for device, of_device in zip(devices, shares, strict=True):
+        with jax.set_mesh(line([device])):
+            for index, share in enumerate(of_device):
+                one = slice(index, index + 1)
+                yield (
+                    [share],
+                    jax.tree.map(lambda x, d=device, i=one: shard(x, d)[i], whole),
+                )
+
+
+def line(devices: list) -> Mesh:
+    """A mesh that divides trials alone."""
+    return Mesh(
+        np.array(devices).reshape(-1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3
+    )
+
+
+def of_devices(mesh: Mesh, array):
+    """What the devices of a `line` have of an array, as an array of theirs alone."""
+    parts = [shard(array, device) for device in mesh.devices.ravel()]
+    shape = (sum(map(len, parts)), *array.shape[1:])
+    where = named(mesh, "trial")
+    return jax.make_array_from_single_device_arrays(shape, where, parts)
 
 
 def one_of(tree, trial: int):

@@ -1,0 +1,100 @@
+"""A sweep whose groups are programs of two processes, as if each had its host."""
+
+import json
+import signal
+import time
+
+import pytest
+from sweep_cases import metrics, rows, start, started, sweep
+
+from sweeps.store import locked
+from tests.processes import free_address
+
+
+def leads(workdir, process):
+    """Whether somebody leads the sweep, so that the next one follows."""
+    assert process.poll() is None
+    if not (workdir / ".all.leader").exists():
+        return False
+    with locked(workdir / ".all.leader", wait=False) as lead:
+        return lead is None
+
+
+@pytest.fixture
+def pair(tmp_path, corpus):
+    """Starts the sweep in two processes, of which the first leads."""
+    begun = []
+
+    def begin():
+        address = free_address()
+        both = []
+        for index in range(2):
+            flags = [f"--coordinator={address}", "--num_processes=2"]
+            command = sweep("run", tmp_path / "sweep", corpus, *flags)
+            both.append(start([*command, f"--process_id={index}"]))
+            while index == 0 and not leads(tmp_path / "sweep", both[0]):
+                time.sleep(0.2)
+        begun.extend(both)
+        return both
+
+    yield begin
+    for process in begun:
+        process.kill()
+
+
+def ended(both, codes):
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == codes, "\n".join(said)
+    return said
+
+
+def test_two_hosts_run_a_sweep_as_one_does(pair, undisturbed, tmp_path):
+    first, second = ended(pair(), [0, 0])
+    assert "All is done" in first and "All is done" in second
+    assert "this one follows" in second and "this one follows" not in first
+    folder = tmp_path / "sweep"
+    assert started(folder) == started(undisturbed)
+    for path in folder.glob("groups/*/run.json"):
+        assert json.loads(path.read_text())["processes"] == 2
+    ours, theirs = metrics(folder), metrics(undisturbed)
+    assert ours.keys() == theirs.keys()
+    for name, found in ours.items():
+        for here, there in zip(found, theirs[name], strict=True):
+            assert here[:2] == there[:2]
+            assert here[2:] == pytest.approx(there[2:], rel=1e-4)
+    columns = ("id", "arm", "seed", "status", "steps", "test_bleu", "test_chrf")
+    here, there = (
+        [tuple(row[c] for c in columns) for row in rows(f)]
+        for f in (folder, undisturbed)
+    )
+    assert here == there
+
+
+def test_hosts_that_stop_or_are_killed_go_on(pair, undisturbed, tmp_path):
+    def wait_for_steps(more_than):
+        while (steps := sum(map(len, metrics(tmp_path / "sweep").values()))) <= (
+            more_than
+        ):
+            assert all(process.poll() is None for process in both)
+            time.sleep(0.1)
+        return steps
+
+    both = pair()
+    steps = wait_for_steps(0)
+    both[1].send_signal(signal.SIGTERM)
+    first, second = ended(both, [1, 1])
+    assert "the same command goes on" in first and "SIGTERM" in second
+
+    both = pair()
+    wait_for_steps(steps)
+    both[0].kill()  # train.py, which it started, goes on
+    _, second = ended(both, [-signal.SIGKILL, 1])
+    assert "The process that leads the sweep has ended" in second
+
+    ended(pair(), [0, 0])
+    found = rows(tmp_path / "sweep")
+    assert [(r["status"], r["steps"]) for r in found] == [("done", 60)] * 4
+    for name, lines in metrics(tmp_path / "sweep").items():
+        assert [line[:2] for line in lines] == [
+            line[:2] for line in metrics(undisturbed)[name]
+        ]

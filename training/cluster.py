@@ -1,0 +1,30 @@
+"""The flags of a run of several processes, alike in train.py, eval.py and sweep.py."""
+
+from absl import flags
+
+COORDINATOR = flags.DEFINE_string(
+    "coordinator",
+    None,
+    "HOST:PORT of process 0, where several processes make one run; auto: as Slurm, "
+    "Open MPI, Kubernetes or a TPU pod tells.",
+)
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Those of the run.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "This one's, from 0 on.")
+COORDINATOR_TIMEOUT = flags.DEFINE_integer(
+    "coordinator_timeout", 300, "Seconds in which all processes must have come.", 1
+)
+
+
+FLAGS = COORDINATOR, NUM_PROCESSES, PROCESS_ID, COORDINATOR_TIMEOUT
+
+
+def connect() -> None:
+    """Meet the other processes as the flags say, see `training.hosts.connect`."""
+    from training import hosts
+
+    hosts.connect(*(flag.value for flag in FLAGS))
+
+
+def arguments() -> list[str]:
+    """The flags that were given, for another script that this process starts."""
+    return [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
