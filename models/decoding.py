@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -23,7 +24,7 @@ from models import precision
 from models.checks import check_gates
 from models.decoding_search import complete
 from models.decoding_step import Rows, State, advance, empty, run, start
-from models.decoding_stream import OF_TRIALS, power_of_two, slots, stream
+from models.decoding_stream import OF_TRIALS, on_each, power_of_two, slots, stream
 from models.transformer import Transformer
 
 
@@ -111,10 +112,16 @@ def programs(graph, structure, options):
     Looked up once a translation: to hash a graph takes a millisecond, a step two.
     """
     fixed = {"graph": graph, "structure": structure, "options": dict(options)}
-    return (
-        jax.jit(partial(idle, **fixed), static_argnames=("shape", "max_length")),
-        jax.jit(partial(serve, **fixed), donate_argnames="state"),
-    )
+
+    @partial(jax.jit, static_argnames=("shape", "max_length"))
+    def begin(leaves, **sizes):
+        return on_each(partial(idle, **fixed, **sizes))(leaves)
+
+    @partial(jax.jit, donate_argnums=0)
+    def go_on(state, *arguments):
+        return on_each(partial(serve, **fixed))(state, *arguments)
+
+    return begin, go_on
 
 
 def idle(leaves, *, graph, structure, options, shape, max_length) -> State:
@@ -127,14 +134,15 @@ def idle(leaves, *, graph, structure, options, shape, max_length) -> State:
         sizes = {"max_length": max_length, "beam_size": options["beam_size"]}
         return empty(model, source, keys, **sizes)
 
-    return jax.vmap(one, out_axes=OF_TRIALS)(leaves)
+    state = jax.vmap(one, out_axes=OF_TRIALS)(leaves)
+    return state._replace(clock=state.clock[None])
 
 
 def serve(
+    state: State,
     leaves,
     head_gates,
-    seed,
-    state: State,
+    seeds: Int[Array, "R"],
     source: Int[Array, "R E S"],
     numbers: Int[Array, "R E"],
     limits: Int[Array, "R E"],
@@ -147,17 +155,18 @@ def serve(
 ) -> tuple[State, Decoded, Bool[Array, "R B"], Int[Array, "R B"]]:
     """Begin new sentences in rows that are done; decode until enough rows are.
 
-    All trials decode in step, and each until it has enough rows. Gives the state, its
-    best hypotheses, what rows are done, and their tokens so far.
+    All trials of a device decode in step, and each until it has enough rows. Gives the
+    state, its best hypotheses, what rows are done, and their tokens so far.
     """
-    arrays = leaves, head_gates, state, source, numbers, limits, places, enough
+    state = state._replace(clock=state.clock[0])
+    arrays = leaves, head_gates, state, seeds, source, numbers, limits, places, enough
     if alone := len(enough) == 1:  # of an axis of 1 XLA makes slower programs
         arrays = jax.tree.map(lambda x: x[0] if x.ndim else x, arrays)
     leaves, head_gates, state, *sentences, enough = arrays
     each = _as_it_is if alone else jax.vmap
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
 
-    def begin(params, head_gates, rows, source, numbers, limits, places):
+    def begin(params, head_gates, rows, seed, source, numbers, limits, places):
         model = nnx.merge(graph, params)
         check_gates(head_gates, model.head_gates())
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
@@ -182,7 +191,8 @@ def serve(
     results = state, each(decoded)(rows), rows.done, state.clock - rows.begin
     if alone:
         results = jax.tree.map(lambda x: x[None] if x.ndim else x, results)
-    return results
+    state, *found = results
+    return state._replace(clock=state.clock[None]), *found
 
 
 def _as_it_is(function, *axes):
@@ -262,7 +272,11 @@ def translate_trials(
     # At the end of many, one row alone saves less than it takes to compile.
     smallest = 1 if max(map(len, chosen)) <= 16 else 16
     sizes = sorted({min(size, most) for size in (smallest, 16, most)})
-    begin, serve = programs(graph, structure, tuple(options.items()))
+    seeds = np.full(len(chosen), seed, np.int32)
+    begin, go_on = programs(graph, structure, tuple(options.items()))
+
+    def step(state, *arrays):
+        return go_on(state, leaves, head_gates, seeds, *arrays)
 
     found: list[dict] = [{} for _ in chosen]
     # A translation is seldom longer than twice its source. Those that are come back
@@ -279,7 +293,7 @@ def translate_trials(
         room = partial(slots, factor=factor, longest=longest)
         finished = stream(
             partial(begin, leaves),
-            partial(serve, leaves, head_gates, seed),
+            step,
             *(sentences, limits, waiting, sizes, room),
         )
         for done, new in zip(found, finished, strict=True):

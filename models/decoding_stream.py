@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from models.decoding_step import State
@@ -13,7 +14,18 @@ from models.decoding_step import State
 OF_TRIALS = State(clock=None, rows=0, cache=0)  # which leaves have the trial axis R
 
 
-def stream(begin, serve, sentences, limits, waiting, sizes, room) -> list[dict]:
+def on_each(function):
+    """Let every device call it for the trials that it holds, on its own.
+
+    All arrays have the trial axis R in front, but the clock of a `State`: one a device.
+    """
+    if dict(jax.sharding.get_abstract_mesh().shape).get("trial", 1) == 1:
+        return function
+    parts = PartitionSpec("trial")
+    return jax.shard_map(function, in_specs=parts, out_specs=parts, check_vma=False)
+
+
+def stream(begin, step, sentences, limits, waiting, sizes, room) -> list[dict]:
     """The (tokens, score) by number of each trial's sentences.
 
     They are taken from the end of those waiting; those that do not fit the cache are
@@ -59,7 +71,7 @@ def stream(begin, serve, sentences, limits, waiting, sizes, room) -> list[dict]:
                 running[r][row] = number
             if waiting[r]:
                 enough[r] = len(free[r]) or E
-        state, *out = serve(state, source, numbers, bounds, places, enough)
+        state, *out = step(state, source, numbers, bounds, places, enough)
         (tokens, scores, ended), done, age = jax.device_get(out)
         for r in range(R):
             for row in [row for row in running[r] if done[r, row]]:
@@ -92,8 +104,14 @@ def at_least(count, sizes):
 @partial(jax.jit, static_argnames="shape")
 def keep(state: State, rows: Int[Array, "R B"], *, shape: tuple[int, int]) -> State:
     """The given rows of every trial, in fewer and narrower; `shape` is S L."""
-    one = partial(keep_of_one, shape=shape)
-    return jax.vmap(one, (OF_TRIALS, 0), OF_TRIALS)(state, rows)
+
+    def keep_here(state, rows):
+        state = state._replace(clock=state.clock[0])
+        one = partial(keep_of_one, shape=shape)
+        state = jax.vmap(one, (OF_TRIALS, 0), OF_TRIALS)(state, rows)
+        return state._replace(clock=state.clock[None])
+
+    return on_each(keep_here)(state, rows)
 
 
 def keep_of_one(state, rows, *, shape):

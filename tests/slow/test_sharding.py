@@ -19,10 +19,10 @@ RUNS = [
 ]
 
 
-def start(devices, runs, *hosts):
+def start(devices, runs, *hosts, module="sharded_steps"):
     """A process that trains a few steps on so many devices."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.sharded_steps", json.dumps(runs), *hosts],
+        [sys.executable, "-m", f"tests.{module}", json.dumps(runs), *hosts],
         cwd=ROOT,
         env=with_devices(devices, FAST),
         stdout=subprocess.PIPE,
@@ -64,6 +64,17 @@ def test_eight_devices_compute_what_one_does(eight):
     specs_of_state = [" ".join(other["specs"]) for other in others]
     assert "'data'" in specs_of_state[0] and "'model'" in specs_of_state[0]
     assert "'data'" in specs_of_state[1] and "'model'" not in specs_of_state[1]
+
+
+def test_any_mesh_translates_as_one_device_does():
+    """A trial after the other, as on CPUs, and all in step, as on accelerators."""
+    meshes = [{"trial": 1, "data": 1}, {"trial": 4, "data": 2}, {"trial": 2, "data": 2}]
+    shapes = [mesh | {"model": 1} for mesh in meshes]
+    printed = found(start(8, shapes, module="sharded_decoding"))
+    one, *others = printed["translations"]
+    assert len({str(translation) for trial in one for translation in trial}) > 10
+    assert len(others) == 5 and all(other == one for other in others)
+    assert printed["moved"] == {}, "each device decodes on its own"
 
 
 class Device:

@@ -1,0 +1,67 @@
+"""Prints translations on meshes of 8 CPU devices, for test_sharding.py.
+
+Each mesh decodes as CPUs do, a trial after the other, and as accelerators do.
+"""
+
+import json
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from analysis.evaluation import translations
+from models.decoding import programs
+from models.decoding_search import complete
+from models.transformer import Transformer
+from training import sharding
+from training.dry_run import collectives
+
+
+def main():
+    settings = {"width": 16, "mlp_dim": 24, "dropout": 0.0}
+    settings |= {"positions": "sinusoidal", "norm": "pre"}
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    build = partial(Transformer, 40, **settings, **layers, attention={"num_heads": 2})
+    graph = nnx.split(build(rngs=nnx.Rngs(0)))[0]
+    every = [nnx.split(build(rngs=nnx.Rngs(seed)))[1] for seed in range(4)]
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+    params["embedding"][...] *= 4.0  # or every token is followed by the same
+    gates = {"cross": np.ones((4, 1, 2), np.float32)}
+    gates["cross"][2, 0, 1] = 0.0
+    rng = np.random.default_rng(0)
+    sources = [[*rng.integers(3, 40, n).tolist(), 2] for n in (3, 8, 5, 2, 7)]
+    own_platform, found = sharding.platform, []
+    for shape in json.loads(sys.argv[1]):
+        devices = jax.devices()[: int(np.prod(list(shape.values())))]
+        mesh = sharding.make_mesh(shape, 4, 8, devices)
+        placed = jax.device_put(params, sharding.named(mesh, "trial"))
+        for platform in (own_platform, lambda: "gpu"):
+            sharding.platform = platform
+            with jax.set_mesh(mesh):
+                of_trials = translations(
+                    graph, placed, gates, sources, [0, 2, 3], beam_size=2
+                )
+            found.append([of_trials[trial] for trial in (0, 2, 3)])
+    print(json.dumps({"translations": found, "moved": moved(graph, params)}))
+
+
+def moved(graph, params):
+    """The collectives of a program that decodes four trials on four devices."""
+    mesh = sharding.line(jax.devices()[:4])
+    params = jax.device_put(params, sharding.named(mesh, "trial"))
+    leaves, structure = jax.tree.flatten(params)
+    options = tuple(complete(beam_size=2).items())
+    with jax.set_mesh(mesh):
+        begin, go_on = programs(graph, structure, options)
+        state = begin(leaves, shape=(4, 16), max_length=32)
+        of_trials, of_rows = np.zeros(4, np.int32), np.zeros((4, 4), np.int32)
+        source = np.zeros((4, 4, 16), np.int32)
+        arrays = leaves, None, of_trials, source, *[of_rows] * 3, of_trials
+        return collectives(go_on.lower(state, *arrays).compile().as_text())
+
+
+if __name__ == "__main__":
+    main()
