@@ -39,13 +39,15 @@ def run(sweep: Sweep, groups, part: str, process: str, arguments) -> list[dict]:
         Stopped: by a signal, here or where the sweep is led.
     """
     where = Place(*(sweep.workdir / f".{part}.{x}" for x in ("leader", "order.json")))
-    with locked(where.leader, wait=False) as lead:
-        if lead is not None:
-            write_json(where.order, None)
-            leader = Leader(sweep, groups, where, arguments)
-            rows = leader.run()
-            leader.order("end")
-            return rows
+    for _ in range(3):  # a follower may hold the lock to see whether it is led
+        with locked(where.leader, wait=False) as lead:
+            if lead is not None:
+                write_json(where.order, None)
+                leader = Leader(sweep, groups, where, arguments)
+                rows = leader.run()
+                leader.order("end")
+                return rows
+        time.sleep(WAIT)
     follow(where, sweep.workdir / f".{socket.gethostname()}.{process}", arguments)
     return sweep.extended(propose=False).collect()
 

@@ -154,6 +154,8 @@ class Runner:
         if self.errors:
             raise self.errors[0]
         rows = self.sweep.collect()
+        if self.stop is None and self.left:
+            self.stop = "A training process was told to stop"
         if self.stop is not None:
             raise Stopped(self.stop)
         return rows
