@@ -1,0 +1,48 @@
+"""Decoding of many trials at once through the compilers for TPUs and an H200."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.decoding import programs
+from models.decoding_search import complete
+from models.transformer import Transformer
+from training import dry_run, sharding, targets
+
+R, B, S, L = 8, 16, 16, 32
+SIZES = {"width": 64, "mlp_dim": 128, "num_encoder_layers": 1, "num_decoder_layers": 1}
+
+
+@pytest.mark.parametrize("beam_size", [1, 5])
+@pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
+def test_chips_decode_their_trials_without_communication(target, beam_size):
+    mesh = sharding.line(targets.devices(target).ravel())
+    on_trial = sharding.named(mesh, "trial")
+
+    def of_trials(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((R, *x.shape), x.dtype, sharding=on_trial),
+            tree,
+        )
+
+    def integers(*shape):
+        return of_trials(jax.ShapeDtypeStruct(shape, np.int32))
+
+    model = partial(Transformer, 1000, **SIZES, dropout=0.0, norm="post")
+    model = partial(model, positions="sinusoidal", attention={"num_heads": 4})
+    platform = "tpu" if target[0] == "v" else "cuda"
+    with jax.set_mesh(mesh):
+        graph, params = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
+        leaves, structure = jax.tree.flatten(params)
+        leaves = of_trials(leaves)
+        options = tuple(complete(beam_size=beam_size).items())
+        begin, go_on = programs(graph, structure, options)
+        state = jax.eval_shape(partial(begin, shape=(B, S), max_length=L), leaves)
+        state = dry_run.abstract(state, jax.tree.map(lambda _: on_trial, state))
+        arguments = integers(B, S), *[integers(B)] * 3, integers()
+        traced = go_on.trace(state, leaves, None, integers(), *arguments)
+        program = traced.lower(lowering_platforms=(platform,)).compile()
+    assert dry_run.collectives(program.as_text()) == {}
