@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -174,7 +175,12 @@ class Transformer(nnx.Module):
         """
         embedding = self.source_embedding if is_source else None
         embedding = self.embedding if embedding is None else embedding
-        x = embedding[...][tokens] * self.scale
+        table = embedding[...]
+        if is_source:
+            # or XLA makes one list of the gradients of both sides' tokens, and moves
+            # tokens between devices for it
+            table = jax.lax.optimization_barrier(table)
+        x = table[tokens] * self.scale
         if self.positions in SINUSOIDAL:
             table = sinusoidal(num_positions, self.width, self.positions)
             x = x + jnp.asarray(table, x.dtype)[positions]
