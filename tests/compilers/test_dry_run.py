@@ -1,6 +1,7 @@
 """Whole training steps through the TPU's and the GPU's compilers, as --dry_run does."""
 
 import importlib
+import os
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from training.trials import numbers
 
 NOT_TRAINED = ("__init__", "ablations", "base", "commandline", "presets")
 FOLDER = Path(__file__).parents[2] / "configs"
+PODS = ("v5e:16x16", "v6e:16x16")
 EXPERIMENTS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(NOT_TRAINED))
 
 
@@ -27,10 +29,12 @@ def compile_fast():
 def planned(name, target, seeds=1, **mesh):
     """The plan of configs/NAME.py with one layer a stack, for whole ones take minutes.
 
-    Layers repeat: they add memory, and communicate as the first does.
+    Layers repeat: they add memory, and communicate as the first does. With WHOLE=1 in
+    the environment they all are compiled.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
-    config.model.num_encoder_layers = config.model.num_decoder_layers = 1
+    if "WHOLE" not in os.environ:
+        config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     config.mesh.update(mesh)
     arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
     return dry_run.plan(config, arrays, target, lambda B, S, T: 6e6 * B * T)
@@ -54,15 +58,17 @@ def test_data_parallelism_adds_up_gradients_alone(name):
     assert adds_up_gradients_alone(plan)
 
 
-def test_seeds_of_a_large_config_share_a_pod():
-    plan = planned("wmt14", "v5e:16x16", seeds=16)
+@pytest.mark.parametrize("pod", PODS)
+def test_seeds_of_a_large_config_share_a_pod(pod):
+    plan = planned("wmt14", pod, seeds=16)
     assert plan.fits and plan.mesh == {"trial": 16, "data": 16, "model": 1}
     assert adds_up_gradients_alone(plan)
 
 
+@pytest.mark.parametrize("pod", PODS)
 @pytest.mark.parametrize("name", ["numbers", "multi30k"])
-def test_trials_on_a_pod_need_no_communication(name):
-    plan = planned(name, "v6e:16x16", seeds=256)
+def test_trials_on_a_pod_need_no_communication(name, pod):
+    plan = planned(name, pod, seeds=256)
     assert plan.fits and plan.mesh == {"trial": 256, "data": 1, "model": 1}
     assert plan.collectives == {} and plan.num_trials == 1
 
