@@ -97,6 +97,7 @@ def main():
         with one_sentence(), hosts.given_up():
             cluster.connect()
             trained = load(Path(WORKDIR.value), CHECKPOINT.value)
+            trial_of(trained)  # or it would be refused after all was decoded
             options = decoding_options()
             if TRANSLATE.value:
                 translate_lines(trained, options)

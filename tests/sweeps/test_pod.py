@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from sweep_cases import metrics, rows, start, started, sweep
+from sweep_cases import finish, metrics, rows, start, started, sweep
 
 from sweeps.store import locked
 from tests.processes import free_address
@@ -101,3 +101,9 @@ def test_hosts_that_stop_or_are_killed_go_on(pair, undisturbed, tmp_path):
         assert [line[:2] for line in lines] == [
             line[:2] for line in metrics(undisturbed)[name]
         ]
+
+
+def test_a_ray_task_is_not_several_hosts(tmp_path, corpus):
+    flags = ("--launcher=ray", "--coordinator=auto")
+    said = finish(sweep("run", tmp_path / "sweep", corpus, *flags), code=2)
+    assert "A Ray task is one process" in said.splitlines()[-1]
