@@ -2,8 +2,10 @@
 
 PYTHON ?= python3
 RUN = .venv/bin/python
-# Tests compile more than they compute: LLVM's optimisations cost more than they gain.
-QUICK = JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0
+# Tests compile more than they compute: LLVM's optimisations, emitters of fusions and
+# programs cut up for threads cost more than they gain.
+QUICK = JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 \
+  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 .PHONY: demo test lint test-slow test-sweeps test-faults test-peers test-compilers clean
 

@@ -82,7 +82,9 @@ def batch(texts, S=None):
     return tuple(map(jnp.asarray, (source, (source > 0).astype(np.int32), positions)))
 
 
-SHORTEST = 16  # what the uncached model is given, so that it is compiled seldom
+def padded(lengths):
+    """Tokens that the uncached model is given, so that it is compiled seldom."""
+    return decoding_stream.power_of_two(max(lengths))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -99,7 +101,7 @@ def inputs_of(text, targets):
         for side, texts in rows.items()
         for name, array in zip(
             ("", "_segments", "_positions"),
-            batch(texts, max(SHORTEST, *map(len, texts))),
+            batch(texts, padded(map(len, texts))),
             strict=True,
         )
     }

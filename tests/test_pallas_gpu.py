@@ -233,12 +233,26 @@ def test_visits_are_exact(T, S, queries, keys, causal, window, cut, pack, seed):
         query_ids, key_ids = packed(seed, 2, T), packed(seed + 1, 2, S)
         structure["query_segment_ids"] = query_ids
         structure["key_value_segment_ids"] = key_ids
-    dense = masks.dense(T, S, **structure)
+    static = {name: x for name, x in structure.items() if not isinstance(x, jax.Array)}
+    ends = {}  # of the loops over whole blocks: no arrays
+
+    @jax.jit
+    def compiled(arrays):
+        both = static | arrays
+        found = []
+        for by_key in (False, True):
+            bounds, *ends[by_key] = visits(
+                T, S, Tiles(queries, keys, 4, 1), by_key=by_key, **both
+            )
+            found.append(bounds)
+        return masks.dense(T, S, **both), found
+
+    dense, found = compiled(
+        {name: x for name, x in structure.items() if name not in static}
+    )
     dense = np.broadcast_to(True if dense is None else dense, (2, 1, T, S))[:, 0]
-    for by_key in (False, True):
-        bounds, head, tail = visits(
-            T, S, Tiles(queries, keys, 4, 1), by_key=by_key, **structure
-        )
+    for by_key, bounds in enumerate(found):
+        head, tail = ends[by_key]
         bounds = np.broadcast_to(bounds, (2, *bounds.shape[1:]))
         for b, i in np.ndindex(bounds.shape[:2]):
             start, whole_start, whole_stop, stop = bounds[b, i]

@@ -13,7 +13,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
+from data import numbers
+from sweeps.store import locked
 from training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,13 +74,42 @@ def rows(workdir):
     return [json.loads(line) for line in lines]
 
 
+def write_corpus(folder, source, target, held_out=None):
+    """Its val is the beginning of its train."""
+    folder.mkdir(exist_ok=True)
+    for language, texts in (("en", source), ("de", target)):
+        lines = [f"{text}\n" for text in texts]
+        (folder / f"train.{language}").write_text("".join(lines))
+        (folder / f"val.{language}").write_text("".join(lines[:held_out]))
+    return {"data.name": "text", "data.directory": folder}
+
+
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """The workdir of an undisturbed run of two trials."""
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    ran = run(train_command(workdir))
-    assert ran.returncode == 0, ran.stderr
-    return workdir
+def shared(tmp_path_factory, worker_id):
+    """The folder that all workers of this session of tests have."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session")
+def little(shared):
+    """Overrides of a corpus that is read and translated in no time."""
+    with locked(shared / "little.lock"):
+        if not (shared / "little").exists():
+            texts = (numbers.phrases(range(2000), name) for name in ("en", "de"))
+            write_corpus(shared / "little", *texts, held_out=200)
+    return {"data.name": "text", "data.directory": shared / "little"}
+
+
+@pytest.fixture(scope="session")
+def trained(shared, little, tmp_path_factory):
+    """The workdir of an undisturbed run of two trials: a copy, each worker's own."""
+    first = shared / "trained"
+    with locked(shared / "trained.lock"):
+        if not (first / "checkpoints" / "60").exists():
+            ran = run(train_command(first, **little))
+            assert ran.returncode == 0, ran.stderr
+    return shutil.copytree(first, tmp_path_factory.mktemp("trained") / "run")
 
 
 def wait_for_step(process, workdir, step):
@@ -89,14 +122,14 @@ def wait_for_step(process, workdir, step):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stopped_run_ends_as_an_undisturbed_one(trained, tmp_path, number):
+def test_a_stopped_run_ends_as_an_undisturbed_one(trained, little, tmp_path, number):
     """Stopped at random moments, started again: the same bits, the same metrics."""
     seed = random.randrange(10**6)
     generator = random.Random(seed)
     workdir = tmp_path / "run"
     for step in (generator.randrange(1, 25), generator.randrange(25, 55)):
         process = subprocess.Popen(
-            train_command(workdir),
+            train_command(workdir, **little),
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -109,7 +142,7 @@ def test_a_stopped_run_ends_as_an_undisturbed_one(trained, tmp_path, number):
         if number == signal.SIGTERM:
             assert process.returncode == 0, said
             assert "SIGTERM: saved step" in said
-    ran = run(train_command(workdir))
+    ran = run(train_command(workdir, **little))
     assert ran.returncode == 0, ran.stderr
     assert final(workdir) == final(trained), f"random seed {seed}"
     compared = ("step", "trial", "loss", "gradient_norm", "learning_rate", "dev_loss")
@@ -133,15 +166,15 @@ def test_what_a_run_leaves(trained):
     assert all(row["target_fill"] > 0.9 for row in rows(trained) if "loss" in row)
 
 
-def test_a_finished_run_stays_as_it_is(trained):
+def test_a_finished_run_stays_as_it_is(trained, little):
     before = final(trained)
-    ran = run(train_command(trained))
+    ran = run(train_command(trained, **little))
     assert ran.returncode == 0 and "trained already" in ran.stderr
     assert final(trained) == before
 
 
-def test_a_workdir_of_another_config_is_refused(trained):
-    ran = run(train_command(trained, **{"model.width": 32}))
+def test_a_workdir_of_another_config_is_refused(trained, little):
+    ran = run(train_command(trained, **little, **{"model.width": 32}))
     refused(ran, "holds a run of another config", "model.width (there 16, now 32)")
 
 
@@ -197,14 +230,6 @@ def test_missing_flags_and_words_are_named():
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
 
 
-def write_corpus(folder, source, target):
-    folder.mkdir(exist_ok=True)
-    for split in ("train", "val"):
-        (folder / f"{split}.en").write_text("".join(f"{s}\n" for s in source))
-        (folder / f"{split}.de").write_text("".join(f"{t}\n" for t in target))
-    return {"data.name": "text", "data.directory": folder}
-
-
 @pytest.mark.parametrize(
     "source, target, parts",
     [
@@ -223,8 +248,9 @@ def test_a_missing_folder_is_named(tmp_path):
     refused(run(train_command(tmp_path / "run", **overrides)), str(tmp_path / "none"))
 
 
-def test_a_diverging_run_names_its_step(tmp_path):
-    args = train_command(tmp_path / "run", **{"optimizer.learning_rate": 1e30})
+def test_a_diverging_run_names_its_step(little, tmp_path):
+    overrides = little | {"optimizer.learning_rate": 1e30}
+    args = train_command(tmp_path / "run", **overrides)
     for _ in range(2):  # once more: what diverged is kept
         sentence = refused(run(args), "stopped being finite in all 2 trials")
         assert "learning_rate" in sentence
@@ -255,11 +281,13 @@ def limited(args, size):
     return [sys.executable, "-c", program, *args]
 
 
-def test_a_full_disk_stops_the_run_with_the_checkpoint_before_intact(trained, tmp_path):
+def test_a_full_disk_stops_the_run_with_the_checkpoint_before_intact(
+    trained, little, tmp_path
+):
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
 
-    longer = train_command(workdir, **{"train.num_steps": 80})
+    longer = train_command(workdir, **little, **{"train.num_steps": 80})
     metrics = (workdir / "metrics.jsonl").stat().st_size
     refused(run(limited(longer, metrics)), "metrics.jsonl can't be written")
     assert final(workdir) == final(trained)
@@ -321,19 +349,34 @@ def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
     assert ran.stdout.split("\n") == [first[1], "", "", second[1], ""], ran.stderr
 
 
-def test_evaluating_by_every_checkpoint(trained):
+@pytest.fixture
+def evaluated(capfd, monkeypatch):
+    """eval.py in this process, for it to trace once; what it prints and says."""
+    script = importlib.import_module("eval")
+    for module, name in ((script.platform, "setup"), (script, "show_log")):
+        monkeypatch.setattr(module, name, lambda: None)  # these change the process
+
+    def evaluate(**options):
+        with flagsaver.flagsaver():
+            flags.FLAGS(command("eval.py", **options)[1:])
+            script.main()
+        return capfd.readouterr()
+
+    return evaluate
+
+
+def test_evaluating_by_every_checkpoint(trained, evaluated):
     steps = {}
     for which in ("best", "last", "average"):
         args = {"split": "val", "checkpoint": which, "beam_size": 1}
-        ran = run(command("eval.py", workdir=trained, **args))
-        assert ran.returncode == 0, ran.stderr
+        ran = evaluated(workdir=trained, **args)
         found = json.loads((trained / "result-val.json").read_text())
         assert [(row["trial"], row["seed"]) for row in found] == [(0, 0), (1, 1)]
         assert {row["checkpoint"] for row in found} == {which}
-        assert "mean ± sd of 2" in " ".join(ran.stdout.split())
+        assert "mean ± sd of 2" in " ".join(ran.out.split())
         (steps[which],) = {row["step"] for row in found}
         if which == "average":
-            assert "Averaged 5 checkpoints" in ran.stderr
+            assert "Averaged 5 checkpoints" in ran.err
     assert steps == {"best": 60, "last": 60, "average": 60}
 
 
@@ -348,10 +391,7 @@ def test_bad_input_to_eval_is_named(trained, tmp_path):
     )
     assert ran.returncode == 2 and b"Line 2 of the input is not UTF-8" in ran.stderr
     unscored = tmp_path / "unscored"
-    process = subprocess.Popen(train_command(unscored), cwd=ROOT)
-    wait_for_step(process, unscored, 20)
-    process.terminate()
-    process.wait()
+    shutil.copytree(trained, unscored, ignore=shutil.ignore_patterns("60"))
     refused(run(command("eval.py", workdir=unscored, split="val")), "--checkpoint=last")
     empty = tmp_path / "empty"
     shutil.copytree(trained, empty, ignore=shutil.ignore_patterns("[0-9]*"))
