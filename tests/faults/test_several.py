@@ -107,6 +107,15 @@ def test_two_processes_train_as_one_does(alone, two):
     }
 
 
+def test_four_processes_share_trials_and_rows(settings, alone, tmp_path):
+    workdir = tmp_path / "run"
+    said = ended(start(workdir, 4, **settings))
+    assert "4 processes with 4 devices" in said[0]
+    same_training(workdir, alone)
+    recorded = json.loads((workdir / "run.json").read_text())
+    assert recorded["mesh"] == {"trial": 2, "data": 2, "model": 1}
+
+
 def test_a_checkpoint_goes_on_with_other_processes(settings, alone, two, tmp_path):
     """From two to one, and from one to two of four devices with all three axes."""
     longer = settings | {"train.num_steps": STEPS + 4}
