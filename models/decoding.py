@@ -11,6 +11,7 @@ of token ids in, lists out. All are made of the same parts: `start` encodes sent
 """
 
 import itertools
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -23,8 +24,25 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from models import precision
 from models.checks import check_gates
 from models.decoding_search import complete
-from models.decoding_step import Rows, State, advance, empty, run, start
-from models.decoding_stream import OF_TRIALS, on_each, power_of_two, slots, stream
+from models.decoding_step import (
+    Encoded,
+    Rows,
+    State,
+    advance,
+    empty,
+    encode,
+    run,
+    start,
+)
+from models.decoding_stream import (
+    OF_TRIALS,
+    fill,
+    lanes,
+    on_each,
+    over_trials,
+    power_of_two,
+    slots,
+)
 from models.transformer import Transformer
 
 
@@ -87,8 +105,8 @@ def decode(
     if limits is None:
         limits = jnp.full(B, L)
     state = empty(model, source, keys, max_length=L, beam_size=beam_size)
-    sentences = source, segments, positions, keys, limits
-    rows = start(model, *sentences, 0, head_gates, max_length=L, beam_size=beam_size)
+    encoded = encode(model, source, segments, positions, head_gates)
+    rows = start(encoded, keys, limits, 0, max_length=L, beam_size=beam_size)
     state = state._replace(rows=rows)
     step = partial(advance, model, head_gates=head_gates, **options)
     return decoded(run(step, state, B).rows)
@@ -105,98 +123,100 @@ def decoded(rows: Rows) -> Decoded:
     return Decoded(tokens, rows.best_score, rows.best_length > 0)
 
 
+class Programs(NamedTuple):
+    """How a model decodes many sentences; compiled for every shape they meet."""
+
+    idle: Callable  # (leaves, shape=(B, S), max_length=L) -> State
+    encode: Callable  # (leaves, head_gates, source) -> Encoded
+    go_on: Callable  # (state, leaves, head_gates, enough) -> State and what is done
+
+
 @lru_cache(maxsize=64)
-def programs(graph, structure, options):
-    """`idle` and `serve` of a model, compiled for every shape they meet.
+def programs(graph, structure, options) -> Programs:
+    """Those of a model of any parameters, for the options of a search.
 
     Looked up once a translation: to hash a graph takes a millisecond, a step two.
     """
-    fixed = {"graph": graph, "structure": structure, "options": dict(options)}
+    fixed = {"graph": graph, "structure": structure}
+    options = dict(options)
 
     @partial(jax.jit, static_argnames=("shape", "max_length"))
     def begin(leaves, **sizes):
+        sizes["beam_size"] = options["beam_size"]
         return on_each(partial(idle, **fixed, **sizes))(leaves)
 
+    @jax.jit
+    def encode_all(*arrays):
+        return on_each(partial(read, **fixed))(*arrays)
+
     @partial(jax.jit, donate_argnums=0)
-    def go_on(state, *arguments):
-        return on_each(partial(serve, **fixed))(state, *arguments)
+    def continued(*arrays):
+        return on_each(partial(go_on, **fixed, options=options))(*arrays)
 
-    return begin, go_on
+    return Programs(begin, encode_all, continued)
 
 
-def idle(leaves, *, graph, structure, options, shape, max_length) -> State:
+def idle(leaves, *, graph, structure, shape, max_length, beam_size) -> State:
     """`empty` of every trial, for B and S of `shape`."""
 
     def one(leaves):
         model = precision.merge(graph, jax.tree.unflatten(structure, leaves))
         keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
         source = jnp.zeros(shape, jnp.int32)
-        sizes = {"max_length": max_length, "beam_size": options["beam_size"]}
-        return empty(model, source, keys, **sizes)
+        return empty(model, source, keys, max_length=max_length, beam_size=beam_size)
 
     state = jax.vmap(one, out_axes=OF_TRIALS)(leaves)
     return state._replace(clock=state.clock[None])
 
 
-def serve(
+def read(
+    leaves, head_gates, source: Int[Array, "R Q S"], *, graph, structure
+) -> Encoded:
+    """`encode` of every trial's sentences."""
+    params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
+
+    def one(params, source, head_gates):
+        model = nnx.merge(graph, params)
+        check_gates(head_gates, model.head_gates())
+        segments = (source > 0).astype(jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
+        return encode(model, source, segments, positions, head_gates)
+
+    return over_trials(one)(params, source, head_gates)
+
+
+def go_on(
     state: State,
     leaves,
     head_gates,
-    seeds: Int[Array, "R"],
-    source: Int[Array, "R E S"],
-    numbers: Int[Array, "R E"],
-    limits: Int[Array, "R E"],
-    places: Int[Array, "R E"],
     enough: Int[Array, "R"],
     *,
     graph,
     structure,
     options,
 ) -> tuple[State, Decoded, Bool[Array, "R B"], Int[Array, "R B"]]:
-    """Begin new sentences in rows that are done; decode until enough rows are.
+    """Decode until enough rows of every trial are done.
 
-    All trials of a device decode in step, and each until it has enough rows. Gives the
-    state, its best hypotheses, what rows are done, and their tokens so far.
+    All trials of a device decode in step. Gives the state, its best hypotheses, what
+    rows are done, and their tokens so far.
     """
-    state = state._replace(clock=state.clock[0])
-    arrays = leaves, head_gates, state, seeds, source, numbers, limits, places, enough
-    if alone := len(enough) == 1:  # of an axis of 1 XLA makes slower programs
-        arrays = jax.tree.map(lambda x: x[0] if x.ndim else x, arrays)
-    leaves, head_gates, state, *sentences, enough = arrays
-    each = _as_it_is if alone else jax.vmap
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
-
-    def begin(params, head_gates, rows, seed, source, numbers, limits, places):
-        model = nnx.merge(graph, params)
-        check_gates(head_gates, model.head_gates())
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
-        segments = (source > 0).astype(jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
-        new = source, segments, positions, keys, limits, state.clock, head_gates
-        _, W, L = rows.tokens.shape
-        fresh = start(model, *new, max_length=L, beam_size=W)
-        return jax.tree.map(
-            lambda old, new: old.at[places].set(new, mode="drop"), rows, fresh
-        )
 
     def step(params, head_gates, state):
         model = nnx.merge(graph, params)
         return advance(model, state, head_gates=head_gates, **options)
 
-    rows = each(begin)(params, head_gates, state.rows, *sentences)
-    steps = each(step, (0, 0, OF_TRIALS), OF_TRIALS)
-    state = state._replace(rows=rows)
-    state = run(partial(steps, params, head_gates), state, enough)
-    rows = state.rows
-    results = state, each(decoded)(rows), rows.done, state.clock - rows.begin
-    if alone:
-        results = jax.tree.map(lambda x: x[None] if x.ndim else x, results)
-    state, *found = results
+    def all_steps(params, head_gates, state, enough):
+        each = jax.vmap if enough.ndim else lambda function, *_: function
+        steps = each(step, (0, 0, OF_TRIALS), OF_TRIALS)
+        state = run(partial(steps, params, head_gates), state, enough)
+        rows, clock = state.rows, state.clock
+        return state, each(decoded)(rows), rows.done, clock - rows.begin
+
+    state = state._replace(clock=state.clock[0])
+    arrays = params, head_gates, state, enough
+    state, *found = over_trials(all_steps, lambda function: function)(*arrays)
     return state._replace(clock=state.clock[None]), *found
-
-
-def _as_it_is(function, *axes):
-    return function
 
 
 def translate(
@@ -273,11 +293,13 @@ def translate_trials(
     smallest = 1 if max(map(len, chosen)) <= 16 else 16
     sizes = sorted({min(size, most) for size in (smallest, 16, most)})
     seeds = np.full(len(chosen), seed, np.int32)
-    begin, go_on = programs(graph, structure, tuple(options.items()))
-
-    def step(state, *arrays):
-        return go_on(state, leaves, head_gates, seeds, *arrays)
-
+    idle, encode, go_on = programs(graph, structure, tuple(options.items()))
+    parts = (
+        partial(idle, leaves),
+        partial(encode, leaves, head_gates),
+        partial(fill, seeds=seeds),
+        lambda state, enough: go_on(state, leaves, head_gates, enough),
+    )
     found: list[dict] = [{} for _ in chosen]
     # A translation is seldom longer than twice its source. Those that are come back
     # unfinished, and are begun again with more room.
@@ -291,11 +313,7 @@ def translate_trials(
             break
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
         room = partial(slots, factor=factor, longest=longest)
-        finished = stream(
-            partial(begin, leaves),
-            step,
-            *(sentences, limits, waiting, sizes, room),
-        )
+        finished = lanes(parts, sentences, limits, waiting, sizes, room)
         for done, new in zip(found, finished, strict=True):
             done |= new
         factor *= 2

@@ -20,6 +20,13 @@ from models.positions import relative_bias
 from models.sites import gates_of
 
 
+class Encoded(NamedTuple):
+    """Sentences as every layer of the decoder looks at them."""
+
+    memory: list  # of (key, value) of each layer, B K H S and B K S V
+    mask: Bool[Array, "B 1 S"]
+
+
 class Rows(NamedTuple):
     """Sentences on the way, one a row; `W` live hypotheses each.
 
@@ -38,8 +45,7 @@ class Rows(NamedTuple):
     best_tokens: Int[Array, "B L"]  # of those that have ended, by slot
     best_length: Int[Array, "B"]
     best_score: Float[Array, "B"]
-    memory: list  # of (key, value) of each layer, B K H S and B K S V
-    memory_mask: Bool[Array, "B 1 S"]
+    source: Encoded
 
 
 class State(NamedTuple):
@@ -63,42 +69,44 @@ def empty(model, source, keys, *, max_length, beam_size) -> State:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
     # of the shapes alone: XLA would fold an encoding of zeros, for seconds
-    rows = jax.eval_shape(
-        lambda: start(
-            model,
-            *(nothing, nothing, nothing, keys, jnp.zeros(B, jnp.int32), 0),
-            max_length=L,
-            beam_size=W,
-        )
-    )
-    rows = zeros(rows._replace(key=None))._replace(key=keys, done=jnp.ones(B, bool))
+    def rows():
+        encoded = encode(model, nothing, nothing, nothing)
+        return start(encoded, keys, nothing[:, 0], 0, max_length=L, beam_size=W)
+
+    rows = zeros(jax.eval_shape(rows)._replace(key=None))
+    rows = rows._replace(key=keys, done=jnp.ones(B, bool))
     return State(
         jnp.zeros((), jnp.int32), rows, [cache(layer) for layer in model.decoder]
     )
 
 
-def start(
-    model,
-    source,
-    segments,
-    positions,
-    keys,
-    limits,
-    clock,
-    head_gates=None,
-    *,
-    max_length,
-    beam_size,
-) -> Rows:
-    """Encode sentences that begin at the clock. A row without tokens is done."""
-    B, L, W = source.shape[0], max_length, beam_size
-    encoded = model.encode(source, segments, positions, head_gates=head_gates)
-    memory = [remembered(layer.cross_attention, encoded) for layer in model.decoder]
+def encode(model, source, segments, positions, head_gates=None) -> Encoded:
+    """What the decoder needs to know of sentences, one a row."""
+    hidden = model.encode(source, segments, positions, head_gates=head_gates)
+    memory = [remembered(layer.cross_attention, hidden) for layer in model.decoder]
+    return Encoded(memory, (segments > 0)[:, None])
+
+
+def of_width(encoded: Encoded, S: int) -> Encoded:
+    """The same in S columns: padding is added, or left out."""
+
+    def fit(x, axis):
+        missing = [(0, 0)] * x.ndim
+        missing[axis] = (0, max(0, S - x.shape[axis]))
+        return jax.lax.slice_in_dim(jnp.pad(x, missing), 0, S, axis=axis)
+
+    memory = [(fit(key, 3), fit(value, 2)) for key, value in encoded.memory]
+    return Encoded(memory, fit(encoded.mask, 2))
+
+
+def start(encoded: Encoded, keys, limits, clock, *, max_length, beam_size) -> Rows:
+    """Sentences that begin at the clock. A row without tokens is done."""
+    B, L, W = len(encoded.mask), max_length, beam_size
     return Rows(
         begin=jnp.full(B, clock, jnp.int32),
         limit=limits,
         key=keys,
-        done=(segments == 0).all(1),
+        done=~encoded.mask.any((1, 2)),
         tokens=jnp.zeros((B, W, L), jnp.int32),
         ancestors=jnp.zeros((B, W, L), jnp.int32),
         # The beams are alike at first: only one may have continuations.
@@ -107,8 +115,7 @@ def start(
         best_tokens=jnp.zeros((B, L), jnp.int32),
         best_length=jnp.zeros(B, jnp.int32),
         best_score=jnp.full(B, -jnp.inf),
-        memory=memory,
-        memory_mask=(segments > 0)[:, None],
+        source=encoded,
     )
 
 
@@ -197,7 +204,7 @@ def next_hidden(
         bias = jnp.repeat(relative_bias(table, -age[:, 0], is_causal=True), W, axis=1)
     cache = []
     for index, (layer, grown, memory) in enumerate(
-        zip(model.decoder, state.cache, rows.memory, strict=True)
+        zip(model.decoder, state.cache, rows.source.memory, strict=True)
     ):
         gates = gates_of(head_gates, index, self="decoder", cross="cross") or {}
 
@@ -215,7 +222,7 @@ def next_hidden(
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
             heads = cached_attention(
-                attention.queries(x), *memory, rows.memory_mask, **attention.mixes()
+                attention.queries(x), *memory, rows.source.mask, **attention.mixes()
             )
             return attention.merged(heads, x, gates.get("cross"))
 

@@ -1,6 +1,8 @@
 """Many sentences through few rows: which are decoded when, decided on the host."""
 
 import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from models.decoding_step import State
+from models.decoding_step import Encoded, State, of_width, start
 
 OF_TRIALS = State(clock=None, rows=0, cache=0)  # which leaves have the trial axis R
 
@@ -25,17 +27,61 @@ def on_each(function):
     return jax.shard_map(function, in_specs=parts, out_specs=parts, check_vma=False)
 
 
-def stream(begin, step, sentences, limits, waiting, sizes, room) -> list[dict]:
+def over_trials(function, over=jax.vmap):
+    """`over` trials, but of an axis of 1, of which XLA makes slower programs."""
+
+    def call(*arrays):
+        if len(jax.tree.leaves(arrays)[0]) > 1:
+            return over(function)(*arrays)
+        arrays = jax.tree.map(lambda x: x[0] if x.ndim else x, arrays)
+        return jax.tree.map(lambda x: x[None] if x.ndim else x, function(*arrays))
+
+    return call
+
+
+def lanes(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
+    """`stream` for every core of a CPU at once, where there are enough sentences.
+
+    What one does on a single core, another's products fill the other cores with: on two
+    cores two lanes decode 1.4 to 1.7 times as fast.
+    """
+    count = -(-len(waiting[0]) // sizes[-1])
+    if jax.default_backend() != "cpu" or len(waiting) > 1 or count == 1:
+        return stream(programs, sentences, limits, waiting, sizes, room)
+    count = min(count, cores())
+    mesh = jax.sharding.get_mesh()  # a thread knows of none
+
+    def lane(k):
+        with jax.set_mesh(mesh):
+            share = [waiting[0][k::count]]
+            return stream(programs, sentences, limits, share, sizes, room)[0]
+
+    with ThreadPoolExecutor(count) as pool:
+        return [
+            {n: x for some in pool.map(lane, range(count)) for n, x in some.items()}
+        ]
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
     """The (tokens, score) by number of each trial's sentences.
 
     They are taken from the end of those waiting; those that do not fit the cache are
-    left out.
+    left out. Many are encoded at a time, and wait until a row is free.
     """
+    idle, encode, fill, go_on = programs
     R = len(waiting)
     B = at_least(max(map(len, waiting)), sizes)
     S = bucket(longest_of(sentences, waiting))
-    state = begin(shape=(B, S), max_length=room(S))
+    state = idle(shape=(B, S), max_length=room(S))
     free = [list(range(B)) for _ in range(R)]
+    encoded, ready = None, [{} for _ in range(R)]  # places of numbers in the encoded
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
     age = np.zeros((R, B), int)
@@ -56,22 +102,35 @@ def stream(begin, step, sentences, limits, waiting, sizes, room) -> list[dict]:
                 free[r] = [row for row in range(fewer) if row not in running[r]]
             B, S = fewer, narrower
             state = keep(state, np.array(kept, np.int32), shape=(S, room(S)))
-        E = B if B <= 16 else B // 8  # sentences encoded at a time, rows waited for
-        source, places = np.zeros((R, E, S), np.int32), np.full((R, E), B, np.int32)
-        numbers, bounds = np.zeros((R, E), np.int32), np.ones((R, E), np.int32)
-        # Fill all rows first; then wait for a few; at last until fewer rows will do.
+
+        new = [w[::-1][: len(f)] for w, f in zip(waiting, free, strict=True)]
+        if any(set(new[r]) - ready[r].keys() for r in range(R)):
+            upcoming = [w[::-1][: sizes[-1]] for w in waiting]
+            ready = [{n: place for place, n in enumerate(u)} for u in upcoming]
+            Q = at_least(max(map(len, upcoming)), sizes)
+            source = np.zeros((R, Q, bucket(longest_of(sentences, upcoming))), np.int32)
+            for r, numbers in enumerate(upcoming):
+                for place, number in enumerate(numbers):
+                    source[r, place, : len(sentences[number])] = sentences[number]
+            encoded = encode(source)
+        if any(new):
+            E = at_least(max(map(len, new)), sizes)
+            origins, places = np.zeros((R, E), np.int32), np.full((R, E), B, np.int32)
+            numbers, bounds = np.zeros((R, E), np.int32), np.ones((R, E), np.int32)
+            for r in range(R):
+                for n, number in enumerate(new[r]):
+                    row = free[r].pop()
+                    origins[r, n], places[r, n] = ready[r][number], row
+                    numbers[r, n], bounds[r, n] = number, limits[number]
+                    running[r][row] = number
+                del waiting[r][len(waiting[r]) - len(new[r]) :]
+            state = fill(state, encoded, origins, numbers, bounds, places)
+
+        # Where some wait, wait for a few rows; else until fewer rows will do.
+        few = B if B <= 16 else B // 8
         smaller = max((size for size in sizes if size < B), default=0)
-        enough = np.full(R, B - smaller, np.int32)
-        for r in range(R):
-            for n in range(min(E, len(free[r]), len(waiting[r]))):
-                number, row = waiting[r].pop(), free[r].pop()
-                source[r, n, : len(sentences[number])] = sentences[number]
-                places[r, n], numbers[r, n] = row, number
-                bounds[r, n] = limits[number]
-                running[r][row] = number
-            if waiting[r]:
-                enough[r] = len(free[r]) or E
-        state, *out = step(state, source, numbers, bounds, places, enough)
+        enough = [few if w else B - smaller for w in waiting]
+        state, *out = go_on(state, np.array(enough, np.int32))
         (tokens, scores, ended), done, age = jax.device_get(out)
         for r in range(R):
             for row in [row for row in running[r] if done[r, row]]:
@@ -99,6 +158,42 @@ def slots(S: int, *, factor: int, longest: int) -> int:
 def at_least(count, sizes):
     """The smallest of the sizes that holds so many, or the largest."""
     return min((size for size in sizes if size >= count), default=sizes[-1])
+
+
+@partial(jax.jit, donate_argnames="state")
+def fill(
+    state: State,
+    encoded: Encoded,
+    origins: Int[Array, "R E"],
+    numbers: Int[Array, "R E"],
+    limits: Int[Array, "R E"],
+    places: Int[Array, "R E"],
+    *,
+    seeds: Int[Array, "R"],
+) -> State:
+    """Begin encoded sentences, which lie at the origins, in rows at the places.
+
+    A place that is no row is left out. `numbers` and `seeds` tell the random keys.
+    """
+
+    def fill_here(state, *arrays):
+        begin = partial(begun, clock=state.clock[0])
+        return state._replace(rows=over_trials(begin)(state.rows, *arrays))
+
+    return on_each(fill_here)(state, encoded, origins, numbers, limits, places, seeds)
+
+
+def begun(rows, encoded, origins, numbers, limits, places, seed, *, clock):
+    """The rows of one trial."""
+    _, W, L = rows.tokens.shape
+    chosen = of_width(
+        jax.tree.map(lambda x: x[origins], encoded), rows.source.mask.shape[2]
+    )
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
+    fresh = start(chosen, keys, limits, clock, max_length=L, beam_size=W)
+    return jax.tree.map(
+        lambda old, new: old.at[places].set(new, mode="drop"), rows, fresh
+    )
 
 
 @partial(jax.jit, static_argnames="shape")
@@ -132,8 +227,7 @@ def keep_of_one(state, rows, *, shape):
         tokens=rows.tokens[..., latest],
         ancestors=rows.ancestors[..., latest],
         best_tokens=rows.best_tokens[..., latest],
-        memory=[(key[..., :S], value[:, :, :S]) for key, value in rows.memory],
-        memory_mask=rows.memory_mask[..., :S],
+        source=of_width(rows.source, S),
     )
     cache = [(moved(key, 3), moved(value, 2)) for key, value in cache]
     return State(clock, rows, cache)

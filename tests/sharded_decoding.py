@@ -15,6 +15,7 @@ from flax import nnx
 from analysis.evaluation import translations
 from models.decoding import programs
 from models.decoding_search import complete
+from models.decoding_stream import fill
 from models.transformer import Transformer
 from training import sharding
 from training.dry_run import collectives
@@ -49,18 +50,24 @@ def main():
 
 
 def moved(graph, params):
-    """The collectives of a program that decodes four trials on four devices."""
+    """The collectives of each program that decodes four trials on four devices."""
     mesh = sharding.line(jax.devices()[:4])
     params = jax.device_put(params, sharding.named(mesh, "trial"))
     leaves, structure = jax.tree.flatten(params)
     options = tuple(complete(beam_size=2).items())
     with jax.set_mesh(mesh):
-        begin, go_on = programs(graph, structure, options)
-        state = begin(leaves, shape=(4, 16), max_length=32)
-        of_trials, of_rows = np.zeros(4, np.int32), np.zeros((4, 4), np.int32)
+        idle, encode, go_on = programs(graph, structure, options)
+        state = idle(leaves, shape=(4, 16), max_length=32)
         source = np.zeros((4, 4, 16), np.int32)
-        arrays = leaves, None, of_trials, source, *[of_rows] * 3, of_trials
-        return collectives(go_on.lower(state, *arrays).compile().as_text())
+        of_trials, of_rows = np.zeros(4, np.int32), [np.zeros((4, 4), np.int32)] * 4
+        reading = leaves, None, source
+        encoded = encode(*reading)
+        lowered = [
+            encode.lower(*reading),
+            fill.lower(state, encoded, *of_rows, seeds=of_trials),
+            go_on.lower(state, leaves, None, of_trials),
+        ]
+        return [collectives(program.compile().as_text()) for program in lowered]
 
 
 if __name__ == "__main__":

@@ -284,6 +284,29 @@ def test_a_sentence_alone_or_among_others(beam_size):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+def test_lanes_translate_as_one_stream(monkeypatch):
+    graph, params = make()
+    texts = sentences(*np.random.default_rng(0).integers(1, 20, 41))
+    lanes = []
+    original = decoding_stream.stream
+
+    def spy(programs, sentences, limits, waiting, *sizes):
+        lanes.append(len(waiting[0]))
+        return original(programs, sentences, limits, waiting, *sizes)
+
+    monkeypatch.setattr(decoding_stream, "stream", spy)
+    options = {"batch_size": 6, "beam_size": 2, "length_penalty": 0.6}
+    monkeypatch.setattr(decoding_stream, "cores", lambda: 3)
+    apart, scores = decoding.translate(graph, params, texts, **options)
+    assert sorted(lanes[:3]) == [13, 14, 14]
+    lanes.clear()
+    monkeypatch.setattr(decoding_stream, "cores", lambda: 1)
+    together, expected = decoding.translate(graph, params, texts, **options)
+    assert lanes[0] == 41
+    assert apart == together
+    np.testing.assert_allclose(scores, expected, rtol=1e-4)
+
+
 def test_a_narrower_state_goes_on_alike():
     graph, params = make(**SETTINGS["elementwise, relative"])
     model = nnx.merge(graph, params)
@@ -292,7 +315,8 @@ def test_a_narrower_state_goes_on_alike():
     sizes = {"max_length": 32, "beam_size": 3}
     state = decoding_step.empty(model, source[0], keys, **sizes)
     limits, clock = jnp.array([30, 30]), 29  # both caches wrap, at other times
-    rows = decoding_step.start(model, *source, keys, limits, clock, **sizes)
+    encoded = decoding_step.encode(model, *source)
+    rows = decoding_step.start(encoded, keys, limits, clock, **sizes)
     options = decoding_search.complete(beam_size=3, length_penalty=0.6)
 
     @jax.jit
@@ -372,37 +396,39 @@ def test_all_trials_at_once_are_each_alone(beam_size):
 
 def test_a_bucket_compiles_once(monkeypatch):
     graph, params = make(seed=3)
-    programs = []
+    found = []
 
     def spy(*arguments):
-        programs.append(original(*arguments)[1])
-        return programs[-1]
+        found.append(original(*arguments))
+        return found[-1]
 
     original = decoding.programs
-    monkeypatch.setattr(decoding, "programs", lambda *x: (original(*x)[0], spy(*x)))
+    monkeypatch.setattr(decoding, "programs", spy)
+
+    def sizes():
+        return [program._cache_size() for program in found[0]]
+
     # The model never ends, so the caches of 32 and then of 64 slots are both met.
     for lengths in ((5,), (16,)):
         decoding.translate(graph, params, sentences(*lengths))
-    compiled = programs[0]._cache_size()
-    assert compiled >= 1
+    compiled = sizes()
+    assert min(compiled) >= 1
     for lengths in ((4,), (12,), (16,)):
         decoding.translate(graph, params, sentences(*lengths, seed=1))
-    assert all(each is programs[0] for each in programs)
-    assert programs[0]._cache_size() == compiled
+    assert all(each is found[0] for each in found)
+    assert sizes() == compiled
 
 
 def test_finished_sentences_stop_the_loop():
     graph, params = make()
     model = nnx.merge(graph, params)
-    source, segments, positions = batch(sentences(4, 3))
+    source = batch(sentences(4, 3))
     keys = jax.random.split(jax.random.key(0))
-    state = decoding_step.empty(model, source, keys, max_length=16, beam_size=1)
+    sizes = {"max_length": 16, "beam_size": 1}
+    state = decoding_step.empty(model, source[0], keys, **sizes)
     limits = jnp.array([4, 2])
-    rows = decoding_step.start(
-        *(model, source, segments, positions, keys, limits, 0),
-        max_length=16,
-        beam_size=1,
-    )
+    encoded = decoding_step.encode(model, *source)
+    rows = decoding_step.start(encoded, keys, limits, 0, **sizes)
     options = {"beam_size": 1, "length_penalty": 0.0}
     options |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     step = partial(decoding_step.advance, model, **options)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from models.decoding import programs
 from models.decoding_search import complete
+from models.decoding_stream import fill
 from models.transformer import Transformer
 from training import dry_run, sharding, targets
 
@@ -39,10 +40,21 @@ def test_chips_decode_their_trials_without_communication(target, beam_size):
         leaves, structure = jax.tree.flatten(params)
         leaves = of_trials(leaves)
         options = tuple(complete(beam_size=beam_size).items())
-        begin, go_on = programs(graph, structure, options)
-        state = jax.eval_shape(partial(begin, shape=(B, S), max_length=L), leaves)
-        state = dry_run.abstract(state, jax.tree.map(lambda _: on_trial, state))
-        arguments = integers(B, S), *[integers(B)] * 3, integers()
-        traced = go_on.trace(state, leaves, None, integers(), *arguments)
-        program = traced.lower(lowering_platforms=(platform,)).compile()
-    assert dry_run.collectives(program.as_text()) == {}
+        idle, encode, go_on = programs(graph, structure, options)
+
+        def placed(function, *arguments, **sizes):
+            """What it gives, without running it."""
+            out = jax.eval_shape(partial(function, **sizes), *arguments)
+            return dry_run.abstract(out, jax.tree.map(lambda _: on_trial, out))
+
+        state = placed(idle, leaves, shape=(B, S), max_length=L)
+        reading = leaves, None, integers(B, S)
+        rows = [integers(B)] * 4
+        traced = [
+            encode.trace(*reading),
+            fill.trace(state, placed(encode, *reading), *rows, seeds=integers()),
+            go_on.trace(state, leaves, None, integers()),
+        ]
+        compiled = [x.lower(lowering_platforms=(platform,)).compile() for x in traced]
+    for program in compiled:
+        assert dry_run.collectives(program.as_text()) == {}
