@@ -50,16 +50,19 @@ def lanes(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
         return stream(programs, sentences, limits, waiting, sizes, room)
     count = min(count, cores())
     mesh = jax.sharding.get_mesh()  # a thread knows of none
+    shares = [waiting[0][k::count] for k in range(count)]
 
-    def lane(k):
+    def lane(share):
         with jax.set_mesh(mesh):
-            share = [waiting[0][k::count]]
-            return stream(programs, sentences, limits, share, sizes, room)[0]
+            return stream(programs, sentences, limits, [share], sizes, room)[0]
 
     with ThreadPoolExecutor(count) as pool:
-        return [
-            {n: x for some in pool.map(lane, range(count)) for n, x in some.items()}
-        ]
+        try:
+            return [{n: x for some in pool.map(lane, shares) for n, x in some.items()}]
+        except BaseException:  # Ctrl-C too: let the others end soon
+            for share in shares:
+                share.clear()
+            raise
 
 
 def cores() -> int:
@@ -72,8 +75,8 @@ def cores() -> int:
 def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
     """The (tokens, score) by number of each trial's sentences.
 
-    They are taken from the end of those waiting; those that do not fit the cache are
-    left out. Many are encoded at a time, and wait until a row is free.
+    They are taken from the end of those waiting, the longest; those that do not fit the
+    cache are left out. Many are encoded at a time, and wait until a row is free.
     """
     idle, encode, fill, go_on = programs
     R = len(waiting)
@@ -89,7 +92,8 @@ def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
         left = [len(w) + len(r) for w, r in zip(waiting, running, strict=True)]
         fewer = at_least(max(left), sizes)
         of_running = [list(rows.values()) for rows in running]
-        narrower = bucket(longest_of(sentences, [*of_running, *waiting]))
+        of_waiting = [last(w, 1) for w in waiting]
+        narrower = bucket(longest_of(sentences, [*of_running, *of_waiting]))
         oldest = max(age[r, [*rows]].max(initial=0) for r, rows in enumerate(running))
         # Another program is compiled for many sentences only, and takes the place of
         # this one when all that run have room in it.
@@ -103,9 +107,9 @@ def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
             B, S = fewer, narrower
             state = keep(state, np.array(kept, np.int32), shape=(S, room(S)))
 
-        new = [w[::-1][: len(f)] for w, f in zip(waiting, free, strict=True)]
+        new = [last(w, len(f)) for w, f in zip(waiting, free, strict=True)]
         if any(set(new[r]) - ready[r].keys() for r in range(R)):
-            upcoming = [w[::-1][: sizes[-1]] for w in waiting]
+            upcoming = [last(w, sizes[-1]) for w in waiting]
             ready = [{n: place for place, n in enumerate(u)} for u in upcoming]
             Q = at_least(max(map(len, upcoming)), sizes)
             source = np.zeros((R, Q, bucket(longest_of(sentences, upcoming))), np.int32)
@@ -143,6 +147,11 @@ def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
                 elif limits[number] <= room(S):
                     finished[r][number] = [], float("nan")
     return finished
+
+
+def last(numbers: list[int], count: int) -> list[int]:
+    """The last so many, from the end on."""
+    return numbers[: -count - 1 : -1]
 
 
 def longest_of(sentences, numbers: list[list[int]]) -> int:
