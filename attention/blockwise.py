@@ -22,6 +22,8 @@ SHORT = 128  # rows of up to so many queries and keys are one block
 LONG = (256, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
 
+QUERIES = ("query", "out_gradient", "lse", "delta")  # B T N ...
+HEAD_AXES = dict.fromkeys(("key", "value", *QUERIES), 2)  # 1 of others
 ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
 
 
@@ -154,6 +156,7 @@ def _all_heads(function, problem, results, arrays):
     B, T, N, _ = arrays["query"].shape
     S, K = arrays["key"].shape[1:3]
     G = N // K
+    head_axis = 2 if problem.one_by_one else 1
     more_queries, more_keys = -T % problem.queries, -S % problem.keys
     if more_keys and "key_value_seq_lengths" not in arrays:
         arrays = arrays | {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
@@ -167,7 +170,7 @@ def _all_heads(function, problem, results, arrays):
         if name == "key_value_segment_ids":
             return _pad(x, 1, more_keys)[:, None]
         if name in ("key", "value"):
-            return _pad(x, 1, more_keys).swapaxes(1, 2)
+            return jnp.moveaxis(_pad(x, 1, more_keys), 2, head_axis)
         if name in ("mask", "bias"):
             x = _pad(x, 2, more_queries if x.shape[2] > 1 else 0)
             x = _pad(x, 3, more_keys if x.shape[3] > 1 else 0)
@@ -176,7 +179,8 @@ def _all_heads(function, problem, results, arrays):
         if name == "exponentials":
             return x
         x = _pad(x, 1, more_queries)
-        return jnp.moveaxis(x.reshape(B, -1, K, G, *x.shape[3:]), 1, 3)
+        x = x.reshape(B, -1, K, G, *x.shape[3:])
+        return x if problem.one_by_one else jnp.moveaxis(x, 1, 3)
 
     def merge(letters, x):
         if letters == "BKGTS":
@@ -184,25 +188,47 @@ def _all_heads(function, problem, results, arrays):
         if letters == "BNTS":
             return x.reshape(B, -1, *x.shape[3:])[:, :, :T, :S]
         if letters.startswith("BS"):
-            return x.swapaxes(1, 2)[:, :S]
+            return jnp.moveaxis(x, 3, 1)[:, :S]
         x = jnp.moveaxis(x, 3, 1)
         return x.reshape(B, -1, N, *x.shape[4:])[:, :T]
 
     arrays = {name: split(name, x) for name, x in arrays.items()}
     head = functools.partial(function, problem)
-    in_batch = functools.partial(_map_axis, head, K, problem.one_by_one)
-    outcomes = _map_axis(in_batch, B, problem.one_by_one, arrays)
+    if problem.one_by_one:
+        outcomes = _one_by_one(head, B, K, arrays)
+    else:
+        outcomes = _map_axis(functools.partial(_map_axis, head, K), B, arrays)
     return tuple(merge(*pair) for pair in zip(results, outcomes, strict=True))
 
 
-def _map_axis(function, size, one_by_one, arrays):
+def _map_axis(function, size, arrays):
     """Map over the leading axis of every array; one of size 1 is the same for all."""
     shared = {n: x[0] for n, x in arrays.items() if x.shape[0] == 1}
     mapped = {n: x for n, x in arrays.items() if x.shape[0] == size > 1}
     if not mapped:
         return jax.tree.map(lambda x: x[None], function(shared))
-    mapper = jax.lax.map if one_by_one else lambda f, xs: jax.vmap(f)(xs)
-    return mapper(lambda mapped: function(shared | mapped), mapped)
+    return jax.vmap(lambda mapped: function(shared | mapped))(mapped)
+
+
+def _one_by_one(function, B, K, arrays):
+    """The function of every head in turn, each taken from the arrays as they lie."""
+
+    def take(name, x, b, k):
+        axis = HEAD_AXES.get(name, 1)
+        start, size = [0] * x.ndim, list(x.shape)
+        for place, index in ((0, b), (axis, k)):
+            start[place] = index if x.shape[place] > 1 else 0
+            size[place] = 1
+        x = jax.lax.dynamic_slice(x, start, size).squeeze((0, axis))
+        # from T G ... to G T ...
+        return x.swapaxes(0, 1) if name in QUERIES else x
+
+    def one(index):
+        b, k = index // K, index % K
+        return function({name: take(name, x, b, k) for name, x in arrays.items()})
+
+    found = jax.lax.map(one, jnp.arange(B * K))
+    return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), found)
 
 
 def _pad(x, axis, count):
