@@ -19,11 +19,11 @@ from attention.platform import platform
 from attention.statistics import HeadStatistics
 
 SHORT = 128  # rows of up to so many queries and keys are one block
-LONG = (256, 1024)  # queries, keys of a block, when heads go one by one
+LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
 
-QUERIES = ("query", "out_gradient", "lse", "delta")  # B T N ...
-HEAD_AXES = dict.fromkeys(("key", "value", *QUERIES), 2)  # 1 of others
+QUERIES = ("query", "out_gradient", "lse", "delta")  # B T K G ...
+HEADS_THIRD = ("key", "value", *QUERIES)  # others are B K ...
 ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
 
 
@@ -156,13 +156,12 @@ def _all_heads(function, problem, results, arrays):
     B, T, N, _ = arrays["query"].shape
     S, K = arrays["key"].shape[1:3]
     G = N // K
-    head_axis = 2 if problem.one_by_one else 1
     more_queries, more_keys = -T % problem.queries, -S % problem.keys
     if more_keys and "key_value_seq_lengths" not in arrays:
         arrays = arrays | {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
 
     def split(name, x):
-        """To axes B, K, (G of query heads), (T), (S), ...; 1 where it is the same."""
+        """Pad, and split heads to K and G of query heads; axes of 1 where all share."""
         if name in ("query_seq_lengths", "key_value_seq_lengths"):
             return x[:, None]
         if name == "query_segment_ids":
@@ -170,7 +169,7 @@ def _all_heads(function, problem, results, arrays):
         if name == "key_value_segment_ids":
             return _pad(x, 1, more_keys)[:, None]
         if name in ("key", "value"):
-            return jnp.moveaxis(_pad(x, 1, more_keys), 2, head_axis)
+            return _pad(x, 1, more_keys)
         if name in ("mask", "bias"):
             x = _pad(x, 2, more_queries if x.shape[2] > 1 else 0)
             x = _pad(x, 3, more_keys if x.shape[3] > 1 else 0)
@@ -179,8 +178,7 @@ def _all_heads(function, problem, results, arrays):
         if name == "exponentials":
             return x
         x = _pad(x, 1, more_queries)
-        x = x.reshape(B, -1, K, G, *x.shape[3:])
-        return x if problem.one_by_one else jnp.moveaxis(x, 1, 3)
+        return x.reshape(B, -1, K, G, *x.shape[3:])
 
     def merge(letters, x):
         if letters == "BKGTS":
@@ -194,11 +192,21 @@ def _all_heads(function, problem, results, arrays):
 
     arrays = {name: split(name, x) for name, x in arrays.items()}
     head = functools.partial(function, problem)
-    if problem.one_by_one:
-        outcomes = _one_by_one(head, B, K, arrays)
-    else:
-        outcomes = _map_axis(functools.partial(_map_axis, head, K), B, arrays)
+    every = _one_by_one if problem.one_by_one else _together
+    outcomes = every(head, B, K, arrays)
     return tuple(merge(*pair) for pair in zip(results, outcomes, strict=True))
+
+
+def _heads_first(name, x):
+    """To B K (G) (T) (S) ..."""
+    x = x.swapaxes(1, 2) if name in HEADS_THIRD else x
+    return x.swapaxes(2, 3) if name in QUERIES else x
+
+
+def _together(function, B, K, arrays):
+    """The function of all heads at once."""
+    arrays = {name: _heads_first(name, x) for name, x in arrays.items()}
+    return _map_axis(functools.partial(_map_axis, function, K), B, arrays)
 
 
 def _map_axis(function, size, arrays):
@@ -214,18 +222,15 @@ def _one_by_one(function, B, K, arrays):
     """The function of every head in turn, each taken from the arrays as they lie."""
 
     def take(name, x, b, k):
-        axis = HEAD_AXES.get(name, 1)
-        start, size = [0] * x.ndim, list(x.shape)
-        for place, index in ((0, b), (axis, k)):
-            start[place] = index if x.shape[place] > 1 else 0
-            size[place] = 1
-        x = jax.lax.dynamic_slice(x, start, size).squeeze((0, axis))
-        # from T G ... to G T ...
-        return x.swapaxes(0, 1) if name in QUERIES else x
+        start, sizes = [0] * x.ndim, list(x.shape)
+        for axis, index in ((0, b), (2 if name in HEADS_THIRD else 1, k)):
+            start[axis] = index if x.shape[axis] > 1 else 0
+            sizes[axis] = 1
+        return _heads_first(name, jax.lax.dynamic_slice(x, start, sizes))[0, 0]
 
     def one(index):
-        b, k = index // K, index % K
-        return function({name: take(name, x, b, k) for name, x in arrays.items()})
+        head = index // K, index % K
+        return function({name: take(name, x, *head) for name, x in arrays.items()})
 
     found = jax.lax.map(one, jnp.arange(B * K))
     return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), found)
