@@ -19,9 +19,11 @@ from attention.platform import platform
 from attention.statistics import HeadStatistics
 
 SHORT = 128  # rows of up to so many queries and keys are one block
-LONG = (256, 1024)  # queries, keys of a block, when heads go one by one
+LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
 
+QUERIES = ("query", "out_gradient", "lse", "delta")  # B T K G ...
+HEADS_THIRD = ("key", "value", *QUERIES)  # others are B K ...
 ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
 
 
@@ -159,7 +161,7 @@ def _all_heads(function, problem, results, arrays):
         arrays = arrays | {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
 
     def split(name, x):
-        """To axes B, K, (G of query heads), (T), (S), ...; 1 where it is the same."""
+        """Pad, and split heads to K and G of query heads; axes of 1 where all share."""
         if name in ("query_seq_lengths", "key_value_seq_lengths"):
             return x[:, None]
         if name == "query_segment_ids":
@@ -167,7 +169,7 @@ def _all_heads(function, problem, results, arrays):
         if name == "key_value_segment_ids":
             return _pad(x, 1, more_keys)[:, None]
         if name in ("key", "value"):
-            return _pad(x, 1, more_keys).swapaxes(1, 2)
+            return _pad(x, 1, more_keys)
         if name in ("mask", "bias"):
             x = _pad(x, 2, more_queries if x.shape[2] > 1 else 0)
             x = _pad(x, 3, more_keys if x.shape[3] > 1 else 0)
@@ -176,7 +178,7 @@ def _all_heads(function, problem, results, arrays):
         if name == "exponentials":
             return x
         x = _pad(x, 1, more_queries)
-        return jnp.moveaxis(x.reshape(B, -1, K, G, *x.shape[3:]), 1, 3)
+        return x.reshape(B, -1, K, G, *x.shape[3:])
 
     def merge(letters, x):
         if letters == "BKGTS":
@@ -184,25 +186,54 @@ def _all_heads(function, problem, results, arrays):
         if letters == "BNTS":
             return x.reshape(B, -1, *x.shape[3:])[:, :, :T, :S]
         if letters.startswith("BS"):
-            return x.swapaxes(1, 2)[:, :S]
+            return jnp.moveaxis(x, 3, 1)[:, :S]
         x = jnp.moveaxis(x, 3, 1)
         return x.reshape(B, -1, N, *x.shape[4:])[:, :T]
 
     arrays = {name: split(name, x) for name, x in arrays.items()}
     head = functools.partial(function, problem)
-    in_batch = functools.partial(_map_axis, head, K, problem.one_by_one)
-    outcomes = _map_axis(in_batch, B, problem.one_by_one, arrays)
+    every = _one_by_one if problem.one_by_one else _together
+    outcomes = every(head, B, K, arrays)
     return tuple(merge(*pair) for pair in zip(results, outcomes, strict=True))
 
 
-def _map_axis(function, size, one_by_one, arrays):
+def _heads_first(name, x):
+    """To B K (G) (T) (S) ..."""
+    x = x.swapaxes(1, 2) if name in HEADS_THIRD else x
+    return x.swapaxes(2, 3) if name in QUERIES else x
+
+
+def _together(function, B, K, arrays):
+    """The function of all heads at once."""
+    arrays = {name: _heads_first(name, x) for name, x in arrays.items()}
+    return _map_axis(functools.partial(_map_axis, function, K), B, arrays)
+
+
+def _map_axis(function, size, arrays):
     """Map over the leading axis of every array; one of size 1 is the same for all."""
     shared = {n: x[0] for n, x in arrays.items() if x.shape[0] == 1}
     mapped = {n: x for n, x in arrays.items() if x.shape[0] == size > 1}
     if not mapped:
         return jax.tree.map(lambda x: x[None], function(shared))
-    mapper = jax.lax.map if one_by_one else lambda f, xs: jax.vmap(f)(xs)
-    return mapper(lambda mapped: function(shared | mapped), mapped)
+    return jax.vmap(lambda mapped: function(shared | mapped))(mapped)
+
+
+def _one_by_one(function, B, K, arrays):
+    """The function of every head in turn, each taken from the arrays as they lie."""
+
+    def take(name, x, b, k):
+        start, sizes = [0] * x.ndim, list(x.shape)
+        for axis, index in ((0, b), (2 if name in HEADS_THIRD else 1, k)):
+            start[axis] = index if x.shape[axis] > 1 else 0
+            sizes[axis] = 1
+        return _heads_first(name, jax.lax.dynamic_slice(x, start, sizes))[0, 0]
+
+    def one(index):
+        head = index // K, index % K
+        return function({name: take(name, x, *head) for name, x in arrays.items()})
+
+    found = jax.lax.map(one, jnp.arange(B * K))
+    return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), found)
 
 
 def _pad(x, axis, count):

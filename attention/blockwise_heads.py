@@ -148,7 +148,10 @@ def _diagonal(problem, exponentials, offset):
 
 
 def backward(problem, head):
-    """Of one key/value head: the gradients of query, key, value, and bias if any."""
+    """Of one key/value head: the gradients of query, key, value, and bias if any.
+
+    Those of key and value as H S and V S.
+    """
     dtype, scale = _dtype(head), problem.scale
     S = head["key"].shape[0]
 
@@ -200,7 +203,7 @@ def backward(problem, head):
         sums, chunks = jax.lax.scan(chunk, sums, jnp.arange(count))
         query_gradient = _join(chunks)
     key_gradient, value_gradient, bias_gradient = sums
-    gradients = (query_gradient, key_gradient.T, value_gradient.T)
+    gradients = query_gradient, key_gradient, value_gradient
     return gradients if bias_gradient is None else (*gradients, bias_gradient)
 
 
