@@ -261,7 +261,8 @@ def translate_trials(
 
     The sentences may be of any number and length. No translation depends on the other
     sentences or trials (a sample: on its place in the list). The longest are begun
-    first, and a sentence that is finished makes room for the next. Programs are
+    first, and a sentence that is finished makes room for the next. On a CPU the cores
+    decode sentences of their own, batch_size hypotheses each. Programs are
     compiled for 16 or all rows, of few sentences also for 1, and for lengths of 16, 24,
     32, 48, 64, ...
 
