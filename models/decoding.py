@@ -6,8 +6,8 @@
 
 `decode` is a pure function of one model (one trial) and a batch of sentences, to be
 jitted and vmapped over trials. The others are what scripts call: any number of lists
-of token ids in, lists out. All are made of the same parts: `start` encodes sentences,
-`run` decodes them token by token.
+of token ids in, lists out. All are made of the same parts: `encode` reads sentences,
+`start` begins them, `run` decodes them token by token.
 """
 
 import itertools

@@ -28,7 +28,10 @@ def on_each(function):
 
 
 def over_trials(function, over=jax.vmap):
-    """`over` trials, but of an axis of 1, of which XLA makes slower programs."""
+    """Map over trials; one alone without its axis, of which XLA makes slower programs.
+
+    `over` is how several are mapped: `jax.vmap`, or nothing if the function does it.
+    """
 
     def call(*arrays):
         if len(jax.tree.leaves(arrays)[0]) > 1:
@@ -43,7 +46,7 @@ def lanes(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
     """`stream` for every core of a CPU at once, where there are enough sentences.
 
     What one does on a single core, another's products fill the other cores with: on two
-    cores two lanes decode 1.4 to 1.7 times as fast.
+    cores two lanes decode 1.4 to 1.6 times as fast.
     """
     count = -(-len(waiting[0]) // sizes[-1])
     if jax.default_backend() != "cpu" or len(waiting) > 1 or count == 1:

@@ -24,7 +24,7 @@ import attention
 from attention import blockwise, masks
 
 attend = attention.dot_product_attention
-LONG = (1, 2048, 2048, 2, 2, 16, 16)
+LONG = (1, 4096, 4096, 2, 2, 16, 16)
 
 
 def arrays_of(jaxpr):
@@ -53,7 +53,7 @@ def statistics(implementation, inputs):
 def test_no_map_is_held(function):
     """No value has T x S elements, forward or backward; plain einsum's would."""
     B, T, S, N, K, H, V = LONG
-    assert largest_of("blockwise", function) <= np.prod(blockwise.LONG) < T * S
+    assert largest_of("blockwise", function) <= 512 * 1024 <= T * S / 16
     assert largest_of("reference", function) >= N * T * S
 
 
