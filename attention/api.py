@@ -32,9 +32,13 @@ An implementation is a module (or two names of it) with two functions:
 
 import functools
 import importlib
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -66,7 +70,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: SupportsIndex | Sequence[SupportsIndex] | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     head_gate: ArrayLike | None = None,
@@ -208,9 +212,9 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
     B, _, N, _ = out.shape
     allowed = ((N,), (B, N)) if batched else ((N,),)
     _require(
-        gate.shape in allowed,
-        f"head_gate must have one number a head, shape {allowed[0]} or "
-        f"{allowed[-1]}, got {gate.shape}",
+        gate.shape in allowed and not jnp.iscomplexobj(gate),
+        f"head_gate must have one number a head, shape "
+        f"{' or '.join(map(str, allowed))}, got {gate.dtype}{gate.shape}",
     )
     return (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
 
@@ -279,24 +283,20 @@ def normalise(
     )
     bias = _map("bias", bias, (B, N, T, S), jnp.floating)
     mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
+    scale = H**-0.5 if scale is None else scale
+    _require(np.ndim(scale) == 0, f"scale must be one number, got {np.shape(scale)}")
     if isinstance(scale, jax.Array):
         # It may be traced and differentiated, so it cannot be a kernel's constant.
         query, scale = (query * scale).astype(dtype), 1.0
-    if isinstance(local_window_size, int):
-        local_window_size = (local_window_size, local_window_size)
-    _require(
-        local_window_size is None
-        or len(local_window_size) == 2
-        and min(local_window_size) >= 0,
-        f"local_window_size must be two numbers >= 0, got {local_window_size}",
-    )
+    if local_window_size is not None:
+        local_window_size = _window(local_window_size)
     _require(
         (query_segment_ids is None) == (key_value_segment_ids is None),
         "query_segment_ids and key_value_segment_ids must be given together",
     )
     batched = rank == 4
     structure = {
-        "scale": float(H**-0.5 if scale is None else scale),
+        "scale": float(scale),
         "is_causal": bool(is_causal),
         "local_window_size": local_window_size,
     }
@@ -308,6 +308,18 @@ def normalise(
     ):
         structure[name] = _integers(name, array, shape, batched)
     return (query, key, value, bias, mask), structure, batched
+
+
+def _window(size):
+    try:
+        left, right = map(operator.index, (size, size) if np.ndim(size) == 0 else size)
+    except (TypeError, ValueError):
+        left = right = -1
+    _require(
+        min(left, right) >= 0,
+        f"local_window_size must be one or two whole numbers >= 0, got {size}",
+    )
+    return left, right
 
 
 def _map(name, array, full, kind):

@@ -218,13 +218,18 @@ def test_sharded_over_batch_and_heads():
     assert process.returncode == 0, process.stderr[-2000:]
 
 
-def test_head_gate_and_array_scale():
-    """A gate of `N` is that of `B N`; a scale may be an array."""
+def test_head_gate_array_scale_and_window():
+    """A gate of `N` is that of `B N`; a scale may be an array, a window NumPy's."""
     inputs, _ = make("nothing")
     gate = normal(np.random.default_rng(0), 4)
     one = attend(*inputs, head_gate=gate, scale=jnp.float32(0.3))
     many = attend(*inputs, scale=0.3) * gate[:, None]
     np.testing.assert_allclose(one, many, atol=1e-6)
+    near = attend(*inputs, local_window_size=(2, 2))
+    for window in (2, np.int64(2), [2, 2]):
+        np.testing.assert_array_equal(attend(*inputs, local_window_size=window), near)
+    with pytest.raises(ValueError, match="one or two whole numbers >= 0, got 1.5"):
+        attention.attention_weights(*inputs[:2], local_window_size=1.5)
 
 
 QUERY = jnp.zeros((2, 5, 4, 8))
@@ -243,7 +248,9 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"mask": jnp.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
         ({"mask": jnp.ones((5, 7))}, "an additive mask is a bias"),
         ({"bias": jnp.ones((5, 7), bool)}, "bias must be floating"),
-        ({"local_window_size": (1, -1)}, "must be two numbers >= 0, got (1, -1)"),
+        ({"scale": jnp.ones(8)}, "scale must be one number, got (8,)"),
+        ({"local_window_size": (1, -1)}, "whole numbers >= 0, got (1, -1)"),
+        ({"local_window_size": (1, 2, 3)}, "one or two whole numbers"),
         ({"query_segment_ids": jnp.ones((2, 5), int)}, "must be given together"),
         ({"query_seq_lengths": jnp.ones(2)}, "must be integers of shape (2,)"),
         ({"head_gate": jnp.ones(3)}, "head_gate must have one number a head"),
