@@ -87,7 +87,8 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
         stack.enter_context(hosts.at_once())
         with one_sentence(), hosts.given_up():
             trials = trials_of(flat(config.to_dict()), listed)
-            profile = Profile(workdir, steps_to_profile(PROFILE.value))
+            steps = steps_to_profile(PROFILE.value, config.train.num_steps)
+            profile = Profile(workdir, steps)
             cluster.connect()
             with hosts.together():
                 if hosts.is_first():
@@ -178,6 +179,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         mesh = sharding.make_mesh(config.mesh, len(trials), B // parts)
     hosts.check_same("training set", data)
     jax.set_mesh(mesh)
+    sharding.warn_of_whole(flat(config.to_dict()), mesh)
     dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
     vocab_sizes = tokenizer.vocab_sizes(tokenizers)

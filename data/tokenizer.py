@@ -192,11 +192,16 @@ def _write(path: pathlib.Path, content: bytes):
 
 
 def load(folder) -> tuple[Tokenizer, Tokenizer]:
-    """The source's and the target's tokenizer of a run, from WORKDIR/tokenizer."""
+    """The source's and the target's tokenizer of a run, from WORKDIR/tokenizer.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: a file is not what was written.
+    """
     folder = pathlib.Path(folder)
     joint = folder / "joint.model"
     if joint.is_file():
-        tokenizer = Tokenizer(joint.read_bytes())
+        tokenizer = _read(Tokenizer, joint)
         return tokenizer, tokenizer
     sides = [folder / "source.model", folder / "target.model"]
     numbered = folder / "vocab.json"
@@ -205,8 +210,15 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
             raise FileNotFoundError(f"there is no tokenizer in {folder}; train first")
     if numbered.is_file():
         vocabulary = json.loads(numbered.read_text())
-        return tuple(MarianTokenizer(path.read_bytes(), vocabulary) for path in sides)
-    return tuple(Tokenizer(path.read_bytes()) for path in sides)
+        return tuple(_read(MarianTokenizer, path, vocabulary) for path in sides)
+    return tuple(_read(Tokenizer, path) for path in sides)
+
+
+def _read(kind, path: pathlib.Path, *vocabulary):
+    try:
+        return kind(path.read_bytes(), *vocabulary)
+    except RuntimeError:
+        raise ValueError(f"{path} is damaged; restore it.") from None
 
 
 def load_or_train(

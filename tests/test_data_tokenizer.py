@@ -112,6 +112,14 @@ def test_no_model_says_where(tmp_path):
         tokenizer.load(tmp_path)
 
 
+def test_a_damaged_model_is_named(tmp_path):
+    tokenizer.load_or_train(tmp_path, PAIRS["en"], PAIRS["de"], 100)
+    path = tmp_path / "joint.model"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match="joint.model is damaged"):
+        tokenizer.load(tmp_path)
+
+
 def test_killed_while_writing_leaves_all_of_a_model_or_none(tmp_path):
     code = (
         "import sys, pathlib; from data import tokenizer\n"

@@ -60,7 +60,7 @@ def test_compiling_is_timed():
 
 
 def test_a_trace_is_written(tmp_path):
-    profile = Profile(tmp_path, steps_to_profile("2:3"))
+    profile = Profile(tmp_path, steps_to_profile("2:3", 9))
     for step in range(9):
         profile.at(step, jnp.ones(3) + step)
         assert profile.running == (2 <= step < 5)
@@ -69,7 +69,7 @@ def test_a_trace_is_written(tmp_path):
     assert list(tmp_path.glob("profile/**/perfetto_trace.json.gz"))
 
 
-@pytest.mark.parametrize("text", ["20", "a:3", "1:2:3", "-1:2", "5:0"])
+@pytest.mark.parametrize("text", ["20", "a:3", "1:2:3", "-1:2", "5:0", "9:1"])
 def test_steps_to_profile_are_checked(text):
     with pytest.raises(ValueError, match="--profile must .*got"):
-        steps_to_profile(text)
+        steps_to_profile(text, 9)

@@ -18,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from attention.merge import MERGE_RULES
 from attention.partition import MESH_AXES
 from attention.platform import platform
+from training.metrics import say
+from training.trials import SITES, heads_at
 
 AXES = tuple(MESH_AXES)  # trial, data, model
 SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
@@ -63,7 +65,10 @@ def make_mesh(
     text = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     bad = [axis for axis in AXES if sizes[axis] not in (None, -1) and sizes[axis] < 1]
     if bad or list(sizes.values()).count(-1) > 1:
-        raise ValueError(f"{text}: sizes are at least 1, and one may be -1 (the rest).")
+        raise ValueError(
+            f"{text}: sizes are at least 1, and one may be -1 (the rest); set the "
+            f"others, as in mesh.data=1."
+        )
     if sizes["trial"] is None:
         fixed = np.prod([n for axis, n in sizes.items() if axis != "trial" and n > 0])
         sizes["trial"] = int(np.gcd(num_trials, max(1, devices.size // int(fixed))))
@@ -71,16 +76,22 @@ def make_mesh(
     sizes = {a: devices.size // known if n == -1 else n for a, n in sizes.items()}
     if np.prod(list(sizes.values())) != devices.size:
         raise ValueError(
-            f"{text} does not make the {devices.size} devices there are; set one of "
-            f"them to -1."
+            f"{text} does not make the {devices.size} devices there are; choose sizes "
+            f"whose product they are, one of them -1 for what the others leave."
         )
     for axis, count, of in (
         ("trial", num_trials, "trials"),
-        ("data", num_rows, "rows of a batch (data.batch_tokens / their length)"),
+        (
+            "data",
+            num_rows,
+            "rows that are computed at once (data.batch_tokens / their length / "
+            "train.accumulate_steps)",
+        ),
     ):
         if count % sizes[axis]:
             raise ValueError(
-                f"mesh.{axis}={sizes[axis]} does not divide the {count} {of}."
+                f"mesh.{axis}={sizes[axis]} does not divide the {count} {of}; choose "
+                f"another number of either."
             )
     return Mesh(
         devices.reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
@@ -150,19 +161,21 @@ def state_shardings(state, mesh: Mesh, shard: str = "none"):
     )
 
 
-def check_heads(num_heads: dict[str, int], mesh: Mesh) -> None:
-    """Raise a ValueError where `model` divides no site's heads.
+def warn_of_whole(config: dict, mesh: Mesh) -> None:
+    """Say what `model` does not divide, so that each of its devices computes it whole.
 
     Args:
-        num_heads: N by the site's config path.
+        config: flat.
         mesh: of `make_mesh`.
     """
     size = mesh.shape["model"]
-    for path, count in num_heads.items():
+    counts = {f"heads of {site}": heads_at(config, site)[1] for site in SITES}
+    counts["hidden units (model.mlp_dim)"] = config["model.mlp_dim"]
+    for what, count in counts.items():
         if count % size:
-            raise ValueError(
-                f"mesh.model={size} must divide {path}.num_heads={count}; choose "
-                f"another mesh, or another number of heads."
+            say(
+                f"mesh.model={size} does not divide the {count} {what}: each device "
+                f"of that axis computes all of them."
             )
 
 

@@ -21,7 +21,8 @@ RANGES = {
     "optimizer.beta2": (0, 1),
     "optimizer.label_smoothing": (0, 1),
 }
-GATE = re.compile(r"head_gates\.(encoder|decoder|cross)\.(\d+)\.(\d+)")
+SITES = ("encoder", "decoder", "cross")
+GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(\d+)\.(\d+)")
 
 
 def variable(config: dict) -> list[str]:

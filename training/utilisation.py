@@ -82,11 +82,11 @@ class Profile:
             say(f"A trace for XProf and Perfetto: {self.folder}")
 
 
-def steps_to_profile(text: str | None) -> tuple[int, int] | None:
-    """START:STEPS as two numbers.
+def steps_to_profile(text: str | None, num_steps: int) -> tuple[int, int] | None:
+    """START:STEPS as two numbers; training ends after `num_steps`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or begins too late.
     """
     if text is None:
         return None
@@ -96,4 +96,8 @@ def steps_to_profile(text: str | None) -> tuple[int, int] | None:
     start, steps = map(int, parts)
     if steps < 1:
         raise ValueError(f"--profile must trace at least one step, got {text!r}.")
+    if start >= num_steps:
+        raise ValueError(
+            f"--profile must begin before train.num_steps={num_steps}, got {text!r}."
+        )
     return start, steps

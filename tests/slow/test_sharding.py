@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from processes import FAST, ROOT, free_address, with_devices
 
-from training.sharding import make_mesh, specs
+from configs.base import get_config
+from configs.commandline import flat
+from training.sharding import make_mesh, specs, warn_of_whole
 
 RUNS = [
     (2, {}),
@@ -121,6 +123,14 @@ def test_a_mesh_that_does_not_fit_is_named(shape, message):
     shape = {"trial": None, "data": -1, "model": 1} | shape
     with pytest.raises(ValueError, match=message):
         make_mesh(shape, 4, 12, [Device(i) for i in range(8)])
+
+
+def test_what_model_does_not_divide_is_named(capsys):
+    config = flat(get_config().to_dict()) | {"model.cross_attention.num_heads": 6}
+    shape = {"trial": 1, "data": 1, "model": 4}
+    warn_of_whole(config, make_mesh(shape, 1, 1, [Device(i) for i in range(4)]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mesh.model=4 does not divide the 6 heads of cross: ")
 
 
 def test_heads_and_hidden_units_are_what_model_divides():
