@@ -65,11 +65,16 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
         count: from B, S and T to the floating-point operations of a trial's update.
 
     Raises:
-        ValueError: no such target, or a mesh that does not fit it.
+        ValueError: no such target, a mesh that does not fit it, or no row in a batch.
     """
     num_trials = len(arrays["seed"])
     T = max(ROW, -(-config.data.max_length // 8) * 8)
     B = config.data.batch_tokens // T
+    if B < 1:
+        raise ValueError(
+            f"data.batch_tokens must hold a row of {T} tokens, got "
+            f"{config.data.batch_tokens}."
+        )
     mesh = sharding.make_mesh(
         config.mesh, num_trials, B, targets.devices(target).ravel()
     )
