@@ -95,10 +95,10 @@ def main():
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.at_once())
         with one_sentence(), hosts.given_up():
+            options = decoding_options()
             cluster.connect()
             trained = load(Path(WORKDIR.value), CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
-            options = decoding_options()
             if TRANSLATE.value:
                 translate_lines(trained, options)
                 return
@@ -122,7 +122,16 @@ def splits() -> list[str]:
 
 
 def decoding_options() -> dict:
-    """The flags that say how to decode, as `models.decoding.translate` takes them."""
+    """The flags that say how to decode, as `models.decoding.translate` takes them.
+
+    Raises:
+        ValueError: there are some of sampling without a temperature.
+    """
+    if TEMPERATURE.value == 0 and (TOP_K.value or TOP_P.value < 1):
+        raise ValueError(
+            "--top_k and --top_p say what to sample from, and nothing is sampled at "
+            "--temperature=0; set it too, as in --temperature=1"
+        )
     if TEMPERATURE.value > 0:
         return {
             "temperature": TEMPERATURE.value,
