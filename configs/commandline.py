@@ -40,12 +40,17 @@ def describe(error: BaseException) -> str:
 
 def run(main) -> None:
     """Parse the flags, then call `main()`; a bad flag ends in one sentence."""
-    from absl import flags
+    from absl import app, flags
 
+    app.define_help_flags()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
+        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+            flags.FLAGS.config.keys()  # one that can't be read says so only now
     except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
         fail(flag_error(error, sys.argv[1:]))
+    except SyntaxError as error:
+        fail(f"{error.filename}, line {error.lineno}, is not Python: {error.msg}.")
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
     main()
