@@ -124,7 +124,12 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from analysis.budget import update_flops
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
-    from models.checks import check_encoder_decoder, check_positions, choose
+    from models.checks import (
+        check_counts,
+        check_encoder_decoder,
+        check_positions,
+        choose,
+    )
     from models.counting import parameters
     from models.precision import REMAT
     from models.sites import implementations
@@ -139,6 +144,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     compiled = CompileClock()
     names = (config.data.name, config.data.source, config.data.target)
     with hosts.together():
+        check_counts(flat(config.to_dict()))
         check_encoder_decoder(config.model.to_dict())
         choose("train.best_metric", config.train.best_metric, METRICS)
         choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
