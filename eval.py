@@ -5,7 +5,6 @@ python eval.py --workdir=runs/multi30k --translate < source.txt > translations.t
 """
 
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from absl import flags
 from configs.commandline import fail, flat, one_sentence, run
 from training import cluster, platform
 from training.metrics import show_log
-from training.workdir import write_json
+from training.workdir import read_json, write_json
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
 SPLIT = flags.DEFINE_string(
@@ -167,13 +166,13 @@ def load(workdir: Path, which: str) -> Trained:
             f"{workdir} holds no run (there is no config.json in it); "
             f"train one with train.py --workdir={workdir}."
         )
-    config = ml_collections.ConfigDict(json.loads(path.read_text()))
+    config = ml_collections.ConfigDict(read_json(path))
     check_encoder_decoder(config.model.to_dict())
     tokenizers = tokenizer.load(workdir / "tokenizer")
     sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *sizes, **config.model.to_dict())
     graph, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-    trials = json.loads((workdir / "trials.json").read_text())
+    trials = read_json(workdir / "trials.json")
     params, steps, diverged_at = restore(workdir, which, len(trials), abstract)
     every = {"trial": None, "data": -1, "model": 1}
     mesh = sharding.make_mesh(every, len(trials), jax.device_count())

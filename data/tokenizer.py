@@ -191,12 +191,22 @@ def _write(path: pathlib.Path, content: bytes):
     os.replace(file.name, path)  # all of it or nothing, killed at whatever moment
 
 
+def _read(path: pathlib.Path) -> Tokenizer:
+    try:
+        return Tokenizer(path.read_bytes())
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} is no SentencePiece model; restore it, or train anew in another "
+            "--workdir"
+        ) from error
+
+
 def load(folder) -> tuple[Tokenizer, Tokenizer]:
     """The source's and the target's tokenizer of a run, from WORKDIR/tokenizer."""
     folder = pathlib.Path(folder)
     joint = folder / "joint.model"
     if joint.is_file():
-        tokenizer = Tokenizer(joint.read_bytes())
+        tokenizer = _read(joint)
         return tokenizer, tokenizer
     sides = [folder / "source.model", folder / "target.model"]
     numbered = folder / "vocab.json"
@@ -206,7 +216,7 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
     if numbered.is_file():
         vocabulary = json.loads(numbered.read_text())
         return tuple(MarianTokenizer(path.read_bytes(), vocabulary) for path in sides)
-    return tuple(Tokenizer(path.read_bytes()) for path in sides)
+    return tuple(_read(path) for path in sides)
 
 
 def load_or_train(

@@ -112,6 +112,13 @@ def test_no_model_says_where(tmp_path):
         tokenizer.load(tmp_path)
 
 
+def test_a_damaged_model_is_named(tmp_path):
+    path = tmp_path / "joint.model"
+    path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=f"{path} is no SentencePiece model"):
+        tokenizer.load(tmp_path)
+
+
 def test_killed_while_writing_leaves_all_of_a_model_or_none(tmp_path):
     code = (
         "import sys, pathlib; from data import tokenizer\n"

@@ -40,7 +40,7 @@ def claim(workdir: Path, config: dict, trials: list[dict]):
             difference
             for name, value in files.items()
             if (workdir / name).exists()
-            for difference in differing(json.loads((workdir / name).read_text()), value)
+            for difference in differing(read_json(workdir / name), value)
         ]
         if differences and (workdir / "metrics.jsonl").exists():
             raise ValueError(
@@ -82,6 +82,21 @@ def summary(phrases: list[str], most: int = 5) -> str:
     return ", ".join(phrases[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def read_json(path: Path):
+    """What a file of the workdir holds.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); restore it, or train anew in another "
+            f"--workdir."
+        ) from None
+
+
 def write_json(path: Path, value) -> None:
     """Write a file whole or not at all."""
     part = path.with_name(path.name + ".part")
@@ -115,7 +130,7 @@ def check_data(workdir: Path, data: dict) -> None:
     path = workdir / "run.json"
     if not path.exists() or not (workdir / "metrics.jsonl").exists():
         return
-    before = json.loads(path.read_text())["data"]
+    before = read_json(path)["data"]
     if before != data:
         raise ValueError(
             f"The training data are not those that {workdir} began with: "
