@@ -341,7 +341,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         say.muted = False  # so that whoever started a process knows that it is not done
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
     elif diverged.all():
-        fail(divergence(int(diverged.max()), len(trials)))
+        saved = checkpoints.directory / str(step)
+        fail(divergence(int(diverged.max()), len(trials), saved))
     else:
         end = "; no trial is left to train" if step < num_steps else ""
         say(
@@ -365,7 +366,8 @@ def evaluate(
         writer.write(step, trial, **row)
     names = next(iter(rows.values()), {})
     texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
-    say(f"step {step}: " + "  ".join(texts))
+    if texts:  # none where every trial is frozen
+        say(f"step {step}: " + "  ".join(texts))
     ranks = ranking(rows, config.train.best_metric, len(frozen))
     return keep_best(best, state.params, step, ranks)
 

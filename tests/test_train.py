@@ -257,7 +257,7 @@ def test_a_diverging_run_names_its_step(little, tmp_path):
     args = train_command(tmp_path / "run", **overrides)
     for _ in range(2):  # once more: what diverged is kept
         sentence = refused(run(args), "stopped being finite in all 2 trials")
-        assert "learning_rate" in sentence
+        assert "checkpoints/" in sentence and "learning_rate" in sentence
 
 
 def test_a_trial_is_scored_without_the_heads_that_its_gates_remove(trained, tmp_path):
