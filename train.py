@@ -248,7 +248,10 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         ready
     )
     every, num_steps = config.train, config.train.num_steps
-    if step >= num_steps:
+    diverged = sharding.fetch(state.diverged_at)
+    if step >= num_steps and not diverged.all():
+        for trial in np.flatnonzero(diverged).tolist():
+            say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
         return
     writer = MetricsWriter(workdir, step, silent=not hosts.is_first())

@@ -255,8 +255,9 @@ def test_a_missing_folder_is_named(tmp_path):
 def test_a_diverging_run_names_its_step(little, tmp_path):
     overrides = little | {"optimizer.learning_rate": 1e30}
     args = train_command(tmp_path / "run", **overrides)
-    for _ in range(2):  # once more: what diverged is kept
-        sentence = refused(run(args), "stopped being finite in all 2 trials")
+    for steps in (60, 2):  # once more: what diverged is kept, if at the end too
+        ran = run([*args, f"--config.train.num_steps={steps}"])
+        sentence = refused(ran, "stopped being finite in all 2 trials")
         assert "checkpoints/" in sentence and "learning_rate" in sentence
 
 
