@@ -370,6 +370,23 @@ def evaluated(capfd, monkeypatch):
     return evaluate
 
 
+@pytest.mark.parametrize(
+    "option, value, sentence",
+    [
+        ("temperature", "nan", "--temperature must be finite, got nan"),
+        ("output", "nodir/o.txt", "--output=nodir/o.txt must be a file in a folder"),
+        ("plot", "nodir/p.png", "--plot=nodir/p.png must be a file in a folder"),
+        ("plot", "p.xyz", "The suffix of --plot must be one of"),
+    ],
+)
+def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
+    evaluated, capfd, option, value, sentence
+):
+    with pytest.raises(SystemExit, match="2"):
+        evaluated(workdir="x", split="val", **{option: value})
+    assert sentence in capfd.readouterr().err
+
+
 def test_evaluating_by_every_checkpoint(trained, evaluated):
     steps = {}
     for which in ("best", "last", "average"):
