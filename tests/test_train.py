@@ -228,7 +228,8 @@ def test_missing_flags_and_words_are_named():
     refused(run(command("train.py")), "--config and --workdir are needed")
     refused(run(command("train.py", config="nope.py", workdir="x")), "file nope.py")
     refused(run(command("train.py", config="README.md")), "README.md, line")
-    assert "--workdir" in run([*command("train.py"), "--help"]).stdout
+    for script in ("train.py", "sweep.py"):
+        assert "--workdir" in run([*command(script), "--help"]).stdout
     refused(run([*command("eval.py"), "x"]), "'x'")
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
