@@ -1,6 +1,7 @@
 """From the command line to a config, and from an error to one sentence."""
 
 import contextlib
+import os
 import re
 import sys
 from difflib import get_close_matches
@@ -15,6 +16,8 @@ def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
     """
     try:
         yield
+    except BrokenPipeError:
+        raise  # to `run`
     except kinds as error:
         fail(describe(error))
 
@@ -53,7 +56,12 @@ def run(main) -> None:
         fail(f"{error.filename}, line {error.lineno}, is not Python: {error.msg}.")
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has enough; nor may Python's own flush complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def flag_error(error: Exception, argv: list[str]) -> str:

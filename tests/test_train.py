@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -233,6 +234,28 @@ def test_missing_flags_and_words_are_named():
     refused(run([*command("eval.py"), "x"]), "'x'")
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
+
+
+FILTER = """
+from configs.commandline import one_sentence, run
+def main():
+    with one_sentence():
+        print("a line")
+        print("another", flush=FLUSH)
+run(main)
+"""
+
+
+@pytest.mark.parametrize("flush", ["True", "False"])
+def test_a_reader_that_has_enough_ends_us_without_a_word(flush):
+    read, write = os.pipe()
+    os.close(read)
+    code = FILTER.replace("FLUSH", flush)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(
