@@ -6,6 +6,12 @@ import re
 import sys
 from difflib import get_close_matches
 
+WANTED = {  # what the parsers of flags say, and what they mean
+    "invalid literal for int()": "a whole number",
+    "could not convert string to float": "a number",
+    "('Non-boolean argument": "true or false",
+}
+
 
 @contextlib.contextmanager
 def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
@@ -35,6 +41,8 @@ def program() -> str:
 
 def describe(error: BaseException) -> str:
     """What an error says, in one line."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename}: a file is where a folder must be; choose another."
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}."
@@ -77,8 +85,15 @@ def flag_error(error: Exception, argv: list[str]) -> str:
         return (
             f"There is no config file {''.join(path)}; configs/ holds those there are."
         )
+    for words, kind in WANTED.items():
+        flag, found, _ = text.partition(f": {words}")
+        if found and "\n" not in flag:
+            name, value = flag.removeprefix("flag ").split("=", 1)
+            return f"{name} must be {kind}, got {value!r}."
     last = text.splitlines()[-1]  # before it stands a traceback of the config file
     head = text.splitlines()[0].split(": Error whilst")[0]
+    if "get_config() takes 0 positional arguments" in last:
+        return f"{head}: this config has no variants; leave out the colon and the rest."
     return last if last.startswith(head) else f"{head}: {last.split(': ', 1)[-1]}"
 
 
