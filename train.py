@@ -102,9 +102,11 @@ def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
     from analysis.budget import update_flops
     from analysis.table import print_pairs
+    from models.checks import check_counts
     from training import dry_run
 
     with one_sentence():
+        check_counts(flat(config.to_dict()))
         trials = trials_of(flat(config.to_dict()), listed)
         vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
         count = partial(update_flops, vocabularies, config.model.to_dict())
