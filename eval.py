@@ -5,6 +5,7 @@ python eval.py --workdir=runs/multi30k --translate < source.txt > translations.t
 """
 
 import contextlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -94,10 +95,11 @@ def main():
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.at_once())
         with one_sentence(), hosts.given_up():
+            options = decoding_options()
+            check_files()
             cluster.connect()
             trained = load(Path(WORKDIR.value), CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
-            options = decoding_options()
             if TRANSLATE.value:
                 translate_lines(trained, options)
                 return
@@ -121,7 +123,20 @@ def splits() -> list[str]:
 
 
 def decoding_options() -> dict:
-    """The flags that say how to decode, as `models.decoding.translate` takes them."""
+    """The flags that say how to decode, as `models.decoding.translate` takes them.
+
+    Raises:
+        ValueError: one is not finite, or there are some of sampling without a
+            temperature.
+    """
+    for flag in (LENGTH_PENALTY, TEMPERATURE, TOP_P):
+        if not math.isfinite(flag.value):
+            raise ValueError(f"--{flag.name} must be finite, got {flag.value}.")
+    if TEMPERATURE.value == 0 and (TOP_K.value or TOP_P.value < 1):
+        raise ValueError(
+            "--top_k and --top_p say what to sample from, and nothing is sampled at "
+            "--temperature=0; set it too, as in --temperature=1"
+        )
     if TEMPERATURE.value > 0:
         return {
             "temperature": TEMPERATURE.value,
@@ -130,6 +145,23 @@ def decoding_options() -> dict:
             "seed": SEED.value,
         }
     return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
+
+
+def check_files() -> None:
+    """Raise a ValueError where --output or --plot can't be written, before decoding."""
+    for flag in (OUTPUT, PLOT):
+        path = Path(flag.value or "none")
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(
+                f"--{flag.name}={path} must be a file in a folder that is there."
+            )
+    if PLOT.value is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        from models.checks import choose
+
+        formats = [f".{name}" for name in FigureCanvasBase.filetypes]
+        choose("The suffix of --plot", Path(PLOT.value).suffix.lower(), formats)
 
 
 def load(workdir: Path, which: str) -> Trained:

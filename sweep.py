@@ -169,10 +169,11 @@ def options(workdir: Path):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in VERBS:
+    if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help"):
         fail(
             f"Say what to do first, one of {', '.join(VERBS)}, as in python sweep.py "
             f"list --config=configs/numbers.py --ablation=heads --seeds=3"
         )
-    VERB = sys.argv.pop(1)
+    if sys.argv[1] in VERBS:
+        VERB = sys.argv.pop(1)
     run(main)

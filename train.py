@@ -103,9 +103,11 @@ def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
     from analysis.budget import update_flops
     from analysis.table import print_pairs
+    from models.checks import check_counts
     from training import dry_run
 
     with one_sentence():
+        check_counts(flat(config.to_dict()))
         trials = trials_of(flat(config.to_dict()), listed)
         vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
         count = partial(update_flops, vocabularies, config.model.to_dict())
@@ -125,7 +127,12 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from analysis.budget import update_flops
     from analysis.evaluation import METRICS, Dev
     from data import corpora, pipeline, tokenizer
-    from models.checks import check_encoder_decoder, check_positions, choose
+    from models.checks import (
+        check_counts,
+        check_encoder_decoder,
+        check_positions,
+        choose,
+    )
     from models.counting import parameters
     from models.precision import REMAT
     from models.sites import implementations
@@ -140,6 +147,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     compiled = CompileClock()
     names = (config.data.name, config.data.source, config.data.target)
     with hosts.together():
+        check_counts(flat(config.to_dict()))
         check_encoder_decoder(config.model.to_dict())
         choose("train.best_metric", config.train.best_metric, METRICS)
         choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
@@ -244,7 +252,10 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         ready
     )
     every, num_steps = config.train, config.train.num_steps
-    if step >= num_steps:
+    diverged = sharding.fetch(state.diverged_at)
+    if step >= num_steps and not diverged.all():
+        for trial in np.flatnonzero(diverged).tolist():
+            say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
         return
     writer = MetricsWriter(workdir, step, silent=not hosts.is_first())
@@ -337,7 +348,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         say.muted = False  # so that whoever started a process knows that it is not done
         say(f"{stop.name}: saved step {step}; the same command goes on from there.")
     elif diverged.all():
-        fail(divergence(int(diverged.max()), len(trials)))
+        saved = checkpoints.directory / str(step)
+        fail(divergence(int(diverged.max()), len(trials), saved))
     else:
         end = "; no trial is left to train" if step < num_steps else ""
         say(
@@ -361,7 +373,8 @@ def evaluate(
         writer.write(step, trial, **row)
     names = next(iter(rows.values()), {})
     texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
-    say(f"step {step}: " + "  ".join(texts))
+    if texts:  # none where every trial is frozen
+        say(f"step {step}: " + "  ".join(texts))
     ranks = ranking(rows, config.train.best_metric, len(frozen))
     return keep_best(best, state.params, step, ranks)
 

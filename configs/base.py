@@ -73,7 +73,7 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.beta2 = 0.98
     optimizer.epsilon = 1e-9
     optimizer.weight_decay = 0.0  # decoupled, times the learning rate (AdamW)
-    optimizer.clip_norm = 1.0  # largest global norm of the gradient
+    optimizer.clip_norm = 1.0  # largest global norm of the gradient; 0: any
     optimizer.label_smoothing = 0.1  # share of probability spread over all pieces
 
     config.train = train = ml_collections.ConfigDict()

@@ -1,9 +1,16 @@
 """From the command line to a config, and from an error to one sentence."""
 
 import contextlib
+import os
 import re
 import sys
 from difflib import get_close_matches
+
+WANTED = {  # what the parsers of flags say, and what they mean
+    "invalid literal for int()": "a whole number",
+    "could not convert string to float": "a number",
+    "('Non-boolean argument": "true or false",
+}
 
 
 @contextlib.contextmanager
@@ -15,6 +22,8 @@ def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
     """
     try:
         yield
+    except BrokenPipeError:
+        raise  # to `run`
     except kinds as error:
         fail(describe(error))
 
@@ -32,6 +41,8 @@ def program() -> str:
 
 def describe(error: BaseException) -> str:
     """What an error says, in one line."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename}: a file is where a folder must be; choose another."
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}."
@@ -40,15 +51,25 @@ def describe(error: BaseException) -> str:
 
 def run(main) -> None:
     """Parse the flags, then call `main()`; a bad flag ends in one sentence."""
-    from absl import flags
+    from absl import app, flags
 
+    app.define_help_flags()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
+        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+            flags.FLAGS.config.keys()  # one that can't be read says so only now
     except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
         fail(flag_error(error, sys.argv[1:]))
+    except SyntaxError as error:
+        fail(f"{error.filename}, line {error.lineno}, is not Python: {error.msg}.")
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has enough; nor may Python's own flush complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def flag_error(error: Exception, argv: list[str]) -> str:
@@ -64,8 +85,15 @@ def flag_error(error: Exception, argv: list[str]) -> str:
         return (
             f"There is no config file {''.join(path)}; configs/ holds those there are."
         )
+    for words, kind in WANTED.items():
+        flag, found, _ = text.partition(f": {words}")
+        if found and "\n" not in flag:
+            name, value = flag.removeprefix("flag ").split("=", 1)
+            return f"{name} must be {kind}, got {value!r}."
     last = text.splitlines()[-1]  # before it stands a traceback of the config file
     head = text.splitlines()[0].split(": Error whilst")[0]
+    if "get_config() takes 0 positional arguments" in last:
+        return f"{head}: this config has no variants; leave out the colon and the rest."
     return last if last.startswith(head) else f"{head}: {last.split(': ', 1)[-1]}"
 
 

@@ -18,7 +18,7 @@ train.py trains the translation models; weights.py reads the weights of the othe
 from configs import base, multi30k
 
 
-def get_config(name: str):
+def get_config(name: str = ""):
     """The preset of that name."""
     if name not in PRESETS:
         raise ValueError(f"configs/presets.py has :{', :'.join(PRESETS)}, not :{name}")

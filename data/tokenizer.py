@@ -218,7 +218,9 @@ def _read(kind, path: pathlib.Path, *vocabulary):
     try:
         return kind(path.read_bytes(), *vocabulary)
     except RuntimeError:
-        raise ValueError(f"{path} is damaged; restore it.") from None
+        raise ValueError(
+            f"{path} is damaged; restore it, or train anew in another --workdir."
+        ) from None
 
 
 def load_or_train(

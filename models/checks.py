@@ -1,10 +1,32 @@
 """What settings and arguments must be, in sentences that name the config's keys."""
 
+COUNTS = (
+    "data.vocab_size",
+    "data.max_length",
+    "data.batch_tokens",
+    "model.width",
+    "model.mlp_dim",
+    "train.num_steps",
+    "train.steps_per_dispatch",
+    "train.log_every_steps",
+    "train.eval_every_steps",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.patience",
+)
+
 
 def choose(name: str, value: str, choices) -> None:
     """Raise a ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+
+
+def check_counts(config: dict) -> None:
+    """Raise a ValueError unless what a (flat) config counts is 1 or more."""
+    for key in COUNTS:
+        if config[key] is not None and config[key] < 1:
+            raise ValueError(f"{key} must be at least 1, got {config[key]}.")
 
 
 def check_layers(

@@ -18,7 +18,8 @@ from ml_collections import config_flags
 from rich.console import Console
 from rich.table import Table
 
-from configs.commandline import fail, one_sentence, run
+from configs.commandline import fail, flat, one_sentence, run
+from models.checks import check_counts
 from models.counting import (
     LENGTH,
     abstract,
@@ -217,6 +218,7 @@ def main():
             "python -m models.describe --config=configs/presets.py:bert_base"
         )
     with one_sentence():
+        check_counts(flat(CONFIG.value.to_dict()))
         data, settings = CONFIG.value.data, CONFIG.value.model.to_dict()
         sizes = (data.vocab_size,) * (1 if data.joint_vocabulary else 2)
         model = abstract(partial(Transformer, *sizes, **settings))

@@ -1,5 +1,7 @@
 """Multi-head attention: projections, head shapes and the merge."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,18 +158,26 @@ class Attention(nnx.Module):
             value,
         )
 
-    def resolve(self, B: int, T: int, S: int, *, has_bias: bool = False) -> str:
-        """The implementation that runs on such a batch; see docs/attention.md."""
+    def resolve(
+        self, B: int, T: int, S: int, *, dtype="float32", has_bias: bool = False
+    ) -> str:
+        """The implementation that runs on such a batch; see docs/attention.md.
+
+        Raises:
+            NotImplementedError: the one that was named can't.
+        """
         if self.talking_heads is not None:
             return "talking_heads_attention"
-        if self.implementation is not None:
-            return self.implementation
 
         def like(length, kernel):
             shape = (B, length, *kernel.shape[1:])
-            return jax.ShapeDtypeStruct(shape, jnp.float32)
+            return jax.ShapeDtypeStruct(shape, dtype)
 
         arrays = like(T, self.query), like(S, self.key), like(S, self.value)
+        if self.implementation is not None:
+            named = {"implementation": self.implementation}
+            jax.eval_shape(partial(attention.dot_product_attention, **named), *arrays)
+            return self.implementation
         bias = jnp.float32 if has_bias else None
         return attention.resolve_implementation(*arrays, bias)
 

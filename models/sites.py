@@ -30,7 +30,11 @@ def maps_of(maps: dict | None, **sites: str) -> dict | None:
 
 
 def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
-    """Which attention implementation each site of a (abstract) model runs, by size."""
+    """Which attention implementation each site of a (abstract) model runs, by size.
+
+    Raises:
+        NotImplementedError: one that was named can't, with the reason.
+    """
     relative = model.positions == "relative"
     both = model.decoder if model.encoder else ()
     sites = {
@@ -39,7 +43,9 @@ def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
         "cross": (both, "cross_attention", T, S, False),
     }
     return {
-        site: getattr(layers[0], name).resolve(B, *lengths, has_bias=has_bias)
+        site: getattr(layers[0], name).resolve(
+            B, *lengths, dtype=model.dtype, has_bias=has_bias
+        )
         for site, (layers, name, *lengths, has_bias) in sites.items()
         if layers
     }

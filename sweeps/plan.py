@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from analysis.budget import flops, parameters, solve_mlp_dim
 from configs.ablations import grid
 from configs.commandline import describe, flat, near_miss
+from models.checks import check_counts
 from training.trials import variable
 
 NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
@@ -162,6 +163,7 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
         settings = {k: v for k, v in overrides.items() if k != MATCH}
         configs.append(applied(base, settings, name))
         with naming(name):
+            check_counts(flat(configs[-1]))
             parameters(configs[-1])
     plain = applied(base, {}, "the base config")
     same = [i for i, config in enumerate(configs) if is_same(config, plain)]

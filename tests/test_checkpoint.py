@@ -77,7 +77,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, damage, ca
     assert step == 2
     np.testing.assert_array_equal(items["params"]["kernel"], of(2)["kernel"])
     said = capsys.readouterr().err
-    assert "The checkpoint of step 3 is damaged" in said and said.count("\n") == 1
+    assert "The checkpoint of step 3 is damaged: kernel " in said
+    assert said.count("\n") == 1 and len(said) < 100
     assert (saved / "damaged" / "3").is_dir(), "nothing on disk may be lost"
 
 

@@ -61,3 +61,16 @@ def test_equals_adamw_of_the_clipped_gradient():
             params.values(), their_params.values(), strict=True
         ):
             np.testing.assert_allclose(ours_leaf, theirs_leaf, rtol=2e-6)
+
+
+def test_a_clip_norm_of_zero_does_not_clip():
+    params = {"w": jnp.zeros(4)}
+    gradient = {"w": jnp.full(4, 100.0)}
+    steps = []
+    for clip_norm in (0.0, 1e6):
+        optimizer = make_optimizer(
+            schedule="constant", width=128, **NUMBERS | {"clip_norm": clip_norm}
+        )
+        steps.append(optimizer.update(gradient, optimizer.init(params), params)[0]["w"])
+    np.testing.assert_array_equal(*steps)
+    assert (steps[0] != 0).all()

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -217,6 +218,10 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
         ),
         ("--config.model.width=wide", ["config.model.width", "'wide'"]),
         ("--wrokdir=x", ["wrokdir", "workdir"]),
+        ("--config.train.num_steps=1.5", ["num_steps must be a whole number", "'1.5'"]),
+        ("--config.data.joint_vocabulary=maybe", ["true or false, got 'maybe'"]),
+        ("--config=configs/base.py:foo", ["base.py:foo: this config has no variants"]),
+        ("--workdir=README.md", ["README.md: a file is where a folder must be"]),
         ("--config=configs/numbres.py", ["configs/numbres.py", "configs/"]),
         ("--config=configs/multi30k.py:tiny", [":full and :short", ":tiny"]),
         ("--config.model.attention.num_heads=3", ["num_heads", "3 and 16"]),
@@ -233,8 +238,35 @@ def test_a_bad_flag_is_named(tmp_path, flag, parts):
 
 def test_missing_flags_and_words_are_named():
     refused(run(command("train.py")), "--config and --workdir are needed")
+    refused(run(command("train.py", config="nope.py", workdir="x")), "file nope.py")
+    refused(run(command("train.py", config="README.md")), "README.md, line")
+    for script in ("train.py", "sweep.py"):
+        assert "--workdir" in run([*command(script), "--help"]).stdout
     refused(run([*command("eval.py"), "x"]), "'x'")
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
+    refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
+
+
+FILTER = """
+from configs.commandline import one_sentence, run
+def main():
+    with one_sentence():
+        print("a line")
+        print("another", flush=FLUSH)
+run(main)
+"""
+
+
+@pytest.mark.parametrize("flush", ["True", "False"])
+def test_a_reader_that_has_enough_ends_us_without_a_word(flush):
+    read, write = os.pipe()
+    os.close(read)
+    code = FILTER.replace("FLUSH", flush)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(
@@ -258,9 +290,10 @@ def test_a_missing_folder_is_named(tmp_path):
 def test_a_diverging_run_names_its_step(little, tmp_path):
     overrides = little | {"optimizer.learning_rate": 1e30}
     args = train_command(tmp_path / "run", **overrides)
-    for _ in range(2):  # once more: what diverged is kept
-        sentence = refused(run(args), "stopped being finite in all 2 trials")
-        assert "learning_rate" in sentence
+    for steps in (60, 2):  # once more: what diverged is kept, if at the end too
+        ran = run([*args, f"--config.train.num_steps={steps}"])
+        sentence = refused(ran, "stopped being finite in all 2 trials")
+        assert "checkpoints/" in sentence and "learning_rate" in sentence
 
 
 def test_a_trial_is_scored_without_the_heads_that_its_gates_remove(trained, tmp_path):
@@ -370,6 +403,23 @@ def evaluated(capfd, monkeypatch):
         return capfd.readouterr()
 
     return evaluate
+
+
+@pytest.mark.parametrize(
+    "option, value, sentence",
+    [
+        ("temperature", "nan", "--temperature must be finite, got nan"),
+        ("output", "nodir/o.txt", "--output=nodir/o.txt must be a file in a folder"),
+        ("plot", "nodir/p.png", "--plot=nodir/p.png must be a file in a folder"),
+        ("plot", "p.xyz", "The suffix of --plot must be one of"),
+    ],
+)
+def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
+    evaluated, capfd, option, value, sentence
+):
+    with pytest.raises(SystemExit, match="2"):
+        evaluated(workdir="x", split="val", **{option: value})
+    assert sentence in capfd.readouterr().err
 
 
 def test_evaluating_by_every_checkpoint(trained, evaluated):

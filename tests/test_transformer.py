@@ -9,9 +9,12 @@ import pytest
 from flax import nnx
 
 from configs.base import get_config
+from configs.commandline import flat
+from models.checks import check_counts
 from models.counting import parameters
 from models.dropout import dropout
 from models.positions import sinusoidal
+from models.sites import implementations
 from models.transformer import Transformer
 from training.step import Static, batch_loss
 
@@ -157,6 +160,29 @@ def test_bad_head_settings_are_named(change, message):
     config.attention.update(change)
     with pytest.raises(ValueError, match=message):
         Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"implementation": "cudnn"}, "needs an NVIDIA GPU"),
+        ({"implementation": "xla", "value_dim": 4}, "equal key and value sizes"),
+    ],
+)
+def test_an_implementation_that_cannot_run_is_told_before_training(change, message):
+    config = get_config().model
+    config.attention.update(change)
+    model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=message):
+        implementations(model, 2, 5, 6)
+
+
+@pytest.mark.parametrize("key", ["model.width", "train.eval_every_steps"])
+def test_counts_below_one_are_named(key):
+    config = flat(get_config().to_dict())
+    check_counts(config)
+    with pytest.raises(ValueError, match=f"{key} must be at least 1, got 0"):
+        check_counts(config | {key: 0})
 
 
 @pytest.mark.parametrize("key, value", [("norm", "middle"), ("positions", "sinus")])

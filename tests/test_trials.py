@@ -130,3 +130,10 @@ def test_a_workdir_keeps_its_trials(tmp_path):
     ):
         pass
     assert json.loads((tmp_path / "trials.json").read_text()) == trials[:1]
+
+
+def test_a_damaged_config_in_the_workdir_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"seed": ')
+    words = "config.json is damaged .*; restore it"
+    with pytest.raises(ValueError, match=words), claim(tmp_path, {"seed": 0}, []):
+        pass

@@ -171,7 +171,10 @@ class Checkpoints:
             )
             bad = [name for name in parts if not is_sound(arrays[name], parts[name])]
         except Exception as error:
-            raise Damaged(f"it can't be read: {reason(error)}") from error
+            why = reason(error)
+            array = re.search(r'"([^"]+)/[^"/]*" in OCDBT', why)
+            what = f"{array[1]} can't be read" if array else f"it can't be read: {why}"
+            raise Damaged(what) from error
         if bad or len(parts) < len(arrays):
             raise Damaged(f"{''.join(bad[:1]) or item} is not what was written")
         return unflatten(arrays, abstract)

@@ -45,7 +45,7 @@ def make_optimizer(
     clip_norm,
     width: int,
 ) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm.
+    """AdamW behind a clip of the gradient's global norm; 0 does not clip.
 
     All but `schedule` and `width` may be traced scalars.
     """
@@ -54,7 +54,7 @@ def make_optimizer(
         return learning_rate_at(schedule, step, learning_rate, warmup_steps, width)
 
     return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
+        optax.clip_by_global_norm(jnp.where(clip_norm > 0, clip_norm, jnp.inf)),
         optax.scale_by_adam(beta1, beta2, epsilon),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(rate),

@@ -166,11 +166,11 @@ def named(trials: list[dict], index: int) -> str:
     return f"trial {index} ({text})"
 
 
-def divergence(step: int, num_trials: int) -> str:
-    """What to say when no trial is left."""
+def divergence(step: int, num_trials: int, saved: Path) -> str:
+    """What to say when no trial is left, and where the last good parameters are."""
     where = "" if num_trials == 1 else f" in all {num_trials} trials, in the last one"
     return (
-        f"The loss or its gradient stopped being finite{where} at step {step}; the "
-        f"parameters before are saved. A lower optimizer.learning_rate or a longer "
+        f"The loss or its gradient stopped being finite{where} at step {step}; {saved} "
+        f"holds the parameters before. A lower optimizer.learning_rate or a longer "
         f"optimizer.warmup_steps may help."
     )

@@ -83,17 +83,17 @@ def summary(phrases: list[str], most: int = 5) -> str:
 
 
 def read_json(path: Path):
-    """What a file of a workdir holds.
+    """What a file of the workdir holds.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: it is damaged.
     """
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged ({error}); restore it, or remove it and run train.py "
-            f"again."
+            f"{path} is damaged ({error}); restore it, or train anew in another "
+            f"--workdir."
         ) from None
 
 

@@ -144,6 +144,7 @@ def test_a_budget_that_cannot_be_reached_is_named():
             "^Arm N=3 can't be built: .*num_head",
         ),
         (over("model.width", "wide"), "^Arm wide can't be built: .*width"),
+        (over("model.width", 0), "^Arm D=0 can't be built: .*width must be at least 1"),
         (over("model.attention.merge", "sum"), "^Arm sum can't be built: .* 'sum'"),
         (
             matched(over("model.width", 32, 64), "time"),

@@ -84,7 +84,11 @@ def test_describe_prints_parts_and_heads():
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     for text in ("encoder.self_attention.merge", "109,482,240", "768×12×64", "147,648"):
         assert text in result.stdout
-    bad = [*command, "--config.model.attention.num_heads=7"]
-    result = subprocess.run(bad, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "model.attention.num_heads must divide model.width" in result.stderr
+    for flag, sentence in {
+        "attention.num_heads=7": "model.attention.num_heads must divide model.width",
+        "width=0": "model.width must be at least 1, got 0",
+    }.items():
+        bad = [*command, f"--config.model.{flag}"]
+        result = subprocess.run(bad, capture_output=True, text=True)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
+        assert sentence in result.stderr
