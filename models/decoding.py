@@ -19,16 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from models import precision
 from models.checks import check_gates
 from models.decoding_search import complete
 from models.decoding_step import (
+    Decoded,
     Encoded,
-    Rows,
     State,
     advance,
+    decoded,
     empty,
     encode,
     run,
@@ -36,22 +37,15 @@ from models.decoding_step import (
 )
 from models.decoding_stream import (
     OF_TRIALS,
-    fill,
+    Queue,
     lanes,
     on_each,
     over_trials,
     power_of_two,
+    serve,
     slots,
 )
 from models.transformer import Transformer
-
-
-class Decoded(NamedTuple):
-    """The best hypothesis of every sentence."""
-
-    tokens: Int[Array, "B L"]  # up to EOS and including it, then 0
-    scores: Float[Array, "B"]  # log-probability (nats) over the length penalty
-    finished: Bool[Array, "B"]  # False: longer than L, see `limits`
 
 
 def decode(
@@ -112,23 +106,12 @@ def decode(
     return decoded(run(step, state, B).rows)
 
 
-def decoded(rows: Rows) -> Decoded:
-    """The best hypotheses that have ended, from the order of the slots to their own."""
-    L = rows.best_tokens.shape[1]
-    place = jnp.arange(L)
-    tokens = jnp.take_along_axis(
-        rows.best_tokens, (rows.begin[:, None] + place) % L, axis=1
-    )
-    tokens = jnp.where(place < rows.best_length[:, None], tokens, 0)
-    return Decoded(tokens, rows.best_score, rows.best_length > 0)
-
-
 class Programs(NamedTuple):
     """How a model decodes many sentences; compiled for every shape they meet."""
 
     idle: Callable  # (leaves, shape=(B, S), max_length=L) -> State
     encode: Callable  # (leaves, head_gates, source) -> Encoded
-    go_on: Callable  # (state, leaves, head_gates, enough) -> State and what is done
+    go_on: Callable  # (state, leaves, head_gates, queue, seeds, enough), see `serve`
 
 
 @lru_cache(maxsize=64)
@@ -189,32 +172,29 @@ def go_on(
     state: State,
     leaves,
     head_gates,
+    queue: Queue,
+    seeds: Int[Array, "R"],
     enough: Int[Array, "R"],
     *,
     graph,
     structure,
     options,
-) -> tuple[State, Decoded, Bool[Array, "R B"], Int[Array, "R B"]]:
-    """Decode until enough rows of every trial are done.
-
-    All trials of a device decode in step. Gives the state, its best hypotheses, what
-    rows are done, and their tokens so far.
-    """
+):
+    """`serve` of every trial. All trials of a device decode in step."""
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
 
     def step(params, head_gates, state):
         model = nnx.merge(graph, params)
         return advance(model, state, head_gates=head_gates, **options)
 
-    def all_steps(params, head_gates, state, enough):
+    def all_steps(params, head_gates, state, queue, seeds, enough):
         each = jax.vmap if enough.ndim else lambda function, *_: function
         steps = each(step, (0, 0, OF_TRIALS), OF_TRIALS)
-        state = run(partial(steps, params, head_gates), state, enough)
-        rows, clock = state.rows, state.clock
-        return state, each(decoded)(rows), rows.done, clock - rows.begin
+        steps = partial(steps, params, head_gates)
+        return serve(steps, each, state, queue, seeds, enough)
 
     state = state._replace(clock=state.clock[0])
-    arrays = params, head_gates, state, enough
+    arrays = params, head_gates, state, queue, seeds, enough
     state, *found = over_trials(all_steps, lambda function: function)(*arrays)
     return state._replace(clock=state.clock[None]), *found
 
@@ -261,10 +241,10 @@ def translate_trials(
 
     The sentences may be of any number and length. No translation depends on the other
     sentences or trials (a sample: on its place in the list). The longest are begun
-    first, and a sentence that is finished makes room for the next. On a CPU the cores
-    decode sentences of their own, batch_size hypotheses each. Programs are
-    compiled for 16 or all rows, of few sentences also for 1, and for lengths of 16, 24,
-    32, 48, 64, ...
+    first, and a sentence that is finished makes room for the next, which waits on the
+    device. On a CPU the cores decode sentences of their own, batch_size hypotheses
+    each. Programs are compiled for 16 or all rows, of few sentences also for 1, and for
+    lengths of 16, 24, 32, 48, 64, ...
 
     Args:
         graph, params: a model as `nnx.split` gives it, the leaves with the trial axis R
@@ -272,7 +252,8 @@ def translate_trials(
         sentences: token ids, each ending in EOS.
         chosen: of every trial, the numbers of the sentences that it is to translate;
             default: all.
-        batch_size: hypotheses of a trial decoded at a time, beam_size a sentence.
+        batch_size: hypotheses of a trial decoded at a time, beam_size a sentence; and
+            sentences of a trial that are sent to the device at a time.
         max_length_factor, max_length_extra: a translation has at most
             factor · source length + extra tokens, EOS included.
         seed: of the samples.
@@ -293,13 +274,15 @@ def translate_trials(
     # At the end of many, one row alone saves less than it takes to compile.
     smallest = 1 if max(map(len, chosen)) <= 16 else 16
     sizes = sorted({min(size, most) for size in (smallest, 16, most)})
+    sizes.append(max(batch_size, 1))
     seeds = np.full(len(chosen), seed, np.int32)
     idle, encode, go_on = programs(graph, structure, tuple(options.items()))
     parts = (
         partial(idle, leaves),
         partial(encode, leaves, head_gates),
-        partial(fill, seeds=seeds),
-        lambda state, enough: go_on(state, leaves, head_gates, enough),
+        lambda state, queue, enough: go_on(
+            state, leaves, head_gates, queue, seeds, enough
+        ),
     )
     found: list[dict] = [{} for _ in chosen]
     # A translation is seldom longer than twice its source. Those that are come back

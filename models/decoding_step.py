@@ -3,8 +3,7 @@
 The beams of a sentence stand on the query axis of attention, so that they share its
 keys and values: those of the source are held once a sentence, and those of the
 target where they were written. A beam that goes on from another's hypothesis copies
-no cache; it notes which beam wrote each step (`ancestors`), and the mask of the
-self-attention follows the note.
+no cache; the mask of the self-attention (`sees`) tells which beam wrote each step.
 """
 
 from functools import partial
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from attention.cached import cached_attention
 from models.decoding_search import EOS, NEVER, next_pieces, penalty
@@ -39,7 +38,7 @@ class Rows(NamedTuple):
     key: Key[Array, "B"]  # of its samples
     done: Bool[Array, "B"]
     tokens: Int[Array, "B W L"]  # of the live hypotheses, by slot
-    ancestors: Int[Array, "B W L"]  # the beam that wrote each of them
+    sees: Bool[Array, "B W L W"]  # what each of them sees, by slot and beam
     log_probs: Float[Array, "B W"]
     num_ended: Int[Array, "B"]  # hypotheses
     best_tokens: Int[Array, "B L"]  # of those that have ended, by slot
@@ -54,6 +53,14 @@ class State(NamedTuple):
     clock: Int[Array, ""]
     rows: Rows
     cache: list  # of (key, value) of each layer, B K H L·W and B K L·W V
+
+
+class Decoded(NamedTuple):
+    """The best hypothesis of every sentence."""
+
+    tokens: Int[Array, "B L"]  # up to EOS and including it, then 0
+    scores: Float[Array, "B"]  # log-probability (nats) over the length penalty
+    finished: Bool[Array, "B"]  # False: longer than L, see `limits`
 
 
 def empty(model, source, keys, *, max_length, beam_size) -> State:
@@ -108,7 +115,7 @@ def start(encoded: Encoded, keys, limits, clock, *, max_length, beam_size) -> Ro
         key=keys,
         done=~encoded.mask.any((1, 2)),
         tokens=jnp.zeros((B, W, L), jnp.int32),
-        ancestors=jnp.zeros((B, W, L), jnp.int32),
+        sees=with_own(jnp.zeros((B, W, L, W), bool), clock),
         # The beams are alike at first: only one may have continuations.
         log_probs=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (B, W)),
         num_ended=jnp.zeros(B, jnp.int32),
@@ -161,14 +168,15 @@ def advance(
     enough = (num_ended >= W) & (live / penalty(length, length_penalty) <= best_score)
     done = enough | (hope <= best_score) | (length >= L)
 
-    tokens, ancestors = (
-        jnp.where(is_slot, new[..., None], pick(old, found.parents))
-        for old, new in ((rows.tokens, found.pieces), (rows.ancestors, found.parents))
-    )
+    tokens = pick(rows.tokens, found.parents)
+    tokens = jnp.where(is_slot, found.pieces[..., None], tokens)
+    sees = pick(rows.sees.reshape(B, W, -1), found.parents).reshape(B, W, L, W)
+    written = found.parents[:, :, None, None] == jnp.arange(W)
+    sees = with_own(jnp.where(is_slot[:, None], written, sees), clock + 1)
     rows = rows._replace(
         done=rows.done | done,
         tokens=tokens,
-        ancestors=ancestors,
+        sees=sees,
         log_probs=found.log_probs,
         num_ended=num_ended,
         best_tokens=jnp.where(better[:, None], ended, rows.best_tokens),
@@ -176,6 +184,13 @@ def advance(
         best_score=best_score,
     )
     return State(clock + 1, rows, cache)
+
+
+def with_own(sees: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
+    """Where every hypothesis sees its own place at the clock, and no other's."""
+    _, W, L, _ = sees.shape
+    beams, is_slot = jnp.arange(W), jnp.arange(L) == clock % L
+    return jnp.where(is_slot[:, None], (beams[:, None] == beams)[:, None], sees)
 
 
 def next_hidden(
@@ -191,17 +206,11 @@ def next_hidden(
     positions = jnp.broadcast_to(step, (B, W))
     x = model.embed(jnp.where(step == 0, model.bos, before), positions, L)
     turn = positions if model.positions == "rotary" else None
-    age = ((clock - jnp.arange(L)) % L)[:, None]
-    beams = jnp.arange(W)
-    own = (age == 0) & (beams[:, None, None] == beams)
-    earlier = (age > 0) & (age <= step[..., None, None])
-    past = own | earlier & (rows.ancestors[..., None] == beams)  # B W L W
-    # a barrier, or XLA makes the mask anew in every layer
-    past = jax.lax.optimization_barrier(past.reshape(B, W, L * W))
+    past = rows.sees.reshape(B, W, L * W)
     bias = None
     if model.positions == "relative":  # slots grow old in step, in whatever row
-        table = model.decoder_positions[...]
-        bias = jnp.repeat(relative_bias(table, -age[:, 0], is_causal=True), W, axis=1)
+        table, age = model.decoder_positions[...], (clock - jnp.arange(L)) % L
+        bias = jnp.repeat(relative_bias(table, -age, is_causal=True), W, axis=1)
     cache = []
     for index, (layer, grown, memory) in enumerate(
         zip(model.decoder, state.cache, rows.source.memory, strict=True)
@@ -242,6 +251,17 @@ def by_head(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]):
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 
-def pick(x: Int[Array, "B W L"], beams: Int[Array, "B X"]) -> Int[Array, "B X L"]:
+def pick(x: Shaped[Array, "B W L"], beams: Int[Array, "B X"]) -> Shaped[Array, "B X L"]:
     """The given beams of each sentence."""
     return jnp.take_along_axis(x, beams[..., None], axis=1)
+
+
+def decoded(rows: Rows) -> Decoded:
+    """The best hypotheses that have ended, from the order of the slots to their own."""
+    L = rows.best_tokens.shape[1]
+    place = jnp.arange(L)
+    tokens = jnp.take_along_axis(
+        rows.best_tokens, (rows.begin[:, None] + place) % L, axis=1
+    )
+    tokens = jnp.where(place < rows.best_length[:, None], tokens, 0)
+    return Decoded(tokens, rows.best_score, rows.best_length > 0)

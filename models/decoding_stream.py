@@ -4,14 +4,25 @@ import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from models.decoding_step import Encoded, State, of_width, start
+from models.decoding_step import (
+    Decoded,
+    Encoded,
+    Rows,
+    State,
+    decoded,
+    of_width,
+    run,
+    start,
+    with_own,
+)
 
 OF_TRIALS = State(clock=None, rows=0, cache=0)  # which leaves have the trial axis R
 
@@ -48,7 +59,8 @@ def lanes(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
     What one does on a single core, another's products fill the other cores with: on two
     cores two lanes decode 1.4 to 1.6 times as fast.
     """
-    count = -(-len(waiting[0]) // sizes[-1])
+    *_, rows, _ = sizes
+    count = -(-len(waiting[0]) // rows)
     if jax.default_backend() != "cpu" or len(waiting) > 1 or count == 1:
         return stream(programs, sentences, limits, waiting, sizes, room)
     count = min(count, cores())
@@ -79,18 +91,19 @@ def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
     """The (tokens, score) by number of each trial's sentences.
 
     They are taken from the end of those waiting, the longest; those that do not fit the
-    cache are left out. Many are encoded at a time, and wait until a row is free.
+    cache are left out. The sizes say how many rows there may be, and the last of them
+    how many sentences may wait for a row on the device.
     """
-    idle, encode, fill, go_on = programs
-    R = len(waiting)
-    B = at_least(max(map(len, waiting)), sizes)
+    idle, encode, go_on = programs
+    R, most = len(waiting), max(map(len, waiting))
+    Q = at_least(most, sizes)
+    *sizes, _ = sizes
+    B = at_least(most, sizes)
     S = bucket(longest_of(sentences, waiting))
     state = idle(shape=(B, S), max_length=room(S))
-    free = [list(range(B)) for _ in range(R)]
-    encoded, ready = None, [{} for _ in range(R)]  # places of numbers in the encoded
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
-    age = np.zeros((R, B), int)
+    age, encoded, told = np.zeros((R, B), int), None, ()
     while any(waiting) or any(running):
         left = [len(w) + len(r) for w, r in zip(waiting, running, strict=True)]
         fewer = at_least(max(left), sizes)
@@ -103,53 +116,58 @@ def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
         if max(map(len, waiting)) < B or oldest >= room(narrower):
             narrower = S
         if fewer < B or narrower < S:
-            kept = [[*running[r], *free[r]][:fewer] for r in range(R)]
-            for r, rows in enumerate(kept):
-                running[r] = {rows.index(row): n for row, n in running[r].items()}
-                free[r] = [row for row in range(fewer) if row not in running[r]]
+            kept = [[*r, *(row for row in range(B) if row not in r)] for r in running]
+            kept = np.array(kept, np.int32)[:, :fewer]
+            running = [
+                {new: r[old] for new, old in enumerate(rows) if old in r}
+                for r, rows in zip(running, kept.tolist(), strict=True)
+            ]
             B, S = fewer, narrower
-            state = keep(state, np.array(kept, np.int32), shape=(S, room(S)))
+            state = keep(state, kept, shape=(S, room(S)))
 
-        new = [last(w, len(f)) for w, f in zip(waiting, free, strict=True)]
-        if any(set(new[r]) - ready[r].keys() for r in range(R)):
-            upcoming = [last(w, sizes[-1]) for w in waiting]
-            ready = [{n: place for place, n in enumerate(u)} for u in upcoming]
-            Q = at_least(max(map(len, upcoming)), sizes)
-            source = np.zeros((R, Q, bucket(longest_of(sentences, upcoming))), np.int32)
-            for r, numbers in enumerate(upcoming):
-                for place, number in enumerate(numbers):
-                    source[r, place, : len(sentences[number])] = sentences[number]
-            encoded = encode(source)
+        new = [last(w, Q) for w in waiting]
+        for numbers, begun in zip(waiting, new, strict=True):
+            del numbers[len(numbers) - len(begun) :]
         if any(new):
-            E = at_least(max(map(len, new)), sizes)
-            origins, places = np.zeros((R, E), np.int32), np.full((R, E), B, np.int32)
-            numbers, bounds = np.zeros((R, E), np.int32), np.ones((R, E), np.int32)
-            for r in range(R):
-                for n, number in enumerate(new[r]):
-                    row = free[r].pop()
-                    origins[r, n], places[r, n] = ready[r][number], row
-                    numbers[r, n], bounds[r, n] = number, limits[number]
-                    running[r][row] = number
-                del waiting[r][len(waiting[r]) - len(new[r]) :]
-            state = fill(state, encoded, origins, numbers, bounds, places)
-
-        # Where some wait, wait for a few rows; else until fewer rows will do.
-        few = B if B <= 16 else B // 8
+            source, *told = arrays_of(new, sentences, limits, Q)
+            encoded = encode(source)
+            if source.shape[2] < S:
+                encoded = widened(encoded, S)
+        count = np.array([len(numbers) for numbers in new], np.int32)
+        # The last go on until fewer rows will do.
         smaller = max((size for size in sizes if size < B), default=0)
-        enough = [few if w else B - smaller for w in waiting]
-        state, *out = go_on(state, np.array(enough, np.int32))
-        (tokens, scores, ended), done, age = jax.device_get(out)
+        enough = np.full(R, 0 if any(waiting) else B - smaller, np.int32)
+        state, *out = go_on(state, Queue(encoded, *told, count), enough)
+        (tokens, scores, ended), done, places, age = jax.device_get(out)
         for r in range(R):
-            for row in [row for row in running[r] if done[r, row]]:
-                free[r].append(row)
-                number = running[r].pop(row)
-                length = int((tokens[r, row] > 0).sum()) - 1  # without EOS
-                if ended[r, row]:
-                    found = tokens[r, row, :length].tolist(), float(scores[r, row])
-                    finished[r][number] = found
+            held = running[r] | {B + place: n for place, n in enumerate(new[r])}
+            for place, number in held.items():
+                if not done[r, place]:
+                    continue
+                length = int((tokens[r, place] > 0).sum()) - 1  # without EOS
+                if ended[r, place]:
+                    found = tokens[r, place, :length].tolist()
+                    finished[r][number] = found, float(scores[r, place])
                 elif limits[number] <= room(S):
                     finished[r][number] = [], float("nan")
+            running[r] = {
+                row: held[place]
+                for row, place in enumerate(places[r].tolist())
+                if not done[r, place]
+            }
     return finished
+
+
+def arrays_of(numbers, sentences, limits, Q) -> tuple[np.ndarray, ...]:
+    """The sentences of each trial, their numbers and their limits, padded to Q."""
+    R, S = len(numbers), bucket(longest_of(sentences, numbers))
+    source = np.zeros((R, Q, S), np.int32)
+    known, bounds = np.zeros((R, Q), np.int32), np.ones((R, Q), np.int32)
+    for r, each in enumerate(numbers):
+        for place, number in enumerate(each):
+            source[r, place, : len(sentences[number])] = sentences[number]
+            known[r, place], bounds[r, place] = number, limits[number]
+    return source, known, bounds
 
 
 def last(numbers: list[int], count: int) -> list[int]:
@@ -172,40 +190,115 @@ def at_least(count, sizes):
     return min((size for size in sizes if size >= count), default=sizes[-1])
 
 
-@partial(jax.jit, donate_argnames="state")
-def fill(
-    state: State,
-    encoded: Encoded,
-    origins: Int[Array, "R E"],
-    numbers: Int[Array, "R E"],
-    limits: Int[Array, "R E"],
-    places: Int[Array, "R E"],
-    *,
-    seeds: Int[Array, "R"],
-) -> State:
-    """Begin encoded sentences, which lie at the origins, in rows at the places.
+class Queue(NamedTuple):
+    """Encoded sentences that wait on the device for a row."""
 
-    A place that is no row is left out. `numbers` and `seeds` tell the random keys.
+    encoded: Encoded  # Q
+    numbers: Int[Array, "Q"]  # which tell the random keys
+    limits: Int[Array, "Q"]
+    count: Int[Array, ""]  # of sentences; what is left of Q is padding
+
+
+class Served(NamedTuple):
+    """Sentences in rows, and those that have been: first B that had rows, then Q."""
+
+    places: Int[Array, "B"]  # here of every row's sentence
+    begun: Int[Array, ""]  # sentences of the queue
+    found: Decoded  # of each of B + Q
+    done: Bool[Array, " B+Q"]
+
+
+def serve(step, each, state: State, queue: Queue, seeds, enough):
+    """Decode until all of the queue have a row, and so many rows of it are done.
+
+    Args:
+        step: a step of decoding of all trials.
+        each: maps a function over trials.
+        state: of all trials, as the queue and what follows.
+        queue: taken from in order, when an eighth of the rows is done.
+        seeds: of samples, of each trial.
+        enough: rows to be done at the end, of each trial.
+
+    Returns:
+        The state, and what of `Served` the host needs: what was found, what is done,
+        the places of the rows' sentences, and their tokens so far.
     """
+    B, Q = state.rows.done.shape[-1], queue.numbers.shape[-1]
 
-    def fill_here(state, *arrays):
-        begin = partial(begun, clock=state.clock[0])
-        return state._replace(rows=over_trials(begin)(state.rows, *arrays))
+    def waits(served):
+        return (served.begun < queue.count).any()
 
-    return on_each(fill_here)(state, encoded, origins, numbers, limits, places, seeds)
+    def go_on(both):
+        state, served = both
+        take = each(partial(refill, clock=state.clock))
+        rows, served = take(state.rows, served, queue, seeds)
+        waiting = served.begun < queue.count
+        fills = waiting & rows.done.any(-1)
+        few = jnp.where(waiting.any(), share_of(B), enough)
+        few = jnp.where(fills.any(), 0, few)
+        return run(step, state._replace(rows=rows), few), served
+
+    def goes_on(both):
+        state, served = both
+        return waits(served) | (state.rows.done.sum(-1) < enough).any()
+
+    served = each(partial(nothing_served, Q=Q))(state.rows)
+    state, served = jax.lax.while_loop(goes_on, go_on, (state, served))
+    served = each(noted)(state.rows, served)
+    age = state.clock - state.rows.begin
+    return state, served.found, served.done, served.places, age
 
 
-def begun(rows, encoded, origins, numbers, limits, places, seed, *, clock):
-    """The rows of one trial."""
-    _, W, L = rows.tokens.shape
-    chosen = of_width(
-        jax.tree.map(lambda x: x[origins], encoded), rows.source.mask.shape[2]
+def share_of(rows: int) -> int:
+    """How many are filled at a time: waiting costs less than filling often."""
+    return max(1, rows // 8)
+
+
+def nothing_served(rows: Rows, Q: int) -> Served:
+    """Before any of Q sentences has a row."""
+    found = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, Q)] + [(0, 0)] * (x.ndim - 1)), decoded(rows)
+    )
+    places = jnp.arange(len(rows.done))
+    return Served(places, jnp.zeros((), jnp.int32), found, jnp.pad(rows.done, (0, Q)))
+
+
+def noted(rows: Rows, served: Served) -> Served:
+    """With what the rows have found so far."""
+    found, done = jax.tree.map(
+        lambda old, new: old.at[served.places].set(new),
+        (served.found, served.done),
+        (decoded(rows), rows.done),
+    )
+    return served._replace(found=found, done=done)
+
+
+def refill(
+    rows: Rows, served: Served, queue: Queue, seed, clock
+) -> tuple[Rows, Served]:
+    """Note what was found, and begin sentences in some of the rows that are done."""
+    B, W, L = rows.tokens.shape
+    served = noted(rows, served)
+    free = jnp.argsort(~rows.done)[: share_of(B)]
+    place = served.begun + jnp.arange(len(free))
+    begins = rows.done[free] & (place < queue.count)
+    chosen, numbers, limits = jax.tree.map(
+        lambda x: x.at[place].get(mode="clip"), tuple(queue)[:3]
     )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
     fresh = start(chosen, keys, limits, clock, max_length=L, beam_size=W)
-    return jax.tree.map(
-        lambda old, new: old.at[places].set(new, mode="drop"), rows, fresh
+    rows, places = jax.tree.map(
+        lambda old, new: old.at[jnp.where(begins, free, B)].set(new, mode="drop"),
+        (rows, served.places),
+        (fresh, B + place),
     )
+    return rows, served._replace(places=places, begun=served.begun + begins.sum())
+
+
+@partial(jax.jit, static_argnames="S")
+def widened(encoded: Encoded, S: int) -> Encoded:
+    """The same of every trial, in S columns."""
+    return on_each(jax.vmap(partial(of_width, S=S)))(encoded)
 
 
 @partial(jax.jit, static_argnames="shape")
@@ -237,7 +330,7 @@ def keep_of_one(state, rows, *, shape):
 
     rows = rows._replace(
         tokens=rows.tokens[..., latest],
-        ancestors=rows.ancestors[..., latest],
+        sees=with_own(rows.sees[:, :, latest], clock),
         best_tokens=rows.best_tokens[..., latest],
         source=of_width(rows.source, S),
     )

@@ -15,7 +15,7 @@ from flax import nnx
 from analysis.evaluation import translations
 from models.decoding import programs
 from models.decoding_search import complete
-from models.decoding_stream import fill
+from models.decoding_stream import Queue
 from models.transformer import Transformer
 from training import sharding
 from training.dry_run import collectives
@@ -59,13 +59,12 @@ def moved(graph, params):
         idle, encode, go_on = programs(graph, structure, options)
         state = idle(leaves, shape=(4, 16), max_length=32)
         source = np.zeros((4, 4, 16), np.int32)
-        of_trials, of_rows = np.zeros(4, np.int32), [np.zeros((4, 4), np.int32)] * 4
+        of_trials, of_rows = np.zeros(4, np.int32), np.zeros((4, 4), np.int32)
         reading = leaves, None, source
-        encoded = encode(*reading)
+        queue = Queue(encode(*reading), of_rows, of_rows, of_trials)
         lowered = [
             encode.lower(*reading),
-            fill.lower(state, encoded, *of_rows, seeds=of_trials),
-            go_on.lower(state, leaves, None, of_trials),
+            go_on.lower(state, leaves, None, queue, of_trials, of_trials),
         ]
         return [collectives(program.compile().as_text()) for program in lowered]
 

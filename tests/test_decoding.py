@@ -284,6 +284,35 @@ def test_a_sentence_alone_or_among_others(beam_size):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+def test_rows_are_filled_again_on_the_device(monkeypatch):
+    graph, params = make()
+    calls = {"encode": 0, "go_on": 0}
+    original = decoding.programs
+
+    def spy(*arguments):
+        found = original(*arguments)
+
+        def counted(name):
+            def call(*arrays):
+                calls[name] += 1
+                return getattr(found, name)(*arrays)
+
+            return call
+
+        return found._replace(**{name: counted(name) for name in calls})
+
+    monkeypatch.setattr(decoding, "programs", spy)
+    monkeypatch.setattr(decoding_stream, "cores", lambda: 1)
+    texts = sentences(*range(1, 31))
+    options = {"beam_size": 4, "max_length_factor": 1.0, "max_length_extra": 0}
+    many, scores = decoding.translate(graph, params, texts, batch_size=32, **options)
+    assert calls == {"encode": 1, "go_on": 1}
+    for i in (0, 7, 29):
+        alone, score = decoding.translate(graph, params, [texts[i]], **options)
+        assert alone == [many[i]]
+        np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
+
+
 def test_lanes_translate_as_one_stream(monkeypatch):
     graph, params = make()
     texts = sentences(*np.random.default_rng(0).integers(1, 20, 41))

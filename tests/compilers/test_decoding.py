@@ -9,7 +9,7 @@ from flax import nnx
 
 from models.decoding import programs
 from models.decoding_search import complete
-from models.decoding_stream import fill
+from models.decoding_stream import Queue
 from models.transformer import Transformer
 from training import dry_run, sharding, targets
 
@@ -49,11 +49,11 @@ def test_chips_decode_their_trials_without_communication(target, beam_size):
 
         state = placed(idle, leaves, shape=(B, S), max_length=L)
         reading = leaves, None, integers(B, S)
-        rows = [integers(B)] * 4
+        encoded = placed(encode, *reading)
+        queue = Queue(encoded, integers(B), integers(B), integers())
         traced = [
             encode.trace(*reading),
-            fill.trace(state, placed(encode, *reading), *rows, seeds=integers()),
-            go_on.trace(state, leaves, None, integers()),
+            go_on.trace(state, leaves, None, queue, integers(), integers()),
         ]
         compiled = [x.lower(lowering_platforms=(platform,)).compile() for x in traced]
     for program in compiled:
