@@ -40,6 +40,11 @@ def attend(
         name: inner.pop(name) for name in ("query_segment_ids", "key_value_segment_ids")
     }
     T, S = query.shape[1], key.shape[1]
+    allowed = masks.dense(T, S, mask, **structure)
+    if bias is not None:  # of a row of -inf jax.nn makes NaN
+        finite = bias > -jnp.inf
+        allowed = finite if allowed is None else allowed & finite
+        bias = jnp.maximum(bias, jnp.finfo(bias.dtype).min)
     try:
         out, lse = jax.nn.dot_product_attention(
             query,
@@ -57,7 +62,6 @@ def attend(
             f"implementation {backend!r} (jax.nn) refuses these arguments: {error}"
         ) from error
     lse = lse.astype(jnp.float32)
-    allowed = masks.dense(T, S, mask, **structure)
     if allowed is not None:
         seen = allowed.any(-1).transpose(0, 2, 1)  # B T N
         out = jnp.where(seen[..., None], out, 0)

@@ -143,3 +143,7 @@ def test_extreme_logits():
     got = everything("blockwise", inputs, arguments)
     check(got, everything("reference", inputs, arguments))
     assert not got["out"][:, 2].any()
+    xla = functools.partial(attention.dot_product_attention, implementation="xla")
+    check({"out": xla(*inputs, **arguments)}, {"out": got["out"]})
+    slopes = jax.grad(lambda bias: (xla(*inputs, bias=bias) ** 2).sum())
+    assert jnp.isfinite(slopes(arguments["bias"])).all()
