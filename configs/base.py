@@ -61,7 +61,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Of devices; one of the first three may be -1, what the others leave.
     config.mesh = mesh = ml_collections.ConfigDict()
     mesh.trial = placeholder(int)  # parts of the trials; None: as many as go
-    mesh.data = -1  # parts of a batch's rows
+    mesh.data = -1  # parts of a batch's rows; -1: the rest, or 1 if trial is -1 too
     mesh.model = 1  # parts of the heads and the feed-forward
     mesh.shard = "none"  # data also divides: "optimizer" (ZeRO-1), "parameters" (FSDP)
 

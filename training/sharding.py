@@ -51,8 +51,8 @@ def make_mesh(
 
     Args:
         shape: config.mesh: sizes by the names of `AXES`; one of them may be -1, what
-            the others leave. trial None: the most that divide the trials and what the
-            other axes leave of the devices.
+            the others leave (trial and data: data is 1). trial None: the most that
+            divide the trials and what the other axes leave of the devices.
         num_trials: R, which trial must divide.
         num_rows: B, which data must divide.
         devices: default: all.
@@ -62,6 +62,8 @@ def make_mesh(
     """
     devices = np.array(jax.devices() if devices is None else devices)
     sizes = {axis: shape[axis] for axis in AXES}
+    if sizes["trial"] == sizes["data"] == -1:
+        sizes["data"] = 1
     text = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     bad = [axis for axis in AXES if sizes[axis] not in (None, -1) and sizes[axis] < 1]
     if bad or list(sizes.values()).count(-1) > 1:

@@ -4,6 +4,7 @@ libtpu compiles for TPUs and jax-cuda13-plugin for NVIDIA GPUs on a machine with
 neither; requirements-compilers.txt installs both. Nothing can run on such devices.
 """
 
+import importlib.util
 import os
 import re
 from typing import NamedTuple
@@ -96,9 +97,13 @@ def devices(target: str) -> np.ndarray:
                 f"{target} can't be compiled for now: another process is at the TPU's "
                 f"compiler on this machine; wait for it."
             ) from error
+        package = "jax_cuda13_plugin" if chip in GPUS else "libtpu"
+        mend = "pip install -r requirements-compilers.txt brings the compilers"
+        if importlib.util.find_spec(package):
+            mend = "choose a topology that there is, such as v5e:16x16 or h200:8"
         raise ValueError(
             f"{target} can't be compiled for here: {str(error).splitlines()[0]} "
-            f"(pip install -r requirements-compilers.txt brings the compilers)."
+            f"({mend})."
         ) from error
     return np.array(found.devices)
 

@@ -99,6 +99,7 @@ class Device:
         (8, 4, {"model": 2}, (4, 1, 2)),
         (8, 4, {"trial": 2}, (2, 4, 1)),
         (8, 4, {"trial": -1, "data": 2}, (4, 2, 1)),
+        (8, 16, {"trial": -1}, (8, 1, 1)),
     ],
 )
 def test_a_mesh_is_of_trials_first(count, trials, shape, wanted):
@@ -113,7 +114,7 @@ def test_a_mesh_is_of_trials_first(count, trials, shape, wanted):
     "shape, message",
     [
         ({"trial": 3, "data": 1}, "does not make the 8 devices"),
-        ({"trial": -1}, "one may be -1"),
+        ({"model": -1}, "one may be -1"),
         ({"model": 0}, "at least 1"),
         ({"trial": 8, "data": 1}, "mesh.trial=8 does not divide the 4 trials"),
         ({"trial": 1, "data": 8}, "mesh.data=8 does not divide the 12 rows"),
