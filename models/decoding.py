@@ -23,6 +23,7 @@ from jaxtyping import Array, Int, Key
 
 from models import precision
 from models.checks import check_gates
+from models.decoding_queue import Queue, serve
 from models.decoding_search import complete
 from models.decoding_step import (
     Decoded,
@@ -37,12 +38,10 @@ from models.decoding_step import (
 )
 from models.decoding_stream import (
     OF_TRIALS,
-    Queue,
     lanes,
     on_each,
     over_trials,
     power_of_two,
-    serve,
     slots,
 )
 from models.transformer import Transformer

@@ -14,8 +14,8 @@ from flax import nnx
 
 from analysis.evaluation import translations
 from models.decoding import programs
+from models.decoding_queue import Queue
 from models.decoding_search import complete
-from models.decoding_stream import Queue
 from models.transformer import Transformer
 from training import sharding
 from training.dry_run import collectives

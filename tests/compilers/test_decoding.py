@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from models.decoding import programs
+from models.decoding_queue import Queue
 from models.decoding_search import complete
-from models.decoding_stream import Queue
 from models.transformer import Transformer
 from training import dry_run, sharding, targets
 
