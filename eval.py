@@ -150,7 +150,9 @@ def decoding_options() -> dict:
 def check_files() -> None:
     """Raise a ValueError where --output or --plot can't be written, before decoding."""
     for flag in (OUTPUT, PLOT):
-        path = Path(flag.value or "none")
+        if flag.value is None:
+            continue
+        path = Path(flag.value)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(
                 f"--{flag.name}={path} must be a file in a folder that is there."

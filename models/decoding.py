@@ -74,7 +74,7 @@ def decode(
             key only, not on the batch.
         limits: tokens that each sentence's translation may have, EOS included; None:
             max_length. A sentence with a higher limit than max_length may come back
-            unfinished.
+            unfinished, also if a shorter hypothesis has ended but may not be best.
         head_gates: see `models.Transformer.__call__`, of a number a layer and head.
         max_length: L, static: slots of the cache.
         options: of
@@ -178,7 +178,7 @@ def go_on(
     graph,
     structure,
     options,
-):
+) -> tuple[State, Decoded, Array, Array, Array]:
     """`serve` of every trial. All trials of a device decode in step."""
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
 
@@ -273,7 +273,6 @@ def translate_trials(
     # At the end of many, one row alone saves less than it takes to compile.
     smallest = 1 if max(map(len, chosen)) <= 16 else 16
     sizes = sorted({min(size, most) for size in (smallest, 16, most)})
-    sizes.append(max(batch_size, 1))
     seeds = np.full(len(chosen), seed, np.int32)
     idle, encode, go_on = programs(graph, structure, tuple(options.items()))
     parts = (
@@ -296,7 +295,7 @@ def translate_trials(
             break
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
         room = partial(slots, factor=factor, longest=longest)
-        finished = lanes(parts, sentences, limits, waiting, sizes, room)
+        finished = lanes(parts, sentences, limits, waiting, sizes, room, batch_size)
         for done, new in zip(found, finished, strict=True):
             done |= new
         factor *= 2

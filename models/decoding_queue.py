@@ -26,22 +26,25 @@ class Queue(NamedTuple):
 class Served(NamedTuple):
     """Sentences in rows, and those that have been: first B that had rows, then Q."""
 
-    places: Int[Array, "B"]  # here of every row's sentence
-    begun: Int[Array, ""]  # sentences of the queue
+    places: Int[Array, "B"]  # where in `found` each row's sentence stands
+    begun: Int[Array, ""]  # how many of the queue have had a row
     found: Decoded  # of each of B + Q
     done: Bool[Array, " B+Q"]
 
 
-def serve(step, each, state: State, queue: Queue, seeds, enough):
+def serve(
+    step, each, state: State, queue: Queue, seeds, enough
+) -> tuple[State, Decoded, Array, Array, Array]:
     """Decode until all of the queue have a row, and so many rows of it are done.
 
     Args:
         step: a step of decoding of all trials.
         each: maps a function over trials.
-        state: of all trials, as the queue and what follows.
-        queue: taken from in order, when an eighth of the rows is done.
-        seeds: of samples, of each trial.
-        enough: rows to be done at the end, of each trial.
+        state: of all trials, as are the arguments after it.
+        queue: taken from in order, when an eighth of the rows (at least one) of every
+            trial that has some left is done.
+        seeds: of samples.
+        enough: rows to be done at the end, when no sentence of the queue waits.
 
     Returns:
         The state, and what of `Served` the host needs: what was found, what is done,
@@ -57,9 +60,9 @@ def serve(step, each, state: State, queue: Queue, seeds, enough):
         take = each(partial(refill, clock=state.clock))
         rows, served = take(state.rows, served, queue, seeds)
         waiting = served.begun < queue.count
-        few = jnp.where(waiting.any(), share_of(B), enough)
         fills = waiting & rows.done.any(-1)  # there are free rows still
-        few = jnp.where(fills.any(), 0, few)
+        few = jnp.where(fills.any(), 0, jnp.where(waiting, share_of(B), 0))
+        few = jnp.where(waiting.any(), few, enough)
         return run(step, state._replace(rows=rows), few), served
 
     def goes_on(both):
@@ -74,7 +77,7 @@ def serve(step, each, state: State, queue: Queue, seeds, enough):
 
 
 def share_of(rows: int) -> int:
-    """How many must be done before some are filled, and how many then are at a time."""
+    """How many must be done before others begin, and how many begin at a time."""
     return max(1, rows // 8)
 
 

@@ -60,7 +60,7 @@ class Decoded(NamedTuple):
 
     tokens: Int[Array, "B L"]  # up to EOS and including it, then 0
     scores: Float[Array, "B"]  # log-probability (nats) over the length penalty
-    finished: Bool[Array, "B"]  # False: longer than L, see `limits`
+    finished: Bool[Array, "B"]  # False: the best may be longer than L, see `limits`
 
 
 def empty(model, source, keys, *, max_length, beam_size) -> State:
@@ -166,7 +166,8 @@ def advance(
     hope = live / penalty(rows.limit, length_penalty)
     # W poor hypotheses may end before a better one does: look at the live ones too
     enough = (num_ended >= W) & (live / penalty(length, length_penalty) <= best_score)
-    done = enough | (hope <= best_score) | (length >= L)
+    settled = enough | (hope <= best_score)
+    cut = ~settled & ~rows.done & (length >= L)  # something better may be longer than L
 
     tokens = pick(rows.tokens, found.parents)
     tokens = jnp.where(is_slot, found.pieces[..., None], tokens)
@@ -174,20 +175,20 @@ def advance(
     written = found.parents[:, :, None, None] == jnp.arange(W)
     sees = with_own(jnp.where(is_slot[:, None], written, sees), clock + 1)
     rows = rows._replace(
-        done=rows.done | done,
+        done=rows.done | settled | (length >= L),
         tokens=tokens,
         sees=sees,
         log_probs=found.log_probs,
         num_ended=num_ended,
         best_tokens=jnp.where(better[:, None], ended, rows.best_tokens),
-        best_length=jnp.where(better, length, rows.best_length),
+        best_length=jnp.where(cut, 0, jnp.where(better, length, rows.best_length)),
         best_score=best_score,
     )
     return State(clock + 1, rows, cache)
 
 
 def with_own(sees: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
-    """Where every hypothesis sees its own place at the clock, and no other's."""
+    """`sees`, but at the clock's slot every hypothesis sees its own place only."""
     _, W, L, _ = sees.shape
     beams, is_slot = jnp.arange(W), jnp.arange(L) == clock % L
     return jnp.where(is_slot[:, None], (beams[:, None] == beams)[:, None], sees)

@@ -43,28 +43,30 @@ def over_trials(function, over=jax.vmap):
     return call
 
 
-def lanes(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
+def lanes(programs, sentences, limits, waiting, sizes, room, most) -> list[dict]:
     """`stream` for every core of a CPU at once, where there are enough sentences.
 
     What one does on a single core, another's products fill the other cores with: on two
     cores two lanes decode 1.4 to 1.6 times as fast.
     """
-    *_, rows, _ = sizes
-    count = -(-len(waiting[0]) // rows)
+    one = partial(
+        stream, programs, sentences, limits, sizes=sizes, room=room, most=most
+    )
+    count = -(-len(waiting[0]) // sizes[-1])
     if jax.default_backend() != "cpu" or len(waiting) > 1 or count == 1:
-        return stream(programs, sentences, limits, waiting, sizes, room)
+        return one(waiting)
     count = min(count, cores())
     mesh = jax.sharding.get_mesh()  # a thread knows of none
     shares = [waiting[0][k::count] for k in range(count)]
 
     def lane(share):
         with jax.set_mesh(mesh):
-            return stream(programs, sentences, limits, [share], sizes, room)[0]
+            return one([share])[0]
 
     with ThreadPoolExecutor(count) as pool:
         try:
             return [{n: x for some in pool.map(lane, shares) for n, x in some.items()}]
-        except BaseException:  # Ctrl-C too: let the others end soon
+        except BaseException:  # Ctrl-C too: the others finish what is on the device
             for share in shares:
                 share.clear()
             raise
@@ -77,23 +79,21 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
+def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[dict]:
     """The (tokens, score) by number of each trial's sentences.
 
     They are taken from the end of those waiting, the longest; those that do not fit the
-    cache are left out. The sizes say how many rows there may be, and the last of them
-    how many sentences may wait for a row on the device.
+    cache are left out. The sizes say how many rows there may be; at most so many wait
+    for a row on the device.
     """
     idle, encode, go_on = programs
-    R, most = len(waiting), max(map(len, waiting))
-    Q = at_least(most, sizes)
-    *sizes, _ = sizes
-    B = at_least(most, sizes)
+    R, longest = len(waiting), max(map(len, waiting))
+    B, Q = at_least(longest, sizes), at_least(longest, [*sizes, most])
     S = bucket(longest_of(sentences, waiting))
     state = idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
-    age, encoded, told = np.zeros((R, B), int), None, ()
+    age, encoded, told = np.zeros((R, B), int), None, ()  # of the last queue
     while any(waiting) or any(running):
         left = [len(w) + len(r) for w, r in zip(waiting, running, strict=True)]
         fewer = at_least(max(left), sizes)
@@ -116,8 +116,8 @@ def stream(programs, sentences, limits, waiting, sizes, room) -> list[dict]:
             state = keep(state, kept, shape=(S, room(S)))
 
         new = [last(w, Q) for w in waiting]
-        for numbers, begun in zip(waiting, new, strict=True):
-            del numbers[len(numbers) - len(begun) :]
+        for numbers, sent in zip(waiting, new, strict=True):
+            del numbers[len(numbers) - len(sent) :]
         if any(new):
             source, *told = arrays_of(new, sentences, limits, Q)
             encoded = encode(source)

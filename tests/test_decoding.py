@@ -202,7 +202,7 @@ def test_beam_finds_the_best_of_all(shape, length_penalty):
 
 @pytest.mark.parametrize("shape", [*SHAPES, "elementwise, relative", "talking"])
 def test_beam_scores_are_the_uncached_models(shape):
-    # Wrong ancestors would show: the score would be of another hypothesis.
+    # A wrong `sees` would show: the score would be of another hypothesis.
     graph, params = make(**SETTINGS[shape])
     texts = sentences(6, 3)
     out = jitted(graph, max_length=10, beam_size=3, length_penalty=0.6)(
@@ -319,9 +319,9 @@ def test_lanes_translate_as_one_stream(monkeypatch):
     lanes = []
     original = decoding_stream.stream
 
-    def spy(programs, sentences, limits, waiting, *sizes):
+    def spy(programs, sentences, limits, waiting, **sizes):
         lanes.append(len(waiting[0]))
-        return original(programs, sentences, limits, waiting, *sizes)
+        return original(programs, sentences, limits, waiting, **sizes)
 
     monkeypatch.setattr(decoding_stream, "stream", spy)
     options = {"batch_size": 6, "beam_size": 2, "length_penalty": 0.6}
@@ -367,6 +367,19 @@ def test_a_narrower_state_goes_on_alike():
     np.testing.assert_array_equal(
         narrow.rows.tokens[..., clocks % 16], state.rows.tokens[::-1, :, clocks % 32]
     )
+
+
+def test_a_search_that_the_cache_cuts_short_is_begun_again():
+    # Poor hypotheses have ended when the cache is full, and better ones are longer.
+    graph, params = make(seed=9)
+    params["embedding"][...] = params["embedding"][...].at[2].multiply(1.5)
+    texts = sentences(*(9 + i % 8 for i in range(40)), seed=9)
+    options = {"beam_size": 5, "length_penalty": 0.6, "batch_size": 80}
+    tokens, scores = decoding.translate(graph, params, texts, **options)
+    long = sentences(40)  # for which all have a larger cache
+    among, expected = decoding.translate(graph, params, texts + long, **options)
+    assert tokens == among[:40]
+    np.testing.assert_allclose(scores, expected[:40], rtol=1e-4)
 
 
 def test_no_sentence_and_an_empty_one():
