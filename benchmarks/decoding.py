@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+LONGEST = 128  # tokens of a translation of a trained model, without EOS
 LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 pieces
 # CTranslate2 divides by length^PENALTY, ours by ((5 + length) / 6)^PENALTY.
 PENALTY = 0.6
@@ -114,7 +115,7 @@ def ours(model, forced: int | None):
     from models.decoding import translate
 
     graph, params = nnx.split(model)
-    limit = {"max_length_factor": 0.0, "max_length_extra": forced} if forced else {}
+    limit = {"max_length_factor": 0.0, "max_length_extra": forced or LONGEST + 1}
 
     def side(sentences, beam_size):
         options = {"beam_size": beam_size, "length_penalty": PENALTY} | limit
@@ -136,7 +137,7 @@ def peer(model, forced: int | None, threads: int):
         inter_threads=1,
         intra_threads=threads,
     )
-    limit = {"max_decoding_length": 256}
+    limit = {"max_decoding_length": LONGEST}
     if forced:
         # Its limit does not count EOS, which here no hypothesis has.
         limit = {"max_decoding_length": forced, "min_decoding_length": forced}
