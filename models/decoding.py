@@ -243,7 +243,7 @@ def translate_trials(
     first, and a sentence that is finished makes room for the next, which waits on the
     device. On a CPU the cores decode sentences of their own, batch_size hypotheses
     each. Programs are compiled for 16 or all rows, of few sentences also for 1, and for
-    lengths of 16, 24, 32, 48, 64, ...
+    lengths of 16, 24, 32, 48, 64, ...; to encode many, for closer ones.
 
     Args:
         graph, params: a model as `nnx.split` gives it, the leaves with the trial axis R

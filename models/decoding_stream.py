@@ -89,22 +89,33 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
     idle, encode, go_on = programs
     R, longest = len(waiting), max(map(len, waiting))
     B, Q = at_least(longest, sizes), at_least(longest, [*sizes, most])
+    width = columns if longest > most else bucket  # the former's programs are more
     S = bucket(longest_of(sentences, waiting))
     state = idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
     age, encoded, told = np.zeros((R, B), int), None, ()  # of the last queue
     while any(waiting) or any(running):
+        narrower = S
+        # Another program is compiled for many sentences only, and takes the place of
+        # this one when all that run have room in it. Those that are too old for their
+        # own lengths don't keep it waiting: they are left out too.
+        if max(map(len, waiting)) >= B:
+            fitting = [
+                {
+                    row: number
+                    for row, number in rows.items()
+                    if age[r, row] < room(bucket(len(sentences[number])))
+                }
+                for r, rows in enumerate(running)
+            ]
+            of_running = [list(rows.values()) for rows in fitting]
+            of_waiting = [last(w, 1) for w in waiting]
+            narrower = bucket(longest_of(sentences, [*of_running, *of_waiting]))
+            if narrower < S:
+                running = fitting
         left = [len(w) + len(r) for w, r in zip(waiting, running, strict=True)]
         fewer = at_least(max(left), sizes)
-        of_running = [list(rows.values()) for rows in running]
-        of_waiting = [last(w, 1) for w in waiting]
-        narrower = bucket(longest_of(sentences, [*of_running, *of_waiting]))
-        oldest = max(age[r, [*rows]].max(initial=0) for r, rows in enumerate(running))
-        # Another program is compiled for many sentences only, and takes the place of
-        # this one when all that run have room in it.
-        if max(map(len, waiting)) < B or oldest >= room(narrower):
-            narrower = S
         if fewer < B or narrower < S:
             kept = [[*r, *(row for row in range(B) if row not in r)] for r in running]
             kept = np.array(kept, np.int32)[:, :fewer]
@@ -113,15 +124,17 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
                 for r, rows in zip(running, kept.tolist(), strict=True)
             ]
             B, S = fewer, narrower
-            state = keep(state, kept, shape=(S, room(S)))
+            count = np.array([len(rows) for rows in running], np.int32)
+            state = keep(state, kept, count, shape=(S, room(S)))
 
         new = [last(w, Q) for w in waiting]
         for numbers, sent in zip(waiting, new, strict=True):
             del numbers[len(numbers) - len(sent) :]
         if any(new):
-            source, *told = arrays_of(new, sentences, limits, Q)
+            shape = R, Q, width(longest_of(sentences, new))
+            source, *told = arrays_of(new, sentences, limits, shape)
             encoded = encode(source)
-            if source.shape[2] < S:
+            if shape[2] < S:
                 encoded = widened(encoded, S)
         count = np.array([len(numbers) for numbers in new], np.int32)
         # The last go on until fewer rows will do.
@@ -148,9 +161,9 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
     return finished
 
 
-def arrays_of(numbers, sentences, limits, Q) -> tuple[np.ndarray, ...]:
-    """The sentences of each trial, their numbers and their limits, padded to Q."""
-    R, S = len(numbers), bucket(longest_of(sentences, numbers))
+def arrays_of(numbers, sentences, limits, shape) -> tuple[np.ndarray, ...]:
+    """The sentences of each trial, their numbers and their limits, padded to R Q S."""
+    R, Q, S = shape
     source = np.zeros((R, Q, S), np.int32)
     known, bounds = np.zeros((R, Q), np.int32), np.ones((R, Q), np.int32)
     for r, each in enumerate(numbers):
@@ -187,21 +200,31 @@ def widened(encoded: Encoded, S: int) -> Encoded:
 
 
 @partial(jax.jit, static_argnames="shape")
-def keep(state: State, rows: Int[Array, "R B"], *, shape: tuple[int, int]) -> State:
-    """The given rows of every trial, in fewer and narrower; `shape` is S L."""
+def keep(
+    state: State,
+    rows: Int[Array, "R B"],
+    count: Int[Array, "R"],
+    *,
+    shape: tuple[int, int],
+) -> State:
+    """The given rows of every trial, in fewer and narrower; `shape` is S L.
 
-    def keep_here(state, rows):
+    So many of them go on; the rest are done.
+    """
+
+    def keep_here(state, rows, count):
         state = state._replace(clock=state.clock[0])
         one = partial(keep_of_one, shape=shape)
-        state = jax.vmap(one, (OF_TRIALS, 0), OF_TRIALS)(state, rows)
+        state = jax.vmap(one, (OF_TRIALS, 0, 0), OF_TRIALS)(state, rows, count)
         return state._replace(clock=state.clock[None])
 
-    return on_each(keep_here)(state, rows)
+    return on_each(keep_here)(state, rows, count)
 
 
-def keep_of_one(state, rows, *, shape):
+def keep_of_one(state, rows, count, *, shape):
     """The same of one trial."""
     S, L = shape
+    goes_on = jnp.arange(len(rows)) < count
     clock, rows, cache = jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
     old = rows.tokens.shape[2]
     # slot j of the new ones holds what the latest clock that is j modulo L has written
@@ -214,6 +237,7 @@ def keep_of_one(state, rows, *, shape):
         )
 
     rows = rows._replace(
+        done=rows.done | ~goes_on,
         tokens=rows.tokens[..., latest],
         sees=with_own(rows.sees[:, :, latest], clock),
         best_tokens=rows.best_tokens[..., latest],
@@ -227,6 +251,16 @@ def bucket(length: int) -> int:
     """The next of 16, 24, 32, 48, 64, 96, ..."""
     power = power_of_two(length)
     return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
+
+
+def columns(length: int) -> int:
+    """The next of 8, 12, 16, 20, 24, 28, 32, 40, 48, ...: many are encoded in so many.
+
+    They are closer than those of `bucket`, since a quarter of the time goes into
+    encoding, whose program is compiled soon.
+    """
+    step = max(4, power_of_two(length) // 8)
+    return max(8, -(-length // step) * step)
 
 
 def power_of_two(length: int) -> int:

@@ -355,7 +355,9 @@ def test_a_narrower_state_goes_on_alike():
         )
 
     state = steps(state._replace(clock=jnp.array(clock), rows=rows))
-    narrow = decoding_stream.keep_of_one(state, jnp.array([1, 0]), shape=(12, 16))
+    narrow = decoding_stream.keep_of_one(
+        state, jnp.array([1, 0]), jnp.array(2), shape=(12, 16)
+    )
     assert narrow.cache[0][0].shape[-1] == 16 * 3
     for _ in range(2):
         state, narrow = steps(state), steps(narrow)
@@ -380,6 +382,30 @@ def test_a_search_that_the_cache_cuts_short_is_begun_again():
     among, expected = decoding.translate(graph, params, texts + long, **options)
     assert tokens == among[:40]
     np.testing.assert_allclose(scores, expected[:40], rtol=1e-4)
+
+
+def test_a_translation_too_long_for_its_source_holds_up_none(monkeypatch):
+    # It is left out when the others go on in a smaller cache, and is begun again.
+    graph, params = make(seed=8)
+    params["embedding"][...] = params["embedding"][...].at[2].multiply(1.5)
+    texts = sentences(20, 18, *(3 + i % 12 for i in range(24)), seed=8)
+    left_out = []
+    original = decoding_stream.keep
+
+    def spy(state, rows, count, **shape):
+        left_out.append(int((~state.rows.done).sum() - count.sum()))
+        return original(state, rows, count, **shape)
+
+    monkeypatch.setattr(decoding_stream, "keep", spy)
+    monkeypatch.setattr(decoding_stream, "cores", lambda: 1)
+    options = {"max_length_extra": 40}
+    together, scores = decoding.translate(graph, params, texts, batch_size=4, **options)
+    assert max(left_out) > 0
+    left_out.clear()
+    apart, expected = decoding.translate(graph, params, texts, **options)
+    assert not any(left_out)
+    assert together == apart
+    np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
 def test_no_sentence_and_an_empty_one():
