@@ -217,11 +217,12 @@ def load(workdir: Path, which: str) -> Trained:
 
 def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
-    from analysis.evaluation import sentences, translations
+    from analysis.evaluation import losses, sentences, translations
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
     from data import corpora
     from training import hosts
+    from training.step import static_of
 
     data = trained.config.data
     directory = DIRECTORY.value or data.directory
@@ -232,11 +233,21 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
             tokenized = corpora.tokenized_references(
                 data.name, data.target, split, directory
             )
+    source, target = trained.tokenizers
+    encoded = source.encode(sources)
+    loss = losses(
+        static_of(trained.graph, trained.config),
+        trained.params,
+        trained.head_gates,
+        encoded,
+        target.encode(references),
+        data.batch_tokens,
+    )
     found = translations(
         trained.graph,
         trained.params,
         trained.head_gates,
-        sentences(trained.tokenizers[0].encode(sources)),
+        sentences(encoded),
         list(range(len(trained.step))),
         batch_size=BATCH_SIZE.value,
         **options,
@@ -245,11 +256,11 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
         return
     rows = []
     for trial, step in enumerate(trained.step):
-        hypotheses = trained.tokenizers[1].decode_many(found[trial])
+        hypotheses = target.decode_many(found[trial])
         row = {"trial": trial, **trained.trials[trial], "split": split}
         row |= {"checkpoint": CHECKPOINT.value, "step": step}
         row |= {"diverged_at": trained.diverged_at[trial]}
-        row |= scores(hypotheses, references)
+        row |= {"loss": float(loss[trial])} | scores(hypotheses, references)
         if data.name == "multi30k":
             row |= published_scores(hypotheses, tokenized, data.target)
         row |= {"decoding": options, "sentences": len(sources)}

@@ -73,6 +73,24 @@ def translations(
     return whole
 
 
+def losses(
+    static: Static, params, head_gates: dict, source, target, batch_tokens: int
+) -> np.ndarray:
+    """Cross-entropy of references, nats a token (EOS counts), of every trial; R.
+
+    Args:
+        static, params, head_gates: see `training.step.eval_step`.
+        source, target: encoded sentences, see `data.tokenizer`.
+        batch_tokens: target tokens at a time.
+    """
+    sums = [
+        sharding.fetch(eval_step(params, head_gates, batch, static=static))
+        for batch in evaluation_batches(source, target, batch_tokens=batch_tokens)
+    ]
+    loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
+    return loss / tokens
+
+
 def dev_scores(
     static: Static, params, head_gates: dict, dev: Dev, trials
 ) -> dict[int, dict]:
@@ -82,11 +100,7 @@ def dev_scores(
     """
     source = dev.tokenizers[0].encode(dev.sources)
     target = dev.tokenizers[1].encode(dev.targets)
-    sums = [
-        sharding.fetch(eval_step(params, head_gates, batch, static=static))
-        for batch in evaluation_batches(source, target, batch_tokens=dev.batch_tokens)
-    ]
-    loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
+    loss = losses(static, params, head_gates, source, target, dev.batch_tokens)
     found = translations(static.graph, params, head_gates, sentences(source), trials)
     scored = []
     for trial in trials[jax.process_index() :: jax.process_count()]:
@@ -95,7 +109,7 @@ def dev_scores(
     rows = dict(row for said in hosts.share(scored) for row in said)
     return {
         trial: {
-            "dev_loss": float(loss[trial] / tokens[trial]),
+            "dev_loss": float(loss[trial]),
             "dev_bleu": rows[trial]["bleu"],
             "dev_chrf": rows[trial]["chrf"],
             "dev_exact_match": rows[trial]["exact_match"],

@@ -1,6 +1,7 @@
 """The results of a sweep: what its report says, computed, in words and tables."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ NAMES = {
     "published_chrf": "chrF, published protocol",
     "exact_match": "exact match, %",
 }
+LOSS = "loss"  # in nats a token of the references; lower is better
 NOTHING = "–"
 LEVEL = 0.05
 
@@ -84,6 +86,11 @@ class Report(NamedTuple):
         """The metric's name."""
         return NAMES[self.metric]
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether every arm's is known; runs of earlier versions have none."""
+        return all(LOSS in arm.test for arm in self.arms if arm.seeds)
+
 
 def bootstrapped(metric: str) -> str:
     """The score of sacreBLEU that the test set is drawn anew for."""
@@ -102,20 +109,9 @@ class Comparison(NamedTuple):
 
 def compare(report: Report) -> list[Comparison]:
     """The statistics of every arm that has scores, paired by the seeds in common."""
-    metric, baseline = report.metric, report.baseline
+    metric = report.metric
     arms = [arm for arm in report.arms if arm.seeds]
-    of_baseline = dict(zip(baseline.seeds, baseline.test[metric], strict=True))
-    found = []
-    for arm in arms:
-        pairs = [
-            (score, of_baseline[seed])
-            for seed, score in zip(arm.seeds, arm.test[metric], strict=True)
-            if seed in of_baseline
-        ]
-        paired = None
-        if not arm.is_baseline and pairs:
-            paired = difference(*np.transpose(pairs))
-        found.append(paired)
+    found = [to_baseline(report, arm, metric) for arm in arms]
     p = holm([math.nan if paired is None else paired.p for paired in found])
     return [
         Comparison(
@@ -127,6 +123,20 @@ def compare(report: Report) -> list[Comparison]:
         )
         for arm, paired, corrected in zip(arms, found, p, strict=True)
     ]
+
+
+def to_baseline(report: Report, arm: ArmResult, metric: str) -> Difference | None:
+    """An arm's difference to the baseline; None: it is that, or has no seed of it."""
+    baseline = report.baseline
+    known = dict(zip(baseline.seeds, baseline.test[metric], strict=True))
+    pairs = [
+        (score, known[seed])
+        for seed, score in zip(arm.seeds, arm.test[metric], strict=True)
+        if seed in known
+    ]
+    if arm.is_baseline or not pairs:
+        return None
+    return difference(*np.transpose(pairs))
 
 
 def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
@@ -230,19 +240,31 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
         and all(name in c.arm.test for c in comparisons)
         and any(c.arm.test[name].any() for c in comparisons)  # BLEU of words alone is 0
     ]
-    header = ["arm", *(NAMES[name] for name in metrics), "test set's ±"]
-    rows = [[*header, "p (bootstrap)"]]
+    header = ["arm", *(NAMES[name] for name in metrics)]
+    header += ["loss", "difference", "95 % interval"] if report.has_loss else []
+    rows = [[*header, "test set's ±", "p (bootstrap)"]]
     for arm in (c.arm for c in comparisons):
         others = [summary(arm.test[name]) for name in metrics]
         rows.append(
             [
                 arm.name,
                 *(f"{number(o.mean)} ± {number(o.sd)}" for o in others),
+                *(loss_cells(report, arm) if report.has_loss else []),
                 number(arm.bootstrap and arm.bootstrap.half_width),
                 probability(arm.bootstrap and arm.bootstrap.p),
             ]
         )
     return rows
+
+
+def loss_cells(report: Report, arm: ArmResult) -> list[str]:
+    """The mean loss of an arm, and its difference to the baseline with the interval."""
+    exactly, change = partial(number, digits=4), partial(signed, digits=4)
+    mean = exactly(summary(arm.test[LOSS]).mean)
+    paired = to_baseline(report, arm, LOSS)
+    if paired is None:
+        return [mean, "baseline" if arm.is_baseline else NOTHING, NOTHING]
+    return [mean, change(paired.mean), span(paired.low, paired.high, change)]
 
 
 def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
@@ -277,11 +299,11 @@ def number(value, digits: int = 2) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-def signed(value) -> str:
+def signed(value, digits: int = 2) -> str:
     """A difference in a cell."""
     if value is None or math.isnan(value):
         return NOTHING
-    return f"{value:+.2f}".replace("-", "−")
+    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def span(low, high, form=number) -> str:
@@ -308,6 +330,10 @@ SEARCHED = (
     " Every arm's nuisance settings were chosen on dev too, before that, with other "
     "seeds than those of the table."
 )
+LOSS_TOLD = (
+    " Loss: the cross-entropy of the targets, nats a token; lower is better, and "
+    "the difference to the baseline is paired by seed."
+)
 HOW_TO_READ_COSTS = (
     "F: the feed-forward width, solved where arms are matched. Multiply-adds: of "
     "the matrix products of a forward pass, for one source and one target token. "
@@ -328,4 +354,5 @@ def how_to_read_others(report: Report) -> str:
         f"Test set's ±: sacreBLEU's paired bootstrap ({metric}, 1000 samples, 95 %) of "
         "the first seed's translations: what another draw of test sentences would "
         "change, which more seeds would not show."
+        + (LOSS_TOLD if report.has_loss else "")
     )

@@ -10,13 +10,14 @@ from rich.table import Table
 def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     """A table of the scores, with the signatures that define them.
 
-    Of many trials it ends in their mean ± standard deviation.
+    Of many trials it ends in their mean and standard deviation, that of a sample.
     """
     scored = {
         "bleu": "{:.2f}",
         "published_bleu": "{:.2f}",
         "chrf": "{:.2f}",
         "exact_match": "{:.2%}",
+        "loss": "{:.4f}",
     }
     scored = {name: form for name, form in scored.items() if name in rows[0]}
     columns = {"trial": "{}", **dict.fromkeys(differs, "{:g}"), "step": "{}"}
@@ -32,25 +33,18 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     sound = [row for row in rows if row["diverged_at"] is None]
     if len(sound) > 1:
         table.add_section()
-        table.add_row(
-            f"mean ± sd of {len(sound)}",
-            *[""] * (len(columns) - 1),
-            *[
-                mean_and_sd(form, [r[name] for r in sound])
-                for name, form in scored.items()
-            ],
-        )
+        for name, of in ((f"mean of {len(sound)}", mean), ("sd", stdev)):
+            cells = [
+                form.format(of([row[score] for row in sound]))
+                for score, form in scored.items()
+            ]
+            table.add_row(name, *[""] * (len(columns) - 1), *cells)
     console = Console(highlight=False)
     console.print(table)
     for name in ("signature", "published_signature", "chrf_signature"):
         if name in rows[0]:
             console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
     console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
-
-
-def mean_and_sd(form: str, values: list[float]) -> str:
-    """As `34.94 ± 0.21`; the standard deviation is that of a sample."""
-    return f"{form.format(mean(values))} ± {form.format(stdev(values))}"
 
 
 def print_pairs(title: str, rows: list[tuple[str, str]]) -> None:

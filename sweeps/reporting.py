@@ -16,7 +16,7 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
-from sweeps.store import SCORES, metrics_of
+from sweeps.store import TOLD, metrics_of
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -149,7 +149,7 @@ def arm_result(
         return {
             score: np.array([row[f"{split}_{score}"] for row in of_arm])
             * (100 if score == "exact_match" else 1)
-            for score in SCORES
+            for score in TOLD
             if of_arm and all(row[f"{split}_{score}"] is not None for row in of_arm)
         }
 

@@ -19,12 +19,13 @@ from sweeps.search import LOST, Search, known_trials
 from training.workdir import write_json
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
+TOLD = (*SCORES, "loss")  # what is reported; arms are ranked by one of the scores
 TRAINED = ".trained"  # made when train.py has nothing left to do
 COLUMNS = (
     *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
     *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
     *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
-    *(f"{split}_{score}" for split in ("dev", "test") for score in SCORES),
+    *(f"{split}_{score}" for split in ("dev", "test") for score in TOLD),
     *("test_split", "checkpoint", "decoding"),
     *("signature", "chrf_signature", "published_signature"),
     *("published_chrf_signature", "device", "attention", "versions", "python"),
@@ -218,7 +219,7 @@ def arm_columns(arm: Arm) -> dict:
 
 def score_columns(side: str, found: dict) -> dict:
     """What a row takes from a row of a result-SPLIT.json."""
-    columns = {f"{side}_{s}": found[s] for s in SCORES if s in found}
+    columns = {f"{side}_{s}": found[s] for s in TOLD if s in found}
     columns |= {k: v for k, v in found.items() if k.endswith("signature")}
     return columns | {
         "best_step": found["step"],

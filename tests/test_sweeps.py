@@ -95,6 +95,7 @@ def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "tes
             score = (dev if split == "val" else test) + trial.seed + 100 * rate
             row = {"trial": i, "step": 20, "checkpoint": "best", "diverged_at": None}
             row |= {"bleu": score, "chrf": score + 10, "exact_match": 0.5}
+            row |= {"loss": 2 - score / 100 + index * trial.seed / 100}
             row |= {"signature": "nrefs:1", "decoding": {"beam_size": 5}}
             rows.append(row)
             suffix = f"-{i}" if len(group.trials) > 1 else ""
@@ -338,6 +339,9 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
         assert "2 trials are not done yet" in text
         assert "c0ffee" in text and "9,000" in text
         assert text.count("reference") == (1 if text is html else 3)
+        # by 0 and by 0.01 less: Student's t of one degree of freedom is 12.706
+        for cell in ("1.5950", "1.6000", "+0.0050", "−0.0585 to +0.0685"):
+            assert cell in text
     assert "A &lt;shared&gt; machine." in html and html.count("<svg") == 2
     outside = re.findall(r'(?:src|href)="(?!#)[^"]*"|url\(http[^)]*\)|@import', html)
     assert not outside and "<script" not in html

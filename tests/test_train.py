@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -416,6 +417,8 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
 
 
 def test_evaluating_by_every_checkpoint(trained, evaluated):
+    metrics = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    dev = [m["dev_loss"] for m in metrics if m["step"] == 60 and "dev_loss" in m]
     steps = {}
     for which in ("best", "last", "average"):
         args = {"split": "val", "checkpoint": which, "beam_size": 1}
@@ -423,10 +426,15 @@ def test_evaluating_by_every_checkpoint(trained, evaluated):
         found = json.loads((trained / "result-val.json").read_text())
         assert [(row["trial"], row["seed"]) for row in found] == [(0, 0), (1, 1)]
         assert {row["checkpoint"] for row in found} == {which}
-        assert "mean ± sd of 2" in " ".join(ran.out.split())
+        bleu = [row["bleu"] for row in found]
+        for name, of in (("mean of 2", statistics.mean), ("sd", statistics.stdev)):
+            (line,) = [line for line in ran.out.splitlines() if name in line]
+            assert f" {of(bleu):.2f} " in line
         (steps[which],) = {row["step"] for row in found}
         if which == "average":
             assert "Averaged 5 checkpoints" in ran.err
+        else:
+            assert [row["loss"] for row in found] == pytest.approx(dev, rel=1e-5)
     assert steps == {"best": 60, "last": 60, "average": 60}
 
 
