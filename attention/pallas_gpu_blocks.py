@@ -158,11 +158,9 @@ def visits(
         (num_queries, tiles.queries) if by_key else (num_keys, tiles.keys)
     )
     ragged = inner_size % inner_tile != 0
-    return Visits(
-        _bounds(xp, some, whole),
-        head=sequential or (is_causal and by_key),
-        tail=not unbounded or ragged or (is_causal and not by_key),
-    )
+    head = sequential or (is_causal and by_key)
+    tail = not unbounded or ragged or (is_causal and not by_key)
+    return Visits(_bounds(xp, some, whole, tail), head, tail)
 
 
 def _edges(size, tile):
@@ -188,8 +186,11 @@ def _segment_range(ids, tile, clip):
     return low, high, (low == high) & (ids != 0).all(-1)
 
 
-def _bounds(xp, some, whole):
-    """Start, the first run of whole blocks, stop: int32, on a new last axis."""
+def _bounds(xp, some, whole, tail):
+    """Start, the first run of whole blocks, stop: int32, on a new last axis.
+
+    Without a whole block all are the tail's, or the head's where there is no tail.
+    """
     count = some.shape[-1]
     index = xp.arange(count, dtype=np.int32)
     some, whole = xp.broadcast_arrays(some, whole)
@@ -201,8 +202,8 @@ def _bounds(xp, some, whole):
     beyond = ~whole & (index >= whole_start[..., None])
     whole_stop = xp.where(beyond, index, count).min(-1)
     none = whole_start == count
-    # Without a whole block all are the tail's: a kernel may have no loop for the head.
     whole_start, whole_stop = (
-        xp.where(none, start, bound) for bound in (whole_start, whole_stop)
+        xp.where(none, start if tail else stop, bound)
+        for bound in (whole_start, whole_stop)
     )
     return xp.stack([start, whole_start, whole_stop, stop], axis=-1).astype(np.int32)

@@ -98,6 +98,8 @@ CASES = {
     "plain": (inputs(150, 140), {}),
     "one query": (inputs(1, 140), {}),
     "groups": (inputs(140, 150, N=6, K=2, H=8, V=24), {"is_causal": True}),
+    # the last keys are seen by a masked block of queries alone
+    "causal, whole tiles": (inputs(128, 128), {"is_causal": True}),
     "causal, long keys": (inputs(70, 300), {"is_causal": True}),
     "causal window": (
         inputs(300, 300),
