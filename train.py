@@ -154,6 +154,10 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         choose("train.remat", config.train.remat, REMAT)
         choose("mesh.shard", config.mesh.shard, sharding.SHARD)
         check_positions(config.model.to_dict(), config.data.max_length)
+        # Before the data, which may take minutes: do the heads fit the width?
+        shallow = config.model.to_dict() | {"num_encoder_layers": 1}
+        shallow |= {"num_decoder_layers": 1}
+        nnx.eval_shape(lambda: Transformer(2, **shallow, rngs=nnx.Rngs(0)))
         sources, targets = corpora.load(*names, "train", config.data.directory)
         held_out = corpora.load(*names, "val", config.data.directory)
         tokenizers_of = partial(

@@ -130,7 +130,12 @@ def check_data(workdir: Path, data: dict) -> None:
     path = workdir / "run.json"
     if not path.exists() or not (workdir / "metrics.jsonl").exists():
         return
-    before = read_json(path)["data"]
+    before = read_json(path).get("data")
+    if before is None:
+        raise ValueError(
+            f"{path} does not tell what the run was trained on; restore it, or choose "
+            f"another --workdir."
+        )
     if before != data:
         raise ValueError(
             f"The training data are not those that {workdir} began with: "
