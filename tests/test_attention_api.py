@@ -27,6 +27,13 @@ attend = attention.dot_product_attention
 LONG = (1, 4096, 4096, 2, 2, 16, 16)
 
 
+def run(implementation, inputs, **arguments):
+    """Attention as one program."""
+    return jax.jit(
+        lambda inputs: attend(*inputs, implementation=implementation, **arguments)
+    )(inputs)
+
+
 def arrays_of(jaxpr):
     """The shape of every value in a program, those of inner programs included."""
     for equation in jaxpr.eqns:
@@ -83,8 +90,8 @@ def test_skipped_blocks_are_not_visited(monkeypatch):
         {"query_segment_ids": ids[:, :8], "key_value_segment_ids": ids},
         {"local_window_size": (3, 0)},
     ):
-        out = attend(query, key, poisoned, implementation="blockwise", **arguments)
-        want = attend(query, key, value, implementation="reference", **arguments)
+        out = run("blockwise", (query, key, poisoned), **arguments)
+        want = run("reference", inputs, **arguments)
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
@@ -101,7 +108,7 @@ def test_what_may_not_be_seen_has_no_gradient(implementation):
             )
             return out[0, i].sum()
 
-        gradient = jax.grad(number, (0, 1))(*inputs[1:])
+        gradient = jax.jit(jax.grad(number, (0, 1)))(*inputs[1:])
         return [np.abs(x[0]).sum((1, 2)) > 0 for x in gradient]
 
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -121,16 +128,14 @@ def test_query_that_sees_nothing(implementation):
     """Zeros, the documented log-sum-exp and no gradient, with any cotangent."""
     inputs, _ = make("nothing")
     mask = jnp.ones((13, 13), bool).at[4].set(False)
-    out, lse = attend(
-        *inputs, mask=mask, implementation=implementation, return_residual=True
-    )
+    out, lse = run(implementation, inputs, mask=mask, return_residual=True)
     assert not out[:, 4].any()
     np.testing.assert_array_equal(lse[:, 4], np.float32(masks.EMPTY))
 
     def number(inputs):
         return (attend(*inputs, mask=mask, implementation=implementation)[:, 4]).sum()
 
-    assert not any(x.any() for x in jax.grad(number)(inputs))
+    assert not any(x.any() for x in jax.jit(jax.grad(number))(inputs))
 
 
 def test_transformations(monkeypatch):
@@ -141,17 +146,20 @@ def test_transformations(monkeypatch):
     want = everything("blockwise", inputs, arguments)
     trials = tuple(jnp.stack([x, x + 1]) for x in inputs)
 
-    def run(inputs):
+    def outcomes(inputs):
         return differentiate("blockwise", inputs, arguments)
 
-    for mapped in (jax.jit(jax.vmap(run))(trials), jax.lax.map(run, trials)):
+    def number(inputs):
+        return attend(*inputs, **arguments).sum()
+
+    for mapped in (jax.jit(jax.vmap(outcomes))(trials), jax.lax.map(outcomes, trials)):
         check({name: x[0] for name, x in mapped.items()}, want)
-    saved = jax.grad(jax.checkpoint(lambda x: attend(*x, **arguments).sum()))(inputs)
-    plain = jax.grad(lambda x: attend(*x, **arguments).sum())(inputs)
+    saved = jax.jit(jax.grad(jax.checkpoint(number)))(inputs)
+    plain = jax.jit(jax.grad(number))(inputs)
     for x, y in zip(saved, plain, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     single = {name: x[0] for name, x in arguments.items()}
-    out, lse = attend(*(x[0] for x in inputs), **single, return_residual=True)
+    out, lse = run(None, [x[0] for x in inputs], **single, return_residual=True)
     check({"out": out[None], "lse": lse[None]}, {n: want[n][:1] for n in want})
 
 
@@ -165,9 +173,10 @@ def test_second_order():
 
         return jax.grad(number)(scale)
 
+    first = jax.jit(slope, static_argnums=0)
     at, step = jnp.float32(0.5), 1e-2
-    second = jax.grad(lambda s: slope("reference", s))(at)
-    sides = slope("reference", at + step) - slope("reference", at - step)
+    second = jax.jit(jax.grad(lambda s: slope("reference", s)))(at)
+    sides = first("reference", at + step) - first("reference", at - step)
     np.testing.assert_allclose(second, sides / (2 * step), rtol=3e-3)
     with pytest.raises(NotImplementedError, match="first derivative only"):
         jax.grad(lambda s: slope("blockwise", s))(at)

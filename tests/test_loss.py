@@ -40,7 +40,7 @@ def plain(hidden, table, labels, weights, smoothing):
 
 def differentiate(loss, *arguments):
     by = (0, 1, 3, 4)  # hidden, table, weights and label_smoothing
-    return jax.grad(lambda *a: loss(*a), by)(*arguments)
+    return jax.jit(jax.grad(loss, by))(*arguments)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -48,11 +48,11 @@ def differentiate(loss, *arguments):
 def test_loss_equals_numpy_in_float64(tokens, chunk, smoothing):
     arrays = example(tokens)
     expected, expected_metrics = in_float64(*arrays, smoothing)
-    loss, metrics = cross_entropy(*arrays, smoothing, chunk)
+    loss, metrics = jax.jit(cross_entropy, static_argnums=5)(*arrays, smoothing, chunk)
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
     for name in expected_metrics:
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-6)
-    f = jax.value_and_grad(cross_entropy, has_aux=True)
+    f = jax.jit(jax.value_and_grad(cross_entropy, has_aux=True), static_argnums=5)
     (differentiated, metrics), _ = f(*arrays, smoothing, chunk)
     np.testing.assert_allclose(differentiated, expected, rtol=2e-6)
     for name in expected_metrics:
@@ -71,9 +71,8 @@ def test_gradients_equal_those_of_the_plain_formula(tokens, chunk, smoothing):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_gradients_equal_finite_differences(smoothing):
     hidden, table, labels, weights = example(6)
-    by_hidden, by_table = jax.grad(lambda *a: cross_entropy(*a, 4)[0], (0, 1))(
-        hidden, table, labels, weights, smoothing
-    )
+    gradient = jax.jit(jax.grad(lambda *a: cross_entropy(*a, 4)[0], (0, 1)))
+    by_hidden, by_table = gradient(hidden, table, labels, weights, smoothing)
     rng = np.random.default_rng(1)
     directions = rng.standard_normal(hidden.shape), rng.standard_normal(table.shape)
 
@@ -93,6 +92,7 @@ def test_trials_with_smoothings_of_their_own_equal_the_same_alone(trials):
     stacked = tuple(np.stack(arrays) for arrays in zip(*examples, strict=True))
     f = jax.value_and_grad(lambda *a: cross_entropy(*a, 4), (0, 1), has_aux=True)
     together = jax.jit(jax.vmap(f))(*stacked, smoothings)
+    f = jax.jit(f)
     for trial in range(trials):
         alone = f(*examples[trial], smoothings[trial])
         assert jax.tree.structure(alone) == jax.tree.structure(together)
@@ -103,11 +103,14 @@ def test_trials_with_smoothings_of_their_own_equal_the_same_alone(trials):
 def test_padding_of_weight_zero_changes_nothing():
     hidden, table, labels, weights = example(12)
     real = weights > 0
-    by_hidden, by_table = jax.grad(lambda *a: cross_entropy(*a, 0.1, 5)[0], (0, 1))(
-        hidden, table, labels, weights
-    )
+
+    def gradient(chunk, *arrays):
+        loss = jax.grad(lambda *a: cross_entropy(*a, 0.1, chunk)[0], (0, 1))
+        return jax.jit(loss)(*arrays)
+
+    by_hidden, by_table = gradient(5, hidden, table, labels, weights)
     kept = hidden[real], table, labels[real], weights[real]
-    expected = jax.grad(lambda *a: cross_entropy(*a, 0.1)[0], (0, 1))(*kept)
+    expected = gradient(None, *kept)
     np.testing.assert_allclose(by_hidden[real], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(by_table, expected[1], rtol=1e-5, atol=1e-5)
     assert not by_hidden[~real].any()
@@ -116,7 +119,8 @@ def test_padding_of_weight_zero_changes_nothing():
 def test_large_logits_neither_overflow_nor_lose_the_loss():
     hidden, table, labels, weights = example(12)
     arrays = 100 * hidden, table, labels, weights
-    loss, gradient = jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1)[0])(*arrays)
+    f = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1)[0]))
+    loss, gradient = f(*arrays)
     np.testing.assert_allclose(loss, in_float64(*arrays, 0.1)[0], rtol=1e-6)
     assert np.isfinite(gradient).all()
 
@@ -125,7 +129,7 @@ def test_bfloat16_is_summed_in_float32():
     hidden, table, labels, weights = example(40, dtype=jnp.bfloat16)
     arrays = hidden, table, labels, weights
     f = jax.value_and_grad(cross_entropy, (0, 1), has_aux=True)
-    (loss, metrics), gradients = f(*arrays, 0.1, 8)
+    (loss, metrics), gradients = jax.jit(f, static_argnums=5)(*arrays, 0.1, 8)
     assert loss.dtype == metrics["nll_sum"].dtype == jnp.float32
     assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.bfloat16]
     expected = in_float64(*arrays, 0.1)[0]

@@ -104,6 +104,7 @@ def test_gradients(rule):
     settings = {"mixture_heads": 2} if rule == "mixture" else {}
     function = MERGE_RULES[rule].function
 
+    @jax.jit
     def merged(heads, x, params):
         heads, x, params = jax.tree.map(jnp.asarray, (heads, x, params))
         return function(heads, x, **params, **settings)
