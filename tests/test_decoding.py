@@ -381,13 +381,24 @@ def test_a_narrower_state_goes_on_alike():
     )
 
 
-def test_a_search_that_the_cache_cuts_short_is_begun_again():
+def test_a_search_that_the_cache_cuts_short_is_begun_again(monkeypatch):
     # Poor hypotheses have ended when the cache is full, and better ones are longer.
     graph, params = make(seed=9)
     params["embedding"][...] = params["embedding"][...].at[2].multiply(1.5)
     texts = sentences(*(9 + i % 8 for i in range(40)), seed=9)
     options = {"beam_size": 5, "length_penalty": 0.6, "batch_size": 80}
+    unfinished = []  # after each start
+    original = decoding.lanes
+
+    def spy(programs, sentences, limits, waiting, *sizes):
+        found = original(programs, sentences, limits, waiting, *sizes)
+        unfinished.append(set(range(40)) - found[0].keys())
+        return found
+
+    monkeypatch.setattr(decoding, "lanes", spy)
     tokens, scores = decoding.translate(graph, params, texts, **options)
+    monkeypatch.setattr(decoding, "lanes", original)
+    assert any(len(tokens[i]) < 32 for i in unfinished[0])  # what the first cache holds
     long = sentences(40)  # for which all have a larger cache
     among, expected = decoding.translate(graph, params, texts + long, **options)
     assert tokens == among[:40]
