@@ -24,7 +24,7 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     if any(row["diverged_at"] for row in rows):
         columns["diverged_at"] = "{}"
     table = Table(
-        *[name.rsplit(".")[-1].replace("_", " ") for name in columns | scored],
+        *map(heading, columns | scored),
         title=rows[0]["split"],
     )
     for row in rows:
@@ -45,6 +45,13 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
         if name in rows[0]:
             console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
     console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
+
+
+def heading(name: str) -> str:
+    """Of a column: the last part of a key, or which head a gate is of."""
+    if name.startswith("head_gates."):
+        return name.removeprefix("head_gates.").replace(".", " ")
+    return name.rsplit(".")[-1].replace("_", " ")
 
 
 def print_pairs(title: str, rows: list[tuple[str, str]]) -> None:
