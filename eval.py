@@ -222,7 +222,7 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
     from analysis.table import print_scores
     from data import corpora
     from training import hosts
-    from training.step import static_of
+    from training.step import Static
 
     data = trained.config.data
     directory = DIRECTORY.value or data.directory
@@ -236,7 +236,9 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
     source, target = trained.tokenizers
     encoded = source.encode(sources)
     loss = losses(
-        static_of(trained.graph, trained.config),
+        Static(
+            trained.graph, trained.config.optimizer.schedule, trained.config.model.width
+        ),
         trained.params,
         trained.head_gates,
         encoded,

@@ -88,7 +88,7 @@ class Report(NamedTuple):
 
     @property
     def has_loss(self) -> bool:
-        """Whether every arm's is known; runs of earlier versions have none."""
+        """Whether every arm's is known, and of the same tokens."""
         return all(LOSS in arm.test for arm in self.arms if arm.seeds)
 
 
@@ -232,7 +232,7 @@ def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str
 
 
 def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
-    """The arms' other test scores, and the test set's own uncertainty."""
+    """The arms' other scores, the test set's own uncertainty, and the loss."""
     metrics = [
         name
         for name in NAMES
@@ -241,17 +241,18 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
         and any(c.arm.test[name].any() for c in comparisons)  # BLEU of words alone is 0
     ]
     header = ["arm", *(NAMES[name] for name in metrics)]
+    header += ["test set's ±", "p (bootstrap)"]
     header += ["loss", "difference", "95 % interval"] if report.has_loss else []
-    rows = [[*header, "test set's ±", "p (bootstrap)"]]
+    rows = [header]
     for arm in (c.arm for c in comparisons):
         others = [summary(arm.test[name]) for name in metrics]
         rows.append(
             [
                 arm.name,
                 *(f"{number(o.mean)} ± {number(o.sd)}" for o in others),
-                *(loss_cells(report, arm) if report.has_loss else []),
                 number(arm.bootstrap and arm.bootstrap.half_width),
                 probability(arm.bootstrap and arm.bootstrap.p),
+                *(loss_cells(report, arm) if report.has_loss else []),
             ]
         )
     return rows
@@ -331,8 +332,8 @@ SEARCHED = (
     "seeds than those of the table."
 )
 LOSS_TOLD = (
-    " Loss: the cross-entropy of the targets, nats a token; lower is better, and "
-    "the difference to the baseline is paired by seed."
+    " Loss: the cross-entropy of the targets, nats a token; lower is better, the "
+    "difference to the baseline is paired by seed, and its interval is not corrected."
 )
 HOW_TO_READ_COSTS = (
     "F: the feed-forward width, solved where arms are matched. Multiply-adds: of "

@@ -1,8 +1,9 @@
 """The tables that eval.py and a dry run print."""
 
+from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +34,8 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     sound = [row for row in rows if row["diverged_at"] is None]
     if len(sound) > 1:
         table.add_section()
-        for name, of in ((f"mean of {len(sound)}", mean), ("sd", stdev)):
+        stdev = partial(np.std, ddof=1)
+        for name, of in ((f"mean of {len(sound)}", np.mean), ("sd", stdev)):
             cells = [
                 form.format(of([row[score] for row in sound]))
                 for score, form in scored.items()

@@ -16,7 +16,7 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
-from sweeps.store import TOLD, metrics_of
+from sweeps.store import SCORES, TOLD, metrics_of
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -145,11 +145,15 @@ def arm_result(
     ]
     axis = sweep.plan.axis
 
+    # losses can be compared where they are of the same tokens
+    same_data = arm.config["data"] == sweep.settings["base"]["data"]
+    told = TOLD if same_data else SCORES
+
     def scores(split):
         return {
             score: np.array([row[f"{split}_{score}"] for row in of_arm])
             * (100 if score == "exact_match" else 1)
-            for score in TOLD
+            for score in told
             if of_arm and all(row[f"{split}_{score}"] is not None for row in of_arm)
         }
 

@@ -369,6 +369,8 @@ def test_a_narrower_state_goes_on_alike():
     keep = jax.jit(partial(decoding_stream.keep_of_one, shape=(12, 16)))
     narrow = keep(state, jnp.array([1, 0]), 2)
     assert narrow.cache[0][0].shape[-1] == 16 * 3
+    assert narrow.rows.done.tolist() == [False, False]
+    assert keep(state, jnp.array([1, 0]), 1).rows.done.tolist() == [False, True]
     for _ in range(2):
         state, narrow = steps(state), steps(narrow)
         np.testing.assert_allclose(
@@ -485,6 +487,12 @@ def test_all_trials_at_once_are_each_alone(beam_size):
         assert found[trial][0] == [tokens[i][:-1] for i in numbers]
         scores = out.scores[jnp.array(numbers, int)]
         np.testing.assert_allclose(found[trial][1], scores, rtol=1e-4)
+
+
+def test_sentences_are_encoded_no_wider_than_the_rows():
+    for length in range(1, 300):
+        width = decoding_stream.columns(length)
+        assert length <= width <= decoding_stream.bucket(length)
 
 
 def test_a_bucket_compiles_once(monkeypatch):

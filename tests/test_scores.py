@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis.scores import moses, published_scores, scores
+from analysis.table import heading
 
 MULTI30K = Path(__file__).resolve().parents[2] / "shared/data/multi30k"
 needs_multi30k = pytest.mark.skipif(
@@ -56,3 +57,8 @@ def test_scores():
 def test_as_many_hypotheses_as_references():
     with pytest.raises(ValueError, match="2 translations.*3 references"):
         scores(["a", "b"], ["a", "b", "c"])
+
+
+def test_columns_are_headed_by_what_they_are_of():
+    assert heading("optimizer.learning_rate") == "learning rate"
+    assert heading("head_gates.cross.0.3") == "cross 0 3"

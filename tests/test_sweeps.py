@@ -339,7 +339,7 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
         assert "2 trials are not done yet" in text
         assert "c0ffee" in text and "9,000" in text
         assert text.count("reference") == (1 if text is html else 3)
-        # by 0 and by 0.01 less: Student's t of one degree of freedom is 12.706
+        # by 0 and by 0.01 more: Student's t of one degree of freedom is 12.706
         for cell in ("1.5950", "1.6000", "+0.0050", "−0.0585 to +0.0685"):
             assert cell in text
     assert "A &lt;shared&gt; machine." in html and html.count("<svg") == 2
@@ -349,6 +349,12 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
     assert len(pictures) == 2
     for name in pictures:
         assert (tmp_path / "s" / name).read_bytes().startswith(b"\x89PNG")
+    assert "nats a token" in markdown
+    path = sweep.folder(sweep.groups[0]) / "result-test.json"
+    rows = json.loads(path.read_text())
+    path.write_text(json.dumps([row | {"loss": None} for row in rows]))
+    reporting.write(sweep, sweep.collect(), 3)  # as of an earlier version's run
+    assert "nats a token" not in (tmp_path / "s" / "report.md").read_text()
     identities = re.findall(r'\bid="([^"]+)"', html)
     assert len(identities) == len(set(identities))
 

@@ -21,6 +21,7 @@ from absl.testing import flagsaver
 from data import numbers
 from sweeps.store import locked
 from training.checkpoint import Checkpoints
+from training.workdir import check_data
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -228,6 +229,14 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
 )
 def test_a_bad_flag_is_named(tmp_path, flag, parts):
     refused(run([*train_command(tmp_path / "run"), flag]), *parts)
+    assert not (tmp_path / "run" / "tokenizer").exists()  # before the data are read
+
+
+def test_a_run_that_does_not_tell_its_data_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="does not tell what the run was trained on"):
+        check_data(tmp_path, {"pairs": 1, "crc32": 0})
 
 
 def test_missing_flags_and_words_are_named():
@@ -428,7 +437,7 @@ def test_evaluating_by_every_checkpoint(trained, evaluated):
         assert {row["checkpoint"] for row in found} == {which}
         bleu = [row["bleu"] for row in found]
         for name, of in (("mean of 2", statistics.mean), ("sd", statistics.stdev)):
-            (line,) = [line for line in ran.out.splitlines() if name in line]
+            (line,) = [line for line in ran.out.splitlines() if f"│ {name} " in line]
             assert f" {of(bleu):.2f} " in line
         (steps[which],) = {row["step"] for row in found}
         if which == "average":
