@@ -183,9 +183,18 @@ def find_ablation(name: str):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     names = names_of(module)
+    if name not in names and callable(getattr(module, name, None)):
+        raise ValueError(
+            f"{name} in {where} is no ablation yet: its docstring lacks a line "
+            f'"Scientific: ..." that says what is compared, see docs/sweeps.md.'
+        )
     if name not in names:
         near = get_close_matches(name, names, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}."
+        meant = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"it has {', '.join(names) or 'none'}."
+        )
         raise ValueError(f"There is no ablation {name!r} in {where}; {meant}")
     return getattr(module, name)
 

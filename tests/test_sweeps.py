@@ -148,6 +148,7 @@ def test_more_seeds_keep_what_there_is(tmp_path, corpus):
     [
         ({"ablation": "haeds"}, "no ablation 'haeds' .* did you mean heads"),
         ({"ablation": "none.py:x"}, "no file none.py"),
+        ({"ablation": "configs/ablations.py:over"}, "over .* lacks a line .Scientific"),
         ({"seeds": 0}, "The sweep is empty: it has 3 arms and 0 seeds"),
         ({"metric": "rouge"}, "--metric must be one of bleu, .* 'rouge'"),
         ({"ablation": None}, "holds no sweep; --config and --ablation are needed"),
@@ -357,6 +358,24 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
     assert "nats a token" not in (tmp_path / "s" / "report.md").read_text()
     identities = re.findall(r'\bid="([^"]+)"', html)
     assert len(identities) == len(set(identities))
+
+
+def test_losses_of_other_tokens_are_not_told(tmp_path, corpus):
+    arms = tmp_path / "arms.py"
+    function = '"""Scientific: KEY."""\n    return [{"KEY": n} for n in (20, 60)]\n'
+    told = {}
+    for name, key in (("same", "train.num_steps"), ("other", "data.vocab_size")):
+        body = function.replace("KEY", key)
+        arms.write_text(f"def sizes(base):\n    {body}")
+        workdir = tmp_path / name
+        opened = options(workdir, corpus, ablation=f"{arms}:sizes")
+        sweep = open_sweep(opened)
+        for index in range(len(sweep.groups)):
+            finish(sweep, index)
+        reporting.write(sweep, sweep.collect(), 1)
+        told[name] = (workdir / "report.md").read_text()
+    assert "nats a token" in told["same"] and "chrF" in told["same"]
+    assert "nats a token" not in told["other"] and "chrF" in told["other"]
 
 
 def test_every_arm_looks_different_and_a_matched_one_akin():
