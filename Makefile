@@ -7,7 +7,8 @@ RUN = .venv/bin/python
 QUICK = JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-.PHONY: demo test lint test-slow test-sweeps test-faults test-peers test-compilers clean
+.PHONY: demo test lint clean
+.PHONY: test-slow test-sweeps test-faults test-peers test-compilers test-gpu
 
 demo: .venv/.runtime
 	$(RUN) train.py --config=configs/numbers.py --workdir=runs/demo
@@ -40,6 +41,10 @@ test-peers: .venv-peers/.installed
 # By the compilers for TPUs and NVIDIA GPUs, which need neither.
 test-compilers: .venv-compilers/.installed
 	JAX_PLATFORMS=cpu .venv-compilers/bin/python -m pytest tests/compilers
+
+# On an NVIDIA GPU, once `.venv` has jax[cuda13]; the other suites mean the CPU.
+test-gpu: .venv/.dev
+	JAX_PLATFORMS= $(RUN) -m pytest -o addopts= tests/gpu
 
 .venv/.runtime: requirements.txt
 	$(PYTHON) -m venv .venv

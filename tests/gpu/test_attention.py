@@ -1,6 +1,6 @@
 """The fused kernels on a real NVIDIA GPU, against the reference on the same GPU.
 
-    JAX_PLATFORMS=cuda python -m pytest -o addopts= tests/gpu
+    make test-gpu
 
 Not collected elsewhere. In interpret mode (tests/test_pallas_gpu.py) the same code runs
 without Triton's own layouts, pipelining and tf32x3 products; here it runs with them.
@@ -16,9 +16,8 @@ import pytest
 import attention
 from tests import attention_cases as cases
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs an NVIDIA GPU and jax-cuda13-plugin"
-)
+if jax.default_backend() != "gpu":
+    pytest.exit("make test-gpu needs an NVIDIA GPU, and jax[cuda13] in .venv.", 2)
 DTYPES = [jnp.float32, jnp.bfloat16]
 LARGE = {
     "causal": {"is_causal": True},
