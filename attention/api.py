@@ -12,6 +12,7 @@ An implementation is a module (or two names of it) with two functions:
   multiple of K (query head n reads key head n // (N // K)); T, S >= 1.
 - bias: None, or floating, 4-D, each axis of `B N T S` full size or 1.
 - mask: None, or boolean likewise; True means may attend.
+- Lengths lie between 0 and T or S.
 - scale: a Python float. is_causal: a Python bool. local_window_size: None or (left,
   right), Python ints >= 0. What they mean for T != S stands in `masks.may_attend`.
 - query_seq_lengths, key_value_seq_lengths: None or int32 `B`, independently.
@@ -21,7 +22,8 @@ An implementation is a module (or two names of it) with two functions:
   NotImplementedError, in one sentence that names the argument and another choice.
 - out: `B T N V` in query's dtype. lse: `B T N` float32, the log-sum-exp of the scaled,
   biased logits. Logits and softmax are float32. A query that may attend to nothing has
-  out = 0, lse = `masks.EMPTY`, and gives no gradient; nothing is ever NaN.
+  out = 0, lse = `masks.EMPTY`, and gives no gradient. Of finite arrays, and a bias of
+  -inf too, nothing is ever NaN.
 - Both are differentiable by query, key and value (and bias where supported). If only
   out is used, its cotangent for lse is zero.
 - HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
@@ -57,6 +59,7 @@ IMPLEMENTATIONS = {
     "pallas_tpu_interpret": ("attention.pallas_tpu", {"interpret": True}),
     "pallas_gpu_interpret": ("attention.pallas_gpu", {"interpret": True}),
 }
+FAR = 2**30  # a window without an end; an index and this are less than 2**31
 
 
 def dot_product_attention(
@@ -84,9 +87,11 @@ def dot_product_attention(
       query: `B T N H`, or `T N H` without a batch (then nothing else has one either).
       key: `B S K H`, N a multiple of K: grouped-query attention, multi-query for K = 1.
       value: `B S K V`; V may differ from H.
-      bias: added to the scaled logits; broadcasts to `B N T S`.
+      bias: added to the scaled logits; broadcasts to `B N T S`. -inf rules a pair out;
+        so does what is below about -1e38, except for "xla" and "cudnn".
       mask: boolean, True means may attend; broadcasts to `B N T S`.
-      scale: of the logits; 1 / sqrt(H) if None.
+      scale: of the logits; 1 / sqrt(H) if None. One that is traced multiplies query,
+        in its dtype.
       is_causal: a query attends to no key of a larger index.
       query_seq_lengths: `B`; queries from there on attend to nothing.
       key_value_seq_lengths: `B`; nothing attends to the keys from there on.
@@ -108,6 +113,7 @@ def dot_product_attention(
     Raises:
       ValueError: arguments that fit no implementation.
       NotImplementedError: the named implementation does not support the arguments.
+      TypeError: a forward-mode derivative; "reference" has one.
     """
     arrays, structure, batched = normalise(
         query,
@@ -123,7 +129,7 @@ def dot_product_attention(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
     )
-    name = implementation or resolve_implementation(*arrays)
+    name = resolve_implementation(*arrays) if implementation is None else implementation
     out, lse, *rows = _function(name, "attend")(
         *arrays, statistics=return_statistics, **structure
     )
@@ -158,7 +164,7 @@ def head_statistics(
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
-    name = implementation or resolve_implementation(*arrays)
+    name = resolve_implementation(*arrays) if implementation is None else implementation
     statistics = mean_over_queries(
         _function(name, "head_statistics")(query, key, bias, mask, **structure)
     )
@@ -191,6 +197,10 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     `platform` is "cpu", "gpu" or "tpu", by default the one that is compiled for: the
     devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`.
     """
+    _require(
+        platform in (None, "cpu", "gpu", "tpu"),
+        f"platform must be 'cpu', 'gpu', 'tpu' or None, got {platform!r}",
+    )
     if (platform or current_platform()) not in ("tpu", "gpu"):
         return "blockwise"
     fused = (
@@ -221,7 +231,7 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
 
 def _function(name, function):
     _require(
-        name in IMPLEMENTATIONS,
+        isinstance(name, str) and name in IMPLEMENTATIONS,
         f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
         f"{name!r}",
     )
@@ -277,17 +287,22 @@ def normalise(
         value.shape[:3] == (B, S, K),
         f"value must begin with key's {(B, S, K)}, got {value.shape}",
     )
-    _require(min(query.shape + key.shape + value.shape) > 0, "an axis has size 0")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _require(x.size > 0, f"{name} has an axis of size 0, its shape is {x.shape}")
     _require(
         N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}"
     )
     bias = _map("bias", bias, (B, N, T, S), jnp.floating)
     mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
     scale = H**-0.5 if scale is None else scale
-    _require(np.ndim(scale) == 0, f"scale must be one number, got {np.shape(scale)}")
-    if isinstance(scale, jax.Array):
-        # It may be traced and differentiated, so it cannot be a kernel's constant.
+    _require(_is_real(scale), f"scale must be one real number, got {scale!r}")
+    if isinstance(scale, jax.core.Tracer):
+        # It may be differentiated, so it cannot be a kernel's constant.
         query, scale = (query * scale).astype(dtype), 1.0
+    _require(
+        isinstance(is_causal, bool | np.bool_),
+        f"is_causal must be True or False, known when compiling; got {is_causal!r}",
+    )
     if local_window_size is not None:
         local_window_size = _window(local_window_size)
     _require(
@@ -300,14 +315,22 @@ def normalise(
         "is_causal": bool(is_causal),
         "local_window_size": local_window_size,
     }
-    for name, array, shape in (
-        ("query_seq_lengths", query_seq_lengths, (B,)),
-        ("key_value_seq_lengths", key_value_seq_lengths, (B,)),
-        ("query_segment_ids", query_segment_ids, (B, T)),
-        ("key_value_segment_ids", key_value_segment_ids, (B, S)),
+    for name, array, shape, most in (
+        ("query_seq_lengths", query_seq_lengths, (B,), T),
+        ("key_value_seq_lengths", key_value_seq_lengths, (B,), S),
+        ("query_segment_ids", query_segment_ids, (B, T), None),
+        ("key_value_segment_ids", key_value_segment_ids, (B, S), None),
     ):
-        structure[name] = _integers(name, array, shape, batched)
+        structure[name] = _integers(name, array, shape, batched, most)
     return (query, key, value, bias, mask), structure, batched
+
+
+def _is_real(number):
+    if not isinstance(number, jax.Array):
+        number = np.asarray(number)
+    dtype = number.dtype
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return real and number.ndim == 0
 
 
 def _window(size):
@@ -319,7 +342,7 @@ def _window(size):
         min(left, right) >= 0,
         f"local_window_size must be one or two whole numbers >= 0, got {size}",
     )
-    return left, right
+    return min(left, FAR), min(right, FAR)
 
 
 def _map(name, array, full, kind):
@@ -339,7 +362,7 @@ def _map(name, array, full, kind):
     return jnp.expand_dims(array, range(4 - array.ndim))
 
 
-def _integers(name, array, shape, batched):
+def _integers(name, array, shape, batched, most):
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -349,6 +372,8 @@ def _integers(name, array, shape, batched):
         jnp.issubdtype(array.dtype, jnp.integer) and array.shape == shape,
         f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
     )
+    if most is not None:
+        array = jnp.clip(array, 0, most)  # before its type is, of which it may be out
     return array.astype(jnp.int32)
 
 

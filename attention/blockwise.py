@@ -22,7 +22,7 @@ SHORT = 128  # rows of up to so many queries and keys are one block
 LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
 
-QUERIES = ("query", "out_gradient", "lse", "delta")  # B T K G ...
+QUERIES = ("query", "out_gradient", "maximum", "delta")  # B T K G ...
 HEADS_THIRD = ("key", "value", *QUERIES)  # others are B K ...
 ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
 
@@ -68,14 +68,14 @@ def _attend(problem, differentiable, constant):
 
 def _attend_forward(problem, differentiable, constant):
     results = {"out": "BTNV"} | (ROWS if problem.statistics else {"lse": "BTN"})
-    head, kept = heads.forward, {}
+    head, kept = heads.forward, {"reciprocal": "BTN", "maximum": "BTN"}
     if problem.short:
         head, kept = heads.short, {"reciprocal": "BTN", "exponentials": "BKGTS"}
     found = _run(head, problem, differentiable | constant, results | kept)
     out, lse, *rows = found[: len(results)]
     kept = dict(zip(kept, found[len(results) :], strict=True))
     out = out.astype(differentiable["query"].dtype)
-    return (out, lse, *rows), (differentiable, constant, out, lse, kept)
+    return (out, lse, *rows), (differentiable, constant, out, kept)
 
 
 def _attend_backward(problem, residuals, cotangents):
@@ -84,20 +84,18 @@ def _attend_backward(problem, residuals, cotangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(problem, residuals, cotangents):
-    differentiable, constant, out, lse, kept = residuals
+    differentiable, constant, out, kept = residuals
     out_gradient, lse_gradient, *_ = cotangents  # statistics have none
     dtype = jnp.promote_types(out.dtype, jnp.float32)
     out_gradient = out_gradient.astype(dtype)
     # The softmax's own derivative and the log-sum-exp's are rows of one kind.
     delta = jnp.sum(out.astype(dtype) * out_gradient, -1) - lse_gradient
-    arrays = differentiable | constant | {"lse": lse}
-    if kept:
-        # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
-        reciprocal = kept["reciprocal"]
-        arrays["exponentials"] = kept["exponentials"]
-        out_gradient = out_gradient * reciprocal[..., None]
-        delta = delta * reciprocal
-    arrays |= {"out_gradient": out_gradient, "delta": delta}
+    # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
+    reciprocal = kept["reciprocal"]
+    arrays = differentiable | constant
+    arrays |= {name: x for name, x in kept.items() if name != "reciprocal"}
+    arrays["out_gradient"] = out_gradient * reciprocal[..., None]
+    arrays["delta"] = delta * reciprocal
     results = {"query": "BTNH", "key": "BSKH", "value": "BSKV"}
     if "bias" in differentiable:
         results["bias"] = "BNTS"

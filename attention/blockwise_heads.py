@@ -1,9 +1,10 @@
 """One key/value head with its group of query heads, block by block: see `blockwise`.
 
-A head is a dict of its arrays: query and out_gradient `G T H`, lse and delta `G T`, key
-and value `S H`, mask and bias `G T S` with axes of 1 where they are broadcast, lengths,
-segment ids `T` and `S`, and the exponentials `(G T) S` that a short row has kept. In a
-block the queries of the group come one after the other: products of two matrices.
+A head is a dict of its arrays: query and out_gradient `G T H`, delta `G T`, key and
+value `S H`, mask and bias `G T S` with axes of 1 where they are broadcast, lengths,
+segment ids `T` and `S`, and what the forward pass has kept: the exponentials `(G T) S`
+of a short row, the maximum `G T` of a long one. In a block the queries of the group
+come one after the other: products of two matrices.
 """
 
 from typing import NamedTuple
@@ -41,7 +42,9 @@ class Problem(NamedTuple):
 def forward(problem, head):
     """Of one key/value head: out `G T V` if there are values, and lse `G T`.
 
-    And the statistics of the rows, `G T` each, if they are asked for.
+    Then the statistics of the rows, `G T` each, if they are asked for; and if there are
+    values 1 / total and the maximum, `G T`. Their sum, lse, may be too large for the
+    logarithm of the total to count in it.
     """
     dtype = _dtype(head)
 
@@ -67,14 +70,17 @@ def forward(problem, head):
         sums = dict.fromkeys(("energy", "distance") if problem.statistics else (), rows)
         if "value" in head:
             sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
-        carry = _visit(problem, head, i, step, (rows + LOWEST, rows, sums))
-        return _grouped(problem, _results(*carry))
+        carry = rows + LOWEST, rows, sums
+        maximum, total, sums = _visit(problem, head, i, step, carry)
+        results = _results(maximum, total, sums)
+        return _grouped(problem, (*results, _reciprocal(total), maximum))
 
-    results = _over_chunks(problem, head, chunk)
+    *results, reciprocal, maximum = _over_chunks(problem, head, chunk)
     if problem.statistics:
-        lse = results[-4]
-        results += tuple(_share(problem, head, offset, lse) for offset in (-1, 0, 1))
-    return results
+        results += [
+            _share(problem, head, offset, maximum) * reciprocal for offset in (-1, 0, 1)
+        ]
+    return (*results, reciprocal, maximum) if "value" in head else tuple(results)
 
 
 def short(problem, head):
@@ -91,7 +97,7 @@ def short(problem, head):
     sums = _sums(problem, head, exponentials, 0, 0)
     total = sums.pop("total")
     results = _results(maximum, total, sums)
-    reciprocal, _ = _normalisers(maximum, total)
+    reciprocal = _reciprocal(total)
     if problem.statistics:
         diagonals = (_diagonal(problem, exponentials, offset) for offset in (-1, 0, 1))
         results += tuple(x * reciprocal for x in diagonals)
@@ -123,12 +129,14 @@ def _sums(problem, head, exponentials, i, j):
 
 def _results(maximum, total, sums):
     """Output, if any, log-sum-exp, and if asked for entropy, confidence, distance."""
-    reciprocal, lse = _normalisers(maximum, total)
+    seen = total > 0
+    reciprocal = _reciprocal(total)
+    lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), masks.EMPTY)
     out = (sums["out"] * reciprocal[:, None],) if "out" in sums else ()
     if "energy" not in sums:
         return *out, lse
     # log(total) = lse - maximum, from which the energy's logits count too.
-    entropy = jnp.where(total > 0, jnp.log(total) - sums["energy"] * reciprocal, 0)
+    entropy = jnp.where(seen, jnp.log(total) - sums["energy"] * reciprocal, 0)
     return *out, lse, entropy, reciprocal, sums["distance"] * reciprocal
 
 
@@ -150,15 +158,15 @@ def _diagonal(problem, exponentials, offset):
 def backward(problem, head):
     """Of one key/value head: the gradients of query, key, value, and bias if any.
 
-    Those of key and value as H S and V S.
+    Those of key and value as H S and V S. out_gradient and delta have the factor
+    1 / total, which the exponentials lack.
     """
     dtype, scale = _dtype(head), problem.scale
     S = head["key"].shape[0]
 
     def chunk(sums, i):
-        query, out_gradient, lse, delta = (
-            _rows(problem, head, name, i)
-            for name in ("query", "out_gradient", "lse", "delta")
+        query, out_gradient, delta = (
+            _rows(problem, head, name, i) for name in ("query", "out_gradient", "delta")
         )
 
         def step(j, carry):
@@ -169,8 +177,8 @@ def backward(problem, head):
             if "exponentials" in head:
                 weights = head["exponentials"].astype(dtype)
             else:
-                logits = _logits(problem, head, i, j)
-                weights = _exponentials(logits, jnp.maximum(lse, LOWEST))
+                maximum = _rows(problem, head, "maximum", i)
+                weights = _exponentials(_logits(problem, head, i, j), maximum)
             weights_gradient = _dot(out_gradient.astype(value.dtype), value, 1)
             logits_gradient = weights * (weights_gradient - delta[:, None])
             if bias_gradient is not None:
@@ -207,8 +215,8 @@ def backward(problem, head):
     return gradients if bias_gradient is None else (*gradients, bias_gradient)
 
 
-def _share(problem, head, offset, lse):
-    """The weight, `G T`, of the key at a fixed offset from each query."""
+def _share(problem, head, offset, maximum):
+    """The exponential, `G T`, of the key at a fixed offset from each query."""
     T, S = head["query"].shape[1], head["key"].shape[0]
     row = jnp.arange(T)
     column = jnp.clip(row + offset, 0, S - 1)
@@ -218,8 +226,8 @@ def _share(problem, head, offset, lse):
         widths = [(1, 1 + max(0, T - S))] + [(0, 0)] * (x.ndim - 1)
         return jax.lax.slice_in_dim(jnp.pad(x, widths), 1 + offset, 1 + offset + T)
 
-    key = shifted(head["key"]).astype(lse.dtype)
-    logits = problem.scale * jnp.sum(head["query"].astype(lse.dtype) * key, -1)
+    key = shifted(head["key"]).astype(maximum.dtype)
+    logits = problem.scale * jnp.sum(head["query"].astype(maximum.dtype) * key, -1)
 
     def diagonal(x):
         return x[
@@ -246,7 +254,7 @@ def _share(problem, head, offset, lse):
             else shifted(head["key_value_segment_ids"]),
         ),
     )
-    return jnp.where(allowed, jnp.exp(logits - lse), 0)
+    return jnp.where(allowed, jnp.exp(logits - maximum), 0)
 
 
 def _logits(problem, head, i, j):
@@ -313,12 +321,9 @@ def _exponentials(logits, maximum):
     return jnp.exp(logits - maximum[:, None])
 
 
-def _normalisers(maximum, total):
-    """1 / total and the log-sum-exp; 0 and `masks.EMPTY` of a row that sees nothing."""
-    seen = total > 0
-    total = jnp.where(seen, total, 1)
-    lse = jnp.where(seen, maximum + jnp.log(total), masks.EMPTY)
-    return jnp.where(seen, 1 / total, 0), lse
+def _reciprocal(total):
+    """1 / total; 0 of a row that sees nothing."""
+    return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
 
 def _over_chunks(problem, head, chunk):
@@ -372,13 +377,13 @@ def _slice(x, axis, index, size):
 
 def _add(total, block, indices, problem):
     """Add a block to the last two axes of a sum, at these block indices."""
-    starts = [0] * total.ndim
+    starts = [jnp.int32(0)] * total.ndim  # of one type, also where Python's are int64
     sizes = (problem.queries, problem.keys)
     for axis, index, size in zip((-2, -1), indices, sizes, strict=True):
         if total.shape[axis] == 1:
             block = block.sum(axis, keepdims=True)
         elif index is not None:
-            starts[axis] = index * size
+            starts[axis] = jnp.int32(index * size)
     if total.ndim == 3 and total.shape[0] == 1:
         block = block.sum(0, keepdims=True)
     if total.shape == block.shape:

@@ -23,6 +23,7 @@ AXES = {
     "value": "BSKV",
     "out_gradient": "BTNV",
     "lse": "BTN",
+    "maximum": "BTN",
     "delta": "BTN",
     "query_seq_lengths": "B",
     "key_value_seq_lengths": "B",
@@ -134,7 +135,7 @@ def partitioned(function, arrays, axes, results, levels=()):
                 (letters, jax.typeof(arrays[name]).sharding.spec)
                 for name, letters in zip(names, operand_axes, strict=True)
             ]
-        elif platform() == "tpu":
+        elif platform() == "tpu" or mesh.manual_axes:
             if not mesh.auto_axes:
                 return mapped(arrays)
             sizes = [
@@ -153,7 +154,7 @@ def partitioned(function, arrays, axes, results, levels=()):
                 in_specs=(dict(zip(names, ins, strict=True)),),
                 out_specs=outs,
                 axis_names=some,
-                check_vma=False,
+                check_vma=bool(mesh.manual_axes),  # what varies over those still does
             )(arrays)
         inferred = custom_partitioning(mapped)
         inferred.def_partition(
@@ -188,10 +189,11 @@ def axes_of(arrays, **others):
 
 
 def _by_name(mesh, sizes):
-    """What a mesh divides, told by the names of its axes: the TPU's rule.
+    """What a mesh divides, told by the names of its axes.
 
-    Its compiler has no custom partitioning (github.com/jax-ml/jax/issues/38196), so
-    the arrays' shardings are not known here. "trial" divides what `jax.vmap` adds,
+    The TPU's compiler has no custom partitioning (github.com/jax-ml/jax/issues/38196),
+    and no compiler has where some axes of the mesh are manual, so the arrays' shardings
+    are not known here. "trial" divides what `jax.vmap` adds,
     "data" the batch, "model" the heads; an axis that does not divide them evenly cannot
     have done so before either.
     """
@@ -202,9 +204,9 @@ def _by_name(mesh, sizes):
     ]
     if unknown:
         raise NotImplementedError(
-            f"implementation='pallas' on a TPU cannot tell what the mesh axis "
-            f"{unknown[0]!r} divides; name it 'trial', 'data' (batch) or 'model' "
-            "(heads), or call it inside jax.shard_map"
+            f"attention on a TPU, and inside a jax.shard_map of some axes only, cannot "
+            f"tell what the mesh axis {unknown[0]!r} divides; name it 'trial', 'data' "
+            "(batch) or 'model' (heads), or make it one of jax.shard_map's"
         )
     return [
         ((letter,), (axis,))

@@ -1,8 +1,10 @@
 """The border of `attention`: transformations, meanings, errors, and its document."""
 
+import itertools
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.extend
@@ -208,6 +210,11 @@ for T in (64, 300):
     )
     local = jax.jit(mapped)(inputs)
     assert local.shape == want["out"].shape
+    partly = jax.shard_map(
+        lambda x: run(x)["out"], mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+        axis_names={"data"},
+    )
+    check({"out": jax.jit(partly)(inputs)}, {"out": want["out"]})
 # The guard itself: a sum over keys that are divided needs a collective.
 late = NamedSharding(mesh, P(None, "data"))
 text = jax.jit(run).lower(jax.device_put(inputs, late)).compile().as_text()
@@ -239,6 +246,55 @@ def test_head_gate_array_scale_and_window():
         np.testing.assert_array_equal(attend(*inputs, local_window_size=window), near)
     with pytest.raises(ValueError, match="one or two whole numbers >= 0, got 1.5"):
         attention.attention_weights(*inputs[:2], local_window_size=1.5)
+    behind = attend(*inputs, local_window_size=(0, 2**40))
+    upper = jnp.triu(jnp.ones((13, 13), bool))
+    np.testing.assert_allclose(behind, attend(*inputs, mask=upper), atol=1e-6)
+    half = [x.astype(jnp.bfloat16) for x in inputs]
+    np.testing.assert_array_equal(
+        attend(*half, scale=jnp.float32(0.3)), attend(*half, scale=0.3)
+    )
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_numbers_too_large_for_their_sum(monkeypatch, short):
+    """A row whose every logit is -1e9: its weights are those of equal logits."""
+    if not short:
+        monkeypatch.setattr(blockwise, "SHORT", 0)
+        monkeypatch.setattr(blockwise, "SHARED", (4, 5))
+    inputs, _ = make("nothing")
+    bias = jnp.zeros((13, 13)).at[2].set(-1e9)
+
+    def number(value, implementation="blockwise"):
+        out = attend(*inputs[:2], value, bias, implementation=implementation)
+        return out[:, 2].sum()
+
+    gradient = jax.jit(jax.grad(number))(inputs[2])
+    np.testing.assert_allclose(gradient.sum(), inputs[0][:, 0].size, rtol=1e-4)
+    found = jax.jit(attention.head_statistics)(*inputs[:2], bias)
+    want = attention.head_statistics(*inputs[:2], bias, implementation="reference")
+    for one, other in zip(found, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_lengths_beyond_the_end_are_the_whole(monkeypatch):
+    monkeypatch.setattr(blockwise, "SHORT", 0)
+    monkeypatch.setattr(blockwise, "LONG", (4, 5))  # 13 keys, padded to 15
+    (query, key, value), _ = make("nothing")
+    inputs = abs(query), -abs(key), value  # a key of zeros would be the nearest
+    lengths = np.full(len(query), 2**32 - 1, np.uint32)
+    both = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    np.testing.assert_allclose(
+        run("blockwise", inputs, **both), run("blockwise", inputs), atol=1e-6
+    )
+
+
+def test_long_rows_where_python_numbers_are_int64(monkeypatch):
+    monkeypatch.setattr(blockwise, "SHORT", 0)
+    monkeypatch.setattr(blockwise, "LONG", (4, 5))
+    inputs, _ = make("nothing")
+    want = differentiate("blockwise", inputs, {})
+    with jax.enable_x64(True):
+        check(differentiate("blockwise", inputs, {}), want)
 
 
 QUERY = jnp.zeros((2, 5, 4, 8))
@@ -253,17 +309,18 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"query": QUERY[:, :, :3]}, "must be a multiple of key heads, got 3 and 2"),
         ({"query": QUERY[0]}, "key must have 4 axes"),
         ({"value": KEY.astype(jnp.bfloat16)}, "must have one floating dtype"),
-        ({"query": QUERY[:, :0]}, "an axis has size 0"),
+        ({"query": QUERY[:, :0]}, "query has an axis of size 0"),
         ({"mask": jnp.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
         ({"mask": jnp.ones((5, 7))}, "an additive mask is a bias"),
         ({"bias": jnp.ones((5, 7), bool)}, "bias must be floating"),
-        ({"scale": jnp.ones(8)}, "scale must be one number, got (8,)"),
+        ({"scale": jnp.ones(8)}, "scale must be one real number, got "),
         ({"local_window_size": (1, -1)}, "whole numbers >= 0, got (1, -1)"),
         ({"local_window_size": (1, 2, 3)}, "one or two whole numbers"),
         ({"query_segment_ids": jnp.ones((2, 5), int)}, "must be given together"),
         ({"query_seq_lengths": jnp.ones(2)}, "must be integers of shape (2,)"),
         ({"head_gate": jnp.ones(3)}, "head_gate must have one number a head"),
         ({"implementation": "flash"}, "implementation must be one of reference"),
+        ({"implementation": ""}, "implementation must be one of reference"),
     ],
 )
 def test_errors(change, message):
@@ -274,6 +331,14 @@ def test_errors(change, message):
 
 def test_refusals_name_the_reason():
     inputs = (QUERY, KEY, KEY)
+    for wrong in ({"scale": 1j}, {"scale": "a"}, {"is_causal": "no"}):
+        ((name, value),) = wrong.items()  # which tests of types would refuse before
+        with pytest.raises(ValueError, match=f"{name} must be .* got {value!r}"):
+            attention.api.normalise(*inputs, None, None, **wrong)
+    with pytest.raises(
+        ValueError, match="platform must be 'cpu', 'gpu', 'tpu' or None"
+    ):
+        attention.resolve_implementation(*inputs, platform="cuda")
     with pytest.raises(NotImplementedError, match="needs a GPU or TPU"):
         attend(*inputs, implementation="pallas")
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
@@ -290,17 +355,22 @@ def test_document_holds():
     assert table() in text, "run `python -m tests.attention_cases` and paste the table"
     rule = re.findall(r"^\| (cpu|gpu|tpu) \| (.+?) \| (.+?) \| `(\w+)` \|$", text, re.M)
     assert {platform for platform, *_ in rule} == {"cpu", "gpu", "tpu"}
-    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+    known = "float32", "bfloat16", "float16", "float64"
+    dtypes = {name: jnp.dtype(name) for name in known}
     for platform, words, condition, name in rule:
         for word in dtypes if words == "any" else words.split(", "):
-            query = jax.ShapeDtypeStruct(
-                (1, 8, 2, 288 if condition == "a size over 256" else 64), dtypes[word]
-            )
+            size = 288 if condition == "a size over 256" else 64
+            query = SimpleNamespace(shape=(1, 8, 2, size), dtype=dtypes[word])
             bias = jnp.zeros((1, 8)) if condition == "a bias" else None
             found = attention.resolve_implementation(
                 query, query, query, bias, platform=platform
             )
             assert found == name, (platform, word, condition)
+    for platform, word in itertools.product(("gpu", "tpu"), known):
+        told = {
+            c for p, words, c, _ in rule if p == platform and word in words.split(", ")
+        }
+        assert told in ({"all"}, {"a bias", "a size over 256", "all others"})
 
 
 def test_mesh_decides_the_platform():
