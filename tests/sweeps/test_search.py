@@ -31,7 +31,7 @@ def opened(workdir, corpus, **changes):
         "search_seeds": 1,
         "checkpoint": "best",
         "group_size": 16,
-        "is_new": True,
+        "verb": "run",
         "proposes": True,
     }
     return open_sweep(Options(**(given | changes)))
