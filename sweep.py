@@ -119,14 +119,15 @@ def main():
             workdir = Path(nowhere)  # or run would have to keep what was only listed
         sweep = opening.open_sweep(options(workdir))
         groups = opening.chosen(sweep, GROUP.value, SHARD.value)
+        rows = [] if VERB == "list" else sweep.collect()
         if VERB == "list":
             show.print_list(sweep, CALIBRATE.value)
         elif VERB == "status":
-            show.print_status(sweep, sweep.collect())
+            show.print_status(sweep, rows)
         elif VERB == "report":
             from sweeps import reporting
 
-            reporting.write(sweep, sweep.collect(), EXAMPLES.value)
+            reporting.write(sweep, rows, EXAMPLES.value)
     if VERB != "run":
         return
     try:

@@ -18,7 +18,7 @@ from sweeps import reporting
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
-from sweeps.store import TRAINED, locked
+from sweeps.store import DECODING, TRAINED, locked
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -96,7 +96,7 @@ def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "tes
             row = {"trial": i, "step": 20, "checkpoint": "best", "diverged_at": None}
             row |= {"bleu": score, "chrf": score + 10, "exact_match": 0.5}
             row |= {"loss": 2 - score / 100 + index * trial.seed / 100}
-            row |= {"signature": "nrefs:1", "decoding": {"beam_size": 5}}
+            row |= {"signature": "nrefs:1", "decoding": DECODING}
             rows.append(row)
             suffix = f"-{i}" if len(group.trials) > 1 else ""
             words = [s.replace("sun", f"{score:.0f}") for s in SENTENCES]
@@ -499,6 +499,82 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
     assert "nats a token" not in (tmp_path / "s" / "report.md").read_text()
     identities = re.findall(r'\bid="([^"]+)"', html)
     assert len(identities) == len(set(identities))
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (
+            {"decoding": {"temperature": 1.0}},
+            r"otherwise than the rest .*: decoding.beam_size \(in the sweep 5, "
+            r"in the file 'unset'\), .*; move it away, and sweep.py run scores",
+        ),
+        (
+            {"checkpoint": "last"},
+            r"checkpoint \(in the sweep 'best', in the file 'last'\)",
+        ),
+        ("{", "is damaged; move it away, and sweep.py run scores"),
+        ("{}", "is damaged; move it away"),
+        ("[]", "is damaged; move it away"),
+        ("[1, 2]", "is damaged; move it away"),
+    ],
+)
+def test_a_result_of_another_making_is_not_reported(
+    tmp_path, corpus, split, change, sentence
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    assert "--beam_size=5" in eval_command(sweep, sweep.groups[0], ["test"])
+    path = sweep.folder(sweep.groups[1]) / f"result-{split}.json"
+    kept = path.read_text()
+    if isinstance(change, dict):
+        change = json.dumps([row | change for row in json.loads(kept)])
+    path.write_text(change)
+    rows = sweep.collect()
+    status = {row["arm"]: row["status"] for row in rows}
+    assert status == {"K=4": "done", "K=2": "failed", "K=1": "done"}
+    (told,) = {row["error"] for row in rows} - {None}
+    assert re.search(f"{path.name} .*{sentence}", told), told
+    with pytest.raises(ValueError, match=f"{path} .*{sentence}"):
+        reporting.write(sweep, rows, 1)
+    assert path.read_text() == change and not (tmp_path / "s" / "report.md").exists()
+    path.write_text(kept)
+    reporting.write(sweep, sweep.collect(), 1)
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "groups/*/group.json"])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "3"])
+def test_a_damaged_file_is_named(tmp_path, corpus, name, text):
+    open_sweep(options(tmp_path / "s", corpus))
+    path = sorted((tmp_path / "s").glob(name))[0]
+    path.write_text(text)
+    for verb in ("report", "run"):
+        with pytest.raises(ValueError, match=f"^{path} is damaged .*; restore it, or"):
+            open_sweep(options(tmp_path / "s", corpus, verb=verb))
+    assert path.read_text() == text
+
+
+def test_a_search_does_not_choose_by_a_result_of_another_making(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=[f"{RATE}=0.01,0.02"]))
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    path.write_text(path.read_text().replace('"best"', '"last"'))
+    assert all(trial.is_search for trial in sweep.extended().plan.trials)
+
+
+def test_any_character_may_stand_in_a_translation(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    odd = ["a\u0085b", "a\u2028b", "a\x0bb", "a\rb", *SENTENCES[4:-1], ""]
+    path = sweep.folder(sweep.groups[1]) / "test-0.txt"
+    path.write_text("".join(line + "\n" for line in odd))
+    done = [row for row in sweep.collect() if row["status"] == "done"]
+    found = reporting.texts(sweep, done)[0]
+    assert found[sweep.groups[1].trials[0].id] == odd
+    assert {len(lines) for lines in found.values()} == {len(SENTENCES)}
 
 
 def test_losses_of_other_tokens_are_not_told(tmp_path, corpus):
