@@ -6,9 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from analysis.cells import (
+    NOTHING,
+    counted,
+    number,
+    probability,
+    seeds_told,
+    settings,
+    signed,
+    span,
+)
 from analysis.significance import (
     LEVEL,
-    MOST_SEEDS,
     SEEN,
     Bootstrap,
     Difference,
@@ -34,7 +43,6 @@ UNITS = {  # of a difference, as the unit of SEEN
     "exact_match": "percentage points of exact matches",
 }
 LOSS = "loss"  # in nats a token of the references; lower is better
-NOTHING = "–"
 
 
 class ArmResult(NamedTuple):
@@ -211,18 +219,6 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     return sentences
 
 
-def counted(number: int, noun: str) -> str:
-    """How many there are of something."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def seeds_told(needed: float | None) -> str:
-    """How many seeds are needed, in a cell or a sentence."""
-    if needed is None:
-        return NOTHING
-    return f"> {MOST_SEEDS:,}" if math.isinf(needed) else str(needed)
-
-
 def told(comparisons: list[Comparison]) -> str:
     """By how much arms differ from the baseline, in a sentence."""
     return "; ".join(
@@ -322,37 +318,6 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def settings(values: dict) -> str:
-    """Settings in a cell."""
-    return ", ".join(f"{k.split('.')[-1]}={v:g}" for k, v in values.items()) or NOTHING
-
-
-def number(value, digits: int = 2) -> str:
-    """A number in a cell; a dash where there is none."""
-    if value is None or math.isnan(value):
-        return NOTHING
-    return f"{value:.{digits}f}".replace("-", "−")
-
-
-def signed(value, digits: int = 2) -> str:
-    """A difference in a cell."""
-    if value is None or math.isnan(value):
-        return NOTHING
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def span(low, high, form=number) -> str:
-    """An interval in a cell."""
-    return NOTHING if math.isnan(low) else f"{form(low)} to {form(high)}"
-
-
-def probability(p) -> str:
-    """A p-value in a cell."""
-    if p is None or math.isnan(p):
-        return NOTHING
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 HOW_TO_READ = (
