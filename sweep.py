@@ -52,13 +52,17 @@ SEARCH = flags.DEFINE_string(
     "all keys that the ablation names.",
 )
 SEARCH_SEEDS = flags.DEFINE_integer(
-    "search_seeds", 1, "Seeds that a nuisance setting is tried with, none reported.", 1
+    "search_seeds",
+    None,
+    "Seeds that a nuisance setting is tried with, none reported; default: 1.",
+    1,
 )
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
-    "best",
+    None,
     ["best", "last", "average"],
-    "Parameters that are scored: best on dev, last, or the mean of those kept.",
+    "Parameters that are scored: best on dev (the default), last, or the mean of those "
+    "kept.",
 )
 METRIC = flags.DEFINE_string(
     "metric", None, "Score that arms are compared by; default: train.best_metric's."
@@ -67,7 +71,7 @@ TEST_SPLIT = flags.DEFINE_string(
     "test_split", None, "Split of the final scores; default: the corpus's test split."
 )
 GROUP_SIZE = flags.DEFINE_integer(
-    "group_size", 16, "Trials that train as one program, at most.", 1
+    "group_size", None, "Trials that train as one program, at most; default: 16.", 1
 )
 GROUP = flags.DEFINE_string("group", None, "Run only the group of this number or name.")
 SHARD = flags.DEFINE_string("shard", None, "i/n: run every n-th group from i on.")
@@ -110,16 +114,20 @@ def main():
             )
         if WORKDIR.value is None and VERB != "list":
             raise ValueError("--workdir is needed: the folder that the sweep is in.")
-        sweep = opening.open_sweep(options(Path(WORKDIR.value or nowhere)))
+        workdir = Path(WORKDIR.value or nowhere)
+        if VERB == "list" and CONFIG.value and not (workdir / "sweep.json").exists():
+            workdir = Path(nowhere)  # or run would have to keep what was only listed
+        sweep = opening.open_sweep(options(workdir))
         groups = opening.chosen(sweep, GROUP.value, SHARD.value)
+        rows = [] if VERB == "list" else sweep.collect()
         if VERB == "list":
             show.print_list(sweep, CALIBRATE.value)
         elif VERB == "status":
-            show.print_status(sweep, sweep.collect())
+            show.print_status(sweep, rows)
         elif VERB == "report":
             from sweeps import reporting
 
-            reporting.write(sweep, sweep.collect(), EXAMPLES.value)
+            reporting.write(sweep, rows, EXAMPLES.value)
     if VERB != "run":
         return
     try:
@@ -163,7 +171,7 @@ def options(workdir: Path):
         test_split=TEST_SPLIT.value,
         group_size=GROUP_SIZE.value,
         note=NOTE.value,
-        is_new=VERB in ("list", "run"),
+        verb=VERB,
         proposes=VERB in ("list", "run") and GROUP.value is None,
     )
 

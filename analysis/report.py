@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from analysis.cells import (
+    NOTHING,
+    counted,
+    number,
+    probability,
+    seeds_told,
+    settings,
+    signed,
+    span,
+)
 from analysis.significance import (
+    LEVEL,
     SEEN,
     Bootstrap,
     Difference,
@@ -24,9 +35,14 @@ NAMES = {
     "published_chrf": "chrF, published protocol",
     "exact_match": "exact match, %",
 }
+UNITS = {  # of a difference, as the unit of SEEN
+    "bleu": "points of BLEU",
+    "chrf": "points of chrF",
+    "published_bleu": "points of published BLEU",
+    "published_chrf": "points of published chrF",
+    "exact_match": "percentage points of exact matches",
+}
 LOSS = "loss"  # in nats a token of the references; lower is better
-NOTHING = "–"
-LEVEL = 0.05
 
 
 class ArmResult(NamedTuple):
@@ -87,6 +103,11 @@ class Report(NamedTuple):
         return NAMES[self.metric]
 
     @property
+    def seen(self) -> str:
+        """The difference that is not to be missed, with its unit."""
+        return f"{SEEN} {UNITS[self.metric]}"
+
+    @property
     def has_loss(self) -> bool:
         """Whether every arm's is known, and of the same tokens."""
         return all(LOSS in arm.test for arm in self.arms if arm.seeds)
@@ -103,8 +124,8 @@ class Comparison(NamedTuple):
     arm: ArmResult
     summary: Summary
     difference: Difference | None  # None: it is the baseline
-    p: float  # corrected for the number of arms
-    seeds_needed: int | None
+    p: float  # corrected for the number of arms that are tested; NaN: this one isn't
+    seeds_needed: float | None  # None: unknown; infinity: too many to tell
 
 
 def compare(report: Report) -> list[Comparison]:
@@ -113,13 +134,14 @@ def compare(report: Report) -> list[Comparison]:
     arms = [arm for arm in report.arms if arm.seeds]
     found = [to_baseline(report, arm, metric) for arm in arms]
     p = holm([math.nan if paired is None else paired.p for paired in found])
+    tested = max(1, np.sum(~np.isnan(p)))
     return [
         Comparison(
             arm,
             summary(arm.test[metric]),
             paired,
             float(corrected),
-            None if paired is None else seeds_needed(float(paired.sd)),
+            None if paired is None else seeds_needed(float(paired.sd), tested),
         )
         for arm, paired, corrected in zip(arms, found, p, strict=True)
     ]
@@ -150,15 +172,18 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     others = [c for c in comparisons if c.difference is not None]
     differ = [c for c in others if c.p <= LEVEL]
     alone = [c for c in others if c.difference.p <= LEVEL]
+    tested = [c for c in others if not math.isnan(c.p)]
+    untested = [c.arm.name for c in others if math.isnan(c.p)]
+    level = f"{LEVEL * 100:.0f} %, corrected for {counted(len(tested), 'arm')}"
     if differ:
         sentences.append(
             f"Different from the baseline {report.baseline.name} beyond chance at "
-            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms: {told(differ)}."
+            f"{level}: {told(differ)}."
         )
-    elif any(not math.isnan(c.p) for c in others):
+    elif tested:
         sentences.append(
             f"No arm differs from the baseline {report.baseline.name} beyond chance at "
-            f"{LEVEL * 100:.0f} %, corrected for {len(others)} arms"
+            f"{level}"
             + (
                 f". Without the correction these would: {told(alone)}. So many "
                 f"comparisons take more seeds than there are here."
@@ -171,11 +196,18 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             "Nothing can be told from chance here: that takes two seeds or more whose "
             "scores differ."
         )
+    if tested and untested:
+        sentences.append(
+            f"Not tested, for want of a spread of the seeds' differences: "
+            f"{', '.join(untested)}."
+        )
     needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
     if needed:
+        fewest = min(len(c.arm.seeds) for c in tested)
         sentences.append(
-            f"At the spread seen here, a true difference of {SEEN} would need "
-            f"{max(needed)} seeds an arm to be seen in four sweeps of five."
+            f"At the spread seen here, a true difference of {report.seen} would need "
+            f"{seeds_told(max(needed))} seeds an arm to be seen in four sweeps of "
+            f"five, so corrected: a rough estimate, from {counted(fewest, 'seed')}."
         )
     if report.unfinished:
         sentences.append(
@@ -208,7 +240,7 @@ def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str
         "difference",
         "95 % interval",
         "p (Holm)",
-        f"seeds to see {SEEN}",
+        f"seeds to see {report.seen}",
         *(["published"] if has_anchor else []),
     ]
     rows = []
@@ -224,7 +256,7 @@ def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str
                 "baseline" if c.arm.is_baseline else signed(paired and paired.mean),
                 span(paired.low, paired.high, signed) if paired else NOTHING,
                 probability(c.p),
-                str(c.seeds_needed or NOTHING),
+                seeds_told(c.seeds_needed),
                 *([number(published, 1)] if has_anchor else []),
             ]
         )
@@ -288,44 +320,16 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
     return rows
 
 
-def settings(values: dict) -> str:
-    """Settings in a cell."""
-    return ", ".join(f"{k.split('.')[-1]}={v:g}" for k, v in values.items()) or NOTHING
-
-
-def number(value, digits: int = 2) -> str:
-    """A number in a cell; a dash where there is none."""
-    if value is None or math.isnan(value):
-        return NOTHING
-    return f"{value:.{digits}f}".replace("-", "−")
-
-
-def signed(value, digits: int = 2) -> str:
-    """A difference in a cell."""
-    if value is None or math.isnan(value):
-        return NOTHING
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def span(low, high, form=number) -> str:
-    """An interval in a cell."""
-    return NOTHING if math.isnan(low) else f"{form(low)} to {form(high)}"
-
-
-def probability(p) -> str:
-    """A p-value in a cell."""
-    if p is None or math.isnan(p):
-        return NOTHING
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 HOW_TO_READ = (
     "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
     "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
-    "p-value (two-sided t-test) is Holm's, corrected for the number of arms, the "
+    "p-value (two-sided t-test) is Holm's, corrected for the number of arms that are "
+    "tested (not the baseline, nor one whose seeds all differ by the same); the "
     "intervals are not. Seeds to see: how many a paired test needs to find a true "
-    "difference of that size with a power of 80 %, at the spread of the differences "
-    "seen here. Checkpoints were chosen on dev; test was decoded once, after that."
+    "difference of {seen} with a power of 80 % at the level of {level}, which is what "
+    "Holm asks of the smallest p-value, at the spread of the differences seen here: a "
+    "rough estimate where that spread is of a few seeds. Checkpoints were chosen on "
+    "dev; test was decoded once, after that."
 )
 SEARCHED = (
     " Every arm's nuisance settings were chosen on dev too, before that, with other "
@@ -343,9 +347,12 @@ HOW_TO_READ_COSTS = (
 )
 
 
-def how_to_read_scores(report: Report) -> str:
+def how_to_read_scores(report: Report, comparisons: list[Comparison]) -> str:
     """What the main table's columns mean."""
-    return HOW_TO_READ + (SEARCHED if report.searched else "")
+    tested = sum(not math.isnan(c.p) for c in comparisons)
+    level = f"{LEVEL * 100:.0f} %" + (f" / {tested}" if tested > 1 else "")
+    told = HOW_TO_READ.format(seen=report.seen, level=level)
+    return told + (SEARCHED if report.searched else "")
 
 
 def how_to_read_others(report: Report) -> str:
@@ -354,6 +361,8 @@ def how_to_read_others(report: Report) -> str:
     return (
         f"Test set's ±: sacreBLEU's paired bootstrap ({metric}, 1000 samples, 95 %) of "
         "the first seed's translations: what another draw of test sentences would "
-        "change, which more seeds would not show."
-        + (LOSS_TOLD if report.has_loss else "")
+        "change, which more seeds would not show. p (bootstrap): of no difference "
+        f"between the arm's {metric} and the baseline's, by the same resampling of "
+        "those translations: about one training of each, not about the seeds, and not "
+        "corrected by Holm." + (LOSS_TOLD if report.has_loss else "")
     )

@@ -102,7 +102,7 @@ def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:
         pictures.pop("scores", ""),
         f"<h2>Scores, {escape(report.name)}</h2>",
         table(scores_table(report, comparisons), marks),
-        f'<p class="small">{escape(how_to_read_scores(report))}</p>',
+        f'<p class="small">{escape(how_to_read_scores(report, comparisons))}</p>',
         anchor(report),
         "<h2>Learning curves</h2>" if "curves" in pictures else "",
         pictures.pop("curves", ""),

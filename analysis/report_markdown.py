@@ -40,7 +40,7 @@ def document(
         picture("scores"),
         f"## Scores, {report.name}",
         table(scores_table(report, comparisons)),
-        how_to_read_scores(report),
+        how_to_read_scores(report, comparisons),
         f"Published: {', '.join(report.anchor)}." if report.anchor else "",
         "## Learning curves" if "curves" in pictures else "",
         picture("curves"),

@@ -12,8 +12,10 @@ import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
+LEVEL = 0.05  # of false alarms, in all comparisons of a report
 SEEN = 0.3  # points of BLEU: as large as the published effects of head counts
 POWER = 0.8
+MOST_SEEDS = 10_000  # beyond, how many are needed is not told
 
 
 class Summary(NamedTuple):
@@ -78,31 +80,33 @@ def holm(p: np.ndarray) -> np.ndarray:
     return np.take_along_axis(corrected, np.argsort(order, axis=-1), -1)
 
 
-def seeds_needed(sd: float, seen: float = SEEN, most: int = 10_000) -> int | None:
-    """How many seeds a paired t-test at 5 % needs to see a difference.
+def seeds_needed(sd: float, comparisons: int = 1, seen: float = SEEN) -> float | None:
+    """How many seeds a paired t-test needs to see a difference, among others.
 
-    The smallest R whose power, by the noncentral t distribution, is 80 %.
+    The smallest R whose power, by the noncentral t distribution, is 80 % at the level
+    that Holm's correction asks of the smallest p-value, LEVEL / comparisons. That of a
+    later one may be higher: what is seen at this level is seen in any case.
 
     Args:
         sd: of one seed's difference to the baseline, as observed.
+        comparisons: arms that are tested, this one among them.
         seen: the true difference that is not to be missed.
-        most: give up beyond.
 
     Returns:
-        R, or None where sd is unknown or R would be more than `most`.
+        R; infinity beyond MOST_SEEDS; None where sd is unknown.
     """
     if not np.isfinite(sd):
         return None
-    R = np.arange(2, most + 1)
-    critical = stats.t.ppf((1 + CONFIDENCE) / 2, R - 1)
+    R = np.arange(2, MOST_SEEDS + 1)
+    critical = stats.t.isf(LEVEL / comparisons / 2, R - 1)
     shift = seen * np.sqrt(R) / max(sd, 1e-12)
     # The other tail holds nothing worth counting, and scipy's nct is unsure there.
-    # Beyond a shift of 30 the power is 1, and nct overflows.
+    # Beyond a shift of 30 nct overflows, and the spread is the estimated sd's alone.
     near = shift < 30
-    power = np.ones(len(R))
+    power = stats.chi2.cdf((R - 1) * (shift / critical) ** 2, R - 1)
     power[near] = stats.nct.sf(critical[near], R[near] - 1, shift[near])
     enough = np.flatnonzero(power >= POWER)
-    return int(R[enough[0]]) if len(enough) else None
+    return int(R[enough[0]]) if len(enough) else np.inf
 
 
 class Bootstrap(NamedTuple):

@@ -1,9 +1,12 @@
 """From flags, or from what a workdir remembers, to a sweep."""
 
+import contextlib
 import importlib.util
+import json
 import re
 import shlex
 import sys
+import traceback
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +14,27 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs import ablations
-from configs.commandline import flat
+from configs.commandline import describe, flat
 from sweeps.optional import package
-from sweeps.plan import NO_RESULT_DEPENDS_ON, Group, expand, nuisance_keys
+from sweeps.plan import NO_RESULT_DEPENDS_ON, Group, Plan, expand, nuisance_keys
 from sweeps.runner import Sweep
-from sweeps.search import make_search
+from sweeps.search import Search, make_search
 from sweeps.store import SCORES, locked, read_json
-from training.workdir import write_json
+from training.workdir import differing, summary, write_json
 
 TEST_SPLITS = {"multi30k": "test_2016_flickr"}  # else "test"
 IDENTITY = (
     *("base", "ablation", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split"),
+)
+REMEMBERED = (
+    *IDENTITY,
+    "seeds",
+    "config",
+    "overrides",
+    "group_size",
+    "note",
+    "command",
 )
 # Flags that say which part of a sweep runs where: all of it is what a report names.
 WHERE = (
@@ -44,58 +56,48 @@ class Options(NamedTuple):
     match: str | None
     tune: list[str]
     search: str | None
-    search_seeds: int
-    checkpoint: str
+    search_seeds: int | None
+    checkpoint: str | None
     metric: str | None
     test_split: str | None
-    group_size: int
+    group_size: int | None
     note: str | None
-    is_new: bool  # whether this call may be a sweep's first
+    verb: str  # only "run" changes a sweep
     proposes: bool  # whether it may begin the next round of a search
 
 
 def open_sweep(options: Options) -> Sweep:
     """Expand a sweep and find its groups on disk.
 
+    The ablation's function is called where the options name it. Else the arms are those
+    that the workdir remembers, whatever has become of the function.
+
     Raises:
         ValueError: there is no such sweep or ablation, the workdir holds another one,
             or an arm can't be built.
     """
     workdir = options.workdir
-    there = read_json(workdir / "sweep.json")
-    if there is not None:  # of before there was a search, perhaps
-        there = {"search": None, "search_seeds": 1} | there
-    if options.config is None or options.ablation is None:
-        if there is None:
-            needed = "--config and --ablation are needed" if options.is_new else ""
-            raise ValueError(
-                f"{workdir} holds no sweep; {needed or 'start one with sweep.py run'}, "
-                f"as in python sweep.py run --config=configs/numbers.py "
-                f"--ablation=heads --seeds=3 --workdir={workdir}"
-            )
-        settings = there | ({"seeds": options.seeds} if options.seeds else {})
-    else:
-        settings = settings_of(options)
-        if there is not None:
-            refuse_other(workdir, there, settings)
-            settings["seeds"] = options.seeds or there["seeds"]
-    if options.note is not None:
-        settings["note"] = options.note
-    generator = find_ablation(settings["ablation"])
-    base = ConfigDict(settings["base"]).lock()
-    nuisance = nuisance_keys(generator.__doc__ or "")
-    search, candidates = make_search(
-        settings["search"], settings["tune"], settings["search_seeds"], base, nuisance
-    )
-    plan = expand(
-        base,
-        list(generator(base)),
-        settings["seeds"],
-        nuisance=nuisance,
-        tuned=candidates,
-        match=settings["match"],
-    )
-    settings["docstring"] = generator.__doc__ or generator.__name__
+    there = remembered(workdir / "sweep.json")
+    is_new = options.verb in ("list", "run")
+    if there is None and not (is_new and options.config and options.ablation):
+        needed = "--config and --ablation are needed" if is_new else ""
+        raise ValueError(
+            f"{workdir} holds no sweep; {needed or 'start one with sweep.py run'}, "
+            f"as in python sweep.py run --config=configs/numbers.py "
+            f"--ablation=heads --seeds=3 --workdir={workdir}"
+        )
+    settings = settings_of(options, there)
+    if there is not None:
+        refuse_other(options, there, settings)
+    told = {"arms", "docstring"}  # sweeps of earlier versions lack the arms
+    remembers = there is not None and there.keys() >= told
+    if options.ablation is not None or not remembers:
+        generator = find_ablation(settings["ablation"])
+        settings["arms"] = arms_of(settings, generator)
+        settings["docstring"] = generator.__doc__ or generator.__name__
+    search, plan = plan_of(settings)
+    if remembers and any(there[key] != settings[key] for key in told):
+        refuse_other_arms(workdir, plan_of(there)[1], plan)
     if search.count is not None and any(len(a.candidates) > 1 for a in plan.arms):
         raise ValueError(
             "The ablation gives its arms nuisance settings itself, so there is nothing "
@@ -106,61 +108,192 @@ def open_sweep(options: Options) -> Sweep:
     workdir.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(workdir, plan, search, [], settings).extended(options.proposes)
     with locked(workdir / ".plan"):
-        if read_json(workdir / "sweep.json") != settings:
+        if options.verb == "run" and read_json(workdir / "sweep.json") != settings:
             write_json(workdir / "sweep.json", settings)
     return sweep
 
 
-def settings_of(options: Options) -> dict:
-    """What a workdir remembers of the flags, all as JSON has it."""
-    config = options.config.to_dict()
-    metric = options.metric or config["train"]["best_metric"].removeprefix("dev_")
-    metric = "bleu" if metric == "loss" else metric
-    if metric not in SCORES:
+def remembered(path: Path) -> dict | None:
+    """The settings of the sweep that a workdir holds, if any."""
+    there = read_json(path)
+    if there is None:
+        return None
+    old = {"search": None, "search_seeds": 1}  # of before there was a search
+    known = old | there if isinstance(there, dict) else {}
+    missing = [key for key in REMEMBERED if key not in known]
+    if missing:
         raise ValueError(
-            f"--metric must be one of {', '.join(SCORES)}, got {metric!r}."
+            f"{path} is damaged (it lacks {summary(missing)}); restore it, or begin "
+            f"anew in another --workdir."
         )
-    return {
-        "config": options.config_file,
-        "overrides": options.overrides,
-        "base": config,
-        "ablation": options.ablation,
-        "seeds": config["seeds"] if options.seeds is None else options.seeds,
-        "match": options.match,
-        "tune": list(options.tune),
-        "search": options.search,
-        "search_seeds": options.search_seeds,
-        "checkpoint": options.checkpoint,
-        "metric": metric,
-        "test_split": options.test_split
-        or TEST_SPLITS.get(config["data"]["name"], "test"),
-        "group_size": options.group_size,
-        "note": options.note,
-        "command": shlex.join(
-            [
-                *("python", "sweep.py", "run"),
-                *(arg for arg in sys.argv[1:] if not arg.startswith(WHERE)),
-            ]
-        ),
-    }
+    return known
 
 
-def refuse_other(workdir: Path, there: dict, now: dict) -> None:
-    """Raise a ValueError where a workdir holds another sweep, saying what differs."""
-    old, new = (
-        flat({key: settings[key] for key in IDENTITY}) for settings in (there, now)
-    )
-    differing = [
+def settings_of(options: Options, there: dict | None) -> dict:
+    """What a workdir remembers of the flags, all as JSON has it.
+
+    What no flag says is as the workdir has it, or where a config is given, with which
+    the whole sweep is named, the flag's default.
+    """
+    flags = ("ablation", "seeds", "match", "tune", "search", "search_seeds")
+    flags += ("checkpoint", "metric", "test_split", "group_size", "note")
+    given = {name: getattr(options, name) for name in flags}
+    given = {name: v for name, v in given.items() if v is not None and v != []}
+    settings = there or {}
+    if options.config is not None:
+        config = options.config.to_dict()
+        metric = config["train"]["best_metric"].removeprefix("dev_")
+        data = config["data"]["name"]
+        kept = {"seeds": config["seeds"], "group_size": 16, "note": None} | settings
+        settings = kept | {
+            "config": options.config_file,
+            "overrides": options.overrides,
+            "base": config,
+            "match": None,
+            "tune": [],
+            "search": None,
+            "search_seeds": 1,
+            "checkpoint": "best",
+            "metric": "bleu" if metric == "loss" else metric,
+            "test_split": TEST_SPLITS.get(data, "test"),
+        }
+        if there is None or options.verb == "run":
+            words = [arg for arg in sys.argv[1:] if not arg.startswith(WHERE)]
+            settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
+    settings = settings | given
+    if settings["metric"] not in SCORES:
+        raise ValueError(
+            f"--metric must be one of {', '.join(SCORES)}, got {settings['metric']!r}."
+        )
+    return settings
+
+
+def refuse_other(options: Options, there: dict, now: dict) -> None:
+    """Raise a ValueError where a workdir holds another sweep, saying what differs.
+
+    More seeds are another sweep to all verbs but run, and fewer are to run too.
+    """
+    runs = options.verb == "run"
+    keys = IDENTITY if runs else (*IDENTITY, "seeds", "group_size")
+    free = [f"base.{key}" for key in (*NO_RESULT_DEPENDS_ON, "seeds")]
+    old, new = (flat({key: settings[key] for key in keys}) for settings in (there, now))
+    differs = [
         f"{key.removeprefix('base.')} (there {old.get(key)!r}, now {new.get(key)!r})"
         for key in sorted(old | new)
-        if old.get(key) != new.get(key)
-        and key.removeprefix("base.") not in (*NO_RESULT_DEPENDS_ON, "seeds")
+        if old.get(key) != new.get(key) and key not in free
     ]
-    if differing:
-        raise ValueError(
-            f"{workdir} holds another sweep: {', '.join(differing)}; choose another "
-            f"--workdir, or the settings of that one."
+    if runs and now["seeds"] < there["seeds"]:
+        differs.append(f"seeds (there {there['seeds']}, now {now['seeds']})")
+    if differs:
+        mend = (
+            "choose another --workdir, or the settings of that one (more seeds may be "
+            "added, none left out)."
+            if runs
+            else f"leave that out: {options.verb} takes the sweep as it is, and only "
+            f"run adds seeds."
         )
+        raise ValueError(
+            f"{options.workdir} holds another sweep: {', '.join(differs)}; {mend}"
+        )
+
+
+def refuse_other_arms(workdir: Path, there: Plan, now: Plan) -> None:
+    """Raise a ValueError where an ablation's arms are no longer those of the sweep.
+
+    What was compared would vanish from the report, or be corrected for fewer arms.
+    """
+    old, new = (
+        {
+            f"arm {arm.name}": arm.overrides
+            | {"nuisance": json.dumps(arm.candidates), "baseline": arm.is_baseline}
+            for arm in plan.arms
+        }
+        for plan in (there, now)
+    )
+    seeds = {arm.name: arm.seeds for arm in now.arms}
+    differs = differing(old, new) + [
+        f"arm {arm.name}.seeds (there {arm.seeds}, now {seeds[arm.name]})"
+        for arm in there.arms
+        if not set(arm.seeds) <= set(seeds.get(arm.name, arm.seeds))
+    ]
+    if differs:
+        raise ValueError(
+            f"{workdir} holds a sweep of other arms than its ablation has now: "
+            f"{summary(differs)}; choose another --workdir, or restore the function "
+            f"(without --ablation, the arms are those of the sweep)."
+        )
+
+
+def plan_of(settings: dict) -> tuple[Search, Plan]:
+    """The arms that settings stand for, and how their nuisance settings are found."""
+    base = ConfigDict(settings["base"]).lock()
+    nuisance = nuisance_keys(settings["docstring"])
+    search, candidates = make_search(
+        settings["search"], settings["tune"], settings["search_seeds"], base, nuisance
+    )
+    with naming(settings["ablation"], ValueError):
+        plan = expand(
+            base,
+            settings["arms"],
+            settings["seeds"],
+            nuisance=nuisance,
+            tuned=candidates,
+            match=settings["match"],
+        )
+    return search, plan
+
+
+def arms_of(settings: dict, generator) -> list[dict]:
+    """What an ablation yields for a base config, as JSON has it.
+
+    Raises:
+        ValueError: the function fails, or yields something else than arms.
+    """
+    name = settings["ablation"]
+    with naming(name):
+        arms = generator(ConfigDict(settings["base"]).lock())
+        if arms is None:
+            raise ValueError("It returns nothing; it must yield its arms.")
+        arms = list(arms)
+        for arm in arms:
+            if not isinstance(arm, dict) or not all(isinstance(k, str) for k in arm):
+                raise ValueError(
+                    f"An arm must be a dict from config keys to values, as in "
+                    f"{{'model.dropout': 0.1}}, got {arm!r}."
+                )
+            try:
+                json.dumps(arm)
+            except TypeError as error:
+                raise ValueError(
+                    f"The values of an arm must be plain numbers or words, got {arm!r} "
+                    f"({error})."
+                ) from None
+    return json.loads(json.dumps(arms))
+
+
+@contextlib.contextmanager
+def naming(ablation: str, kinds=Exception):
+    """Put an ablation's name, and its line at fault, before what is wrong with it.
+
+    By default whatever its code, which is the user's, may raise.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, SyntaxError):
+            lines, told = [error.lineno], f"This is not Python: {error.msg}."
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            file = Path(ablation.rsplit(":", 1)[0]).resolve()
+            lines = [f.lineno for f in frames if Path(f.filename).resolve() == file]
+            while error.args and isinstance(error.args[0], Exception):
+                error = error.args[0]  # a locked config's unknown key
+            is_key = isinstance(error, KeyError)
+            told = " ".join(str(error.args[0]).split()) if is_key else describe(error)
+            if not isinstance(error, ValueError):
+                told = f"{type(error).__name__}: {told}"
+        at = f", line {lines[-1]}" if lines else ""
+        raise ValueError(f"--ablation={ablation}{at}: {told}") from error
 
 
 def names_of(module) -> list[str]:
@@ -177,11 +310,14 @@ def find_ablation(name: str):
     module, where = ablations, "configs/ablations.py"
     if ":" in name:
         where, name = name.rsplit(":", 1)
-        if not Path(where).exists():
-            raise ValueError(f"There is no file {where} to find the ablation in.")
+        if not Path(where).is_file() or Path(where).suffix != ".py":
+            raise ValueError(
+                f"There is no Python file {where} to find the ablation in."
+            )
         spec = importlib.util.spec_from_file_location("own_ablations", where)
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with naming(f"{where}:{name}"):
+            spec.loader.exec_module(module)
     names = names_of(module)
     if name not in names and callable(getattr(module, name, None)):
         raise ValueError(

@@ -8,6 +8,8 @@ import copy
 import hashlib
 import json
 import re
+from functools import reduce
+from operator import getitem
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -202,8 +204,14 @@ def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
             raise ValueError(
                 f"Arm {name} sets {key}, which is no config key.{near_miss(key)}"
             )
-        with naming(name):
+        try:
             config.update_from_flattened_dict({key: value})
+        except (TypeError, ValueError):
+            *path, last = key.split(".")
+            kind = reduce(getitem, path, config).get_type(last).__name__
+            raise ValueError(
+                f"Arm {name} sets {key} to {value!r}; it must be of type {kind}."
+            ) from None
     return config.to_dict()
 
 

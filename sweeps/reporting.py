@@ -16,15 +16,20 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
-from sweeps.store import SCORES, TOLD, metrics_of
+from sweeps.store import SCORES, TOLD, metrics_of, read_result
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     """Write the report of what is done.
 
     Raises:
-        ValueError: nothing is, or not of the baseline.
+        ValueError: nothing is, or not of the baseline; or a result can't stand beside
+            the others.
     """
+    for group in sweep.groups:
+        for split in sweep.splits(group):
+            checkpoint = sweep.settings["checkpoint"]
+            read_result(sweep.folder(group), split, group, checkpoint)
     done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
     if not done:
         raise ValueError(
@@ -219,7 +224,9 @@ def texts(sweep: Sweep, done: list[dict]):
             if trial.id in wanted:
                 suffix = f"-{index}" if len(group.trials) > 1 else ""
                 path = sweep.folder(group) / f"{split}{suffix}.txt"
-                translations[trial.id] = path.read_text().splitlines()
+                # as eval.py ends lines: str.splitlines knows more ends than "\n"
+                text = path.read_bytes().decode()
+                translations[trial.id] = text.removesuffix("\n").split("\n")
     return translations, sources, references
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from sweeps.plan import Group, Plan, differences
 from sweeps.search import Search
 from sweeps.store import (
+    DECODING,
     TRAINED,
     collect,
     last_step,
@@ -103,6 +104,7 @@ def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
         f"--workdir={folder}",
         f"--split={','.join(splits)}",
         f"--checkpoint={sweep.settings['checkpoint']}",
+        *(f"--{name}={value}" for name, value in DECODING.items()),
         f"--output={folder / 'SPLIT.txt'}",
     ]
 

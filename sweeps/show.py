@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from analysis.report import settings
+from analysis.cells import settings
 from sweeps.plan import Arm
 from sweeps.runner import Sweep, train_command
 from sweeps.store import last_step, metrics_of

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from sweeps.plan import Arm, Group, Plan, Trial, grouped
 from sweeps.search import LOST, Search, known_trials
-from training.workdir import write_json
+from training.workdir import differing, summary, write_json
+from training.workdir import read_json as read_whole
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
 TOLD = (*SCORES, "loss")  # what is reported; arms are ranked by one of the scores
+DECODING = {"beam_size": 5, "length_penalty": 0.6}  # of every group alike
 TRAINED = ".trained"  # made when train.py has nothing left to do
 COLUMNS = (
     *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
@@ -50,11 +52,63 @@ def locked(path: Path, wait: bool = True):
 
 
 def read_json(path: Path):
-    """What a JSON file holds; None where there is none."""
+    """What a JSON file holds; None where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
-        return json.loads(path.read_text())
+        return read_whole(path)
     except FileNotFoundError:
         return None
+
+
+def read_group(path: Path) -> Group:
+    """The group that a group.json says.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        trials = [Trial(**trial) for trial in read_json(path)]
+    except TypeError:
+        trials = []
+    if not trials:
+        raise ValueError(
+            f"{path} is damaged (it holds no trials); restore it, or move its folder "
+            f"away and sweep.py run trains them again."
+        )
+    return Group(path.parent.name, trials)
+
+
+def read_result(folder: Path, split: str, group: Group, checkpoint: str):
+    """A group's result-SPLIT.json, a row a trial; None where there is none yet.
+
+    Raises:
+        ValueError: it is damaged, or made otherwise than the sweep makes them, as by a
+            call of eval.py on the group's folder.
+    """
+    path = folder / f"result-{split}.json"
+    wanted = {"checkpoint": checkpoint, "decoding": DECODING}
+    mend = "move it away, and sweep.py run scores its group again."
+    try:
+        found = read_json(path)
+        if found is None:
+            return None
+        made = [{key: row[key] for key in wanted} for row in found]
+        whole = len(found) == len(group.trials)
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged; {mend}")
+    for each in made:
+        if differs := differing(wanted, each):
+            told = summary(differs).replace("(there ", "(in the sweep ")
+            told = told.replace(", now ", ", in the file ")
+            raise ValueError(
+                f"{path} was made otherwise than the rest of the sweep: {told}; {mend}"
+            )
+    return found
 
 
 def place(
@@ -69,12 +123,9 @@ def place(
     folder = workdir / "groups"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(workdir / ".plan"):
-        groups = [
-            Group(path.parent.name, [Trial(**trial) for trial in read_json(path)])
-            for path in sorted(folder.glob("*/group.json"))
-        ]
+        groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
         searched = [
-            (trial, dev_score(folder / group.name, index, settings["metric"]))
+            (trial, dev_score(folder / group.name, group, index, settings))
             for group in groups
             for index, trial in enumerate(group.trials)
             if trial.is_search
@@ -97,11 +148,14 @@ def place(
     )
 
 
-def dev_score(folder: Path, index: int, metric: str) -> float | None:
+def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float | None:
     """Of a group's trial; `LOST` where it diverged, None where it has none yet."""
-    found = read_json(folder / "result-val.json")
+    try:
+        found = read_result(folder, "val", group, settings["checkpoint"])
+    except ValueError:  # which the table tells
+        return None
     if found is not None and found[index]["diverged_at"] is None:
-        return found[index][metric]
+        return found[index][settings["metric"]]
     diverged = diverged_at(metrics_of(folder), index)
     return LOST if found is not None or diverged is not None else None
 
@@ -157,13 +211,16 @@ def pace(metrics: list[dict]) -> tuple[float | None, float]:
     return (tokens / seconds if seconds else None), seconds
 
 
-def rows_of(folder: Path, group: Group, plan: Plan, test_split: str) -> list[dict]:
+def rows_of(folder: Path, group: Group, plan: Plan, settings: dict) -> list[dict]:
     """A row of the table for every trial of a group that the plan has."""
     run, failed = (read_json(folder / name) for name in ("run.json", "failed.json"))
-    results = {
-        side: read_json(folder / f"result-{split}.json")
-        for side, split in (("dev", "val"), ("test", test_split))
-    }
+    test_split = settings["test_split"]
+    results, unusable = {}, None
+    for side, split in (("dev", "val"), ("test", test_split)):
+        try:
+            results[side] = read_result(folder, split, group, settings["checkpoint"])
+        except ValueError as error:
+            results[side], unusable = None, str(error)
     metrics = metrics_of(folder)
     tokens_per_second, seconds = pace(metrics)
     planned = {trial.id for trial in plan.trials}
@@ -201,6 +258,8 @@ def rows_of(folder: Path, group: Group, plan: Plan, test_split: str) -> list[dic
         row["status"] = status(folder, row, scores)
         if failed is not None and row["status"] not in ("done", "diverged"):
             row |= {"status": "failed", "error": failed["error"]}
+        if unusable is not None:
+            row |= {"status": "failed", "error": unusable}
         rows.append(row)
     return rows
 
@@ -259,9 +318,7 @@ def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> l
         rows = [
             row
             for group in groups
-            for row in rows_of(
-                workdir / "groups" / group.name, group, plan, settings["test_split"]
-            )
+            for row in rows_of(workdir / "groups" / group.name, group, plan, settings)
         ]
         select(rows)
         order = {trial.id: index for index, trial in enumerate(plan.trials)}

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis.report import Comparison, verdict
+from analysis.report import (
+    Comparison,
+    Report,
+    compare,
+    how_to_read_others,
+    how_to_read_scores,
+    scores_table,
+    verdict,
+)
 from analysis.significance import (
     difference,
     holm,
@@ -70,7 +78,33 @@ def test_the_seeds_needed_see_the_difference():
     ]
     assert seen[0] > 0.79 and seen[1] < 0.81
     assert seeds_needed(0.01) == 2 and seeds_needed(0.0) == 2
-    assert seeds_needed(float("nan")) is None and seeds_needed(1e4) is None
+    assert seeds_needed(float("nan")) is None and seeds_needed(1e4) == np.inf
+
+
+@pytest.mark.parametrize("tested", [2, 5, 9])
+def test_the_seeds_needed_see_the_difference_when_corrected(tested):
+    """Of as many arms one differs by 0.3: four sweeps of five see it after Holm."""
+    seeds = seeds_needed(NOISE * np.sqrt(2), tested)
+    truth = [0, 0.3] + [0] * (tested - 1)
+    for count, low, high in ((seeds, 0.79, 0.9), (seeds - 2, 0.5, 0.79)):
+        scores = simulate(truth, count, sweeps=3000)
+        seen = holm(difference(scores[:, 1:], scores[:, :1]).p)[:, 0] <= 0.05
+        assert low < seen.mean() < high, (seeds, seen.mean())
+    few = seeds_needed(NOISE * np.sqrt(2))  # what an uncorrected test would need
+    scores = simulate(truth, few, sweeps=3000)
+    assert (
+        np.mean(holm(difference(scores[:, 1:], scores[:, :1]).p)[:, 0] <= 0.05) < 0.75
+    )
+
+
+@pytest.mark.parametrize("sd", [0.0036, 0.009, 0.02])
+def test_two_seeds_are_not_said_to_see_what_they_do_not(sd):
+    """Where the difference is many sd, but the level asks for more."""
+    seeds = seeds_needed(sd, 20)
+    rng = np.random.default_rng(3)
+    for count in (2, 3):
+        p = difference(rng.normal(0.3, sd, (4000, count)), np.zeros(count)).p
+        assert (np.mean(p <= 0.05 / 20) >= 0.8) == (seeds <= count), (sd, seeds)
 
 
 def test_holm_steps_down():
@@ -118,7 +152,7 @@ def test_the_bootstrap_is_sacrebleus():
     "corrected, sentence",
     [
         (0.02, "Different from the baseline whole beyond chance .*: half by −45.00 ("),
-        (0.2, "corrected for 1 arms. Without the correction these would: half by −45"),
+        (0.2, "corrected for 1 arm. Without the correction these would: half by −45"),
     ],
 )
 def test_the_verdict_tells_what_only_the_correction_takes(corrected, sentence):
@@ -133,3 +167,70 @@ def test_the_verdict_tells_what_only_the_correction_takes(corrected, sentence):
     report = SimpleNamespace(name="BLEU", baseline=arms[0], unfinished=0, arms=[])
     told = " ".join(verdict(report, comparisons))
     assert re.search(sentence.replace("(", r"\("), told), told
+
+
+def report_of(metric="bleu", **arms):
+    """A report of such scores; the first arm is the baseline."""
+    told = [
+        SimpleNamespace(
+            name=name,
+            is_baseline=i == 0,
+            seeds=list(range(len(scores))),
+            test={metric: np.array(scores, float)},
+            dev={metric: np.array(scores, float)},
+            published=None,
+            lost=0,
+        )
+        for i, (name, scores) in enumerate(arms.items())
+    ]
+    fields = dict.fromkeys(Report._fields) | {"metric": metric, "arms": told}
+    return Report(**(fields | {"unfinished": 0}))
+
+
+def test_arms_without_a_spread_are_not_counted_as_tested():
+    report = report_of(whole=[3, 4, 6], alike=[3, 4, 6], half=[3, 5, 6], less=[2, 4, 5])
+    comparisons = compare(report)
+    told = " ".join(verdict(report, comparisons))
+    assert "at 5 %, corrected for 2 arms" in told
+    assert "Not tested, for want of a spread of the seeds' differences: alike." in told
+    by_name = {c.arm.name: c for c in comparisons}
+    assert np.isnan(by_name["alike"].p) and by_name["alike"].seeds_needed is None
+    sd = np.std([0, 1, 0], ddof=1)
+    assert by_name["half"].seeds_needed == seeds_needed(sd, 2) > seeds_needed(sd)
+    assert f"{seeds_needed(sd, 2)} seeds an arm" in told
+    assert "a rough estimate, from 3 seeds." in told
+    legend = how_to_read_scores(report, comparisons)
+    assert "at the level of 5 % / 2, which is what Holm asks" in legend
+
+
+def test_more_seeds_than_can_be_told_are_not_left_out():
+    report = report_of(whole=[10, 20, 60], half=[10, 21, 60], wild=[90, 0, 10])
+    comparisons = compare(report)
+    assert "would need > 10,000 seeds an arm" in " ".join(verdict(report, comparisons))
+    header, *rows = scores_table(report, comparisons)
+    column = header.index("seeds to see 0.3 points of BLEU")
+    assert [row[column] for row in rows][::2] == ["–", "> 10,000"]
+    assert rows[1][column].isdigit()
+
+
+@pytest.mark.parametrize(
+    "metric, seen",
+    [
+        ("chrf", "0.3 points of chrF"),
+        ("published_bleu", "0.3 points of published BLEU"),
+        ("exact_match", "0.3 percentage points of exact matches"),
+    ],
+)
+def test_the_difference_to_see_has_a_unit(metric, seen):
+    report = report_of(metric, whole=[3, 4, 6], half=[3, 5, 6])
+    comparisons = compare(report)
+    assert f"true difference of {seen} would" in " ".join(verdict(report, comparisons))
+    assert f"seeds to see {seen}" in scores_table(report, comparisons)[0]
+    assert f"true difference of {seen} " in how_to_read_scores(report, comparisons)
+
+
+@pytest.mark.parametrize("metric, name", [("bleu", "BLEU"), ("exact_match", "chrF")])
+def test_the_legend_says_what_the_bootstraps_p_is_of(metric, name):
+    told = how_to_read_others(report_of(metric, whole=[3, 4]))
+    assert f"p (bootstrap): of no difference between the arm's {name} and" in told
+    assert "not about the seeds, and not corrected by Holm" in told

@@ -18,7 +18,7 @@ from sweeps import reporting
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
-from sweeps.store import TRAINED, locked
+from sweeps.store import DECODING, TRAINED, locked
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -66,7 +66,7 @@ def options(workdir, corpus, **changes):
         "test_split": None,
         "group_size": 16,
         "note": None,
-        "is_new": True,
+        "verb": "run",
         "proposes": True,
     }
     return Options(**(given | changes))
@@ -96,7 +96,7 @@ def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "tes
             row = {"trial": i, "step": 20, "checkpoint": "best", "diverged_at": None}
             row |= {"bleu": score, "chrf": score + 10, "exact_match": 0.5}
             row |= {"loss": 2 - score / 100 + index * trial.seed / 100}
-            row |= {"signature": "nrefs:1", "decoding": {"beam_size": 5}}
+            row |= {"signature": "nrefs:1", "decoding": DECODING}
             rows.append(row)
             suffix = f"-{i}" if len(group.trials) > 1 else ""
             words = [s.replace("sun", f"{score:.0f}") for s in SENTENCES]
@@ -119,7 +119,9 @@ def test_a_workdir_remembers_its_sweep(tmp_path, corpus):
     again = open_sweep(nothing)
     assert again.groups == first.groups and again.settings == first.settings
     old = {k: v for k, v in first.settings.items() if not k.startswith("search")}
+    del old["arms"]
     (tmp_path / "s" / "sweep.json").write_text(json.dumps(old))
+    assert open_sweep(nothing).groups == first.groups
     assert open_sweep(options(tmp_path / "s", corpus)).groups == first.groups
 
 
@@ -147,13 +149,13 @@ def test_more_seeds_keep_what_there_is(tmp_path, corpus):
     "changes, sentence",
     [
         ({"ablation": "haeds"}, "no ablation 'haeds' .* did you mean heads"),
-        ({"ablation": "none.py:x"}, "no file none.py"),
+        ({"ablation": "none.py:x"}, "no Python file none.py"),
         ({"ablation": "configs/ablations.py:over"}, "over .* lacks a line .Scientific"),
         ({"seeds": 0}, "The sweep is empty: it has 3 arms and 0 seeds"),
         ({"metric": "rouge"}, "--metric must be one of bleu, .* 'rouge'"),
         ({"ablation": None}, "holds no sweep; --config and --ablation are needed"),
         (
-            {"config": None, "is_new": False},
+            {"config": None, "verb": "report"},
             "holds no sweep; start one with sweep.py run",
         ),
     ],
@@ -176,6 +178,145 @@ def test_another_sweeps_workdir_is_refused(tmp_path, corpus):
     with pytest.raises(ValueError, match=sentence):
         open_sweep(other)
     assert open_sweep(options(tmp_path / "s", corpus)).groups == there.groups
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"seeds": 1}, r"seeds \(there 2, now 1\).*more seeds may be added, none left"),
+        ({"seeds": 0}, r"seeds \(there 2, now 0\)"),
+        ({"seeds": 3, "verb": "status"}, r"now 3\); leave that out: status takes the"),
+        ({"seeds": 3, "verb": "list"}, "leave that out: list takes the sweep as it is"),
+        ({"group_size": 1, "verb": "status"}, "group_size"),
+        ({"metric": "chrf", "verb": "report"}, r"metric \(there 'bleu', now 'chrf'\)"),
+        ({"metric": "rouge", "verb": "report"}, "--metric must be one of"),
+        ({"match": "flops"}, r"match \(there None, now 'flops'\)"),
+        ({"tune": [f"{RATE}=0.1"]}, "tune"),
+    ],
+)
+@pytest.mark.parametrize("config", ["again", None])
+def test_only_run_changes_a_sweep_and_takes_nothing_from_it(
+    tmp_path, corpus, config, changes, sentence
+):
+    given = options(tmp_path / "s", corpus)
+    open_sweep(given)
+    there = (tmp_path / "s" / "sweep.json").read_text()
+    if config is None:
+        given = given._replace(config=None, ablation=None, seeds=None)
+    with pytest.raises(ValueError, match=sentence):
+        open_sweep(given._replace(**changes))
+    told = open_sweep(given._replace(verb="report", note="A note of one report."))
+    assert (
+        told.settings["note"] and (tmp_path / "s" / "sweep.json").read_text() == there
+    )
+
+
+def test_no_verb_but_run_begins_a_sweep(tmp_path, corpus):
+    with pytest.raises(ValueError, match="holds no sweep; start one with sweep.py run"):
+        open_sweep(options(tmp_path / "s", corpus, verb="report"))
+    assert not (tmp_path / "s").exists()
+
+
+ARMS = '''
+def sizes(base):
+    """Which width?
+
+    Scientific: model.mlp_dim.
+    Nuisance: optimizer.learning_rate.
+    Fixed: the rest.
+    """
+    BODY
+'''
+
+
+def own(tmp_path, body):
+    path = tmp_path / "own.py"
+    path.write_text(ARMS.replace("BODY", body))
+    return f"{path}:sizes"
+
+
+YIELD = 'yield from ({"model.mlp_dim": F} for F in '
+
+
+def test_an_edited_ablation_is_refused_and_what_was_trained_is_reported(
+    tmp_path, corpus
+):
+    given = options(tmp_path / "s", corpus, ablation=own(tmp_path, YIELD + "(32, 64))"))
+    first = open_sweep(given)
+    assert open_sweep(given).settings == first.settings
+    for index in range(2):
+        finish(first, index)
+    edits = {
+        YIELD + "(32,))": r"of other arms .*: arm F=64 \(there .*, now 'unset'\)",
+        YIELD + "(32, 64, 96))": r"of other arms .*: arm F=96 \(there 'unset', now",
+        YIELD + "(64, 32, 64) if F != 32)": "arm F=32",
+        'yield {"model.mlp_dim": 64, "model.dropout": 0.2}': "arm F=32",
+    }
+    edits[
+        'yield {"model.mlp_dim": 32}; yield {"model.mlp_dim": 64, "model.width": 64}'
+    ] = r"arm F=64.model.width \(there 'unset', now 64\)"
+    for body, sentence in edits.items():
+        own(tmp_path, body)
+        with pytest.raises(ValueError, match=sentence):
+            open_sweep(given)
+    alone = given._replace(config=None, ablation=None, seeds=None)
+    (tmp_path / "own.py").unlink()  # what the workdir remembers is enough
+    for verb in ("status", "report", "run"):
+        again = open_sweep(alone._replace(verb=verb))
+        assert again.groups == first.groups and again.settings == first.settings
+    reporting.write(again, again.collect(), 1)
+    assert "F=64" in (tmp_path / "s" / "report.md").read_text()
+
+
+def test_an_ablations_own_seeds_may_grow_but_not_go(tmp_path, corpus):
+    body = 'yield from ({"model.mlp_dim": 32, "seed": s} for s in range(2))'
+    given = options(tmp_path / "s", corpus, ablation=own(tmp_path, body))
+    open_sweep(given)
+    own(tmp_path, body.replace("2", "1").replace("31", "32"))
+    with pytest.raises(ValueError, match=r"arm F=32.seeds \(there \[0, 1\], now \[0\]"):
+        open_sweep(given)
+    own(tmp_path, body.replace("range(2)", "range(3)"))
+    assert len(open_sweep(given).plan.trials) == 3
+
+
+@pytest.mark.parametrize(
+    "body, sentence",
+    [
+        (
+            "yield {'model.mlp_dim': base.model.atention}",
+            "KeyError: 'atention' Did you mean \"attention\"",
+        ),
+        ("return None", "It returns nothing; it must yield its arms"),
+        ("return 3", "TypeError: 'int' object is not iterable"),
+        (
+            "yield ('model.mlp_dim', 32)",
+            r"An arm must be a dict .* got \('model.mlp_dim', 32\)",
+        ),
+        ("yield {3: 4}", r"An arm must be a dict .* got \{3: 4\}"),
+        (
+            "yield {'model.mlp_dim': {32}}",
+            "The values of an arm must be plain numbers or words, got",
+        ),
+        ("yield {", "This is not Python: "),
+        (
+            "yield {'model.attention.num_heads': 'four'}",
+            "Arm four sets model.attention.num_heads to 'four'; it must be of type int",
+        ),
+        (
+            "yield {'model.mlp_dims': 4}",
+            "Arm mlp_dims=4 sets model.mlp_dims, which is no config key. Did you mean",
+        ),
+        (
+            "yield {'model.attention.num_heads': 5}",
+            r"Arm N=5 can't be built: .*\b5\b",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_own_ablation_is_named(tmp_path, corpus, body, sentence):
+    name = own(tmp_path, body)
+    with pytest.raises(ValueError, match=f"^--ablation={name}(, line 9)?: {sentence}"):
+        open_sweep(options(tmp_path / "s", corpus, ablation=name))
+    assert not (tmp_path / "s").exists()
 
 
 def test_groups_and_shards_are_chosen(tmp_path, corpus):
@@ -358,6 +499,82 @@ def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
     assert "nats a token" not in (tmp_path / "s" / "report.md").read_text()
     identities = re.findall(r'\bid="([^"]+)"', html)
     assert len(identities) == len(set(identities))
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (
+            {"decoding": {"temperature": 1.0}},
+            r"otherwise than the rest .*: decoding.beam_size \(in the sweep 5, "
+            r"in the file 'unset'\), .*; move it away, and sweep.py run scores",
+        ),
+        (
+            {"checkpoint": "last"},
+            r"checkpoint \(in the sweep 'best', in the file 'last'\)",
+        ),
+        ("{", "is damaged; move it away, and sweep.py run scores"),
+        ("{}", "is damaged; move it away"),
+        ("[]", "is damaged; move it away"),
+        ("[1, 2]", "is damaged; move it away"),
+    ],
+)
+def test_a_result_of_another_making_is_not_reported(
+    tmp_path, corpus, split, change, sentence
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    assert "--beam_size=5" in eval_command(sweep, sweep.groups[0], ["test"])
+    path = sweep.folder(sweep.groups[1]) / f"result-{split}.json"
+    kept = path.read_text()
+    if isinstance(change, dict):
+        change = json.dumps([row | change for row in json.loads(kept)])
+    path.write_text(change)
+    rows = sweep.collect()
+    status = {row["arm"]: row["status"] for row in rows}
+    assert status == {"K=4": "done", "K=2": "failed", "K=1": "done"}
+    (told,) = {row["error"] for row in rows} - {None}
+    assert re.search(f"{path.name} .*{sentence}", told), told
+    with pytest.raises(ValueError, match=f"{path} .*{sentence}"):
+        reporting.write(sweep, rows, 1)
+    assert path.read_text() == change and not (tmp_path / "s" / "report.md").exists()
+    path.write_text(kept)
+    reporting.write(sweep, sweep.collect(), 1)
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "groups/*/group.json"])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "3"])
+def test_a_damaged_file_is_named(tmp_path, corpus, name, text):
+    open_sweep(options(tmp_path / "s", corpus))
+    path = sorted((tmp_path / "s").glob(name))[0]
+    path.write_text(text)
+    for verb in ("report", "run"):
+        with pytest.raises(ValueError, match=f"^{path} is damaged .*; restore it, or"):
+            open_sweep(options(tmp_path / "s", corpus, verb=verb))
+    assert path.read_text() == text
+
+
+def test_a_search_does_not_choose_by_a_result_of_another_making(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=[f"{RATE}=0.01,0.02"]))
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    path.write_text(path.read_text().replace('"best"', '"last"'))
+    assert all(trial.is_search for trial in sweep.extended().plan.trials)
+
+
+def test_any_character_may_stand_in_a_translation(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    odd = ["a\u0085b", "a\u2028b", "a\x0bb", "a\rb", *SENTENCES[4:-1], ""]
+    path = sweep.folder(sweep.groups[1]) / "test-0.txt"
+    path.write_text("".join(line + "\n" for line in odd))
+    done = [row for row in sweep.collect() if row["status"] == "done"]
+    found = reporting.texts(sweep, done)[0]
+    assert found[sweep.groups[1].trials[0].id] == odd
+    assert {len(lines) for lines in found.values()} == {len(SENTENCES)}
 
 
 def test_losses_of_other_tokens_are_not_told(tmp_path, corpus):

@@ -12,6 +12,7 @@ from sweep_cases import SMALL, finish, rows, start, started, sweep
 from configs import base
 from sweeps.opening import Options, open_sweep
 from sweeps.search import FIRST_SEED, ROUNDS
+from sweeps.store import DECODING
 
 RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
 
@@ -31,7 +32,7 @@ def opened(workdir, corpus, **changes):
         "search_seeds": 1,
         "checkpoint": "best",
         "group_size": 16,
-        "is_new": True,
+        "verb": "run",
         "proposes": True,
     }
     return open_sweep(Options(**(given | changes)))
@@ -43,7 +44,8 @@ def score(opened, best):
         path = opened.folder(group) / "result-val.json"
         if not path.exists() and group.trials[0].is_search:
             scores = [50 - abs(t.nuisance[RATE] - best) * 1e3 for t in group.trials]
-            found = [{"bleu": score, "diverged_at": None} for score in scores]
+            made = {"checkpoint": "best", "decoding": DECODING, "diverged_at": None}
+            found = [made | {"bleu": score} for score in scores]
             path.write_text(json.dumps(found))
 
 
