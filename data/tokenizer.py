@@ -216,11 +216,20 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
 
 def _read(kind, path: pathlib.Path, *vocabulary):
     try:
-        return kind(path.read_bytes(), *vocabulary)
+        tokenizer = kind(path.read_bytes(), *vocabulary)
     except RuntimeError:
+        tokenizer = None
+    if tokenizer is None or not tokenizer.vocab_size:  # 0: of an empty file
         raise ValueError(
             f"{path} is damaged; restore it, or train anew in another --workdir."
-        ) from None
+        )
+    return tokenizer
+
+
+def forget(folder) -> None:
+    """Remove what `load_or_train` wrote into a folder, and nothing else."""
+    for name in ("joint.model", "source.model", "target.model"):
+        (pathlib.Path(folder) / name).unlink(missing_ok=True)
 
 
 def load_or_train(
