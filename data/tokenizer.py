@@ -209,7 +209,10 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
         if not path.is_file():
             raise FileNotFoundError(f"there is no tokenizer in {folder}; train first")
     if numbered.is_file():
-        vocabulary = json.loads(numbered.read_text())
+        try:
+            vocabulary = json.loads(numbered.read_text())
+        except ValueError:
+            raise _damaged(numbered) from None
         return tuple(_read(MarianTokenizer, path, vocabulary) for path in sides)
     return tuple(_read(Tokenizer, path) for path in sides)
 
@@ -220,10 +223,14 @@ def _read(kind, path: pathlib.Path, *vocabulary):
     except RuntimeError:
         tokenizer = None
     if tokenizer is None or not tokenizer.vocab_size:  # 0: of an empty file
-        raise ValueError(
-            f"{path} is damaged; restore it, or train anew in another --workdir."
-        )
+        raise _damaged(path)
     return tokenizer
+
+
+def _damaged(path: pathlib.Path) -> ValueError:
+    return ValueError(
+        f"{path} is damaged; restore it, or train anew in another --workdir."
+    )
 
 
 def forget(folder) -> None:

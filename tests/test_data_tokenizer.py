@@ -129,6 +129,11 @@ def test_a_damaged_model_is_named(tmp_path, length):
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match="joint.model is damaged"):
         tokenizer.load(tmp_path)
+    path.unlink()
+    for name in ("source.model", "target.model", "vocab.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(ValueError, match="vocab.json is damaged"):
+        tokenizer.load(tmp_path)
 
 
 def test_killed_while_writing_leaves_all_of_a_model_or_none(tmp_path):
