@@ -7,6 +7,7 @@ python eval.py --workdir=runs/multi30k --translate < source.txt > translations.t
 import contextlib
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
     "best",
     ["best", "last", "average"],
-    "Parameters of the best dev BLEU, of the last checkpoint, or the mean of the "
-    "checkpoints kept (train.keep_checkpoints).",
+    "Parameters of the best evaluation by train.best_metric, of the last checkpoint, "
+    "or the mean of the checkpoints kept (train.keep_checkpoints).",
 )
 BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1 is greedy.", 1)
 LENGTH_PENALTY = flags.DEFINE_float(
@@ -96,24 +97,33 @@ def main():
         stack.enter_context(hosts.at_once())
         with one_sentence(), hosts.given_up():
             options = decoding_options()
-            check_files()
+            named = [] if SPLIT.value is None else splits()
+            check_files(named)
             cluster.connect()
             trained = load(Path(WORKDIR.value), CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
             if TRANSLATE.value:
                 translate_lines(trained, options)
                 return
-            for split in splits():
-                evaluate(Path(WORKDIR.value), trained, split, options)
+            with hosts.together():
+                pairs = {split: read_split(trained, split) for split in named}
+            for split in named:
+                evaluate(Path(WORKDIR.value), trained, split, *pairs[split], options)
 
 
 def splits() -> list[str]:
     """The splits that --split names.
 
     Raises:
-        ValueError: there are several, and --output names one file for all.
+        ValueError: one has no name, or there are several, and --output names one file
+            for all.
     """
     found = SPLIT.value.split(",")
+    if "" in found:
+        raise ValueError(
+            f"--split={SPLIT.value} must name splits with commas between them, as in "
+            f"--split=val,test"
+        )
     if len(found) > 1 and OUTPUT.value is not None and "SPLIT" not in OUTPUT.value:
         raise ValueError(
             f"--output={OUTPUT.value} would hold the last of {len(found)} splits; "
@@ -127,7 +137,7 @@ def decoding_options() -> dict:
 
     Raises:
         ValueError: one is not finite, or there are some of sampling without a
-            temperature.
+            temperature, or of beam search with one.
     """
     for flag in (LENGTH_PENALTY, TEMPERATURE, TOP_P):
         if not math.isfinite(flag.value):
@@ -138,6 +148,12 @@ def decoding_options() -> dict:
             "--temperature=0; set it too, as in --temperature=1"
         )
     if TEMPERATURE.value > 0:
+        for flag in (BEAM_SIZE, LENGTH_PENALTY):
+            if flag.present:
+                raise ValueError(
+                    f"--{flag.name} is of beam search, and --temperature="
+                    f"{TEMPERATURE.value:g} samples instead; leave one of them out."
+                )
         return {
             "temperature": TEMPERATURE.value,
             "top_k": TOP_K.value,
@@ -147,16 +163,17 @@ def decoding_options() -> dict:
     return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
 
 
-def check_files() -> None:
+def check_files(named: list[str]) -> None:
     """Raise a ValueError where --output or --plot can't be written, before decoding."""
-    for flag in (OUTPUT, PLOT):
-        if flag.value is None:
-            continue
-        path = Path(flag.value)
+    outputs = [output_path(split) for split in named if OUTPUT.value is not None]
+    plots = [] if PLOT.value is None else [Path(PLOT.value)]
+    for flag, path in [(OUTPUT, o) for o in outputs] + [(PLOT, p) for p in plots]:
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(
-                f"--{flag.name}={path} must be a file in a folder that is there."
+                f"--{flag.name}={flag.value} must be a file in a folder that is there."
             )
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{flag.name}={flag.value}: {path} can't be written.")
     if PLOT.value is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -189,7 +206,7 @@ def load(workdir: Path, which: str) -> Trained:
     if not path.exists():
         raise FileNotFoundError(
             f"{workdir} holds no run (there is no config.json in it); "
-            f"train one with train.py --workdir={workdir}."
+            f"train one with {shlex.join(['train.py', f'--workdir={workdir}'])}"
         )
     config = ml_collections.ConfigDict(read_json(path))
     check_encoder_decoder(config.model.to_dict())
@@ -215,24 +232,34 @@ def load(workdir: Path, which: str) -> Trained:
     )
 
 
-def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None:
+def read_split(trained: Trained, split: str) -> tuple:
+    """The pairs of a split, and its references as published, None where there are none.
+
+    Raises:
+        ValueError, OSError: there is no such split, or it can't be read.
+    """
+    from data import corpora
+
+    data = trained.config.data
+    directory = DIRECTORY.value or data.directory
+    pairs = corpora.load(data.name, data.source, data.target, split, directory)
+    if data.name != "multi30k":
+        return *pairs, None
+    tokenized = corpora.tokenized_references(data.name, data.target, split, directory)
+    return *pairs, tokenized
+
+
+def evaluate(
+    workdir: Path, trained: Trained, split: str, sources, references, tokenized, options
+) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
     from analysis.evaluation import losses, sentences, translations
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
-    from data import corpora
     from training import hosts
     from training.step import Static
 
     data = trained.config.data
-    directory = DIRECTORY.value or data.directory
-    names = (data.name, data.source, data.target)
-    with hosts.together():
-        sources, references = corpora.load(*names, split, directory)
-        if data.name == "multi30k":
-            tokenized = corpora.tokenized_references(
-                data.name, data.target, split, directory
-            )
     source, target = trained.tokenizers
     encoded = source.encode(sources)
     loss = losses(
@@ -263,7 +290,7 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
         row |= {"checkpoint": CHECKPOINT.value, "step": step}
         row |= {"diverged_at": trained.diverged_at[trial]}
         row |= {"loss": float(loss[trial])} | scores(hypotheses, references)
-        if data.name == "multi30k":
+        if tokenized is not None:
             row |= published_scores(hypotheses, tokenized, data.target)
         row |= {"decoding": options, "sentences": len(sources)}
         rows.append(row)
@@ -278,14 +305,19 @@ def evaluate(workdir: Path, trained: Trained, split: str, options: dict) -> None
         plot(trained, sources[0], found[trial_of(trained)][0])
 
 
+def output_path(split: str) -> Path:
+    """The file that --output names for a split."""
+    path = Path(OUTPUT.value)
+    return path.with_name(path.name.replace("SPLIT", split))
+
+
 def write_output(
     hypotheses: list[str], split: str, trial: int, num_trials: int
 ) -> None:
     """Write the translations to --output; of many trials each to a file of its own."""
     if OUTPUT.value is None:
         return
-    path = Path(OUTPUT.value)
-    path = path.with_name(path.name.replace("SPLIT", split))
+    path = output_path(split)
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
     path.write_text("".join(line + "\n" for line in hypotheses))
@@ -294,6 +326,7 @@ def write_output(
 def translate_lines(trained: Trained, options: dict) -> None:
     """Translate standard input line by line, in batches of what is there already."""
     from analysis.evaluation import sentences
+    from data.lines import lines_at_hand
     from models.decoding import translate
     from training.metrics import say
 
@@ -318,34 +351,6 @@ def translate_lines(trained: Trained, options: dict) -> None:
         for index in range(len(lines)):
             print(translations.get(index, ""))
         sys.stdout.flush()
-
-
-def lines_at_hand(file: int, most: int):
-    """Yield lists of lines: those that can be read without waiting, `most` at a time.
-
-    Raises:
-        ValueError: a line is not UTF-8.
-    """
-    rest, number = b"", 0
-    while True:
-        chunk = os.read(file, 1 << 16)  # returns as soon as there is anything
-        *lines, rest = (rest + chunk).split(b"\n") if chunk else (rest, b"")
-        if not chunk and lines == [b""]:
-            return
-        for start in range(0, len(lines), most):
-            decoded = []
-            for line in lines[start : start + most]:
-                number += 1
-                try:
-                    decoded.append(line.decode())
-                except UnicodeDecodeError:
-                    raise ValueError(
-                        f"Line {number} of the input is not UTF-8; convert it, as with "
-                        f"iconv -f latin1 -t utf-8."
-                    ) from None
-            yield decoded
-        if not chunk:
-            return
 
 
 def trial_of(trained: Trained) -> int:

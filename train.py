@@ -7,6 +7,7 @@ of the config can be set: --config.model.attention.num_heads=8
 """
 
 import contextlib
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,15 @@ from training import cluster, platform
 from training.metrics import show_log
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
-from training.workdir import check_data, claim, environment, write_json
+from training.workdir import (
+    changes,
+    check_data,
+    claim,
+    environment,
+    has_begun,
+    record,
+    write_json,
+)
 
 START = time.monotonic()
 CONFIG = config_flags.DEFINE_config_file(
@@ -80,7 +89,9 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
     platform.setup()
     show_log()
     stop = StopSignal()
+    from analysis.evaluation import METRICS
     from training import hosts
+    from training.checks import check_config
     from training.utilisation import Profile, steps_to_profile
 
     with contextlib.ExitStack() as stack:
@@ -91,6 +102,7 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
             profile = Profile(workdir, steps)
             cluster.connect()
             with hosts.together():
+                check_config(config, flat(config.to_dict()), METRICS)
                 if hosts.is_first():
                     stack.enter_context(claim(workdir, config.to_dict(), trials))
             hosts.check_same_run(workdir, config.to_dict(), trials)
@@ -125,39 +137,21 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from flax import nnx
 
     from analysis.budget import update_flops
-    from analysis.evaluation import METRICS, Dev
+    from analysis.evaluation import Dev
     from data import corpora, pipeline, tokenizer
-    from models.checks import (
-        check_counts,
-        check_encoder_decoder,
-        check_positions,
-        choose,
-    )
+    from models.checks import check_bos
     from models.counting import parameters
-    from models.precision import REMAT
     from models.sites import implementations
     from models.transformer import Transformer
     from training import hosts, sharding
     from training.checkpoint import Checkpoints
     from training.metrics import say
-    from training.optimizer import SCHEDULES
     from training.step import init, items_of, state_of, static_of
     from training.utilisation import CompileClock
 
     compiled = CompileClock()
     names = (config.data.name, config.data.source, config.data.target)
     with hosts.together():
-        check_counts(flat(config.to_dict()))
-        check_encoder_decoder(config.model.to_dict())
-        choose("train.best_metric", config.train.best_metric, METRICS)
-        choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
-        choose("train.remat", config.train.remat, REMAT)
-        choose("mesh.shard", config.mesh.shard, sharding.SHARD)
-        check_positions(config.model.to_dict(), config.data.max_length)
-        # Before the data, which may take minutes: do the heads fit the width?
-        shallow = config.model.to_dict() | {"num_encoder_layers": 1}
-        shallow |= {"num_decoder_layers": 1}
-        nnx.eval_shape(lambda: Transformer(2, **shallow, rngs=nnx.Rngs(0)))
         sources, targets = corpora.load(*names, "train", config.data.directory)
         held_out = corpora.load(*names, "val", config.data.directory)
         tokenizers_of = partial(
@@ -169,9 +163,15 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             joint=config.data.joint_vocabulary,
         )
         if hosts.is_first():
+            if not has_begun(workdir):  # a start that failed may have been another's
+                if changes(workdir, config.to_dict(), trials, may_change=()):
+                    tokenizer.forget(workdir / "tokenizer")
+                record(workdir, config.to_dict(), trials)  # whose vocabulary it is
             tokenizers_of()  # for the other processes, which find it
     with hosts.together():
         tokenizers = tokenizers_of()
+        vocab_sizes = tokenizer.vocab_sizes(tokenizers)
+        check_bos(config.model.bos, vocab_sizes[0])
         batches = pipeline.Batches(
             tokenizers[0].encode(sources),
             tokenizers[1].encode(targets),
@@ -194,7 +194,6 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     sharding.warn_of_whole(flat(config.to_dict()), mesh)
     dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
-    vocab_sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     static = static_of(nnx.split(model)[0], config)
@@ -216,13 +215,20 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
+        diverged = np.asarray(items["trials"]["diverged_at"]) > 0
+        if step > config.train.num_steps and not diverged.all():
+            raise ValueError(
+                f"{workdir} is trained for {step} steps already, more than "
+                f"train.num_steps={config.train.num_steps}; set it to {step} or more, "
+                f"or choose another --workdir."
+            )
         state = sharding.place(state_of(items), mesh, config.mesh.shard)
         where = jax.tree.map(lambda x: x.sharding, state.params)
         best = items["best"]
         best["params"] = jax.tree.map(sharding.put, best["params"], where)
         say(f"Going on from step {step} of {workdir}.")
     if hosts.is_first():
-        record = {
+        facts = {
             "attention": implementations(model, *batches.shape),
             "trials": num_trials,
             "dtype": model.dtype,
@@ -234,7 +240,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         }
-        write_json(workdir / "run.json", record)
+        record(workdir, config.to_dict(), trials)  # nothing refuses it any more
+        write_json(workdir / "run.json", facts)
     flops = partial(update_flops, vocab_sizes, config.model.to_dict(), *batches.shape)
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints
@@ -356,9 +363,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         fail(divergence(int(diverged.max()), len(trials), saved))
     else:
         end = "; no trial is left to train" if step < num_steps else ""
-        say(
-            f"Trained {step} steps{end}. python eval.py --workdir={workdir} --split=val"
-        )
+        hint = shlex.join(["python", "eval.py", f"--workdir={workdir}", "--split=val"])
+        say(f"Trained {step} steps{end}. {hint}")
 
 
 def evaluate(

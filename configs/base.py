@@ -83,7 +83,8 @@ def get_config() -> ml_collections.ConfigDict:
     train.remat = "none"  # or "block", "dots": compute again what would fill the memory
     train.log_every_steps = 50
     train.eval_every_steps = 250  # dev loss, and scores of greedy translations
-    train.best_metric = "dev_bleu"  # or dev_chrf, dev_exact_match, dev_loss
+    # Or dev_chrf, dev_exact_match, dev_loss; the lower loss decides between equal ones.
+    train.best_metric = "dev_bleu"
     train.patience = placeholder(int)  # evaluations without a better one; None: never
     train.checkpoint_every_steps = 250
     train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages

@@ -1,6 +1,7 @@
 """From the command line to a config, and from an error to one sentence."""
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -54,10 +55,12 @@ def run(main) -> None:
     from absl import app, flags
 
     app.define_help_flags()
+    take_none()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
         if "config" in flags.FLAGS and flags.FLAGS.config is not None:
             flags.FLAGS.config.keys()  # one that can't be read says so only now
+            check_none(flags.FLAGS.config, flags.FLAGS["config"].override_values)
     except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
         fail(flag_error(error, sys.argv[1:]))
     except SyntaxError as error:
@@ -70,6 +73,38 @@ def run(main) -> None:
     except BrokenPipeError:  # who reads has enough; nor may Python's own flush complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def take_none() -> None:
+    """Let flags of a config's keys take None, which only some keys may be."""
+    from absl import flags
+    from ml_collections.config_flags import register_flag_parser_for_type
+
+    parsers = {
+        int: flags.IntegerParser,
+        float: flags.FloatParser,
+        bool: flags.BooleanParser,
+        str: flags.ArgumentParser,
+    }
+    for kind, parser in parsers.items():
+
+        class OrNone(parser):
+            """The parser of a type, but for None."""
+
+            def parse(self, argument):
+                return None if argument == "None" else super().parse(argument)
+
+        register_flag_parser_for_type(kind, OrNone())
+
+
+def check_none(config, given: dict) -> None:
+    """Raise a ValueError where a key was given None and has a default."""
+    for path, value in given.items():
+        *sections, key = path.split(".")
+        section = functools.reduce(getattr, sections, config)
+        # a placeholder keeps the type of what it may be
+        if value is None and section.get_type(key) is type(None):
+            raise ValueError(f"config.{path} must have a value, got None.")
 
 
 def flag_error(error: Exception, argv: list[str]) -> str:

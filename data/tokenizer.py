@@ -209,18 +209,34 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
         if not path.is_file():
             raise FileNotFoundError(f"there is no tokenizer in {folder}; train first")
     if numbered.is_file():
-        vocabulary = json.loads(numbered.read_text())
+        try:
+            vocabulary = json.loads(numbered.read_text())
+        except ValueError:
+            raise _damaged(numbered) from None
         return tuple(_read(MarianTokenizer, path, vocabulary) for path in sides)
     return tuple(_read(Tokenizer, path) for path in sides)
 
 
 def _read(kind, path: pathlib.Path, *vocabulary):
     try:
-        return kind(path.read_bytes(), *vocabulary)
+        tokenizer = kind(path.read_bytes(), *vocabulary)
     except RuntimeError:
-        raise ValueError(
-            f"{path} is damaged; restore it, or train anew in another --workdir."
-        ) from None
+        tokenizer = None
+    if tokenizer is None or not tokenizer.vocab_size:  # 0: of an empty file
+        raise _damaged(path)
+    return tokenizer
+
+
+def _damaged(path: pathlib.Path) -> ValueError:
+    return ValueError(
+        f"{path} is damaged; restore it, or train anew in another --workdir."
+    )
+
+
+def forget(folder) -> None:
+    """Remove what `load_or_train` wrote into a folder, and nothing else."""
+    for name in ("joint.model", "source.model", "target.model"):
+        (pathlib.Path(folder) / name).unlink(missing_ok=True)
 
 
 def load_or_train(

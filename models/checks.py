@@ -23,10 +23,27 @@ def choose(name: str, value: str, choices) -> None:
 
 
 def check_counts(config: dict) -> None:
-    """Raise a ValueError unless what a (flat) config counts is 1 or more."""
+    """Raise a ValueError unless what a (flat) config counts is 1 or more.
+
+    And unless what it divides by is above 0.
+    """
     for key in COUNTS:
         if config[key] is not None and config[key] < 1:
             raise ValueError(f"{key} must be at least 1, got {config[key]}.")
+    epsilon = config["model.norm_epsilon"]
+    if not 0 < epsilon < float("inf"):
+        raise ValueError(
+            f"model.norm_epsilon must be above 0 and finite, got {epsilon}."
+        )
+
+
+def check_bos(bos: int, vocab_size: int) -> None:
+    """Raise a ValueError unless the id is one of the vocabulary."""
+    if not 0 <= bos < vocab_size:
+        raise ValueError(
+            f"model.bos must be from 0 to below {vocab_size}, the pieces of the "
+            f"vocabulary, got {bos}."
+        )
 
 
 def check_layers(

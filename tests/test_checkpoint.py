@@ -144,6 +144,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_intact(tmp_path):
     reader.close()
 
 
+@pytest.mark.parametrize("keep", [3, None])
+def test_a_file_where_the_folder_must_be_is_named(tmp_path, keep):
+    (tmp_path / "checkpoints").write_text("precious")
+    with pytest.raises(ValueError, match="checkpoints is a file .*; move it away"):
+        Checkpoints(tmp_path, keep)
+
+
 def test_save_error_names_the_place(saved):
     checkpoints = Checkpoints(saved, keep=3)
     error = checkpoints.save_error(OSError("No space left on device"))

@@ -112,11 +112,27 @@ def test_no_model_says_where(tmp_path):
         tokenizer.load(tmp_path)
 
 
-def test_a_damaged_model_is_named(tmp_path):
+def test_only_what_was_written_is_forgotten(tmp_path):
+    tokenizer.load_or_train(tmp_path, ["a b"], ["b c"], 10, joint=False)
+    tokenizer.load_or_train(tmp_path / "joint", ["a b"], ["b c"], 10)
+    (tmp_path / "my.model").write_text("precious")
+    for folder in (tmp_path, tmp_path / "joint"):
+        tokenizer.forget(folder)
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ["my.model"]
+
+
+@pytest.mark.parametrize("length", [0, 50])
+def test_a_damaged_model_is_named(tmp_path, length):
     tokenizer.load_or_train(tmp_path, PAIRS["en"], PAIRS["de"], 100)
     path = tmp_path / "joint.model"
-    path.write_bytes(path.read_bytes()[:50])
+    path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match="joint.model is damaged"):
+        tokenizer.load(tmp_path)
+    path.unlink()
+    for name in ("source.model", "target.model", "vocab.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(ValueError, match="vocab.json is damaged"):
         tokenizer.load(tmp_path)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from analysis.evaluation import ranking
 from configs.base import get_config
 from configs.commandline import flat
 from data.packing import Sentences
@@ -159,3 +160,13 @@ def test_keep_best_is_per_trial():
     best = keep_best(best, {"w": jnp.ones((2, 3))}, 10, np.array([2.0, 1.0]))
     np.testing.assert_array_equal(best["params"]["w"], [[1.0] * 3, [0.0] * 3])
     assert best["score"].tolist() == [2.0, 1.0] and best["step"].tolist() == [10, 5]
+
+
+def test_where_a_score_is_the_same_the_lower_loss_is_better():
+    def row(score, loss):
+        return {"dev_exact_match": score, "dev_loss": loss}
+
+    rows = {0: row(0.0, 3.0), 1: row(0.0, 2.0), 3: row(0.1, 30.0)}
+    scores = ranking(rows, "dev_exact_match", 4)
+    assert scores[2] < scores[0] < scores[1] < scores[3]
+    assert ranking(rows, "dev_loss", 4).tolist() == [-3.0, -2.0, -np.inf, -30.0]

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import statistics
@@ -17,10 +18,15 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from ml_collections import config_flags
 
-from data import numbers
+from analysis.evaluation import METRICS
+from configs.base import get_config
+from configs.commandline import check_none, flat, take_none
+from data import numbers, tokenizer
 from sweeps.store import locked
 from training.checkpoint import Checkpoints
+from training.checks import check_config
 from training.workdir import check_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,18 +182,51 @@ def test_a_finished_run_stays_as_it_is(trained, little):
     assert final(trained) == before
 
 
-def test_a_workdir_of_another_config_is_refused(trained, little):
-    ran = run(train_command(trained, **little, **{"model.width": 32}))
-    refused(ran, "holds a run of another config", "model.width (there 16, now 32)")
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        ({"model.width": 32}, ["of another config", "model.width (there 16, now 32)"]),
+        ({"data.directory": "other"}, ["The training data are not those"]),
+        ({"train.num_steps": 30}, ["is trained for 60 steps already", "num_steps=30"]),
+    ],
+)
+def test_what_a_workdir_cannot_go_on_as_is_refused(
+    trained, little, tmp_path, change, parts
+):
+    """And eval.py goes on scoring what was trained."""
+    if "data.directory" in change:
+        change = write_corpus(tmp_path / "other", ["a dog"] * 9, ["ein Hund"] * 9)
+    before = {path: path.read_bytes() for path in trained.glob("*.json")}
+    refused(run(train_command(trained, **little | change)), *parts)
+    assert {path: path.read_bytes() for path in trained.glob("*.json")} == before
 
 
-def test_a_start_that_failed_does_not_keep_the_workdir(tmp_path):
+def test_a_start_that_failed_does_not_keep_the_workdir(little, tmp_path):
+    """Nor its vocabulary, which is of another config."""
     workdir = tmp_path / "run"
-    refused(run([*train_command(workdir), "--config.data.target=xx"]), "'xx'")
+    parts = {"train.accumulate_steps": 1000, "data.vocab_size": 60}
+    refused(run(train_command(workdir, **little | parts)), "accumulate_steps")
+    (workdir / "tokenizer" / "my.model").write_text("precious")
+    assert tokenizer.load(workdir / "tokenizer")[0].vocab_size == 60
     short = {"train.num_steps": 2, "train.eval_every_steps": 2}
-    ran = run(train_command(workdir, **short))
+    ran = run(train_command(workdir, **little | short))
     assert ran.returncode == 0, ran.stderr
-    refused(run(train_command(workdir, seed=1)), "seed (there 0, now 1)")
+    assert tokenizer.load(workdir / "tokenizer")[0].vocab_size == 80
+    assert (workdir / "tokenizer" / "my.model").exists()
+    refused(run(train_command(workdir, **little, seed=1)), "seed (there 0, now 1)")
+
+
+def test_a_folder_of_another_program_stays_as_it_is(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    files = {
+        tmp_path / "config.json": '{"model_type": "bert"}',
+        tmp_path / "tokenizer" / "my.model": "precious",
+    }
+    for path, text in files.items():
+        path.write_text(text)
+    refused(run(train_command(tmp_path)), "config.json is not what train.py writes")
+    there = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert there == files
 
 
 def test_two_processes_do_not_share_a_workdir(tmp_path):
@@ -195,7 +234,7 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
     first = subprocess.Popen(
         train_command(workdir), cwd=ROOT, stderr=subprocess.DEVNULL
     )
-    while not (workdir / "config.json").exists() and first.poll() is None:
+    while not (workdir / ".lock").exists() and first.poll() is None:
         time.sleep(0.01)
     refused(run(train_command(workdir)), "Another process is training in")
     first.kill()
@@ -219,23 +258,62 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
         ("--workdir=README.md", ["README.md: a file is where a folder must be"]),
         ("--config=configs/numbres.py", ["configs/numbres.py", "configs/"]),
         ("--config=configs/multi30k.py:tiny", [":full and :short", ":tiny"]),
-        ("--config.model.attention.num_heads=3", ["num_heads", "3 and 16"]),
-        ("--config.model.norm=both", ["model.norm", "post, pre", "'both'"]),
+        ("--config.train.num_steps=0", ["train.num_steps must be at least 1"]),
+        ("--config.model.width=None", ["config.model.width must have a value"]),
         ("--config.data.name=numbrs", ["numbrs", "numbers"]),
         ("--config.data.target=xx", ["'xx'"]),
-        ("--config.optimizer.schedule=cosin", ["optimizer.schedule", "'cosin'"]),
-        ("--config.train.best_metric=bleu", ["train.best_metric", "dev_bleu"]),
     ],
 )
 def test_a_bad_flag_is_named(tmp_path, flag, parts):
     refused(run([*train_command(tmp_path / "run"), flag]), *parts)
-    assert not (tmp_path / "run" / "tokenizer").exists()  # before the data are read
+    assert not list((tmp_path / "run").glob("[!.]*"))  # before the data are read
 
 
-def test_a_run_that_does_not_tell_its_data_is_named(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("model.attention.num_heads", 3, "num_heads.* 3 and 128"),
+        ("model.norm", "both", "model.norm must be one of post, pre, got 'both'"),
+        ("optimizer.schedule", "cosin", "optimizer.schedule must .* got 'cosin'"),
+        ("train.best_metric", "bleu", "train.best_metric must .* dev_bleu"),
+        ("train.num_steps", 0, "train.num_steps must be at least 1, got 0"),
+        ("model.bos", 8000, "model.bos must be from 0 to below 8000, .* got 8000"),
+        ("model.bos", -1, "model.bos must be from 0"),
+        ("model.norm_epsilon", -1.0, "model.norm_epsilon must be above 0 .* got -1.0"),
+        ("model.norm_epsilon", 0.0, "model.norm_epsilon must be above 0"),
+        ("model.norm_epsilon", float("nan"), "model.norm_epsilon must .* got nan"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_is_named(key, value, words):
+    config = get_config()
+    check_config(config, flat(config.to_dict()), METRICS)
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=words):
+        check_config(config, flat(config.to_dict()), METRICS)
+
+
+def test_what_has_no_default_may_be_none():
+    take_none()
+    given = {
+        "model.attention.num_kv_heads": ("None", None),
+        "model.dtype": ("None", None),
+        "train.patience": ("3", 3),
+        "data.target": ("fr", "fr"),
+    }
+    argv = ["x", *(f"--config.{key}={text}" for key, (text, _) in given.items())]
+    values, config = flags.FlagValues(), get_config()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    values(argv)
+    check_none(values.config, values["config"].override_values)
+    found = flat(values.config.to_dict())
+    assert {key: found[key] for key in given} == {k: v for k, (_, v) in given.items()}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"data": 3}', '{"data": {"pairs": 1}}'])
+def test_a_run_that_does_not_tell_its_data_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match="does not tell what the run was trained on"):
+    with pytest.raises(ValueError, match="run.json (does not tell|is not what)"):
         check_data(tmp_path, {"pairs": 1, "crc32": 0})
 
 
@@ -372,9 +450,11 @@ def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
         "train.eval_every_steps": 250,
         "train.checkpoint_every_steps": 250,
     }
-    workdir = tmp_path / "run"
+    workdir = tmp_path / "a run"
     ran = run(train_command(workdir, **overrides))
     assert ran.returncode == 0, ran.stderr
+    hint = ran.stderr.splitlines()[-1].partition("python ")[2]
+    assert shlex.split(hint) == ["eval.py", f"--workdir={workdir}", "--split=val"]
     picture = tmp_path / "heads.png"
     args = {"split": "val", "beam_size": 2, "show": 1, "plot": picture}
     ran = run(command("eval.py", workdir=workdir, **args))
@@ -409,20 +489,32 @@ def evaluated(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "option, value, sentence",
+    "options, sentence",
     [
-        ("temperature", "nan", "--temperature must be finite, got nan"),
-        ("output", "nodir/o.txt", "--output=nodir/o.txt must be a file in a folder"),
-        ("plot", "nodir/p.png", "--plot=nodir/p.png must be a file in a folder"),
-        ("plot", "p.xyz", "The suffix of --plot must be one of"),
+        ({"temperature": "nan"}, "--temperature must be finite, got nan"),
+        ({"temperature": 1, "beam_size": 3}, "--beam_size is of beam search, and"),
+        ({"temperature": 1, "length_penalty": 1}, "--length_penalty is of beam search"),
+        ({"split": "val,"}, "--split=val, must name splits"),
+        ({"output": "nodir/o.txt"}, "--output=nodir/o.txt must be a file in a folder"),
+        ({"output": "dSPLIT", "split": "ocs"}, "--output=dSPLIT must be a file in"),
+        ({"plot": "nodir/p.png"}, "--plot=nodir/p.png must be a file in a folder"),
+        ({"plot": "p.xyz"}, "The suffix of --plot must be one of"),
     ],
 )
 def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
-    evaluated, capfd, option, value, sentence
+    evaluated, capfd, monkeypatch, options, sentence
 ):
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match="2"):
-        evaluated(workdir="x", split="val", **{option: value})
+        evaluated(**{"workdir": "x", "split": "val"} | options)
     assert sentence in capfd.readouterr().err
+
+
+def test_a_file_that_may_not_be_written_is_refused(evaluated, capfd, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(SystemExit, match="2"):
+        evaluated(workdir="x", split="val", output="o.txt")
+    assert "--output=o.txt: o.txt can't be written" in capfd.readouterr().err
 
 
 def test_evaluating_by_every_checkpoint(trained, evaluated):
@@ -449,7 +541,9 @@ def test_evaluating_by_every_checkpoint(trained, evaluated):
 
 def test_bad_input_to_eval_is_named(trained, tmp_path):
     refused(run(command("eval.py", workdir=tmp_path, split="val")), "holds no run")
-    refused(run(command("eval.py", workdir=trained, split="tset")), "tset")
+    ran = run(command("eval.py", workdir=trained, split="val,tset"))
+    refused(ran, "tset")
+    assert not ran.stdout, "it is said before the first split is decoded"
     ran = subprocess.run(
         [*command("eval.py", workdir=trained), "--translate"],
         cwd=ROOT,

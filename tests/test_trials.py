@@ -8,7 +8,7 @@ import pytest
 from configs.base import get_config
 from configs.commandline import flat
 from training.trials import named, numbers, trials_of
-from training.workdir import claim
+from training.workdir import changes, claim, record
 
 
 def settings(**changes):
@@ -101,6 +101,7 @@ def test_seeds_and_a_list_do_not_mix(tmp_path):
     [
         ({"seeds": 0}, "seeds must be at least 1"),
         ({"optimizer.label_smoothing": 1.0}, "config.optimizer.label_smoothing must"),
+        ({"optimizer.epsilon": 0.0}, "config.optimizer.epsilon must be from 1e-37"),
         ({"seed": 2**32 - 1, "seeds": 2}, "the last seed must be .* below 4294967296"),
     ],
 )
@@ -109,14 +110,23 @@ def test_a_number_of_the_config_out_of_range_is_named(change, sentence):
         trials_of(settings(**change))
 
 
-def test_a_workdir_keeps_its_trials(tmp_path):
-    config, trials = {"a": {"b": 1}}, [{"seed": 0, "c": 1}, {"seed": 1, "c": 1}]
+@pytest.mark.parametrize(
+    "begun",
+    [
+        lambda workdir: (workdir / "metrics.jsonl").touch(),
+        lambda workdir: (workdir / "checkpoints" / "7").mkdir(parents=True),
+    ],
+)
+def test_a_workdir_keeps_its_trials(tmp_path, begun):
+    config = get_config().to_dict()
+    trials = [{"seed": 0, "c": 1}, {"seed": 1, "c": 1}]
     with claim(tmp_path, config, trials):
-        pass
-    assert json.loads((tmp_path / "trials.json").read_text()) == trials
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    record(tmp_path, config, trials)
     with claim(tmp_path, config, trials[:1]):  # nothing is trained yet
         pass
-    (tmp_path / "metrics.jsonl").touch()
+    record(tmp_path, config, trials[:1])
+    begun(tmp_path)
     for now, words in (
         ([{"seed": 0, "c": 2}], r"trials\[0\].c \(there 1, now 2\)"),
         (trials, r"trials\[1\] \(there 'unset', now \{'seed': 1"),
@@ -125,15 +135,43 @@ def test_a_workdir_keeps_its_trials(tmp_path):
         with pytest.raises(ValueError, match=words), claim(tmp_path, config, now):
             pass
     with (
-        pytest.raises(ValueError, match=r"a.b \(there 1, now 2\)"),
-        claim(tmp_path, {"a": {"b": 2}}, trials[:1]),
+        pytest.raises(ValueError, match=r"seeds \(there 1, now 2\)"),
+        claim(tmp_path, config | {"seeds": 2}, trials[:1]),
     ):
         pass
     assert json.loads((tmp_path / "trials.json").read_text()) == trials[:1]
 
 
-def test_a_damaged_config_in_the_workdir_is_named(tmp_path):
-    (tmp_path / "config.json").write_text('{"seed": ')
-    words = "config.json is damaged .*; restore it"
-    with pytest.raises(ValueError, match=words), claim(tmp_path, {"seed": 0}, []):
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("config.json", '{"seed": ', "is damaged .*; restore it"),
+        ("config.json", "", "is damaged .*; restore it"),
+        ("config.json", "{}", "is not what train.py writes there; restore it"),
+        ("config.json", "[]", "is not what train.py writes there; restore it"),
+        ("config.json", '{"model_type": "bert"}', "is not .* choose another --workdir"),
+        ("trials.json", "[]", "is not what train.py writes there"),
+        ("trials.json", '{"seed": 0}', "is not what train.py writes there"),
+        ("trials.json", '[{"seed": "0"}]', "is not what train.py writes there"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_named_and_left(tmp_path, name, text, words):
+    """Nor is a lock left beside it."""
+    (tmp_path / name).write_text(text)
+    config = get_config().to_dict()
+    with (
+        pytest.raises(ValueError, match=f"{name} {words}"),
+        claim(tmp_path, config, [{"seed": 0}]),
+    ):
         pass
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == text
+
+
+def test_a_folder_of_other_data_may_be_of_the_same_run_but_not_vocabulary(tmp_path):
+    config, trials = get_config().to_dict(), [{"seed": 0}]
+    record(tmp_path, config, trials)
+    moved = config | {"data": config["data"] | {"directory": "there"}}
+    assert changes(tmp_path, moved, trials) == []
+    (change,) = changes(tmp_path, moved, trials, may_change=())
+    assert change.startswith("data.directory")

@@ -73,11 +73,20 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
 
 
 class Checkpoints:
-    """The checkpoints of a workdir, of which the last `keep` stay; None: read only."""
+    """The checkpoints of a workdir, of which the last `keep` stay; None: read only.
+
+    Raises:
+        ValueError: a file is where their folder must be.
+    """
 
     def __init__(self, workdir: Path, keep: int | None = None):
         sys.unraisablehook = but_closed_loops(sys.unraisablehook)
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
+        if self.directory.is_file():  # Orbax would say so at the first save
+            raise ValueError(
+                f"{self.directory} is a file where the folder of the checkpoints must "
+                f"be; move it away, or choose another --workdir."
+            )
         policy = ocp.checkpoint_managers.LatestN(keep)
         self.manager = ocp.CheckpointManager(
             self.directory,

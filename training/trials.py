@@ -19,6 +19,7 @@ RANGES = {
     "model.dropout": (0, 1),
     "optimizer.beta1": (0, 1),
     "optimizer.beta2": (0, 1),
+    "optimizer.epsilon": (1e-37, math.inf),  # in float32 less is 0, and 0 / 0 follows
     "optimizer.label_smoothing": (0, 1),
 }
 SITES = ("encoder", "decoder", "cross")

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,15 +16,28 @@ MAY_CHANGE = (
     "mesh.model",
     "mesh.shard",
 )
+# What eval.py reads: a file without it is damaged, or of another program.
+LIKE = {
+    "config.json": {
+        "data": {"name": "", "source": "", "target": "", "batch_tokens": 0},
+        "model": {"width": 0, "num_encoder_layers": 0, "num_decoder_layers": 0},
+        "optimizer": {"schedule": ""},
+        "train": {},
+    },
+    "trials.json": [{"seed": 0}],
+    "run.json": {},
+}
 
 
 @contextlib.contextmanager
 def claim(workdir: Path, config: dict, trials: list[dict]):
-    """Make the workdir this config's and these trials', and this process's alone.
+    """Keep the workdir for this process, if these may train there; record nothing.
 
     Raises:
-        ValueError: it holds another run, or another process is at it.
+        ValueError: it holds another run, or what is none of ours, or another process
+            is at it.
     """
+    recorded(workdir)  # before a lock is left in a folder that is none of ours
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / ".lock").open("w") as lock:
         try:
@@ -35,23 +47,44 @@ def claim(workdir: Path, config: dict, trials: list[dict]):
                 f"Another process is training in {workdir}; wait for it, or choose "
                 f"another --workdir."
             ) from None
-        files = {"config.json": config, "trials.json": trials}
-        differences = [
-            difference
-            for name, value in files.items()
-            if (workdir / name).exists()
-            for difference in differing(read_json(workdir / name), value)
-        ]
-        if differences and (workdir / "metrics.jsonl").exists():
+        differences = changes(workdir, config, trials)
+        if differences and has_begun(workdir):
             raise ValueError(
                 f"{workdir} holds a run of another config: {summary(differences)}; "
                 f"choose another --workdir, or the settings of that run."
             )
-        if differences:  # a start that failed; its vocabulary is of the other config
-            shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
-        for name, value in files.items():
-            write_json(workdir / name, value)
         yield
+
+
+def has_begun(workdir: Path) -> bool:
+    """Whether anything was trained there; what is not begun may become another run."""
+    return (workdir / "metrics.jsonl").exists() or any(
+        path.name.isdigit() for path in workdir.glob("checkpoints/*")
+    )
+
+
+def recorded(workdir: Path) -> dict:
+    """The config and the trials that are recorded in a workdir, by their files."""
+    paths = workdir / "config.json", workdir / "trials.json"
+    return {path.name: read_json(path) for path in paths if path.exists()}
+
+
+def record(workdir: Path, config: dict, trials: list[dict]) -> None:
+    """Record what is trained there, for the next start and for eval.py."""
+    write_json(workdir / "config.json", config)
+    write_json(workdir / "trials.json", trials)
+
+
+def changes(
+    workdir: Path, config: dict, trials: list[dict], may_change=MAY_CHANGE
+) -> list[str]:
+    """What differs from what is recorded in the workdir, but for what may."""
+    now = {"config.json": config, "trials.json": trials}
+    return [
+        phrase
+        for name, before in recorded(workdir).items()
+        for phrase in differing(before, now[name], may_change=may_change)
+    ]
 
 
 def differing(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
@@ -83,18 +116,35 @@ def summary(phrases: list[str], most: int = 5) -> str:
 
 
 def read_json(path: Path):
-    """What a file of the workdir holds.
+    """What a file of `LIKE` in the workdir holds.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or not ours.
     """
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged ({error}); restore it, or train anew in another "
             f"--workdir."
         ) from None
+    if not is_like(value, LIKE[path.name]):
+        raise ValueError(
+            f"{path} is not what train.py writes there; restore it, or choose another "
+            f"--workdir."
+        )
+    return value
+
+
+def is_like(value, like) -> bool:
+    """Whether a tree of JSON has the keys and the types of another."""
+    if not isinstance(value, type(like)):
+        return False
+    if isinstance(like, dict):
+        return all(key in value and is_like(value[key], like[key]) for key in like)
+    if isinstance(like, list):
+        return bool(value) and all(is_like(each, like[0]) for each in value)
+    return True
 
 
 def write_json(path: Path, value) -> None:
@@ -128,10 +178,10 @@ def environment() -> dict:
 def check_data(workdir: Path, data: dict) -> None:
     """Raise a ValueError where the run in the workdir was trained on other pairs."""
     path = workdir / "run.json"
-    if not path.exists() or not (workdir / "metrics.jsonl").exists():
+    if not path.exists() or not has_begun(workdir):
         return
     before = read_json(path).get("data")
-    if before is None:
+    if not is_like(before, {"pairs": 0, "crc32": 0}):
         raise ValueError(
             f"{path} does not tell what the run was trained on; restore it, or choose "
             f"another --workdir."

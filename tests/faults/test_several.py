@@ -171,7 +171,7 @@ def test_what_one_process_cannot_do_all_say(settings, tmp_path):
         ({"model.width": 32}, ["config differs", "model.width", "now 32"]),
         ({"workdir": tmp_path / "other"}, ["file system that all hosts share"]),
         ({"data.directory": "nowhere"}, ["no folder nowhere"]),
-        ({"model.norm": "both"}, ["differs", "now 'both'"]),
+        ({"model.norm": "both"}, ["model.norm must be", "got 'both'"]),
     ):
         for said in ended(start(tmp_path / "run", 2, own=own, **settings), wanted=2):
             for part in parts:
