@@ -28,7 +28,8 @@ AXES = {
     "query_gradient": "RBNHT",
     "key_gradient": "RBKHS",
     "value_gradient": "RBKVS",
-    "lse": "RBNxT",
+    "highest": "RBNxT",
+    "confidence": "RBNxT",
     "delta": "RBNxT",
     "rows": "RBNxT",
     "query_ids": "RBxT",
@@ -179,7 +180,7 @@ def lay_out(arrays, T, S, padded):
                 x = x.astype(jnp.int8)
             elif suffix:
                 x = x.astype(jnp.float32)
-        elif name in ("lse", "delta"):
+        elif name in ("highest", "confidence", "delta"):
             x = jnp.swapaxes(x, 2, 3)[:, :, :, None]
         elif name in ("query_ids", "key_ids"):
             x = x[:, :, None]

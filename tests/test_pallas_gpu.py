@@ -153,6 +153,16 @@ CASES = {
         {"bias": jnp.where(jnp.arange(40)[:, None] < 7, -jnp.inf, 1.0)[None, None]},
     ),
     "large scale": (inputs(40, 40), {"scale": 3.0}),
+    # In the rounding of their log-sum-exp log(40) is lost.
+    "large bias": (
+        inputs(40, 40),
+        {"bias": jnp.where(jnp.arange(40)[:, None] < 7, -1e9, 1.0)[None, None]},
+    ),
+    "large products": (
+        tuple(jnp.full((2, 40, n, 16), x) for n, x in ((2, 1e4), (1, -1e4)))
+        + inputs(40, 40)[2:],
+        {},
+    ),
 }
 
 
