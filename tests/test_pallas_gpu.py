@@ -204,6 +204,13 @@ def test_statistics(case):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_x64_mode():
+    with jax.enable_x64(True):
+        ids = jnp.ones((2, 40), jnp.int32)
+        segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        check(inputs(40, 40, N=4, K=2), is_causal=True, **segments)
+
+
 @pytest.mark.parametrize(
     "H, V, dtype",
     [

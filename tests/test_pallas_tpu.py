@@ -133,6 +133,16 @@ def test_gradients_where_the_log_sum_exp_is_large():
         assert_close([x[b] for x in got], [x[b] for x in want])
 
 
+def test_x64_mode():
+    with jax.enable_x64(True):
+        arrays, ids = inputs(20, 20, N=4, K=2), jnp.ones((2, 20), jnp.int32)
+        segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        got, want = (
+            run(x, arrays, is_causal=True, **segments) for x in (TPU, "reference")
+        )
+    assert_close(got, want)
+
+
 def poisoned(array, *blocks):
     for start, stop in blocks:
         array = array.at[:, start:stop].set(jnp.nan)
