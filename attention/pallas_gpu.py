@@ -117,7 +117,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(static, arrays):
-    """By name what the kernel gives of each row, `B N T`, and output if of values."""
+    """The kernel's results by name: of rows, `B N T`, and `out` if there are values."""
     statistics = dict(static)["statistics"]
     rows = ("highest", *(HeadStatistics._fields if statistics else ("confidence",)))
     names = (*rows, "out") if "value" in arrays else rows
