@@ -5,14 +5,39 @@ parameters, and a row of `MERGE_RULES` that gives the shapes of these parameters
 letters N (heads), V (value size) and D (width). docs/heads.md shows how to add one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 
+def checked(function: Callable) -> Callable:
+    """The rule, refusing parameters of other shapes than its row of `MERGE_RULES` says.
+
+    An axis of 1 would be broadcast, and a mean become a sum without a word.
+    """
+
+    @functools.wraps(function)
+    def rule(heads, x, **arguments):
+        N, V = heads.shape[-2:]
+        sizes = {"N": N, "V": V, "D": x.shape[-1]}
+        for name, letters in MERGE_RULES[function.__name__].shapes.items():
+            wanted = tuple(sizes[letter] for letter in letters.split())
+            if name in arguments and np.shape(arguments[name]) != wanted:
+                raise ValueError(
+                    f"{name} of {function.__name__} must have the shape {letters} = "
+                    f"{wanted}, got {np.shape(arguments[name])}"
+                )
+        return function(heads, x, **arguments)
+
+    return rule
+
+
+@checked
 def concat(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -27,6 +52,7 @@ def concat(
     return jnp.einsum("BTNV,NVD->BTD", heads, kernel)
 
 
+@checked
 def mean(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -41,6 +67,7 @@ def mean(
     return heads.mean(2) @ kernel
 
 
+@checked
 def weighted(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -53,6 +80,7 @@ def weighted(
     return jnp.einsum("BTNV,N->BTV", heads, softmax(logits, heads.dtype)) @ kernel
 
 
+@checked
 def dynamic(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -65,6 +93,7 @@ def dynamic(
     return jnp.einsum("BTNV,BTN->BTV", heads, weights) @ kernel
 
 
+@checked
 def gated(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -80,6 +109,7 @@ def gated(
     return concat(heads * gates[..., None], x, kernel=kernel)
 
 
+@checked
 def gated_elementwise(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -95,6 +125,7 @@ def gated_elementwise(
     return concat(heads * gates, x, kernel=kernel)
 
 
+@checked
 def mixture(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -110,6 +141,10 @@ def mixture(
     are computed. A mixture of attention heads as of Zhang et al. 2022, over the whole
     of each head.
     """
+    if not 1 <= mixture_heads <= heads.shape[2]:
+        raise ValueError(
+            f"mixture_heads must be from 1 to N = {heads.shape[2]}, got {mixture_heads}"
+        )
     logits = x @ router
     # by rank, not by the k-th value: at equal logits exactly k must be chosen
     order = jnp.argsort(-logits, axis=-1, stable=True)

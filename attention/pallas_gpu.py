@@ -50,7 +50,7 @@ def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
     check("GPU", DTYPES, query, query)
     static, arrays = _split(structure, True, interpret)
     arrays = present(query=query, key=key, bias=bias, mask=mask, **arrays)
-    return _forward(static, arrays)[-1]
+    return _public(static, arrays, _forward(static, arrays))[-1]
 
 
 def _split(structure, statistics, interpret):
@@ -60,17 +60,22 @@ def _split(structure, statistics, interpret):
     return tuple(sorted(structure.items())), arrays
 
 
-def _public(lse):
-    """The kernels' log-sum-exp, `B N T` in powers of two -> `B T N`, natural."""
-    lse = jnp.swapaxes(lse, 1, 2)
-    return jnp.where(lse == jnp.inf, masks.EMPTY, lse / kernels.LOG2E)
+def _public(static, arrays, found):
+    """What `attend` returns, of what `_forward` does."""
+    rows = {name: jnp.swapaxes(found[name], 1, 2) for name in found if name != "out"}
+    highest, confidence = rows.pop("highest"), rows["confidence"]
+    seen = confidence > 0  # it is 1 / the sum of all exponentials
+    unit = kernels.unit_of(arrays, dict(static)["scale"])
+    lse = (highest * unit - jnp.log2(confidence)) / kernels.LOG2E
+    lse = jnp.where(seen, lse, masks.EMPTY)
+    statistics = (HeadStatistics(**rows),) if len(rows) > 1 else ()
+    return found.get("out"), lse, *statistics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, query, key, value, bias, others):
     arrays = present(query=query, key=key, value=value, bias=bias, **others)
-    out, lse, *rows = _forward(static, arrays)
-    return out, _public(lse), *rows
+    return _public(static, arrays, _forward(static, arrays))
 
 
 def _attend_forward(static, query, key, value, bias, others):
@@ -80,12 +85,13 @@ def _attend_forward(static, query, key, value, bias, others):
         lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
     )
     arrays = present(query=query, key=key, value=value, bias=bias, **others)
-    out, lse, *rows = _forward(static, arrays)
-    return (out, _public(lse), *rows), (arrays, out, lse)
+    found = _forward(static, arrays)
+    kept = {name: found[name] for name in ("highest", "confidence")}
+    return _public(static, arrays, found), (arrays | kept, found["out"])
 
 
 def _attend_backward(static, residuals, gradients):
-    arrays, out, lse = residuals
+    arrays, out = residuals
     out_gradient, lse_gradient = (
         None if isinstance(gradient, jax.custom_derivatives.SymbolicZero) else gradient
         for gradient in gradients[:2]  # statistics have none
@@ -99,7 +105,6 @@ def _attend_backward(static, residuals, gradients):
     arrays = dict(
         arrays,
         out_gradient=out_gradient.astype(out.dtype),
-        lse=lse,
         delta=jnp.swapaxes(delta, 1, 2),
     )
     query_gradient, key_gradient, value_gradient = _backward(static, arrays)
@@ -112,25 +117,22 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(static, arrays):
-    """Output, if there are values, log-sum-exp, and statistics, if they are wanted."""
+    """The kernel's results by name: of rows, `B N T`, and `out` if there are values."""
     statistics = dict(static)["statistics"]
-    rows = ("lse", *(HeadStatistics._fields if statistics else ()))
-    out = ("BTNV",) if "value" in arrays else ()
+    rows = ("highest", *(HeadStatistics._fields if statistics else ("confidence",)))
+    names = (*rows, "out") if "value" in arrays else rows
 
     def outputs(arrays):
         B, T, N, _ = arrays["query"].shape
         shapes = dict.fromkeys(rows, (B, N, T))
-        if out:
+        if "out" in names:
             shapes["out"] = (B, T, N, arrays["value"].shape[-1])
         return shapes
 
     kernel = kernels.statistics if statistics else kernels.forward
-    letters = (*("BNT" for _ in rows), *out)
-    lse, *found = _run(kernel, static, arrays, outputs, letters)
-    results = (found.pop(), lse) if out else (lse,)
-    if statistics:
-        results += (HeadStatistics(*(jnp.swapaxes(x, 1, 2) for x in found)),)
-    return results
+    letters = ["BTNV" if name == "out" else "BNT" for name in names]
+    results = _run(kernel, static, arrays, outputs, letters)
+    return dict(zip(names, results, strict=True))
 
 
 def _backward(static, arrays):
@@ -155,7 +157,7 @@ def _run(kernel, static, arrays, outputs, results):
     def function(arrays):
         return run(kernel, problem, arrays, outputs(arrays))
 
-    axes = axes_of(arrays, lse="BNT", delta="BNT")
+    axes = axes_of(arrays, **dict.fromkeys(kernels.ROWS, "BNT"))
     return partitioned(function, arrays, axes, results)
 
 
@@ -205,7 +207,7 @@ def _by_query(kernel, problem, arrays, outputs):
 
     def keys_of_group(width):
         return pl.BlockSpec(
-            (None, keys, None, width), lambda i, n, b: (b, 0, jax.lax.div(n, group), 0)
+            (None, keys, None, width), lambda i, n, b: (b, 0, n // group, 0)
         )
 
     def whole_map(array):
@@ -230,7 +232,7 @@ def _by_query(kernel, problem, arrays, outputs):
         "key_value_seq_lengths": pl.BlockSpec((None,), lambda i, n, b: (b,)),
         "query_segment_ids": pl.BlockSpec((None, tile), lambda i, n, b: (b, block(i))),
         "key_value_segment_ids": pl.BlockSpec((None, keys), lambda i, n, b: (b, 0)),
-        **dict.fromkeys(("lse", "delta", *HeadStatistics._fields), row),
+        **dict.fromkeys((*kernels.ROWS, *HeadStatistics._fields), row),
         **{
             name: whole_map(arrays[name]) for name in ("bias", "mask") if name in arrays
         },
@@ -273,8 +275,7 @@ def _by_key(kernel, problem, arrays, outputs):
         "out_gradient": queries_of_group(value_dim),
         "key": keys(head_dim),
         "value": keys(value_dim),
-        "lse": row,
-        "delta": row,
+        **dict.fromkeys(kernels.ROWS, row),
         "bounds": pl.BlockSpec((None, None, 4), lambda j, k, b: (b * many, j, 0)),
         "query_seq_lengths": pl.BlockSpec((None,), lambda j, k, b: (b,)),
         "key_value_seq_lengths": pl.BlockSpec((None,), lambda j, k, b: (b,)),

@@ -20,6 +20,8 @@ from attention import masks
 from attention.pallas_gpu_blocks import Tiles
 
 LOG2E = math.log2(math.e)
+# What the backward pass reads of each query.
+ROWS = ("highest", "confidence", "delta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +72,13 @@ class Block:
         return queries_by_keys.T if self.by_key else queries_by_keys
 
 
-def forward(inputs, lse_ref, out_ref, *, problem: Problem):
-    """One block of queries: its output and log-sum-exp (+inf where nothing is seen).
+def forward(inputs, highest_ref, confidence_ref, out_ref, *, problem: Problem):
+    """One block of queries: its output, highest logit and largest weight.
 
-    The log-sum-exp stays in powers of two, for the backward pass.
+    The logit as `_logits` gives it. The largest weight is 1 / the sum of exponentials,
+    0 where nothing is seen.
     """
-    unit = _unit(inputs, problem)
+    unit = unit_of(inputs, problem.scale)
     rows, query = _outer(inputs, "query", problem.query_block(), problem)
 
     def step(j, carry, masked):
@@ -83,7 +86,7 @@ def forward(inputs, lse_ref, out_ref, *, problem: Problem):
         block, key, value = _keys(inputs, j, rows, problem, masked)
         logits = _logits(_dot(query, key.T, problem), inputs, block, problem, masked)
         new_highest = jnp.maximum(highest, logits.max(1))
-        weights = jnp.exp2(logits * unit - (new_highest * unit)[:, None])
+        weights = jnp.exp2((logits - new_highest[:, None]) * unit)
         correction = jnp.exp2((highest - new_highest) * unit)
         total = total * correction + weights.sum(1)
         out = out * correction[:, None]
@@ -94,16 +97,18 @@ def forward(inputs, lse_ref, out_ref, *, problem: Problem):
     out, highest, total = _visit(inputs, problem, step, (out, *_no_rows(rows, unit)))
     out /= jnp.where(total > 0, total, 1)[:, None]
     _store(out_ref, out, rows, problem.num_queries, problem.value_dim)
-    _store(lse_ref, _lse(highest, total, unit), rows, problem.num_queries)
+    _store(highest_ref, highest, rows, problem.num_queries)
+    _store(confidence_ref, _confidence(total), rows, problem.num_queries)
 
 
-def statistics(inputs, lse_ref, *refs, problem: Problem):
+def statistics(inputs, highest_ref, *refs, problem: Problem):
     """One block of queries: what `statistics.HeadStatistics` lists, in that order.
 
-    If there are values, the output after it, as of `forward`.
+    Before it the highest logit, and after it the output if there are values, both as
+    of `forward`.
     """
     *statistic_refs, out_ref = refs if "value" in inputs else (*refs, None)
-    unit = _unit(inputs, problem)
+    unit = unit_of(inputs, problem.scale)
     rows, query = _outer(inputs, "query", problem.query_block(), problem)
 
     def step(j, carry, masked):
@@ -111,7 +116,7 @@ def statistics(inputs, lse_ref, *refs, problem: Problem):
         block, key, value = _keys(inputs, j, rows, problem, masked)
         logits = _logits(_dot(query, key.T, problem), inputs, block, problem, masked)
         new_highest = jnp.maximum(highest, logits.max(1))
-        below = logits * unit - (new_highest * unit)[:, None]
+        below = (logits - new_highest[:, None]) * unit
         weights = jnp.exp2(below)
         shift = (highest - new_highest) * unit
         correction = jnp.exp2(shift)
@@ -139,25 +144,25 @@ def statistics(inputs, lse_ref, *refs, problem: Problem):
         out /= safe[:, None]
         _store(out_ref, out, rows, problem.num_queries, problem.value_dim)
     entropy = (jnp.log2(safe) - excess / safe) / LOG2E
-    confidence = jnp.where(total > 0, 1 / safe, 0)
-    results = entropy, confidence, *(one / safe for one in sums)
+    results = entropy, _confidence(total), *(one / safe for one in sums)
     for ref, result in zip(statistic_refs, results, strict=True):
         _store(ref, result, rows, problem.num_queries)
-    _store(lse_ref, _lse(highest, total, unit), rows, problem.num_queries)
+    _store(highest_ref, highest, rows, problem.num_queries)
 
 
 def query_gradient(inputs, gradient_ref, *, problem: Problem):
     """One block of queries: their gradient."""
-    unit = _unit(inputs, problem)
+    unit = unit_of(inputs, problem.scale)
     rows, query = _outer(inputs, "query", problem.query_block(), problem)
     _, out_gradient = _outer(inputs, "out_gradient", problem.query_block(), problem)
-    lse = _load(inputs["lse"], rows, problem.num_queries, other=jnp.inf)
-    delta = _load(inputs["delta"], rows, problem.num_queries)
+    highest, confidence, delta = (
+        _load(inputs[name], rows, problem.num_queries) for name in ROWS
+    )
 
     def step(j, gradient, masked):
         block, key, value = _keys(inputs, j, rows, problem, masked)
         logits = _logits(_dot(query, key.T, problem), inputs, block, problem, masked)
-        weights = jnp.exp2(logits * unit - lse[:, None])
+        weights = _weights(logits, unit, highest[:, None], confidence[:, None])
         weight_gradient = _dot(out_gradient, value.T, problem)
         logit_gradient = weights * (weight_gradient - delta[:, None])
         return gradient + _dot(logit_gradient.astype(key.dtype), key, problem)
@@ -172,7 +177,7 @@ def key_value_gradient(inputs, key_gradient_ref, value_gradient_ref, *, problem)
 
     The blocks are transposed, so that the result of a product never has to be.
     """
-    unit, tiles = _unit(inputs, problem), problem.tiles
+    unit, tiles = unit_of(inputs, problem.scale), problem.tiles
     columns, key = _outer(inputs, "key", pl.program_id(0), problem)
     _, value = _outer(inputs, "value", pl.program_id(0), problem)
 
@@ -186,18 +191,19 @@ def key_value_gradient(inputs, key_gradient_ref, value_gradient_ref, *, problem)
             out_gradient = _load(
                 inputs["out_gradient"].at[here, n], rows, size, problem.value_dim
             )
-            # Queries beyond the end: +inf makes their weights zero.
-            lse = _load(inputs["lse"].at[n, here], rows, size, other=jnp.inf)
-            delta = _load(inputs["delta"].at[n, here], rows, size)
             block = Block(n, rows, columns, here, pl.ds(0, tiles.keys), by_key=True)
             logits = _dot(key, query.T, problem)
             logits = _logits(logits, inputs, block, problem, masked)
-            weights = jnp.exp2(logits * unit - lse[None, :])
+            # Read late, or they spill. Queries beyond the end: confidence 0, weights 0.
+            highest, confidence, delta = (
+                _load(inputs[name].at[n, here], rows, size)[None, :] for name in ROWS
+            )
+            weights = _weights(logits, unit, highest, confidence)
             value_gradient += _dot(
                 weights.astype(out_gradient.dtype), out_gradient, problem
             )
             weight_gradient = _dot(value, out_gradient.T, problem)
-            logit_gradient = weights * (weight_gradient - delta[None, :])
+            logit_gradient = weights * (weight_gradient - delta)
             key_gradient += _dot(logit_gradient.astype(query.dtype), query, problem)
             return key_gradient, value_gradient
 
@@ -258,23 +264,27 @@ def _keys(inputs, j, rows, problem, masked):
     return block, key, value
 
 
-def _unit(inputs, problem):
-    """What `_logits` leaves to multiply by, to fuse with the subtraction that follows.
+def unit_of(inputs, scale):
+    """What `_logits` leaves to multiply by, for when the highest is subtracted.
 
-    Only a positive factor may wait until after the maximum, and a bias cannot.
+    So large logits are not rounded once more, differently forward and backward. Only a
+    positive scale may wait until after the maximum, and with a bias it cannot.
     """
-    wait = "bias" not in inputs and problem.scale > 0
-    return problem.scale * LOG2E if wait else 1.0
+    wait = "bias" not in inputs and scale > 0
+    return scale * LOG2E if wait else LOG2E
 
 
 def _logits(products, inputs, block, problem, masked):
-    """Products of queries and keys -> logits / unit, -inf where none may attend."""
+    """Products of queries and keys -> logits, -inf where none may attend.
+
+    In the unit of which `unit_of` tells the powers of two.
+    """
     logits = products
-    if _unit(inputs, problem) == 1.0:
-        logits = logits * (problem.scale * LOG2E)
+    if unit_of(inputs, problem.scale) == LOG2E:
+        logits = logits * problem.scale
     if "bias" in inputs:
         bias = _map_block(inputs["bias"], block, problem).astype(jnp.float32)
-        logits = logits + bias * LOG2E
+        logits = logits + bias
     if not masked:
         return logits
     segments = {}
@@ -345,11 +355,18 @@ def _no_rows(rows, unit):
     return jnp.full(rows.shape, lowest, jnp.float32), jnp.zeros(rows.shape, jnp.float32)
 
 
-def _lse(highest, total, unit):
-    # +inf makes the weights of a row that sees nothing zero in the backward pass.
+def _confidence(total):
+    """The largest weight of a row; 0 of one that sees nothing."""
     seen = total > 0
-    log = jnp.log2(jnp.where(seen, total, 1))
-    return jnp.where(seen, highest * unit + log, jnp.inf)
+    return jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
+
+
+def _weights(logits, unit, highest, confidence):
+    """The softmax again, from what the forward pass kept of each row.
+
+    Not from the log-sum-exp: where that is large, the total is lost in its rounding.
+    """
+    return jnp.exp2((logits - highest) * unit + jnp.log2(confidence))
 
 
 def _range(size):

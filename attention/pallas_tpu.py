@@ -20,6 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from attention import masks
 from attention import pallas_tpu_kernels as kernels
 from attention.fused import check, present, refuse_gradient
 from attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
@@ -90,14 +91,23 @@ def _ids(size, lengths, ids, excluded):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, query, key, value, bias, others):
     arrays = present(query=query, key=key, value=value, bias=bias, **others)
-    return _output(*static, arrays)
+    return _output(*static, arrays)[0]
 
 
 def _output(problem, statistics, arrays):
-    if not statistics:
-        return _call(_forward, problem, arrays, ("BTNV", "BTN"))
-    lse, rows, out = _call(_statistics, problem, arrays, ("BTN", "BTNx", "BTNV"))
-    return out, lse, HeadStatistics(*jnp.moveaxis(rows, -1, 0))
+    """What `attend` returns, and of each row what the backward pass needs."""
+    if statistics:
+        letters = "BTN", "BTNx", "BTNV"
+        highest, rows, out = _call(_statistics, problem, arrays, letters)
+        rows = HeadStatistics(*jnp.moveaxis(rows, -1, 0))
+        confidence, rows = rows.confidence, (rows,)
+    else:
+        letters = "BTNV", "BTN", "BTN"
+        out, highest, confidence = _call(_forward, problem, arrays, letters)
+        rows = ()
+    seen = confidence > 0  # it is 1 / the sum of all exponentials
+    lse = jnp.where(seen, highest - jnp.log(confidence), masks.EMPTY)
+    return (out, lse, *rows), {"highest": highest, "confidence": confidence}
 
 
 def _attend_forward(static, query, key, value, bias, others):
@@ -108,24 +118,24 @@ def _attend_forward(static, query, key, value, bias, others):
         is_leaf=lambda x: hasattr(x, "perturbed"),
     )
     arrays = present(query=query, key=key, value=value, bias=bias, **others)
-    out, lse, *rows = _output(*static, arrays)
-    return (out, lse, *rows), (arrays, out, lse)
+    results, rows = _output(*static, arrays)
+    return results, (arrays | rows, results[0])
 
 
 def _attend_backward(static, residuals, gradients):
     problem, _ = static
-    arrays, out, lse = residuals
+    arrays, out = residuals
     out_gradient, lse_gradient = (
         jnp.zeros_like(primal)
         if isinstance(gradient, jax.custom_derivatives.SymbolicZero)
         else gradient
-        for gradient, primal in zip(gradients[:2], (out, lse), strict=True)
+        for gradient, primal in zip(
+            gradients[:2], (out, arrays["highest"]), strict=True
+        )
     )
     # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
     delta = (out.astype(jnp.float32) * out_gradient.astype(jnp.float32)).sum(-1)
-    arrays = dict(
-        arrays, out_gradient=out_gradient, lse=lse, delta=delta - lse_gradient
-    )
+    arrays = dict(arrays, out_gradient=out_gradient, delta=delta - lse_gradient)
     (query_gradient,) = _call(_query_gradient, problem, arrays, ("BTNH",))
     key_gradient, value_gradient = _call(
         _key_value_gradient, problem, arrays, ("BSKH", "BSKV")
@@ -146,7 +156,8 @@ def _call(function, problem, arrays, results):
         results = _trials(function, problem)(trials)
         return tuple(result[0] for result in results)
 
-    return partitioned(one_trial, arrays, axes_of(arrays), results)
+    axes = axes_of(arrays, highest="BTN", confidence="BTN")
+    return partitioned(one_trial, arrays, axes, results)
 
 
 @functools.cache
@@ -193,19 +204,22 @@ def _forward(problem, arrays):
         arrays,
         {
             "out": ((N, V, "T"), arrays["query"].dtype),
-            "lse": ((N, 1, "T"), jnp.float32),
+            "highest": ((N, 1, "T"), jnp.float32),
+            "confidence": ((N, 1, "T"), jnp.float32),
         },
         [(1, "T"), (1, "T"), (V, "T")],
         tiles=FORWARD_TILES,
     )
-    return _back(found["out"], T), _back(found["lse"], T)[..., 0]
+    names = "out", "highest", "confidence"
+    out, highest, confidence = (_back(found[name], T) for name in names)
+    return out, highest[..., 0], confidence[..., 0]
 
 
 def _statistics(problem, arrays):
     T, N = arrays["query"].shape[2:4]
     fields = len(HeadStatistics._fields)
     outputs = {
-        "lse": ((N, 1, "T"), jnp.float32),
+        "highest": ((N, 1, "T"), jnp.float32),
         "rows": ((N, fields, "T"), jnp.float32),
     }
     scratch = [(1, "T"), (1, "T"), (fields, "T")]
@@ -216,8 +230,8 @@ def _statistics(problem, arrays):
     found = run(
         kernels.statistics, problem, arrays, outputs, scratch, tiles=FORWARD_TILES
     )
-    lse, *results = (_back(found[name], T) for name in outputs)
-    return lse[..., 0], *results
+    highest, *results = (_back(found[name], T) for name in outputs)
+    return highest[..., 0], *results
 
 
 def _query_gradient(problem, arrays):

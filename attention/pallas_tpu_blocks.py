@@ -28,7 +28,8 @@ AXES = {
     "query_gradient": "RBNHT",
     "key_gradient": "RBKHS",
     "value_gradient": "RBKVS",
-    "lse": "RBNxT",
+    "highest": "RBNxT",
+    "confidence": "RBNxT",
     "delta": "RBNxT",
     "rows": "RBNxT",
     "query_ids": "RBxT",
@@ -86,7 +87,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
 
     def place(r, b, head, block, step, *bounds):
         """Indices of all axes at a grid step, and whether there is work."""
-        index = jax.lax.rem(step, counts[inner])
+        index = jax.lax.rem(step, np.int32(counts[inner]))
         limits = masks.query_bounds if by_key else masks.key_bounds
         start, stop = limits(
             block * size[outer],
@@ -95,8 +96,8 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
             is_causal=problem.is_causal,
             local_window_size=problem.local_window_size,
         )
-        low = jax.lax.div(jnp.int32(start), size[inner])
-        high = jax.lax.div(jnp.int32(stop - 1), size[inner])
+        low = jax.lax.div(jnp.int32(start), np.int32(size[inner]))
+        high = jax.lax.div(jnp.int32(stop - 1), np.int32(size[inner]))
         if bounds:
             at = (r * many[0] + b * many[1]) * counts[outer] + block
             low = jnp.maximum(low, bounds[0][at])
@@ -106,9 +107,9 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
         index = jnp.maximum(index, jnp.minimum(low, counts[inner] - 1))
         found = {"R": r, "B": b, outer: block, inner: index}
         if by_key:
-            n = head * group + jax.lax.div(step, counts["T"])
+            n = head * group + jax.lax.div(step, np.int32(counts["T"]))
             return {**found, "N": n, "K": head}, live
-        return {**found, "N": head, "K": jax.lax.div(head, group)}, live
+        return {**found, "N": head, "K": jax.lax.div(head, np.int32(group))}, live
 
     def spec(name, shape):
         axes = AXES[name]
@@ -179,7 +180,7 @@ def lay_out(arrays, T, S, padded):
                 x = x.astype(jnp.int8)
             elif suffix:
                 x = x.astype(jnp.float32)
-        elif name in ("lse", "delta"):
+        elif name in ("highest", "confidence", "delta"):
             x = jnp.swapaxes(x, 2, 3)[:, :, :, None]
         elif name in ("query_ids", "key_ids"):
             x = x[:, :, None]

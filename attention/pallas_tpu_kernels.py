@@ -41,7 +41,10 @@ class Block(NamedTuple):
 
 
 def forward(problem, block, refs, scratch):
-    """`out` and `lse`: the softmax, rescaled whenever a larger logit appears."""
+    """`out`, and of each row the `highest` logit and `confidence`, the largest weight.
+
+    The softmax is rescaled whenever a larger logit appears.
+    """
     highest, total, out = scratch
 
     def start():
@@ -58,14 +61,14 @@ def forward(problem, block, refs, scratch):
         seen = total[...] > 0
         divisor = jnp.where(seen, total[...], 1)
         refs["out"][...] = (out[...] / divisor).astype(refs["out"].dtype)
-        lse = highest[...] + jnp.log(divisor)
-        refs["lse"][...] = jnp.where(seen, lse, masks.EMPTY)
+        refs["highest"][...] = highest[...]
+        refs["confidence"][...] = jnp.where(seen, 1 / divisor, 0)
 
     return start, update, finish
 
 
 def statistics(problem, block, refs, scratch):
-    """`lse`, and in `rows` the fields of `HeadStatistics` in their order.
+    """`highest`, and in `rows` the fields of `HeadStatistics` in their order.
 
     And `out`, as of `forward`, if there are values.
     """
@@ -107,8 +110,7 @@ def statistics(problem, block, refs, scratch):
         rows[...] = mean
         rows[entropy, :] = jnp.log(divisor) - mean[entropy]
         rows[confidence, :] = jnp.where(seen, 1 / divisor, 0)
-        lse = highest[...] + jnp.log(divisor)
-        refs["lse"][...] = jnp.where(seen, lse, masks.EMPTY)
+        refs["highest"][...] = highest[...]
         for accumulator in out:
             mean = accumulator[...] / divisor
             refs["out"][...] = mean.astype(refs["out"].dtype)
@@ -159,8 +161,12 @@ def key_value_gradient(problem, block, refs, scratch):
 
 
 def _weights_and_gradient(problem, block, refs):
-    """The weights of the block, and the gradient by its scaled logits."""
-    weights = jnp.exp(_logits(problem, block, refs) - refs["lse"][...])
+    """The weights of the block, and the gradient by its scaled logits.
+
+    Not from the log-sum-exp: where that is large, the total is lost in its rounding.
+    """
+    exponentials = jnp.exp(_logits(problem, block, refs) - refs["highest"][...])
+    weights = exponentials * refs["confidence"][...]
     products = _dot(refs["value"][...], refs["out_gradient"][...], 0, 0)
     return weights, weights * (products - refs["delta"][...])
 

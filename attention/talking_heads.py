@@ -6,6 +6,7 @@ so nothing here is fused and memory is O(T S): the price of the question.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -21,17 +22,17 @@ def talking_heads_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    logits_mix: Float[Array, "N N"],
-    weights_mix: Float[Array, "N N"],
+    logits_mix: ArrayLike,
+    weights_mix: ArrayLike,
     head_gate: ArrayLike | None = None,
     **arguments,
 ) -> Array:
     """Attention whose head m has the logits Σ_n logits_n · logits_mix[n, m].
 
-    Its weights are Σ_n softmax(those)_n · weights_mix[n, m]. With two identity matrices
-    this is `dot_product_attention`, whose other arguments, shapes and errors it shares.
-    The bias is added and the mask applied after the first mix, so that a mixed map
-    sees no more than its own.
+    Its weights are Σ_n softmax(those)_n · weights_mix[n, m]; both mixes are `N N`. With
+    two identity matrices this is `dot_product_attention`, whose other arguments, shapes
+    and errors it shares. The bias is added and the mask applied after the first mix, so
+    that a mixed map sees no more than its own.
     """
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
     query, key, value, bias, mask = arrays
@@ -53,8 +54,8 @@ def talking_heads_weights(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    logits_mix: Float[Array, "N N"],
-    weights_mix: Float[Array, "N N"],
+    logits_mix: ArrayLike,
+    weights_mix: ArrayLike,
     **arguments,
 ) -> Array:
     """The maps that `talking_heads_attention` uses, `B N T S` in float32, for plots."""
@@ -69,7 +70,16 @@ def talking_heads_weights(
 def mixed_weights(
     query, key, bias, mask, logits_mix, weights_mix, *, scale, **structure
 ) -> Float[Array, "B N T S"]:
-    """The weights after both mixes, in float32; rows that see nothing are zero."""
+    """The weights after both mixes, in float32; rows that see nothing are zero.
+
+    Raises: ValueError: a mix of another shape than N N.
+    """
+    N = query.shape[2]
+    for name, mixture in (("logits_mix", logits_mix), ("weights_mix", weights_mix)):
+        if np.shape(mixture) != (N, N):
+            raise ValueError(
+                f"{name} must have the shape N N = {(N, N)}, got {np.shape(mixture)}"
+            )
     logits = scaled_logits(query, key, scale)
     logits = mix(logits, logits_mix)
     if bias is not None:
@@ -79,14 +89,17 @@ def mixed_weights(
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
-def mix(maps: Float[Array, "B N *X"], mixture: Float[Array, "N N"]) -> Array:
-    """Map m is the sum over n of map n times mixture[n, m]."""
-    return jnp.einsum("BN...,NM->BM...", maps, mixture.astype(maps.dtype))
+def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
+    """Map m is the sum over n of map n times mixture[n, m], `N N`."""
+    return jnp.einsum("BN...,NM->BM...", maps, jnp.asarray(mixture, maps.dtype))
 
 
 def masked_softmax(logits: Array, allowed: Array | None) -> Array:
     """Over the last axis; a row that may see nothing is zero."""
-    if allowed is None:
-        return jax.nn.softmax(logits, axis=-1)
-    weights = jax.nn.softmax(jnp.where(allowed, logits, masks.EMPTY), axis=-1)
-    return jnp.where(allowed, weights, 0.0)
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    # Finite, also where a row is -inf all along: their difference would be NaN.
+    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.EMPTY))
+    exponentials = jnp.exp(logits - highest)
+    total = exponentials.sum(-1, keepdims=True)
+    return exponentials / jnp.where(total > 0, total, 1)

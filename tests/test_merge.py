@@ -1,5 +1,7 @@
 """Merge rules: the identities that define them, their gradients, their parameters."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,23 @@ def test_mixture_by_hand(k):
 def test_mixture_takes_exactly_k_where_all_are_equal():
     found = merge("mixture", router=jnp.zeros((D, N)), mixture_heads=2)
     close(found, jnp.einsum("BTNV,NVD->BTD", HEADS[:, :, :2], KERNEL[:2]) / 2)
+
+
+@pytest.mark.parametrize("rule", MERGE_RULES)
+def test_parameters_of_another_shape_are_refused(rule):
+    """Above all an axis of 1, which would be broadcast."""
+    for name, array in parameters(rule).items():
+        for axis in range(array.ndim):
+            for other in (array.take(jnp.array([0]), axis), array.sum(axis)):
+                match = rf"{name} of {rule} must .* = {re.escape(str(array.shape))}, "
+                with pytest.raises(ValueError, match=match):
+                    merge(rule, **{name: other})
+
+
+@pytest.mark.parametrize("k", [-1, 0, N + 1])
+def test_mixture_of_no_heads_or_more_than_there_are_is_refused(k):
+    with pytest.raises(ValueError, match=f"must be from 1 to N = 4, got {k}"):
+        merge("mixture", mixture_heads=k)
 
 
 @pytest.mark.parametrize("rule", MERGE_RULES)

@@ -153,6 +153,16 @@ CASES = {
         {"bias": jnp.where(jnp.arange(40)[:, None] < 7, -jnp.inf, 1.0)[None, None]},
     ),
     "large scale": (inputs(40, 40), {"scale": 3.0}),
+    # In the rounding of their log-sum-exp log(40) is lost.
+    "large bias": (
+        inputs(40, 40),
+        {"bias": jnp.where(jnp.arange(40)[:, None] < 7, -1e9, 1.0)[None, None]},
+    ),
+    "large products": (
+        tuple(jnp.full((2, 40, n, 16), x) for n, x in ((2, 1e4), (1, -1e4)))
+        + inputs(40, 40)[2:],
+        {},
+    ),
 }
 
 
@@ -192,6 +202,13 @@ def test_statistics(case):
         for name, x, y in zip(rows._fields, found, want_rows, strict=True):
             # Distances count up to hundreds of tokens.
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_x64_mode():
+    with jax.enable_x64(True):
+        ids = jnp.ones((2, 40), jnp.int32)
+        segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        check(inputs(40, 40, N=4, K=2), is_causal=True, **segments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Talking heads at the border: rows that see nothing, and mixes that do not fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attention import dot_product_attention, talking_heads_attention
+from attention import talking_heads_weights as weights_of
+
+N = 4
+EYE = {"logits_mix": jnp.eye(N), "weights_mix": jnp.eye(N)}
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+ARRAYS = normal(0, 2, 3, N, 5), normal(1, 2, 4, N, 5), normal(2, 2, 4, N, 5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_of_minus_infinity_hides(causal):
+    """A row all along: zeros and no gradient, as of `dot_product_attention`."""
+    bias = jnp.zeros((3, 4)).at[1].set(-jnp.inf).at[2, 0].set(-jnp.inf)
+
+    def run(attend, **mixes):
+        def loss(arrays):
+            out = attend(*arrays, bias, is_causal=causal, **mixes)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))(ARRAYS)
+
+    found = run(talking_heads_attention, **EYE)
+    wanted = run(dot_product_attention, implementation="reference")
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert not found[1][:, 1].any()
+    weights = weights_of(*ARRAYS[:2], bias, is_causal=causal, **EYE)
+    assert not weights[:, :, 1].any()
+
+    def of_mix(mix):
+        return (weights_of(*ARRAYS[:2], bias, **EYE | {"logits_mix": mix}) ** 2).sum()
+
+    assert np.isfinite(jax.grad(of_mix)(EYE["logits_mix"])).all()
+
+
+@pytest.mark.parametrize("name", EYE)
+@pytest.mark.parametrize("shape", [(N, 1), (1, N), (N, 8), (N, 2), (2, N, N), ()])
+def test_a_mix_of_another_shape_is_refused(name, shape):
+    mixes = EYE | {name: jnp.ones(shape)}
+    for function, arrays in (
+        (talking_heads_attention, ARRAYS),
+        (weights_of, ARRAYS[:2]),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} must have the shape N N = \(4"):
+            function(*arrays, **mixes)
