@@ -42,9 +42,8 @@ class Problem(NamedTuple):
 def forward(problem, head):
     """Of one key/value head: out `G T V` if there are values, and lse `G T`.
 
-    Then the statistics of the rows, `G T` each, if they are asked for; and if there are
-    values 1 / total and the maximum, `G T`. Their sum, lse, may be too large for the
-    logarithm of the total to count in it.
+    Then the statistics of the rows, if they are asked for; and if there are values
+    1 / total and the maximum: in lse, their sum, the total may be too small to count.
     """
     dtype = _dtype(head)
 
@@ -70,16 +69,14 @@ def forward(problem, head):
         sums = dict.fromkeys(("energy", "distance") if problem.statistics else (), rows)
         if "value" in head:
             sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
-        carry = rows + LOWEST, rows, sums
-        maximum, total, sums = _visit(problem, head, i, step, carry)
-        results = _results(maximum, total, sums)
-        return _grouped(problem, (*results, _reciprocal(total), maximum))
+        carry = _visit(problem, head, i, step, (rows + LOWEST, rows, sums))
+        maximum, total, _ = carry
+        return _grouped(problem, (*_results(*carry), _reciprocal(total), maximum))
 
     *results, reciprocal, maximum = _over_chunks(problem, head, chunk)
     if problem.statistics:
-        results += [
-            _share(problem, head, offset, maximum) * reciprocal for offset in (-1, 0, 1)
-        ]
+        shares = (_share(problem, head, offset, maximum) for offset in (-1, 0, 1))
+        results += [share * reciprocal for share in shares]
     return (*results, reciprocal, maximum) if "value" in head else tuple(results)
 
 
@@ -99,8 +96,8 @@ def short(problem, head):
     results = _results(maximum, total, sums)
     reciprocal = _reciprocal(total)
     if problem.statistics:
-        diagonals = (_diagonal(problem, exponentials, offset) for offset in (-1, 0, 1))
-        results += tuple(x * reciprocal for x in diagonals)
+        shares = (_diagonal(problem, exponentials, offset) for offset in (-1, 0, 1))
+        results += tuple(x * reciprocal for x in shares)
     if "value" not in head:
         return _grouped(problem, results)
     kept = exponentials.astype(head["value"].dtype)
@@ -129,14 +126,14 @@ def _sums(problem, head, exponentials, i, j):
 
 def _results(maximum, total, sums):
     """Output, if any, log-sum-exp, and if asked for entropy, confidence, distance."""
-    seen = total > 0
     reciprocal = _reciprocal(total)
-    lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), masks.EMPTY)
+    log_total = jnp.log(jnp.where(total > 0, total, 1))
+    lse = jnp.where(total > 0, maximum + log_total, masks.EMPTY)
     out = (sums["out"] * reciprocal[:, None],) if "out" in sums else ()
     if "energy" not in sums:
         return *out, lse
-    # log(total) = lse - maximum, from which the energy's logits count too.
-    entropy = jnp.where(seen, jnp.log(total) - sums["energy"] * reciprocal, 0)
+    # The energy's logits count from the maximum, as log(total) does.
+    entropy = log_total - sums["energy"] * reciprocal
     return *out, lse, entropy, reciprocal, sums["distance"] * reciprocal
 
 

@@ -22,7 +22,6 @@ AXES = {
     "key": "BSKH",
     "value": "BSKV",
     "out_gradient": "BTNV",
-    "lse": "BTN",
     "maximum": "BTN",
     "delta": "BTN",
     "query_seq_lengths": "B",

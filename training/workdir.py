@@ -116,7 +116,7 @@ def summary(phrases: list[str], most: int = 5) -> str:
 
 
 def read_json(path: Path):
-    """What a file of `LIKE` in the workdir holds.
+    """What a file of JSON holds, which is checked where `LIKE` has its name.
 
     Raises:
         ValueError: it is damaged, or not ours.
@@ -128,7 +128,7 @@ def read_json(path: Path):
             f"{path} is damaged ({error}); restore it, or train anew in another "
             f"--workdir."
         ) from None
-    if not is_like(value, LIKE[path.name]):
+    if path.name in LIKE and not is_like(value, LIKE[path.name]):
         raise ValueError(
             f"{path} is not what train.py writes there; restore it, or choose another "
             f"--workdir."
