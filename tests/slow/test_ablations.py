@@ -143,7 +143,10 @@ def test_a_budget_that_cannot_be_reached_is_named():
             over("model.attention.num_heads", 4, 3),
             "^Arm N=3 can't be built: .*num_head",
         ),
-        (over("model.width", "wide"), "^Arm wide can't be built: .*width"),
+        (
+            over("model.width", "wide"),
+            "^Arm wide sets model.width to 'wide'; it must be of type int",
+        ),
         (over("model.width", 0), "^Arm D=0 can't be built: .*width must be at least 1"),
         (over("model.attention.merge", "sum"), "^Arm sum can't be built: .* 'sum'"),
         (
