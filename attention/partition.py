@@ -192,9 +192,8 @@ def _by_name(mesh, sizes):
 
     The TPU's compiler has no custom partitioning (github.com/jax-ml/jax/issues/38196),
     and no compiler has where some axes of the mesh are manual, so the arrays' shardings
-    are not known here. "trial" divides what `jax.vmap` adds,
-    "data" the batch, "model" the heads; an axis that does not divide them evenly cannot
-    have done so before either.
+    are not known here. "trial" divides what `jax.vmap` adds, "data" the batch, "model"
+    the heads; an axis that does not divide them evenly cannot have done so before.
     """
     unknown = [
         axis
