@@ -32,12 +32,16 @@ def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
     """The metric of every trial, so that higher is better; -inf where it has no row.
 
     The loss tells apart what the metric does not, such as the zeros of a first hour: it
-    counts for less than any difference of two scores that is more than rounding.
+    counts for less than any difference of two scores that is more than rounding, and
+    one that is not finite as a very large one.
     """
     scores = np.full(num_trials, -np.inf)
     for trial, row in rows.items():
-        of_metric, weight = (0, 1) if metric == "dev_loss" else (row[metric], 1e-9)
-        scores[trial] = of_metric - weight * row["dev_loss"]
+        loss = row["dev_loss"]
+        if metric == "dev_loss":
+            scores[trial] = -loss
+        else:
+            scores[trial] = row[metric] - 1e-9 * (loss if loss < 1e3 else 1e3)
     return scores
 
 

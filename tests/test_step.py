@@ -170,3 +170,6 @@ def test_where_a_score_is_the_same_the_lower_loss_is_better():
     scores = ranking(rows, "dev_exact_match", 4)
     assert scores[2] < scores[0] < scores[1] < scores[3]
     assert ranking(rows, "dev_loss", 4).tolist() == [-3.0, -2.0, -np.inf, -30.0]
+    for loss in (np.inf, np.nan):  # a score counts all the same
+        worse = ranking({0: row(0.0, loss)}, "dev_exact_match", 1)
+        assert np.isfinite(worse[0]) and worse[0] < scores[0]
