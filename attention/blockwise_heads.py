@@ -26,6 +26,11 @@ STRUCTURED = (
 )
 
 
+# Summed row by row for the statistics: their sum over total is what they are.
+OFFSETS = {"previous": -1, "same": 0, "next": 1}
+STATISTICS = ("energy", "distance", *OFFSETS)
+
+
 class Problem(NamedTuple):
     """What is compiled for: hashable, the same for all heads."""
 
@@ -66,7 +71,7 @@ def forward(problem, head):
             return new, total, sums
 
         rows = jnp.zeros(head["query"].shape[0] * problem.queries, dtype)
-        sums = dict.fromkeys(("energy", "distance") if problem.statistics else (), rows)
+        sums = dict.fromkeys(STATISTICS if problem.statistics else (), rows)
         if "value" in head:
             sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
         carry = _visit(problem, head, i, step, (rows + LOWEST, rows, sums))
@@ -74,9 +79,6 @@ def forward(problem, head):
         return _grouped(problem, (*_results(*carry), _reciprocal(total), maximum))
 
     *results, reciprocal, maximum = _over_chunks(problem, head, chunk)
-    if problem.statistics:
-        shares = (_share(problem, head, offset, maximum) for offset in (-1, 0, 1))
-        results += [share * reciprocal for share in shares]
     return (*results, reciprocal, maximum) if "value" in head else tuple(results)
 
 
@@ -95,9 +97,6 @@ def short(problem, head):
     total = sums.pop("total")
     results = _results(maximum, total, sums)
     reciprocal = _reciprocal(total)
-    if problem.statistics:
-        shares = (_diagonal(problem, exponentials, offset) for offset in (-1, 0, 1))
-        results += tuple(x * reciprocal for x in shares)
     if "value" not in head:
         return _grouped(problem, results)
     kept = exponentials.astype(head["value"].dtype)
@@ -118,6 +117,8 @@ def _sums(problem, head, exponentials, i, j):
         # As one row, which XLA's CPU compiler multiplies faster for a whole batch.
         distances = exponentials.ravel() * abs(column - row).ravel()
         sums["distance"] = distances.reshape(exponentials.shape).sum(-1)
+        for name, offset in OFFSETS.items():
+            sums[name] = _diagonal(problem, exponentials, offset, row, column)
     if "value" in head:
         value = _slice(head["value"], 0, j, problem.keys)
         sums["out"] = _dot(exponentials.astype(value.dtype), value)
@@ -134,14 +135,18 @@ def _results(maximum, total, sums):
         return *out, lse
     # The energy's logits count from the maximum, as log(total) does.
     entropy = log_total - sums["energy"] * reciprocal
-    return *out, lse, entropy, reciprocal, sums["distance"] * reciprocal
+    means = (sums[name] * reciprocal for name in ("distance", *OFFSETS))
+    return *out, lse, entropy, reciprocal, *means
 
 
-def _diagonal(problem, exponentials, offset):
-    """Those at column = row + offset, `(G queries)`, 0 where there is no such column.
-
-    By a slice, of which XLA's CPU compiler makes no more than it is: gathers are slow.
-    """
+def _diagonal(problem, exponentials, offset, row, column):
+    """Those at column = row + offset, `(G queries)`; 0 where there is none."""
+    if not problem.short:
+        place = row + offset - column[0]
+        found = jnp.take_along_axis(exponentials, place, axis=1, mode="clip")
+        return jnp.where((place >= 0) & (place < problem.keys), found, 0)[:, 0]
+    # By a slice, of which XLA's CPU compiler makes no more than it is: among short rows
+    # a gather would count.
     T, S = problem.queries, problem.keys
     first, last = max(0, -offset), min(T, S - offset)
     rows = exponentials.reshape(-1, T * S)
@@ -210,48 +215,6 @@ def backward(problem, head):
     key_gradient, value_gradient, bias_gradient = sums
     gradients = query_gradient, key_gradient, value_gradient
     return gradients if bias_gradient is None else (*gradients, bias_gradient)
-
-
-def _share(problem, head, offset, maximum):
-    """The exponential, `G T`, of the key at a fixed offset from each query."""
-    T, S = head["query"].shape[1], head["key"].shape[0]
-    row = jnp.arange(T)
-    column = jnp.clip(row + offset, 0, S - 1)
-
-    def shifted(x):
-        """Row i + offset at i, by slices: gathers are slow."""
-        widths = [(1, 1 + max(0, T - S))] + [(0, 0)] * (x.ndim - 1)
-        return jax.lax.slice_in_dim(jnp.pad(x, widths), 1 + offset, 1 + offset + T)
-
-    key = shifted(head["key"]).astype(maximum.dtype)
-    logits = problem.scale * jnp.sum(head["query"].astype(maximum.dtype) * key, -1)
-
-    def diagonal(x):
-        return x[
-            :,
-            row if x.shape[1] > 1 else jnp.zeros_like(row),
-            column if x.shape[2] > 1 else jnp.zeros_like(row),
-        ]
-
-    if "bias" in head:
-        logits += diagonal(head["bias"])
-    allowed = masks.conjunction(
-        column == row + offset,
-        diagonal(head["mask"]) if "mask" in head else None,
-        masks.may_attend(
-            row,
-            column,
-            is_causal=problem.is_causal,
-            local_window_size=problem.local_window_size,
-            query_seq_length=head.get("query_seq_lengths"),
-            key_value_seq_length=head.get("key_value_seq_lengths"),
-            query_segment_id=head.get("query_segment_ids"),
-            key_value_segment_id=None
-            if "key_value_segment_ids" not in head
-            else shifted(head["key_value_segment_ids"]),
-        ),
-    )
-    return jnp.where(allowed, jnp.exp(logits - maximum), 0)
 
 
 def _logits(problem, head, i, j):
