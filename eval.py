@@ -197,6 +197,7 @@ def load(workdir: Path, which: str) -> Trained:
 
     from data import tokenizer
     from models.checks import check_encoder_decoder
+    from models.counting import abstract
     from models.transformer import Transformer
     from training import sharding
     from training.restore import restore
@@ -213,9 +214,9 @@ def load(workdir: Path, which: str) -> Trained:
     tokenizers = tokenizer.load(workdir / "tokenizer")
     sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *sizes, **config.model.to_dict())
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    graph, like = nnx.split(abstract(build))
     trials = read_json(workdir / "trials.json")
-    params, steps, diverged_at = restore(workdir, which, len(trials), abstract)
+    params, steps, diverged_at = restore(workdir, which, len(trials), like)
     every = {"trial": None, "data": -1, "model": 1}
     mesh = sharding.make_mesh(every, len(trials), jax.device_count())
     jax.set_mesh(mesh)

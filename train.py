@@ -134,13 +134,12 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     """Load the data, build the model, take up the last checkpoint."""
     import jax
     import numpy as np
-    from flax import nnx
 
     from analysis.budget import update_flops
     from analysis.evaluation import Dev
     from data import corpora, pipeline, tokenizer
+    from models import counting
     from models.checks import check_bos
-    from models.counting import parameters
     from models.sites import implementations
     from models.transformer import Transformer
     from training import hosts, sharding
@@ -195,8 +194,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    static = static_of(nnx.split(model)[0], config)
+    model = counting.abstract(build)
+    static = static_of(model, config)
     make_state = partial(init, static=static, build=build)
     arrays = numbers(flat(config.to_dict()), trials)
     abstract = jax.eval_shape(make_state, arrays)
@@ -235,7 +234,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "processes": jax.process_count(),
             "mesh": dict(mesh.shape),
             "data": data,
-            "num_parameters": parameters(abstract.params) // num_trials,
+            "num_parameters": counting.parameters(model),
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),

@@ -218,12 +218,12 @@ class Ours:
 
         import jax
         import jax.numpy as jnp
-        from flax import nnx
 
         from configs.commandline import flat
         from data.pipeline import Batches
+        from models.counting import abstract
         from models.transformer import Transformer
-        from training.step import Static, init, train_steps
+        from training.step import init, static_of, train_steps
         from training.trials import numbers, trials_of
 
         settings = flat(config.to_dict())
@@ -233,8 +233,7 @@ class Ours:
             source, target, batch_tokens=tokens, max_length=longest, seeds=[0]
         )
         build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
-        graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-        static = Static(graph, config.optimizer.schedule, config.model.width)
+        static = static_of(abstract(build), config)
         self.state = init(trials, static=static, build=build)
         self.update = partial(train_steps, trials=trials, static=static)
         self.step = 0

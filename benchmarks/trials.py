@@ -67,12 +67,11 @@ class Group:
     """R trials and their batches, as train.py has them."""
 
     def __init__(self, config, sides, num_trials: int):
-        from flax import nnx
-
         from configs.commandline import flat
         from data.pipeline import Batches, stacked
+        from models.counting import abstract
         from models.transformer import Transformer
-        from training.step import Static, init, train_steps
+        from training.step import init, static_of, train_steps
         from training.trials import numbers, trials_of
 
         settings = flat(config.to_dict()) | {"seeds": num_trials}
@@ -86,8 +85,7 @@ class Group:
         )
         self.batches = partial(stacked, batches)
         build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
-        graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-        static = Static(graph, config.optimizer.schedule, config.model.width)
+        static = static_of(abstract(build), config)
         self.state = init(arrays, static=static, build=build)
         self.update = partial(train_steps, trials=arrays, static=static)
         self.step = 0

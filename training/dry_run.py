@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from models import counting
 from models.transformer import Transformer
 from training import sharding, targets
 from training.step import init, static_of, train_steps
@@ -81,8 +81,7 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())
     with jax.set_mesh(mesh):
-        model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-        static = static_of(nnx.split(model)[0], config)
+        static = static_of(counting.abstract(build), config)
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
         tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)

@@ -72,10 +72,10 @@ def optimizer_of(static: Static, trial: dict) -> optax.GradientTransformation:
     )
 
 
-def static_of(graph: nnx.GraphDef, config) -> Static:
-    """What a config fixes."""
+def static_of(model, config) -> Static:
+    """What a config fixes; the model may be abstract."""
     return Static(
-        graph,
+        nnx.split(model)[0],
         config.optimizer.schedule,
         config.model.width,
         config.train.remat,
