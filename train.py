@@ -113,7 +113,6 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
 
 def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
-    from analysis.budget import update_flops
     from analysis.table import print_pairs
     from models.checks import check_counts
     from training import dry_run
@@ -121,10 +120,7 @@ def dry_run(config, target: str, listed: Path | None) -> None:
     with one_sentence():
         check_counts(flat(config.to_dict()))
         trials = trials_of(flat(config.to_dict()), listed)
-        vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
-        count = partial(update_flops, vocabularies, config.model.to_dict())
-        arrays = numbers(flat(config.to_dict()), trials)
-        plan = dry_run.plan(config, arrays, target, count)
+        plan = dry_run.plan(config, numbers(flat(config.to_dict()), trials), target)
     print_pairs(f"{target}, per chip", dry_run.rows(plan))
     if advice := dry_run.advice(plan, config):
         print(advice)
@@ -135,7 +131,6 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     import jax
     import numpy as np
 
-    from analysis.budget import update_flops
     from analysis.evaluation import Dev
     from data import corpora, pipeline, tokenizer
     from models import counting
@@ -241,7 +236,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         }
         record(workdir, config.to_dict(), trials)  # nothing refuses it any more
         write_json(workdir / "run.json", facts)
-    flops = partial(update_flops, vocab_sizes, config.model.to_dict(), *batches.shape)
+    flops = partial(counting.update_flops, model, *batches.shape)
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints
     )

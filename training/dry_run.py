@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return int(self.num_trials * self.capacity / self.peak)
 
 
-def plan(config, arrays: dict, target: str, count) -> Plan:
+def plan(config, arrays: dict, target: str) -> Plan:
     """Compile the step of a config for a target, and read off what it needs.
 
     The vocabulary is taken to be of its full size, and rows to hold the longest pair.
@@ -62,7 +62,6 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
         config: as train.py has it.
         arrays: the numbers of its trials, see `training.step.train_steps`.
         target: see `targets.devices`.
-        count: from B, S and T to the floating-point operations of a trial's update.
 
     Raises:
         ValueError: no such target, a mesh that does not fit it, or no row in a batch.
@@ -81,7 +80,8 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())
     with jax.set_mesh(mesh):
-        static = static_of(counting.abstract(build), config)
+        model = counting.abstract(build)
+        static = static_of(model, config)
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
         tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)
@@ -114,7 +114,7 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
         + memory.temp_size_in_bytes,
         capacity=targets.CHIPS[chip].memory,
         collectives=collectives(compiled.as_text()),
-        flops=count(B, T, T) * num_trials / mesh.size,
+        flops=counting.update_flops(model, B, T, T) * num_trials / mesh.size,
         peak_flops=targets.CHIPS[chip].flops,
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),
