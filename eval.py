@@ -258,27 +258,16 @@ def evaluate(
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
     from training import hosts
-    from training.step import Static
 
     data = trained.config.data
     source, target = trained.tokenizers
     encoded = source.encode(sources)
-    loss = losses(
-        Static(
-            trained.graph, trained.config.optimizer.schedule, trained.config.model.width
-        ),
-        trained.params,
-        trained.head_gates,
-        encoded,
-        target.encode(references),
-        data.batch_tokens,
-    )
+    model = trained.graph, trained.params, trained.head_gates
+    loss = losses(*model, encoded, target.encode(references), data.batch_tokens)
     found = translations(
-        trained.graph,
-        trained.params,
-        trained.head_gates,
+        *model,
         sentences(encoded),
-        list(range(len(trained.step))),
+        range(len(trained.step)),
         batch_size=BATCH_SIZE.value,
         **options,
     )

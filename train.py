@@ -324,9 +324,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
             with window.paused():
                 if is_due(every.eval_every_steps):
                     read(most=0)
-                    gates = arrays["head_gates"]
+                    gates, graph = arrays["head_gates"], static.graph
                     best = evaluate(
-                        config, step, state, gates, best, frozen, static, dev, writer
+                        config, step, state, gates, best, frozen, graph, dev, writer
                     )
                     if every.patience is not None:
                         since = every.patience * every.eval_every_steps
@@ -362,7 +362,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
 
 
 def evaluate(
-    config, step: int, state, gates, best: dict, frozen, static, dev, writer
+    config, step: int, state, gates, best: dict, frozen, graph, dev, writer
 ) -> dict:
     """Score the trials that are not frozen; the best of every trial so far."""
     import numpy as np
@@ -372,7 +372,7 @@ def evaluate(
     from training.step import keep_best
 
     alive = np.flatnonzero(~frozen).tolist()
-    rows = dev_scores(static, state.params, gates, dev, alive)
+    rows = dev_scores(graph, state.params, gates, dev, alive)
     for trial, row in rows.items():
         writer.write(step, trial, **row)
     names = next(iter(rows.values()), {})

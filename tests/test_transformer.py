@@ -16,7 +16,7 @@ from models.dropout import dropout
 from models.positions import sinusoidal
 from models.sites import implementations
 from models.transformer import Transformer
-from training.step import Static, batch_loss
+from training.step import batch_loss
 
 VOCAB = 40
 
@@ -72,9 +72,8 @@ def split(**changes):
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_packing_equals_one_sentence_a_row(norm):
     graph, params = split(norm=norm)
-    static = Static(graph, "inverse_sqrt", 16)
     loss = jax.jit(
-        jax.value_and_grad(lambda p, b: batch_loss(p, static, b, 0.1), has_aux=True)
+        jax.value_and_grad(lambda p, b: batch_loss(graph, p, b, 0.1), has_aux=True)
     )
     (packed, packed_tokens), packed_gradient = loss(params, PACKED)
     (alone, alone_tokens), alone_gradient = loss(params, ALONE)
