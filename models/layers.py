@@ -27,9 +27,7 @@ def layer_norm(width: int, epsilon: float, rngs: nnx.Rngs) -> nnx.LayerNorm:
 class MLP(nnx.Module):
     """Two linear maps with an activation between them: D to F to D."""
 
-    def __init__(
-        self, width: int, mlp_dim: int, activation: str = "relu", *, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, mlp_dim: int, activation: str, *, rngs: nnx.Rngs):
         choose("model.activation", activation, ACTIVATIONS)
         self.activation = activation
         init = xavier(1.0, "fan_avg", "uniform")
@@ -64,8 +62,8 @@ class Layer(nnx.Module):
         mlp_dim: int,
         *,
         norm: str,
-        norm_epsilon: float = 1e-6,
-        activation: str = "relu",
+        norm_epsilon: float,
+        activation: str,
         self_attention: dict,
         cross_attention: dict | None,
         rngs: nnx.Rngs,
@@ -108,12 +106,12 @@ class Layer(nnx.Module):
                 is padding.
             is_causal: see no later token.
             where: what self-attention knows of positions: `positions` or a `bias`.
-            gates: a number a head, `self` and `cross`, `N` or `B N` each; None: 1.
+            gates: numbers by head, `self` and `cross`, `N` or `B N` each; or some of
+                them, the others are 1.
             drop: of this layer.
-            maps: lists that the maps are appended to, `self` and `cross`; or None.
+            maps: lists that maps are appended to, `self` and `cross`, or some of them.
         """
-        gates = gates or {"self": None, "cross": None}
-        maps = maps or {"self": None, "cross": None}
+        gates, maps = gates or {}, maps or {}
 
         def to_self(x):
             return self.self_attention(
@@ -121,8 +119,8 @@ class Layer(nnx.Module):
                 is_causal=is_causal,
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
-                gate=gates["self"],
-                maps=maps["self"],
+                gate=gates.get("self"),
+                maps=maps.get("self"),
                 **(where or {}),
             )
 
@@ -132,8 +130,8 @@ class Layer(nnx.Module):
                 memory,
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
-                gate=gates["cross"],
-                maps=maps["cross"],
+                gate=gates.get("cross"),
+                maps=maps.get("cross"),
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)
