@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from models.checks import choose
 from models.dropout import Dropout, dropout
-from models.linear import linear, xavier
+from models.linear import linear
 from models.multi_head import Attention
 
 ACTIVATIONS = {
@@ -30,7 +30,7 @@ class MLP(nnx.Module):
     def __init__(self, width: int, mlp_dim: int, activation: str, *, rngs: nnx.Rngs):
         choose("model.activation", activation, ACTIVATIONS)
         self.activation = activation
-        init = xavier(1.0, "fan_avg", "uniform")
+        init = nnx.initializers.xavier_uniform()
         self.up = nnx.Linear(width, mlp_dim, kernel_init=init, rngs=rngs)
         self.down = nnx.Linear(mlp_dim, width, kernel_init=init, rngs=rngs)
 

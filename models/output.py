@@ -5,14 +5,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.layers import ACTIVATIONS, layer_norm
-from models.linear import xavier
 
 
 class Pooler(nnx.Module):
     """One vector a row from its first token, as BERT: tanh of a linear map."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
-        init = xavier(1.0, "fan_avg", "uniform")
+        init = nnx.initializers.xavier_uniform()
         self.linear = nnx.Linear(width, width, kernel_init=init, rngs=rngs)
 
     def __call__(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
@@ -26,7 +25,7 @@ class OutputTransform(nnx.Module):
         self, width: int, activation: str, norm_epsilon: float, *, rngs: nnx.Rngs
     ):
         self.activation = activation
-        init = xavier(1.0, "fan_avg", "uniform")
+        init = nnx.initializers.xavier_uniform()
         self.linear = nnx.Linear(width, width, kernel_init=init, rngs=rngs)
         self.norm = layer_norm(width, norm_epsilon, rngs)
 
