@@ -97,6 +97,8 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         examples=choose_examples(
             sources, references, systems[best], systems[worst], num_examples
         ),
+        best=best,
+        worst=worst,
         environment=environment(rows, done, settings, search_told(sweep)),
         command=settings["command"],
         note=settings["note"],
