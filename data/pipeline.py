@@ -75,7 +75,6 @@ class Batches(collections.abc.Sequence):
       seeds: one a trial.
       max_length: longer pairs (in tokens, eos included, on either side) are dropped,
         as are those with an empty side; the log says how many.
-      rows: the row lengths (S, T); None chooses them by `packing.row_shape`.
     """
 
     def __init__(
@@ -86,13 +85,12 @@ class Batches(collections.abc.Sequence):
         batch_tokens: int,
         seeds,
         max_length: int | None = None,
-        rows: tuple[int, int] | None = None,
     ):
         if len(source) != len(target):
             raise ValueError(f"{len(source)} sources but {len(target)} targets")
         self._source, self._target = _usable(source, target, max_length)
         s, t = self._source.lengths, self._target.lengths
-        S, T = rows or row_shape(s, t)
+        S, T = row_shape(s, t)
         B = _num_rows(batch_tokens, T)
         self.shape = (B, S, T)
         self._seeds = tuple(seeds)
@@ -216,9 +214,6 @@ def training_batches(
     portions: list[tuple[int, int]],
     most: int = 1,
     part: tuple[slice, slice] = (slice(None), slice(None)),
-    *,
-    num_threads: int = 2,
-    buffer: int = 4,
 ):
     """Iterates over portions of batches, see `stacked`, made ahead in the background.
 
@@ -229,7 +224,7 @@ def training_batches(
     dataset = grain.MapDataset.range(len(portions)).map(
         lambda index: stacked(batches, *portions[index], most, *part)
     )
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer)
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     return iter(dataset.to_iter_dataset(options))
 
 

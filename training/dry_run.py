@@ -19,7 +19,7 @@ from training import sharding, targets
 from training.step import init, static_of, train_steps
 
 GIB = 2**30
-ROW = 64  # tokens of the shortest row, see data/packing.py
+ROW = 64  # tokens of the shortest row, as data.packing.ROW_TOKENS
 OPERATION = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
     r"|reduce-scatter)(?:-start)?\("
