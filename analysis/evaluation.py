@@ -26,7 +26,7 @@ class Dev(NamedTuple):
 
 def sentences(encoded) -> list[list[int]]:
     """Token ids a sentence, as `models.decoding.translate` takes them."""
-    return [encoded[i].tolist() for i in range(len(encoded))]
+    return [ids.tolist() for ids in encoded]
 
 
 def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
