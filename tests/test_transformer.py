@@ -12,7 +12,6 @@ from configs.base import get_config
 from configs.commandline import flat
 from models.checks import check_counts
 from models.counting import parameters
-from models.dropout import dropout
 from models.positions import sinusoidal
 from models.sites import implementations
 from models.transformer import Transformer
@@ -202,22 +201,3 @@ def test_sinusoids_have_the_published_wavelengths():
     np.testing.assert_allclose(table[:, 0], np.sin(position), atol=1e-6)
     np.testing.assert_allclose(table[:, 3], np.sin(position / 10_000), atol=1e-6)
     np.testing.assert_allclose(table[:, 7], np.cos(position / 10_000), atol=1e-6)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-def test_dropout_keeps_the_mean_and_drops_the_rate(rate):
-    x = jnp.ones(200_000)
-    out = np.asarray(dropout(x, (rate, jax.random.key(1)), 0))
-    deviation = (rate * (1 - rate) / x.size) ** 0.5
-    assert abs((out == 0).mean() - rate) <= 5 * deviation
-    np.testing.assert_allclose(out[out != 0], 1 / (1 - rate), rtol=1e-6)
-
-
-def test_dropout_differs_between_places_and_keys():
-    x = jnp.ones(256)
-    of = [
-        dropout(x, (0.5, jax.random.key(key)), index)
-        for key, index in ((0, 0), (0, 1), (1, 0), (0, 0))
-    ]
-    assert not np.array_equal(of[0], of[1]) and not np.array_equal(of[0], of[2])
-    np.testing.assert_array_equal(of[0], of[3])
