@@ -16,7 +16,7 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
-from sweeps.store import SCORES, TOLD, metrics_of, read_result
+from sweeps.store import SCORES, TOLD, metrics_of, read_result, unfinished
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -103,16 +103,8 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         command=settings["command"],
         note=settings["note"],
         searched=sweep.searches(),
-        unfinished=unfinished(sweep, rows),
+        unfinished=unfinished(sweep.plan, rows),
     )
-
-
-def unfinished(sweep: Sweep, rows: list[dict]) -> int:
-    """Trials that are not done; those that wait for a search too."""
-    reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    waiting = [len(arm.seeds) for arm in sweep.plan.arms if arm.name not in reported]
-    settled = ("done", "diverged", "failed")
-    return sum(waiting) + sum(row["status"] not in settled for row in rows)
 
 
 def search_told(sweep: Sweep) -> str | None:
