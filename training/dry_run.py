@@ -90,13 +90,12 @@ def plan(config, arrays: dict, target: str) -> Plan:
             for side in ("source", "target")
             for what in ("", "_segments", "_positions")
         }
-        trial, rows = (
-            sharding.named(mesh, *axes) for axes in (("trial",), sharding.BATCH)
-        )
+        of_trials = sharding.named(mesh, "trial")
+        of_rows = sharding.named(mesh, *sharding.BATCH)
         arguments = (
             abstract(state, lie),
-            abstract(arrays, jax.tree.map(lambda _: trial, arrays)),
-            abstract(batch, jax.tree.map(lambda _: rows, batch)),
+            abstract(arrays, jax.tree.map(lambda _: of_trials, arrays)),
+            abstract(batch, dict.fromkeys(batch, of_rows)),
             1,
         )
         chip = target.split(":")[0]
