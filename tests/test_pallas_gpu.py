@@ -1,9 +1,9 @@
 """The GPU kernels, interpreted on the CPU, against the reference.
 
 The interpreter fills what lies beyond an array with NaN, so a block that is not masked
-at an edge shows. These are cases of many blocks; tests/test_attention_parity.py has
-every feature on small shapes. How the kernels compile for a GPU is tested in
-tests/compilers/test_gpu.py, how they run on one in tests/gpu/.
+at an edge shows. These are cases of many blocks. How the kernels compile for a GPU is
+tested in tests/compilers/test_gpu.py, how they run on one, with every feature, in
+tests/gpu/.
 """
 
 import functools
