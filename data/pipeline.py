@@ -1,6 +1,5 @@
 """Batches of packed rows: batch = f(seed, step), prefetched in the background."""
 
-import collections
 import functools
 import zlib
 
@@ -59,7 +58,7 @@ def _assemble(source, target, pairs, sizes, shape) -> dict[str, np.ndarray]:
     return batch
 
 
-class Batches(collections.abc.Sequence):
+class Batches:
     """The training batches of R trials: `batches[step]`, for any step from 0 on.
 
     Each is a dict of int32 arrays: source, source_segments, source_positions of shape
@@ -104,9 +103,6 @@ class Batches(collections.abc.Sequence):
         slot_classes = self._classes[self._layout.slots]
         self._slots_by_class = np.argsort(slot_classes, kind="stable")
         self._plan = functools.lru_cache(maxsize=2 * len(self._seeds))(self._plan)
-
-    def __len__(self) -> int:
-        return np.iinfo(np.int32).max
 
     @property
     def steps_per_epoch(self) -> float:
@@ -154,8 +150,6 @@ class Batches(collections.abc.Sequence):
         self, step: int, trials: slice = slice(None), rows: slice = slice(None)
     ) -> dict[str, np.ndarray]:
         """Some trials' rows of a batch, and nothing done for the others."""
-        if not 0 <= step < len(self):
-            raise IndexError(step)
         B, S, T = self.shape
         block, index = divmod(step, self._block_steps)
         first, last, _ = rows.indices(B)
