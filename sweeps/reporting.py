@@ -63,14 +63,11 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     settings = sweep.settings
     question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
     translations, sources, references = texts(sweep, done)
-    first = {
-        arm.name: next((r["id"] for r in done if r["arm"] == arm.name), None)
-        for arm in sweep.plan.arms
-    }
+    first = {row["arm"]: row["id"] for row in reversed(done)}  # trials by arm
     systems = {
         arm.name: translations[first[arm.name]]
         for arm in sorted(sweep.plan.arms, key=lambda arm: not arm.is_baseline)
-        if first[arm.name]
+        if arm.name in first
     }
     ablation = settings["ablation"].rsplit(":", 1)[-1]
     bootstrap_metric = bootstrapped(settings["metric"])
@@ -248,6 +245,8 @@ def environment(
     if tries := len(rows) - len(reported):
         told += f", after {tries} of the search"
     versions = json.loads(done[0]["versions"])
+    columns = ("signature", "chrf_signature", "published_signature")
+    signatures = map(values, columns)
     base = flat(settings["base"])
     shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
     return {
@@ -264,15 +263,7 @@ def environment(
         **({"search on dev": search} if search else {}),
         "checkpoint": settings["checkpoint"],
         "decoding": values("decoding"),
-        "signatures": "; ".join(
-            filter(
-                None,
-                (
-                    values(s)
-                    for s in ("signature", "chrf_signature", "published_signature")
-                ),
-            )
-        ),
+        "signatures": "; ".join(filter(None, signatures)),
         "device": values("device"),
         "attention": values("attention"),
         "commit": values("commit"),
