@@ -11,7 +11,7 @@ from flax import nnx
 from configs.base import get_config
 from configs.commandline import flat
 from models.checks import check_counts
-from models.counting import parameters
+from models.counting import abstract, parameters
 from models.positions import sinusoidal
 from models.sites import implementations
 from models.transformer import Transformer
@@ -130,14 +130,12 @@ def test_transformer_tiny_counts():
     """4 + 4 layers, D 128, F 256, counted by hand: every kernel, bias and norm."""
     config = get_config().model
     config.num_encoder_layers = config.num_decoder_layers = 4
-    model = nnx.eval_shape(
-        lambda: Transformer(10_000, **config.to_dict(), rngs=nnx.Rngs(0))
-    )
+    model = abstract(partial(Transformer, 10_000, **config.to_dict()))
     D, F = 128, 256
     attention, mlp, norm = 4 * (D * D + D), 2 * D * F + D + F, 2 * D
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 10_000 * D + 4 * (encoder + decoder)
-    assert parameters(nnx.state(model)) == expected
+    assert parameters(model) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_bad_head_settings_are_named(change, message):
 def test_an_implementation_that_cannot_run_is_told_before_training(change, message):
     config = get_config().model
     config.attention.update(change)
-    model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+    model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
     with pytest.raises(NotImplementedError, match=message):
         implementations(model, 2, 5, 6)
 
