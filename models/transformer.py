@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from models.checks import check_gates, check_layers, check_rotary, choose
 from models.dropout import Dropout, dropout, fold
-from models.layers import Layer, layer_norm
-from models.output import OutputTransform, Pooler
+from models.layers import Layer, OutputTransform, Pooler, layer_norm
 from models.positions import BUCKETS, POSITIONS, SINUSOIDAL, relative_bias, sinusoidal
 from models.precision import apply, compute_dtype
 from models.sites import at_site, gates_of, maps_of
