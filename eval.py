@@ -75,9 +75,9 @@ class Trained(NamedTuple):
 
     def of(self, trial: int) -> tuple:
         """The parameters and the head gates of a trial."""
-        from training.sharding import one_of
+        import jax
 
-        return one_of((self.params, self.head_gates), trial)
+        return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
 
 
 def main():
@@ -197,6 +197,7 @@ def load(workdir: Path, which: str) -> Trained:
 
     from data import tokenizer
     from models.checks import check_encoder_decoder
+    from models.counting import abstract
     from models.transformer import Transformer
     from training import sharding
     from training.restore import restore
@@ -213,9 +214,9 @@ def load(workdir: Path, which: str) -> Trained:
     tokenizers = tokenizer.load(workdir / "tokenizer")
     sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *sizes, **config.model.to_dict())
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    graph, like = nnx.split(abstract(build))
     trials = read_json(workdir / "trials.json")
-    params, steps, diverged_at = restore(workdir, which, len(trials), abstract)
+    params, steps, diverged_at = restore(workdir, which, len(trials), like)
     every = {"trial": None, "data": -1, "model": 1}
     mesh = sharding.make_mesh(every, len(trials), jax.device_count())
     jax.set_mesh(mesh)
@@ -257,27 +258,16 @@ def evaluate(
     from analysis.scores import published_scores, scores
     from analysis.table import print_scores
     from training import hosts
-    from training.step import Static
 
     data = trained.config.data
     source, target = trained.tokenizers
     encoded = source.encode(sources)
-    loss = losses(
-        Static(
-            trained.graph, trained.config.optimizer.schedule, trained.config.model.width
-        ),
-        trained.params,
-        trained.head_gates,
-        encoded,
-        target.encode(references),
-        data.batch_tokens,
-    )
+    model = trained.graph, trained.params, trained.head_gates
+    loss = losses(*model, encoded, target.encode(references), data.batch_tokens)
     found = translations(
-        trained.graph,
-        trained.params,
-        trained.head_gates,
+        *model,
         sentences(encoded),
-        list(range(len(trained.step))),
+        range(len(trained.step)),
         batch_size=BATCH_SIZE.value,
         **options,
     )

@@ -113,7 +113,6 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
 
 def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
-    from analysis.budget import update_flops
     from analysis.table import print_pairs
     from models.checks import check_counts
     from training import dry_run
@@ -121,10 +120,7 @@ def dry_run(config, target: str, listed: Path | None) -> None:
     with one_sentence():
         check_counts(flat(config.to_dict()))
         trials = trials_of(flat(config.to_dict()), listed)
-        vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
-        count = partial(update_flops, vocabularies, config.model.to_dict())
-        arrays = numbers(flat(config.to_dict()), trials)
-        plan = dry_run.plan(config, arrays, target, count)
+        plan = dry_run.plan(config, numbers(flat(config.to_dict()), trials), target)
     print_pairs(f"{target}, per chip", dry_run.rows(plan))
     if advice := dry_run.advice(plan, config):
         print(advice)
@@ -134,13 +130,11 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     """Load the data, build the model, take up the last checkpoint."""
     import jax
     import numpy as np
-    from flax import nnx
 
-    from analysis.budget import update_flops
     from analysis.evaluation import Dev
     from data import corpora, pipeline, tokenizer
+    from models import counting
     from models.checks import check_bos
-    from models.counting import parameters
     from models.sites import implementations
     from models.transformer import Transformer
     from training import hosts, sharding
@@ -195,8 +189,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    static = static_of(nnx.split(model)[0], config)
+    model = counting.abstract(build)
+    static = static_of(model, config)
     make_state = partial(init, static=static, build=build)
     arrays = numbers(flat(config.to_dict()), trials)
     abstract = jax.eval_shape(make_state, arrays)
@@ -235,14 +229,14 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "processes": jax.process_count(),
             "mesh": dict(mesh.shape),
             "data": data,
-            "num_parameters": parameters(abstract.params) // num_trials,
+            "num_parameters": counting.parameters(model),
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         }
         record(workdir, config.to_dict(), trials)  # nothing refuses it any more
         write_json(workdir / "run.json", facts)
-    flops = partial(update_flops, vocab_sizes, config.model.to_dict(), *batches.shape)
+    flops = partial(counting.update_flops, model, *batches.shape)
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints
     )
@@ -330,9 +324,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
             with window.paused():
                 if is_due(every.eval_every_steps):
                     read(most=0)
-                    gates = arrays["head_gates"]
+                    gates, graph = arrays["head_gates"], static.graph
                     best = evaluate(
-                        config, step, state, gates, best, frozen, static, dev, writer
+                        config, step, state, gates, best, frozen, graph, dev, writer
                     )
                     if every.patience is not None:
                         since = every.patience * every.eval_every_steps
@@ -368,7 +362,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
 
 
 def evaluate(
-    config, step: int, state, gates, best: dict, frozen, static, dev, writer
+    config, step: int, state, gates, best: dict, frozen, graph, dev, writer
 ) -> dict:
     """Score the trials that are not frozen; the best of every trial so far."""
     import numpy as np
@@ -378,7 +372,7 @@ def evaluate(
     from training.step import keep_best
 
     alive = np.flatnonzero(~frozen).tolist()
-    rows = dev_scores(static, state.params, gates, dev, alive)
+    rows = dev_scores(graph, state.params, gates, dev, alive)
     for trial, row in rows.items():
         writer.write(step, trial, **row)
     names = next(iter(rows.values()), {})

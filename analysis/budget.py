@@ -51,20 +51,6 @@ def count_flops(vocab_sizes: tuple[int, ...], model: str) -> int:
     return round(multiply_adds(built(vocab_sizes, model), LENGTH, LENGTH) / LENGTH)
 
 
-def update_flops(vocab_sizes, settings: dict, B: int, S: int, T: int) -> float:
-    """Of the products of one update of one trial, backward twice forward.
-
-    Padding counts, and so do keys that the mask rules out; what is computed again
-    (`train.remat`) does not: the model's operations, as PaLM counts them.
-
-    Args:
-        vocab_sizes: of the target and, where it has its own, the source.
-        settings: config.model.
-        B, S, T: rows of a batch and their tokens.
-    """
-    return 6.0 * B * multiply_adds(built(vocab_sizes, json.dumps(settings)), S, T)
-
-
 def built(vocab_sizes: tuple[int, ...], model: str) -> Transformer:
     """The model, without numbers."""
     return abstract(partial(Transformer, *vocab_sizes, **json.loads(model)))

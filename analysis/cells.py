@@ -1,6 +1,7 @@
 """Numbers as a report's cells and sentences have them."""
 
 import math
+from functools import partial
 
 from analysis.significance import MOST_SEEDS
 
@@ -24,18 +25,14 @@ def settings(values: dict) -> str:
     return ", ".join(f"{k.split('.')[-1]}={v:g}" for k, v in values.items()) or NOTHING
 
 
-def number(value, digits: int = 2) -> str:
+def number(value, digits: int = 2, sign: str = "") -> str:
     """A number in a cell; a dash where there is none."""
     if value is None or math.isnan(value):
         return NOTHING
-    return f"{value:.{digits}f}".replace("-", "−")
+    return f"{value:{sign}.{digits}f}".replace("-", "−")
 
 
-def signed(value, digits: int = 2) -> str:
-    """A difference in a cell."""
-    if value is None or math.isnan(value):
-        return NOTHING
-    return f"{value:+.{digits}f}".replace("-", "−")
+signed = partial(number, sign="+")  # a difference
 
 
 def span(low, high, form=number) -> str:

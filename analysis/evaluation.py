@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from analysis.scores import scores
 from data.pipeline import evaluation_batches
 from models.decoding import translate_trials
 from training import hosts, sharding
-from training.step import Static, eval_step
+from training.step import eval_step
 
 METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")
 
@@ -25,7 +26,7 @@ class Dev(NamedTuple):
 
 def sentences(encoded) -> list[list[int]]:
     """Token ids a sentence, as `models.decoding.translate` takes them."""
-    return [encoded[i].tolist() for i in range(len(encoded))]
+    return [ids.tolist() for ids in encoded]
 
 
 def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
@@ -83,17 +84,17 @@ def translations(
 
 
 def losses(
-    static: Static, params, head_gates: dict, source, target, batch_tokens: int
+    graph: nnx.GraphDef, params, head_gates: dict, source, target, batch_tokens: int
 ) -> np.ndarray:
     """Cross-entropy of references, nats a token (EOS counts), of every trial; R.
 
     Args:
-        static, params, head_gates: see `training.step.eval_step`.
+        graph, params, head_gates: see `training.step.eval_step`.
         source, target: encoded sentences, see `data.tokenizer`.
         batch_tokens: target tokens at a time.
     """
     sums = [
-        sharding.fetch(eval_step(params, head_gates, batch, static=static))
+        sharding.fetch(eval_step(graph, params, head_gates, batch))
         for batch in evaluation_batches(source, target, batch_tokens=batch_tokens)
     ]
     loss, tokens = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
@@ -101,7 +102,7 @@ def losses(
 
 
 def dev_scores(
-    static: Static, params, head_gates: dict, dev: Dev, trials
+    graph: nnx.GraphDef, params, head_gates: dict, dev: Dev, trials
 ) -> dict[int, dict]:
     """Loss (nats a token) and scores of greedy translations, a row for each of trials.
 
@@ -109,8 +110,8 @@ def dev_scores(
     """
     source = dev.tokenizers[0].encode(dev.sources)
     target = dev.tokenizers[1].encode(dev.targets)
-    loss = losses(static, params, head_gates, source, target, dev.batch_tokens)
-    found = translations(static.graph, params, head_gates, sentences(source), trials)
+    loss = losses(graph, params, head_gates, source, target, dev.batch_tokens)
+    found = translations(graph, params, head_gates, sentences(source), trials)
     scored = []
     for trial in trials[jax.process_index() :: jax.process_count()]:
         texts = dev.tokenizers[1].decode_many(found[trial])

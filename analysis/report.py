@@ -86,6 +86,8 @@ class Report(NamedTuple):
     axis: str | None  # what the arms' values are of
     anchor: tuple[str, str] | None  # source and unit
     examples: list[Example]
+    best: str  # the arm with the highest mean, whose translations are examples
+    worst: str  # and the one with the lowest
     environment: dict[str, str]
     command: str
     note: str | None

@@ -113,7 +113,7 @@ def page(report: Report, comparisons: list[Comparison], figures: dict) -> str:
         table(costs_table(comparisons), marks),
         f'<p class="small">{escape(HOW_TO_READ_COSTS)}</p>',
         pictures.pop("costs", ""),
-        examples(report, comparisons),
+        examples(report),
         "<h2>Environment</h2>",
         table(
             [["", ""], *map(list, report.environment.items())], (), "pairs", head=False
@@ -174,7 +174,7 @@ def table(rows: list[list[str]], marks=(), kind: str = "", head: bool = True) ->
 
 def anchor(report: Report) -> str:
     """Where the published column comes from."""
-    if report.anchor is None or not any(a.published is not None for a in report.arms):
+    if report.anchor is None:
         return ""
     source, unit = report.anchor
     return (
@@ -183,13 +183,11 @@ def anchor(report: Report) -> str:
     )
 
 
-def examples(report: Report, comparisons: list[Comparison]) -> str:
+def examples(report: Report) -> str:
     """Translations of the best and the worst arm."""
     if not report.examples:
         return ""
-    ranked = sorted(comparisons, key=lambda c: c.summary.mean)
-    rows = [["source", "reference", f"best: {ranked[-1].arm.name}"]]
-    rows[0].append(f"worst: {ranked[0].arm.name}")
+    rows = [["source", "reference", f"best: {report.best}", f"worst: {report.worst}"]]
     rows += [[e.source, e.reference, e.best, e.worst] for e in report.examples]
     return (
         "<h2>Translations</h2>"

@@ -51,7 +51,7 @@ def document(
         table(costs_table(comparisons)),
         HOW_TO_READ_COSTS,
         picture("costs"),
-        *examples(report, comparisons),
+        *examples(report),
         "## Environment",
         table([["", ""], *map(list, report.environment.items())]),
         "## The command",
@@ -70,19 +70,17 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def examples(report: Report, comparisons: list[Comparison]) -> list[str]:
+def examples(report: Report) -> list[str]:
     """Translations of the best and the worst arm."""
     if not report.examples:
         return []
-    ranked = sorted(comparisons, key=lambda c: c.summary.mean)
-    best, worst = ranked[-1].arm.name, ranked[0].arm.name
     lists = [
         "\n".join(
             [
                 f"- source: {e.source}",
                 f"- reference: {e.reference}",
-                f"- best, {best}: {e.best}",
-                f"- worst, {worst}: {e.worst}",
+                f"- best, {report.best}: {e.best}",
+                f"- worst, {report.worst}: {e.worst}",
             ]
         )
         for e in report.examples

@@ -105,7 +105,7 @@ def score_by_value(report: Report, comparisons):
     ax = axes[0, 0]
     for i, comparison in enumerate(comparisons):
         interval_and_seeds(ax, i, comparison, report.metric)
-    reference_line(ax, report, comparisons, vertical=False)
+    reference_line(ax.axhline, report)
     ax.set_title(f"Test {report.name}")
     if anchors:
         below = axes[1, 0]
@@ -133,7 +133,7 @@ def score_by_arm(report: Report, comparisons):
     )
     for i, comparison in enumerate(comparisons):
         interval_and_seeds(ax, i, comparison, report.metric, vertical=False, width=0.14)
-    reference_line(ax, report, comparisons, vertical=True)
+    reference_line(ax.axvline, report)
     ax.set_yticks(range(len(comparisons)), [c.arm.name for c in comparisons])
     ax.tick_params(axis="y", labelcolor=INK)
     ax.set_ylim(len(comparisons) - 0.5, -0.5)
@@ -145,12 +145,10 @@ def score_by_arm(report: Report, comparisons):
     )
 
 
-def reference_line(ax, report: Report, comparisons, vertical: bool) -> None:
-    """The baseline's mean across a picture."""
-    means = [c.summary.mean for c in comparisons if c.arm.is_baseline]
-    for mean in means:
-        draw = ax.axvline if vertical else ax.axhline
-        draw(mean, color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
+def reference_line(draw, report: Report) -> None:
+    """The baseline's mean across a picture; `draw` is an ax's axvline or axhline."""
+    mean = report.baseline.test[report.metric].mean()
+    draw(mean, color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
 
 
 def looks(comparisons: list[Comparison]) -> list[tuple]:

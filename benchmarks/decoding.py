@@ -72,7 +72,6 @@ def main():
 
 def trained(workdir: Path | None):
     """A model, the source sentences to translate, and the length to force or None."""
-    import jax
     import numpy as np
     from flax import nnx
 
@@ -86,9 +85,8 @@ def trained(workdir: Path | None):
         data = run.config.data
         names = data.name, data.source, data.target, "val", data.directory
         encoded = run.tokenizers[0].encode(corpora.load(*names)[0])
-        params = jax.tree.map(lambda leaf: leaf[0], run.params)
-        sentences = [encoded[i].tolist() for i in range(len(encoded))]
-        return nnx.merge(run.graph, params), sentences, None
+        params, _ = run.of(0)
+        return nnx.merge(run.graph, params), [ids.tolist() for ids in encoded], None
     random = np.random.default_rng(0)
     lengths = np.clip(random.normal(14.5, 4.0, 1014).round(), 5, 35).astype(int)
     sentences = [[*random.integers(4, 8000, n - 1).tolist(), 2] for n in lengths]
@@ -267,21 +265,12 @@ def ceiling() -> float:
     """FLOP/s of a product of 2048 x 2048 matrices, the best of NumPy and XLA."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32)
-    out, on_device = np.empty_like(x), jnp.asarray(x)
-    product = jax.jit(jnp.matmul)
-    seconds = []
-    for _ in range(5):
-        for run in (
-            lambda: np.matmul(x, x, out=out),
-            lambda: product(on_device, on_device).block_until_ready(),
-        ):
-            begin = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begin)
-    return 2 * 2048**3 / min(seconds)
+    from benchmarks.training import ceiling_of, numpy_ceiling
+
+    x, product = jnp.ones((2048, 2048)), jax.jit(jnp.matmul)
+    xla = ceiling_of(lambda: product(x, x).block_until_ready())
+    return max(numpy_ceiling(), xla)
 
 
 if __name__ == "__main__":

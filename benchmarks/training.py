@@ -208,9 +208,9 @@ def serve(arguments) -> None:
 
 
 class Ours:
-    """`training.step.train_steps` on batches as train.py makes them."""
+    """R trials and their batches, as train.py has them."""
 
-    def __init__(self, name, config, source, target):
+    def __init__(self, name, config, source, target, num_trials=1):
         from training import platform
 
         platform.setup()
@@ -218,40 +218,50 @@ class Ours:
 
         import jax
         import jax.numpy as jnp
-        from flax import nnx
 
         from configs.commandline import flat
         from data.pipeline import Batches
+        from models.counting import abstract
         from models.transformer import Transformer
-        from training.step import Static, init, train_steps
+        from training.step import init, static_of, train_steps
         from training.trials import numbers, trials_of
 
-        settings = flat(config.to_dict())
-        trials = numbers(settings, trials_of(settings))
-        tokens, longest = config.data.batch_tokens, config.data.max_length
+        settings = flat(config.to_dict()) | {"seeds": num_trials}
+        trials = trials_of(settings)
+        arrays = numbers(settings, trials)
         self.batches = Batches(
-            source, target, batch_tokens=tokens, max_length=longest, seeds=[0]
+            source,
+            target,
+            batch_tokens=config.data.batch_tokens,
+            max_length=config.data.max_length,
+            seeds=[trial["seed"] for trial in trials],
         )
         build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
-        graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-        static = Static(graph, config.optimizer.schedule, config.model.width)
-        self.state = init(trials, static=static, build=build)
-        self.update = partial(train_steps, trials=trials, static=static)
+        static = static_of(abstract(build), config)
+        self.state = init(arrays, static=static, build=build)
+        self.program = partial(train_steps, trials=arrays, static=static)
         self.step = 0
         x = jnp.ones((2048, 2048))
         product = jax.jit(jnp.matmul)
         self.product = lambda: product(x, x).block_until_ready()
 
-    def train(self, steps: int) -> int:
-        """Do some updates; the number of real tokens."""
+    def input(self, steps: int) -> dict:
+        """The batches of the next updates."""
         from data.pipeline import stacked
 
-        batches = stacked(self.batches, self.step, steps, steps)
-        self.state, metrics = self.update(
+        return stacked(self.batches, self.step, steps, steps)
+
+    def update(self, batches: dict, steps: int) -> int:
+        """Do these updates; the number of real tokens."""
+        self.state, metrics = self.program(
             self.state, batches=batches, num_steps=np.int32(steps)
         )
         self.step += steps
         return int(metrics["source_tokens"].sum() + metrics["target_tokens"].sum())
+
+    def train(self, steps: int) -> int:
+        """Do the next updates; the number of real tokens."""
+        return self.update(self.input(steps), steps)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ Medians of rounds in turn. Data as in benchmarks.training.
 import argparse
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
-from benchmarks.training import config_of, corpus
+from benchmarks.training import Ours, config_of, corpus
 
 
 def main():
@@ -31,20 +28,20 @@ def main():
     parser.add_argument("--data", type=Path, default=Path("../shared/data/multi30k"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    from training import platform
-
-    platform.setup()
     with TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         *sides, origin = corpus(arguments)
     config = config_of(arguments)
-    groups = {R: Group(config, sides, R) for R in sorted({1, *arguments.trials})}
+    groups = {
+        R: Ours(f"{R} trials", config, *sides, R)
+        for R in sorted({1, *arguments.trials})
+    }
     for group in groups.values():  # compiles
         group.train(arguments.steps)
-    timed = {R: [] for R in groups}
+    rounds = {R: [] for R in groups}
     for _ in range(arguments.rounds):
         for R, group in groups.items():
-            timed[R].append(group.train(arguments.steps))
+            rounds[R].append(timed(group, arguments.steps))
 
     import jax
 
@@ -52,8 +49,8 @@ def main():
     print(f"{config.data.batch_tokens} target tokens an update and trial\n")
     print("| trials | tokens/s | spread | against one after another | input |")
     print("| ---: | ---: | ---: | ---: | ---: |")
-    alone = statistics.median(rate for rate, _ in timed[1])
-    for R, found in timed.items():
+    alone = statistics.median(rate for rate, _ in rounds[1])
+    for R, found in rounds.items():
         rates = [rate for rate, _ in found]
         rate = statistics.median(rates)
         share = statistics.median(share for _, share in found)
@@ -63,47 +60,14 @@ def main():
         )
 
 
-class Group:
-    """R trials and their batches, as train.py has them."""
-
-    def __init__(self, config, sides, num_trials: int):
-        from flax import nnx
-
-        from configs.commandline import flat
-        from data.pipeline import Batches, stacked
-        from models.transformer import Transformer
-        from training.step import Static, init, train_steps
-        from training.trials import numbers, trials_of
-
-        settings = flat(config.to_dict()) | {"seeds": num_trials}
-        trials = trials_of(settings)
-        arrays = numbers(settings, trials)
-        batches = Batches(
-            *sides,
-            batch_tokens=config.data.batch_tokens,
-            max_length=config.data.max_length,
-            seeds=[trial["seed"] for trial in trials],
-        )
-        self.batches = partial(stacked, batches)
-        build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
-        graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-        static = Static(graph, config.optimizer.schedule, config.model.width)
-        self.state = init(arrays, static=static, build=build)
-        self.update = partial(train_steps, trials=arrays, static=static)
-        self.step = 0
-
-    def train(self, steps: int) -> tuple[float, float]:
-        """Tokens a second of some updates, and the share that their batches take."""
-        start = time.perf_counter()
-        batches = self.batches(self.step, steps, steps)
-        middle = time.perf_counter()
-        self.state, metrics = self.update(
-            self.state, batches=batches, num_steps=np.int32(steps)
-        )
-        tokens = int(metrics["source_tokens"].sum() + metrics["target_tokens"].sum())
-        seconds = time.perf_counter() - middle
-        self.step += steps
-        return tokens / seconds, (middle - start) / seconds
+def timed(group: Ours, steps: int) -> tuple[float, float]:
+    """Tokens a second of some updates, and the share that their batches take."""
+    start = time.perf_counter()
+    batches = group.input(steps)
+    middle = time.perf_counter()
+    tokens = group.update(batches, steps)
+    seconds = time.perf_counter() - middle
+    return tokens / seconds, (middle - start) / seconds
 
 
 if __name__ == "__main__":

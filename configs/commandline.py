@@ -31,13 +31,9 @@ def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
 
 def fail(sentence: str) -> None:
     """Print one line on standard error and exit with code 2."""
-    print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+    script = sys.argv[0].rsplit("/", 1)[-1]
+    print(f"{script}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)
-
-
-def program() -> str:
-    """The name of the script."""
-    return sys.argv[0].rsplit("/", 1)[-1]
 
 
 def describe(error: BaseException) -> str:

@@ -16,11 +16,13 @@ tokenizer.vocab_sizes(the two) -> list of int; one where they share a vocabulary
 
 packing.Sentences: tokens (int32, all sentences end to end), offsets; len(), [i]
 
-pipeline.Batches(source, target, *, batch_tokens, seeds, max_length=None, rows=None)
+pipeline.Batches(source, target, *, batch_tokens, seeds, max_length=None)
     source, target: Sentences; seeds: one a trial. batches[step] -> dict of int32 arrays
     (R, B, S) and (R, B, T); .shape (B, S, T), .steps_per_epoch, .fill (source, target)
-pipeline.training_batches(batches, start_step=0, *, num_threads=2, buffer=4)
-    -> iterator of batches[start_step], ...; .close() ends its threads
+pipeline.portions(start, end, most, intervals, once=()) -> list of (first step, number)
+pipeline.training_batches(batches, portions, most=1)
+    -> iterator of dicts of arrays (R, most, B, S) and (R, most, B, T), a portion each;
+    .close() ends its threads
 pipeline.evaluation_batches(source, target, *, batch_tokens)
     -> list of dicts of (B, S) and (B, T), no trial axis; every pair once
 

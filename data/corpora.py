@@ -18,10 +18,10 @@ from absl import logging
 from data import multi30k, numbers
 
 
-def default_data_dir() -> pathlib.Path:
-    """Where prepared data and downloads are kept: $TFDS_DATA_DIR, or TFDS's default."""
-    path = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-    return pathlib.Path(path).expanduser()
+def prepared_in(data_dir=None) -> pathlib.Path:
+    """Where prepared data and downloads are kept; None: $TFDS_DATA_DIR, or TFDS's."""
+    default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
+    return pathlib.Path(data_dir or default).expanduser()
 
 
 @contextlib.contextmanager
@@ -235,14 +235,13 @@ def load(
       directory: for `multi30k` the folder with the official files (None: download
         them); for `text` the folder with train.en and train.de, val.en, ..., or
         train.tsv, ..., source before target, each optionally gzipped.
-      data_dir: where prepared data is kept; None is `default_data_dir()`.
+      data_dir: where prepared data is kept, see `prepared_in`.
 
     Raises ValueError, FileNotFoundError or NotImplementedError with one sentence.
     """
     if source == target:
         raise ValueError(f"data.source and data.target are both {source!r}")
-    data_dir = pathlib.Path(data_dir) if data_dir else default_data_dir()
-    loader = LOADERS.get(name, _catalogue)
+    loader, data_dir = LOADERS.get(name, _catalogue), prepared_in(data_dir)
     sources, targets = loader(name, source, target, split, directory, data_dir)
     if not sources:
         raise ValueError(f"the split {split!r} of {name} has no sentences")
@@ -265,7 +264,7 @@ def splits(
             for kind in (source, target, "tsv")
         ]
         return sorted((both[0] & both[1]) | both[2])
-    data_dir = pathlib.Path(data_dir) if data_dir else default_data_dir()
+    data_dir = prepared_in(data_dir)
     make = functools.partial(_tfds_builder, name, data_dir)
     return list(_prepared(make, data_dir, (source, target)).info.splits)
 
@@ -280,7 +279,5 @@ def tokenized_references(
     """
     if name != "multi30k":
         raise NotImplementedError(f"{name} is published without tokenised references")
-    data_dir = pathlib.Path(data_dir) if data_dir else default_data_dir()
-    return multi30k.tokenized(
-        target, split, directory=directory, cache=data_dir / "downloads"
-    )
+    cache = prepared_in(data_dir) / "downloads"
+    return multi30k.tokenized(target, split, directory=directory, cache=cache)

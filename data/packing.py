@@ -12,6 +12,8 @@ import itertools
 
 import numpy as np
 
+ROW_TOKENS = 64  # target tokens of the shortest row
+
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
@@ -54,15 +56,15 @@ class Layout:
         return len(self.row_offsets) - 1
 
 
-def row_shape(source_lengths, target_lengths, row_tokens: int = 64) -> tuple[int, int]:
+def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
     """Chooses the row lengths (S, T) so that both sides of a row fill together.
 
-    T is the first multiple of 8 from `row_tokens` on that holds the longest pair and
+    T is the first multiple of 8 from ROW_TOKENS on that holds the longest pair and
     whose S, in the corpus's ratio of source to target tokens and rounded up to an even
     number, exceeds that ratio by at most 3.5 %; the best one below 2 T if none does.
     """
     ratio = source_lengths.sum() / target_lengths.sum()
-    longest = max(target_lengths.max(), source_lengths.max() / ratio, row_tokens, 8)
+    longest = max(target_lengths.max(), source_lengths.max() / ratio, ROW_TOKENS)
     targets = 8 * np.arange(np.ceil(longest / 8), np.ceil(longest / 4)).astype(int)
     sources = (2 * np.ceil(np.round(targets * ratio / 2, 6))).astype(int)
     slack = sources / (targets * ratio) - 1

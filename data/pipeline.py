@@ -1,6 +1,5 @@
 """Batches of packed rows: batch = f(seed, step), prefetched in the background."""
 
-import collections
 import functools
 import zlib
 
@@ -59,7 +58,7 @@ def _assemble(source, target, pairs, sizes, shape) -> dict[str, np.ndarray]:
     return batch
 
 
-class Batches(collections.abc.Sequence):
+class Batches:
     """The training batches of R trials: `batches[step]`, for any step from 0 on.
 
     Each is a dict of int32 arrays: source, source_segments, source_positions of shape
@@ -75,7 +74,6 @@ class Batches(collections.abc.Sequence):
       seeds: one a trial.
       max_length: longer pairs (in tokens, eos included, on either side) are dropped,
         as are those with an empty side; the log says how many.
-      rows: the row lengths (S, T); None chooses them by `packing.row_shape`.
     """
 
     def __init__(
@@ -86,13 +84,12 @@ class Batches(collections.abc.Sequence):
         batch_tokens: int,
         seeds,
         max_length: int | None = None,
-        rows: tuple[int, int] | None = None,
     ):
         if len(source) != len(target):
             raise ValueError(f"{len(source)} sources but {len(target)} targets")
         self._source, self._target = _usable(source, target, max_length)
         s, t = self._source.lengths, self._target.lengths
-        S, T = rows or row_shape(s, t)
+        S, T = row_shape(s, t)
         B = _num_rows(batch_tokens, T)
         self.shape = (B, S, T)
         self._seeds = tuple(seeds)
@@ -106,9 +103,6 @@ class Batches(collections.abc.Sequence):
         slot_classes = self._classes[self._layout.slots]
         self._slots_by_class = np.argsort(slot_classes, kind="stable")
         self._plan = functools.lru_cache(maxsize=2 * len(self._seeds))(self._plan)
-
-    def __len__(self) -> int:
-        return np.iinfo(np.int32).max
 
     @property
     def steps_per_epoch(self) -> float:
@@ -156,8 +150,6 @@ class Batches(collections.abc.Sequence):
         self, step: int, trials: slice = slice(None), rows: slice = slice(None)
     ) -> dict[str, np.ndarray]:
         """Some trials' rows of a batch, and nothing done for the others."""
-        if not 0 <= step < len(self):
-            raise IndexError(step)
         B, S, T = self.shape
         block, index = divmod(step, self._block_steps)
         first, last, _ = rows.indices(B)
@@ -216,9 +208,6 @@ def training_batches(
     portions: list[tuple[int, int]],
     most: int = 1,
     part: tuple[slice, slice] = (slice(None), slice(None)),
-    *,
-    num_threads: int = 2,
-    buffer: int = 4,
 ):
     """Iterates over portions of batches, see `stacked`, made ahead in the background.
 
@@ -229,7 +218,7 @@ def training_batches(
     dataset = grain.MapDataset.range(len(portions)).map(
         lambda index: stacked(batches, *portions[index], most, *part)
     )
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer)
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     return iter(dataset.to_iter_dataset(options))
 
 

@@ -49,6 +49,19 @@ def multiply_adds(model, S: int, T: int) -> int:
     return products_of(plain(model), batch_of(S, T))
 
 
+def update_flops(model, B: int, S: int, T: int) -> float:
+    """Floating-point operations of the products of one update, backward twice forward.
+
+    Padding counts, and so do keys that the mask rules out; what is computed again
+    (`train.remat`) does not: the model's operations, as PaLM counts them.
+
+    Args:
+        model: may be abstract.
+        B, S, T: rows of a batch and their tokens.
+    """
+    return 6.0 * B * multiply_adds(model, S, T)
+
+
 def plain(model):
     """The model with attention by plain einsums, whose products can be counted."""
     model = nnx.merge(*nnx.split(model))

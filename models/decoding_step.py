@@ -216,7 +216,7 @@ def next_hidden(
     for index, (layer, grown, memory) in enumerate(
         zip(model.decoder, state.cache, rows.source.memory, strict=True)
     ):
-        gates = gates_of(head_gates, index, self="decoder", cross="cross") or {}
+        gates = gates_of(head_gates, index, self="decoder", cross="cross")
 
         def to_self(x, attention=layer.self_attention, grown=grown, gates=gates):
             query, *new = attention.queries_keys_values(x, turn)

@@ -1,14 +1,15 @@
-"""A layer of a Transformer: attention, feed-forward, and what stands around them."""
+"""A layer of a Transformer, and what BERT has between the last one and its output."""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.checks import choose
 from models.dropout import Dropout, dropout
-from models.linear import linear, xavier
+from models.linear import linear
 from models.multi_head import Attention
 
 ACTIVATIONS = {
@@ -27,12 +28,10 @@ def layer_norm(width: int, epsilon: float, rngs: nnx.Rngs) -> nnx.LayerNorm:
 class MLP(nnx.Module):
     """Two linear maps with an activation between them: D to F to D."""
 
-    def __init__(
-        self, width: int, mlp_dim: int, activation: str = "relu", *, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, mlp_dim: int, activation: str, *, rngs: nnx.Rngs):
         choose("model.activation", activation, ACTIVATIONS)
         self.activation = activation
-        init = xavier(1.0, "fan_avg", "uniform")
+        init = nnx.initializers.xavier_uniform()
         self.up = nnx.Linear(width, mlp_dim, kernel_init=init, rngs=rngs)
         self.down = nnx.Linear(mlp_dim, width, kernel_init=init, rngs=rngs)
 
@@ -64,8 +63,8 @@ class Layer(nnx.Module):
         mlp_dim: int,
         *,
         norm: str,
-        norm_epsilon: float = 1e-6,
-        activation: str = "relu",
+        norm_epsilon: float,
+        activation: str,
         self_attention: dict,
         cross_attention: dict | None,
         rngs: nnx.Rngs,
@@ -108,12 +107,12 @@ class Layer(nnx.Module):
                 is padding.
             is_causal: see no later token.
             where: what self-attention knows of positions: `positions` or a `bias`.
-            gates: a number a head, `self` and `cross`, `N` or `B N` each; None: 1.
+            gates: numbers by head, `self` and `cross`, `N` or `B N` each; or some of
+                them, the others are 1.
             drop: of this layer.
-            maps: lists that the maps are appended to, `self` and `cross`; or None.
+            maps: lists that maps are appended to, `self` and `cross`, or some of them.
         """
-        gates = gates or {"self": None, "cross": None}
-        maps = maps or {"self": None, "cross": None}
+        gates, maps = gates or {}, maps or {}
 
         def to_self(x):
             return self.self_attention(
@@ -121,8 +120,8 @@ class Layer(nnx.Module):
                 is_causal=is_causal,
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
-                gate=gates["self"],
-                maps=maps["self"],
+                gate=gates.get("self"),
+                maps=maps.get("self"),
                 **(where or {}),
             )
 
@@ -132,11 +131,37 @@ class Layer(nnx.Module):
                 memory,
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
-                gate=gates["cross"],
-                maps=maps["cross"],
+                gate=gates.get("cross"),
+                maps=maps.get("cross"),
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)
         if self.cross_attention is not None:
             x = self.sublayer(to_memory, self.cross_norm, x, drop, 1)
         return self.sublayer(self.mlp, self.mlp_norm, x, drop, 2)
+
+
+class Pooler(nnx.Module):
+    """One vector a row from its first token, as BERT: tanh of a linear map."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        init = nnx.initializers.xavier_uniform()
+        self.linear = nnx.Linear(width, width, kernel_init=init, rngs=rngs)
+
+    def __call__(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
+        return jnp.tanh(self.linear(hidden[:, 0]))
+
+
+class OutputTransform(nnx.Module):
+    """A linear map, an activation and a norm before the output, as BERT."""
+
+    def __init__(
+        self, width: int, activation: str, norm_epsilon: float, *, rngs: nnx.Rngs
+    ):
+        self.activation = activation
+        init = nnx.initializers.xavier_uniform()
+        self.linear = nnx.Linear(width, width, kernel_init=init, rngs=rngs)
+        self.norm = layer_norm(width, norm_epsilon, rngs)
+
+    def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return self.norm(ACTIVATIONS[self.activation](self.linear(hidden)))

@@ -1,9 +1,7 @@
-"""Linear maps, as products of two matrices, and their initial values."""
+"""Linear maps, as products of two matrices."""
 
 from flax import nnx
 from jaxtyping import Array, Float
-
-xavier = nnx.initializers.variance_scaling
 
 
 def project(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 import attention
 from attention.api import IMPLEMENTATIONS
 from models.checks import choose
-from models.linear import linear, project, xavier
+from models.linear import linear, project
 from models.positions import rotate
 
 
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         self.implementation = implementation
 
         def projection(heads, size):
-            init = xavier(1.0, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
+            init = nnx.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2))
             kernel = nnx.Param(init(rngs.params(), (width, heads, size)))
             bias = nnx.Param(jnp.zeros((heads, size))) if use_bias else None
             return kernel, bias
@@ -93,9 +93,7 @@ class Attention(nnx.Module):
                 return nnx.Param(jnp.zeros(shape))
             into = 1 if letters.startswith("D") else len(shape) - 1
             axes = tuple(range(len(shape)))
-            init = xavier(
-                1.0, "fan_avg", "uniform", in_axis=axes[:into], out_axis=axes[into:]
-            )
+            init = nnx.initializers.xavier_uniform(axes[:into], axes[into:])
             return nnx.Param(init(rngs.params(), shape))
 
         shapes = attention.MERGE_RULES[merge].shapes
@@ -127,7 +125,7 @@ class Attention(nnx.Module):
         return key, project(x, self.value, self.value_bias)
 
     def queries_keys_values(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None
     ) -> tuple[
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]
     ]:
@@ -255,7 +253,7 @@ def head_shape(
     num_kv_heads: int | None,
     head_dim: int | None,
     value_dim: int | None,
-    path: str = "model.attention",
+    path: str,
 ) -> tuple[int, int, int]:
     """Resolve K, H and V, which default to N, D / N and D / N."""
     if num_heads < 1:

@@ -12,21 +12,16 @@ def at_site(site: str, attention: dict, own: dict | None) -> dict:
     return attention | own | {"path": path}
 
 
-def gates_of(head_gates: dict | None, layer: int, **sites: str) -> dict | None:
-    """The gates of a layer, by its own names of the sites."""
-    if head_gates is None:
-        return None
-    return {
-        name: head_gates[site][layer] if site in head_gates else None
-        for name, site in {"cross": "", **sites}.items()
-    }
+def gates_of(head_gates: dict | None, layer: int, **sites: str) -> dict:
+    """The gates of a layer, by its own names of the sites that have some."""
+    given = head_gates or {}
+    return {name: given[site][layer] for name, site in sites.items() if site in given}
 
 
-def maps_of(maps: dict | None, **sites: str) -> dict | None:
-    """The lists for a layer's maps, by its own names of the sites."""
-    if maps is None:
-        return None
-    return {name: maps.get(site) for name, site in {"cross": "", **sites}.items()}
+def maps_of(maps: dict | None, **sites: str) -> dict:
+    """The lists for a layer's maps, by its own names of the sites that have one."""
+    given = maps or {}
+    return {name: given[site] for name, site in sites.items() if site in given}
 
 
 def implementations(model, B: int, S: int, T: int) -> dict[str, str]:

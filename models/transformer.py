@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from models.checks import check_gates, check_layers, check_rotary, choose
 from models.dropout import Dropout, dropout, fold
-from models.layers import Layer, layer_norm
-from models.output import OutputTransform, Pooler
+from models.layers import Layer, OutputTransform, Pooler, layer_norm
 from models.positions import BUCKETS, POSITIONS, SINUSOIDAL, relative_bias, sinusoidal
 from models.precision import apply, compute_dtype
 from models.sites import at_site, gates_of, maps_of
@@ -132,9 +131,6 @@ class Transformer(nnx.Module):
             check_rotary(self.encoder, heads["encoder"]["path"])
             check_rotary(self.decoder, heads["decoder"]["path"])
 
-        def of_stacks(make):  # what a stack has, if it has layers
-            return [make(site) if count else None for site, count in stacks.items()]
-
         def table(site):
             """What a stack learns about positions."""
             if positions == "learned":
@@ -144,12 +140,14 @@ class Transformer(nnx.Module):
             return None
 
         def norms(wanted):
-            def make(site):
-                return layer_norm(width, norm_epsilon, rngs) if wanted else None
+            return [
+                layer_norm(width, norm_epsilon, rngs) if wanted and count else None
+                for count in stacks.values()
+            ]
 
-            return of_stacks(make)
-
-        self.encoder_positions, self.decoder_positions = of_stacks(table)
+        self.encoder_positions, self.decoder_positions = (
+            table(site) if count else None for site, count in stacks.items()
+        )
         # a pre-norm stack ends without a norm of its own
         self.encoder_norm, self.decoder_norm = norms(norm == "pre")
         self.encoder_embedding_norm, self.decoder_embedding_norm = norms(embedding_norm)

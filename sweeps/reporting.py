@@ -16,7 +16,7 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
-from sweeps.store import SCORES, TOLD, metrics_of, read_result
+from sweeps.store import SCORES, TOLD, metrics_of, read_result, unfinished
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -63,14 +63,11 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     settings = sweep.settings
     question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
     translations, sources, references = texts(sweep, done)
-    first = {
-        arm.name: next((r["id"] for r in done if r["arm"] == arm.name), None)
-        for arm in sweep.plan.arms
-    }
+    first = {row["arm"]: row["id"] for row in reversed(done)}  # trials by arm
     systems = {
         arm.name: translations[first[arm.name]]
         for arm in sorted(sweep.plan.arms, key=lambda arm: not arm.is_baseline)
-        if first[arm.name]
+        if arm.name in first
     }
     ablation = settings["ablation"].rsplit(":", 1)[-1]
     bootstrap_metric = bootstrapped(settings["metric"])
@@ -97,20 +94,14 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         examples=choose_examples(
             sources, references, systems[best], systems[worst], num_examples
         ),
+        best=best,
+        worst=worst,
         environment=environment(rows, done, settings, search_told(sweep)),
         command=settings["command"],
         note=settings["note"],
         searched=sweep.searches(),
-        unfinished=unfinished(sweep, rows),
+        unfinished=unfinished(sweep.plan, rows),
     )
-
-
-def unfinished(sweep: Sweep, rows: list[dict]) -> int:
-    """Trials that are not done; those that wait for a search too."""
-    reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    waiting = [len(arm.seeds) for arm in sweep.plan.arms if arm.name not in reported]
-    settled = ("done", "diverged", "failed")
-    return sum(waiting) + sum(row["status"] not in settled for row in rows)
 
 
 def search_told(sweep: Sweep) -> str | None:
@@ -254,6 +245,8 @@ def environment(
     if tries := len(rows) - len(reported):
         told += f", after {tries} of the search"
     versions = json.loads(done[0]["versions"])
+    columns = ("signature", "chrf_signature", "published_signature")
+    signatures = map(values, columns)
     base = flat(settings["base"])
     shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
     return {
@@ -270,15 +263,7 @@ def environment(
         **({"search on dev": search} if search else {}),
         "checkpoint": settings["checkpoint"],
         "decoding": values("decoding"),
-        "signatures": "; ".join(
-            filter(
-                None,
-                (
-                    values(s)
-                    for s in ("signature", "chrf_signature", "published_signature")
-                ),
-            )
-        ),
+        "signatures": "; ".join(filter(None, signatures)),
         "device": values("device"),
         "attention": values("attention"),
         "commit": values("commit"),

@@ -117,16 +117,15 @@ def script(name: str) -> list[str]:
 class Runner:
     """Works through groups, several at a time where there are several devices.
 
-    Without `groups`, through all of the sweep, and those that follow from a search.
+    `groups` None: through all of the sweep, and those that follow from a search.
     """
 
-    def __init__(self, sweep: Sweep, groups: list[Group] | None = None):
+    def __init__(self, sweep: Sweep, groups: list[Group] | None):
         self.sweep, self.started = sweep, time.time()
         self.environments = devices()  # of the workers
         self.grows = groups is None and sweep.searches()
         self.left = list(sweep.groups if groups is None else groups)
         self.mine = list(self.left)
-        self.failed: dict[str, str] = {}
         self.stop: str | None = None
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
@@ -242,7 +241,6 @@ class Runner:
         failed = folder / "failed.json"
         if failed.exists():
             if failed.stat().st_mtime > self.started:  # another process's, just now
-                self.failed[group.name] = read_json(failed)["error"]
                 return False
             failed.unlink()  # of an earlier run: try again
         moved = False
@@ -300,7 +298,6 @@ class Runner:
 
     def fail(self, group: Group, error: str) -> None:
         """Report a group, and leave it."""
-        self.failed[group.name] = error
         write_json(self.sweep.folder(group) / "failed.json", {"error": error})
         log = self.sweep.folder(group) / "log.txt"
         say(f"{group.trials[0].arm} failed, the others go on: {error} (see {log})")

@@ -12,7 +12,7 @@ from rich.table import Table
 from analysis.cells import settings
 from sweeps.plan import Arm
 from sweeps.runner import Sweep, train_command
-from sweeps.store import last_step, metrics_of
+from sweeps.store import last_step, metrics_of, unfinished
 from training.metrics import clock, say
 
 STATUSES = (
@@ -135,10 +135,8 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
                 f"diverged: {row['arm']}, seed {row['seed']}, "
                 f"{json.loads(row['nuisance']) or ''} at step {row['diverged_at']}"
             )
-    done = all(row["status"] in ("done", "diverged", "failed") for row in rows)
-    reported = [row for row in rows if row["stage"] == "report"]
-    done &= {row["arm"] for row in reported} == {arm.name for arm in plan.arms}
-    if done and any(row["status"] == "done" for row in reported):
+    done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
+    if done and not unfinished(plan, rows):
         console.print(
             f"All is done: python sweep.py report --workdir={sweep.workdir}",
             soft_wrap=True,

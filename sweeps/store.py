@@ -301,6 +301,14 @@ def status(folder: Path, row: dict, scores: dict) -> str:
     return "training" if row["steps"] else "waiting"
 
 
+def unfinished(plan: Plan, rows: list[dict]) -> int:
+    """Trials that are not done; those that wait for a search too."""
+    reported = {row["arm"] for row in rows if row["stage"] == "report"}
+    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in reported]
+    settled = ("done", "diverged", "failed")
+    return sum(waiting) + sum(row["status"] not in settled for row in rows)
+
+
 def select(rows: list[dict]) -> None:
     """Mark the settings that each arm's search ended in, and what has them.
 

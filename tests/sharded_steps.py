@@ -9,10 +9,10 @@ from functools import partial
 
 import jax
 import numpy as np
-from flax import nnx
 
 from configs.base import get_config
 from configs.commandline import flat
+from models.counting import abstract
 from models.transformer import Transformer
 from training import hosts, sharding
 from training.step import init, static_of, train_steps
@@ -28,8 +28,7 @@ def losses(config, num_trials, devices):
     )
     mesh = sharding.make_mesh(config.mesh, num_trials, 8, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
-    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-    static = static_of(graph, config)
+    static = static_of(abstract(build), config)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         make = partial(init, static=static, build=build)

@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from processes import with_devices
 
 import attention
 from attention import blockwise, masks
+from tests.programs import shapes
 
 attend = attention.dot_product_attention
 LONG = (1, 4096, 4096, 2, 2, 16, 16)
@@ -36,18 +36,10 @@ def run(implementation, inputs, **arguments):
     )(inputs)
 
 
-def arrays_of(jaxpr):
-    """The shape of every value in a program, those of inner programs included."""
-    for equation in jaxpr.eqns:
-        yield from (value.aval.shape for value in equation.outvars)
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from arrays_of(inner)
-
-
 def largest_of(implementation, function):
     inputs, _ = make("nothing", shape=LONG)
     jaxpr = jax.make_jaxpr(lambda x: function(implementation, x))(inputs).jaxpr
-    return max(np.prod(shape, dtype=int) for shape in arrays_of(jaxpr))
+    return max(np.prod(shape, dtype=int) for shape in shapes(jaxpr))
 
 
 def gradients(implementation, inputs):

@@ -1,4 +1,4 @@
-"""Every implementation that runs here and every feature, against the reference."""
+"""Every feature of what is compiled for a CPU, against the reference."""
 
 import functools
 

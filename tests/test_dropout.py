@@ -10,15 +10,15 @@ from models.dropout import dropout, random_bits
 SHAPE = (64, 64, 128)
 
 
-def kept(seed, index=0, rate=0.3, shape=SHAPE):
-    drop = jnp.float32(rate), jax.random.key(seed)
-    return np.asarray(dropout(jnp.ones(shape), drop, index)) > 0
+def kept(key, index=0):
+    key = jax.random.key(key) if isinstance(key, int) else key
+    return np.asarray(dropout(jnp.ones(SHAPE), (jnp.float32(0.3), key), index)) > 0
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.9])
 def test_rate_and_scale(rate):
     x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
-    out = np.asarray(dropout(jnp.asarray(x), (jnp.float32(rate), jax.random.key(0)), 0))
+    out = np.asarray(dropout(jnp.asarray(x), (rate, jax.random.key(0)), 0))
     deviation = np.sqrt(rate * (1 - rate) / x.size)
     assert abs((out == 0).mean() - rate) <= 5 * deviation
     np.testing.assert_allclose(out[out != 0], x[out != 0] / (1 - rate), rtol=1e-6)
@@ -34,17 +34,7 @@ def test_masks_of_neighbours_keys_and_places_are_uncorrelated():
     others = [np.roll(mask, 1, axis) for axis in range(3)]
     others += [np.roll(mask, shift, 2) for shift in (2, 32, 64)]
     others += [kept(0, index=1), kept(1), kept(2**31)]
-    others += [
-        np.asarray(
-            dropout(
-                jnp.ones(SHAPE),
-                (jnp.float32(0.3), jax.random.fold_in(jax.random.key(0), step)),
-                0,
-            )
-        )
-        > 0
-        for step in range(3)
-    ]
+    others += [kept(jax.random.fold_in(jax.random.key(0), step)) for step in range(3)]
     for other in others:
         correlation = np.corrcoef(mask.ravel(), other.ravel())[0, 1]
         assert abs(correlation) < 5 / np.sqrt(mask.size)

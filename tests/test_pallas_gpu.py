@@ -1,9 +1,9 @@
 """The GPU kernels, interpreted on the CPU, against the reference.
 
 The interpreter fills what lies beyond an array with NaN, so a block that is not masked
-at an edge shows. These are cases of many blocks; tests/test_attention_parity.py has
-every feature on small shapes. How the kernels compile for a GPU is tested in
-tests/compilers/test_gpu.py, how they run on one in tests/gpu/.
+at an edge shows. These are cases of many blocks. How the kernels compile for a GPU is
+tested in tests/compilers/test_gpu.py, how they run on one, with every feature, in
+tests/gpu/.
 """
 
 import functools
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.extend.core import jaxprs_in_params
 
 from attention import masks, pallas_gpu, pallas_gpu_blocks, reference
 from attention.pallas_gpu_blocks import Tiles, visits
+from tests.programs import equations, shapes
 
 # Largest difference to the float32 reference, relative to its largest value. bfloat16
 # has 8 bits; the weights are rounded to it before they meet the values.
@@ -313,24 +313,6 @@ def test_masked_out_keys_are_never_read():
         np.testing.assert_array_equal(x[:, :256], y)
 
 
-def shapes(jaxpr):
-    """Shapes of all values in a program but those inside its kernels."""
-    for equation in jaxpr.eqns:
-        yield from (x.aval.shape for x in equation.outvars)
-        if equation.primitive.name != "pallas_call":
-            for inner in jaxprs_in_params(equation.params):
-                yield from shapes(inner)
-
-
-def names(jaxpr):
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield equation.params["name"]
-        else:
-            for inner in jaxprs_in_params(equation.params):
-                yield from names(inner)
-
-
 def test_program_is_the_kernels_and_holds_no_map():
     arrays = inputs(1024, 1024)
     segments = packed(1, 2, 1024)
@@ -342,7 +324,9 @@ def test_program_is_the_kernels_and_holds_no_map():
         return out.sum() + lse.sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays).jaxpr
-    assert sorted(names(jaxpr)) == ["forward", "key_value_gradient", "query_gradient"]
+    kernels = [e for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
+    names = sorted(kernel.params["name"] for kernel in kernels)
+    assert names == ["forward", "key_value_gradient", "query_gradient"]
     assert max(np.prod(shape) for shape in shapes(jaxpr)) < 1024 * 1024 / 8
 
 

@@ -1,8 +1,7 @@
 """The TPU kernels, interpreted on the CPU, against the reference.
 
-Here with blocks of 128, so that a few hundred tokens fill several; the features one by
-one are in tests/test_attention_parity.py. How the kernels compile for a TPU is in
-tests/compilers/test_tpu.py.
+With blocks of 128, so that a few hundred tokens fill several. How the kernels compile
+for a TPU is in tests/compilers/test_tpu.py.
 """
 
 import functools

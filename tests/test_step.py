@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from analysis.evaluation import ranking
 from configs.base import get_config
 from configs.commandline import flat
 from data.packing import Sentences
 from data.pipeline import Batches, stacked
+from models.counting import abstract
 from models.transformer import Transformer
-from training.step import Static, init, keep_best, stop_late, train_steps
+from training.step import init, keep_best, static_of, stop_late, train_steps
 from training.trials import numbers
 
 VOCAB, EOS = 40, 2
@@ -42,8 +42,7 @@ def config():
 @pytest.fixture(scope="module")
 def program(config):
     build = partial(Transformer, VOCAB, **config.model.to_dict())
-    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-    return Static(graph, config.optimizer.schedule, config.model.width), build
+    return static_of(abstract(build), config), build
 
 
 def batches_of(corpus, trials):

@@ -463,7 +463,7 @@ def test_the_printed_command_names_every_setting(tmp_path, corpus):
     assert json.loads(Path(path).read_text()) == [{"seed": 0}, {"seed": 1}]
 
 
-def test_a_report_holds_what_was_computed(tmp_path, corpus, capsys):
+def test_a_report_holds_what_was_computed(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus, note="A <shared> machine."))
     with pytest.raises(ValueError, match="Nothing has finished in .* yet"):
         reporting.write(sweep, sweep.collect(), 5)
@@ -603,7 +603,7 @@ def test_every_arm_looks_different_and_a_matched_one_akin():
     assert colours["a"] == colours["a, equal parameters"] != colours["b"]
 
 
-def test_a_call_ends_in_one_sentence(tmp_path, corpus):
+def test_a_call_ends_in_one_sentence(tmp_path):
     calls = {
         ("list", "--config=configs/base.py", "--ablation=haeds"): "did you mean heads",
         ("report", f"--workdir={tmp_path}"): "holds no sweep",

@@ -11,12 +11,11 @@ from flax import nnx
 from configs.base import get_config
 from configs.commandline import flat
 from models.checks import check_counts
-from models.counting import parameters
-from models.dropout import dropout
+from models.counting import abstract, parameters
 from models.positions import sinusoidal
 from models.sites import implementations
 from models.transformer import Transformer
-from training.step import Static, batch_loss
+from training.step import batch_loss
 
 VOCAB = 40
 
@@ -72,9 +71,8 @@ def split(**changes):
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_packing_equals_one_sentence_a_row(norm):
     graph, params = split(norm=norm)
-    static = Static(graph, "inverse_sqrt", 16)
     loss = jax.jit(
-        jax.value_and_grad(lambda p, b: batch_loss(p, static, b, 0.1), has_aux=True)
+        jax.value_and_grad(lambda p, b: batch_loss(graph, p, b, 0.1), has_aux=True)
     )
     (packed, packed_tokens), packed_gradient = loss(params, PACKED)
     (alone, alone_tokens), alone_gradient = loss(params, ALONE)
@@ -132,14 +130,12 @@ def test_transformer_tiny_counts():
     """4 + 4 layers, D 128, F 256, counted by hand: every kernel, bias and norm."""
     config = get_config().model
     config.num_encoder_layers = config.num_decoder_layers = 4
-    model = nnx.eval_shape(
-        lambda: Transformer(10_000, **config.to_dict(), rngs=nnx.Rngs(0))
-    )
+    model = abstract(partial(Transformer, 10_000, **config.to_dict()))
     D, F = 128, 256
     attention, mlp, norm = 4 * (D * D + D), 2 * D * F + D + F, 2 * D
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 10_000 * D + 4 * (encoder + decoder)
-    assert parameters(nnx.state(model)) == expected
+    assert parameters(model) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,7 @@ def test_bad_head_settings_are_named(change, message):
 def test_an_implementation_that_cannot_run_is_told_before_training(change, message):
     config = get_config().model
     config.attention.update(change)
-    model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+    model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
     with pytest.raises(NotImplementedError, match=message):
         implementations(model, 2, 5, 6)
 
@@ -203,22 +199,3 @@ def test_sinusoids_have_the_published_wavelengths():
     np.testing.assert_allclose(table[:, 0], np.sin(position), atol=1e-6)
     np.testing.assert_allclose(table[:, 3], np.sin(position / 10_000), atol=1e-6)
     np.testing.assert_allclose(table[:, 7], np.cos(position / 10_000), atol=1e-6)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-def test_dropout_keeps_the_mean_and_drops_the_rate(rate):
-    x = jnp.ones(200_000)
-    out = np.asarray(dropout(x, (rate, jax.random.key(1)), 0))
-    deviation = (rate * (1 - rate) / x.size) ** 0.5
-    assert abs((out == 0).mean() - rate) <= 5 * deviation
-    np.testing.assert_allclose(out[out != 0], 1 / (1 - rate), rtol=1e-6)
-
-
-def test_dropout_differs_between_places_and_keys():
-    x = jnp.ones(256)
-    of = [
-        dropout(x, (0.5, jax.random.key(key)), index)
-        for key, index in ((0, 0), (0, 1), (1, 0), (0, 0))
-    ]
-    assert not np.array_equal(of[0], of[1]) and not np.array_equal(of[0], of[2])
-    np.testing.assert_array_equal(of[0], of[3])

@@ -1,11 +1,14 @@
 """What a run says of its device, and the trace that it writes on request."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from analysis.budget import update_flops
 from configs.base import get_config
+from models.counting import abstract, update_flops
+from models.transformer import Transformer
 from training.utilisation import (
     CompileClock,
     Profile,
@@ -23,7 +26,8 @@ def test_an_update_has_the_flops_of_its_products():
     decoder = B * T * (6 * D * D + 2 * D * F) + B * S * 2 * D * D
     decoder += 2 * B * (T * T + T * S) * D
     forward = L * (encoder + decoder) + B * T * D * vocab
-    assert update_flops((vocab,), model.to_dict(), B, S, T) == 6 * forward
+    built = abstract(partial(Transformer, vocab, **model.to_dict()))
+    assert update_flops(built, B, S, T) == 6 * forward
 
 
 class Chip:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from models import counting
 from models.transformer import Transformer
 from training import sharding, targets
 from training.step import init, static_of, train_steps
 
 GIB = 2**30
-ROW = 64  # tokens of the shortest row, see data/packing.py
+ROW = 64  # tokens of the shortest row, as data.packing.ROW_TOKENS
 OPERATION = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
     r"|reduce-scatter)(?:-start)?\("
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return int(self.num_trials * self.capacity / self.peak)
 
 
-def plan(config, arrays: dict, target: str, count) -> Plan:
+def plan(config, arrays: dict, target: str) -> Plan:
     """Compile the step of a config for a target, and read off what it needs.
 
     The vocabulary is taken to be of its full size, and rows to hold the longest pair.
@@ -62,7 +62,6 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
         config: as train.py has it.
         arrays: the numbers of its trials, see `training.step.train_steps`.
         target: see `targets.devices`.
-        count: from B, S and T to the floating-point operations of a trial's update.
 
     Raises:
         ValueError: no such target, a mesh that does not fit it, or no row in a batch.
@@ -81,8 +80,8 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())
     with jax.set_mesh(mesh):
-        model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-        static = static_of(nnx.split(model)[0], config)
+        model = counting.abstract(build)
+        static = static_of(model, config)
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
         tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)
@@ -91,13 +90,12 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
             for side in ("source", "target")
             for what in ("", "_segments", "_positions")
         }
-        trial, rows = (
-            sharding.named(mesh, *axes) for axes in (("trial",), sharding.BATCH)
-        )
+        of_trials = sharding.named(mesh, "trial")
+        of_rows = sharding.named(mesh, *sharding.BATCH)
         arguments = (
             abstract(state, lie),
-            abstract(arrays, jax.tree.map(lambda _: trial, arrays)),
-            abstract(batch, jax.tree.map(lambda _: rows, batch)),
+            abstract(arrays, jax.tree.map(lambda _: of_trials, arrays)),
+            abstract(batch, dict.fromkeys(batch, of_rows)),
             1,
         )
         chip = target.split(":")[0]
@@ -115,7 +113,7 @@ def plan(config, arrays: dict, target: str, count) -> Plan:
         + memory.temp_size_in_bytes,
         capacity=targets.CHIPS[chip].memory,
         collectives=collectives(compiled.as_text()),
-        flops=count(B, T, T) * num_trials / mesh.size,
+        flops=counting.update_flops(model, B, T, T) * num_trials / mesh.size,
         peak_flops=targets.CHIPS[chip].flops,
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),

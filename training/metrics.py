@@ -1,6 +1,7 @@
 """What a run says while it runs: metrics.jsonl, TensorBoard, and a progress line."""
 
 import contextlib
+import functools
 import json
 import logging
 import sys
@@ -218,13 +219,12 @@ class Progress:
             self.bar.stop()
 
 
+@functools.cache
 def console():
     """Rich's console on standard error, one for the bar and the lines above it."""
     from rich.console import Console
 
-    if not hasattr(console, "shared"):
-        console.shared = Console(stderr=True, highlight=False)
-    return console.shared
+    return Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:

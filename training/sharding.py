@@ -145,7 +145,7 @@ def named(mesh: Mesh, *parts) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
-def state_shardings(state, mesh: Mesh, shard: str = "none"):
+def state_shardings(state, mesh: Mesh, shard: str):
     """The NamedSharding of every leaf of a TrainState."""
     parts = state._replace(
         params=specs(state.params, mesh, shard=shard, is_state=False),
@@ -181,13 +181,13 @@ def warn_of_whole(config: dict, mesh: Mesh) -> None:
             )
 
 
-def initial(make, arrays, mesh: Mesh, shard: str = "none"):
+def initial(make, arrays, mesh: Mesh, shard: str):
     """The TrainState `make(arrays)`; each device computes what it will hold of it."""
     abstract = jax.eval_shape(make, arrays)
     return jax.jit(make, out_shardings=state_shardings(abstract, mesh, shard))(arrays)
 
 
-def place(state, mesh: Mesh, shard: str = "none"):
+def place(state, mesh: Mesh, shard: str):
     """Put the arrays of a TrainState where they belong; each host its part."""
     return jax.tree.map(put, state, state_shardings(state, mesh, shard))
 
@@ -289,7 +289,7 @@ def trials_here(params, mesh: Mesh):
     here, whole = jax.process_index(), params
     if mesh.size > 1:
         whole = jax.device_put(params, named(mesh, "trial"))
-    size = num_trials(params) // mesh.shape["trial"]  # of a part
+    size = len(jax.tree.leaves(params)[0]) // mesh.shape["trial"]  # of a part
     shares, devices = [], []
     for part in range(mesh.shape["trial"]):
         holders = mesh.devices[part].ravel().tolist()
@@ -327,16 +327,6 @@ def of_devices(mesh: Mesh, array):
     shape = (sum(map(len, parts)), *array.shape[1:])
     where = named(mesh, "trial")
     return jax.make_array_from_single_device_arrays(shape, where, parts)
-
-
-def one_of(tree, trial: int):
-    """The leaves of one trial of those that have the trial axis R in front."""
-    return jax.tree.map(lambda leaf: leaf[trial], tree)
-
-
-def num_trials(params) -> int:
-    """R, by which all leaves begin."""
-    return len(jax.tree.leaves(params)[0])
 
 
 def shard(array, device):

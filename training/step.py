@@ -72,10 +72,10 @@ def optimizer_of(static: Static, trial: dict) -> optax.GradientTransformation:
     )
 
 
-def static_of(graph: nnx.GraphDef, config) -> Static:
-    """What a config fixes."""
+def static_of(model, config) -> Static:
+    """What a config fixes; the model may be abstract."""
     return Static(
-        graph,
+        nnx.split(model)[0],
         config.optimizer.schedule,
         config.model.width,
         config.train.remat,
@@ -122,14 +122,13 @@ def in_turn() -> bool:
     return platform() == "cpu" and dict(mesh.shape).get("trial", 1) == 1
 
 
-def batch_loss(
-    params, static, batch, label_smoothing, rate=None, key=None, head_gates=None
-):
-    """Label-smoothed cross-entropy (nats) summed over the tokens, and their number."""
-    model = precision.merge(static.graph, params)
-    hidden = model.hidden(
-        batch, rate=rate, key=key, head_gates=head_gates, remat=static.remat
-    )
+def batch_loss(graph, params, batch, label_smoothing, **options):
+    """Label-smoothed cross-entropy (nats) summed over the tokens, and their number.
+
+    `options` are of `models.Transformer.hidden`: dropout, head gates, remat.
+    """
+    model = precision.merge(graph, params)
+    hidden = model.hidden(batch, **options)
     features, table = model.output(hidden)
     weights = (batch["target_segments"] > 0).astype(jnp.float32)
     loss, _ = cross_entropy(
@@ -194,8 +193,16 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
 
     @jax.value_and_grad
     def of_part(params, part, key):
-        numbers = trial["label_smoothing"], trial["dropout"]
-        loss, _ = batch_loss(params, static, part, *numbers, key, trial["head_gates"])
+        loss, _ = batch_loss(
+            static.graph,
+            params,
+            part,
+            trial["label_smoothing"],
+            rate=trial["dropout"],
+            key=key,
+            head_gates=trial["head_gates"],
+            remat=static.remat,
+        )
         return loss / tokens
 
     count = static.accumulate_steps
@@ -250,8 +257,8 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
     return new._replace(diverged_at=diverged_at), metrics
 
 
-@partial(jax.jit, static_argnames="static")
-def eval_step(params: nnx.State, head_gates: dict, batch: dict, *, static: Static):
+@partial(jax.jit, static_argnames="graph")
+def eval_step(graph: nnx.GraphDef, params: nnx.State, head_gates: dict, batch: dict):
     """Summed cross-entropy (nats, no smoothing) and tokens of a batch, both R.
 
     The gates are R L N. The batch (B S and B T) has no trial axis: every trial sees
@@ -259,7 +266,7 @@ def eval_step(params: nnx.State, head_gates: dict, batch: dict, *, static: Stati
     """
 
     def one(params, head_gates):
-        return batch_loss(params, static, batch, 0.0, head_gates=head_gates)
+        return batch_loss(graph, params, batch, 0.0, head_gates=head_gates)
 
     return over_trials(one)(params, head_gates)
 

@@ -21,7 +21,6 @@ LIKE = {
     "config.json": {
         "data": {"name": "", "source": "", "target": "", "batch_tokens": 0},
         "model": {"width": 0, "num_encoder_layers": 0, "num_decoder_layers": 0},
-        "optimizer": {"schedule": ""},
         "train": {},
     },
     "trials.json": [{"seed": 0}],

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.counting import abstract
 from models.decoding import programs
 from models.decoding_queue import Queue
 from models.decoding_search import complete
@@ -36,7 +37,7 @@ def test_chips_decode_their_trials_without_communication(target, beam_size):
     model = partial(model, positions="sinusoidal", attention={"num_heads": 4})
     platform = "tpu" if target[0] == "v" else "cuda"
     with jax.set_mesh(mesh):
-        graph, params = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
+        graph, params = nnx.split(abstract(model))
         leaves, structure = jax.tree.flatten(params)
         leaves = of_trials(leaves)
         options = tuple(complete(beam_size=beam_size).items())

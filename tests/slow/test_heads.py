@@ -13,7 +13,7 @@ from attention.merge import MERGE_RULES
 from attention.reference import attend
 from configs.base import get_config
 from configs.commandline import flat
-from models.counting import parameters
+from models.counting import abstract, parameters
 from models.multi_head import Attention
 from models.positions import POSITIONS, bucket, relative_bias, rotate
 from models.sites import implementations
@@ -79,8 +79,7 @@ def test_packing_equals_one_sentence_a_row_and_gates_of_one_change_nothing(name)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_overfits_a_handful_of_pairs(name):
     build = build_of(*SETTINGS[name])
-    graph = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
-    static = Static(graph, "constant", 16)
+    static = Static(nnx.split(abstract(build))[0], "constant", 16)
     settings = {"seed": 0, "optimizer.label_smoothing": 0.0, "model.dropout": 0.0}
     arrays = numbers(
         flat(get_config().to_dict()),
@@ -102,13 +101,13 @@ def test_a_gate_of_zero_removes_the_head():
         gates = {k: v.at[:, 1].set(0.0) for k, v in model.head_gates().items()}
         smaller = made("relative", "post", settings | {"num_heads": 3})
 
-        def without(path, leaf, like):
+        def without(leaf, like):
             axes = [a for a, n in enumerate(leaf.shape) if n != like.shape[a]]
             assert len(axes) <= 1
             return jnp.delete(leaf, 1, axis=axes[0]) if axes else leaf
 
         graph, like = nnx.split(smaller)
-        params = jax.tree.map_with_path(without, nnx.split(model)[1], like)
+        params = jax.tree.map(without, nnx.split(model)[1], like)
         wanted = run(nnx.merge(graph, params), None)
         np.testing.assert_allclose(run(model, gates), wanted, atol=2e-5)
 
@@ -168,11 +167,11 @@ def test_gates_of_the_wrong_shape_are_named(gates, message):
 
 
 def test_sites_have_heads_of_their_own():
-    build = build_of(
-        cross_attention={"num_heads": 8, "merge": "mean"},
-        encoder_attention={"num_heads": 2, "value_dim": 5},
-    )
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    sites = {
+        "cross_attention": {"num_heads": 8, "merge": "mean"},
+        "encoder_attention": {"num_heads": 2, "value_dim": 5},
+    }
+    model = abstract(build_of(**sites))
     layer = model.decoder[0]
     assert model.encoder[0].self_attention.value.shape == (16, 2, 5)
     assert layer.self_attention.query.shape == (16, 4, 4)
@@ -220,9 +219,7 @@ def test_a_merge_has_the_parameters_of_the_design(merge):
         "gated_elementwise": N * V * D + D * N * V,
         "mixture": N * V * D + D * N,
     }
-    layer = nnx.eval_shape(
-        lambda: Attention(D, num_heads=N, value_dim=V, merge=merge, rngs=nnx.Rngs(0))
-    )
+    layer = abstract(partial(Attention, D, num_heads=N, value_dim=V, merge=merge))
     assert parameters(nnx.state(layer.merge)) == counts[merge]
 
 
@@ -305,10 +302,7 @@ def test_relative_bias_is_a_row_of_its_table():
 
 
 def test_what_runs_is_told_by_site():
-    settings = {"talking_heads": True}
-    model = nnx.eval_shape(
-        lambda: build_of("relative", cross_attention=settings)(rngs=nnx.Rngs(0))
-    )
+    model = abstract(build_of("relative", cross_attention={"talking_heads": True}))
     assert implementations(model, 2, 5, 6) == {
         "encoder": "blockwise",
         "decoder": "blockwise",

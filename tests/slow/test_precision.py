@@ -14,6 +14,7 @@ from data.packing import Sentences
 from data.pipeline import Batches
 from models.precision import compute_dtype
 from models.transformer import Transformer
+from tests.programs import equations
 from training.step import Static, loss_and_gradient
 
 VOCAB, EOS = 40, 2
@@ -90,23 +91,11 @@ def test_a_batch_in_parts_equals_the_whole_by_tokens(batch, expected):
     assert_same(parts, expected[0])
 
 
-def primitives(jaxpr):
-    """Every equation of a program, inner ones too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from primitives(inner)
-
-
 def products(program):
     """The types of each product of two matrices, such as tokens by a kernel."""
     return [
         [str(x.aval.dtype) for x in equation.invars]
-        for equation in primitives(program.jaxpr)
+        for equation in equations(program.jaxpr)
         if equation.primitive.name == "dot_general"
         and all(x.aval.ndim == 2 for x in equation.invars)
     ]
@@ -146,7 +135,7 @@ def test_every_model_computes_in_bfloat16(batch, settings):
     rounded = program(batch, settings | {"dtype": "bfloat16"})
     found = products(rounded)
     assert found.count(["bfloat16"] * 2) > 20
-    for equation in primitives(rounded.jaxpr):
+    for equation in equations(rounded.jaxpr):
         if equation.primitive.name in ("exp", "rsqrt", "log"):
             assert all(x.aval.dtype == jnp.float32 for x in equation.invars)
 
