@@ -7,6 +7,7 @@ of the config can be set: --config.model.attention.num_heads=8
 """
 
 import contextlib
+import os
 import shlex
 import time
 from functools import partial
@@ -113,6 +114,7 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
 
 def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # else the GPUs' plugin misses a driver, aloud
     from analysis.table import print_pairs
     from models.checks import check_counts
     from training import dry_run

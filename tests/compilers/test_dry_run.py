@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -71,6 +73,24 @@ def test_trials_on_a_pod_need_no_communication(name, pod):
     plan = planned(name, pod, seeds=256)
     assert plan.fits and plan.mesh == {"trial": 256, "data": 1, "model": 1}
     assert plan.collectives == {} and plan.num_trials == 1
+
+
+def test_the_command_prints_a_plan_and_nothing_else():
+    """As users call it, who do not name a platform."""
+    command = f"{sys.executable} train.py --config=configs/numbers.py --dry_run=h200:1"
+    for key in ("model.num_encoder_layers", "model.num_decoder_layers"):
+        command += f" --config.{key}=1"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        command.split(),
+        cwd=FOLDER.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "h200:1, per chip" in done.stdout and "trials on a chip" in done.stdout
+    assert "Traceback" not in done.stderr and "cuDNN" not in done.stderr
 
 
 def test_what_is_too_large_is_told_with_a_mend():
