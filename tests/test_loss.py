@@ -27,10 +27,7 @@ def in_float64(hidden, table, labels, weights, smoothing):
     log_softmax = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
     target = np.full_like(logits, smoothing / VOCAB)
     target[np.arange(labels.size), labels] += 1 - smoothing
-    nll = -log_softmax[np.arange(labels.size), labels]
-    correct = logits.argmax(-1) == labels
-    metrics = {"nll_sum": weights @ nll, "num_correct": weights @ correct}
-    return weights @ -(target * log_softmax).sum(-1), metrics
+    return weights @ -(target * log_softmax).sum(-1)
 
 
 def plain(hidden, table, labels, weights, smoothing):
@@ -48,23 +45,19 @@ def differentiate(loss, *arguments):
 @pytest.mark.parametrize("tokens, chunk", [(12, 4), (13, 4), (3, 4), (1, 1), (9, None)])
 def test_loss_equals_numpy_in_float64(tokens, chunk, smoothing):
     arrays = example(tokens)
-    expected, expected_metrics = in_float64(*arrays, smoothing)
-    loss, metrics = jax.jit(cross_entropy, static_argnums=5)(*arrays, smoothing, chunk)
+    expected = in_float64(*arrays, smoothing)
+    loss = jax.jit(cross_entropy, static_argnums=5)(*arrays, smoothing, chunk)
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
-    for name in expected_metrics:
-        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-6)
-    f = jax.jit(jax.value_and_grad(cross_entropy, has_aux=True), static_argnums=5)
-    (differentiated, metrics), _ = f(*arrays, smoothing, chunk)
+    f = jax.jit(jax.value_and_grad(cross_entropy), static_argnums=5)
+    differentiated, _ = f(*arrays, smoothing, chunk)
     np.testing.assert_allclose(differentiated, expected, rtol=2e-6)
-    for name in expected_metrics:
-        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("tokens, chunk", [(12, 4), (13, 4), (3, 4), (1, 1), (9, None)])
 def test_gradients_equal_those_of_the_plain_formula(tokens, chunk, smoothing):
     arrays = *example(tokens), smoothing
-    chunked = differentiate(lambda *a: cross_entropy(*a, chunk)[0], *arrays)
+    chunked = differentiate(lambda *a: cross_entropy(*a, chunk), *arrays)
     for gradient, expected in zip(chunked, differentiate(plain, *arrays), strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
@@ -72,14 +65,14 @@ def test_gradients_equal_those_of_the_plain_formula(tokens, chunk, smoothing):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_gradients_equal_finite_differences(smoothing):
     hidden, table, labels, weights = example(6)
-    gradient = jax.jit(jax.grad(lambda *a: cross_entropy(*a, 4)[0], (0, 1)))
+    gradient = jax.jit(jax.grad(lambda *a: cross_entropy(*a, 4), (0, 1)))
     by_hidden, by_table = gradient(hidden, table, labels, weights, smoothing)
     rng = np.random.default_rng(1)
     directions = rng.standard_normal(hidden.shape), rng.standard_normal(table.shape)
 
     def along(step):
         moved = hidden + step * directions[0], table + step * directions[1]
-        return in_float64(*moved, labels, weights, smoothing)[0]
+        return in_float64(*moved, labels, weights, smoothing)
 
     expected = (along(1e-5) - along(-1e-5)) / 2e-5
     slope = np.vdot(by_hidden, directions[0]) + np.vdot(by_table, directions[1])
@@ -91,7 +84,7 @@ def test_trials_with_smoothings_of_their_own_equal_the_same_alone(trials):
     smoothings = np.linspace(0, 0.2, trials, dtype=np.float32)
     examples = [example(13, seed) for seed in range(trials)]
     stacked = tuple(np.stack(arrays) for arrays in zip(*examples, strict=True))
-    f = jax.value_and_grad(lambda *a: cross_entropy(*a, 4), (0, 1), has_aux=True)
+    f = jax.value_and_grad(lambda *a: cross_entropy(*a, 4), (0, 1))
     together = jax.jit(jax.vmap(f))(*stacked, smoothings)
     f = jax.jit(f)
     for trial in range(trials):
@@ -106,7 +99,7 @@ def test_padding_of_weight_zero_changes_nothing():
     real = weights > 0
 
     def gradient(chunk, *arrays):
-        loss = jax.grad(lambda *a: cross_entropy(*a, 0.1, chunk)[0], (0, 1))
+        loss = jax.grad(lambda *a: cross_entropy(*a, 0.1, chunk), (0, 1))
         return jax.jit(loss)(*arrays)
 
     by_hidden, by_table = gradient(5, hidden, table, labels, weights)
@@ -120,26 +113,26 @@ def test_padding_of_weight_zero_changes_nothing():
 def test_large_logits_neither_overflow_nor_lose_the_loss():
     hidden, table, labels, weights = example(12)
     arrays = 100 * hidden, table, labels, weights
-    f = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1)[0]))
+    f = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1)))
     loss, gradient = f(*arrays)
-    np.testing.assert_allclose(loss, in_float64(*arrays, 0.1)[0], rtol=1e-6)
+    np.testing.assert_allclose(loss, in_float64(*arrays, 0.1), rtol=1e-6)
     assert np.isfinite(gradient).all()
 
 
 def test_bfloat16_is_summed_in_float32():
     hidden, table, labels, weights = example(40, dtype=jnp.bfloat16)
     arrays = hidden, table, labels, weights
-    f = jax.value_and_grad(cross_entropy, (0, 1), has_aux=True)
-    (loss, metrics), gradients = jax.jit(f, static_argnums=5)(*arrays, 0.1, 8)
-    assert loss.dtype == metrics["nll_sum"].dtype == jnp.float32
+    f = jax.value_and_grad(cross_entropy, (0, 1))
+    loss, gradients = jax.jit(f, static_argnums=5)(*arrays, 0.1, 8)
+    assert loss.dtype == jnp.float32
     assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.bfloat16]
-    expected = in_float64(*arrays, 0.1)[0]
+    expected = in_float64(*arrays, 0.1)
     np.testing.assert_allclose(loss, expected, rtol=1e-4)  # exps round to 8 bits
 
 
 def test_no_array_holds_the_logits_of_all_tokens():
     arrays = example(64)
-    step = jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1, 8)[0], (0, 1))
+    step = jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1, 8), (0, 1))
     largest = max(map(np.prod, shapes(jax.make_jaxpr(step)(*arrays).jaxpr)))
     assert largest == 64 * WIDTH  # hidden, larger here than the 8 x VOCAB of a chunk
 
@@ -150,7 +143,7 @@ def test_dev_loss_does_no_gradient_work():
         return text.count("stablehlo.dot_general")
 
     def loss(*arrays):
-        return cross_entropy(*arrays, 0.1, 4)[0]
+        return cross_entropy(*arrays, 0.1, 4)
 
     # The gradients of hidden and table are a product each.
     assert products(jax.value_and_grad(loss, (0, 1))) == products(loss) + 2

@@ -26,18 +26,13 @@ def cross_entropy(
     weights: Float[Array, "T"],
     label_smoothing: Float[Array, ""] | float = 0.0,
     chunk_tokens: int | None = None,
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Sum over tokens of weight times label-smoothed cross-entropy, in nats.
+) -> Float[Array, ""]:
+    """Sum over tokens of weight times label-smoothed cross-entropy, in nats, float32.
 
     The logits are `hidden @ table.T`, where table is the shared embedding. The target
     distribution gives every piece label_smoothing / vocab and the label the rest on
     top, as Szegedy et al. 2016 and PyTorch do. Padding has the weight 0.
     Differentiable in hidden, table, weights and label_smoothing.
-
-    Returns:
-      The sum in float32, and sums over the same tokens that carry no gradient:
-      `nll_sum` is the cross-entropy without smoothing (for the perplexity),
-      `num_correct` the weight of the labels with the largest logit.
     """
     chunk_tokens = chunk_tokens or _chunk_tokens(table.shape[0])
     num_chunks = _num_chunks(labels.size, chunk_tokens)
@@ -70,11 +65,12 @@ def _num_chunks(tokens: int, chunk_tokens: int) -> int:
 def _cross_entropy(hidden, table, labels, weights, smoothing, num_chunks):
     def step(_, chunk):
         top, _, total, at_label = _softmax_parts(*chunk, table)
-        return None, (top + jnp.log(total), at_label, at_label >= top)
+        return None, (top + jnp.log(total), at_label)
 
     chunks = _split(hidden, num_chunks), _split(labels, num_chunks)
     _, parts = jax.lax.scan(step, None, chunks)
-    return _sums(*(_join(x) for x in parts), hidden, table, weights, smoothing)
+    per_token, _ = _per_token(*(_join(x) for x in parts), hidden, table, smoothing)
+    return jnp.vdot(weights, per_token)
 
 
 def _forward(hidden, table, labels, weights, smoothing, num_chunks):
@@ -89,15 +85,14 @@ def _forward(hidden, table, labels, weights, smoothing, num_chunks):
         # D x vocab, because vocab x D is at half speed where vocab is a power of 2.
         by_table = _dot("TD,Tv->Dv", (hidden * scale).astype(exps.dtype), exps)
         lse = top + jnp.log(total)
-        return softmax_by_table + by_table, (lse, at_label, at_label >= top, by_hidden)
+        return softmax_by_table + by_table, (lse, at_label, by_hidden)
 
     arrays = hidden, labels, weights
     chunks = tuple(_split(x, num_chunks) for x in arrays)
     start = jnp.zeros(table.shape[::-1], jnp.float32)
     softmax_by_table, parts = jax.lax.scan(step, start, chunks)
     *parts, softmax_by_hidden = (_join(x) for x in parts)
-    outputs = _sums(*parts, hidden, table, weights, smoothing)
-    per_token, by_smoothing = _per_token(*parts[:2], hidden, table, smoothing)
+    per_token, by_smoothing = _per_token(*parts, hidden, table, smoothing)
 
     # What target adds: a constant of every piece, and one row of the label.
     constant = weights[:, None] * (smoothing / table.shape[0])
@@ -111,12 +106,12 @@ def _forward(hidden, table, labels, weights, smoothing, num_chunks):
         per_token,
         jnp.vdot(weights, by_smoothing),
     )
-    return outputs, gradients
+    return jnp.vdot(weights, per_token), gradients
 
 
-def _backward(num_chunks, gradients, cotangents):
+def _backward(num_chunks, gradients, cotangent):
     hidden, table, weights, smoothing = (
-        (cotangents[0] * x).astype(x.dtype) for x in gradients
+        (cotangent * x).astype(x.dtype) for x in gradients
     )
     return hidden, table, None, weights, smoothing
 
@@ -138,13 +133,6 @@ def _per_token(lse, at_label, hidden, table, smoothing):
     # The mean of the logits is the logit of the mean embedding: no pass over them.
     by_smoothing = at_label - _dot("TD,D->T", hidden, table.mean(0))
     return lse - at_label + smoothing * by_smoothing, by_smoothing
-
-
-def _sums(lse, at_label, correct, hidden, table, weights, smoothing):
-    per_token, _ = _per_token(lse, at_label, hidden, table, smoothing)
-    nll_sum, num_correct = jnp.vdot(weights, lse - at_label), jnp.vdot(weights, correct)
-    metrics = {"nll_sum": nll_sum, "num_correct": num_correct}
-    return jnp.vdot(weights, per_token), metrics
 
 
 def _dot(equation, left, right):

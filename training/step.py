@@ -131,7 +131,7 @@ def batch_loss(graph, params, batch, label_smoothing, **options):
     hidden = model.hidden(batch, **options)
     features, table = model.output(hidden)
     weights = (batch["target_segments"] > 0).astype(jnp.float32)
-    loss, _ = cross_entropy(
+    loss = cross_entropy(
         features.reshape(-1, features.shape[-1]),
         table,
         batch["target"].reshape(-1),

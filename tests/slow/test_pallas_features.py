@@ -1,4 +1,4 @@
-"""The TPU's and the GPU's kernels, interpreted: every feature, against the reference."""
+"""The kernels of TPU and GPU, interpreted: every feature, against the reference."""
 
 import pytest
 from attention_cases import FEATURES, check, everything, expected, make
