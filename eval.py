@@ -58,7 +58,8 @@ SHOW = flags.DEFINE_integer("show", 0, "Translations of the split to print.", 0)
 PLOT = flags.DEFINE_string(
     "plot", None, "PNG file: the cross-attention of the split's first sentence."
 )
-TRIAL = flags.DEFINE_integer("trial", 0, "Trial to translate or plot with.", 0)
+HEADS = flags.DEFINE_bool("heads", False, "Also tell what each head sees and adds.")
+TRIAL = flags.DEFINE_integer("trial", 0, "Trial to translate, plot or tell of.", 0)
 
 
 class Trained(NamedTuple):
@@ -87,8 +88,10 @@ def main():
             "--workdir and either --split or --translate are needed, as in "
             "python eval.py --workdir=runs/numbers --split=test"
         )
-    if cluster.COORDINATOR.value and (TRANSLATE.value or PLOT.value):
-        fail("--translate and --plot take one process; leave --coordinator out.")
+    if cluster.COORDINATOR.value and (TRANSLATE.value or PLOT.value or HEADS.value):
+        fail("--translate, --plot and --heads take one process, not a --coordinator.")
+    if TRANSLATE.value and HEADS.value:
+        fail("--heads needs the references of a --split, and --translate has none.")
     platform.setup()
     show_log()
     from training import hosts
@@ -293,6 +296,8 @@ def evaluate(
     show(sources, references, chosen)
     if PLOT.value:
         plot(trained, sources[0], found[trial_of(trained)][0])
+    if HEADS.value:
+        tell_heads(trained, split, encoded, target.encode(references), workdir)
 
 
 def output_path(split: str) -> Path:
@@ -376,6 +381,19 @@ def plot(trained: Trained, source: str, translation: list[int]) -> None:
     ]
     plot_cross_attention(maps, *pieces, Path(PLOT.value))
     print(f"\nThe cross-attention of the first sentence: {PLOT.value}")
+
+
+def tell_heads(trained: Trained, split: str, source, target, workdir: Path) -> None:
+    """Write heads-SPLIT.json, a row a head, and print it."""
+    from analysis.heads import measure
+    from analysis.table import print_heads
+
+    model = trained.graph, *trained.of(trial_of(trained))
+    found = measure(*model, source, target, trained.config.data.batch_tokens)
+    rows = [{"trial": TRIAL.value} | row for row in found]
+    path = workdir / f"heads-{split}.json"
+    write_json(path, rows)
+    print_heads(rows, split, path)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.multi_head import full_map
+
 
 def cross_attention(
     graph: nnx.GraphDef,
@@ -33,9 +35,13 @@ def cross_attention(
             for side, tokens in (("source", source), ("target", target))
             for what, make in made.items()
         }
-        maps = {"cross": []}
-        model.hidden(batch, head_gates=gates, maps=maps)
-        return jnp.concatenate(maps["cross"])
+        maps = []
+
+        def watch(*arrays, **arguments):
+            maps.append(full_map(*arrays, **arguments))
+
+        model.hidden(batch, head_gates=gates, watch={"cross": watch})
+        return jnp.concatenate(maps)
 
     def row(tokens):
         return jnp.asarray([tokens], jnp.int32)

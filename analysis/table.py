@@ -4,8 +4,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from attention import HeadStatistics
 
 
 def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
@@ -47,6 +50,30 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
         if name in rows[0]:
             console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
     console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
+
+
+def print_heads(rows: list[dict], split: str, path: Path) -> None:
+    """A table a site of the heads of one trial, see `analysis.heads.measure`."""
+    forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
+    forms |= {"importance": "{:.4f}", "added_loss": "{:.4f}"}
+    if all(row["gate"] == 1 for row in rows):
+        del forms["gate"]
+    names = {"previous": "i-1", "current": "i", "following": "i+1"}
+    console = Console(highlight=False)
+    for site in dict.fromkeys(row["site"] for row in rows):
+        title = f"{site}, trial {rows[0]['trial']}, {split}"
+        table = Table("head", box=box.SIMPLE, title=title, padding=0)
+        for name in forms:
+            table.add_column(names.get(name, heading(name)), justify="right")
+        for row in rows:
+            if row["site"] == site:
+                cells = (
+                    "–" if row[name] is None else form.format(row[name])
+                    for name, form in forms.items()
+                )
+                table.add_row(f"{row['layer']}.{row['head']}", *cells)
+        console.print(table)
+    console.print(f"written to {path}", soft_wrap=True)
 
 
 def heading(name: str) -> str:

@@ -222,6 +222,28 @@ def training_batches(
     return iter(dataset.to_iter_dataset(options))
 
 
+def sentence_batches(
+    source: Sentences, target: Sentences, *, batch_tokens: int
+) -> list[dict[str, np.ndarray]]:
+    """Every pair once, one a row, without a trial axis; the shortest first.
+
+    The keys are those of a training batch, the shapes (B, T) on both sides, where T is
+    a multiple of 32 and B the most rows that batch_tokens hold. The last batch of a T
+    is filled up with padding.
+    """
+    longest = np.maximum(source.lengths, target.lengths)
+    sizes = -(-longest // 32) * 32
+    batches = []
+    for T in np.unique(sizes):
+        pairs = np.flatnonzero(sizes == T)
+        B = min(max(1, batch_tokens // T), len(pairs))
+        for start in range(0, len(pairs), B):
+            chosen = pairs[start : start + B]
+            ones = np.ones_like(chosen)
+            batches.append(_assemble(source, target, chosen, ones, (B, T, T)))
+    return batches
+
+
 def evaluation_batches(
     source: Sentences, target: Sentences, *, batch_tokens: int
 ) -> list[dict[str, np.ndarray]]:

@@ -97,7 +97,7 @@ class Layer(nnx.Module):
         where: dict | None = None,
         gates: dict | None = None,
         drop: Dropout | None = None,
-        maps: dict | None = None,
+        watch: dict | None = None,
     ) -> Float[Array, "B T D"]:
         """Encode x, or decode it with a look at the memory.
 
@@ -110,9 +110,9 @@ class Layer(nnx.Module):
             gates: numbers by head, `self` and `cross`, `N` or `B N` each; or some of
                 them, the others are 1.
             drop: of this layer.
-            maps: lists that maps are appended to, `self` and `cross`, or some of them.
+            watch: functions of `Attention`, `self` and `cross`, or some of them.
         """
-        gates, maps = gates or {}, maps or {}
+        gates, watch = gates or {}, watch or {}
 
         def to_self(x):
             return self.self_attention(
@@ -121,7 +121,7 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 gate=gates.get("self"),
-                maps=maps.get("self"),
+                watch=watch.get("self"),
                 **(where or {}),
             )
 
@@ -132,7 +132,7 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
                 gate=gates.get("cross"),
-                maps=maps.get("cross"),
+                watch=watch.get("cross"),
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)

@@ -1,5 +1,6 @@
 """Multi-head attention: projections, head shapes and the merge."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -204,7 +205,7 @@ class Attention(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         gate: Float[Array, "*B N"] | None = None,
-        maps: list | None = None,
+        watch: Callable | None = None,
         **masks,
     ) -> Float[Array, "B T D"]:
         """Attend from x to the memory, or to x itself.
@@ -213,19 +214,15 @@ class Attention(nnx.Module):
             x, memory: the layer's input; what keys and values are made of.
             positions: to rotate queries and keys by.
             gate: a number a head, `N` or `B N`, times its output.
-            maps: a list that the full map of every head, B N T S, is appended to.
+            watch: called with what the weights are made of: query, key, the masks and
+                the mixes of talking heads, as `full_map` takes them.
             masks: bias and masks as `attention.dot_product_attention` takes them.
         """
         query = self.queries(x, positions)
         key, value = self.keys_values(x if memory is None else memory, positions)
         mixes = self.mixes()
-        if maps is not None:
-            weights = (
-                attention.talking_heads_weights
-                if mixes
-                else attention.attention_weights
-            )
-            maps.append(weights(query, key, **masks, **mixes))
+        if watch is not None:
+            watch(query, key, **masks, **mixes)
         if mixes:
             heads = attention.talking_heads_attention(
                 query, key, value, **masks, **mixes
@@ -235,6 +232,13 @@ class Attention(nnx.Module):
                 query, key, value, **masks, implementation=self.implementation
             )
         return self.merged(heads, x, gate)
+
+
+def full_map(query, key, **arguments) -> Float[Array, "B N T S"]:
+    """The weights of every head, of what `watch` is called with."""
+    if "logits_mix" in arguments:
+        return attention.talking_heads_weights(query, key, **arguments)
+    return attention.attention_weights(query, key, **arguments)
 
 
 def turned(

@@ -18,9 +18,9 @@ def gates_of(head_gates: dict | None, layer: int, **sites: str) -> dict:
     return {name: given[site][layer] for name, site in sites.items() if site in given}
 
 
-def maps_of(maps: dict | None, **sites: str) -> dict:
-    """The lists for a layer's maps, by its own names of the sites that have one."""
-    given = maps or {}
+def watch_of(watch: dict | None, **sites: str) -> dict:
+    """What watches a layer, by its own names of the sites that are watched."""
+    given = watch or {}
     return {name: given[site] for name, site in sites.items() if site in given}
 
 

@@ -12,7 +12,7 @@ from models.dropout import Dropout, dropout, fold
 from models.layers import Layer, OutputTransform, Pooler, layer_norm
 from models.positions import BUCKETS, POSITIONS, SINUSOIDAL, relative_bias, sinusoidal
 from models.precision import apply, compute_dtype
-from models.sites import at_site, gates_of, maps_of
+from models.sites import at_site, gates_of, watch_of
 
 
 class Transformer(nnx.Module):
@@ -211,7 +211,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B S"],
         drop: Dropout | None = None,
         head_gates: dict | None = None,
-        maps: dict | None = None,
+        watch: dict | None = None,
         types: Int[Array, "B S"] | None = None,
         remat: str = "none",
     ) -> Float[Array, "B S D"]:
@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
                 where=where,
                 gates=gates_of(head_gates, index, self="encoder"),
                 drop=fold(drop, 1 + index),
-                maps=maps_of(maps, self="encoder"),
+                watch=watch_of(watch, self="encoder"),
             )
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
@@ -241,7 +241,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         drop: Dropout | None = None,
         head_gates: dict | None = None,
-        maps: dict | None = None,
+        watch: dict | None = None,
         remat: str = "none",
     ) -> Float[Array, "B T D"]:
         """What is known before each target token: causal in the tokens before it.
@@ -264,7 +264,7 @@ class Transformer(nnx.Module):
                 where=where,
                 gates=gates_of(head_gates, index, self="decoder", cross="cross"),
                 drop=fold(drop, 1 + index),
-                maps=maps_of(maps, self="decoder", cross="cross"),
+                watch=watch_of(watch, self="decoder", cross="cross"),
             )
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
@@ -319,15 +319,15 @@ class Transformer(nnx.Module):
         rate: Float[Array, ""] | float | None = None,
         key=None,
         head_gates: dict | None = None,
-        maps: dict | None = None,
+        watch: dict | None = None,
         remat: str = "none",
     ) -> Float[Array, "B T D"]:
         """The last layer's output: the target's, or without a decoder the source's.
 
         Args:
             batch, rate, key, head_gates: see `__call__`.
-            maps: lists by site, `encoder`, `decoder` and `cross`, or some of them: the
-                map of every head, B N T S, of each layer is appended to its list.
+            watch: functions by site, `encoder`, `decoder` and `cross`, or some of them,
+                called for each layer in turn: see `Attention`.
             remat: what the gradient computes again, see `models.precision`.
         """
         check_gates(head_gates, self.head_gates())
@@ -341,7 +341,7 @@ class Transformer(nnx.Module):
                 batch["source_positions"],
                 fold(drop, 0),
                 head_gates,
-                maps,
+                watch,
                 batch.get("source_types"),
                 remat,
             )
@@ -355,7 +355,7 @@ class Transformer(nnx.Module):
             batch["target_positions"],
             fold(drop, 1),
             head_gates,
-            maps,
+            watch,
             remat,
         )
 

@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 
 from models.layers import Layer
-from models.multi_head import Attention
+from models.multi_head import Attention, full_map
 from models.positions import bucket, rotate
 
 TOLERANCE = 2e-5  # of sums of 512 products in another order
@@ -107,7 +107,7 @@ def test_attention(attentions, kind, padded):
     got = ours(
         jnp.asarray(x),
         None if kind != "cross" else jnp.asarray(memory),
-        maps=maps,
+        watch=lambda *arrays, **masks: maps.append(full_map(*arrays, **masks)),
         **masks,
     )
     sides = (torch.tensor(x), torch.tensor(memory), torch.tensor(memory))

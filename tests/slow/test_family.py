@@ -13,6 +13,7 @@ from configs.presets import PRESETS
 from configs.presets import get_config as preset
 from models.checks import check_encoder_decoder
 from models.counting import abstract, parameters
+from models.multi_head import full_map
 from models.sites import implementations
 from models.transformer import Transformer
 from tests.slow.test_heads import config_of
@@ -77,8 +78,12 @@ def test_gates_maps_and_implementations_are_of_the_stack(settings, site):
 
     @nnx.jit
     def run(model, gates):
-        maps = {site: []}
-        return model.hidden(batch, head_gates=gates, maps=maps), maps[site]
+        maps = []
+
+        def watch(*arrays, **arguments):
+            maps.append(full_map(*arrays, **arguments))
+
+        return model.hidden(batch, head_gates=gates, watch={site: watch}), maps
 
     gates = model.head_gates()
     assert {name: gate.shape for name, gate in gates.items()} == {site: (2, 4)}

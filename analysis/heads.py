@@ -1,0 +1,118 @@
+"""What the heads of a trained model attend to, and what it loses without them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.progress import track
+
+import attention
+from data.packing import Sentences
+from data.pipeline import evaluation_batches, sentence_batches
+from training.metrics import console
+from training.step import batch_loss
+
+SIDES = {"encoder": "source", "decoder": "target", "cross": "target"}  # of the queries
+
+
+def measure(
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    head_gates: dict,
+    source: Sentences,
+    target: Sentences,
+    batch_tokens: int,
+) -> list[dict]:
+    """A row for every head of one trial: site, layer, head, gate, and
+
+    - the fields of `attention.HeadStatistics`, the mean over all tokens of the side
+      that asks; None where heads talk, whose mixed maps are no distributions;
+    - importance (Michel et al. 2019, equation 2): how fast a sentence's loss changes
+      with the head's gate, in absolute value, summed over the sentences;
+    - added_loss: the loss without this head alone, less that with all.
+
+    The last two are in nats a target token. Importance is one backward pass, added_loss
+    a forward pass a head: it is the one to believe, where they differ.
+
+    Args:
+        graph, params: of one trial.
+        head_gates: of sites that have others than 1; a head whose gate is 0 adds
+            nothing to the loss.
+        source, target: encoded sentences, see `data.tokenizer`.
+        batch_tokens: target tokens at a time.
+    """
+    head_gates = nnx.merge(graph, params).head_gates() | head_gates
+    sums = None
+    for batch in sentence_batches(source, target, batch_tokens=batch_tokens):
+        found = jax.device_get(look(graph, params, head_gates, batch))
+        sums = found if sums is None else jax.tree.map(np.add, sums, found)
+    slopes, seen, counts = sums
+    batches = evaluation_batches(source, target, batch_tokens=batch_tokens)
+
+    def loss(gates):
+        return sum(float(loss_of(graph, params, gates, batch)) for batch in batches)
+
+    whole, rows = loss(head_gates), []
+    heads = [
+        (s, *at) for s, gates in head_gates.items() for at in np.ndindex(gates.shape)
+    ]
+    for site, layer, head in shown(heads):
+        row = {"site": site, "layer": layer, "head": head}
+        row["gate"] = float(head_gates[site][layer, head])
+        row |= dict.fromkeys(attention.HeadStatistics._fields)
+        for name, total in seen[site][layer].items():
+            row[name] = float(total[head] / counts[SIDES[site]])
+        row["importance"] = float(slopes[site][layer, head] / counts["target"])
+        without = head_gates[site].at[layer, head].set(0)
+        added = loss(head_gates | {site: without}) - whole if row["gate"] else 0.0
+        rows.append(row | {"added_loss": added / float(counts["target"])})
+    return rows
+
+
+def shown(heads: list):
+    """The heads, with a bar on a terminal."""
+    at = console()
+    return track(heads, "heads", console=at, transient=True, disable=not at.is_terminal)
+
+
+@partial(jax.jit, static_argnames="graph")
+def look(graph, params, head_gates: dict, batch: dict):
+    """Sums over a batch of sentences, one a row: of the absolute gradients by gates,
+    L N by site; of the statistics, N a layer by site; and of the tokens, by side.
+    """
+    B = len(batch["source"])
+    counts = {
+        side: (batch[f"{side}_segments"] > 0).sum(1) for side in ("source", "target")
+    }
+
+    def loss(gates):
+        seen = {site: [] for site in gates}
+
+        def watch(site, query, key, **arguments):
+            means = {}
+            if "logits_mix" not in arguments:
+                means = attention.head_statistics(query, key, **arguments)._asdict()
+            weigh = partial(jnp.matmul, counts[SIDES[site]])
+            seen[site].append(jax.tree.map(weigh, means))
+
+        watches = {site: partial(watch, site) for site in gates}
+        total, _ = batch_loss(
+            graph, params, batch, 0.0, head_gates=gates, watch=watches
+        )
+        return total, seen
+
+    # gates of every row: the gradient of the sum is that of each sentence
+    rows = {
+        site: jnp.repeat(gates[:, None], B, 1) for site, gates in head_gates.items()
+    }
+    slopes, seen = jax.grad(loss, has_aux=True)(rows)
+    slopes = {site: jnp.abs(slope).sum(1) for site, slope in slopes.items()}
+    return slopes, seen, {side: count.sum() for side, count in counts.items()}
+
+
+@partial(jax.jit, static_argnames="graph")
+def loss_of(graph, params, head_gates: dict, batch: dict):
+    """The summed loss of a batch, nats."""
+    return batch_loss(graph, params, batch, 0.0, head_gates=head_gates)[0]

@@ -1,0 +1,167 @@
+"""What is told of the heads of a model, against what follows from its definition."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from analysis.heads import SIDES, measure
+from attention import HeadStatistics
+from configs.base import get_config
+from data.packing import Sentences
+from data.pipeline import sentence_batches
+from models.multi_head import full_map
+from models.transformer import Transformer
+from training.step import batch_loss
+
+VOCAB, EOS = 40, 2
+LENGTHS = (3, 9, 1, 40), (5, 7, 2, 33)  # of sources and targets
+
+
+def corpus(lengths, seed):
+    rng = np.random.default_rng(seed)
+    ids = [[*rng.integers(3, VOCAB, n - 1), EOS] for n in lengths]
+    return Sentences(np.concatenate(ids).astype(np.int32), np.cumsum([0, *lengths]))
+
+
+SOURCE, TARGET = (corpus(lengths, seed) for seed, lengths in enumerate(LENGTHS))
+
+
+def made(**changes):
+    config = get_config().model
+    config.width, config.mlp_dim, config.positions = 16, 32, "relative"
+    config.activation = "gelu"  # ReLU's kinks would spoil the differences below
+    config.num_encoder_layers, config.num_decoder_layers = 1, 2
+    config.attention.update({"num_heads": 4, "num_kv_heads": 2, "value_dim": 3})
+    config.update(changes)
+    model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+    return nnx.split(model)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made()
+
+
+def pairs():
+    """Each sentence as a batch of its own, without padding."""
+    for source, target in zip(SOURCE, TARGET, strict=True):
+        batch = {}
+        for side, ids in (("source", source), ("target", target)):
+            batch[side] = jnp.asarray(ids)[None]
+            batch[f"{side}_segments"] = jnp.ones_like(batch[side])
+            batch[f"{side}_positions"] = jnp.arange(len(ids))[None]
+        yield batch
+
+
+@pytest.fixture(scope="module")
+def gates():
+    return {"cross": jnp.asarray([[1.0, 0.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]])}
+
+
+@pytest.fixture(scope="module")
+def rows(model, gates):
+    found = measure(*model, gates, SOURCE, TARGET, batch_tokens=96)
+    return {(row["site"], row["layer"], row["head"]): row for row in found}
+
+
+def test_every_head_has_a_row(rows):
+    sizes = {"encoder": 1, "decoder": 2, "cross": 2}
+    heads = {(s, i, n) for s, L in sizes.items() for i in range(L) for n in range(4)}
+    assert rows.keys() == heads
+    assert rows["cross", 0, 2]["gate"] == 0.5 and rows["decoder", 1, 0]["gate"] == 1
+
+
+def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, rows):
+    graph, params = model
+    seen = {site: [] for site in SIDES}
+
+    @jax.jit
+    def maps_of(batch):
+        maps = {site: [] for site in SIDES}
+
+        def watch(site, *arrays, **arguments):
+            maps[site].append(full_map(*arrays, **arguments)[0])
+
+        watches = {site: partial(watch, site) for site in SIDES}
+        nnx.merge(graph, params).hidden(batch, head_gates=gates, watch=watches)
+        return maps
+
+    for batch in pairs():
+        for site, layers in maps_of(batch).items():
+            weights = np.asarray(jnp.stack(layers), np.float64)  # L N T S
+            offset = (
+                np.arange(weights.shape[-1]) - np.arange(weights.shape[-2])[:, None]
+            )
+            logs = np.log(np.where(weights > 0, weights, 1))
+            found = {
+                "entropy": -(weights * logs).sum(-1),
+                "confidence": weights.max(-1),
+                "distance": (weights * abs(offset)).sum(-1),
+                "previous": (weights * (offset == -1)).sum(-1),
+                "current": (weights * (offset == 0)).sum(-1),
+                "following": (weights * (offset == 1)).sum(-1),
+            }
+            seen[site].append(np.stack([found[n] for n in HeadStatistics._fields]))
+    means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in seen.items()}
+    for (site, layer, head), row in rows.items():
+        told = [row[name] for name in HeadStatistics._fields]
+        np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
+
+
+def losses(model, gates):
+    """The summed loss of each sentence in turn."""
+    graph, params = model
+    loss = jax.jit(lambda b, g: batch_loss(graph, params, b, 0.0, head_gates=g)[0])
+    return np.array([float(loss(batch, gates)) for batch in pairs()])
+
+
+@pytest.mark.parametrize(
+    "head", [("encoder", 0, 1), ("decoder", 1, 3), ("cross", 0, 1), ("cross", 0, 2)]
+)
+def test_importance_and_added_loss(model, gates, rows, head):
+    """By gates that are moved a little, each sentence by itself; and by a zero."""
+    site, *place = head
+    every = nnx.merge(*model).head_gates() | gates
+    tokens = sum(LENGTHS[1])
+
+    def at(gate):
+        return losses(model, every | {site: every[site].at[tuple(place)].set(gate)})
+
+    now, h = float(every[site][tuple(place)]), 0.03
+    near, far = at(now + h) - at(now - h), at(now + 2 * h) - at(now - 2 * h)
+    slopes = (8 * near - far) / (12 * h)  # of fourth order, since h cannot be small
+    assert (slopes > 0).any() and (slopes < 0).any()  # absolute values by the sentence
+    told = rows[head]
+    np.testing.assert_allclose(
+        told["importance"], abs(slopes).sum() / tokens, rtol=5e-3, atol=1e-5
+    )
+    added = (at(0).sum() - at(now).sum()) / tokens
+    np.testing.assert_allclose(told["added_loss"], added, atol=1e-5)
+
+
+def test_heads_that_talk_have_no_statistics():
+    attention = {"num_heads": 4, "talking_heads": True}
+    graph, params = made(cross_attention=attention)
+    found = measure(graph, params, {}, SOURCE, TARGET, batch_tokens=96)
+    for row in found:
+        assert (row["entropy"] is None) == (row["site"] == "cross")
+        assert np.isfinite([row["importance"], row["added_loss"]]).all()
+
+
+def test_batches_of_sentences_hold_every_pair_once_one_a_row():
+    batches = sentence_batches(SOURCE, TARGET, batch_tokens=70)
+    assert [batch["source"].shape for batch in batches] == [(2, 32), (2, 32), (1, 64)]
+    found = []
+    for batch in batches:
+        assert batch["source"].shape == batch["target"].shape
+        for row in range(len(batch["source"])):
+            real = [batch[f"{side}_segments"][row] for side in ("source", "target")]
+            assert all(set(x.tolist()) <= {0, 1} for x in real)
+            sides = (batch["source"][row], batch["target"][row])
+            found.append([x[y > 0].tolist() for x, y in zip(sides, real, strict=True)])
+    wanted = [[x.tolist(), y.tolist()] for x, y in zip(SOURCE, TARGET, strict=True)]
+    assert sorted(filter(all, found)) == sorted(wanted)
