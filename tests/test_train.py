@@ -539,8 +539,21 @@ def test_evaluating_by_every_checkpoint(trained, evaluated):
     assert steps == {"best": 60, "last": 60, "average": 60}
 
 
+def test_the_heads_of_a_trial_are_told(trained, evaluated):
+    options = {"split": "val", "checkpoint": "last", "beam_size": 1, "trial": 1}
+    said = evaluated(workdir=trained, heads=True, **options).out
+    rows = json.loads((trained / "heads-val.json").read_text())
+    assert {row["trial"] for row in rows} == {1}
+    for site in ("encoder", "decoder", "cross"):
+        assert f"{site}, trial 1, val" in said
+        entropies = [row["entropy"] for row in rows if row["site"] == site]
+        assert entropies and all(f" {entropy:.2f} " in said for entropy in entropies)
+
+
 def test_bad_input_to_eval_is_named(trained, tmp_path):
     refused(run(command("eval.py", workdir=tmp_path, split="val")), "holds no run")
+    heads = [*command("eval.py", workdir=tmp_path, heads=True), "--translate"]
+    refused(run(heads), "--heads needs the references")
     ran = run(command("eval.py", workdir=trained, split="val,tset"))
     refused(ran, "tset")
     assert not ran.stdout, "it is said before the first split is decoded"
