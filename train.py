@@ -201,7 +201,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         "score": np.full(num_trials, -np.inf),
         "step": np.zeros(num_trials, np.int32),
     }
-    checkpoints = Checkpoints(workdir, config.train.keep_checkpoints)
+    keep, due = config.train.keep_checkpoints, config.train.checkpoint_every_steps
+    checkpoints = Checkpoints(workdir, keep, due)
     last = checkpoints.restore_last(
         **items_of(abstract, {"params": abstract.params, **marks})
     )

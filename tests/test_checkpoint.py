@@ -60,6 +60,17 @@ def test_keeps_the_last(tmp_path):
     checkpoints.close()
 
 
+def test_what_a_signal_left_displaces_none_that_was_due(tmp_path):
+    for steps in ((10, 20, 25), (30, 32), (40, 50, 52)):  # three starts of a run
+        checkpoints = Checkpoints(tmp_path, keep=3, every=10)
+        for step in steps:
+            checkpoints.save(step, params=of(step))
+        checkpoints.wait()
+        kept = checkpoints.steps()
+        checkpoints.close()
+        assert kept == {25: [10, 20, 25], 32: [20, 30, 32], 52: [40, 50, 52]}[step]
+
+
 def cut_short(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

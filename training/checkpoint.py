@@ -13,6 +13,7 @@ import shutil
 import sys
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -72,14 +73,36 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
     return jax.tree_util.tree_map_with_path(leaf, abstract)
 
 
+class LatestDue(NamedTuple):
+    """Which checkpoints stay: the newest, and the last that were due; `keep` in all.
+
+    One that a signal left between two that were due goes when the next is there: what
+    the last ones average to must not depend on where a run was stopped.
+    """
+
+    keep: int | None  # None: all
+    every: int  # steps
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """For Orbax, of every checkpoint, ascending."""
+        del context
+        *steps, newest = (checkpoint.step for checkpoint in checkpoints)
+        due = [step for step in steps if step % self.every == 0]
+        if self.keep is not None:
+            due = due[max(len(due) + 1 - self.keep, 0) :]
+        return [checkpoint.step in (*due, newest) for checkpoint in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints of a workdir, of which the last `keep` stay; None: read only.
+
+    They are due `every` so many steps; see `LatestDue` for those that are not.
 
     Raises:
         ValueError: a file is where their folder must be.
     """
 
-    def __init__(self, workdir: Path, keep: int | None = None):
+    def __init__(self, workdir: Path, keep: int | None = None, every: int = 1):
         sys.unraisablehook = but_closed_loops(sys.unraisablehook)
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
         if self.directory.is_file():  # Orbax would say so at the first save
@@ -87,11 +110,10 @@ class Checkpoints:
                 f"{self.directory} is a file where the folder of the checkpoints must "
                 f"be; move it away, or choose another --workdir."
             )
-        policy = ocp.checkpoint_managers.LatestN(keep)
         self.manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
+                preservation_policy=LatestDue(keep, every),
                 cleanup_tmp_directories=keep is not None,
                 read_only=keep is None,
                 create=keep is not None,
