@@ -288,7 +288,12 @@ def trials_here(params, mesh: Mesh):
     """
     here, whole = jax.process_index(), params
     if mesh.size > 1:
-        whole = jax.device_put(params, named(mesh, "trial"))
+        # One at a time: with many on their way at once, CPUs of several processes may
+        # wait for each other forever.
+        where = named(mesh, "trial")
+        whole = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, where).block_until_ready(), params
+        )
     size = len(jax.tree.leaves(params)[0]) // mesh.shape["trial"]  # of a part
     shares, devices = [], []
     for part in range(mesh.shape["trial"]):
