@@ -42,7 +42,7 @@ TEMPERATURE = flags.DEFINE_float(
 )
 TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest; 0: all.", 0)
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample within this probability.", 0.0, 1.0)
-SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0)
+SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0, 2**31 - 1)
 BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 128, "Hypotheses at a time, beam_size a sentence.", 1
 )

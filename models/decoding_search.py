@@ -79,8 +79,9 @@ def next_pieces(
     log_total = largest + jnp.log(total)
     eos = log_probs + logits[..., EOS] - log_total
     if temperature:
+        allowed = logits[:, 0, EOS:]  # less the largest: never inf / inf
         drawn = EOS + sample(
-            logits[:, 0, EOS:] / temperature,
+            (allowed - allowed.max(-1, keepdims=True)) / temperature,
             jax.vmap(jax.random.fold_in)(keys, length),
             top_k,
             top_p,

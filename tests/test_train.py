@@ -326,6 +326,7 @@ def test_missing_flags_and_words_are_named():
     refused(run([*command("eval.py"), "x"]), "'x'")
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
+    refused(run(command("eval.py", workdir="x", split="val", seed=2**31)), "--seed")
 
 
 FILTER = """
