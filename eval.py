@@ -16,7 +16,7 @@ from absl import flags
 
 from configs.commandline import fail, flat, one_sentence, run
 from training import cluster, platform
-from training.metrics import show_log
+from training.metrics import say, show_log
 from training.workdir import read_json, write_json
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
@@ -85,8 +85,8 @@ def main():
     """Check the flags, then score or translate."""
     if WORKDIR.value is None or (SPLIT.value is None) != TRANSLATE.value:
         fail(
-            "--workdir and either --split or --translate are needed, as in "
-            "python eval.py --workdir=runs/numbers --split=test"
+            "--workdir and either --split or --translate are needed, as in python "
+            "eval.py --workdir=runs/numbers --split=test"
         )
     if cluster.COORDINATOR.value and (TRANSLATE.value or PLOT.value or HEADS.value):
         fail("--translate, --plot and --heads take one process, not a --coordinator.")
@@ -323,7 +323,6 @@ def translate_lines(trained: Trained, options: dict) -> None:
     from analysis.evaluation import sentences
     from data.lines import lines_at_hand
     from models.decoding import translate
-    from training.metrics import say
 
     params, gates = trained.of(trial_of(trained))
     source, target = trained.tokenizers
@@ -337,11 +336,12 @@ def translate_lines(trained: Trained, options: dict) -> None:
                     f"Line {number + index + 1} has {len(ids)} tokens, more than the "
                     f"{longest} of the longest in training: expect little of it."
                 )
-        number += len(lines)
         # an empty line stays one, so that line numbers agree
         full = [index for index, line in enumerate(lines) if line.strip()]
         chosen = [encoded[index] for index in full]
+        options["sample_numbers"] = [number + index for index in full]
         out, _ = translate(trained.graph, params, chosen, head_gates=gates, **options)
+        number += len(lines)
         translations = dict(zip(full, target.decode_many(out), strict=True))
         for index in range(len(lines)):
             print(translations.get(index, ""))

@@ -11,7 +11,7 @@ of token ids in, lists out. All are made of the same parts: `encode` reads sente
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -204,6 +204,7 @@ def translate(
     sentences: list[list[int]],
     *,
     head_gates: dict | None = None,
+    sample_numbers: Sequence[int] | None = None,
     **options: int | float,
 ) -> tuple[list[list[int]], list[float]]:
     """Translate sentences of token ids with one model.
@@ -212,15 +213,14 @@ def translate(
         graph, params: a model as `nnx.split` gives it, of one trial.
         sentences: token ids, each ending in EOS.
         head_gates: see `decode`.
-        options: see `translate_trials`.
+        sample_numbers, options: see `translate_trials`.
 
     Returns:
         The token ids of each translation without EOS, and the scores.
     """
     params, head_gates = jax.tree.map(lambda x: x[None], (params, head_gates))
-    return translate_trials(graph, params, sentences, head_gates=head_gates, **options)[
-        0
-    ]
+    options |= {"head_gates": head_gates, "sample_numbers": sample_numbers}
+    return translate_trials(graph, params, sentences, **options)[0]
 
 
 def translate_trials(
@@ -233,13 +233,14 @@ def translate_trials(
     max_length_factor: float = 2.0,
     max_length_extra: int = 16,
     seed: int = 0,
+    sample_numbers: Sequence[int] | None = None,
     head_gates: dict | None = None,
     **options: int | float,
 ) -> list[tuple[list[list[int]], list[float]]]:
     """Translate sentences of token ids with every trial, all trials at once.
 
     The sentences may be of any number and length. No translation depends on the other
-    sentences or trials (a sample: on its place in the list). The longest are begun
+    sentences or trials (a sample: on its number). The longest are begun
     first, and a sentence that is finished makes room for the next, which waits on the
     device. On a CPU the cores decode sentences of their own, batch_size hypotheses
     each. Programs are compiled for 16 or all rows, of few sentences also for 1, and for
@@ -256,6 +257,8 @@ def translate_trials(
         max_length_factor, max_length_extra: a translation has at most
             factor · source length + extra tokens, EOS included.
         seed: of the samples.
+        sample_numbers: of the sentences, which make the samples of equal ones differ;
+            default: their places in the list.
         head_gates: see `decode`, but R L N.
         options: see `decode`.
 
@@ -274,12 +277,20 @@ def translate_trials(
     smallest = 1 if max(map(len, chosen)) <= 16 else 16
     sizes = sorted({min(size, most) for size in (smallest, 16, most)})
     seeds = np.full(len(chosen), seed, np.int32)
+    if sample_numbers is None:
+        sample_numbers = range(len(sentences))
+    known = np.array(sample_numbers, np.int32)
     idle, encode, go_on = programs(graph, structure, tuple(options.items()))
     parts = (
         partial(idle, leaves),
         partial(encode, leaves, head_gates),
         lambda state, queue, enough: go_on(
-            state, leaves, head_gates, queue, seeds, enough
+            state,
+            leaves,
+            head_gates,
+            queue._replace(numbers=known[queue.numbers]),
+            seeds,
+            enough,
         ),
     )
     found: list[dict] = [{} for _ in chosen]

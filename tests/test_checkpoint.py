@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from training.checkpoint import Checkpoints, Damaged, SaveError
+from training.restore import restore
 
 TREE = {
     "kernel": jnp.arange(5000.0).reshape(50, 100),
@@ -69,6 +71,26 @@ def test_what_a_signal_left_displaces_none_that_was_due(tmp_path):
         kept = checkpoints.steps()
         checkpoints.close()
         assert kept == {25: [10, 20, 25], 32: [20, 30, 32], 52: [40, 50, 52]}[step]
+
+
+def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
+    """The checkpoints after its end hold copies of what it ended as."""
+    checkpoints = Checkpoints(tmp_path, keep=4)
+    ends = np.array([40.0, 25.0, 5.0])  # of three trials
+    for step in (10, 20, 30, 40):
+        kernel = np.minimum(step, ends)[:, None] * np.ones((3, 2), np.float32)
+        marks = {"step": np.minimum(step, ends), "diverged_at": np.zeros(3)}
+        checkpoints.save(step, params={"kernel": kernel}, trials=marks)
+    checkpoints.wait()
+    checkpoints.close()
+    one = {"kernel": jax.ShapeDtypeStruct((2,), np.float32)}
+    params, steps, _ = restore(tmp_path, "average", 3, one)
+    means = [(10 + 20 + 30 + 40) / 4, (10 + 20 + 25) / 3, 5]
+    np.testing.assert_allclose(params["kernel"][:, 0], means, rtol=1e-6)
+    assert params["kernel"].dtype == np.float32 and steps.tolist() == [40, 25, 5]
+    said = capsys.readouterr().err
+    assert "Averaged 4 checkpoints, the last of step 40." in said
+    assert "Trial 1 ended at step 25: its average is of the 3 that are left" in said
 
 
 def cut_short(path):

@@ -271,6 +271,17 @@ def test_sampling_is_seeded_and_narrows_to_greedy():
     free = sampled(temperature=4.0, seed=1)
     assert free == sampled(temperature=4.0, seed=1)
     assert free != sampled(temperature=4.0, seed=2)
+    rest = decoding.translate(
+        graph,
+        params,
+        texts[9:],
+        batch_size=16,
+        temperature=4.0,
+        seed=1,
+        sample_numbers=range(9, 17),
+        **SHORT,
+    )[0]
+    assert rest == free[9:]
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

@@ -1,5 +1,7 @@
 """The parameters of a run: its best, its last, or the mean of its checkpoints."""
 
+from functools import partial
+
 import jax
 import numpy as np
 
@@ -57,21 +59,33 @@ def read_last(checkpoints, abstract, marks: dict):
 
 
 def read_average(checkpoints, abstract, marks: dict):
-    """The mean of the parameters of all checkpoints that are kept."""
-    total, count = None, 0
+    """The mean of the parameters of all checkpoints that are kept.
+
+    A trial that stopped early counts once as it ended, however often that was saved.
+    """
+    total, before = None, -1
     for step in checkpoints.steps():
         try:
             params = checkpoints.read(step, "params", abstract)
         except Damaged as error:
             say(f"The checkpoint of step {step} is left out: {error}.")
             continue
-        add = jax.tree.map(np.float64, params)
+        counts = np.float64((step <= marks["step"]) | (before < marks["step"]))
+        add = {"params": jax.tree.map(partial(each_times, counts), params)}
+        add["counts"], before = counts, step
         total = add if total is None else jax.tree.map(np.add, total, add)
-        count, last = count + 1, step
-    found(total, checkpoints)
-    mean = jax.tree.map(lambda leaf: (leaf / count).astype(np.float32), total)
-    say(f"Averaged {count} checkpoints, the last of step {last}.")
-    return mean, np.minimum(last, marks["step"])
+    counts = found(total, checkpoints)["counts"]
+    mean = jax.tree.map(partial(each_times, 1 / counts), total["params"])
+    say(f"Averaged {counts.max():g} checkpoints, the last of step {before}.")
+    for trial in np.flatnonzero(counts < counts.max()):
+        ended = f"Trial {trial} ended at step {marks['step'][trial]:g}"
+        say(f"{ended}: its average is of the {counts[trial]:g} that are left of it.")
+    return jax.tree.map(np.float32, mean), np.minimum(before, marks["step"])
+
+
+def each_times(factors, leaf):
+    """A leaf with the trial axis R in front, each trial's times its factor, float64."""
+    return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
 READ = {"best": read_best, "last": read_last, "average": read_average}
