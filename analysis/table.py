@@ -14,8 +14,11 @@ from attention import HeadStatistics
 def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     """A table of the scores, with the signatures that define them.
 
-    Of many trials it ends in their mean and standard deviation, that of a sample.
+    Of many trials it has only what differs, and ends in their mean and standard
+    deviation, that of a sample.
     """
+    if len(rows) > 1:
+        differs = [name for name in differs if len({row[name] for row in rows}) > 1]
     scored = {
         "bleu": "{:.2f}",
         "published_bleu": "{:.2f}",
@@ -45,6 +48,9 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
             ]
             table.add_row(name, *[""] * (len(columns) - 1), *cells)
     console = Console(highlight=False)
+    if not console.is_terminal:  # which has a width; a file's lines may be longer
+        endless = console.options.update(width=1000)
+        console.width = max(console.width, console.measure(table, options=endless)[1])
     console.print(table)
     for name in ("signature", "published_signature", "chrf_signature"):
         if name in rows[0]:
