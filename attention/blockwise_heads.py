@@ -27,7 +27,7 @@ STRUCTURED = (
 
 
 # Summed row by row for the statistics: their sum over total is what they are.
-OFFSETS = {"previous": -1, "same": 0, "next": 1}
+OFFSETS = {"previous": -1, "current": 0, "following": 1}
 STATISTICS = ("energy", "distance", *OFFSETS)
 
 
