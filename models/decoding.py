@@ -39,6 +39,7 @@ from models.decoding_step import (
 from models.decoding_stream import (
     OF_TRIALS,
     lanes,
+    num_lanes,
     on_each,
     over_trials,
     power_of_two,
@@ -243,8 +244,9 @@ def translate_trials(
     sentences or trials (a sample: on its number). The longest are begun
     first, and a sentence that is finished makes room for the next, which waits on the
     device. On a CPU the cores decode sentences of their own, batch_size hypotheses
-    each. Programs are compiled for 16 or all rows, of few sentences also for 1, and for
-    lengths of 16, 24, 32, 48, 64, ...; to encode many, for closer ones.
+    each. Programs are compiled for all rows and an eighth of them, of up to 16
+    sentences for 16 and 1, and for lengths of 16, 24, 32, 48, 64, ...; to encode many,
+    for closer ones.
 
     Args:
         graph, params: a model as `nnx.split` gives it, the leaves with the trial axis R
@@ -273,9 +275,9 @@ def translate_trials(
     if chosen is None:
         chosen = [list(range(len(sentences)))] * len(leaves[0])
     most = max(1, batch_size // beam_size)
+    few = max(map(len, chosen)) <= 16
     # At the end of many, one row alone saves less than it takes to compile.
-    smallest = 1 if max(map(len, chosen)) <= 16 else 16
-    sizes = sorted({min(size, most) for size in (smallest, 16, most)})
+    sizes = {min(16, most), 1} if few else {most, max(1, most // 8)}
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
         sample_numbers = range(len(sentences))
@@ -294,9 +296,9 @@ def translate_trials(
         ),
     )
     found: list[dict] = [{} for _ in chosen]
-    # A translation is seldom longer than twice its source. Those that are come back
-    # unfinished, and are begun again with more room.
-    factor = 2
+    # A translation is seldom longer than its source by a third. Those that are come
+    # back unfinished, and are begun again with more room.
+    factor = 1
     while True:
         waiting = [
             sorted(set(numbers) - done.keys(), key=lambda i: len(sentences[i]))
@@ -304,12 +306,17 @@ def translate_trials(
         ]
         if not any(waiting):
             break
+        if factor > 1:  # few, as a rule: as many rows as they need, but at least 4
+            a_lane = -(-max(map(len, waiting)) // num_lanes(len(chosen)))
+            sizes = {min(most, power_of_two(4 * a_lane) // 4)}
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
         room = partial(slots, factor=factor, longest=longest)
-        finished = lanes(parts, sentences, limits, waiting, sizes, room, batch_size)
+        finished = lanes(
+            parts, sentences, limits, waiting, sorted(sizes), room, batch_size
+        )
         for done, new in zip(found, finished, strict=True):
             done |= new
-        factor *= 2
+        factor *= 3
     return [
         ([done[i][0] for i in numbers], [done[i][1] for i in numbers])
         for numbers, done in zip(chosen, found, strict=True)

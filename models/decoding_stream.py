@@ -52,10 +52,9 @@ def lanes(programs, sentences, limits, waiting, sizes, room, most) -> list[dict]
     one = partial(
         stream, programs, sentences, limits, sizes=sizes, room=room, most=most
     )
-    count = -(-len(waiting[0]) // sizes[-1])
-    if jax.default_backend() != "cpu" or len(waiting) > 1 or count == 1:
+    count = min(num_lanes(len(waiting)), -(-len(waiting[0]) // sizes[-1]))
+    if count == 1:
         return one(waiting)
-    count = min(count, cores())
     mesh = jax.sharding.get_mesh()  # a thread knows of none
     shares = [waiting[0][k::count] for k in range(count)]
 
@@ -72,8 +71,10 @@ def lanes(programs, sentences, limits, waiting, sizes, room, most) -> list[dict]
             raise
 
 
-def cores() -> int:
-    """Those that this process may use."""
+def num_lanes(num_trials: int) -> int:
+    """How many decode at a time: on a CPU, of one trial, one on every usable core."""
+    if jax.default_backend() != "cpu" or num_trials > 1:
+        return 1
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -95,6 +96,7 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
     age, encoded, told = np.zeros((R, B), int), None, ()  # of the last queue
+    num_longer = 0  # than there is room for
     while any(waiting) or any(running):
         narrower = S
         # Another program is compiled for many sentences only, and takes the place of
@@ -153,11 +155,15 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
                     finished[r][number] = found, float(scores[r, place])
                 elif limits[number] <= room(S):
                     finished[r][number] = [], float("nan")
+                else:
+                    num_longer += 1
             running[r] = {
                 row: held[place]
                 for row, place in enumerate(places[r].tolist())
                 if not done[r, place]
             }
+        if num_longer > R * B + sum(map(len, finished)):
+            break  # most are: all that are left do better with more room
     return finished
 
 
@@ -184,8 +190,8 @@ def longest_of(sentences, numbers: list[list[int]]) -> int:
 
 
 def slots(S: int, *, factor: int, longest: int) -> int:
-    """L for sources of up to S tokens."""
-    return min(factor * S, longest)
+    """L for sources of up to S tokens; a factor of 1 has room for a third more."""
+    return min(factor * bucket(4 * S // 3), longest)
 
 
 def at_least(count, sizes):

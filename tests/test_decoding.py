@@ -318,7 +318,7 @@ def test_rows_are_filled_again_on_the_device(monkeypatch):
         return found._replace(**{name: counted(name) for name in calls})
 
     monkeypatch.setattr(decoding, "programs", spy)
-    monkeypatch.setattr(decoding_stream, "cores", lambda: 1)
+    monkeypatch.setattr(decoding_stream, "num_lanes", lambda _: 1)
     texts = sentences(*range(1, 31))
     options = {"beam_size": 4, "max_length_factor": 1.0, "max_length_extra": 0}
     many, scores = decoding.translate(graph, params, texts, batch_size=32, **options)
@@ -341,11 +341,11 @@ def test_lanes_translate_as_one_stream(monkeypatch):
 
     monkeypatch.setattr(decoding_stream, "stream", spy)
     options = {"batch_size": 6, "beam_size": 2, "length_penalty": 0.6}
-    monkeypatch.setattr(decoding_stream, "cores", lambda: 3)
+    monkeypatch.setattr(decoding_stream, "num_lanes", lambda _: 3)
     apart, scores = decoding.translate(graph, params, texts, **options)
     assert sorted(lanes[:3]) == [13, 14, 14]
     lanes.clear()
-    monkeypatch.setattr(decoding_stream, "cores", lambda: 1)
+    monkeypatch.setattr(decoding_stream, "num_lanes", lambda _: 1)
     together, expected = decoding.translate(graph, params, texts, **options)
     assert lanes[0] == 41
     assert apart == together
@@ -412,7 +412,7 @@ def test_a_search_that_the_cache_cuts_short_is_begun_again(monkeypatch):
     monkeypatch.setattr(decoding, "lanes", spy)
     tokens, scores = decoding.translate(graph, params, texts, **options)
     monkeypatch.setattr(decoding, "lanes", original)
-    assert any(len(tokens[i]) < 32 for i in unfinished[0])  # what the first cache holds
+    assert any(len(tokens[i]) < 24 for i in unfinished[0])  # what the first cache holds
     long = sentences(40)  # for which all have a larger cache
     among, expected = decoding.translate(graph, params, texts + long, **options)
     assert tokens == among[:40]
@@ -432,7 +432,7 @@ def test_a_translation_too_long_for_its_source_holds_up_none(monkeypatch):
         return original(state, rows, count, **shape)
 
     monkeypatch.setattr(decoding_stream, "keep", spy)
-    monkeypatch.setattr(decoding_stream, "cores", lambda: 1)
+    monkeypatch.setattr(decoding_stream, "num_lanes", lambda _: 1)
     options = {"max_length_extra": 40}
     together, scores = decoding.translate(graph, params, texts, batch_size=4, **options)
     assert max(left_out) > 0
@@ -451,14 +451,33 @@ def test_no_sentence_and_an_empty_one():
 
 
 def test_a_long_translation_outgrows_the_cache():
-    # Limits of 50 tokens a source token; the cache for short sources has 32 slots.
+    # Limits of 50 tokens a source token; the cache for short sources has 24 slots.
     graph, params = make(layers=1)
     params["embedding"][...] = params["embedding"][...].at[2].set(0.0)  # no EOS
     (tokens,), _ = decoding.translate(
         graph, params, sentences(2), max_length_factor=30.0, max_length_extra=10
     )
     assert tokens == greedy_uncached(graph, params, sentences(2)[0], 70)[:-1]
-    assert len(tokens) > 32
+    assert len(tokens) > 24
+
+
+def test_where_most_translations_are_long_all_begin_again(monkeypatch):
+    graph, params = make(layers=1)
+    params["embedding"][...] = params["embedding"][...].at[2].set(0.0)  # no EOS
+    sent = []
+    original = decoding_stream.arrays_of
+
+    def spy(numbers, *others):
+        sent.extend(numbers[0])
+        return original(numbers, *others)
+
+    monkeypatch.setattr(decoding_stream, "arrays_of", spy)
+    monkeypatch.setattr(decoding_stream, "num_lanes", lambda _: 1)
+    texts = sentences(*[5] * 60)
+    tokens, _ = decoding.translate(graph, params, texts, batch_size=4)
+    assert {len(each) for each in tokens} == {25}  # the cache has 24 slots, then 32
+    assert sorted(sent[-60:]) == list(range(60))
+    assert len(sent) < 80
 
 
 def test_trials_under_vmap():
@@ -521,7 +540,7 @@ def test_a_bucket_compiles_once(monkeypatch):
     def sizes():
         return [program._cache_size() for program in found[0]]
 
-    # The model never ends, so the caches of 32 and then of 64 slots are both met.
+    # The model never ends, so the caches of 24 and then of 32 or 64 slots are met.
     for lengths in ((5,), (16,)):
         decoding.translate(graph, params, sentences(*lengths))
     compiled = sizes()
