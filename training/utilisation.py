@@ -5,11 +5,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from training.metrics import say
 from training.targets import CHIPS
 
-SIZE = 1024  # of the square matrices that tell a CPU's rate
+SIZE = 1024  # of the square matrices that tell a CPU's rate, a device
 
 
 def peak_flops() -> float | None:
@@ -25,16 +27,20 @@ def peak_flops() -> float | None:
 
 
 def measured_flops() -> float:
-    """FLOP/s of a product of two square matrices in float32, the best of five."""
-    x = jnp.ones((SIZE, SIZE))
+    """FLOP/s of a product of matrices in float32 by all devices here, best of five."""
+    devices = jax.local_devices()
+    mesh = Mesh(devices, ("data",))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*of)) for of in (["data"], []))
+    x = jax.device_put(np.ones((len(devices) * SIZE, SIZE), np.float32), rows)
+    y = jax.device_put(np.ones((SIZE, SIZE), np.float32), whole)
     product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
+    product(x, y).block_until_ready()
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        product(x, x).block_until_ready()
+        product(x, y).block_until_ready()
         seconds.append(time.perf_counter() - start)
-    return 2 * SIZE**3 / min(seconds)
+    return 2 * len(devices) * SIZE**3 / min(seconds)
 
 
 class CompileClock:
