@@ -64,7 +64,8 @@ def gates():
 
 @pytest.fixture(scope="module")
 def rows(model, gates):
-    found = measure(*model, gates, SOURCE, TARGET, batch_tokens=96)
+    of_a_run = jax.device_get(gates)  # they are NumPy's
+    found = measure(*model, of_a_run, SOURCE, TARGET, batch_tokens=96)
     return {(row["site"], row["layer"], row["head"]): row for row in found}
 
 
