@@ -274,7 +274,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         every.eval_every_steps,
         every.checkpoint_every_steps,
     )
-    ends = [end for end in (profile.start, profile.stop) if end is not None]
+    ends = profile.ends(step)
     todo = portions(step, num_steps, every.steps_per_dispatch, intervals, ends)
     mesh = jax.sharding.get_mesh()
     part = sharding.part_here(mesh, len(trials), batches.shape[0])
@@ -306,7 +306,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         for count, (first, number) in enumerate(todo):
             if stop.reached(count) or frozen.all():
                 break
-            profile.at(step, state)
+            with window.paused():  # to write a trace takes many seconds
+                profile.at(step, state)
             with window.waiting():
                 batch = sharding.place_batch(next(feed), part)
             state, metrics = train_steps(state, arrays, batch, number, static=static)

@@ -77,11 +77,13 @@ def bring_in(folder: Path, workdir: Path) -> None:
         tensors = huggingface.full_names(family, read_tensors(folder))
         tensors, left_out = huggingface.leave_out(family, tensors)
         settings |= huggingface.settings_of(family, tensors)
+    with named_file(folder / "config.json"):
+        config = config_of(settings)
+        abstract = split(config)[1]
+    with named_file(folder / "model.safetensors"):
         if family == "marian":
             order = order_of(folder / "vocab.json", original)
             tensors = to_our_order(tensors, order)
-        config = config_of(settings)
-        abstract = split(config)[1]
         like = huggingface.named(abstract)
         arrays = huggingface.from_huggingface(family, tensors, like)
     params = huggingface.unnamed(arrays, abstract)
@@ -188,12 +190,15 @@ def split(config):
     return nnx.split(abstract(partial(Transformer, config.data.vocab_size, **settings)))
 
 
-def read_json(path: Path):
-    """What a JSON file holds."""
+def read_json(path: Path) -> dict:
+    """The object that a JSON file holds."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, as {{...}}.")
+    return found
 
 
 def read_tensors(folder: Path) -> dict:

@@ -43,7 +43,9 @@ def measure(
         source, target: encoded sentences, see `data.tokenizer`.
         batch_tokens: target tokens at a time.
     """
-    head_gates = nnx.merge(graph, params).head_gates() | head_gates
+    head_gates = nnx.merge(graph, params).head_gates() | {
+        site: jnp.asarray(gates) for site, gates in head_gates.items()
+    }
     sums = None
     for batch in sentence_batches(source, target, batch_tokens=batch_tokens):
         found = jax.device_get(look(graph, params, head_gates, batch))

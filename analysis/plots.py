@@ -82,7 +82,7 @@ def plot_cross_attention(
         for head in range(N):
             ax = axes[layer, head]
             image = ax.imshow(maps[layer, head], cmap="Greys", vmin=0, vmax=1)
-            ax.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=8)
+            ax.set_title(f"layer {layer}, head {head}", fontsize=8)
             ax.set_xticks(range(S), source, rotation=90, fontsize=7)
             ax.set_yticks(range(T), target, fontsize=7)
             ax.tick_params(length=0)

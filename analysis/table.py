@@ -11,6 +11,22 @@ from rich.table import Table
 from attention import HeadStatistics
 
 
+def print_table(table: Table) -> Console:
+    """Print a table with nothing cut off, and return the console that did.
+
+    A terminal has a width, and longer cells are folded; a file's lines are as long as
+    they must be.
+    """
+    console = Console(highlight=False)
+    for column in table.columns:
+        column.overflow = "fold"
+    if not console.is_terminal:
+        endless = console.options.update(width=1000)
+        console.width = max(console.width, console.measure(table, options=endless)[1])
+    console.print(table)
+    return console
+
+
 def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     """A table of the scores, with the signatures that define them.
 
@@ -47,11 +63,7 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
                 for score, form in scored.items()
             ]
             table.add_row(name, *[""] * (len(columns) - 1), *cells)
-    console = Console(highlight=False)
-    if not console.is_terminal:  # which has a width; a file's lines may be longer
-        endless = console.options.update(width=1000)
-        console.width = max(console.width, console.measure(table, options=endless)[1])
-    console.print(table)
+    console = print_table(table)
     for name in ("signature", "published_signature", "chrf_signature"):
         if name in rows[0]:
             console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
@@ -96,4 +108,4 @@ def print_pairs(title: str, rows: list[tuple[str, str]]) -> None:
     table.add_column(justify="right")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    print_table(table)

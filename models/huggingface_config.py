@@ -4,6 +4,8 @@ Settings are a dict from dotted config path to value; what is not among them is 
 configs/base.py.
 """
 
+from functools import partial
+
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -60,6 +62,18 @@ def settings_of(theirs: dict) -> dict:
         raise ValueError(f"config.json has no {error.args[0]}.") from None
 
 
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def read(theirs: dict, kind: type, key: str, *default):
+    """The value of a key, which must be of this kind."""
+    value = theirs[key] if not default else theirs.get(key, *default)
+    fits = isinstance(value, int | float if kind is float else kind)
+    if not fits or isinstance(value, bool) != (kind is bool):  # True is an int, too
+        raise ValueError(f"config.json: {key} must be {KINDS[kind]}, got {value!r}.")
+    return kind(value)
+
+
 def activation(theirs: dict, key: str) -> str:
     """Our name of an activation."""
     name = theirs[key]
@@ -72,6 +86,7 @@ def activation(theirs: dict, key: str) -> str:
 
 def marian(theirs: dict) -> dict:
     """Encoder and decoder, post-norm, with the sinusoids of the paper's formula."""
+    size = partial(read, theirs, int)
     if theirs["encoder_ffn_dim"] != theirs["decoder_ffn_dim"]:
         raise ValueError(
             f"config.json: encoder_ffn_dim and decoder_ffn_dim must be the same here, "
@@ -84,63 +99,66 @@ def marian(theirs: dict) -> dict:
             f"{start}."
         )
     return {
-        "data.vocab_size": theirs["vocab_size"] + 1,  # padding has a row of its own
-        "data.max_length": theirs["max_position_embeddings"],
-        "model.width": theirs["d_model"],
-        "model.num_encoder_layers": theirs["encoder_layers"],
-        "model.num_decoder_layers": theirs["decoder_layers"],
-        "model.mlp_dim": theirs["decoder_ffn_dim"],
-        "model.dropout": float(theirs.get("dropout", 0.1)),
+        "data.vocab_size": size("vocab_size") + 1,  # padding has a row of its own
+        "data.max_length": size("max_position_embeddings"),
+        "model.width": size("d_model"),
+        "model.num_encoder_layers": size("encoder_layers"),
+        "model.num_decoder_layers": size("decoder_layers"),
+        "model.mlp_dim": size("decoder_ffn_dim"),
+        "model.dropout": read(theirs, float, "dropout", 0.1),
         "model.positions": "sinusoidal_paper",
         "model.norm_epsilon": 1e-5,
         "model.activation": activation(theirs, "activation_function"),
-        "model.scale_embeddings": theirs["scale_embedding"],
+        "model.scale_embeddings": read(theirs, bool, "scale_embedding"),
         "model.output_bias": True,
-        "model.attention.num_heads": theirs["decoder_attention_heads"],
-        "model.encoder_attention.num_heads": theirs["encoder_attention_heads"],
+        "model.attention.num_heads": size("decoder_attention_heads"),
+        "model.encoder_attention.num_heads": size("encoder_attention_heads"),
     }
 
 
 def bert(theirs: dict) -> dict:
     """An encoder alone, post-norm."""
+    size = partial(read, theirs, int)
     return {
-        "data.vocab_size": theirs["vocab_size"],
-        "data.max_length": theirs["max_position_embeddings"],
-        "model.width": theirs["hidden_size"],
-        "model.num_encoder_layers": theirs["num_hidden_layers"],
+        "data.vocab_size": size("vocab_size"),
+        "data.max_length": size("max_position_embeddings"),
+        "model.width": size("hidden_size"),
+        "model.num_encoder_layers": size("num_hidden_layers"),
         "model.num_decoder_layers": 0,
-        "model.mlp_dim": theirs["intermediate_size"],
-        "model.dropout": float(theirs.get("hidden_dropout_prob", 0.1)),
+        "model.mlp_dim": size("intermediate_size"),
+        "model.dropout": read(theirs, float, "hidden_dropout_prob", 0.1),
         "model.positions": "learned",
-        "model.max_positions": theirs["max_position_embeddings"],
-        "model.norm_epsilon": theirs.get("layer_norm_eps", 1e-12),
+        "model.max_positions": size("max_position_embeddings"),
+        "model.norm_epsilon": read(theirs, float, "layer_norm_eps", 1e-12),
         "model.activation": activation(theirs, "hidden_act"),
         "model.scale_embeddings": False,
         "model.embedding_norm": True,
-        "model.token_types": theirs["type_vocab_size"],
-        "model.attention.num_heads": theirs["num_attention_heads"],
+        "model.token_types": size("type_vocab_size"),
+        "model.attention.num_heads": size("num_attention_heads"),
     }
 
 
 def gpt2(theirs: dict) -> dict:
     """A decoder alone, pre-norm."""
-    bos = theirs.get("bos_token_id")
+    size = partial(read, theirs, int)
+    inner = "n_inner" if theirs.get("n_inner") else None
+    bos = "bos_token_id" if theirs.get("bos_token_id") is not None else None
     return {
-        "data.vocab_size": theirs["vocab_size"],
-        "data.max_length": theirs["n_positions"],
-        "model.width": theirs["n_embd"],
+        "data.vocab_size": size("vocab_size"),
+        "data.max_length": size("n_positions"),
+        "model.width": size("n_embd"),
         "model.num_encoder_layers": 0,
-        "model.num_decoder_layers": theirs["n_layer"],
-        "model.mlp_dim": theirs.get("n_inner") or 4 * theirs["n_embd"],
-        "model.dropout": float(theirs.get("resid_pdrop", 0.1)),
+        "model.num_decoder_layers": size("n_layer"),
+        "model.mlp_dim": size(inner) if inner else 4 * size("n_embd"),
+        "model.dropout": read(theirs, float, "resid_pdrop", 0.1),
         "model.positions": "learned",
-        "model.max_positions": theirs["n_positions"],
+        "model.max_positions": size("n_positions"),
         "model.norm": "pre",
-        "model.norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
+        "model.norm_epsilon": read(theirs, float, "layer_norm_epsilon", 1e-5),
         "model.activation": activation(theirs, "activation_function"),
         "model.scale_embeddings": False,
-        "model.bos": theirs["vocab_size"] - 1 if bos is None else bos,
-        "model.attention.num_heads": theirs["n_head"],
+        "model.bos": size(bos) if bos else size("vocab_size") - 1,
+        "model.attention.num_heads": size("n_head"),
     }
 
 

@@ -6,10 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from analysis.cells import settings
+from analysis.table import print_table
 from sweeps.plan import Arm
 from sweeps.runner import Sweep, train_command
 from sweeps.store import last_step, metrics_of, unfinished
@@ -44,8 +44,7 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
             f"{arm.flops:,}",
             "baseline" if arm.is_baseline else "",
         )
-    console = Console(highlight=False)
-    console.print(table)
+    console = print_table(table)
     for index, group in enumerate(sweep.groups):
         arms = " and ".join(dict.fromkeys(trial.arm for trial in group.trials))
         console.print(f"group {index}: {arms}, {len(group.trials)} trials")
@@ -124,8 +123,7 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
             f"{sum(scores) / len(scores):.4g}" if scores else "",
             *([chosen] if searches else []),
         )
-    console = Console(highlight=False)
-    console.print(table)
+    console = print_table(table)
     for error in dict.fromkeys(r["error"] for r in rows if r["error"]):
         arms = dict.fromkeys(r["arm"] for r in rows if r["error"] == error)
         console.print(f"failed: {', '.join(arms)}: {error}", soft_wrap=True)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from analysis.heads import SIDES, measure
+from analysis.plots import plot_cross_attention
 from attention import HeadStatistics
 from configs.base import get_config
 from data.packing import Sentences
@@ -64,7 +65,8 @@ def gates():
 
 @pytest.fixture(scope="module")
 def rows(model, gates):
-    found = measure(*model, gates, SOURCE, TARGET, batch_tokens=96)
+    of_a_run = jax.device_get(gates)  # they are NumPy's
+    found = measure(*model, of_a_run, SOURCE, TARGET, batch_tokens=96)
     return {(row["site"], row["layer"], row["head"]): row for row in found}
 
 
@@ -150,6 +152,16 @@ def test_heads_that_talk_have_no_statistics():
     for row in found:
         assert (row["entropy"] is None) == (row["site"] == "cross")
         assert np.isfinite([row["importance"], row["added_loss"]]).all()
+
+
+def test_a_picture_counts_layers_and_heads_as_gates_do(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    maps = np.full((1, 2, 3, 4), 0.25)
+    plot_cross_attention(maps, list("abcd"), list("xyz"), tmp_path / "maps.png")
+    titles = [ax.get_title() for ax in plt.gcf().axes[:2]]
+    assert titles == ["layer 0, head 0", "layer 0, head 1"]
 
 
 def test_batches_of_sentences_hold_every_pair_once_one_a_row():

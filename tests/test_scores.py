@@ -4,9 +4,10 @@ import gzip
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from analysis.scores import moses, published_scores, scores
-from analysis.table import heading
+from analysis.table import heading, print_table
 
 MULTI30K = Path(__file__).resolve().parents[2] / "shared/data/multi30k"
 needs_multi30k = pytest.mark.skipif(
@@ -62,3 +63,19 @@ def test_as_many_hypotheses_as_references():
 def test_columns_are_headed_by_what_they_are_of():
     assert heading("optimizer.learning_rate") == "learning rate"
     assert heading("head_gates.cross.0.3") == "cross 0 3"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_cell_of_a_table_is_cut_off(terminal, capsys, monkeypatch):
+    """Or arms that begin alike look the same, on a terminal or in a file."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    table = Table("arm", "parameters", "multiply-adds a token")
+    name = "num_encoder_layers_of_the_second_stack=4"
+    table.add_row(name, "953,088", "1,008,640")
+    print_table(table)
+    printed = capsys.readouterr().out
+    assert (name in printed) != terminal
+    first = [line.split("│")[1].strip() for line in printed.splitlines() if "│" in line]
+    assert "".join(first) == name

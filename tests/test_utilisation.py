@@ -73,6 +73,26 @@ def test_a_trace_is_written(tmp_path):
     assert list(tmp_path.glob("profile/**/perfetto_trace.json.gz"))
 
 
+def test_a_run_that_goes_on_traces_what_is_left(tmp_path, capsys):
+    profile = Profile(tmp_path, steps_to_profile("2:3", 9))
+    assert profile.ends(4) == [2, 5] and not capsys.readouterr().err
+    for step in range(4, 9):
+        profile.at(step, jnp.ones(3) + step)
+        assert profile.running == (step == 4)
+    assert list(tmp_path.glob("profile/**/*.xplane.pb"))
+    profile.ends(5)
+    assert "no trace: the steps of --profile were done" in capsys.readouterr().err
+
+
+def test_training_outlives_a_trace_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "profile").write_text("a file")
+    profile = Profile(tmp_path, (0, 1))
+    profile.at(0, jnp.ones(3))
+    profile.at(1, jnp.ones(3))
+    assert "profile has no trace" in capsys.readouterr().err
+    assert (tmp_path / "profile").read_text() == "a file"
+
+
 @pytest.mark.parametrize("text", ["20", "a:3", "1:2:3", "-1:2", "5:0", "9:1"])
 def test_steps_to_profile_are_checked(text):
     with pytest.raises(ValueError, match="--profile must .*got"):

@@ -70,21 +70,35 @@ class Profile:
         self.folder, self.running = workdir / "profile", False
         self.start, self.stop = (steps[0], sum(steps)) if steps else (None, None)
 
+    def ends(self, step: int) -> list[int]:
+        """The steps where it begins and ends, of a run that goes on from `step`."""
+        if self.stop is None:
+            return []
+        if step >= self.stop:
+            say(f"There is no trace: the steps of --profile were done before {step}.")
+        return [self.start, self.stop]
+
     def at(self, step: int, state) -> None:
         """Begin or end where it is due; `state` is what the steps before make."""
         if self.running and step >= self.stop:
             jax.block_until_ready(state)
             self.close()
-        if step == self.start and jax.process_index() == 0:
+        due = self.stop is not None and self.start <= step < self.stop
+        if due and not self.running and jax.process_index() == 0:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
             self.running = True
 
     def close(self) -> None:
-        """Write what there is, if it runs."""
-        if self.running:
+        """Write what there is, if it runs; training outlives a trace that can't be."""
+        if not self.running:
+            return
+        self.running = False
+        try:
             jax.profiler.stop_trace()
-            self.running = False
+        except (OSError, RuntimeError) as error:
+            say(f"{self.folder} has no trace, for it can't be written: {error}")
+        else:
             say(f"A trace for XProf and Perfetto: {self.folder}")
 
 

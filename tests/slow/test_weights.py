@@ -222,6 +222,16 @@ def test_the_command_lines(folders, tmp_path):
     "family, change, message",
     [
         ("gpt2", {"model_type": "llama"}, "model_type marian, bert, gpt2, got 'llama'"),
+        ("gpt2", {"n_embd": None}, "n_embd must be a whole number, got None"),
+        ("gpt2", {"n_head": "2"}, "n_head must be a whole number, got '2'"),
+        ("gpt2", {"n_head": 3}, r"gpt2/config.json: .*num_heads must divide .*3 and 8"),
+        (
+            "gpt2",
+            {"layer_norm_epsilon": "1e-5"},
+            "epsilon must be a number, got '1e-5'",
+        ),
+        ("marian", {"vocab_size": "40"}, "vocab_size must be a whole number, got '40'"),
+        ("marian", {"scale_embedding": 1}, "scale_embedding must be true or false"),
         ("gpt2", {"n_embd": 16}, r"wte.weight must have the shape \(20, 16\).*20, 8"),
         ("gpt2", {"n_layer": 3}, "has no transformer.h.2.ln_1.weight"),
         ("gpt2", {"n_layer": 1}, "transformer.h.1.* has no place in a gpt2 model"),
@@ -249,6 +259,9 @@ def test_bad_checkpoints_are_named(folders, family, change, message, tmp_path):
 
 def test_missing_and_broken_files_are_named(folders, tmp_path):
     with pytest.raises(OSError, match="config.json"):
+        bring_in(tmp_path, tmp_path / "run")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json must hold a JSON object"):
         bring_in(tmp_path, tmp_path / "run")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match="config.json has no vocab_size"):
