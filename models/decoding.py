@@ -306,10 +306,12 @@ def translate_trials(
         ]
         if not any(waiting):
             break
-        if factor > 1:  # few, as a rule: as many rows as they need, but at least 4
-            a_lane = -(-max(map(len, waiting)) // num_lanes(len(chosen)))
-            sizes = {min(most, power_of_two(4 * a_lane) // 4)}
+        count = max(map(len, waiting))
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
+        if factor > 1:  # few, as a rule: as many rows as they need, with all the room
+            a_lane = -(-count // num_lanes(len(chosen)))
+            sizes = {min(most, 1 << (a_lane - 1).bit_length())}
+            factor = longest if count <= most else factor
         room = partial(slots, factor=factor, longest=longest)
         finished = lanes(
             parts, sentences, limits, waiting, sorted(sizes), room, batch_size
