@@ -421,6 +421,8 @@ def test_settings_that_diverge_are_not_chosen(tmp_path, corpus, lost, best):
             "no config key .*optimizer.learning_rate",
         ),
         ({"tune": [f"{RATE}=fast"]}, "needs numbers"),
+        ({"tune": [f"{RATE}={'-' * 10**5}1"]}, "needs numbers"),
+        ({"tune": [f"{RATE}=0.1,1e39"]}, "must be from 0 to below 3.4"),
         ({"tune": [f"{RATE}=0.1:0.2"]}, "only a search takes, as with --search"),
         ({"tune": ["model.dropout=0.5,1.5"]}, "must be from 0 to below 1, got 1.5"),
         ({"search": "optuna"}, "--search must be optuna:N"),
