@@ -83,7 +83,10 @@ def is_row(line: str) -> bool:
 
 
 class Window:
-    """Averages of what the steps since the last row reported, and their pace."""
+    """Averages of what the steps since the last row reported, and their pace.
+
+    No checkpoint holds them: the first row after a restart is of the steps since then.
+    """
 
     def __init__(self, shape: tuple[int, int, int]):
         self.shape = shape  # B, S, T: for the share of real tokens
