@@ -158,7 +158,9 @@ def parsed(text: str):
 
 
 def is_like(value, like) -> bool:
-    """Whether a tree of JSON has the keys and the types of another."""
+    """Whether a tree of JSON has the keys and the types of another; None: or words."""
+    if like is None:
+        return value is None or isinstance(value, str)
     if not isinstance(value, type(like)):
         return False
     if isinstance(like, dict):
