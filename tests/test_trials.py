@@ -87,7 +87,7 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
         ("[{", "can't be read as JSON"),
         ("[" * 10**5, "trials.json can't be read as JSON: it is nested too deeply"),
         ('[{"seed": 1, "seed": 2}]', "an object has the key seed twice"),
-        ([{RATE: 1e39}], r"learning_rate must be from 0 to below 3.4\d+e\+38, got 1e"),
+        ([{RATE: 1e39}], r"learning_rate must be from 0 to below 3.4e\+38, got 1e"),
         ([{RATE: 10**400}], "learning_rate must be from 0 to below 3.4"),
         ([{RATE: 1e-50}], "learning_rate must .* in float32 too, and 1e-50 is 0.0"),
         ([{"optimizer.beta2": 1 - 1e-12}], "below 1 in float32 too, and .* is 1.0"),

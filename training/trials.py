@@ -14,7 +14,7 @@ import numpy as np
 from training.workdir import parsed
 
 LEAST = float(np.finfo(np.float32).smallest_normal)  # what is below it counts as 0
-MOST = float(np.finfo(np.float32).max)
+MOST = 3.4e38  # and above it infinite
 # From the first number to below the second; the other numbers start at 0.
 RANGES = {
     "seed": (0, 2**32),
