@@ -35,7 +35,7 @@ CHECKPOINT = flags.DEFINE_enum(
 )
 BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1: greedy.", 1, 2**16)
 LENGTH_PENALTY = flags.DEFINE_float(
-    "length_penalty", 0.6, "Alpha of ((5 + length) / 6)^alpha, Wu et al. 2016."
+    "length_penalty", 0.6, "Alpha of ((5 + n) / 6)^alpha, Wu et al. 2016.", 0.0, 10.0
 )
 TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.0, "Above 0: sample instead of beam search.", 0.0

@@ -546,6 +546,27 @@ def test_a_result_of_another_making_is_not_reported(
     reporting.write(sweep, sweep.collect(), 1)
 
 
+@pytest.mark.parametrize(
+    "changes, config, sentence",
+    [
+        ({"test_split": "tset"}, {}, "tset"),
+        ({"metric": "published_bleu"}, {}, "--metric=published_bleu is of multi30k"),
+        ({}, {"data.name": "numbrs"}, "numbrs"),
+        ({}, {RATE: 1e39}, "Arm K=4 can't be built: config.optimizer.learning_rate"),
+        ({}, {"seed": 2**32 - 1}, "config.seed must be from 0 to below 4294967296"),
+        ({}, {"optimizer.schedule": "cosin"}, "optimizer.schedule must be .* 'cosin'"),
+    ],
+)
+def test_what_could_not_be_scored_or_trained_is_refused_at_first(
+    tmp_path, corpus, changes, config, sentence
+):
+    opened = options(tmp_path / "s", corpus, **changes)
+    opened.config.update_from_flattened_dict(config)
+    with pytest.raises((ValueError, OSError), match=sentence):
+        open_sweep(opened)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_damaged_record_of_a_group_is_named(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     for index in range(3):

@@ -328,6 +328,7 @@ def test_missing_flags_and_words_are_named():
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
     too_large = {"seed": 2**31, "beam_size": 10**6, "batch_size": 10**10}
+    too_large["length_penalty"] = 1e39
     for flag, value in too_large.items():
         ran = run(command("eval.py", workdir="x", split="val", **{flag: value}))
         refused(ran, f"--{flag}={value}")

@@ -44,8 +44,7 @@ def trials_of(config: dict, path: Path | None = None) -> list[dict]:
     """
     if config["seeds"] < 1:
         raise ValueError(f"seeds must be at least 1, got {config['seeds']}.")
-    for key in variable(config):
-        check(f"config.{key}", key, config[key])
+    check_numbers(config)
     if path is None:
         first = config["seed"]
         trials = [{"seed": seed} for seed in range(first, first + config["seeds"])]
@@ -130,6 +129,12 @@ def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
                 of_site = gates.setdefault(match[1], ones)
                 of_site[index, int(match[2]), int(match[3])] = value
     return gates
+
+
+def check_numbers(config: dict) -> None:
+    """Raise a ValueError unless what trials may differ in is in its range."""
+    for key in variable(config):
+        check(f"config.{key}", key, config[key])
 
 
 def check(name: str, key: str, value) -> None:
