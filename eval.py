@@ -33,9 +33,9 @@ CHECKPOINT = flags.DEFINE_enum(
     "Parameters of the best evaluation by train.best_metric, of the last checkpoint, "
     "or the mean of the checkpoints kept (train.keep_checkpoints).",
 )
-BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1 is greedy.", 1)
+BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1: greedy.", 1, 2**16)
 LENGTH_PENALTY = flags.DEFINE_float(
-    "length_penalty", 0.6, "Alpha of ((5 + length) / 6)^alpha, Wu et al. 2016."
+    "length_penalty", 0.6, "Alpha of ((5 + n) / 6)^alpha, Wu et al. 2016.", 0.0, 10.0
 )
 TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.0, "Above 0: sample instead of beam search.", 0.0
@@ -44,7 +44,7 @@ TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest; 0: all."
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample within this probability.", 0.0, 1.0)
 SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0, 2**31 - 1)
 BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 128, "Hypotheses at a time, beam_size a sentence.", 1
+    "batch_size", 128, "Hypotheses at a time, beam_size a sentence.", 1, 2**31
 )
 DIRECTORY = flags.DEFINE_string(
     "directory", None, "Folder of local data files; default: the run's."

@@ -10,7 +10,6 @@ again are the same files with the same bits, float32.
 """
 
 import contextlib
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from absl import flags
 from configs.commandline import fail, one_sentence, run
 from training import platform
 from training.metrics import say, show_log
-from training.workdir import write_json
+from training.workdir import parsed, write_json
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run: to make, or to read.")
 FROM = flags.DEFINE_string("from", None, "Folder of a Hugging Face checkpoint to read.")
@@ -193,11 +192,11 @@ def split(config):
 def read_json(path: Path) -> dict:
     """The object that a JSON file holds."""
     try:
-        found = json.loads(path.read_text())
+        found = parsed(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+        raise ValueError(f"{path} can't be read as JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, as {{...}}.")
+        raise ValueError(f"{path} must hold an object, got {type(found).__name__}.")
     return found
 
 

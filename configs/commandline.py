@@ -12,6 +12,12 @@ WANTED = {  # what the parsers of flags say, and what they mean
     "could not convert string to float": "a number",
     "('Non-boolean argument": "true or false",
 }
+MEMORY = {  # what needs less of it, by script
+    "train.py": "Fewer trials (seeds, or --group_size of a sweep), a lower "
+    "data.batch_tokens, a higher train.accumulate_steps or train.remat=block needs",
+    "eval.py": "A lower --beam_size or --batch_size needs",
+}
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(out of memory|allocat)", re.I | re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -19,7 +25,8 @@ def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
     """Turn an error that the user can mend into one line and exit code 2.
 
     Around what meets the outside: flags, config values, files. Inside, an error is
-    ours, and its traceback is wanted.
+    ours, and its traceback is wanted; but for one that says that memory is exhausted,
+    on the host or on a device.
     """
     try:
         yield
@@ -27,12 +34,22 @@ def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
         raise  # to `run`
     except kinds as error:
         fail(describe(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not EXHAUSTED.search(str(error)):
+            raise
+        why = str(error).removeprefix("RESOURCE_EXHAUSTED: ").split("\n")[0].rstrip(".")
+        less = MEMORY.get(script(), "A smaller model needs")
+        fail(f"The memory is exhausted ({why or 'of the host'}). {less} less.")
+
+
+def script() -> str:
+    """The name of what runs."""
+    return sys.argv[0].rsplit("/", 1)[-1]
 
 
 def fail(sentence: str) -> None:
     """Print one line on standard error and exit with code 2."""
-    script = sys.argv[0].rsplit("/", 1)[-1]
-    print(f"{script}: {sentence}", file=sys.stderr, flush=True)
+    print(f"{script()}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -211,7 +211,7 @@ def load(folder) -> tuple[Tokenizer, Tokenizer]:
     if numbered.is_file():
         try:
             vocabulary = json.loads(numbered.read_text())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _damaged(numbered) from None
         return tuple(_read(MarianTokenizer, path, vocabulary) for path in sides)
     return tuple(_read(Tokenizer, path) for path in sides)

@@ -23,13 +23,14 @@ def choose(name: str, value: str, choices) -> None:
 
 
 def check_counts(config: dict) -> None:
-    """Raise a ValueError unless what a (flat) config counts is 1 or more.
+    """Raise a ValueError unless what a (flat) config counts is 1 or more, in 32 bits.
 
     And unless what it divides by is above 0.
     """
     for key in COUNTS:
-        if config[key] is not None and config[key] < 1:
-            raise ValueError(f"{key} must be at least 1, got {config[key]}.")
+        if config[key] is not None and not 1 <= config[key] < 2**31:
+            wanted = "at least 1" if config[key] < 1 else "below 2^31"
+            raise ValueError(f"{key} must be {wanted}, got {config[key]}.")
     epsilon = config["model.norm_epsilon"]
     if not 0 < epsilon < float("inf"):
         raise ValueError(

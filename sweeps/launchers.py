@@ -209,7 +209,7 @@ def parsed(resources: list[str]) -> dict:
             raise ValueError(f"--resources takes KEY=VALUE, got {pair!r}.")
         try:
             found[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             found[key] = value
     return found
 

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from configs import ablations
 from configs.commandline import describe, flat
+from data import corpora
 from sweeps.optional import package
 from sweeps.plan import NO_RESULT_DEPENDS_ON, Group, Plan, expand, nuisance_keys
 from sweeps.runner import Sweep
@@ -105,12 +106,35 @@ def open_sweep(options: Options) -> Sweep:
         )
     if search.count is not None and options.proposes:
         package("optuna")
+    if options.verb == "run" and there is None:
+        check_data(settings)
     workdir.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(workdir, plan, search, [], settings).extended(options.proposes)
     with locked(workdir / ".plan"):
         if options.verb == "run" and read_json(workdir / "sweep.json") != settings:
             write_json(workdir / "sweep.json", settings)
     return sweep
+
+
+def check_data(settings: dict) -> None:
+    """Raise a ValueError or an OSError where the sweep could not be scored.
+
+    Which would be known only after its trials are trained, and by then a workdir keeps
+    its splits and its metric.
+    """
+    data = settings["base"]["data"]
+    if settings["metric"].startswith("published_") and data["name"] != "multi30k":
+        raise ValueError(
+            f"--metric={settings['metric']} is of multi30k, whose tokenised references "
+            f"are published; choose another for data.name={data['name']}, as bleu."
+        )
+    corpora.load(
+        data["name"],
+        data["source"],
+        data["target"],
+        settings["test_split"],
+        data["directory"],
+    )
 
 
 def remembered(path: Path) -> dict | None:

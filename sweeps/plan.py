@@ -17,8 +17,9 @@ from ml_collections import ConfigDict
 from analysis.budget import flops, parameters, solve_mlp_dim
 from configs.ablations import grid
 from configs.commandline import describe, flat, near_miss
-from models.checks import check_counts
-from training.trials import variable
+from models.checks import check_counts, choose
+from training.optimizer import SCHEDULES
+from training.trials import check_numbers, variable
 
 NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
 MATCH = "match"  # the key of an arm that says what budget it shares with the baseline
@@ -154,6 +155,8 @@ def trials_of(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
         for seed in seeds:
             changes = nuisance | {"seed": seed, "seeds": 1}
             config = applied(ConfigDict(arm.config), changes, arm.name)
+            with naming(arm.name):
+                check_numbers(flat(config))
             found.append(Trial(identity(config), arm.name, nuisance, seed, config))
     return found
 
@@ -166,6 +169,8 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
         configs.append(applied(base, settings, name))
         with naming(name):
             check_counts(flat(configs[-1]))
+            schedule = configs[-1]["optimizer"]["schedule"]
+            choose("optimizer.schedule", schedule, SCHEDULES)
             parameters(configs[-1])
     plain = applied(base, {}, "the base config")
     same = [i for i, config in enumerate(configs) if is_same(config, plain)]

@@ -16,7 +16,14 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.runner import Sweep
-from sweeps.store import SCORES, TOLD, metrics_of, read_result, unfinished
+from sweeps.store import (
+    SCORES,
+    TOLD,
+    metrics_of,
+    read_record,
+    read_result,
+    unfinished,
+)
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -27,6 +34,7 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
             the others.
     """
     for group in sweep.groups:
+        read_record(sweep.folder(group) / "run.json")
         for split in sweep.splits(group):
             checkpoint = sweep.settings["checkpoint"]
             read_result(sweep.folder(group), split, group, checkpoint)
@@ -216,8 +224,15 @@ def texts(sweep: Sweep, done: list[dict]):
                 suffix = f"-{index}" if len(group.trials) > 1 else ""
                 path = sweep.folder(group) / f"{split}{suffix}.txt"
                 # as eval.py ends lines: str.splitlines knows more ends than "\n"
-                text = path.read_bytes().decode()
+                text = path.read_bytes().decode(errors="replace")
                 translations[trial.id] = text.removesuffix("\n").split("\n")
+                if len(translations[trial.id]) != len(sources):
+                    raise ValueError(
+                        f"{path} holds {len(translations[trial.id])} lines, not a "
+                        f"translation of each of the {len(sources)} sentences; move "
+                        f"result-{split}.json beside it away, and sweep.py run scores "
+                        f"its group again."
+                    )
     return translations, sources, references
 
 

@@ -108,7 +108,7 @@ def assigned(text: str, base: dict, nuisance: list[str]) -> tuple:
     kind, sign = (tuple, ":") if ":" in values else (list, ",")
     try:
         found = kind(map(ast.literal_eval, values.split(sign)))
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise ValueError(
             f"--tune={text} needs numbers with commas between them, as in "
             f"--tune={key}=0.002,0.005, or for a search a range, as in "

@@ -16,13 +16,23 @@ from pathlib import Path
 
 from sweeps.plan import Arm, Group, Plan, Trial, grouped
 from sweeps.search import LOST, Search, known_trials
-from training.workdir import differing, summary, write_json
+from training.metrics import row_of
+from training.workdir import differing, is_like, summary, write_json
 from training.workdir import read_json as read_whole
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
 TOLD = (*SCORES, "loss")  # what is reported; arms are ranked by one of the scores
 DECODING = {"beam_size": 5, "length_penalty": 0.6}  # of every group alike
 TRAINED = ".trained"  # made when train.py has nothing left to do
+OF_RUN = {"num_parameters": 0, "devices": [""], "attention": {}, "versions": {}}
+OF_RUN |= {"python": "", "commit": None}
+RECORDS = {  # what a row takes of a group's files, and how a damaged one is mended
+    "run.json": (
+        OF_RUN,
+        "restore it, or move its folder away and sweep.py run trains its group again.",
+    ),
+    "failed.json": ({"error": ""}, "sweep.py run tries its group again."),
+}
 COLUMNS = (
     *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
     *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
@@ -63,6 +73,22 @@ def read_json(path: Path):
         return None
 
 
+def read_record(path: Path) -> dict | None:
+    """What a file of `RECORDS` holds; None where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        found = read_json(path)
+        whole = found is None or is_like(found, RECORDS[path.name][0])
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged; {RECORDS[path.name][1]}")
+    return found
+
+
 def read_group(path: Path) -> Group:
     """The group that a group.json says.
 
@@ -97,6 +123,7 @@ def read_result(folder: Path, split: str, group: Group, checkpoint: str):
             return None
         made = [{key: row[key] for key in wanted} for row in found]
         whole = len(found) == len(group.trials)
+        whole = whole and all(row.keys() >= {"step", "diverged_at"} for row in found)
     except (ValueError, KeyError, TypeError):
         whole = False
     if not whole:
@@ -179,11 +206,8 @@ def group_name(trials: list[Trial]) -> str:
 def metrics_of(folder: Path) -> list[dict]:
     """The whole lines of a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):  # a line being written
-            rows.append(json.loads(line))
-    return rows
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [row for line in lines if (row := row_of(line)) is not None]
 
 
 def last_step(folder: Path) -> int:
@@ -213,9 +237,16 @@ def pace(metrics: list[dict]) -> tuple[float | None, float]:
 
 def rows_of(folder: Path, group: Group, plan: Plan, settings: dict) -> list[dict]:
     """A row of the table for every trial of a group that the plan has."""
-    run, failed = (read_json(folder / name) for name in ("run.json", "failed.json"))
     test_split = settings["test_split"]
-    results, unusable = {}, None
+    run, failed, results, unusable = None, None, {}, None
+    try:
+        run = read_record(folder / "run.json")
+    except ValueError as error:
+        unusable = str(error)
+    try:
+        failed = read_record(folder / "failed.json")
+    except ValueError as error:
+        failed = {"error": str(error)}
     for side, split in (("dev", "val"), ("test", test_split)):
         try:
             results[side] = read_result(folder, split, group, settings["checkpoint"])

@@ -132,8 +132,10 @@ def test_a_damaged_model_is_named(tmp_path, length):
     path.unlink()
     for name in ("source.model", "target.model", "vocab.json"):
         (tmp_path / name).write_text("{")
-    with pytest.raises(ValueError, match="vocab.json is damaged"):
-        tokenizer.load(tmp_path)
+    for text in ("{", "[" * 10**5):
+        (tmp_path / "vocab.json").write_text(text)
+        with pytest.raises(ValueError, match="vocab.json is damaged"):
+            tokenizer.load(tmp_path)
 
 
 def test_killed_while_writing_leaves_all_of_a_model_or_none(tmp_path):

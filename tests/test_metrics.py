@@ -18,7 +18,8 @@ def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
         writer.write(step, 0, loss=float(step))
     writer.close()
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 4, "los')  # killed while writing
+    odd = '3\n{"step": "1"}\n' + "[" * 10**5 + "\n"  # of a disk that lost some
+    path.write_text(odd + path.read_text() + '{"step": 4, "los')  # killed while writing
     MetricsWriter(tmp_path, 2).close()
     assert [row["step"] for row in rows_of(path)] == [1, 2]
     assert list(tmp_path.glob("events.*")), "TensorBoard has nothing to show"

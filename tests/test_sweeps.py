@@ -421,6 +421,8 @@ def test_settings_that_diverge_are_not_chosen(tmp_path, corpus, lost, best):
             "no config key .*optimizer.learning_rate",
         ),
         ({"tune": [f"{RATE}=fast"]}, "needs numbers"),
+        ({"tune": [f"{RATE}={'-' * 10**5}1"]}, "needs numbers"),
+        ({"tune": [f"{RATE}=0.1,1e39"]}, "must be from 0 to below 3.4"),
         ({"tune": [f"{RATE}=0.1:0.2"]}, "only a search takes, as with --search"),
         ({"tune": ["model.dropout=0.5,1.5"]}, "must be from 0 to below 1, got 1.5"),
         ({"search": "optuna"}, "--search must be optuna:N"),
@@ -542,6 +544,71 @@ def test_a_result_of_another_making_is_not_reported(
     assert path.read_text() == change and not (tmp_path / "s" / "report.md").exists()
     path.write_text(kept)
     reporting.write(sweep, sweep.collect(), 1)
+
+
+@pytest.mark.parametrize(
+    "changes, config, sentence",
+    [
+        ({"test_split": "tset"}, {}, "tset"),
+        ({"metric": "published_bleu"}, {}, "--metric=published_bleu is of multi30k"),
+        ({}, {"data.name": "numbrs"}, "numbrs"),
+        ({}, {RATE: 1e39}, "Arm K=4 can't be built: config.optimizer.learning_rate"),
+        ({}, {"seed": 2**32 - 1}, "config.seed must be from 0 to below 4294967296"),
+        ({}, {"optimizer.schedule": "cosin"}, "optimizer.schedule must be .* 'cosin'"),
+    ],
+)
+def test_what_could_not_be_scored_or_trained_is_refused_at_first(
+    tmp_path, corpus, changes, config, sentence
+):
+    opened = options(tmp_path / "s", corpus, **changes)
+    opened.config.update_from_flattened_dict(config)
+    with pytest.raises((ValueError, OSError), match=sentence):
+        open_sweep(opened)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_damaged_record_of_a_group_is_named(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index, splits=("val", "test") if index < 2 else ())
+    run, failed = (
+        sweep.folder(sweep.groups[index]) / name
+        for index, name in ((1, "run.json"), (2, "failed.json"))
+    )
+    kept = run.read_text()
+    texts = [kept[:20], "{}", "[]", "3", "[" * 10**5]
+    texts.append(json.dumps(json.loads(kept) | {"devices": "cpu"}))
+    for text in texts:
+        run.write_text(text)
+        failed.write_text(text)
+        rows = sweep.collect()
+        status = {row["arm"]: row["status"] for row in rows}
+        assert status == {"K=4": "done", "K=2": "failed", "K=1": "failed"}
+        told = {row["arm"]: row["error"] for row in rows}
+        assert told["K=2"].startswith(f"{run} is damaged; restore it, or move its")
+        assert (
+            told["K=1"] == f"{failed} is damaged; sweep.py run tries its group again."
+        )
+        with pytest.raises(ValueError, match=f"^{run} is damaged; restore it"):
+            reporting.write(sweep, rows, 1)
+    run.write_text(kept)
+    reporting.write(sweep, sweep.collect(), 1)
+
+
+def test_damaged_metrics_and_translations(tmp_path, corpus):
+    """Lines of metrics that are none are passed over; translations are missed."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    folder = sweep.folder(sweep.groups[1])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'3\n[]\n{"step": "1"}\n{"step": 30}\n\xff\n' + b"[" * 10**5)
+    rows = sweep.collect()
+    assert {row["steps"] for row in rows} == {20}
+    reporting.write(sweep, rows, 1)
+    (folder / "test-1.txt").write_text("one\n")
+    with pytest.raises(ValueError, match="test-1.txt holds 1 lines, not .* the 12"):
+        reporting.write(sweep, rows, 1)
 
 
 @pytest.mark.parametrize("name", ["sweep.json", "groups/*/group.json"])

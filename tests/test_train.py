@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from analysis.evaluation import METRICS
 from configs.base import get_config
-from configs.commandline import check_none, flat, take_none
+from configs.commandline import check_none, flat, one_sentence, take_none
 from data import numbers, tokenizer
 from sweeps.store import locked
 from training.checkpoint import Checkpoints
@@ -277,6 +277,7 @@ def test_a_bad_flag_is_named(tmp_path, flag, parts):
         ("optimizer.schedule", "cosin", "optimizer.schedule must .* got 'cosin'"),
         ("train.best_metric", "bleu", "train.best_metric must .* dev_bleu"),
         ("train.num_steps", 0, "train.num_steps must be at least 1, got 0"),
+        ("data.batch_tokens", 2**31, r"batch_tokens must be below 2\^31, got 2147"),
         ("model.bos", 8000, "model.bos must be from 0 to below 8000, .* got 8000"),
         ("model.bos", -1, "model.bos must be from 0"),
         ("model.norm_epsilon", -1.0, "model.norm_epsilon must be above 0 .* got -1.0"),
@@ -326,7 +327,11 @@ def test_missing_flags_and_words_are_named():
     refused(run([*command("eval.py"), "x"]), "'x'")
     refused(run(command("eval.py", workdir="x")), "--split or --translate")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
-    refused(run(command("eval.py", workdir="x", split="val", seed=2**31)), "--seed")
+    too_large = {"seed": 2**31, "beam_size": 10**6, "batch_size": 10**10}
+    too_large["length_penalty"] = 1e39
+    for flag, value in too_large.items():
+        ran = run(command("eval.py", workdir="x", split="val", **{flag: value}))
+        refused(ran, f"--{flag}={value}")
 
 
 FILTER = """
@@ -349,6 +354,40 @@ def test_a_reader_that_has_enough_ends_us_without_a_word(flush):
     )
     os.close(write)
     assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 B"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to allocate 64 B.\nx"),
+        MemoryError("Unable to allocate 64 B"),
+        MemoryError(),
+    ],
+)
+def test_exhausted_memory_is_told_with_what_needs_less(
+    monkeypatch, capsys, script, error
+):
+    monkeypatch.setattr(sys, "argv", [f"somewhere/{script}"])
+    with pytest.raises(SystemExit, match="2"), one_sentence(OSError):
+        raise error
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{script}: The memory is exhausted (")
+    assert "64 B)" in said or not str(error)
+    if script == "eval.py":
+        assert "--beam_size or --batch_size" in said
+    else:
+        keys = {"data.batch_tokens", "train.accumulate_steps", "train.remat", "seeds"}
+        assert keys <= flat(get_config().to_dict()).keys()
+        assert all(key in said for key in keys)
+
+
+def test_what_is_no_lack_of_memory_keeps_its_traceback():
+    for text in ("INTERNAL: a bug", "RESOURCE_EXHAUSTED: too many open files"):
+        error = jax.errors.JaxRuntimeError(text)
+        with pytest.raises(jax.errors.JaxRuntimeError), one_sentence():
+            raise error
 
 
 @pytest.mark.parametrize(
@@ -565,6 +604,8 @@ def test_bad_input_to_eval_is_named(trained, tmp_path):
         capture_output=True,
     )
     assert ran.returncode == 2 and b"Line 2 of the input is not UTF-8" in ran.stderr
+    ran = run(command("eval.py", workdir=trained, split="val", beam_size=2**16))
+    refused(ran, "memory is exhausted", "--beam_size")
     unscored = tmp_path / "unscored"
     shutil.copytree(trained, unscored, ignore=shutil.ignore_patterns("60"))
     refused(run(command("eval.py", workdir=unscored, split="val")), "--checkpoint=last")

@@ -10,6 +10,8 @@ from configs.commandline import flat
 from training.trials import named, numbers, trials_of
 from training.workdir import changes, claim, record
 
+RATE = "optimizer.learning_rate"
+
 
 def settings(**changes):
     config = get_config()
@@ -82,7 +84,16 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
         ([], "must hold a list of trials"),
         ({"seed": 1}, "must hold a list of trials"),
         ([3], "trial 0 .*must be an object .* got 3"),
-        ("[{", "is not JSON"),
+        ("[{", "can't be read as JSON"),
+        ("[" * 10**5, "trials.json can't be read as JSON: it is nested too deeply"),
+        ('[{"seed": 1, "seed": 2}]', "an object has the key seed twice"),
+        ([{RATE: 1e39}], r"learning_rate must be from 0 to below 3.4e\+38, got 1e"),
+        ([{RATE: 10**400}], "learning_rate must be from 0 to below 3.4"),
+        ([{RATE: 1e-50}], "learning_rate must .* in float32 too, and 1e-50 is 0.0"),
+        ([{"optimizer.beta2": 1 - 1e-12}], "below 1 in float32 too, and .* is 1.0"),
+        ([{"head_gates.encoder.0.0": 1e39}], "head_gates.encoder.0.0 must be from 0"),
+        ([{"head_gates.cross.00.3": 0}], "must be head_gates.SITE.LAYER.HEAD"),
+        ([{"head_gates.cross.0.٣": 0}], "must be head_gates.SITE.LAYER.HEAD"),
     ],
 )
 def test_a_trial_that_cannot_be_is_named(tmp_path, trials, sentence):
@@ -147,6 +158,8 @@ def test_a_workdir_keeps_its_trials(tmp_path, begun):
     [
         ("config.json", '{"seed": ', "is damaged .*; restore it"),
         ("config.json", "", "is damaged .*; restore it"),
+        ("config.json", "[" * 10**5, "is damaged .*too deeply.*; restore it"),
+        ("trials.json", '[{"seed": 0, "seed": 1}]', "is damaged .*seed twice"),
         ("config.json", "{}", "is not what train.py writes there; restore it"),
         ("config.json", "[]", "is not what train.py writes there; restore it"),
         ("config.json", '{"model_type": "bert"}', "is not .* choose another --workdir"),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from training.workdir import is_like, parsed
+
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("source", "target")
 
@@ -28,8 +30,9 @@ class MetricsWriter:
         if silent:
             return
         self.path = workdir / "metrics.jsonl"
-        rows = self.path.read_text().splitlines() if self.path.exists() else []
-        kept = [row for row in rows if is_row(row) and json.loads(row)["step"] <= step]
+        text = self.path.read_text(errors="replace") if self.path.exists() else ""
+        rows = text.splitlines()
+        kept = [line for line in rows if (row := row_of(line)) and row["step"] <= step]
         if kept != rows:
             part = self.path.with_suffix(".part")
             part.write_text("".join(row + "\n" for row in kept))
@@ -74,16 +77,20 @@ class MetricsWriter:
             self.board.close()
 
 
-def is_row(line: str) -> bool:
-    """Whether a line is whole: the last one of a killed run may not be."""
+def row_of(line: str) -> dict | None:
+    """The row of a line, if it is whole: the last one of a killed run may not be."""
     try:
-        return "step" in json.loads(line)
-    except json.JSONDecodeError:
-        return False
+        row = parsed(line)
+    except ValueError:
+        return None
+    return row if is_like(row, {"step": 0, "trial": 0}) else None
 
 
 class Window:
-    """Averages of what the steps since the last row reported, and their pace."""
+    """Averages of what the steps since the last row reported, and their pace.
+
+    No checkpoint holds them: the first row after a restart is of the steps since then.
+    """
 
     def __init__(self, shape: tuple[int, int, int]):
         self.shape = shape  # B, S, T: for the share of real tokens

@@ -256,7 +256,18 @@ def to_all(tree):
     """Begin to give every process the whole of arrays, so that each can read them."""
     if jax.process_count() == 1:
         return tree
-    return jax.device_put(tree, named(jax.sharding.get_mesh()))
+    return moved(tree, named(jax.sharding.get_mesh()))
+
+
+def moved(tree, where: NamedSharding):
+    """Put arrays that lie on devices of several processes elsewhere on these."""
+    if platform() != "cpu":
+        return jax.device_put(tree, where)
+    # One at a time: with many on their way at once, CPUs of several processes may
+    # wait for each other forever.
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, where).block_until_ready(), tree
+    )
 
 
 def fetch(tree):
@@ -288,12 +299,7 @@ def trials_here(params, mesh: Mesh):
     """
     here, whole = jax.process_index(), params
     if mesh.size > 1:
-        # One at a time: with many on their way at once, CPUs of several processes may
-        # wait for each other forever.
-        where = named(mesh, "trial")
-        whole = jax.tree.map(
-            lambda leaf: jax.device_put(leaf, where).block_until_ready(), params
-        )
+        whole = moved(params, named(mesh, "trial"))
     size = len(jax.tree.leaves(params)[0]) // mesh.shape["trial"]  # of a part
     shares, devices = [], []
     for part in range(mesh.shape["trial"]):

@@ -6,24 +6,26 @@ config's keys there is `head_gates.SITE.LAYER.HEAD`, what the output of one head
 multiplied by: 1 if not given, and 0 trains the model without that head.
 """
 
-import json
-import math
 import re
 from pathlib import Path
 
 import numpy as np
 
+from training.workdir import parsed
+
+LEAST = float(np.finfo(np.float32).smallest_normal)  # what is below it counts as 0
+MOST = 3.4e38  # and above it infinite
 # From the first number to below the second; the other numbers start at 0.
 RANGES = {
     "seed": (0, 2**32),
     "model.dropout": (0, 1),
     "optimizer.beta1": (0, 1),
     "optimizer.beta2": (0, 1),
-    "optimizer.epsilon": (1e-37, math.inf),  # in float32 less is 0, and 0 / 0 follows
+    "optimizer.epsilon": (1e-37, MOST),  # in float32 less is 0, and 0 / 0 follows
     "optimizer.label_smoothing": (0, 1),
 }
 SITES = ("encoder", "decoder", "cross")
-GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(\d+)\.(\d+)")
+GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 
 def variable(config: dict) -> list[str]:
@@ -42,8 +44,7 @@ def trials_of(config: dict, path: Path | None = None) -> list[dict]:
     """
     if config["seeds"] < 1:
         raise ValueError(f"seeds must be at least 1, got {config['seeds']}.")
-    for key in variable(config):
-        check(f"config.{key}", key, config[key])
+    check_numbers(config)
     if path is None:
         first = config["seed"]
         trials = [{"seed": seed} for seed in range(first, first + config["seeds"])]
@@ -60,9 +61,9 @@ def trials_of(config: dict, path: Path | None = None) -> list[dict]:
 def listed(path: Path, config: dict) -> list[dict]:
     """The trials of a file, all with the same keys, the seed first."""
     try:
-        found = json.loads(path.read_text())
+        found = parsed(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+        raise ValueError(f"{path} can't be read as JSON: {error}.") from None
     if not isinstance(found, list) or not found:
         raise ValueError(f"{path} must hold a list of trials, one at least.")
     for index, trial in enumerate(found):
@@ -130,15 +131,30 @@ def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
     return gates
 
 
+def check_numbers(config: dict) -> None:
+    """Raise a ValueError unless what trials may differ in is in its range."""
+    for key in variable(config):
+        check(f"config.{key}", key, config[key])
+
+
 def check(name: str, key: str, value) -> None:
-    """Raise a ValueError unless the value is a number that the key may have."""
-    low, high = RANGES.get(key, (0, math.inf))
+    """Raise a ValueError unless the value is a number that the key may have.
+
+    But for the seed in float32, which is what the program computes with.
+    """
+    low, high = RANGES.get(key, (0, MOST))
     kinds = (int,) if key == "seed" else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         kind = "a whole number" if key == "seed" else "a number"
         raise ValueError(f"{name} must be {kind}, got {value!r}.")
     if not low <= value < high:
         raise ValueError(f"{name} must be from {low} to below {high}, got {value}.")
+    single = 0.0 if abs(value) < LEAST else float(np.float32(value))
+    if key != "seed" and (single >= high or value and not single):
+        raise ValueError(
+            f"{name} must be from {low} to below {high} in float32 too, and {value} is "
+            f"{single} there."
+        )
 
 
 def numbers(config: dict, trials: list[dict]) -> dict:

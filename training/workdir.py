@@ -121,7 +121,7 @@ def read_json(path: Path):
         ValueError: it is damaged, or not ours.
     """
     try:
-        value = json.loads(path.read_text())
+        value = parsed(path.read_text())
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged ({error}); restore it, or train anew in another "
@@ -135,8 +135,32 @@ def read_json(path: Path):
     return value
 
 
+def parsed(text: str):
+    """What a text of JSON holds.
+
+    Raises:
+        ValueError: it is no JSON, or can't be read as one tree: nested too deeply, or
+            with a key that an object has twice.
+    """
+
+    def once(pairs):
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"an object has the key {twice} twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def is_like(value, like) -> bool:
-    """Whether a tree of JSON has the keys and the types of another."""
+    """Whether a tree of JSON has the keys and the types of another; None: or words."""
+    if like is None:
+        return value is None or isinstance(value, str)
     if not isinstance(value, type(like)):
         return False
     if isinstance(like, dict):

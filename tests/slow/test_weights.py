@@ -261,7 +261,7 @@ def test_missing_and_broken_files_are_named(folders, tmp_path):
     with pytest.raises(OSError, match="config.json"):
         bring_in(tmp_path, tmp_path / "run")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="config.json must hold a JSON object"):
+    with pytest.raises(ValueError, match="config.json must hold an object"):
         bring_in(tmp_path, tmp_path / "run")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match="config.json has no vocab_size"):
