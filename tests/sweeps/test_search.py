@@ -44,7 +44,8 @@ def score(opened, best):
         path = opened.folder(group) / "result-val.json"
         if not path.exists() and group.trials[0].is_search:
             scores = [50 - abs(t.nuisance[RATE] - best) * 1e3 for t in group.trials]
-            made = {"checkpoint": "best", "decoding": DECODING, "diverged_at": None}
+            made = {"checkpoint": "best", "decoding": DECODING}
+            made |= {"step": 60, "diverged_at": None}
             found = [made | {"bleu": score} for score in scores]
             path.write_text(json.dumps(found))
 
