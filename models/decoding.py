@@ -277,7 +277,7 @@ def translate_trials(
     most = max(1, batch_size // beam_size)
     few = max(map(len, chosen)) <= 16
     # At the end of many, one row alone saves less than it takes to compile.
-    sizes = {min(16, most), 1} if few else {most, max(1, most // 8)}
+    sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
         sample_numbers = range(len(sentences))
@@ -310,12 +310,10 @@ def translate_trials(
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
         if factor > 1:  # few, as a rule: as many rows as they need, with all the room
             a_lane = -(-count // num_lanes(len(chosen)))
-            sizes = {min(most, 1 << (a_lane - 1).bit_length())}
+            sizes = [min(most, 1 << (a_lane - 1).bit_length())]
             factor = longest if count <= most else factor
         room = partial(slots, factor=factor, longest=longest)
-        finished = lanes(
-            parts, sentences, limits, waiting, sorted(sizes), room, batch_size
-        )
+        finished = lanes(parts, sentences, limits, waiting, sizes, room, batch_size)
         for done, new in zip(found, finished, strict=True):
             done |= new
         factor *= 3

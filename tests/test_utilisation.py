@@ -1,10 +1,13 @@
 """What a run says of its device, and the trace that it writes on request."""
 
+import subprocess
+import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from processes import ROOT, with_devices
 
 from configs.base import get_config
 from models.counting import abstract, update_flops
@@ -71,6 +74,29 @@ def test_a_trace_is_written(tmp_path):
     profile.close()
     assert list(tmp_path.glob("profile/**/*.xplane.pb"))
     assert list(tmp_path.glob("profile/**/perfetto_trace.json.gz"))
+
+
+MEASURED = """
+import jax
+from training import utilisation
+jax.set_mesh(jax.sharding.Mesh(jax.devices(), ("data",)))
+here, original, placed = jax.devices()[:2], jax.device_put, []
+jax.local_devices = lambda: here
+def put(x, where):
+    placed.append((where.device_set, x.shape))
+    return original(x, where)
+jax.device_put = put
+assert utilisation.measured_flops() > 0
+rows, whole = placed
+assert rows == (set(here), (2 * utilisation.SIZE, utilisation.SIZE)), rows
+assert whole == (set(here), (utilisation.SIZE, utilisation.SIZE)), whole
+"""
+
+
+def test_the_peak_is_measured_on_the_devices_of_this_process():
+    """Also where training's mesh has those of others."""
+    command = [sys.executable, "-c", MEASURED]
+    subprocess.run(command, cwd=ROOT, env=with_devices(4), check=True)
 
 
 def test_a_run_that_goes_on_traces_what_is_left(tmp_path, capsys):
