@@ -42,7 +42,7 @@ TEMPERATURE = flags.DEFINE_float(
 )
 TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest; 0: all.", 0)
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample within this probability.", 0.0, 1.0)
-SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0, 2**31 - 1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", 0, 2**31 - 1)
 BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 128, "Hypotheses at a time, beam_size a sentence.", 1, 2**31
 )
@@ -54,11 +54,11 @@ OUTPUT = flags.DEFINE_string(
     None,
     "File to write the translations to; SPLIT in it stands for the split's name.",
 )
-SHOW = flags.DEFINE_integer("show", 0, "Translations of the split to print.", 0)
+SHOW = flags.DEFINE_integer("show", 0, "How many translations to print.", 0)
 PLOT = flags.DEFINE_string(
-    "plot", None, "PNG file: the cross-attention of the split's first sentence."
+    "plot", None, "Picture (.png, .pdf): cross-attention of the split's first sentence."
 )
-HEADS = flags.DEFINE_bool("heads", False, "Also tell what each head sees and adds.")
+HEADS = flags.DEFINE_bool("heads", False, "Tell what each head sees and adds.")
 TRIAL = flags.DEFINE_integer("trial", 0, "Trial to translate, plot or tell of.", 0)
 
 

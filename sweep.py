@@ -1,6 +1,6 @@
 """Train every arm of an ablation with many seeds, and report what can be believed.
 
-    python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \
+    python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \\
       --workdir=runs/heads
     python sweep.py report --workdir=runs/heads
 
@@ -65,7 +65,9 @@ CHECKPOINT = flags.DEFINE_enum(
     "kept.",
 )
 METRIC = flags.DEFINE_string(
-    "metric", None, "Score that arms are compared by; default: train.best_metric's."
+    "metric",
+    None,
+    "Score that arms are compared by; default: train.best_metric's, for dev_loss bleu.",
 )
 TEST_SPLIT = flags.DEFINE_string(
     "test_split", None, "Split of the final scores; default: the corpus's test split."
@@ -79,7 +81,10 @@ LAUNCHER = flags.DEFINE_enum(
     "launcher", "local", ["local", "ray", "slurm"], "Where groups run."
 )
 ADDRESS = flags.DEFINE_string(
-    "address", None, "HOST:PORT of a Ray cluster; default: one on this machine."
+    "address",
+    None,
+    "HOST:PORT of a Ray cluster; default: one on this machine. With --launcher=slurm: "
+    "local, to try a sweep out without Slurm.",
 )
 RESOURCES = flags.DEFINE_multi_string(
     "resources",

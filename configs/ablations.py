@@ -1,6 +1,6 @@
 """The questions: generators of overrides, each a dict from config path to value.
 
-    python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \
+    python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \\
       --workdir=runs/heads
 
 An ablation takes the base config and yields the arms of a sweep. Its docstring opens

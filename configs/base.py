@@ -29,7 +29,8 @@ def get_config() -> ml_collections.ConfigDict:
     model.num_decoder_layers = 2  # 0: an encoder alone
     model.mlp_dim = 256  # F
     model.dropout = 0.1  # rate, after the embeddings and after each sublayer
-    model.positions = "sinusoidal"  # or sinusoidal_paper, learned, rotary, ...
+    # Or sinusoidal_paper, learned, rotary, relative, none.
+    model.positions = "sinusoidal"
     model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
     model.norm_epsilon = 1e-6  # of every layer norm, added to the variance

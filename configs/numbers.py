@@ -3,8 +3,7 @@
 python train.py --config=configs/numbers.py --workdir=runs/numbers
 python eval.py --workdir=runs/numbers --split=test
 
-`:short` sees a seventh of the tokens and stops while models still differ: for sweeps on
-two cores.
+`:short` sees a seventh of the tokens, for sweeps on two cores.
 """
 
 from configs import base

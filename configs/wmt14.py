@@ -6,8 +6,8 @@
 
 `:big` is the big model. The data come from TFDS (wmt14_translate/de-en, 4.5 million
 pairs), on a machine with network. Published: 27.3 and 28.4 BLEU (tokenised, with split
-compounds: some 0.5 to 1 above sacreBLEU's). Neither has been run here; what a step
-needs on chips that are not at hand tells
+compounds: some 0.5 to 1 above sacreBLEU's). Neither has been run here. This tells what
+a step needs on chips that are not at hand:
 
     python train.py --config=configs/wmt14.py --dry_run=v5e:16x16 --config.seeds=16
 """

@@ -8,8 +8,8 @@ COORDINATOR = flags.DEFINE_string(
     "HOST:PORT of process 0, where several processes make one run; auto: as Slurm, "
     "Open MPI, Kubernetes or a TPU pod tells.",
 )
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Those of the run.")
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "This one's, from 0 on.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this one, from 0 on.")
 COORDINATOR_TIMEOUT = flags.DEFINE_integer(
     "coordinator_timeout", 300, "Seconds in which all processes must have come.", 1
 )
