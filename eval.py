@@ -7,17 +7,19 @@ python eval.py --workdir=runs/multi30k --translate < source.txt > translations.t
 import contextlib
 import math
 import os
-import shlex
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from configs.commandline import fail, flat, one_sentence, run
+from configs.commandline import fail, one_sentence, run
 from training import cluster, platform
 from training.metrics import say, show_log
-from training.workdir import read_json, write_json
+from training.workdir import write_json
+
+if TYPE_CHECKING:  # it imports JAX, which platform.setup() is to come before
+    from analysis.trained import Pairs, Trained
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
 SPLIT = flags.DEFINE_string(
@@ -59,26 +61,13 @@ PLOT = flags.DEFINE_string(
     "plot", None, "Picture (.png, .pdf): cross-attention of the split's first sentence."
 )
 HEADS = flags.DEFINE_bool("heads", False, "Tell what each head sees and adds.")
-TRIAL = flags.DEFINE_integer("trial", 0, "Trial to translate, plot or tell of.", 0)
-
-
-class Trained(NamedTuple):
-    """A run that can translate."""
-
-    config: Any
-    graph: Any  # nnx.GraphDef
-    params: Any  # nnx.State, leaves with the trial axis R
-    trials: list[dict]  # what each differs in
-    head_gates: dict  # of every trial, R L N, where one has other gates than 1
-    step: list[int]  # of every trial's parameters
-    diverged_at: list[int | None]
-    tokenizers: tuple
-
-    def of(self, trial: int) -> tuple:
-        """The parameters and the head gates of a trial."""
-        import jax
-
-        return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
+PRUNE = flags.DEFINE_bool(
+    "prune", False, "Score with ever fewer heads, those least important on val gone."
+)
+TRIAL = flags.DEFINE_integer(
+    "trial", 0, "Trial to translate, plot, tell of or prune; default to prune: all.", 0
+)
+ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and --translate does not
 
 
 def main():
@@ -88,10 +77,19 @@ def main():
             "--workdir and either --split or --translate are needed, as in python "
             "eval.py --workdir=runs/numbers --split=test"
         )
-    if cluster.COORDINATOR.value and (TRANSLATE.value or PLOT.value or HEADS.value):
-        fail("--translate, --plot and --heads take one process, not a --coordinator.")
-    if TRANSLATE.value and HEADS.value:
-        fail("--heads needs the references of a --split, and --translate has none.")
+    if cluster.COORDINATOR.value:
+        for flag in (TRANSLATE, *ALONE):
+            if flag.value:
+                fail(f"--{flag.name} takes one process, not a --coordinator.")
+    if TRANSLATE.value:
+        for flag in (*ALONE, SHOW, DIRECTORY):
+            if flag.value:
+                fail(
+                    f"--{flag.name} needs the references of a --split, and --translate "
+                    f"has none."
+                )
+        if OUTPUT.value:
+            fail("--translate prints translations; leave --output out, and add > FILE.")
     platform.setup()
     show_log()
     from training import hosts
@@ -103,23 +101,26 @@ def main():
             named = [] if SPLIT.value is None else splits()
             check_files(named)
             cluster.connect()
-            trained = load(Path(WORKDIR.value), CHECKPOINT.value)
+            from analysis.trained import load, read
+
+            workdir = Path(WORKDIR.value)
+            trained = load(workdir, CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
             if TRANSLATE.value:
                 translate_lines(trained, options)
                 return
             with hosts.together():
-                pairs = {split: read_split(trained, split) for split in named}
-            for split in named:
-                evaluate(Path(WORKDIR.value), trained, split, *pairs[split], options)
+                all_pairs = [read(trained, split, DIRECTORY.value) for split in named]
+            for pairs in all_pairs:
+                evaluate(workdir, trained, pairs, options)
 
 
 def splits() -> list[str]:
     """The splits that --split names.
 
     Raises:
-        ValueError: one has no name, or there are several, and --output names one file
-            for all.
+        ValueError: one has no name, or there are several, and --output or --plot names
+            one file for all.
     """
     found = SPLIT.value.split(",")
     if "" in found:
@@ -127,11 +128,13 @@ def splits() -> list[str]:
             f"--split={SPLIT.value} must name splits with commas between them, as in "
             f"--split=val,test"
         )
-    if len(found) > 1 and OUTPUT.value is not None and "SPLIT" not in OUTPUT.value:
-        raise ValueError(
-            f"--output={OUTPUT.value} would hold the last of {len(found)} splits; "
-            f"write SPLIT where a split's name is to stand, as in --output=SPLIT.txt"
-        )
+    for flag, example in ((OUTPUT, "SPLIT.txt"), (PLOT, "SPLIT.png")):
+        if len(found) > 1 and flag.value and "SPLIT" not in flag.value:
+            raise ValueError(
+                f"--{flag.name}={flag.value} would hold the last of {len(found)} "
+                f"splits; write SPLIT where a split's name is to stand, as in "
+                f"--{flag.name}={example}"
+            )
     return found
 
 
@@ -145,9 +148,9 @@ def decoding_options() -> dict:
     for flag in (LENGTH_PENALTY, TEMPERATURE, TOP_P):
         if not math.isfinite(flag.value):
             raise ValueError(f"--{flag.name} must be finite, got {flag.value}.")
-    if TEMPERATURE.value == 0 and (TOP_K.value or TOP_P.value < 1):
+    if TEMPERATURE.value == 0 and (TOP_K.value or TOP_P.value < 1 or SEED.value):
         raise ValueError(
-            "--top_k and --top_p say what to sample from, and nothing is sampled at "
+            "--top_k, --top_p and --seed say what to sample, and nothing is sampled at "
             "--temperature=0; set it too, as in --temperature=1"
         )
     if TEMPERATURE.value > 0:
@@ -168,9 +171,8 @@ def decoding_options() -> dict:
 
 def check_files(named: list[str]) -> None:
     """Raise a ValueError where --output or --plot can't be written, before decoding."""
-    outputs = [output_path(split) for split in named if OUTPUT.value is not None]
-    plots = [] if PLOT.value is None else [Path(PLOT.value)]
-    for flag, path in [(OUTPUT, o) for o in outputs] + [(PLOT, p) for p in plots]:
+    given = [flag for flag in (OUTPUT, PLOT) if flag.value is not None]
+    for flag, path in [(flag, path_of(flag, name)) for flag in given for name in named]:
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(
                 f"--{flag.name}={flag.value} must be a file in a folder that is there."
@@ -186,123 +188,48 @@ def check_files(named: list[str]) -> None:
         choose("The suffix of --plot", Path(PLOT.value).suffix.lower(), formats)
 
 
-def load(workdir: Path, which: str) -> Trained:
-    """The model of a run with its best, last or averaged parameters.
-
-    Raises:
-        ValueError, OSError: no run there, no checkpoint yet, or a damaged one.
-    """
-    from functools import partial
-
-    import jax
-    import ml_collections
-    from flax import nnx
-
-    from data import tokenizer
-    from models.checks import check_encoder_decoder
-    from models.counting import abstract
-    from models.transformer import Transformer
-    from training import sharding
-    from training.restore import restore
-    from training.trials import head_gates
-
-    path = workdir / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{workdir} holds no run (there is no config.json in it); "
-            f"train one with {shlex.join(['train.py', f'--workdir={workdir}'])}"
-        )
-    config = ml_collections.ConfigDict(read_json(path))
-    check_encoder_decoder(config.model.to_dict())
-    tokenizers = tokenizer.load(workdir / "tokenizer")
-    sizes = tokenizer.vocab_sizes(tokenizers)
-    build = partial(Transformer, *sizes, **config.model.to_dict())
-    graph, like = nnx.split(abstract(build))
-    trials = read_json(workdir / "trials.json")
-    params, steps, diverged_at = restore(workdir, which, len(trials), like)
-    every = {"trial": None, "data": -1, "model": 1}
-    mesh = sharding.make_mesh(every, len(trials), jax.device_count())
-    jax.set_mesh(mesh)
-    where = sharding.named(mesh, "trial")
-    return Trained(
-        config,
-        graph,
-        jax.tree.map(lambda leaf: sharding.put(leaf, where), params),
-        trials,
-        head_gates(flat(config.to_dict()), trials),
-        [int(step) for step in steps],
-        [int(step) or None for step in diverged_at],
-        tokenizers,
-    )
-
-
-def read_split(trained: Trained, split: str) -> tuple:
-    """The pairs of a split, and its references as published, None where there are none.
-
-    Raises:
-        ValueError, OSError: there is no such split, or it can't be read.
-    """
-    from data import corpora
-
-    data = trained.config.data
-    directory = DIRECTORY.value or data.directory
-    pairs = corpora.load(data.name, data.source, data.target, split, directory)
-    if data.name != "multi30k":
-        return *pairs, None
-    tokenized = corpora.tokenized_references(data.name, data.target, split, directory)
-    return *pairs, tokenized
-
-
-def evaluate(
-    workdir: Path, trained: Trained, split: str, sources, references, tokenized, options
-) -> None:
+def evaluate(workdir: Path, trained: "Trained", pairs: "Pairs", options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
-    from analysis.evaluation import losses, sentences, translations
-    from analysis.scores import published_scores, scores
     from analysis.table import print_scores
+    from analysis.trained import decoded, scored
     from training import hosts
 
-    data = trained.config.data
-    source, target = trained.tokenizers
-    encoded = source.encode(sources)
-    model = trained.graph, trained.params, trained.head_gates
-    loss = losses(*model, encoded, target.encode(references), data.batch_tokens)
-    found = translations(
-        *model,
-        sentences(encoded),
-        range(len(trained.step)),
-        batch_size=BATCH_SIZE.value,
-        **options,
-    )
+    trials, gates = range(len(trained.step)), trained.head_gates
+    sizes = {"batch_size": BATCH_SIZE.value}
+    loss, found = decoded(trained, pairs, trials, gates, **sizes, **options)
     if not hosts.is_first():
         return
     rows = []
-    for trial, step in enumerate(trained.step):
-        hypotheses = target.decode_many(found[trial])
-        row = {"trial": trial, **trained.trials[trial], "split": split}
-        row |= {"checkpoint": CHECKPOINT.value, "step": step}
-        row |= {"diverged_at": trained.diverged_at[trial]}
-        row |= {"loss": float(loss[trial])} | scores(hypotheses, references)
-        if tokenized is not None:
-            row |= published_scores(hypotheses, tokenized, data.target)
-        row |= {"decoding": options, "sentences": len(sources)}
-        rows.append(row)
+    for trial in trials:
+        hypotheses = trained.tokenizers[1].decode_many(found[trial])
+        row = about(trained, trial, pairs) | {"loss": float(loss[trial])}
+        row |= scored(trained, pairs, hypotheses)
+        rows.append(row | {"decoding": options, "sentences": len(pairs.sources)})
         if trial == trial_of(trained):
             chosen = hypotheses
-        write_output(hypotheses, split, trial, len(trained.step))
-    path = workdir / f"result-{split}.json"
+        write_output(hypotheses, pairs.split, trial, len(trials))
+    path = workdir / f"result-{pairs.split}.json"
     write_json(path, rows)
     print_scores(rows, list(trained.trials[0]), path)
-    show(sources, references, chosen)
+    show(pairs, chosen)
     if PLOT.value:
-        plot(trained, sources[0], found[trial_of(trained)][0])
+        plot(trained, pairs, found[trial_of(trained)][0])
     if HEADS.value:
-        tell_heads(trained, split, encoded, target.encode(references), workdir)
+        tell_heads(trained, pairs, workdir)
+    if PRUNE.value:
+        prune(trained, pairs, workdir, options)
 
 
-def output_path(split: str) -> Path:
-    """The file that --output names for a split."""
-    path = Path(OUTPUT.value)
+def about(trained: "Trained", trial: int, pairs: "Pairs") -> dict:
+    """Which parameters a row is of, and what they are scored on."""
+    row = {"trial": trial, **trained.trials[trial], "split": pairs.split}
+    row |= {"checkpoint": CHECKPOINT.value, "step": trained.step[trial]}
+    return row | {"diverged_at": trained.diverged_at[trial]}
+
+
+def path_of(flag, split: str) -> Path:
+    """The file that --output or --plot names for a split."""
+    path = Path(flag.value)
     return path.with_name(path.name.replace("SPLIT", split))
 
 
@@ -312,43 +239,32 @@ def write_output(
     """Write the translations to --output; of many trials each to a file of its own."""
     if OUTPUT.value is None:
         return
-    path = output_path(split)
+    path = path_of(OUTPUT, split)
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
     path.write_text("".join(line + "\n" for line in hypotheses))
 
 
-def translate_lines(trained: Trained, options: dict) -> None:
+def translate_lines(trained: "Trained", options: dict) -> None:
     """Translate standard input line by line, in batches of what is there already."""
-    from analysis.evaluation import sentences
     from data.lines import lines_at_hand
-    from models.decoding import translate
 
-    params, gates = trained.of(trial_of(trained))
-    source, target = trained.tokenizers
-    longest = trained.config.data.max_length
-    number = 0
+    longest, number = trained.config.data.max_length, 0
     for lines in lines_at_hand(sys.stdin.fileno(), BATCH_SIZE.value):
-        encoded = sentences(source.encode(lines))
-        for index, ids in enumerate(encoded):
+        for index, ids in enumerate(trained.tokenizers[0].encode(lines)):
             if len(ids) > longest:
                 say(
                     f"Line {number + index + 1} has {len(ids)} tokens, more than the "
                     f"{longest} of the longest in training: expect little of it."
                 )
-        # an empty line stays one, so that line numbers agree
-        full = [index for index, line in enumerate(lines) if line.strip()]
-        chosen = [encoded[index] for index in full]
-        options["sample_numbers"] = [number + index for index in full]
-        out, _ = translate(trained.graph, params, chosen, head_gates=gates, **options)
-        number += len(lines)
-        translations = dict(zip(full, target.decode_many(out), strict=True))
-        for index in range(len(lines)):
-            print(translations.get(index, ""))
+        sizes = {"first": number, "batch_size": BATCH_SIZE.value}
+        for line in trained.translate(lines, trial_of(trained), **sizes, **options):
+            print(line)
         sys.stdout.flush()
+        number += len(lines)
 
 
-def trial_of(trained: Trained) -> int:
+def trial_of(trained: "Trained") -> int:
     """The trial that --trial names."""
     if not 0 <= TRIAL.value < len(trained.step):
         raise ValueError(
@@ -358,42 +274,66 @@ def trial_of(trained: Trained) -> int:
     return TRIAL.value
 
 
-def show(sources, references, hypotheses) -> None:
+def show(pairs: "Pairs", hypotheses: list[str]) -> None:
     """Print the first translations beside their sources and references."""
-    for index in range(min(SHOW.value, len(sources))):
-        print(f"\nsource       {sources[index]}")
-        print(f"reference    {references[index]}")
+    for index in range(min(SHOW.value, len(hypotheses))):
+        print(f"\nsource       {pairs.sources[index]}")
+        print(f"reference    {pairs.references[index]}")
         print(f"translation  {hypotheses[index]}")
 
 
-def plot(trained: Trained, source: str, translation: list[int]) -> None:
-    """Save the cross-attention of a sentence and its translation, every head's."""
+def plot(trained: "Trained", pairs: "Pairs", translation: list[int]) -> None:
+    """Save the cross-attention of the first sentence and its translation."""
     from analysis.plots import cross_attention, plot_cross_attention
     from data.tokenizer import EOS
 
     params, gates = trained.of(trial_of(trained))
-    ids = trained.tokenizers[0].encode([source])[0].tolist()
+    ids, path = pairs.source[0].tolist(), path_of(PLOT, pairs.split)
     translation = [*translation, EOS]
     maps = cross_attention(trained.graph, params, gates, ids, translation)
     pieces = [
         trained.tokenizers[side].pieces(tokens)
         for side, tokens in enumerate((ids, translation))
     ]
-    plot_cross_attention(maps, *pieces, Path(PLOT.value))
-    print(f"\nThe cross-attention of the first sentence: {PLOT.value}")
+    plot_cross_attention(maps, *pieces, path)
+    print(f"\nThe cross-attention of the first sentence: {path}")
 
 
-def tell_heads(trained: Trained, split: str, source, target, workdir: Path) -> None:
+def tell_heads(trained: "Trained", pairs: "Pairs", workdir: Path) -> None:
     """Write heads-SPLIT.json, a row a head, and print it."""
     from analysis.heads import measure
     from analysis.table import print_heads
 
     model = trained.graph, *trained.of(trial_of(trained))
-    found = measure(*model, source, target, trained.config.data.batch_tokens)
+    tokens = trained.config.data.batch_tokens
+    found = measure(*model, pairs.source, pairs.target, tokens)
     rows = [{"trial": TRIAL.value} | row for row in found]
-    path = workdir / f"heads-{split}.json"
+    path = workdir / f"heads-{pairs.split}.json"
     write_json(path, rows)
-    print_heads(rows, split, path)
+    print_heads(rows, pairs.split, path)
+
+
+def prune(trained: "Trained", pairs: "Pairs", workdir: Path, options: dict) -> None:
+    """Write pruning-SPLIT.json and .png: the scores with ever fewer heads."""
+    from analysis.plots import plot_pruning
+    from analysis.pruning import curve
+    from analysis.table import print_pruning
+    from analysis.trained import read
+
+    dev = pairs if pairs.split == "val" else read(trained, "val", DIRECTORY.value)
+    every = [t for t, at in enumerate(trained.diverged_at) if at is None]
+    trials = [trial_of(trained)] if TRIAL.present or not every else every
+    sizes, ranked_on = {"batch_size": BATCH_SIZE.value}, {"ranked_on": dev.split}
+    rows = [
+        about(trained, row["trial"], pairs) | ranked_on | row | {"decoding": options}
+        for row in curve(trained, dev, pairs, trials, **sizes, **options)
+    ]
+    path = workdir / f"pruning-{pairs.split}.json"
+    write_json(path, rows)
+    metric = trained.config.train.best_metric.removeprefix("dev_")
+    metric = metric if metric in rows[0] and metric != "loss" else "bleu"
+    print_pruning(rows, metric, path)
+    plot_pruning(rows, metric, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from analysis.significance import summary
 from models.multi_head import full_map
 
 
@@ -91,5 +92,39 @@ def plot_cross_attention(
     bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=30)
     bar.set_label("attention weight", fontsize=8)
     bar.ax.tick_params(labelsize=7)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_pruning(rows: list[dict], metric: str, path: Path) -> None:
+    """Save the scores with ever fewer heads, a line an order.
+
+    Args:
+        rows: of `analysis.pruning.curve`; of many trials the mean is drawn, with its
+            95 % interval.
+        metric: which score.
+        path: where the picture goes; its suffix says the format.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+    counts = list(dict.fromkeys(row["removed"] for row in rows))
+    for order in dict.fromkeys(row["order"] for row in rows):
+        scores = [
+            [r[metric] for r in rows if (r["removed"], r["order"]) == (count, order)]
+            for count in counts
+        ]
+        mean, _, low, high = summary(np.array(scores))
+        style = "--" if order == "random" else "-"
+        label = order.replace("_", " ")
+        (line,) = ax.plot(counts, mean, style, marker="o", ms=3, label=label)
+        ax.fill_between(counts, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    ax.set(xlabel=f"heads removed, of {rows[0]['heads']}", ylim=(0, None))
+    ax.set_ylabel(metric.replace("_", " "))
+    ax.set_title(f"{rows[0]['split']}, by order of removal", fontsize=9)
+    ax.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

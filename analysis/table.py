@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from analysis.significance import summary
 from attention import HeadStatistics
 
 
@@ -92,6 +93,32 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
                 table.add_row(f"{row['layer']}.{row['head']}", *cells)
         console.print(table)
     console.print(f"written to {path}", soft_wrap=True)
+
+
+def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
+    """A table of the scores with ever fewer heads, see `analysis.pruning.curve`.
+
+    Of many trials it has the mean and half of Student's 95 % interval over them.
+    """
+    orders = dict.fromkeys(row["order"] for row in rows)
+    title = f"without heads, {rows[0]['split']} (ranked on {rows[0]['ranked_on']})"
+    table = Table("\nremoved", title=title)
+    for order in orders:
+        for name in (metric, "loss"):
+            above = heading(order) if name == metric else ""
+            table.add_column(f"{above}\n{heading(name)}", justify="right")
+    for count in dict.fromkeys(row["removed"] for row in rows):
+        cells = [f"{count} of {rows[0]['heads']}"]
+        for order in orders:
+            some = [r for r in rows if (r["removed"], r["order"]) == (count, order)]
+            for name, form in ((metric, ".2f"), ("loss", ".3f")):
+                scale = 100 if name == "exact_match" else 1
+                found = summary([scale * row[name] for row in some])
+                cells.append(f"{found.mean:{form}}")
+                if len(some) > 1:
+                    cells[-1] += f" ± {found.high - found.mean:{form}}"
+        table.add_row(*cells)
+    print_table(table).print(f"written to {path}", soft_wrap=True)
 
 
 def heading(name: str) -> str:

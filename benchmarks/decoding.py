@@ -78,15 +78,11 @@ def trained(workdir: Path | None):
     from models.transformer import Transformer
 
     if workdir is not None:
-        from data import corpora
-        from eval import load
+        from analysis.trained import load, read
 
         run = load(workdir, "best")
-        data = run.config.data
-        names = data.name, data.source, data.target, "val", data.directory
-        encoded = run.tokenizers[0].encode(corpora.load(*names)[0])
-        params, _ = run.of(0)
-        return nnx.merge(run.graph, params), [ids.tolist() for ids in encoded], None
+        encoded = [ids.tolist() for ids in read(run, "val").source]
+        return nnx.merge(run.graph, run.of(0)[0]), encoded, None
     random = np.random.default_rng(0)
     lengths = np.clip(random.normal(14.5, 4.0, 1014).round(), 5, 35).astype(int)
     sentences = [[*random.integers(4, 8000, n - 1).tolist(), 2] for n in lengths]

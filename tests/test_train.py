@@ -18,12 +18,18 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from flax import nnx
 from ml_collections import config_flags
 
 from analysis.evaluation import METRICS
+from analysis.heads import loss_of, measure
+from analysis.pruning import ORDERS, counts
+from analysis.trained import load, read
 from configs.base import get_config
 from configs.commandline import check_none, flat, one_sentence, take_none
 from data import numbers, tokenizer
+from data.pipeline import evaluation_batches
+from models.decoding import translate
 from sweeps.store import locked
 from training.checkpoint import Checkpoints
 from training.checks import check_config
@@ -528,6 +534,9 @@ def evaluated(capfd, monkeypatch):
     return evaluate
 
 
+TRANSLATE = {"split": None, "translate": True}
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -539,6 +548,12 @@ def evaluated(capfd, monkeypatch):
         ({"output": "dSPLIT", "split": "ocs"}, "--output=dSPLIT must be a file in"),
         ({"plot": "nodir/p.png"}, "--plot=nodir/p.png must be a file in a folder"),
         ({"plot": "p.xyz"}, "The suffix of --plot must be one of"),
+        ({"plot": "p.png", "split": "val,test"}, "--plot=p.png would hold the last"),
+        ({"seed": 3}, "nothing is sampled at --temperature=0"),
+        (TRANSLATE | {"output": "o.txt"}, "leave --output out"),
+        (TRANSLATE | {"show": 3}, "--show needs the references"),
+        (TRANSLATE | {"prune": True}, "--prune needs the references"),
+        ({"coordinator": "x:1", "prune": True}, "--prune takes one process"),
     ],
 )
 def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
@@ -546,7 +561,8 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
 ):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match="2"):
-        evaluated(**{"workdir": "x", "split": "val"} | options)
+        given = {"workdir": "x", "split": "val"} | options
+        evaluated(**{k: v for k, v in given.items() if v is not None})
     assert sentence in capfd.readouterr().err
 
 
@@ -590,6 +606,58 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated):
         assert entropies and all(f" {entropy:.2f} " in said for entropy in entropies)
 
 
+def test_heads_are_removed_the_least_important_first(trained, evaluated):
+    options = {"split": "val", "checkpoint": "last", "beam_size": 1}
+    said = evaluated(workdir=trained, prune=True, **options).out
+    assert (trained / "pruning-val.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((trained / "pruning-val.json").read_text())
+    whole = json.loads((trained / "result-val.json").read_text())
+    made = load(trained, "last")
+    dev = read(made, "val")
+    for trial, result in enumerate(whole):
+        graph, (params, _) = made.graph, made.of(trial)
+        told = measure(graph, params, {}, dev.source, dev.target, 512)
+        for order in ORDERS:
+            of_order = [r for r in found if (r["trial"], r["order"]) == (trial, order)]
+            assert [row["removed"] for row in of_order] == counts(len(told))
+            everything = of_order[-1]["gone"]
+            for row in of_order:
+                assert row["gone"] == everything[: row["removed"]]
+                assert row["ranked_on"] == "val" and row["heads"] == len(told)
+            if order != "random":
+                values = {f"{r['site']}.{r['layer']}.{r['head']}": r for r in told}
+                falls = -np.diff([values[name][order] for name in everything])
+                assert falls.max() < 1e-6
+            first, middle = of_order[0], of_order[3]
+            scores = ("bleu", "chrf", "exact_match", "signature")
+            assert [first[s] for s in scores] == [result[s] for s in scores]
+            assert first["loss"] == pytest.approx(result["loss"], rel=1e-6)
+            gates = jax.tree.map(np.array, nnx.merge(graph, params).head_gates())
+            for name in middle["gone"]:
+                site, layer, head = name.split(".")
+                gates[site][int(layer), int(head)] = 0
+            batches = evaluation_batches(dev.source, dev.target, batch_tokens=512)
+            loss = sum(float(loss_of(graph, params, gates, b)) for b in batches)
+            loss /= len(dev.target.tokens)
+            assert middle["loss"] == pytest.approx(loss, rel=1e-5)
+    means = [
+        statistics.mean(r["loss"] for r in found if (r["removed"], r["order"]) == at)
+        for at in ((0, "random"), (counts(len(told))[3], "added_loss"))
+    ]
+    assert all(f" {mean:.3f} ± " in said for mean in means)
+
+
+def test_a_run_translates_from_python(trained):
+    made = load(trained)
+    lines = ["seven", " ", "twenty-one"]
+    found = made.translate(lines, trial=1, beam_size=2)
+    ids = [ids.tolist() for ids in made.tokenizers[0].encode([lines[0], lines[2]])]
+    params, gates = made.of(1)
+    tokens, _ = translate(made.graph, params, ids, head_gates=gates, beam_size=2)
+    first, second = made.tokenizers[1].decode_many(tokens)
+    assert found == [first, "", second]
+
+
 def test_bad_input_to_eval_is_named(trained, tmp_path):
     refused(run(command("eval.py", workdir=tmp_path, split="val")), "holds no run")
     heads = [*command("eval.py", workdir=tmp_path, heads=True), "--translate"]
@@ -616,8 +684,7 @@ def test_bad_input_to_eval_is_named(trained, tmp_path):
 
 
 def test_average_is_the_mean_of_the_kept_checkpoints(trained):
-    script = importlib.import_module("eval")
-    got = script.load(trained, "average")
+    got = load(trained, "average")
     checkpoints = Checkpoints(trained)
     assert len(checkpoints.steps()) == 5
     each = [checkpoints.read(s, "params", got.params) for s in checkpoints.steps()]

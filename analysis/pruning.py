@@ -1,0 +1,103 @@
+"""What is left of a model as its heads are removed, the least important first."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from analysis.heads import measure, shown
+from analysis.trained import Pairs, Trained, decoded, scored
+
+ORDERS = ("importance", "added_loss", "random")
+
+
+class Head(NamedTuple):
+    """One head of a model."""
+
+    site: str
+    layer: int
+    head: int
+
+
+def orders(rows: list[dict], seed: int) -> dict[str, list[Head]]:
+    """All heads in the orders in which they may go, the least important first.
+
+    Args:
+        rows: of every head of a trial, see `analysis.heads.measure`. Those whose gate
+            is 0 are gone already, and come first.
+        seed: of the random order, which the others have to beat.
+    """
+    draws = np.random.default_rng(seed).random(len(rows))
+    rows = [row | {"random": draw} for row, draw in zip(rows, draws, strict=True)]
+    return {
+        name: [
+            Head(row["site"], row["layer"], row["head"])
+            for row in sorted(rows, key=lambda row: (row["gate"] != 0, row[name]))
+        ]
+        for name in ORDERS
+    }
+
+
+def counts(num_heads: int) -> list[int]:
+    """How many heads go: none, a tenth, ..., all."""
+    return sorted({round(num_heads * tenth / 10) for tenth in range(11)})
+
+
+def without(head_gates: dict, gone: dict[int, list[Head]]) -> dict:
+    """Gates of every trial, R L N by site, 0 where a head of a trial is gone."""
+    gates = {site: np.array(each) for site, each in head_gates.items()}
+    for trial, heads in gone.items():
+        for site, layer, head in heads:
+            gates[site][trial, layer, head] = 0
+    return gates
+
+
+def curve(
+    run: Trained, dev: Pairs, pairs: Pairs, trials: list[int], **options
+) -> Iterator[dict]:
+    """Rows: the scores of each trial with ever fewer heads, in every order.
+
+    A row has the trial, the order, how many heads were removed and which, the loss
+    (nats a token), and the scores of `analysis.trained.scored`.
+
+    Args:
+        dev: what the heads are ranked on.
+        pairs: what is scored.
+        trials: which of the run's.
+        options: see `models.decoding.translate_trials`.
+    """
+    R = len(run.step)
+    ones = nnx.merge(run.graph, run.of(0)[0]).head_gates()
+    gates = {site: np.repeat(np.asarray(x)[None], R, 0) for site, x in ones.items()}
+    gates |= run.head_gates
+    batch_tokens = run.config.data.batch_tokens
+    ranked = {}
+    for trial in trials:
+        rows = measure(run.graph, *run.of(trial), dev.source, dev.target, batch_tokens)
+        ranked[trial] = orders(rows, seed=trial)
+    num_heads = sum(each[0].size for each in gates.values())
+    todo = [(name, count) for count in counts(num_heads) for name in ORDERS]
+    same = {}  # what all orders have in common: no head gone, and all
+    for name, count in shown(todo):
+        gone = {trial: ranked[trial][name][:count] for trial in trials}
+        if count in same:
+            found = same[count]
+        else:
+            left = without(gates, gone)
+            loss, texts = decoded(run, pairs, trials, left, **options)
+            found = {}
+            for trial in trials:
+                hypotheses = run.tokenizers[1].decode_many(texts[trial])
+                found[trial] = {"loss": float(loss[trial])}
+                found[trial] |= scored(run, pairs, hypotheses)
+            if count in (0, num_heads):
+                same[count] = found
+        for trial in trials:
+            yield {
+                "trial": trial,
+                "order": name,
+                "removed": count,
+                "heads": num_heads,
+                "gone": [".".join(map(str, head)) for head in gone[trial]],
+            } | found[trial]

@@ -1,0 +1,153 @@
+"""A trained run: its model, its vocabulary, and translations by them.
+
+run = load(Path("runs/numbers"))
+run.translate(["two hundred and six"], beam_size=5)
+"""
+
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import ml_collections
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from analysis.evaluation import losses, sentences, translations
+from analysis.scores import published_scores, scores
+from data import corpora, tokenizer
+from data.packing import Sentences
+from models.checks import check_encoder_decoder
+from models.counting import abstract
+from models.decoding import translate
+from models.transformer import Transformer
+from training import sharding
+from training.restore import restore
+from training.trials import head_gates
+from training.workdir import read_json
+
+
+class Trained(NamedTuple):
+    """A run that can translate."""
+
+    config: ml_collections.ConfigDict
+    graph: nnx.GraphDef
+    params: nnx.State  # leaves with the trial axis R
+    trials: list[dict]  # what each differs in
+    head_gates: dict  # of every trial, R L N, where one has other gates than 1
+    step: list[int]  # of every trial's parameters
+    diverged_at: list[int | None]
+    tokenizers: tuple  # of source and target
+
+    def of(self, trial: int) -> tuple:
+        """The parameters and the head gates of a trial."""
+        return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
+
+    def translate(
+        self, lines: Sequence[str], trial: int = 0, first: int = 0, **options
+    ) -> list[str]:
+        """Translate lines of text; an empty line stays one.
+
+        Args:
+            lines: a sentence each, in the source language.
+            trial: which of the run's.
+            first: number of the first line; samples of equal lines differ by it.
+            options: see `models.decoding.translate_trials`; default: greedy.
+        """
+        source, target = self.tokenizers
+        full = [index for index, line in enumerate(lines) if line.strip()]
+        encoded = sentences(source.encode([lines[index] for index in full]))
+        params, gates = self.of(trial)
+        options |= {"sample_numbers": [first + index for index in full]}
+        out, _ = translate(self.graph, params, encoded, head_gates=gates, **options)
+        found = dict(zip(full, target.decode_many(out), strict=True))
+        return [found.get(index, "") for index in range(len(lines))]
+
+
+def load(workdir: Path, which: str = "best") -> Trained:
+    """The model of a run with its "best", "last" or "average" parameters.
+
+    Raises:
+        ValueError, OSError: no run there, no checkpoint yet, or a damaged one.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{workdir} holds no run (there is no config.json in it); "
+            f"train one with {shlex.join(['train.py', f'--workdir={workdir}'])}"
+        )
+    config = ml_collections.ConfigDict(read_json(path))
+    check_encoder_decoder(config.model.to_dict())
+    tokenizers = tokenizer.load(workdir / "tokenizer")
+    sizes = tokenizer.vocab_sizes(tokenizers)
+    build = partial(Transformer, *sizes, **config.model.to_dict())
+    graph, like = nnx.split(abstract(build))
+    trials = read_json(workdir / "trials.json")
+    params, steps, diverged_at = restore(workdir, which, len(trials), like)
+    every = {"trial": None, "data": -1, "model": 1}
+    mesh = sharding.make_mesh(every, len(trials), jax.device_count())
+    jax.set_mesh(mesh)
+    where = sharding.named(mesh, "trial")
+    return Trained(
+        config,
+        graph,
+        jax.tree.map(lambda leaf: sharding.put(leaf, where), params),
+        trials,
+        head_gates(flatten_dict(config.to_dict(), sep="."), trials),
+        [int(step) for step in steps],
+        [int(step) or None for step in diverged_at],
+        tokenizers,
+    )
+
+
+class Pairs(NamedTuple):
+    """A split of a run's corpus."""
+
+    split: str
+    sources: list[str]
+    references: list[str]
+    tokenized: list[str] | None  # references as Multi30k's publisher scores them
+    source: Sentences  # encoded
+    target: Sentences
+
+
+def read(run: Trained, split: str, directory: str | None = None) -> Pairs:
+    """The pairs of a split, of local files in the directory, by default the run's.
+
+    Raises:
+        ValueError, OSError: there is no such split, or it can't be read.
+    """
+    data = run.config.data
+    folder = directory or data.directory
+    texts = corpora.load(data.name, data.source, data.target, split, folder)
+    tokenized = None
+    if data.name == "multi30k":
+        tokenized = corpora.tokenized_references(data.name, data.target, split, folder)
+    encoded = (
+        side.encode(text) for side, text in zip(run.tokenizers, texts, strict=True)
+    )
+    return Pairs(split, *texts, tokenized, *encoded)
+
+
+def decoded(run: Trained, pairs: Pairs, trials, head_gates: dict, **options) -> tuple:
+    """The loss of every trial (nats a token, R), and the translations of some trials.
+
+    Args:
+        trials: which translate.
+        head_gates: of every trial, R L N by site, in place of the run's.
+        options: see `models.decoding.translate_trials`.
+    """
+    model = run.graph, run.params, head_gates
+    loss = losses(*model, pairs.source, pairs.target, run.config.data.batch_tokens)
+    return loss, translations(*model, sentences(pairs.source), trials, **options)
+
+
+def scored(run: Trained, pairs: Pairs, hypotheses: list[str]) -> dict:
+    """The scores of translations with their signatures, of Multi30k by its own too."""
+    found = scores(hypotheses, pairs.references)
+    if pairs.tokenized is None:
+        return found
+    language = run.config.data.target
+    return found | published_scores(hypotheses, pairs.tokenized, language)
