@@ -326,8 +326,7 @@ def translate_lines(trained: Trained, options: dict) -> None:
 
     params, gates = trained.of(trial_of(trained))
     source, target = trained.tokenizers
-    longest = trained.config.data.max_length
-    number = 0
+    longest, number = trained.config.data.max_length, 0
     for lines in lines_at_hand(sys.stdin.fileno(), BATCH_SIZE.value):
         encoded = sentences(source.encode(lines))
         for index, ids in enumerate(encoded):
@@ -336,9 +335,10 @@ def translate_lines(trained: Trained, options: dict) -> None:
                     f"Line {number + index + 1} has {len(ids)} tokens, more than the "
                     f"{longest} of the longest in training: expect little of it."
                 )
-        # an empty line stays one, so that line numbers agree
-        full = [index for index, line in enumerate(lines) if line.strip()]
+        # a line of nothing but eos stays empty, so that line numbers agree
+        full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         chosen = [encoded[index] for index in full]
+        options["batch_size"] = BATCH_SIZE.value
         options["sample_numbers"] = [number + index for index in full]
         out, _ = translate(trained.graph, params, chosen, head_gates=gates, **options)
         number += len(lines)
