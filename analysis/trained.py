@@ -48,7 +48,7 @@ class Trained(NamedTuple):
     def translate(
         self, lines: Sequence[str], trial: int = 0, first: int = 0, **options
     ) -> list[str]:
-        """Translate lines of text; an empty line stays one.
+        """Translate lines of text; a line without a token stays empty.
 
         Args:
             lines: a sentence each, in the source language.
@@ -57,11 +57,13 @@ class Trained(NamedTuple):
             options: see `models.decoding.translate_trials`; default: greedy.
         """
         source, target = self.tokenizers
-        full = [index for index, line in enumerate(lines) if line.strip()]
-        encoded = sentences(source.encode([lines[index] for index in full]))
+        encoded = sentences(source.encode(lines))
+        # what the vocabulary's normalisation takes away leaves nothing but EOS
+        full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         params, gates = self.of(trial)
         options |= {"sample_numbers": [first + index for index in full]}
-        out, _ = translate(self.graph, params, encoded, head_gates=gates, **options)
+        chosen = [encoded[index] for index in full]
+        out, _ = translate(self.graph, params, chosen, head_gates=gates, **options)
         found = dict(zip(full, target.decode_many(out), strict=True))
         return [found.get(index, "") for index in range(len(lines))]
 

@@ -33,8 +33,9 @@ def cached_attention(
     G = N // K
     query = (query * H**-0.5).reshape(B, W, K, G, H).transpose(0, 2, 1, 3, 4)
     query = query.reshape(B, K, W * G, H)
-    logits = jnp.einsum("BKXH,BKHS->BKXS", query, key)
-    logits = logits.astype(jnp.float32)
+    logits = jnp.einsum(
+        "BKXH,BKHS->BKXS", query, key, preferred_element_type=jnp.float32
+    )
     if logits_mix is not None:
         logits = mixed(logits, logits_mix)
     if bias is not None:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from models.precision import lookup
+
 SINUSOIDAL = ("sinusoidal", "sinusoidal_paper")
 POSITIONS = (*SINUSOIDAL, "learned", "rotary", "relative", "none")
 
@@ -64,7 +66,7 @@ def relative_bias(
         distance: position of the key minus position of the query, tokens.
         is_causal: no key stands after its query, so all buckets serve what is before.
     """
-    return jnp.moveaxis(table[bucket(distance, is_causal=is_causal)], -1, 0)
+    return jnp.moveaxis(lookup(table, bucket(distance, is_causal=is_causal)), -1, 0)
 
 
 def bucket(distance: Int[Array, "*X"], *, is_causal: bool) -> Int[Array, "*X"]:

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from attention.platform import platform
 from models.checks import choose
@@ -45,6 +46,32 @@ def rounded(graph: nnx.GraphDef, params):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(one, params)
+
+
+@jax.custom_vjp
+def lookup(
+    table: Float[Array, "rows D"], indices: Int[Array, "*X"]
+) -> Float[Array, "*X D"]:
+    """Rows of a table, whose gradients are added up in float32 for each row.
+
+    A piece that stands in a batch a thousand times has as many to add, and in bfloat16
+    256 + 1 is 256.
+    """
+    return table[indices]
+
+
+def _lookup_forward(table, indices):
+    return table[indices], (table, indices)
+
+
+def _lookup_backward(kept, gradient):
+    table, indices = kept
+    wide = jnp.promote_types(table.dtype, jnp.float32)
+    total = jnp.zeros(table.shape, wide).at[indices].add(gradient.astype(wide))
+    return total.astype(table.dtype), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 SAVED = {

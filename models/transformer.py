@@ -11,7 +11,7 @@ from models.checks import check_gates, check_layers, check_rotary, choose
 from models.dropout import Dropout, dropout, fold
 from models.layers import Layer, OutputTransform, Pooler, layer_norm
 from models.positions import BUCKETS, POSITIONS, SINUSOIDAL, relative_bias, sinusoidal
-from models.precision import apply, compute_dtype
+from models.precision import apply, compute_dtype, lookup
 from models.sites import at_site, gates_of, watch_of
 
 
@@ -178,15 +178,16 @@ class Transformer(nnx.Module):
             # or XLA makes one list of the gradients of both sides' tokens, and moves
             # tokens between devices for it
             table = jax.lax.optimization_barrier(table)
-        x = table[tokens] * self.scale
+        x = lookup(table, tokens) * self.scale
         if self.positions in SINUSOIDAL:
             table = sinusoidal(num_positions, self.width, self.positions)
             x = x + jnp.asarray(table, x.dtype)[positions]
         if self.positions == "learned":
             table = self.encoder_positions if is_source else self.decoder_positions
-            x = x + table[...][jnp.minimum(positions, self.max_positions - 1)]
+            x = x + lookup(table[...], jnp.minimum(positions, self.max_positions - 1))
         if self.types is not None:
-            x = x + self.types[...][jnp.zeros_like(tokens) if types is None else types]
+            types = jnp.zeros_like(tokens) if types is None else types
+            x = x + lookup(self.types[...], types)
         norms = self.encoder_embedding_norm, self.decoder_embedding_norm
         norm = norms[0 if is_source else 1]
         return x if norm is None else norm(x)

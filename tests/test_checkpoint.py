@@ -73,6 +73,16 @@ def test_what_a_signal_left_displaces_none_that_was_due(tmp_path):
         assert kept == {25: [10, 20, 25], 32: [20, 30, 32], 52: [40, 50, 52]}[step]
 
 
+def test_what_a_signal_left_before_the_first_update_is_not_averaged(tmp_path):
+    for step in (0, 10, 20):
+        checkpoints = Checkpoints(tmp_path, keep=3, every=10)
+        checkpoints.save(step, params=of(step))
+        checkpoints.wait()
+        kept = checkpoints.steps()
+        checkpoints.close()
+        assert kept == {0: [0], 10: [10], 20: [10, 20]}[step]
+
+
 def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
     """The checkpoints after its end hold copies of what it ended as."""
     checkpoints = Checkpoints(tmp_path, keep=4)

@@ -166,6 +166,16 @@ def test_cached_attention_is_attention(W, K):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_logits_of_bfloat16_are_float32():
+    """100 and 100.25 are one number in bfloat16."""
+    query = jnp.bfloat16([32.0, 2.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+    key = jnp.bfloat16([[6.25, 6.25], [0.0, 0.25], [0.0, 0.0], [0.0, 0.0]])
+    value, mask = jnp.bfloat16([[0.0], [1.0]]), jnp.ones((1, 1, 2), bool)
+    found = cached_attention(query, key[None, None], value[None, None], mask)
+    wanted = scipy.special.expit(0.25)
+    assert found.dtype == jnp.bfloat16 and found.item() == pytest.approx(wanted, 4e-3)
+
+
 @pytest.mark.parametrize("shape", SETTINGS)
 def test_greedy_equals_uncached(shape):
     graph, params = make(**SETTINGS[shape])

@@ -25,6 +25,15 @@ def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
     assert list(tmp_path.glob("events.*")), "TensorBoard has nothing to show"
 
 
+def test_a_last_row_without_its_end_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "trial": 0}')  # a full disk took all but the newline
+    writer = MetricsWriter(tmp_path, 1)
+    writer.write(2, 0, loss=1.0)
+    writer.close()
+    assert [row["step"] for row in rows_of(path)] == [1, 2]
+
+
 def test_window_weighs_the_steps_by_their_tokens():
     window = Window((2, 8, 10))
     for loss, tokens in ((1.0, 10), (4.0, 20)):

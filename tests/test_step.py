@@ -156,7 +156,9 @@ def test_keep_best_is_per_trial():
         "score": np.array([1.0, 1.0]),
         "step": np.array([5, 5], np.int32),
     }
+    before = best["params"]["w"]
     best = keep_best(best, {"w": jnp.ones((2, 3))}, 10, np.array([2.0, 1.0]))
+    assert before.is_deleted()  # else a run holds its first parameters to its end
     np.testing.assert_array_equal(best["params"]["w"], [[1.0] * 3, [0.0] * 3])
     assert best["score"].tolist() == [2.0, 1.0] and best["step"].tolist() == [10, 5]
 

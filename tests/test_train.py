@@ -24,7 +24,7 @@ from ml_collections import config_flags
 from analysis.evaluation import METRICS
 from analysis.heads import loss_of, measure
 from analysis.pruning import ORDERS, counts
-from analysis.trained import load, read
+from analysis.trained import Trained, load, read
 from configs.base import get_config
 from configs.commandline import check_none, flat, one_sentence, take_none
 from data import numbers, tokenizer
@@ -564,6 +564,32 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
         given = {"workdir": "x", "split": "val"} | options
         evaluated(**{k: v for k, v in given.items() if v is not None})
     assert sentence in capfd.readouterr().err
+
+
+def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, capsys):
+    """Of white space, or of what the vocabulary's normalisation takes away."""
+    script = importlib.import_module("eval")
+    side = tokenizer.Tokenizer(tokenizer.train(["a b c", "d e f"], 17))
+    asked = []
+
+    def translate(graph, params, sentences, **options):
+        asked.append(options)
+        return [ids[:-1] for ids in sentences], None
+
+    lines = ["a b", " ", "\ufeff", "\x01", "", "d e"]
+    monkeypatch.setattr("analysis.trained.translate", translate)
+    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: [lines])
+    nothing = {name: {} for name in ("graph", "params", "head_gates", "diverged_at")}
+    trained = Trained(
+        config=get_config(), trials=[{}], step=[0], tokenizers=(side, side), **nothing
+    )
+    with flagsaver.flagsaver(), open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        flags.FLAGS(command("eval.py", batch_size=7)[1:])
+        script.translate_lines(trained, {})
+    assert capsys.readouterr().out.split("\n") == ["a b", "", "", "", "", "d e", ""]
+    (options,) = asked
+    assert options["sample_numbers"] == [0, 5] and options["batch_size"] == 7
 
 
 def test_a_file_that_may_not_be_written_is_refused(evaluated, capfd, monkeypatch):

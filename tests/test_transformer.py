@@ -10,9 +10,10 @@ from flax import nnx
 
 from configs.base import get_config
 from configs.commandline import flat
+from models import precision
 from models.checks import check_counts
 from models.counting import abstract, parameters
-from models.positions import sinusoidal
+from models.positions import BUCKETS, relative_bias, sinusoidal
 from models.sites import implementations
 from models.transformer import Transformer
 from training.step import batch_loss
@@ -115,6 +116,29 @@ def influences():
 )
 def test_sees_its_source_and_the_tokens_before_it_alone(influences, position, seen):
     assert influences(position) == seen
+
+
+def test_gradients_of_a_table_are_added_up_in_float32():
+    """In bfloat16 256 + 1 is 256, and a batch has more sentences: each begins alike."""
+    graph, params = split(positions="learned", scale_embeddings=False, dtype="bfloat16")
+    alike = jnp.zeros((1, 1000), jnp.int32)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        return precision.merge(graph, params).embed(alike, alike, 1).sum(dtype=float)
+
+    found = gradient(params)
+    for name in ("embedding", "decoder_positions"):
+        np.testing.assert_array_equal(found[name][0], 1000.0)
+
+    @jax.jit
+    @jax.grad
+    def of_bias(table):
+        return relative_bias(table, alike, is_causal=True).sum(dtype=float)
+
+    found = of_bias(jnp.zeros((BUCKETS, 2), jnp.bfloat16))
+    np.testing.assert_array_equal(found[0].astype(float), 1000.0)
 
 
 def test_shared_vocabulary_or_one_each():

@@ -6,12 +6,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from processes import ROOT, with_devices
 
 from configs.base import get_config
 from models.counting import abstract, update_flops
 from models.transformer import Transformer
+from training import dry_run, targets
 from training.utilisation import (
     CompileClock,
     Profile,
@@ -31,6 +33,22 @@ def test_an_update_has_the_flops_of_its_products():
     forward = L * (encoder + decoder) + B * T * D * vocab
     built = abstract(partial(Transformer, vocab, **model.to_dict()))
     assert update_flops(built, B, S, T) == 6 * forward
+
+
+@pytest.mark.parametrize(
+    "parts, sentence",
+    [
+        (0, "accumulate_steps must divide the 32 rows of a batch, got 0"),
+        (3, "accumulate_steps must divide the 32 rows of a batch, got 3"),
+        (4, "mesh.data=16 does not divide the 8 rows that are computed at once"),
+    ],
+)
+def test_a_dry_run_refuses_the_parts_that_training_does(monkeypatch, parts, sentence):
+    monkeypatch.setattr(targets, "devices", lambda target: np.arange(16))
+    config = get_config()
+    config.train.accumulate_steps = parts
+    with pytest.raises(ValueError, match=sentence):
+        dry_run.plan(config, {"seed": np.zeros(1)}, "v5e:4x4")
 
 
 class Chip:

@@ -76,8 +76,9 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
 class LatestDue(NamedTuple):
     """Which checkpoints stay: the newest, and the last that were due; `keep` in all.
 
-    One that a signal left between two that were due goes when the next is there: what
-    the last ones average to must not depend on where a run was stopped.
+    One that a signal left between two that were due, or before the first update, goes
+    when the next is there: what the last ones average to must not depend on where a run
+    was stopped.
     """
 
     keep: int | None  # None: all
@@ -87,7 +88,7 @@ class LatestDue(NamedTuple):
         """For Orbax, of every checkpoint, ascending."""
         del context
         *steps, newest = (checkpoint.step for checkpoint in checkpoints)
-        due = [step for step in steps if step % self.every == 0]
+        due = [step for step in steps if step and step % self.every == 0]
         if self.keep is not None:
             due = due[max(len(due) + 1 - self.keep, 0) :]
         return [checkpoint.step in (*due, newest) for checkpoint in checkpoints]

@@ -64,7 +64,8 @@ def plan(config, arrays: dict, target: str) -> Plan:
         target: see `targets.devices`.
 
     Raises:
-        ValueError: no such target, a mesh that does not fit it, or no row in a batch.
+        ValueError: no such target, a mesh that does not fit it, no row in a batch, or
+            rows that can't be computed in parts.
     """
     num_trials = len(arrays["seed"])
     T = max(ROW, -(-config.data.max_length // 8) * 8)
@@ -74,8 +75,13 @@ def plan(config, arrays: dict, target: str) -> Plan:
             f"data.batch_tokens must hold a row of {T} tokens, got "
             f"{config.data.batch_tokens}."
         )
+    parts = config.train.accumulate_steps
+    if parts < 1 or B % parts:
+        raise ValueError(
+            f"train.accumulate_steps must divide the {B} rows of a batch, got {parts}."
+        )
     mesh = sharding.make_mesh(
-        config.mesh, num_trials, B, targets.devices(target).ravel()
+        config.mesh, num_trials, B // parts, targets.devices(target).ravel()
     )
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())

@@ -33,9 +33,10 @@ class MetricsWriter:
         text = self.path.read_text(errors="replace") if self.path.exists() else ""
         rows = text.splitlines()
         kept = [line for line in rows if (row := row_of(line)) and row["step"] <= step]
-        if kept != rows:
+        kept = "".join(row + "\n" for row in kept)  # the last may have lost its end
+        if kept != text:
             part = self.path.with_suffix(".part")
-            part.write_text("".join(row + "\n" for row in kept))
+            part.write_text(kept)
             part.replace(self.path)
         self.file = self.path.open("a", buffering=1)
         self.workdir, self.step = workdir, step

@@ -288,18 +288,24 @@ def keep_best(best: dict, params: nnx.State, step: int, scores: np.ndarray) -> d
     """Replace the best parameters of the trials that score higher than ever before.
 
     Args:
-        best: `params` (leaves with the trial axis R), `score` and `step` (R).
+        best: `params` (leaves with the trial axis R; donated), `score` and `step` (R).
         params: of now.
         step: of now.
         scores: R, higher is better.
     """
     better = scores > best["score"]
-
-    def choose(new, old):
-        return jnp.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
     return {
-        "params": jax.tree.map(choose, params, best["params"]),
+        "params": replaced(best["params"], params, better),
         "score": np.where(better, scores, best["score"]),
         "step": np.where(better, step, best["step"]).astype(np.int32),
     }
+
+
+@partial(jax.jit, donate_argnames="old")
+def replaced(old: nnx.State, new: nnx.State, which: jax.Array) -> nnx.State:
+    """The new parameters of some trials, the old ones of the others."""
+
+    def choose(old, new):
+        return jnp.where(which.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, old, new)
