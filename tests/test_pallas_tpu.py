@@ -122,6 +122,13 @@ def test_infinite_bias_is_a_mask():
     assert_close(got, run("reference", (query, key, value), mask=mask))
 
 
+def test_queries_that_fill_up_a_block_give_no_gradient():
+    """Their logits are the bias, of which nothing says that it is below a maximum."""
+    arrays, bias = inputs(20, 150), jnp.full((1, 1, 1, 150), 100.0)
+    got, want = (run(x, arrays, bias=bias) for x in (TPU, "reference"))
+    assert_close(got, want)
+
+
 def test_gradients_where_the_log_sum_exp_is_large():
     """In its rounding log(150) is lost: by a bias, and by the products themselves."""
     query, key, value = inputs(20, 150)
