@@ -289,6 +289,10 @@ def _by_key(kernel, problem, arrays, outputs):
 
 
 def _call(kernel, problem, grid, arrays, specs, outputs):
+    if "mask" in arrays and 2**31 < arrays["mask"].size <= 2**32:
+        # Pallas counts with 64 bits beyond 2**32 bytes only, and 32 have a sign: as
+        # bytes the mask would be read before its beginning.
+        arrays = dict(arrays, mask=arrays["mask"].astype(jnp.int16))
     dtype = arrays["query"].dtype
     dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
 

@@ -315,7 +315,7 @@ def _logits(products, inputs, block, problem, masked):
         inside = block.column < problem.num_keys
     given = None
     if "mask" in inputs:
-        given = _map_block(inputs["mask"], block, problem)
+        given = _map_block(inputs["mask"], block, problem).astype(bool)
     allowed = masks.conjunction(allowed, inside, given)
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 

@@ -51,6 +51,13 @@ VMEM = 32 * 2**20
 # No query has the id of an excluded key, and no key that of an excluded query.
 EXCLUDED_QUERY = np.iinfo(np.int32).min
 EXCLUDED_KEY = EXCLUDED_QUERY + 1
+# What fills up the last blocks, where it is not 0. The logits of a query that is none
+# are the keys' bias alone: were its highest 0, exp(89) x a confidence of 0 were NaN.
+FILL = {
+    "query_ids": EXCLUDED_QUERY,
+    "key_ids": EXCLUDED_KEY,
+    "highest": -masks.EMPTY,
+}
 
 
 def tile(length: int, most: int) -> int:
@@ -186,7 +193,7 @@ def lay_out(arrays, T, S, padded):
             x = x[:, :, None]
         else:
             x = x.transpose(0, 1, 3, 4, 2)
-        fill = {"query_ids": EXCLUDED_QUERY, "key_ids": EXCLUDED_KEY}.get(name, 0)
+        fill = FILL.get(name, 0)
         sizes = zip(AXES[name], x.shape, strict=True)
         widths = [(0, padded.get(axis, n) - n) for axis, n in sizes]
         result[name] = jnp.pad(x, widths, constant_values=fill)

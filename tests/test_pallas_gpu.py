@@ -330,6 +330,21 @@ def test_program_is_the_kernels_and_holds_no_map():
     assert max(np.prod(shape) for shape in shapes(jaxpr)) < 1024 * 1024 / 8
 
 
+def test_no_offset_is_beyond_its_bits():
+    """Pallas counts elements with 32 bits up to 2**32 bytes; a mask's are bytes."""
+    size = 46368  # its square is just above 2**31
+    array = jax.ShapeDtypeStruct((1, size, 1, 16), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1, 1, size, size), jnp.bool_)
+
+    def out(mask, *arrays):
+        return attend(*arrays, None, mask, **NOTHING, scale=0.25)[0]
+
+    jaxpr = jax.make_jaxpr(out)(mask, array, array, array).jaxpr
+    (kernel,) = (e for e in equations(jaxpr) if e.primitive.name == "pallas_call")
+    itemsize = {x.aval.size: x.aval.dtype.itemsize for x in kernel.invars}
+    assert itemsize[size**2] * size**2 > 2**32
+
+
 def test_the_trial_axis_and_checkpoint():
     query, key, value = (jnp.stack([x, 2 * x]) for x in inputs(70, 50))
     mask = allowed(9, 1, 1, 70, 50)
