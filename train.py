@@ -142,6 +142,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from training import hosts, sharding
     from training.checkpoint import Checkpoints
     from training.metrics import say
+    from training.restore import begun_from
     from training.step import init, items_of, state_of, static_of
     from training.utilisation import CompileClock
 
@@ -163,6 +164,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
                 if changes(workdir, config.to_dict(), trials, may_change=()):
                     tokenizer.forget(workdir / "tokenizer")
                 record(workdir, config.to_dict(), trials)  # whose vocabulary it is
+                if other := config.train.init_from:
+                    tokenizer.copy(Path(other) / "tokenizer", workdir / "tokenizer")
             tokenizers_of()  # for the other processes, which find it
     with hosts.together():
         tokenizers = tokenizers_of()
@@ -209,6 +212,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     if last is None:
         step = 0
         state = sharding.initial(make_state, arrays, mesh, config.mesh.shard)
+        if config.train.init_from:
+            state = begun_from(config.train.init_from, config, num_trials, state)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last

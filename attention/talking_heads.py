@@ -91,7 +91,9 @@ def mixed_weights(
 
 def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
     """Map m is the sum over n of map n times mixture[n, m], `N N`."""
-    return jnp.einsum("BN...,NM->BM...", maps, jnp.asarray(mixture, maps.dtype))
+    # Else a TPU would round float32 logits to bfloat16 here.
+    mixture, precision = jnp.asarray(mixture, maps.dtype), jax.lax.Precision.HIGHEST
+    return jnp.einsum("BN...,NM->BM...", maps, mixture, precision=precision)
 
 
 def masked_softmax(logits: Array, allowed: Array | None) -> Array:

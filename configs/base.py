@@ -78,6 +78,7 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.label_smoothing = 0.1  # share of probability spread over all pieces
 
     config.train = train = ml_collections.ConfigDict()
+    train.init_from = placeholder(str)  # workdir whose best parameters to begin with
     train.num_steps = 1000  # updates
     train.steps_per_dispatch = 8  # updates that the device does without Python, at most
     train.accumulate_steps = 1  # parts that an update computes its batch in, for memory

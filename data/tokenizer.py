@@ -233,10 +233,26 @@ def _damaged(path: pathlib.Path) -> ValueError:
     )
 
 
+FILES = ("joint.model", "source.model", "target.model", "vocab.json")
+
+
 def forget(folder) -> None:
-    """Remove what `load_or_train` wrote into a folder, and nothing else."""
-    for name in ("joint.model", "source.model", "target.model"):
+    """Remove what `load_or_train` or `copy` wrote into a folder, and nothing else."""
+    for name in FILES:
         (pathlib.Path(folder) / name).unlink(missing_ok=True)
+
+
+def copy(folder, to) -> None:
+    """Give a run the tokenizers of another.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load`.
+    """
+    load(folder)
+    forget(to)
+    for path in (pathlib.Path(folder) / name for name in FILES):
+        if path.is_file():
+            _write(pathlib.Path(to) / path.name, path.read_bytes())
 
 
 def load_or_train(

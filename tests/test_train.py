@@ -632,6 +632,32 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated):
         assert entropies and all(f" {entropy:.2f} " in said for entropy in entropies)
 
 
+def test_a_run_begins_with_another(trained, little, tmp_path):
+    """A rate of 0 changes nothing: each trial has the other run's best parameters."""
+    workdir, other = tmp_path / "run", {"train.init_from": trained, "seed": 7}
+    still = {"optimizer.learning_rate": 0, "train.num_steps": 2, "model.dropout": 0.3}
+    ran = run(train_command(workdir, **little | other | still))
+    assert ran.returncode == 0, ran.stderr
+    assert "differs in model.dropout (there 0.1, now 0.3)" in ran.stderr
+    assert "Beginning with" in ran.stderr and "step 60, 60" in ran.stderr
+    ours, theirs = load(workdir, "last"), load(trained, "best")
+    assert ours.tokenizers[0].vocabulary == theirs.tokenizers[0].vocabulary
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"seeds": 3}, "has 2 trials, and 3 are to begin with them"),
+        ({"model.mlp_dim": 24}, "model.mlp_dim (there 16, now 24)"),
+        ({"train.init_from": "nowhere"}, "there is no tokenizer in nowhere"),
+    ],
+)
+def test_what_a_run_cannot_begin_with(trained, little, tmp_path, changes, sentence):
+    given = little | {"train.init_from": trained} | changes
+    refused(run(train_command(tmp_path / "run", **given)), sentence)
+
+
 def test_heads_are_removed_the_least_important_first(trained, evaluated):
     options = {"split": "val", "checkpoint": "last", "beam_size": 1}
     said = evaluated(workdir=trained, prune=True, **options).out

@@ -1,12 +1,16 @@
 """The parameters of a run: its best, its last, or the mean of its checkpoints."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from training import sharding
 from training.checkpoint import Checkpoints, Damaged
 from training.metrics import say
+from training.step import TrainState
+from training.workdir import differing, read_json, summary
 
 
 def restore(workdir, which: str, num_trials: int, abstract):
@@ -36,6 +40,47 @@ def restore(workdir, which: str, num_trials: int, abstract):
     params, steps = READ[which](checkpoints, abstract, marks)
     checkpoints.close()
     return params, steps, marks["diverged_at"]
+
+
+def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> TrainState:
+    """A first state with the best parameters of another run.
+
+    A run of one trial is where all begin; one of as many trials gives each its own.
+    What else the runs' models differ in is said.
+
+    Raises:
+        ValueError, OSError: there is no such run, or its parameters do not fit.
+    """
+    there = Path(workdir)
+    if not (there / "config.json").exists():
+        raise FileNotFoundError(
+            f"train.init_from={workdir} holds no run (there is no config.json in it)."
+        )
+    count = len(read_json(there / "trials.json"))
+    if count not in (1, num_trials):
+        raise ValueError(
+            f"train.init_from={workdir} has {count} trials, and {num_trials} are to "
+            f"begin with them; it must have 1 or as many."
+        )
+    settings = read_json(there / "config.json")["model"]
+    other = summary(differing(settings, config.model.to_dict(), "model"))
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.params
+    )
+    try:
+        params, steps, _ = restore(there, "best", count, like)
+    except ValueError as error:
+        differs = f" Its config differs in {other}." if other else ""
+        raise ValueError(f"train.init_from={workdir}: {error}{differs}") from None
+    if other:
+        say(f"{workdir}, from which this begins, differs in {other}.")
+    say(f"Beginning with {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
+
+    def put(ours, theirs):
+        theirs = np.broadcast_to(theirs, ours.shape)  # one trial's, or of every one
+        return sharding.put(theirs, ours.sharding)
+
+    return state._replace(params=jax.tree.map(put, state.params, params))
 
 
 def read_best(checkpoints, abstract, marks: dict):
