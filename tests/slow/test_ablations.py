@@ -113,6 +113,20 @@ def test_matching_flops_is_not_matching_parameters():
         assert count(other) < count(one)
 
 
+@pytest.mark.parametrize("budget", ["parameters", "flops"])
+@pytest.mark.parametrize("key", ["model.num_encoder_layers", "model.width"])
+def test_arms_of_other_depths_and_widths_are_matched(key, budget):
+    """A step of F costs an arm what its own layers and its own width ask."""
+    config = tiny(mlp_dim=256)
+    now = flat(config.to_dict())[key]
+    more = now + (1 if key == "model.num_encoder_layers" else 8)
+    plan = plan_of(config, matched(over(key, now, more), budget))
+    one, other = (arm.config for arm in plan.arms)
+    count = {"parameters": parameters, "flops": flops}[budget]
+    assert other["model"]["mlp_dim"] < 256
+    assert abs(count(other) - count(one)) <= WITHIN * count(one)
+
+
 def test_flops_are_those_of_the_formula():
     config = tiny()
     D, F, L = 32, 32, LENGTH
