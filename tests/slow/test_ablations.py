@@ -127,6 +127,31 @@ def test_arms_of_other_depths_and_widths_are_matched(key, budget):
     assert abs(count(other) - count(one)) <= WITHIN * count(one)
 
 
+@pytest.mark.parametrize(
+    "arms, baseline",
+    [
+        (over("model.cross_attention.num_heads", 1, 2, 4, 8), "cross N=4"),
+        (
+            grid(
+                over("model.encoder_attention.merge", "mixture"),
+                over("model.encoder_attention.mixture_heads", 1, 2),
+            ),
+            "encoder k=2",
+        ),
+        (over("train.patience", 3, None), "patience=None"),
+        (over("model.attention.num_kv_heads", 1, 4), "K=4"),
+        (over("model.cross_attention.num_heads", 2, 8), "cross N=2"),
+    ],
+)
+def test_the_baseline_is_the_arm_that_is_the_base_config(arms, baseline):
+    """A setting that the base config leaves out has its default there, not any value;
+    where no arm has that, the first one is the baseline.
+    """
+    merge = "mixture" if "k=" in baseline else "concat"
+    plan = plan_of(tiny(**{"attention.merge": merge}), arms)
+    assert [arm.name for arm in plan.arms if arm.is_baseline] == [baseline]
+
+
 def test_flops_are_those_of_the_formula():
     config = tiny()
     D, F, L = 32, 32, LENGTH
