@@ -1,0 +1,43 @@
+"""What a report says where arms, seeds or results are missing, or all are alike."""
+
+import json
+
+import pytest
+
+from sweeps import reporting, show
+from sweeps.opening import open_sweep
+from tests.test_sweeps import SENTENCES, finish, options, own
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for split in ("train", "val", "test"):
+        for language in ("en", "de"):
+            text = "".join(f"{s}\n" for s in SENTENCES)
+            (folder / f"{split}.{language}").write_text(text)
+    return folder
+
+
+def reported(sweep):
+    """The report's Markdown."""
+    reporting.write(sweep, sweep.collect(), 5)
+    return (sweep.workdir / "report.md").read_text()
+
+
+def test_nuisance_settings_may_be_words(tmp_path, corpus, capsys):
+    """Those of an ablation; --tune takes numbers alone."""
+    body = """for norm in ("pre", "post"):
+        yield {"model.mlp_dim": 32, "model.norm": norm}"""
+    name = own(tmp_path, body)
+    path = tmp_path / "own.py"
+    path.write_text(path.read_text().replace("optimizer.learning_rate", "model.norm"))
+    sweep = open_sweep(options(tmp_path / "s", corpus, ablation=name))
+    for index in range(2):
+        finish(sweep, index, dev=30 + index, splits=("val",))
+    sweep = sweep.extended()
+    finish(sweep, next(i for i, g in enumerate(sweep.groups) if len(g.trials) == 2))
+    show.print_status(sweep, sweep.collect())
+    assert "norm=post" in capsys.readouterr().out
+    assert "norm=post |" in reported(sweep)
