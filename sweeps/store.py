@@ -323,10 +323,9 @@ def status(folder: Path, row: dict, scores: dict) -> str:
     """How far a trial has come."""
     if row["diverged_at"] is not None:
         return "diverged"
-    if scores["test"] or (scores["dev"] and row["stage"] == "search"):
-        return "done"
-    if scores["dev"]:
-        return "dev scored"
+    if scores["dev"]:  # also where test is: one that was taken away is to be made anew
+        is_done = scores["test"] or row["stage"] == "search"
+        return "done" if is_done else "dev scored"
     if (folder / TRAINED).exists():
         return "trained"
     return "training" if row["steps"] else "waiting"

@@ -41,3 +41,14 @@ def test_nuisance_settings_may_be_words(tmp_path, corpus, capsys):
     show.print_status(sweep, sweep.collect())
     assert "norm=post" in capsys.readouterr().out
     assert "norm=post |" in reported(sweep)
+
+
+def test_what_was_moved_away_is_not_done(tmp_path, corpus):
+    """As a damaged result of dev is, so that `run` scores its group again."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    (sweep.folder(sweep.groups[1]) / "result-val.json").unlink()
+    status = {row["arm"]: row["status"] for row in sweep.collect()}
+    assert status == {"K=4": "done", "K=2": "trained", "K=1": "done"}
+    assert "2 trials are not done yet" in reported(sweep)
