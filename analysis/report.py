@@ -149,6 +149,11 @@ def compare(report: Report) -> list[Comparison]:
     ]
 
 
+def in_common(report: Report, arm: ArmResult) -> list[int]:
+    """The seeds that an arm and the baseline both have: those of their difference."""
+    return [seed for seed in arm.seeds if seed in report.baseline.seeds]
+
+
 def to_baseline(report: Report, arm: ArmResult, metric: str) -> Difference | None:
     """An arm's difference to the baseline; None: it is that, or has no seed of it."""
     baseline = report.baseline
@@ -203,9 +208,17 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"Not tested, for want of a spread of the seeds' differences: "
             f"{', '.join(untested)}."
         )
+    paired = {c.arm.name: len(in_common(report, c.arm)) for c in comparisons}
+    uneven = [c.arm for c in comparisons if c.arm.seeds != report.baseline.seeds]
+    if uneven:
+        told_of = "; ".join(f"{arm.name}: {paired[arm.name]}" for arm in uneven)
+        sentences.append(
+            f"Not all arms have the baseline's seeds, and differences are of those in "
+            f"common. {told_of}."
+        )
     needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
     if needed:
-        fewest = min(len(c.arm.seeds) for c in tested)
+        fewest = min(paired[c.arm.name] for c in tested)
         sentences.append(
             f"At the spread seen here, a true difference of {report.seen} would need "
             f"{seeds_told(max(needed))} seeds an arm to be seen in four sweeps of "
@@ -322,12 +335,12 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
     return rows
 
 
+SAME_SEEDS = "Every arm is trained with the same seeds. "
 HOW_TO_READ = (
-    "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
-    "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
-    "p-value (two-sided t-test) is Holm's, corrected for the number of arms that are "
-    "tested (not the baseline, nor one whose seeds all differ by the same); the "
-    "intervals are not. Seeds to see: how many a paired test needs to find a true "
+    "Mean ± sd: over seeds. The intervals are Student's, at 95 %. The difference is to "
+    "the baseline, paired by seed; its p-value (two-sided t-test) is Holm's, corrected "
+    "for the number of arms that are tested (not the baseline, nor one whose seeds all "
+    "differ by the same); the intervals are not. Seeds to see: how many a paired test needs to find a true "
     "difference of {seen} with a power of 80 % at the level of {level}, which is what "
     "Holm asks of the smallest p-value, at the spread of the differences seen here: a "
     "rough estimate where that spread is of a few seeds. Checkpoints were chosen on "
@@ -354,7 +367,8 @@ def how_to_read_scores(report: Report, comparisons: list[Comparison]) -> str:
     tested = sum(not math.isnan(c.p) for c in comparisons)
     level = f"{LEVEL * 100:.0f} %" + (f" / {tested}" if tested > 1 else "")
     told = HOW_TO_READ.format(seen=report.seen, level=level)
-    return told + (SEARCHED if report.searched else "")
+    same = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
+    return SAME_SEEDS * same + told + SEARCHED * bool(report.searched)
 
 
 def how_to_read_others(report: Report) -> str:

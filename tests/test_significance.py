@@ -203,6 +203,24 @@ def test_arms_without_a_spread_are_not_counted_as_tested():
     assert "at the level of 5 % / 2, which is what Holm asks" in legend
 
 
+def test_what_is_told_of_seeds_is_of_those_in_common():
+    """The baseline lost two, and has one that an arm lacks."""
+    report = report_of(whole=[3, 4, 6], half=[3, 5, 6, 7, 9], less=[2, 3])
+    report.arms[2].seeds = [1, 3]
+    comparisons = compare(report)
+    told = " ".join(verdict(report, comparisons))
+    assert "a rough estimate, from 3 seeds." in told
+    assert "differences are of those in common. half: 3; less: 1." in told
+    assert comparisons[1].difference.mean == pytest.approx(1 / 3)
+    assert comparisons[2].difference.mean == -2
+    legend = how_to_read_scores(report, comparisons)
+    assert "the same seeds" not in legend and legend.startswith("Mean ± sd: over seeds")
+    even = report_of(whole=[3, 4, 6], half=[3, 5, 6])
+    assert "in common" not in " ".join(verdict(even, compare(even)))
+    legend = how_to_read_scores(even, compare(even))
+    assert legend.startswith("Every arm is trained with the same seeds. Mean ± sd")
+
+
 def test_more_seeds_than_can_be_told_are_not_left_out():
     report = report_of(whole=[10, 20, 60], half=[10, 21, 60], wild=[90, 0, 10])
     comparisons = compare(report)
