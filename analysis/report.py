@@ -198,10 +198,15 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
                 else ": what differences there are may be the seeds'."
             )
         )
-    else:
+    elif others:
         sentences.append(
             "Nothing can be told from chance here: that takes two seeds or more whose "
             "scores differ."
+        )
+    else:
+        sentences.append(
+            f"Nothing is compared here: no other arm has a score for a seed of the "
+            f"baseline {report.baseline.name}."
         )
     if tested and untested:
         sentences.append(
@@ -224,6 +229,8 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"{seeds_told(max(needed))} seeds an arm to be seen in four sweeps of "
             f"five, so corrected: a rough estimate, from {counted(fewest, 'seed')}."
         )
+    if absent := [arm.name for arm in report.arms if not arm.seeds]:
+        sentences.append(f"Not in the table, for want of a score: {'; '.join(absent)}.")
     if report.unfinished:
         sentences.append(
             f"{report.unfinished} trials are not done yet: this is a report on the way."

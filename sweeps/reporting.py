@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.anchors import ANCHORS, published
+from analysis.cells import counted
 from analysis.report import ArmResult, Example, Report, bootstrapped, compare
 from analysis.report_html import page
 from analysis.report_markdown import document
@@ -46,9 +47,11 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
         )
     report = gather(sweep, rows, done, num_examples)
     if not report.baseline.seeds:
+        lost = report.baseline.lost
+        why = f"lost {counted(lost, 'trial')}" if lost else "has not finished yet"
         raise ValueError(
-            f"The baseline {report.baseline.name} has not finished yet, and there is "
-            f"nothing to compare with."
+            f"The baseline {report.baseline.name} {why}, and there is nothing to "
+            f"compare with."
         )
     comparisons = compare(report)
     made = figures(report, comparisons)

@@ -332,9 +332,14 @@ def status(folder: Path, row: dict, scores: dict) -> str:
 
 
 def unfinished(plan: Plan, rows: list[dict]) -> int:
-    """Trials that are not done; those that wait for a search too."""
+    """Trials that are not done; those that wait for a search too.
+
+    None will follow a search in which everything diverged.
+    """
     reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in reported]
+    going = {row["arm"] for row in rows if row["status"] != "diverged"}
+    known = reported | ({row["arm"] for row in rows} - going)
+    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
     settled = ("done", "diverged", "failed")
     return sum(waiting) + sum(row["status"] not in settled for row in rows)
 

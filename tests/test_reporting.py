@@ -52,3 +52,37 @@ def test_what_was_moved_away_is_not_done(tmp_path, corpus):
     status = {row["arm"]: row["status"] for row in sweep.collect()}
     assert status == {"K=4": "done", "K=2": "trained", "K=1": "done"}
     assert "2 trials are not done yet" in reported(sweep)
+
+
+def diverge(sweep, index):
+    """Have all trials of a finished group diverge."""
+    for path in sweep.folder(sweep.groups[index]).glob("result-*.json"):
+        rows = [row | {"diverged_at": 7} for row in json.loads(path.read_text())]
+        path.write_text(json.dumps(rows))
+
+
+def test_an_arm_that_diverged_is_told_and_not_waited_for(tmp_path, corpus, capsys):
+    tune = ["optimizer.learning_rate=0.01,0.02"]
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
+    for index in range(3):
+        finish(sweep, index, splits=("val",))
+    diverge(sweep, 1)  # the search of K=2
+    sweep = sweep.extended()
+    assert {t.arm for t in sweep.plan.trials if not t.is_search} == {"K=4", "K=1"}
+    for index, group in enumerate(sweep.groups):
+        if not group.trials[0].is_search:
+            finish(sweep, index)
+    told = reported(sweep)
+    assert "not done yet" not in told
+    assert "Not in the table, for want of a score: K=2." in told
+    show.print_status(sweep, sweep.collect())
+    assert "All is done" in capsys.readouterr().out
+
+
+def test_a_baseline_that_diverged_is_not_waited_for(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    diverge(sweep, 0)
+    with pytest.raises(ValueError, match="The baseline K=4 lost 2 trials, and there"):
+        reported(sweep)

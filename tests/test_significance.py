@@ -221,6 +221,20 @@ def test_what_is_told_of_seeds_is_of_those_in_common():
     assert legend.startswith("Every arm is trained with the same seeds. Mean ± sd")
 
 
+def test_arms_that_are_not_compared_are_told():
+    for arms in ({}, {"half": []}, {"half": [5, 6]}):
+        report = report_of(whole=[3, 4, 6], **arms)
+        for arm in report.arms[1:]:
+            arm.seeds = [seed + 7 for seed in arm.seeds]
+        told = " ".join(verdict(report, compare(report)))
+        assert "no other arm has a score for a seed of the baseline whole." in told
+        assert "two seeds or more" not in told
+        absent = "Not in the table, for want of a score: half." in told
+        assert absent == (arms == {"half": []})
+    report = report_of(whole=[3], half=[5])
+    assert "two seeds or more whose" in " ".join(verdict(report, compare(report)))
+
+
 def test_more_seeds_than_can_be_told_are_not_left_out():
     report = report_of(whole=[10, 20, 60], half=[10, 21, 60], wild=[90, 0, 10])
     comparisons = compare(report)
