@@ -58,7 +58,7 @@ class ArmResult(NamedTuple):
     test: dict[str, np.ndarray]  # by score, R
     dev: dict[str, np.ndarray]
     lost: int  # trials that diverged or failed
-    nuisance: dict  # as selected on dev
+    nuisance: dict  # as selected on dev, or as the ablation has them
     seconds: float | None  # of training, a trial
     tokens_per_second: float | None  # of a group
     published: float | None
@@ -91,6 +91,7 @@ class Report(NamedTuple):
     environment: dict[str, str]
     command: str
     note: str | None
+    checkpoint: str  # that is scored, a key of CHECKPOINTS
     searched: bool  # whether nuisance settings were
     unfinished: int  # trials
 
@@ -323,10 +324,10 @@ def loss_cells(report: Report, arm: ArmResult) -> list[str]:
 
 
 def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
-    """Size and cost of the arms, and what dev chose for them."""
+    """Size and cost of the arms, and the nuisance settings that they had."""
     tuned = any(c.arm.nuisance for c in comparisons)
     header = ["arm", "parameters", "F", "multiply-adds a token", "seconds a trial"]
-    rows = [[*header, "tokens/s", *(["chosen on dev"] if tuned else [])]]
+    rows = [[*header, "tokens/s", *(["nuisance settings"] if tuned else [])]]
     for arm in (c.arm for c in comparisons):
         rows.append(
             [
@@ -342,6 +343,11 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
     return rows
 
 
+CHECKPOINTS = {
+    "best": "Checkpoints were chosen on dev",
+    "last": "The last checkpoint of every trial is scored",
+    "average": "The mean of the checkpoints that every trial kept is scored",
+}
 SAME_SEEDS = "Every arm is trained with the same seeds. "
 HOW_TO_READ = (
     "Mean ± sd: over seeds. The intervals are Student's, at 95 %. The difference is to "
@@ -350,12 +356,12 @@ HOW_TO_READ = (
     "differ by the same); the intervals are not. Seeds to see: how many a paired test needs to find a true "
     "difference of {seen} with a power of 80 % at the level of {level}, which is what "
     "Holm asks of the smallest p-value, at the spread of the differences seen here: a "
-    "rough estimate where that spread is of a few seeds. Checkpoints were chosen on "
-    "dev; test was decoded once, after that."
+    "rough estimate where that spread is of a few seeds. {checkpoint}; test was "
+    "decoded once, after that."
 )
 SEARCHED = (
-    " Every arm's nuisance settings were chosen on dev too, before that, with other "
-    "seeds than those of the table."
+    " Where an arm had a choice of nuisance settings, it was made on dev, before that, "
+    "with other seeds than those of the table."
 )
 LOSS_TOLD = (
     " Loss: the cross-entropy of the targets, nats a token; lower is better, the "
@@ -373,7 +379,8 @@ def how_to_read_scores(report: Report, comparisons: list[Comparison]) -> str:
     """What the main table's columns mean."""
     tested = sum(not math.isnan(c.p) for c in comparisons)
     level = f"{LEVEL * 100:.0f} %" + (f" / {tested}" if tested > 1 else "")
-    told = HOW_TO_READ.format(seen=report.seen, level=level)
+    checkpoint = CHECKPOINTS[report.checkpoint]
+    told = HOW_TO_READ.format(seen=report.seen, level=level, checkpoint=checkpoint)
     same = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
     return SAME_SEEDS * same + told + SEARCHED * bool(report.searched)
 

@@ -110,6 +110,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         environment=environment(rows, done, settings, search_told(sweep)),
         command=settings["command"],
         note=settings["note"],
+        checkpoint=settings["checkpoint"],
         searched=sweep.searches(),
         unfinished=unfinished(sweep.plan, rows),
     )

@@ -86,3 +86,14 @@ def test_a_baseline_that_diverged_is_not_waited_for(tmp_path, corpus):
     diverge(sweep, 0)
     with pytest.raises(ValueError, match="The baseline K=4 lost 2 trials, and there"):
         reported(sweep)
+
+
+def test_settings_that_nothing_chose_are_not_said_to_be_chosen(tmp_path, corpus):
+    body = """for width, rate in ((32, 0.01), (64, 0.02)):
+        yield {"model.mlp_dim": width, "optimizer.learning_rate": rate}"""
+    sweep = open_sweep(options(tmp_path / "s", corpus, ablation=own(tmp_path, body)))
+    for index in range(2):
+        finish(sweep, index)
+    told = reported(sweep)
+    assert "learning_rate=0.02" in told and "| nuisance settings |" in told
+    assert told.count("chosen on dev") == 1  # the checkpoints

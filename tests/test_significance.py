@@ -184,7 +184,7 @@ def report_of(metric="bleu", **arms):
         for i, (name, scores) in enumerate(arms.items())
     ]
     fields = dict.fromkeys(Report._fields) | {"metric": metric, "arms": told}
-    return Report(**(fields | {"unfinished": 0}))
+    return Report(**(fields | {"unfinished": 0, "checkpoint": "best"}))
 
 
 def test_arms_without_a_spread_are_not_counted_as_tested():
@@ -259,6 +259,14 @@ def test_the_difference_to_see_has_a_unit(metric, seen):
     assert f"true difference of {seen} would" in " ".join(verdict(report, comparisons))
     assert f"seeds to see {seen}" in scores_table(report, comparisons)[0]
     assert f"true difference of {seen} " in how_to_read_scores(report, comparisons)
+
+
+@pytest.mark.parametrize("checkpoint", ["best", "last", "average"])
+def test_the_legend_says_which_checkpoints_are_scored(checkpoint):
+    report = report_of(whole=[3, 4])._replace(checkpoint=checkpoint)
+    told = how_to_read_scores(report, compare(report))
+    assert ("Checkpoints were chosen on dev" in told) == (checkpoint == "best")
+    assert told.endswith(" test was decoded once, after that.")
 
 
 @pytest.mark.parametrize("metric, name", [("bleu", "BLEU"), ("exact_match", "chrF")])
