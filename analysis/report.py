@@ -353,11 +353,11 @@ HOW_TO_READ = (
     "Mean ± sd: over seeds. The intervals are Student's, at 95 %. The difference is to "
     "the baseline, paired by seed; its p-value (two-sided t-test) is Holm's, corrected "
     "for the number of arms that are tested (not the baseline, nor one whose seeds all "
-    "differ by the same); the intervals are not. Seeds to see: how many a paired test needs to find a true "
-    "difference of {seen} with a power of 80 % at the level of {level}, which is what "
-    "Holm asks of the smallest p-value, at the spread of the differences seen here: a "
-    "rough estimate where that spread is of a few seeds. {checkpoint}; test was "
-    "decoded once, after that."
+    "differ by the same); the intervals are not. Seeds to see: how many a paired test "
+    "needs to find a true difference of {seen} with a power of 80 % at the level of "
+    "{level}, which is what Holm asks of the smallest p-value, at the spread of the "
+    "differences seen here: a rough estimate where that spread is of a few seeds. "
+    "{checkpoint}; test was decoded once, after that."
 )
 SEARCHED = (
     " Where an arm had a choice of nuisance settings, it was made on dev, before that, "

@@ -1,9 +1,12 @@
 """What a report says where arms, seeds or results are missing, or all are alike."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from analysis.report_plots import curves, plt
 from sweeps import reporting, show
 from sweeps.opening import open_sweep
 from tests.test_sweeps import SENTENCES, finish, options, own
@@ -97,3 +100,20 @@ def test_settings_that_nothing_chose_are_not_said_to_be_chosen(tmp_path, corpus)
     told = reported(sweep)
     assert "learning_rate=0.02" in told and "| nuisance settings |" in told
     assert told.count("chosen on dev") == 1  # the checkpoints
+
+
+@pytest.mark.parametrize(
+    "metric, name",
+    [
+        ("published_bleu", "BLEU"),
+        ("published_chrf", "chrF"),
+        ("exact_match", "exact match, %"),
+    ],
+)
+def test_curves_are_named_after_what_is_scored_while_training(metric, name):
+    arm = SimpleNamespace(name="N=4", curve=(np.array([1, 2]), np.ones((1, 2))))
+    report = SimpleNamespace(metric=metric, name="not this")
+    figure, caption = curves(report, [SimpleNamespace(arm=arm)])
+    assert figure.axes[0].get_title() == f"Dev {name} while training, greedy"
+    assert f"dev {name} of greedy" in caption
+    plt.close(figure)
