@@ -241,9 +241,10 @@ def texts(sweep: Sweep, done: list[dict]):
 
 
 def choose_examples(sources, references, best, worst, count: int) -> list[Example]:
-    """Sentences on which two arms differ, spread evenly over the test set."""
+    """Sentences spread evenly over the test set: such on which two arms differ, if any
+    do."""
     differ = [i for i in range(len(sources)) if best[i] != worst[i]]
-    among = differ if len(differ) >= count else list(range(len(sources)))
+    among = differ or list(range(len(sources)))
     at = np.linspace(0, len(among) - 1, min(count, len(among))).round().astype(int)
     return [
         Example(sources[i], references[i], best[i], worst[i])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from analysis import report_html, report_markdown
 from analysis.report_plots import curves, plt
 from sweeps import reporting, show
 from sweeps.opening import open_sweep
@@ -117,3 +118,25 @@ def test_curves_are_named_after_what_is_scored_while_training(metric, name):
     assert figure.axes[0].get_title() == f"Dev {name} while training, greedy"
     assert f"dev {name} of greedy" in caption
     plt.close(figure)
+
+
+def test_examples_are_sentences_on_which_arms_differ(tmp_path, corpus):
+    """Though fewer of them than were asked for; where arms are alike, one speaks."""
+    lines = [str(i) for i in range(100)]
+    other = [line + "!" * (line in ("31", "77")) for line in lines]
+    found = reporting.choose_examples(lines, lines, lines, other, 5)
+    assert [e.source for e in found] == ["31", "77"]
+    assert all(e.best != e.worst for e in found)
+    alike = reporting.choose_examples(lines, lines, lines, lines, 5)
+    assert [e.source for e in alike] == ["0", "25", "50", "74", "99"]
+    for examples, worst, differ, speakers in (
+        (found, "K=1", True, 2),
+        (alike, "K=1", False, 2),
+        (alike, "K=4", False, 1),
+    ):
+        report = SimpleNamespace(examples=examples, best="K=4", worst=worst)
+        html = report_html.examples(report)
+        assert ("on which they differ" in html) == differ
+        assert html.count("K=") == html.count("<th") - 2 - 1 == speakers
+        markdown = "\n".join(report_markdown.examples(report))
+        assert markdown.count("K=") == speakers * len(examples)
