@@ -264,7 +264,10 @@ def environment(
     told = f"{len(done)} of {len(reported)} in the table"
     if tries := len(rows) - len(reported):
         told += f", after {tries} of the search"
-    versions = json.loads(done[0]["versions"])
+    versions = {}
+    for row in done:
+        for name, version in json.loads(row["versions"] or "{}").items():
+            versions.setdefault(name, set()).add(version)
     columns = ("signature", "chrf_signature", "published_signature")
     signatures = map(values, columns)
     base = flat(settings["base"])
@@ -287,7 +290,9 @@ def environment(
         "device": values("device"),
         "attention": values("attention"),
         "commit": values("commit"),
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
+        "versions": ", ".join(
+            f"{name} {' and '.join(sorted(of))}" for name, of in versions.items()
+        ),
         "python": values("python"),
         "trials": told,
     }

@@ -140,3 +140,13 @@ def test_examples_are_sentences_on_which_arms_differ(tmp_path, corpus):
         assert html.count("K=") == html.count("<th") - 2 - 1 == speakers
         markdown = "\n".join(report_markdown.examples(report))
         assert markdown.count("K=") == speakers * len(examples)
+
+
+def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    path = sweep.folder(sweep.groups[2]) / "run.json"
+    run = json.loads(path.read_text()) | {"versions": {"jax": "2", "flax": "3"}}
+    path.write_text(json.dumps(run))
+    assert "jax 1 and 2, flax 3" in reported(sweep)
