@@ -150,3 +150,10 @@ def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):
     run = json.loads(path.read_text()) | {"versions": {"jax": "2", "flax": "3"}}
     path.write_text(json.dumps(run))
     assert "jax 1 and 2, flax 3" in reported(sweep)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_what_was_learnt_from_or_chosen_on_is_no_test(tmp_path, corpus, split):
+    with pytest.raises(ValueError, match=f"--test_split={split} must be of sentences"):
+        open_sweep(options(tmp_path / "s", corpus, test_split=split))
+    assert not (tmp_path / "s").exists()
