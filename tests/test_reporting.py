@@ -10,7 +10,9 @@ from analysis import report_html, report_markdown
 from analysis.report_plots import curves, plt
 from sweeps import reporting, show
 from sweeps.opening import open_sweep
-from tests.test_sweeps import SENTENCES, finish, options, own
+from sweeps.plan import trials_of
+from sweeps.search import known_trials, tries_of
+from tests.test_sweeps import RATE, SENTENCES, finish, options, own
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def diverge(sweep, index):
 
 
 def test_an_arm_that_diverged_is_told_and_not_waited_for(tmp_path, corpus, capsys):
-    tune = ["optimizer.learning_rate=0.01,0.02"]
+    tune = [f"{RATE}=0.01,0.02"]
     sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
     for index in range(3):
         finish(sweep, index, splits=("val",))
@@ -157,3 +159,22 @@ def test_what_was_learnt_from_or_chosen_on_is_no_test(tmp_path, corpus, split):
     with pytest.raises(ValueError, match=f"--test_split={split} must be of sentences"):
         open_sweep(options(tmp_path / "s", corpus, test_split=split))
     assert not (tmp_path / "s").exists()
+
+
+def test_a_search_that_found_no_more_to_try_is_over_for_who_proposes_nothing(
+    tmp_path, corpus
+):
+    """Of ten settings a space of two has but two: report and --group see what followed,
+    and before it did they don't begin it.
+    """
+    space = {"search": "optuna:10", "tune": [f"{RATE}=0.01,0.02"]}
+    opened = options(tmp_path / "s", corpus, **space, proposes=False)
+    sweep = open_sweep(opened)
+    (arm, *_), search = sweep.plan.arms, sweep.search
+    tries = tries_of(arm, [{RATE: 0.01}, {RATE: 0.02}], search.seeds)
+    followed = trials_of(arm, [{RATE: 0.02}], arm.seeds)
+    scored = [(trial, 30 + trial.nuisance[RATE]) for trial in tries]
+    assert known_trials([arm], search, scored, propose=False) == tries
+    there = [*scored, *((trial, None) for trial in followed)]
+    for propose in (False, True):
+        assert known_trials([arm], search, there, propose) == tries + followed
