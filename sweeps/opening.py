@@ -189,6 +189,10 @@ def settings_of(options: Options, there: dict | None) -> dict:
         if there is None or options.verb == "run":
             words = [arg for arg in sys.argv[1:] if not arg.startswith(WHERE)]
             settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
+    elif options.verb == "run" and there is not None:  # as with more seeds
+        more = [f"--{name}={v}" for name, v in given.items() if v != there[name]]
+        command = shlex.join([*shlex.split(there["command"]), *more])
+        settings = settings | {"command": command}
     settings = settings | given
     if settings["metric"] not in SCORES:
         raise ValueError(

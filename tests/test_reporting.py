@@ -178,3 +178,15 @@ def test_a_search_that_found_no_more_to_try_is_over_for_who_proposes_nothing(
     there = [*scored, *((trial, None) for trial in followed)]
     for propose in (False, True):
         assert known_trials([arm], search, there, propose) == tries + followed
+
+
+def test_the_command_repeats_a_sweep_that_was_given_more_seeds(tmp_path, corpus):
+    """By its workdir alone; of a flag that stands there twice the last counts."""
+    first = open_sweep(options(tmp_path / "s", corpus))
+    alone = options(tmp_path / "s", corpus, config=None, ablation=None, seeds=None)
+    assert open_sweep(alone).settings == first.settings
+    for _ in range(2):
+        more = open_sweep(alone._replace(seeds=3, note="Two words."))
+        added = " --seeds=3 '--note=Two words.'"
+        assert more.settings["command"] == first.settings["command"] + added
+    assert open_sweep(alone._replace(verb="report")).settings == more.settings
