@@ -76,9 +76,9 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
         return BUDGETS[budget](of | {"model": of["model"] | {"mlp_dim": F}})
 
     near = baseline["model"]["mlp_dim"]
-    goal = cost(baseline, near)
-    slope = cost(baseline, near + 1) - goal  # the same whatever the heads
-    exact = near + (goal - cost(config, near)) / slope
+    goal, here = cost(baseline, near), cost(config, near)
+    slope = cost(config, near + 1) - here  # of its own layers and width
+    exact = near + (goal - here) / slope
     for multiple in MULTIPLES:
         F = multiple * round(exact / multiple)
         if F > 0 and abs(slope * (F - exact)) <= WITHIN * goal:

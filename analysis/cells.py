@@ -22,7 +22,12 @@ def seeds_told(needed: float | None) -> str:
 
 def settings(values: dict) -> str:
     """Settings in a cell."""
-    return ", ".join(f"{k.split('.')[-1]}={v:g}" for k, v in values.items()) or NOTHING
+
+    def told(value):
+        return f"{value:g}" if isinstance(value, int | float) else value
+
+    cells = (f"{key.split('.')[-1]}={told(value)}" for key, value in values.items())
+    return ", ".join(cells) or NOTHING
 
 
 def number(value, digits: int = 2, sign: str = "") -> str:

@@ -58,7 +58,7 @@ class ArmResult(NamedTuple):
     test: dict[str, np.ndarray]  # by score, R
     dev: dict[str, np.ndarray]
     lost: int  # trials that diverged or failed
-    nuisance: dict  # as selected on dev
+    nuisance: dict  # as selected on dev, or as the ablation has them
     seconds: float | None  # of training, a trial
     tokens_per_second: float | None  # of a group
     published: float | None
@@ -91,6 +91,7 @@ class Report(NamedTuple):
     environment: dict[str, str]
     command: str
     note: str | None
+    checkpoint: str  # that is scored, a key of CHECKPOINTS
     searched: bool  # whether nuisance settings were
     unfinished: int  # trials
 
@@ -149,6 +150,11 @@ def compare(report: Report) -> list[Comparison]:
     ]
 
 
+def in_common(report: Report, arm: ArmResult) -> list[int]:
+    """The seeds that an arm and the baseline both have: those of their difference."""
+    return [seed for seed in arm.seeds if seed in report.baseline.seeds]
+
+
 def to_baseline(report: Report, arm: ArmResult, metric: str) -> Difference | None:
     """An arm's difference to the baseline; None: it is that, or has no seed of it."""
     baseline = report.baseline
@@ -193,24 +199,39 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
                 else ": what differences there are may be the seeds'."
             )
         )
-    else:
+    elif others:
         sentences.append(
             "Nothing can be told from chance here: that takes two seeds or more whose "
             "scores differ."
+        )
+    else:
+        sentences.append(
+            f"Nothing is compared here: no other arm has a score for a seed of the "
+            f"baseline {report.baseline.name}."
         )
     if tested and untested:
         sentences.append(
             f"Not tested, for want of a spread of the seeds' differences: "
             f"{', '.join(untested)}."
         )
+    paired = {c.arm.name: len(in_common(report, c.arm)) for c in comparisons}
+    uneven = [c.arm for c in comparisons if c.arm.seeds != report.baseline.seeds]
+    if uneven:
+        told_of = "; ".join(f"{arm.name}: {paired[arm.name]}" for arm in uneven)
+        sentences.append(
+            f"Not all arms have the baseline's seeds, and differences are of those in "
+            f"common. {told_of}."
+        )
     needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
     if needed:
-        fewest = min(len(c.arm.seeds) for c in tested)
+        fewest = min(paired[c.arm.name] for c in tested)
         sentences.append(
             f"At the spread seen here, a true difference of {report.seen} would need "
             f"{seeds_told(max(needed))} seeds an arm to be seen in four sweeps of "
             f"five, so corrected: a rough estimate, from {counted(fewest, 'seed')}."
         )
+    if absent := [arm.name for arm in report.arms if not arm.seeds]:
+        sentences.append(f"Not in the table, for want of a score: {'; '.join(absent)}.")
     if report.unfinished:
         sentences.append(
             f"{report.unfinished} trials are not done yet: this is a report on the way."
@@ -303,10 +324,10 @@ def loss_cells(report: Report, arm: ArmResult) -> list[str]:
 
 
 def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
-    """Size and cost of the arms, and what dev chose for them."""
+    """Size and cost of the arms, and the nuisance settings that they had."""
     tuned = any(c.arm.nuisance for c in comparisons)
     header = ["arm", "parameters", "F", "multiply-adds a token", "seconds a trial"]
-    rows = [[*header, "tokens/s", *(["chosen on dev"] if tuned else [])]]
+    rows = [[*header, "tokens/s", *(["nuisance settings"] if tuned else [])]]
     for arm in (c.arm for c in comparisons):
         rows.append(
             [
@@ -322,20 +343,25 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
     return rows
 
 
+CHECKPOINTS = {
+    "best": "Checkpoints were chosen on dev",
+    "last": "The last checkpoint of every trial is scored",
+    "average": "The mean of the checkpoints that every trial kept is scored",
+}
+SAME_SEEDS = "Every arm is trained with the same seeds. "
 HOW_TO_READ = (
-    "Every arm is trained with the same seeds. Mean ± sd: over seeds. The intervals "
-    "are Student's, at 95 %. The difference is to the baseline, paired by seed; its "
-    "p-value (two-sided t-test) is Holm's, corrected for the number of arms that are "
-    "tested (not the baseline, nor one whose seeds all differ by the same); the "
-    "intervals are not. Seeds to see: how many a paired test needs to find a true "
-    "difference of {seen} with a power of 80 % at the level of {level}, which is what "
-    "Holm asks of the smallest p-value, at the spread of the differences seen here: a "
-    "rough estimate where that spread is of a few seeds. Checkpoints were chosen on "
-    "dev; test was decoded once, after that."
+    "Mean ± sd: over seeds. The intervals are Student's, at 95 %. The difference is to "
+    "the baseline, paired by seed; its p-value (two-sided t-test) is Holm's, corrected "
+    "for the number of arms that are tested (not the baseline, nor one whose seeds all "
+    "differ by the same); the intervals are not. Seeds to see: how many a paired test "
+    "needs to find a true difference of {seen} with a power of 80 % at the level of "
+    "{level}, which is what Holm asks of the smallest p-value, at the spread of the "
+    "differences seen here: a rough estimate where that spread is of a few seeds. "
+    "{checkpoint}; test was decoded once, after that."
 )
 SEARCHED = (
-    " Every arm's nuisance settings were chosen on dev too, before that, with other "
-    "seeds than those of the table."
+    " Where an arm had a choice of nuisance settings, it was made on dev, before that, "
+    "with other seeds than those of the table."
 )
 LOSS_TOLD = (
     " Loss: the cross-entropy of the targets, nats a token; lower is better, the "
@@ -353,8 +379,10 @@ def how_to_read_scores(report: Report, comparisons: list[Comparison]) -> str:
     """What the main table's columns mean."""
     tested = sum(not math.isnan(c.p) for c in comparisons)
     level = f"{LEVEL * 100:.0f} %" + (f" / {tested}" if tested > 1 else "")
-    told = HOW_TO_READ.format(seen=report.seen, level=level)
-    return told + (SEARCHED if report.searched else "")
+    checkpoint = CHECKPOINTS[report.checkpoint]
+    told = HOW_TO_READ.format(seen=report.seen, level=level, checkpoint=checkpoint)
+    same = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
+    return SAME_SEEDS * same + told + SEARCHED * bool(report.searched)
 
 
 def how_to_read_others(report: Report) -> str:

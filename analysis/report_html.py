@@ -187,11 +187,16 @@ def examples(report: Report) -> str:
     """Translations of the best and the worst arm."""
     if not report.examples:
         return ""
-    rows = [["source", "reference", f"best: {report.best}", f"worst: {report.worst}"]]
-    rows += [[e.source, e.reference, e.best, e.worst] for e in report.examples]
+    arms = {f"best: {report.best}": "best", f"worst: {report.worst}": "worst"}
+    told = "Of the first seed of both"
+    if report.best == report.worst:  # it is one arm, or all are alike
+        arms, told = {report.best: "best"}, "Of the first seed"
+    elif all(e.best != e.worst for e in report.examples):
+        told += "; sentences on which they differ"
+    shown = {"source": "source", "reference": "reference"} | arms
+    rows = [[getattr(e, name) for name in shown.values()] for e in report.examples]
     return (
         "<h2>Translations</h2>"
-        + table(rows, (), "text")
-        + '<p class="small">Of the first seed of both; sentences on which they differ, '
-        "spread evenly over the test set.</p>"
+        + table([list(shown), *rows], (), "text")
+        + f'<p class="small">{told}, spread evenly over the test set.</p>'
     )

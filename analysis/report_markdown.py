@@ -74,15 +74,12 @@ def examples(report: Report) -> list[str]:
     """Translations of the best and the worst arm."""
     if not report.examples:
         return []
+    arms = {f"best, {report.best}": "best", f"worst, {report.worst}": "worst"}
+    if report.best == report.worst:  # it is one arm, or all are alike
+        arms = {report.best: "best"}
+    shown = {"source": "source", "reference": "reference"} | arms
     lists = [
-        "\n".join(
-            [
-                f"- source: {e.source}",
-                f"- reference: {e.reference}",
-                f"- best, {report.best}: {e.best}",
-                f"- worst, {report.worst}: {e.worst}",
-            ]
-        )
+        "\n".join(f"- {label}: {getattr(e, name)}" for label, name in shown.items())
         for e in report.examples
     ]
     return ["## Translations", "\n\n---\n\n".join(lists)]

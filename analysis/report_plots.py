@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from analysis.report import Comparison, Report
+from analysis.report import NAMES, Comparison, Report
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402, once the backend is chosen
@@ -172,6 +172,8 @@ def curves(report: Report, comparisons):
     drawn = [c for c in comparisons if len(c.arm.curve[0])]
     if not drawn:
         return None
+    # while training nothing is scored by the published protocol
+    metric = NAMES[report.metric.removeprefix("published_")]
     figure, ax = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
     for comparison, (colour, line, _) in zip(drawn, looks(drawn), strict=True):
         steps, scores = comparison.arm.curve
@@ -181,11 +183,11 @@ def curves(report: Report, comparisons):
             low, high = scores.min(0), scores.max(0)
             ax.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
     ax.set_xlabel("updates")
-    ax.set_title(f"Dev {report.name} while training, greedy")
+    ax.set_title(f"Dev {metric} while training, greedy")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, labelcolor=INK)
     return figure, (
-        f"Learning curves: dev {report.name} of greedy translations, the mean of the "
+        f"Learning curves: dev {metric} of greedy translations, the mean of the "
         f"seeds and the range from the lowest to the highest."
     )
 

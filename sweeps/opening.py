@@ -122,7 +122,12 @@ def check_data(settings: dict) -> None:
     Which would be known only after its trials are trained, and by then a workdir keeps
     its splits and its metric.
     """
-    data = settings["base"]["data"]
+    data, test_split = settings["base"]["data"], settings["test_split"]
+    if test_split in ("train", "val", "validation"):
+        raise ValueError(
+            f"--test_split={test_split} must be of sentences that nothing was learnt "
+            f"from or chosen on; the report has the scores on dev beside them."
+        )
     if settings["metric"].startswith("published_") and data["name"] != "multi30k":
         raise ValueError(
             f"--metric={settings['metric']} is of multi30k, whose tokenised references "
@@ -132,7 +137,7 @@ def check_data(settings: dict) -> None:
         data["name"],
         data["source"],
         data["target"],
-        settings["test_split"],
+        test_split,
         data["directory"],
     )
 
@@ -184,6 +189,10 @@ def settings_of(options: Options, there: dict | None) -> dict:
         if there is None or options.verb == "run":
             words = [arg for arg in sys.argv[1:] if not arg.startswith(WHERE)]
             settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
+    elif options.verb == "run" and there is not None:  # as with more seeds
+        more = [f"--{name}={v}" for name, v in given.items() if v != there[name]]
+        command = shlex.join([*shlex.split(there["command"]), *more])
+        settings = settings | {"command": command}
     settings = settings | given
     if settings["metric"] not in SCORES:
         raise ValueError(

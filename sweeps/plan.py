@@ -18,8 +18,9 @@ from analysis.budget import flops, parameters, solve_mlp_dim
 from configs.ablations import grid
 from configs.commandline import describe, flat, near_miss
 from models.checks import check_counts, choose
+from models.sites import at_site
 from training.optimizer import SCHEDULES
-from training.trials import check_numbers, variable
+from training.trials import SITES, check_numbers, variable
 
 NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
 MATCH = "match"  # the key of an arm that says what budget it shares with the baseline
@@ -173,8 +174,9 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
             choose("optimizer.schedule", schedule, SCHEDULES)
             parameters(configs[-1])
     plain = applied(base, {}, "the base config")
+    exact = [i for i, config in enumerate(configs) if config == plain]
     same = [i for i, config in enumerate(configs) if is_same(config, plain)]
-    baseline = (same or [0])[0]
+    baseline = (exact or same or [0])[0]
     arms = []
     for i, (overrides, name) in enumerate(zip(scientific, names, strict=True)):
         config, budget = configs[i], overrides.get(MATCH, match)
@@ -222,11 +224,28 @@ def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
 
 def is_same(config: dict, other: dict) -> bool:
     """Whether two configs are of one model: where they differ, one has a default."""
-    a, b = flat(config), flat(other)
+    a, b = spelt_out(config), spelt_out(other)
     free = ("seed", "seeds")
     differing = [key for key in a if a[key] != b[key] and key not in free]
     defaults = all(a[key] is None or b[key] is None for key in differing)
     return defaults and parameters(config) == parameters(other)
+
+
+def spelt_out(config: dict) -> dict:
+    """A config, flat, with the heads of every site as they are, not as defaults."""
+    model = dict(config["model"])
+    attention = model.pop("attention")
+    for site in SITES:
+        heads = at_site(site, attention, model[f"{site}_attention"])
+        del heads["path"]
+        size = model["width"] // heads["num_heads"]
+        usual = {"num_kv_heads": heads["num_heads"], "head_dim": size}
+        usual |= {"value_dim": size}
+        model[f"{site}_attention"] = {
+            key: usual.get(key) if value is None else value
+            for key, value in heads.items()
+        }
+    return flat(config | {"model": model})
 
 
 def identity(config: dict) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.anchors import ANCHORS, published
+from analysis.cells import counted
 from analysis.report import ArmResult, Example, Report, bootstrapped, compare
 from analysis.report_html import page
 from analysis.report_markdown import document
@@ -46,9 +47,11 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
         )
     report = gather(sweep, rows, done, num_examples)
     if not report.baseline.seeds:
+        lost = report.baseline.lost
+        why = f"lost {counted(lost, 'trial')}" if lost else "has not finished yet"
         raise ValueError(
-            f"The baseline {report.baseline.name} has not finished yet, and there is "
-            f"nothing to compare with."
+            f"The baseline {report.baseline.name} {why}, and there is nothing to "
+            f"compare with."
         )
     comparisons = compare(report)
     made = figures(report, comparisons)
@@ -107,6 +110,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         environment=environment(rows, done, settings, search_told(sweep)),
         command=settings["command"],
         note=settings["note"],
+        checkpoint=settings["checkpoint"],
         searched=sweep.searches(),
         unfinished=unfinished(sweep.plan, rows),
     )
@@ -237,9 +241,10 @@ def texts(sweep: Sweep, done: list[dict]):
 
 
 def choose_examples(sources, references, best, worst, count: int) -> list[Example]:
-    """Sentences on which two arms differ, spread evenly over the test set."""
+    """Sentences spread evenly over the test set: such on which two arms differ, if any
+    do."""
     differ = [i for i in range(len(sources)) if best[i] != worst[i]]
-    among = differ if len(differ) >= count else list(range(len(sources)))
+    among = differ or list(range(len(sources)))
     at = np.linspace(0, len(among) - 1, min(count, len(among))).round().astype(int)
     return [
         Example(sources[i], references[i], best[i], worst[i])
@@ -259,7 +264,10 @@ def environment(
     told = f"{len(done)} of {len(reported)} in the table"
     if tries := len(rows) - len(reported):
         told += f", after {tries} of the search"
-    versions = json.loads(done[0]["versions"])
+    versions = {}
+    for row in done:
+        for name, version in json.loads(row["versions"] or "{}").items():
+            versions.setdefault(name, set()).add(version)
     columns = ("signature", "chrf_signature", "published_signature")
     signatures = map(values, columns)
     base = flat(settings["base"])
@@ -282,7 +290,9 @@ def environment(
         "device": values("device"),
         "attention": values("attention"),
         "commit": values("commit"),
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
+        "versions": ", ".join(
+            f"{name} {' and '.join(sorted(of))}" for name, of in versions.items()
+        ),
         "python": values("python"),
         "trials": told,
     }

@@ -132,8 +132,8 @@ def known_trials(
     Args:
         arms: of the plan.
         search: how their nuisance settings are found.
-        there: the trials of searches on disk, each with its dev score once it has one
-            (`LOST` where it diverged).
+        there: the trials on disk, those of searches with their dev score once they
+            have one (`LOST` where they diverged), else None.
         propose: whether Optuna may be asked for more.
     """
     found = []
@@ -150,7 +150,7 @@ def searched(arm: Arm, search: Search, there, propose: bool) -> list[Trial]:
     scores = {trial.id: score for trial, score in there}
     settings = arm.candidates
     if search.count is not None:
-        mine = [trial for trial, _ in there if trial.arm == arm.name]
+        mine = [t for t, _ in there if t.is_search and t.arm == arm.name]
         mine.sort(key=lambda trial: trial.attempt)
         settings = unique(
             [
@@ -165,14 +165,16 @@ def searched(arm: Arm, search: Search, there, propose: bool) -> list[Trial]:
     means = [
         mean([scores[t.id] for t in tries if t.nuisance == each]) for each in settings
     ]
-    if search.count is not None and len(settings) < search.count:
+    chosen = []
+    if max(means, default=LOST) > LOST:
+        chosen = trials_of(arm, [settings[int(np.argmax(means))]], arm.seeds)
+    # an earlier call found no more to propose, where what is chosen is on disk
+    is_over = any(trial.id in scores for trial in chosen)
+    if search.count is not None and len(settings) < search.count and not is_over:
         new = proposals(arm, search, settings, means) if propose else []
         if new or not propose:
             return tries_of(arm, settings + new, search.seeds)
-    best = int(np.argmax(means))
-    if means[best] == LOST:
-        return tries
-    return tries + trials_of(arm, [settings[best]], arm.seeds)
+    return tries + chosen
 
 
 def tries_of(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:

@@ -151,18 +151,17 @@ def place(
     folder.mkdir(parents=True, exist_ok=True)
     with locked(workdir / ".plan"):
         groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
-        searched = [
+        there = [
             (trial, dev_score(folder / group.name, group, index, settings))
             for group in groups
             for index, trial in enumerate(group.trials)
-            if trial.is_search
         ]
-        trials = known_trials(plan.arms, search, searched, propose)
+        trials = known_trials(plan.arms, search, there, propose)
         plan = plan._replace(trials=trials)
         wanted = {trial.id: index for index, trial in enumerate(trials)}
         groups = [g for g in groups if any(t.id in wanted for t in g.trials)]
-        there = {trial.id for group in groups for trial in group.trials}
-        left = [trial for trial in plan.trials if trial.id not in there]
+        placed = {trial.id for group in groups for trial in group.trials}
+        left = [trial for trial in plan.trials if trial.id not in placed]
         for trials in grouped(left, settings["group_size"]):
             group = Group(group_name(trials), trials)
             (folder / group.name).mkdir(exist_ok=True)
@@ -176,7 +175,9 @@ def place(
 
 
 def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float | None:
-    """Of a group's trial; `LOST` where it diverged, None where it has none yet."""
+    """Of a search's trial; `LOST` where it diverged, None where it has none yet."""
+    if not group.trials[index].is_search:
+        return None
     try:
         found = read_result(folder, "val", group, settings["checkpoint"])
     except ValueError:  # which the table tells
@@ -323,19 +324,23 @@ def status(folder: Path, row: dict, scores: dict) -> str:
     """How far a trial has come."""
     if row["diverged_at"] is not None:
         return "diverged"
-    if scores["test"] or (scores["dev"] and row["stage"] == "search"):
-        return "done"
-    if scores["dev"]:
-        return "dev scored"
+    if scores["dev"]:  # also where test is: one that was taken away is to be made anew
+        is_done = scores["test"] or row["stage"] == "search"
+        return "done" if is_done else "dev scored"
     if (folder / TRAINED).exists():
         return "trained"
     return "training" if row["steps"] else "waiting"
 
 
 def unfinished(plan: Plan, rows: list[dict]) -> int:
-    """Trials that are not done; those that wait for a search too."""
+    """Trials that are not done; those that wait for a search too.
+
+    None will follow a search in which everything diverged.
+    """
     reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in reported]
+    going = {row["arm"] for row in rows if row["status"] != "diverged"}
+    known = reported | ({row["arm"] for row in rows} - going)
+    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
     settled = ("done", "diverged", "failed")
     return sum(waiting) + sum(row["status"] not in settled for row in rows)
 

@@ -184,7 +184,7 @@ def report_of(metric="bleu", **arms):
         for i, (name, scores) in enumerate(arms.items())
     ]
     fields = dict.fromkeys(Report._fields) | {"metric": metric, "arms": told}
-    return Report(**(fields | {"unfinished": 0}))
+    return Report(**(fields | {"unfinished": 0, "checkpoint": "best"}))
 
 
 def test_arms_without_a_spread_are_not_counted_as_tested():
@@ -201,6 +201,38 @@ def test_arms_without_a_spread_are_not_counted_as_tested():
     assert "a rough estimate, from 3 seeds." in told
     legend = how_to_read_scores(report, comparisons)
     assert "at the level of 5 % / 2, which is what Holm asks" in legend
+
+
+def test_what_is_told_of_seeds_is_of_those_in_common():
+    """The baseline lost two, and has one that an arm lacks."""
+    report = report_of(whole=[3, 4, 6], half=[3, 5, 6, 7, 9], less=[2, 3])
+    report.arms[2].seeds = [1, 3]
+    comparisons = compare(report)
+    told = " ".join(verdict(report, comparisons))
+    assert "a rough estimate, from 3 seeds." in told
+    assert "differences are of those in common. half: 3; less: 1." in told
+    assert comparisons[1].difference.mean == pytest.approx(1 / 3)
+    assert comparisons[2].difference.mean == -2
+    legend = how_to_read_scores(report, comparisons)
+    assert "the same seeds" not in legend and legend.startswith("Mean ± sd: over seeds")
+    even = report_of(whole=[3, 4, 6], half=[3, 5, 6])
+    assert "in common" not in " ".join(verdict(even, compare(even)))
+    legend = how_to_read_scores(even, compare(even))
+    assert legend.startswith("Every arm is trained with the same seeds. Mean ± sd")
+
+
+def test_arms_that_are_not_compared_are_told():
+    for arms in ({}, {"half": []}, {"half": [5, 6]}):
+        report = report_of(whole=[3, 4, 6], **arms)
+        for arm in report.arms[1:]:
+            arm.seeds = [seed + 7 for seed in arm.seeds]
+        told = " ".join(verdict(report, compare(report)))
+        assert "no other arm has a score for a seed of the baseline whole." in told
+        assert "two seeds or more" not in told
+        absent = "Not in the table, for want of a score: half." in told
+        assert absent == (arms == {"half": []})
+    report = report_of(whole=[3], half=[5])
+    assert "two seeds or more whose" in " ".join(verdict(report, compare(report)))
 
 
 def test_more_seeds_than_can_be_told_are_not_left_out():
@@ -227,6 +259,14 @@ def test_the_difference_to_see_has_a_unit(metric, seen):
     assert f"true difference of {seen} would" in " ".join(verdict(report, comparisons))
     assert f"seeds to see {seen}" in scores_table(report, comparisons)[0]
     assert f"true difference of {seen} " in how_to_read_scores(report, comparisons)
+
+
+@pytest.mark.parametrize("checkpoint", ["best", "last", "average"])
+def test_the_legend_says_which_checkpoints_are_scored(checkpoint):
+    report = report_of(whole=[3, 4])._replace(checkpoint=checkpoint)
+    told = how_to_read_scores(report, compare(report))
+    assert ("Checkpoints were chosen on dev" in told) == (checkpoint == "best")
+    assert told.endswith(" test was decoded once, after that.")
 
 
 @pytest.mark.parametrize("metric, name", [("bleu", "BLEU"), ("exact_match", "chrF")])

@@ -113,6 +113,45 @@ def test_matching_flops_is_not_matching_parameters():
         assert count(other) < count(one)
 
 
+@pytest.mark.parametrize("budget", ["parameters", "flops"])
+@pytest.mark.parametrize("key", ["model.num_encoder_layers", "model.width"])
+def test_arms_of_other_depths_and_widths_are_matched(key, budget):
+    """A step of F costs an arm what its own layers and its own width ask."""
+    config = tiny(mlp_dim=256)
+    now = flat(config.to_dict())[key]
+    more = now + (1 if key == "model.num_encoder_layers" else 8)
+    plan = plan_of(config, matched(over(key, now, more), budget))
+    one, other = (arm.config for arm in plan.arms)
+    count = {"parameters": parameters, "flops": flops}[budget]
+    assert other["model"]["mlp_dim"] < 256
+    assert abs(count(other) - count(one)) <= WITHIN * count(one)
+
+
+@pytest.mark.parametrize(
+    "arms, baseline",
+    [
+        (over("model.cross_attention.num_heads", 1, 2, 4, 8), "cross N=4"),
+        (
+            grid(
+                over("model.encoder_attention.merge", "mixture"),
+                over("model.encoder_attention.mixture_heads", 1, 2),
+            ),
+            "encoder k=2",
+        ),
+        (over("train.patience", 3, None), "patience=None"),
+        (over("model.attention.num_kv_heads", 1, 4), "K=4"),
+        (over("model.cross_attention.num_heads", 2, 8), "cross N=2"),
+    ],
+)
+def test_the_baseline_is_the_arm_that_is_the_base_config(arms, baseline):
+    """A setting that the base config leaves out has its default there, not any value;
+    where no arm has that, the first one is the baseline.
+    """
+    merge = "mixture" if "k=" in baseline else "concat"
+    plan = plan_of(tiny(**{"attention.merge": merge}), arms)
+    assert [arm.name for arm in plan.arms if arm.is_baseline] == [baseline]
+
+
 def test_flops_are_those_of_the_formula():
     config = tiny()
     D, F, L = 32, 32, LENGTH

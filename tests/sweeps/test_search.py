@@ -103,6 +103,10 @@ def test_a_small_space_ends_early(tmp_path, corpus):
         score(now, 0.001)
     reported = [t.nuisance for t in now.plan.trials if not t.is_search]
     assert reported == [{RATE: 0.001}] * 2 * len(now.plan.arms)
+    again = opened(tmp_path / "s", corpus, tune=space)  # which places their groups
+    for verb in ("report", "status"):  # as --group does too, they propose nothing
+        told = opened(tmp_path / "s", corpus, tune=space, verb=verb, proposes=False)
+        assert told.plan == again.plan and told.groups == again.groups
 
 
 def test_a_search_that_is_killed_goes_on(tmp_path, corpus):

@@ -1,0 +1,192 @@
+"""What a report says where arms, seeds or results are missing, or all are alike."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from analysis import report_html, report_markdown
+from analysis.report_plots import curves, plt
+from sweeps import reporting, show
+from sweeps.opening import open_sweep
+from sweeps.plan import trials_of
+from sweeps.search import known_trials, tries_of
+from tests.test_sweeps import RATE, SENTENCES, finish, options, own
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for split in ("train", "val", "test"):
+        for language in ("en", "de"):
+            text = "".join(f"{s}\n" for s in SENTENCES)
+            (folder / f"{split}.{language}").write_text(text)
+    return folder
+
+
+def reported(sweep):
+    """The report's Markdown."""
+    reporting.write(sweep, sweep.collect(), 5)
+    return (sweep.workdir / "report.md").read_text()
+
+
+def test_nuisance_settings_may_be_words(tmp_path, corpus, capsys):
+    """Those of an ablation; --tune takes numbers alone."""
+    body = """for norm in ("pre", "post"):
+        yield {"model.mlp_dim": 32, "model.norm": norm}"""
+    name = own(tmp_path, body)
+    path = tmp_path / "own.py"
+    path.write_text(path.read_text().replace("optimizer.learning_rate", "model.norm"))
+    sweep = open_sweep(options(tmp_path / "s", corpus, ablation=name))
+    for index in range(2):
+        finish(sweep, index, dev=30 + index, splits=("val",))
+    sweep = sweep.extended()
+    finish(sweep, next(i for i, g in enumerate(sweep.groups) if len(g.trials) == 2))
+    show.print_status(sweep, sweep.collect())
+    assert "norm=post" in capsys.readouterr().out
+    assert "norm=post |" in reported(sweep)
+
+
+def test_what_was_moved_away_is_not_done(tmp_path, corpus):
+    """As a damaged result of dev is, so that `run` scores its group again."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    (sweep.folder(sweep.groups[1]) / "result-val.json").unlink()
+    status = {row["arm"]: row["status"] for row in sweep.collect()}
+    assert status == {"K=4": "done", "K=2": "trained", "K=1": "done"}
+    assert "2 trials are not done yet" in reported(sweep)
+
+
+def diverge(sweep, index):
+    """Have all trials of a finished group diverge."""
+    for path in sweep.folder(sweep.groups[index]).glob("result-*.json"):
+        rows = [row | {"diverged_at": 7} for row in json.loads(path.read_text())]
+        path.write_text(json.dumps(rows))
+
+
+def test_an_arm_that_diverged_is_told_and_not_waited_for(tmp_path, corpus, capsys):
+    tune = [f"{RATE}=0.01,0.02"]
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
+    for index in range(3):
+        finish(sweep, index, splits=("val",))
+    diverge(sweep, 1)  # the search of K=2
+    sweep = sweep.extended()
+    assert {t.arm for t in sweep.plan.trials if not t.is_search} == {"K=4", "K=1"}
+    for index, group in enumerate(sweep.groups):
+        if not group.trials[0].is_search:
+            finish(sweep, index)
+    told = reported(sweep)
+    assert "not done yet" not in told
+    assert "Not in the table, for want of a score: K=2." in told
+    show.print_status(sweep, sweep.collect())
+    assert "All is done" in capsys.readouterr().out
+
+
+def test_a_baseline_that_diverged_is_not_waited_for(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    diverge(sweep, 0)
+    with pytest.raises(ValueError, match="The baseline K=4 lost 2 trials, and there"):
+        reported(sweep)
+
+
+def test_settings_that_nothing_chose_are_not_said_to_be_chosen(tmp_path, corpus):
+    body = """for width, rate in ((32, 0.01), (64, 0.02)):
+        yield {"model.mlp_dim": width, "optimizer.learning_rate": rate}"""
+    sweep = open_sweep(options(tmp_path / "s", corpus, ablation=own(tmp_path, body)))
+    for index in range(2):
+        finish(sweep, index)
+    told = reported(sweep)
+    assert "learning_rate=0.02" in told and "| nuisance settings |" in told
+    assert told.count("chosen on dev") == 1  # the checkpoints
+
+
+@pytest.mark.parametrize(
+    "metric, name",
+    [
+        ("published_bleu", "BLEU"),
+        ("published_chrf", "chrF"),
+        ("exact_match", "exact match, %"),
+    ],
+)
+def test_curves_are_named_after_what_is_scored_while_training(metric, name):
+    arm = SimpleNamespace(name="N=4", curve=(np.array([1, 2]), np.ones((1, 2))))
+    report = SimpleNamespace(metric=metric, name="not this")
+    figure, caption = curves(report, [SimpleNamespace(arm=arm)])
+    assert figure.axes[0].get_title() == f"Dev {name} while training, greedy"
+    assert f"dev {name} of greedy" in caption
+    plt.close(figure)
+
+
+def test_examples_are_sentences_on_which_arms_differ(tmp_path, corpus):
+    """Though fewer of them than were asked for; where arms are alike, one speaks."""
+    lines = [str(i) for i in range(100)]
+    other = [line + "!" * (line in ("31", "77")) for line in lines]
+    found = reporting.choose_examples(lines, lines, lines, other, 5)
+    assert [e.source for e in found] == ["31", "77"]
+    assert all(e.best != e.worst for e in found)
+    alike = reporting.choose_examples(lines, lines, lines, lines, 5)
+    assert [e.source for e in alike] == ["0", "25", "50", "74", "99"]
+    for examples, worst, differ, speakers in (
+        (found, "K=1", True, 2),
+        (alike, "K=1", False, 2),
+        (alike, "K=4", False, 1),
+    ):
+        report = SimpleNamespace(examples=examples, best="K=4", worst=worst)
+        html = report_html.examples(report)
+        assert ("on which they differ" in html) == differ
+        assert html.count("K=") == html.count("<th") - 2 - 1 == speakers
+        markdown = "\n".join(report_markdown.examples(report))
+        assert markdown.count("K=") == speakers * len(examples)
+
+
+def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    path = sweep.folder(sweep.groups[2]) / "run.json"
+    run = json.loads(path.read_text()) | {"versions": {"jax": "2", "flax": "3"}}
+    path.write_text(json.dumps(run))
+    assert "jax 1 and 2, flax 3" in reported(sweep)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_what_was_learnt_from_or_chosen_on_is_no_test(tmp_path, corpus, split):
+    with pytest.raises(ValueError, match=f"--test_split={split} must be of sentences"):
+        open_sweep(options(tmp_path / "s", corpus, test_split=split))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_search_that_found_no_more_to_try_is_over_for_who_proposes_nothing(
+    tmp_path, corpus
+):
+    """Of ten settings a space of two has but two: report and --group see what followed,
+    and before it did they don't begin it.
+    """
+    space = {"search": "optuna:10", "tune": [f"{RATE}=0.01,0.02"]}
+    opened = options(tmp_path / "s", corpus, **space, proposes=False)
+    sweep = open_sweep(opened)
+    (arm, *_), search = sweep.plan.arms, sweep.search
+    tries = tries_of(arm, [{RATE: 0.01}, {RATE: 0.02}], search.seeds)
+    followed = trials_of(arm, [{RATE: 0.02}], arm.seeds)
+    scored = [(trial, 30 + trial.nuisance[RATE]) for trial in tries]
+    assert known_trials([arm], search, scored, propose=False) == tries
+    there = [*scored, *((trial, None) for trial in followed)]
+    for propose in (False, True):
+        assert known_trials([arm], search, there, propose) == tries + followed
+
+
+def test_the_command_repeats_a_sweep_that_was_given_more_seeds(tmp_path, corpus):
+    """By its workdir alone; of a flag that stands there twice the last counts."""
+    first = open_sweep(options(tmp_path / "s", corpus))
+    alone = options(tmp_path / "s", corpus, config=None, ablation=None, seeds=None)
+    assert open_sweep(alone).settings == first.settings
+    for _ in range(2):
+        more = open_sweep(alone._replace(seeds=3, note="Two words."))
+        added = " --seeds=3 '--note=Two words.'"
+        assert more.settings["command"] == first.settings["command"] + added
+    assert open_sweep(alone._replace(verb="report")).settings == more.settings
