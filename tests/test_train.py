@@ -25,6 +25,7 @@ from analysis.evaluation import METRICS
 from analysis.heads import loss_of, measure
 from analysis.pruning import ORDERS, counts
 from analysis.trained import Trained, load, read
+from configs import run as config_of_run
 from configs.base import get_config
 from configs.commandline import check_none, flat, one_sentence, take_none
 from data import numbers, tokenizer
@@ -643,6 +644,15 @@ def test_a_run_begins_with_another(trained, little, tmp_path):
     ours, theirs = load(workdir, "last"), load(trained, "best")
     assert ours.tokenizers[0].vocabulary == theirs.tokenizers[0].vocabulary
     jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+
+
+def test_the_config_of_a_run(trained, tmp_path):
+    there = json.loads((trained / "config.json").read_text())
+    assert config_of_run.get_config(str(trained)).to_dict() == there
+    (tmp_path / "config.json").write_text(json.dumps(there | {"modle": 3}))
+    for folder, said in ((tmp_path, '"modle"'), (tmp_path / "x", "there is no ")):
+        args = command("train.py", config=f"configs/run.py:{folder}", workdir="w")
+        assert len(refused(run(args), said, str(folder))) < 300
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from configs.commandline import flat
 from training import dry_run
 from training.trials import numbers
 
-NOT_TRAINED = ("__init__", "ablations", "base", "commandline", "presets")
+NOT_TRAINED = ("__init__", "ablations", "base", "commandline", "presets", "run")
 FOLDER = Path(__file__).parents[2] / "configs"
 PODS = ("v5e:16x16", "v6e:16x16")
 EXPERIMENTS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(NOT_TRAINED))

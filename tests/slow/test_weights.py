@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import sentencepiece
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from analysis.trained import load as load_run
 from data import tokenizer
 from models import huggingface
 from models.huggingface_config import settings_of
@@ -194,6 +196,28 @@ def command(*args):
     )
 
 
+def tune_and_translate(run, tmp_path):
+    """What came in can be trained further, with its own vocabulary."""
+    for name, text in (("train", TEXT), ("val", TEXT[:1])):
+        (tmp_path / f"{name}.tsv").write_text("".join(f"{x}\t{x}\n" for x in text))
+    tuned = tmp_path / "tuned"
+    settings = {"train.init_from": run, "train.num_steps": 2, "data.name": "text"}
+    settings |= {"data.directory": tmp_path, "data.batch_tokens": 256}
+    options = [f"--config.{key}={value}" for key, value in settings.items()]
+    ran = command(
+        "train.py", f"--config=configs/run.py:{run}", *options, f"--workdir={tuned}"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f"Beginning with {run}, step 0." in ran.stderr
+    vocabulary = [folder / "tokenizer" / "vocab.json" for folder in (run, tuned)]
+    assert vocabulary[0].read_bytes() == vocabulary[1].read_bytes()
+    before, after = (load_run(folder, "last").params for folder in (run, tuned))
+    shapes = [jax.tree.map(np.shape, params) for params in (before, after)]
+    assert shapes[0] == shapes[1]
+    moved = jax.tree.map(lambda x, y: float(abs(x - y).max()), before, after)
+    assert 0 < max(jax.tree.leaves(moved)) < 0.01  # two steps of the warm-up
+
+
 def test_the_command_lines(folders, tmp_path):
     run = tmp_path / "run"
     out = command("weights.py", f"--from={folders / 'marian'}", f"--workdir={run}")
@@ -207,6 +231,7 @@ def test_the_command_lines(folders, tmp_path):
     )
     assert lines.returncode == 0, lines.stderr
     assert lines.stdout.count("\n") == 3 and lines.stdout.split("\n")[1] == ""
+    tune_and_translate(run, tmp_path)
     bert = tmp_path / "bert"
     bring_in(folders / "bert", bert)
     refused = command("eval.py", f"--workdir={bert}", "--split=val")
