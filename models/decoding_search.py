@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 EOS = 2  # ends every sentence, see data/tokenizer.py; 0 and 1 are padding and BOS
 NEVER = -1e9  # log-probability of what is ruled out; finite, so that sums of it are
+LEAST = 1e-37  # temperature; what is less is 0 in float32
 BLOCK = 64  # pieces that are ranked by their largest first
 
 
@@ -81,7 +82,7 @@ def next_pieces(
     if temperature:
         allowed = logits[:, 0, EOS:]  # less the largest: never inf / inf
         drawn = EOS + sample(
-            (allowed - allowed.max(-1, keepdims=True)) / temperature,
+            (allowed - allowed.max(-1, keepdims=True)) / max(temperature, LEAST),
             jax.vmap(jax.random.fold_in)(keys, length),
             top_k,
             top_p,
@@ -155,6 +156,7 @@ def sample(
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
         before = probabilities.cumsum(-1) - probabilities
+        before = before.at[:, 0].set(-1.0)  # the likeliest stays, be top_p 0 in float32
         least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     # One uniform number a row, not a Gumbel a piece: random bits are dear.

@@ -278,6 +278,8 @@ def test_sampling_is_seeded_and_narrows_to_greedy():
     assert sampled(temperature=1.0, top_k=1) == greedy
     assert sampled(temperature=1.0, top_p=1e-6) == greedy
     assert sampled(temperature=1e-30) == greedy
+    # what is 0 in float32
+    assert sampled(temperature=1e-50) == sampled(temperature=1.0, top_p=1e-50) == greedy
     free = sampled(temperature=4.0, seed=1)
     assert free == sampled(temperature=4.0, seed=1)
     assert free != sampled(temperature=4.0, seed=2)

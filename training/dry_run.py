@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     parameters: int
     optimizer: int
     activations: int  # and gradients: what is neither argument nor result
-    peak: int
+    peak: int  # all of it, and the best parameters so far
     capacity: int
     collectives: dict[str, tuple[int, int]]  # by kind: how many, bytes
     flops: float  # a step's, of this chip's share of the model
@@ -109,14 +109,16 @@ def plan(config, arrays: dict, target: str) -> Plan:
         traced = train_steps.trace(*arguments, static=static)
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
     memory = compiled.memory_analysis()
+    parameters = _bytes_of(state.params, lie.params)
     return Plan(
-        parameters=_bytes_of(state.params, lie.params),
+        parameters=parameters,
         optimizer=_bytes_of(state.opt_state, lie.opt_state),
         activations=memory.temp_size_in_bytes,
         peak=memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
+        + memory.temp_size_in_bytes
+        + parameters,  # the best so far lie beside those of now
         capacity=targets.CHIPS[chip].memory,
         collectives=collectives(compiled.as_text()),
         flops=counting.update_flops(model, B, T, T) * num_trials / mesh.size,
