@@ -45,6 +45,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from attention import jax_nn, reference
+from attention.platform import compute_capability
 from attention.platform import platform as current_platform
 from attention.statistics import HeadStatistics, mean_over_queries
 
@@ -59,6 +60,7 @@ IMPLEMENTATIONS = {
     "pallas_tpu_interpret": ("attention.pallas_tpu", {"interpret": True}),
     "pallas_gpu_interpret": ("attention.pallas_gpu", {"interpret": True}),
 }
+SMALL_GPUS = (8.6, 8.9, 12.0, 12.1)  # 99 KiB of shared memory, others 163 and more
 FAR = 2**30  # a window without an end; an index and this are less than 2**31
 
 
@@ -201,14 +203,21 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
         platform in (None, "cpu", "gpu", "tpu"),
         f"platform must be 'cpu', 'gpu', 'tpu' or None, got {platform!r}",
     )
-    if (platform or current_platform()) not in ("tpu", "gpu"):
-        return "blockwise"
-    fused = (
-        query.dtype in (jnp.float32, jnp.bfloat16)
-        and max(query.shape[-1], value.shape[-1]) <= 256
-        and bias is None
-    )
-    return "pallas" if fused else "blockwise"
+    dtype, size = jnp.dtype(query.dtype), max(query.shape[-1], value.shape[-1])
+    largest = _largest_fused(platform or current_platform()).get(dtype.name, 0)
+    return "pallas" if size <= largest and bias is None else "blockwise"
+
+
+def _largest_fused(platform):
+    """Head sizes up to which there is a fused kernel, by dtype."""
+    if platform not in ("tpu", "gpu"):
+        return {}
+    capability = compute_capability() if platform == "gpu" else None
+    if capability is not None and capability < 8:
+        return {}  # no products of these types
+    if capability in SMALL_GPUS:
+        return {"float32": 32, "bfloat16": 128}
+    return {"float32": 256, "bfloat16": 256}
 
 
 def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:

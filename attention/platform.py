@@ -1,5 +1,7 @@
 """What is compiled for, which need not be the machine that traces."""
 
+import re
+
 import jax
 
 
@@ -10,3 +12,11 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def compute_capability() -> float | None:
+    """Of the NVIDIA GPU at hand, as 8.9; None where there is none."""
+    if jax.default_backend() != "gpu":
+        return None
+    told = str(getattr(jax.devices()[0], "compute_capability", None))
+    return float(told) if re.fullmatch(r"[0-9]+\.[0-9]+", told) else None

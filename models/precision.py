@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from attention.platform import platform
+from attention.platform import compute_capability, platform
 from models.checks import choose
 
 DTYPES = ("bfloat16", "float32")
@@ -27,9 +27,8 @@ def compute_dtype(name: str | None) -> str:
     if name is not None:
         choose("model.dtype", name, DTYPES)
         return name
-    if jax.default_backend() == "gpu":
-        capability = jax.devices()[0].compute_capability
-        return "bfloat16" if float(capability) >= 8 else "float32"
+    if (capability := compute_capability()) is not None:
+        return "bfloat16" if capability >= 8 else "float32"
     return "float32" if platform() == "cpu" else "bfloat16"
 
 

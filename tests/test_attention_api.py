@@ -365,6 +365,20 @@ def test_document_holds():
         assert told in ({"all"}, {"a bias", "a size over 256", "all others"})
 
 
+@pytest.mark.parametrize(
+    "capability, largest",
+    [(7.5, (0, 0)), (8.0, (256, 256)), (8.9, (32, 128)), (9.0, (256, 256))],
+)
+def test_small_gpus_have_smaller_fused_heads(monkeypatch, capability, largest):
+    monkeypatch.setattr(attention.api, "compute_capability", lambda: capability)
+    for dtype, most in zip((jnp.float32, jnp.bfloat16), largest, strict=True):
+        for size in (16, 32, 33, 128, 129, 256):
+            x = jax.ShapeDtypeStruct((1, 8, 2, size), dtype)
+            found = attention.resolve_implementation(x, x, x, platform="gpu")
+            assert found == ("pallas" if size <= most else "blockwise")
+            assert attention.resolve_implementation(x, x, x, platform="tpu") == "pallas"
+
+
 def test_mesh_decides_the_platform():
     """Compiling ahead for another platform picks that platform's implementation."""
     device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
