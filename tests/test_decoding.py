@@ -33,7 +33,7 @@ SETTINGS = SHAPES | {
         "num_kv_heads": 2,
     },
     "mixture, rotary": {"merge": "mixture", "mixture_heads": 2, "positions": "rotary"},
-    "talking": {"talking_heads": True, "num_kv_heads": 2},
+    "talking": {"talking_heads": True, "num_kv_heads": 2, "positions": "relative"},
 }
 
 
