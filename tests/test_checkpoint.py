@@ -1,5 +1,6 @@
 """Checkpoints: what is read is what was written, or it is said."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs.base import get_config
 from training.checkpoint import Checkpoints, Damaged, SaveError
-from training.restore import restore
+from training.restore import begun_from, restore
+from training.step import TrainState
 
 TREE = {
     "kernel": jnp.arange(5000.0).reshape(50, 100),
@@ -101,6 +104,53 @@ def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "Averaged 4 checkpoints, the last of step 40." in said
     assert "Trial 1 ended at step 25: its average is of the 3 that are left" in said
+
+
+def trained(workdir, best):
+    """A run whose best parameters, a number each trial, are of the steps 5, 6, ..."""
+    count = len(best)
+    score, at = np.arange(1.0, count + 1), np.arange(5, 5 + count)
+    kept = {"params": {"kernel": np.outer(best, np.ones(3, np.float32))}}
+    checkpoints = Checkpoints(workdir, keep=2)
+    for step in (10, 20):
+        checkpoints.save(
+            step,
+            params={"kernel": np.full((count, 3), step, np.float32)},
+            trials={"step": np.full(count, step), "diverged_at": np.zeros(count)},
+            best=kept | {"score": score, "step": at},
+        )
+    checkpoints.wait()
+    checkpoints.close()
+    (workdir / "config.json").write_text(json.dumps(get_config().to_dict()))
+    (workdir / "trials.json").write_text(
+        json.dumps([{"seed": i} for i in range(count)])
+    )
+
+
+@pytest.mark.parametrize(
+    "which, values, at",
+    [
+        ("best", [7, 8], [5, 6]),
+        ("last", [20, 20], [20, 20]),
+        ("average", [15, 15], [20, 20]),
+    ],
+)
+def test_best_last_and_average_are_parameters_of_their_own(tmp_path, which, values, at):
+    trained(tmp_path, [7, 8])
+    one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
+    params, steps, _ = restore(tmp_path, which, 2, one)
+    np.testing.assert_array_equal(params["kernel"], np.outer(values, np.ones(3)))
+    assert steps.tolist() == at
+
+
+@pytest.mark.parametrize("best, values", [([7, 8], [7, 8]), ([7], [7, 7])])
+def test_a_run_begins_with_anothers_best(tmp_path, best, values):
+    """Each trial with its own, or all with the only one."""
+    trained(tmp_path, best)
+    state = TrainState(None, {"kernel": jnp.zeros((2, 3))}, None, None, None)
+    state = begun_from(str(tmp_path), get_config(), 2, state)
+    found = state.params["kernel"]
+    np.testing.assert_array_equal(found, np.outer(values, np.ones(3)))
 
 
 def cut_short(path):

@@ -33,7 +33,7 @@ SETTINGS = SHAPES | {
         "num_kv_heads": 2,
     },
     "mixture, rotary": {"merge": "mixture", "mixture_heads": 2, "positions": "rotary"},
-    "talking": {"talking_heads": True, "num_kv_heads": 2},
+    "talking": {"talking_heads": True, "num_kv_heads": 2, "positions": "relative"},
 }
 
 
@@ -224,6 +224,61 @@ def test_beam_scores_are_the_uncached_models(shape):
         np.testing.assert_allclose(score, wanted, rtol=1e-4)
 
 
+def beam_by_hand(graph, params, text, limit, beam_size, length_penalty):
+    """The search as `decode` tells it, by whole passes of the uncached model.
+
+    Returns the score and the tokens that it ends with; and those of two searches that
+    end too soon, with as many hypotheses as beam_size, or where the best live one is
+    worth no more as it is, however much longer it may get.
+    """
+
+    def worth(log_prob, length):
+        return log_prob / ((5 + length) / 6) ** length_penalty
+
+    live, ended, count, present = [(0.0, [])], [], None, None
+    for length in range(1, limit + 1):
+        targets = [[*tokens, 2] for _, tokens in live]
+        targets += [[2]] * (beam_size - len(live))  # of one shape
+        scores = np.asarray(uncached(graph, params, inputs_of(text, targets)))
+        pieces = range(2, 3 if length == limit else scores.shape[-1])
+        every = [
+            (log_prob + scores[row, length - 1, piece], [*tokens, piece])
+            for row, (log_prob, tokens) in enumerate(live)
+            for piece in pieces
+        ]
+        every.sort(reverse=True)
+        ended += [(worth(p, length), t) for p, t in every[:beam_size] if t[-1] == 2]
+        live = [(p, t) for p, t in every if t[-1] != 2][:beam_size]
+        if not live:
+            break
+        best, hope = max(ended, default=(-np.inf, None)), live[0][0]
+        if len(ended) >= beam_size:
+            count = count or best
+        if worth(hope, length) <= best[0]:
+            present = present or best
+        if count and worth(hope, length) <= best[0] or worth(hope, limit) <= best[0]:
+            break
+    return max(ended), [count or max(ended), present or max(ended)]
+
+
+@pytest.mark.parametrize("length_penalty, beam_size", [(0.0, 4), (0.6, 2), (3.0, 4)])
+def test_a_narrow_beam_keeps_and_ends_what_it_says(length_penalty, beam_size):
+    graph, params = make()
+    params["embedding"][...] = params["embedding"][...].at[2].multiply(1.7)
+    texts, limit = sentences(*range(2, 14), seed=2), 14
+    options = {"beam_size": beam_size, "length_penalty": length_penalty}
+    out = jitted(graph, max_length=limit, **options)(params, *batch(texts))
+    found, too_soon = trimmed(out.tokens), np.zeros(2, int)
+    for text, row, score in zip(texts, found, out.scores, strict=True):
+        (wanted, tokens), sooner = beam_by_hand(graph, params, text, limit, **options)
+        assert row == tokens
+        np.testing.assert_allclose(score, wanted, rtol=1e-4)
+        too_soon += [early != tokens for _, early in sooner]
+    # else the end would not be tested; at a low penalty the second finds the same
+    assert too_soon[0] > 0 and (too_soon[1] > 0 or length_penalty < 1)
+    assert len({len(row) for row in found}) > 2
+
+
 def test_length_penalty_by_hand():
     # (5 + 7) / 6 = 2, squared 4; and one token has the penalty 1.
     assert decoding_search.penalty(7, 2.0) == 4.0
@@ -294,6 +349,24 @@ def test_sampling_is_seeded_and_narrows_to_greedy():
         **SHORT,
     )[0]
     assert rest == free[9:]
+
+
+def test_every_token_of_every_sample_is_drawn_anew():
+    """By a model that finds all pieces alike, of one sentence again and again."""
+    graph, params = make(layers=1)
+    params["embedding"][...] = jnp.zeros_like(params["embedding"][...])
+    texts = sentences(9) * 32
+    options = {"temperature": 4.0, "batch_size": 16} | SHORT
+    rows, scores = decoding.translate(graph, params, texts, **options)
+    drawn = np.bincount(sum(rows, []), minlength=30)
+    assert drawn.sum() > 200 and not drawn[:3].any()
+    assert scipy.stats.chisquare(drawn[3:]).pvalue > 0.001
+    firsts = [row[0] for row in rows if row]
+    assert len(set(firsts)) > len(firsts) / 4  # no sentence's number is another's
+    again = [row[i] == row[i + 1] for row in rows for i in range(len(row) - 1)]
+    assert np.mean(again) < 0.2  # nor any place's
+    lengths = np.array([len(row) + 1 for row in rows])
+    np.testing.assert_allclose(scores, -lengths * np.log(30), rtol=1e-5)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from models import layers, transformer
 from models.dropout import dropout, random_bits
+from tests.test_transformer import PACKED, tiny
 
 SHAPE = (64, 64, 128)
 
@@ -62,3 +65,26 @@ def test_trials_have_their_own_masks_and_rates():
     together = jax.vmap(lambda *drop: dropout(jnp.ones(SHAPE), drop, 0))(rates, keys)
     for out, rate, key in zip(together, rates, keys, strict=True):
         np.testing.assert_array_equal(out, dropout(jnp.ones(SHAPE), (rate, key), 0))
+
+
+def test_every_place_of_a_model_has_its_own_mask(monkeypatch):
+    """After the embeddings of both stacks, and after each sublayer of each layer."""
+    model = tiny()(rngs=nnx.Rngs(0))
+    seen = []
+
+    def spy(x, rate_and_key, index):
+        rate, key = rate_and_key
+        seen.append(jax.random.key_data(jax.random.fold_in(key, index)))
+        return dropout(x, rate_and_key, index)
+
+    for module in (layers, transformer):
+        monkeypatch.setattr(module, "dropout", spy)
+
+    @jax.jit
+    def keys_of(key):
+        model.hidden(PACKED, rate=0.5, key=key)
+        return jnp.stack(seen)
+
+    keys = keys_of(jax.random.key(0)).tolist()
+    assert len(keys) == 2 + 2 * 2 + 2 * 3
+    assert len(set(map(tuple, keys))) == len(keys)

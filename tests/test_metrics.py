@@ -1,10 +1,12 @@
 """What a run says while it runs."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from training import metrics
 from training.metrics import MetricsWriter, Progress, Window, clock, spread
 
 
@@ -73,6 +75,31 @@ def test_the_pace_leaves_out_the_steps_before_the_clock():
     assert row["tokens_per_second"] / row["steps_per_second"] == pytest.approx(2)
     share = row["flops_utilisation"] / row["steps_per_second"]
     assert share == pytest.approx(1e-9)
+
+
+def test_the_pace_is_of_updates_alone(monkeypatch):
+    """Without pauses, and without the tokens of a trial that is frozen."""
+    now = 0.0
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
+    window = Window((2, 8, 10))
+    window.start_clock()
+    window.ideal_seconds = 1.0
+    step = {name: np.ones(2) for name in ("loss", "gradient_norm", "learning_rate")}
+    step |= {"source_tokens": np.full(2, 6), "target_tokens": np.full(2, 10)}
+    step |= {"updated": np.array([True, False]), "diverged": np.zeros(2, bool)}
+    for waited, computed in ((1.0, 3.0), (0.0, 2.0)):  # the second window is anew
+        with window.waiting():
+            now += waited
+        now += computed
+        window.add(step)
+        with window.paused():
+            now += 100.0
+        row = window.rows()[0]
+        seconds = waited + computed
+        assert row["steps_per_second"] == pytest.approx(1 / seconds)
+        assert row["tokens_per_second"] == pytest.approx((6 + 10) / seconds)
+        assert row["input_wait_share"] == pytest.approx(waited / seconds)
+        assert row["flops_utilisation"] == pytest.approx(1 / seconds)
 
 
 def test_what_is_not_finite_is_null(tmp_path):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+from flax import nnx
 
 from analysis.evaluation import ranking
 from configs.base import get_config
@@ -80,6 +82,54 @@ def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program)
         np.testing.assert_allclose(group[index], alone[0], rtol=2e-4)
     assert group[:, -1].max() < 0.95 * group[:, 0].min()
     assert abs(group[0, 0] - group[1, 0]) > 1e-3 < abs(group[0, 1] - group[2, 1])
+
+
+def test_a_loss_is_nats_a_real_token_and_a_mask_of_the_seed_and_the_step(
+    config, corpus, program
+):
+    """On one batch twice, by equal parameters, which a rate of 0 leaves as they are."""
+    same = {"optimizer.learning_rate": 0.0, "optimizer.label_smoothing": 0.2}
+    trials = [
+        {"seed": 0, "model.dropout": 0.0},
+        {"seed": 0, "model.dropout": 0.3},
+        {"seed": 1, "model.dropout": 0.3},
+    ]
+    arrays = numbers(flat(config.to_dict()), [trial | same for trial in trials])
+    static, build = program
+    state = init(arrays, static=static, build=build)
+    params = jax.tree.map(lambda x: x[0], state.params)
+    alike = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), state.params)
+    state = state._replace(params=alike)
+    batch = {name: x[0] for name, x in batches_of(corpus, trials[:1])[0].items()}
+    twice = {name: np.broadcast_to(x, (3, 25, *x.shape)) for name, x in batch.items()}
+    _, metrics = train_steps(state, arrays, twice, 2, static=static)
+    logits = jax.jit(lambda *of: nnx.merge(static.graph, of[0])(of[1]))(params, batch)
+    log_probs = scipy.special.log_softmax(np.float64(logits), -1)
+    target = 0.8 * np.eye(VOCAB)[batch["target"]] + 0.2 / VOCAB
+    real = {side: batch[f"{side}_segments"] > 0 for side in ("source", "target")}
+    assert not any(x.all() for x in real.values())
+    wanted = -(target * log_probs).sum(-1)[real["target"]].mean()
+    loss = np.asarray(metrics["loss"])[:, :2]
+    np.testing.assert_allclose(loss[0], wanted, rtol=1e-5)
+    assert len({wanted, *loss[1:].ravel().tolist()}) == 5
+    for side, tokens in real.items():
+        assert (metrics[f"{side}_tokens"][:, :2] == tokens.sum()).all()
+
+
+def test_the_rate_is_the_schedules_from_the_first_update(config, corpus, program):
+    """Which moves by it what has any gradient to speak of, for Adam begins at 0."""
+    arrays = numbers(flat(config.to_dict()), TRIALS)
+    before = init(arrays, static=program[0], build=program[1]).params
+    metrics, state = trained(config, corpus, program, TRIALS, [1])
+    peaks = np.array([1e-2, 3e-3, 1e-2])
+    for trial, peak in enumerate(peaks):
+        moved = jax.tree.map(lambda x, y, i=trial: x[i] - y[i], state.params, before)
+        largest = max(float(abs(x).max()) for x in jax.tree.leaves(moved))
+        assert largest == pytest.approx(peak / 10, rel=1e-3)
+    metrics, _ = trained(config, corpus, program, TRIALS, [12])
+    update = np.arange(1, 13)
+    curve = np.minimum(update / 10, np.sqrt(10 / update))
+    np.testing.assert_allclose(metrics["learning_rate"], peaks[:, None] * curve, 1e-6)
 
 
 def test_steps_of_one_dispatch_equal_as_many_dispatches(config, corpus, program):

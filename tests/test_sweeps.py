@@ -18,7 +18,7 @@ from sweeps import reporting
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
-from sweeps.store import DECODING, TRAINED, locked
+from sweeps.store import DECODING, TRAINED, locked, pace
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -328,7 +328,8 @@ def test_groups_and_shards_are_chosen(tmp_path, corpus):
     )
     assert chosen(sweep, None, "1/4") == [groups[1], groups[5]]
     for group, shard in (("6", None), ("K", None), (None, "3/3"), (None, "one")):
-        with pytest.raises(ValueError, match=group or shard):
+        asked = f"--{'group' if group else 'shard'} must be .*, got {group or shard}"
+        with pytest.raises(ValueError, match=f"^{asked}[.]$"):
             chosen(sweep, group, shard)
     tune = [f"{RATE}=0.01,0.02"]
     searched = open_sweep(options(tmp_path / "t", corpus, tune=tune))
@@ -410,6 +411,39 @@ def test_settings_that_diverge_are_not_chosen(tmp_path, corpus, lost, best):
     path.write_text(json.dumps(rows))
     trials = [t for t in sweep.extended().plan.trials if not t.is_search]
     assert {t.nuisance[RATE] for t in trials} == ({best} if best else set())
+
+
+@pytest.mark.parametrize(
+    "scores, best",
+    [
+        ({0.01: [10, 40], 0.02: [30, 30]}, 0.02),  # by the mean, not the best seed
+        ({0.01: [10, 40], 0.02: [90, None]}, 0.01),  # and not where one diverged
+    ],
+)
+def test_a_setting_is_judged_by_all_its_seeds(tmp_path, corpus, scores, best):
+    tune = [f"{RATE}=0.01,0.02"]
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune, search_seeds=2))
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    rows, left = json.loads(path.read_text()), {k: [*v] for k, v in scores.items()}
+    for row, trial in zip(rows, sweep.groups[0].trials, strict=True):
+        score = left[trial.nuisance[RATE]].pop(0)
+        row |= {"diverged_at": 7} if score is None else {"bleu": score}
+    path.write_text(json.dumps(rows))
+    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
+    assert [(t.arm, t.nuisance[RATE]) for t in trials] == [("K=4", best)] * 2
+
+
+def test_the_pace_of_a_run_is_by_its_time():
+    """Of rows that took 10 and 15 seconds; one of the steps that compiled has none."""
+    rows = [
+        {"step": 10, "trial": 0, "steps_per_second": 1.0, "tokens_per_second": 1000.0},
+        {"step": 10, "trial": 1, "steps_per_second": 1.0, "tokens_per_second": 1000.0},
+        {"step": 40, "trial": 0, "steps_per_second": 2.0, "tokens_per_second": 3000.0},
+        {"step": 40, "trial": 0, "dev_bleu": 30.0},
+    ]
+    assert pace(rows) == (pytest.approx(2200), pytest.approx(25))
+    assert pace(rows[3:]) == (None, 0)
 
 
 @pytest.mark.parametrize(

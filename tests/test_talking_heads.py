@@ -1,9 +1,10 @@
-"""Talking heads at the border: rows that see nothing, and mixes that do not fit."""
+"""Talking heads by hand; rows that see nothing, and mixes that do not fit."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from attention import dot_product_attention, talking_heads_attention
 from attention import talking_heads_weights as weights_of
@@ -17,6 +18,27 @@ def normal(seed, *shape):
 
 
 ARRAYS = normal(0, 2, 3, N, 5), normal(1, 2, 4, N, 5), normal(2, 2, 4, N, 5)
+
+
+def test_bias_masks_and_gate_stand_where_they_are_said_to():
+    """By NumPy: bias and mask between the mixes, the mask once more, the gate last."""
+    query, key, value = ARRAYS[0], ARRAYS[1][:, :, :2], ARRAYS[2][:, :, :2]
+    before, after = (normal(seed, N, N) for seed in (3, 4))
+    bias, gate = normal(5, 2, N, 3, 4), normal(6, 2, N)
+    mask = np.random.default_rng(7).random((2, N, 3, 4)) < 0.6
+    mask[..., 0] = True
+    keys, values = (np.repeat(np.float64(x), 2, axis=2) for x in (key, value))
+    logits = np.einsum("btnh,bsnh->bnts", np.float64(query), keys) / np.sqrt(5)
+    logits = np.einsum("bnts,nm->bmts", logits, before) + bias
+    weights = scipy.special.softmax(np.where(mask, logits, -np.inf), -1)
+    weights = np.einsum("bnts,nm->bmts", weights, after) * mask
+    wanted = np.einsum("bnts,bsnv->btnv", weights, values) * gate[:, None, :, None]
+    mixes = {"logits_mix": before, "weights_mix": after}
+    arguments = {"bias": bias, "mask": jnp.asarray(mask)} | mixes
+    found = weights_of(query, key, **arguments)
+    np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+    out = talking_heads_attention(query, key, value, **arguments, head_gate=gate)
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

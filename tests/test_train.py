@@ -574,23 +574,29 @@ def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, 
     asked = []
 
     def translate(graph, params, sentences, **options):
-        asked.append(options)
+        asked.append(options | {"params": params})
         return [ids[:-1] for ids in sentences], None
 
     lines = ["a b", " ", "\ufeff", "\x01", "", "d e"]
     monkeypatch.setattr("analysis.trained.translate", translate)
     monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: [lines])
-    nothing = {name: {} for name in ("graph", "params", "head_gates", "diverged_at")}
+    nothing = {name: {} for name in ("graph", "head_gates", "diverged_at")}
     trained = Trained(
-        config=get_config(), trials=[{}], step=[0], tokenizers=(side, side), **nothing
+        config=get_config(),
+        trials=[{}, {}],
+        step=[0, 0],
+        params=np.array([10, 11]),
+        tokenizers=(side, side),
+        **nothing,
     )
     with flagsaver.flagsaver(), open(os.devnull) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        flags.FLAGS(command("eval.py", batch_size=7)[1:])
+        flags.FLAGS(command("eval.py", batch_size=7, trial=1)[1:])
         script.translate_lines(trained, {})
     assert capsys.readouterr().out.split("\n") == ["a b", "", "", "", "", "d e", ""]
     (options,) = asked
     assert options["sample_numbers"] == [0, 5] and options["batch_size"] == 7
+    assert options["params"] == 11, "of the trial that was asked for"
 
 
 def test_a_file_that_may_not_be_written_is_refused(evaluated, capfd, monkeypatch):
@@ -622,11 +628,24 @@ def test_evaluating_by_every_checkpoint(trained, evaluated):
     assert steps == {"best": 60, "last": 60, "average": 60}
 
 
-def test_the_heads_of_a_trial_are_told(trained, evaluated):
+def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
+    """And its translations shown, not those of the first one."""
     options = {"split": "val", "checkpoint": "last", "beam_size": 1, "trial": 1}
+    options |= {"show": 200, "output": tmp_path / "SPLIT.txt"}
     said = evaluated(workdir=trained, heads=True, **options).out
     rows = json.loads((trained / "heads-val.json").read_text())
     assert {row["trial"] for row in rows} == {1}
+    made = load(trained, "last")
+    params, dev = jax.tree.map(lambda x: x[1], made.params), read(made, "val")
+    of_it = measure(made.graph, params, {}, dev.source, dev.target, 512)
+    for name in ("entropy", "importance", "added_loss"):
+        told, wanted = ([row[name] for row in found] for found in (rows, of_it))
+        np.testing.assert_allclose(told, wanted, rtol=1e-5, atol=1e-7)
+    files = [(tmp_path / f"val-{trial}.txt").read_text() for trial in (0, 1)]
+    first, second = (text.removesuffix("\n").split("\n") for text in files)
+    mark = "translation  "
+    shown = [line for line in said.splitlines() if line.startswith(mark)]
+    assert [line.removeprefix(mark) for line in shown] == second != first
     for site in ("encoder", "decoder", "cross"):
         assert f"{site}, trial 1, val" in said
         entropies = [row["entropy"] for row in rows if row["site"] == site]

@@ -13,6 +13,7 @@ from configs.commandline import flat
 from models import precision
 from models.checks import check_counts
 from models.counting import abstract, parameters
+from models.multi_head import Attention
 from models.positions import BUCKETS, relative_bias, sinusoidal
 from models.sites import implementations
 from models.transformer import Transformer
@@ -160,6 +161,39 @@ def test_transformer_tiny_counts():
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 10_000 * D + 4 * (encoder + decoder)
     assert parameters(model) == expected
+
+
+@pytest.mark.parametrize(
+    "merge, name, sizes",
+    [
+        ("concat", "kernel", (96, 64)),
+        ("mean", "kernel", (24, 64)),
+        ("gated", "gate", (64, 4)),
+        ("gated_elementwise", "gate", (64, 96)),
+    ],
+)
+def test_kernels_begin_as_xavier_and_glorot_say(merge, name, sizes):
+    """Of what all heads together take and give, so that N alone changes nothing."""
+    heads = {"num_heads": 4, "head_dim": 8, "value_dim": 24, "merge": merge}
+    layer = Attention(64, **heads, rngs=nnx.Rngs(0))
+    for kernel, (into, out) in (
+        (layer.query, (64, 32)),
+        (layer.value, (64, 96)),
+        (layer.merge[name], sizes),
+    ):
+        bound = np.sqrt(6 / (into + out))
+        assert 0.97 * bound < np.abs(kernel[...]).max() <= bound
+        assert kernel[...].std() == pytest.approx(bound / np.sqrt(3), rel=0.06)
+
+
+def test_embeddings_begin_and_enter_at_the_scale_of_positions():
+    model = tiny(scale_embeddings=True)(rngs=nnx.Rngs(0))
+    table = np.asarray(model.embedding[...])
+    assert table.std() == pytest.approx(16**-0.5, rel=0.1)
+    tokens, positions = jnp.array([[7, 3, 9]]), jnp.array([[0, 1, 0]])
+    found = model.embed(tokens, positions, 3)
+    wanted = 4 * table[[7, 3, 9]] + sinusoidal(3, 16)[[0, 1, 0]]
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,11 @@ def test_the_arms_of_the_papers():
 
 
 def test_matching_flops_is_not_matching_parameters():
-    """What is saved with shared embeddings aside: relative positions add no product."""
-    one, other = tiny().to_dict(), tiny(width=32).to_dict()
+    """Relative positions are parameters, and add no product."""
+    one, other = tiny().to_dict(), tiny(positions="relative").to_dict()
+    F = {b: solve_mlp_dim(other, one, b) for b in ("parameters", "flops")}
+    assert F["parameters"] < F["flops"] == one["model"]["mlp_dim"]
+    other = tiny(width=32).to_dict()
     other["model"]["attention"]["merge"] = "mean"
     F = {b: solve_mlp_dim(other, one, b) for b in ("parameters", "flops")}
     for budget, count in (("parameters", parameters), ("flops", flops)):
