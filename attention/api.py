@@ -382,7 +382,8 @@ def _integers(name, array, shape, batched, most):
         f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
     )
     if most is not None:
-        array = jnp.clip(array, 0, most)  # before its type is, of which it may be out
+        # before its type is, of which it may be out, as the end may be of its own
+        array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
     return array.astype(jnp.int32)
 
 

@@ -112,6 +112,20 @@ def test_any_shape_and_mask(sizes, blocks, window, features, is_causal, dtype):
     check(alone, want, dtype)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_lengths_of_few_bits(dtype):
+    """The end, 300, is none of their numbers: as an int8 it would be 44."""
+    inputs, _ = make("nothing", shape=(1, 2, 300, 1, 1, 4, 4))
+
+    def of(dtype):
+        lengths = {"key_value_seq_lengths": jnp.array([100], dtype)}
+        return attention.dot_product_attention(
+            *inputs, implementation="reference", **lengths
+        )
+
+    np.testing.assert_array_equal(of(dtype), of(jnp.int32))
+
+
 def test_statistics_of_the_full_map():
     """Their definitions, from `attention_weights`, by NumPy in float64."""
     inputs, arguments = make("segments")
