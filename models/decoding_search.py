@@ -123,7 +123,7 @@ def top_pieces(
     # In two dimensions: of more XLA makes a complete sort on a CPU.
     logits = logits.reshape(-1, vocab)
     num_blocks = vocab // BLOCK
-    if num_blocks < 2 * count:
+    if num_blocks < max(2 * count, first):  # which are to be in blocks of their own
         logits = jnp.where(jnp.arange(vocab) < first, -jnp.inf, logits)
         values, pieces = jax.lax.top_k(logits, count)
         return values.reshape(*shape, count), pieces.reshape(*shape, count)

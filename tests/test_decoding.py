@@ -244,6 +244,13 @@ def test_top_pieces_is_top_k(first):
         np.testing.assert_array_equal(found[1], pieces + first)
 
 
+def test_top_pieces_of_two_blocks():
+    """Of 150 pieces EOS would stand in the second row of blocks, and stay."""
+    logits = jnp.zeros((1, 150)).at[0, 2].set(9.0).at[0, 7].set(1.0)
+    found = decoding_search.top_pieces(logits, 1, 3)
+    assert [x.item() for x in found] == [1.0, 7]
+
+
 def test_samples_follow_the_distribution():
     logits = jnp.array([2.0, 0.5, -1.0, 1.0, 0.0, -jnp.inf])
     draws = 4000
