@@ -303,6 +303,16 @@ def test_sampling_is_seeded_and_narrows_to_greedy():
     assert rest == free[9:]
 
 
+def test_decoding_where_python_numbers_are_int64():
+    graph, params = make(layers=1)
+    texts, options = sentences(5, 3, 9), {"temperature": 1.0, "batch_size": 4} | SHORT
+    wanted, scores = decoding.translate(graph, params, texts, **options)
+    with jax.enable_x64(True):
+        found, others = decoding.translate(graph, params, texts, **options)
+    assert found == wanted
+    np.testing.assert_allclose(others, scores, rtol=1e-4)
+
+
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_a_sentence_alone_or_among_others(beam_size):
     # More sentences than rows, so that rows are used again and the cache wraps.
