@@ -28,7 +28,8 @@ An implementation is a module (or two names of it) with two functions:
   out is used, its cotangent for lse is zero.
 - HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
   need not be differentiable: gradients by it are cut.
-- Kernels need no `head_gate`, dtype, shape or value checks: they are done here.
+- Kernels need no `head_gate`, dtype, shape or value checks: they are done here. In
+  `jax.shard_map` all arrays vary over the same devices.
 - `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too.
 """
 
@@ -45,6 +46,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from attention import jax_nn, reference
+from attention.partition import varying_alike
 from attention.platform import compute_capability
 from attention.platform import platform as current_platform
 from attention.statistics import HeadStatistics, mean_over_queries
@@ -319,19 +321,23 @@ def normalise(
         "query_segment_ids and key_value_segment_ids must be given together",
     )
     batched = rank == 4
+    integers = {
+        name: _integers(name, array, shape, batched, most)
+        for name, array, shape, most in (
+            ("query_seq_lengths", query_seq_lengths, (B,), T),
+            ("key_value_seq_lengths", key_value_seq_lengths, (B,), S),
+            ("query_segment_ids", query_segment_ids, (B, T), None),
+            ("key_value_segment_ids", key_value_segment_ids, (B, S), None),
+        )
+    }
+    arrays, integers = varying_alike(((query, key, value, bias, mask), integers))
     structure = {
         "scale": float(scale),
         "is_causal": bool(is_causal),
         "local_window_size": local_window_size,
+        **integers,
     }
-    for name, array, shape, most in (
-        ("query_seq_lengths", query_seq_lengths, (B,), T),
-        ("key_value_seq_lengths", key_value_seq_lengths, (B,), S),
-        ("query_segment_ids", query_segment_ids, (B, T), None),
-        ("key_value_segment_ids", key_value_segment_ids, (B, S), None),
-    ):
-        structure[name] = _integers(name, array, shape, batched, most)
-    return (query, key, value, bias, mask), structure, batched
+    return arrays, structure, batched
 
 
 def _is_real(number):
@@ -382,7 +388,8 @@ def _integers(name, array, shape, batched, most):
         f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
     )
     if most is not None:
-        array = jnp.clip(array, 0, most)  # before its type is, of which it may be out
+        # before its type is, of which it may be out, as the end may be of its own
+        array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
     return array.astype(jnp.int32)
 
 

@@ -45,7 +45,8 @@ def attend(
     problem = _problem(query, key, bias, structure, statistics)
     differentiable = _present(query=query, key=key, value=value, bias=bias)
     constant = _present(mask=mask, **indices)
-    out, lse, *rows = _attend(problem, differentiable, constant)
+    out, *rows = _attend(problem, differentiable, constant)
+    lse, *rows = map(jnp.float32, rows)  # also of float64
     return (out, lse, HeadStatistics(*rows)) if statistics else (out, lse)
 
 
@@ -58,7 +59,7 @@ def head_statistics(
     arrays = _present(query=query, key=key, bias=bias, mask=mask, **indices)
     head = heads.short if problem.short else heads.forward
     _, *rows = _run(head, problem, arrays, ROWS)
-    return HeadStatistics(*rows)
+    return HeadStatistics(*map(jnp.float32, rows))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -74,7 +74,8 @@ def forward(problem, head):
         sums = dict.fromkeys(STATISTICS if problem.statistics else (), rows)
         if "value" in head:
             sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
-        carry = _visit(problem, head, i, step, (rows + LOWEST, rows, sums))
+        carry = _varying(head, (rows + LOWEST, rows, sums))
+        carry = _visit(problem, head, i, step, carry)
         maximum, total, _ = carry
         return _grouped(problem, (*_results(*carry), _reciprocal(total), maximum))
 
@@ -199,13 +200,14 @@ def backward(problem, head):
                 bias_gradient,
             )
 
-        carry = (jnp.zeros(query.shape, dtype), *sums)
+        carry = (_varying(head, jnp.zeros(query.shape, dtype)), *sums)
         query_gradient, *sums = _visit(problem, head, i, step, carry)
         return tuple(sums), *_grouped(problem, (query_gradient,))
 
     sums = tuple(
         jnp.zeros((head[name].shape[-1], S), dtype) for name in ("key", "value")
     ) + (jnp.zeros(head["bias"].shape, dtype) if "bias" in head else None,)
+    sums = _varying(head, sums)
     count = head["query"].shape[1] // problem.queries
     if count == 1:
         sums, query_gradient = chunk(sums, 0)
@@ -326,6 +328,15 @@ def _visit(problem, head, i, step, carry):
         stop = jnp.minimum(stop, jnp.where(near.any(), S - near[::-1].argmax(), 0))
     start, stop = start // problem.keys, -(-stop // problem.keys)
     return jax.lax.fori_loop(start, stop, step, carry)
+
+
+def _varying(head, sums):
+    """Zeros that vary over devices as the head does: `jax.shard_map` checks it.
+
+    A loop that adds to them must begin with the type it ends with.
+    """
+    axes = jax.typeof(head["query"]).manual_axis_type.varying
+    return jax.lax.pcast(sums, tuple(axes), to="varying")
 
 
 def _slice(x, axis, index, size):

@@ -187,6 +187,22 @@ def axes_of(arrays, **others):
     return {name: letters[name] for name in arrays}
 
 
+def varying_alike(arrays):
+    """A tree of arrays, all of which vary over the same devices in `jax.shard_map`.
+
+    JAX's own operations do so unasked, and sum the gradient of what did not vary; the
+    derivative rule of a kernel cannot.
+    """
+
+    def varying(x):
+        return jax.typeof(x).manual_axis_type.varying
+
+    every = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+    return jax.tree.map(
+        lambda x: jax.lax.pcast(x, tuple(every - varying(x)), to="varying"), arrays
+    )
+
+
 def _by_name(mesh, sizes):
     """What a mesh divides, told by the names of its axes.
 

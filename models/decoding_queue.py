@@ -119,4 +119,5 @@ def refill(
         (rows, served.places),
         (fresh, B + place),
     )
-    return rows, served._replace(places=places, begun=served.begun + begins.sum())
+    begun = served.begun + begins.sum(dtype=jnp.int32)
+    return rows, served._replace(places=places, begun=begun)

@@ -1,5 +1,6 @@
 """How a hypothesis goes on: the best continuations of the beams, or a sample."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -123,7 +124,7 @@ def top_pieces(
     # In two dimensions: of more XLA makes a complete sort on a CPU.
     logits = logits.reshape(-1, vocab)
     num_blocks = vocab // BLOCK
-    if num_blocks < 2 * count:
+    if num_blocks < max(2 * count, first):  # which are to be in blocks of their own
         logits = jnp.where(jnp.arange(vocab) < first, -jnp.inf, logits)
         values, pieces = jax.lax.top_k(logits, count)
         return values.reshape(*shape, count), pieces.reshape(*shape, count)
@@ -161,5 +162,6 @@ def sample(
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     # One uniform number a row, not a Gumbel a piece: random bits are dear.
     cumulative = jax.nn.softmax(logits, axis=-1).cumsum(-1)
-    uniform = jax.vmap(jax.random.uniform)(keys)[:, None]
-    return (cumulative <= uniform * cumulative[:, -1:]).sum(-1)
+    draw = partial(jax.random.uniform, dtype=cumulative.dtype)
+    uniform = jax.vmap(draw)(keys)[:, None]
+    return (cumulative <= uniform * cumulative[:, -1:]).sum(-1, dtype=jnp.int32)

@@ -161,7 +161,7 @@ def advance(
     better = score > rows.best_score
     ended = jnp.where(is_slot, EOS, pick(rows.tokens, winner[:, None])[:, 0])
     best_score = jnp.where(better, score, rows.best_score)
-    num_ended = rows.num_ended + found.ends.sum(1)
+    num_ended = rows.num_ended + found.ends.sum(1, dtype=jnp.int32)
     live = found.log_probs.max(1)
     hope = live / penalty(rows.limit, length_penalty)
     # W poor hypotheses may end before a better one does: look at the live ones too

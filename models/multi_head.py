@@ -175,7 +175,13 @@ class Attention(nnx.Module):
         arrays = like(T, self.query), like(S, self.key), like(S, self.value)
         if self.implementation is not None:
             named = {"implementation": self.implementation}
-            jax.eval_shape(partial(attention.dot_product_attention, **named), *arrays)
+            call = partial(attention.dot_product_attention, **named)
+            jax.eval_shape(call, *arrays)
+            if has_bias:  # which is to be learnt
+                bias = jax.ShapeDtypeStruct((1, self.query.shape[1], T, S), dtype)
+                jax.eval_shape(
+                    lambda *x: jax.vjp(partial(call, *x[:-1]), x[-1])[0], *arrays, bias
+                )
             return self.implementation
         bias = jnp.float32 if has_bias else None
         return attention.resolve_implementation(*arrays, bias)

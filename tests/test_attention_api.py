@@ -187,12 +187,14 @@ def test_second_order():
 
 
 SHARDED = """
-import re, sys
+import functools, re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 sys.path.insert(0, "tests")
 from attention_cases import check, differentiate, make
+from attention import blockwise, dot_product_attention
 
+blockwise.LONG = blockwise.SHARED = (150, 100)  # loops over blocks for T = 300
 mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
 for T in (64, 300):
     inputs, _ = make("nothing", shape=(4, T, T, 4, 2, 16, 16))
@@ -206,17 +208,17 @@ for T in (64, 300):
     got = compiled(jax.device_put(inputs, spec))
     check({name: np.asarray(x) for name, x in got.items()}, want)
     assert not got["gradient of key"].sharding.is_fully_replicated
-    mapped = jax.shard_map(
-        lambda x: jax.tree.map(lambda y: y, run(x)["out"]),
-        mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False,
-    )
-    local = jax.jit(mapped)(inputs)
-    assert local.shape == want["out"].shape
-    partly = jax.shard_map(
-        lambda x: run(x)["out"], mesh=mesh, in_specs=P("data"), out_specs=P("data"),
-        axis_names={"data"},
-    )
-    check({"out": jax.jit(partly)(inputs)}, {"out": want["out"]})
+    bias = jnp.zeros((4, T, T))
+    def slope(bias, inputs):
+        attend = functools.partial(dot_product_attention, implementation="blockwise")
+        return jax.grad(lambda bias: (attend(*inputs, bias) ** 2).sum())(bias)
+    steep = jax.jit(slope)(bias, inputs)
+    for axes in ({"data", "model"}, {"data"}):  # all of the mesh or a part of it
+        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=axes)
+        local = jax.jit(mapped(run, in_specs=P("data"), out_specs=P("data")))(inputs)
+        check({"out": local["out"]}, {"out": want["out"]})
+        shared = mapped(slope, in_specs=(P(), P("data")), out_specs=P())
+        check({"bias": jax.jit(shared)(bias, inputs)}, {"bias": steep})
 # The guard itself: a sum over keys that are divided needs a collective.
 late = NamedSharding(mesh, P(None, "data"))
 text = jax.jit(run).lower(jax.device_put(inputs, late)).compile().as_text()

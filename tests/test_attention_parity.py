@@ -74,6 +74,20 @@ def test_bfloat16(feature, small_blocks):
     check(got, everything("reference", exact, arguments), jnp.bfloat16)
 
 
+def test_float64(small_blocks):
+    """The output has its precision; log-sum-exp and statistics are float32."""
+    with jax.enable_x64(True):
+        inputs, arguments = make("causal", jnp.float64)
+        got = everything("blockwise", inputs, arguments)
+        want = everything("reference", inputs, arguments)
+        alone = jax.jit(lambda x: statistics("blockwise", x, arguments))(inputs)
+    check(got, want)
+    np.testing.assert_allclose(got["out"], want["out"], atol=1e-13)
+    for name, x in got.items():
+        assert x.dtype == want[name].dtype, name
+    assert {x.dtype for x in alone.values()} == {jnp.dtype("float32")}
+
+
 def test_default_block_sizes():
     """Long rows as users have them, across the borders of the real blocks."""
     shape = (1, 300, 1100, 2, 1, 16, 8)
@@ -110,6 +124,20 @@ def test_any_shape_and_mask(sizes, blocks, window, features, is_causal, dtype):
         want = everything("reference", exact, arguments)
     check(got, want, dtype)
     check(alone, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_lengths_of_few_bits(dtype):
+    """The end, 300, is none of their numbers: as an int8 it would be 44."""
+    inputs, _ = make("nothing", shape=(1, 2, 300, 1, 1, 4, 4))
+
+    def of(dtype):
+        lengths = {"key_value_seq_lengths": jnp.array([100], dtype)}
+        return attention.dot_product_attention(
+            *inputs, implementation="reference", **lengths
+        )
+
+    np.testing.assert_array_equal(of(dtype), of(jnp.int32))
 
 
 def test_statistics_of_the_full_map():

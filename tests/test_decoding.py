@@ -299,6 +299,13 @@ def test_top_pieces_is_top_k(first):
         np.testing.assert_array_equal(found[1], pieces + first)
 
 
+def test_top_pieces_of_two_blocks():
+    """Of 150 pieces EOS would stand in the second row of blocks, and stay."""
+    logits = jnp.zeros((1, 150)).at[0, 2].set(9.0).at[0, 7].set(1.0)
+    found = decoding_search.top_pieces(logits, 1, 3)
+    assert [x.item() for x in found] == [1.0, 7]
+
+
 def test_samples_follow_the_distribution():
     logits = jnp.array([2.0, 0.5, -1.0, 1.0, 0.0, -jnp.inf])
     draws = 4000
@@ -367,6 +374,16 @@ def test_every_token_of_every_sample_is_drawn_anew():
     assert np.mean(again) < 0.2  # nor any place's
     lengths = np.array([len(row) + 1 for row in rows])
     np.testing.assert_allclose(scores, -lengths * np.log(30), rtol=1e-5)
+
+
+def test_decoding_where_python_numbers_are_int64():
+    graph, params = make(layers=1)
+    texts, options = sentences(5, 3, 9), {"temperature": 1.0, "batch_size": 4} | SHORT
+    wanted, scores = decoding.translate(graph, params, texts, **options)
+    with jax.enable_x64(True):
+        found, others = decoding.translate(graph, params, texts, **options)
+    assert found == wanted
+    np.testing.assert_allclose(others, scores, rtol=1e-4)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

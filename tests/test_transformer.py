@@ -231,6 +231,15 @@ def test_an_implementation_that_cannot_run_is_told_before_training(change, messa
         implementations(model, 2, 5, 6)
 
 
+@pytest.mark.parametrize("name", ["pallas_gpu_interpret", "pallas_tpu_interpret"])
+def test_a_kernel_that_can_learn_no_bias_is_told_before_training(name):
+    config = get_config().model
+    config.positions, config.attention.implementation = "relative", name
+    model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
+    with pytest.raises(NotImplementedError, match="no gradient by the bias"):
+        implementations(model, 2, 5, 6)
+
+
 @pytest.mark.parametrize("key", ["model.width", "train.eval_every_steps"])
 def test_counts_below_one_are_named(key):
     config = flat(get_config().to_dict())
