@@ -709,6 +709,25 @@ def test_heads_are_removed_the_least_important_first(trained, evaluated):
     assert all(f" {mean:.3f} ± " in said for mean in means)
 
 
+def test_a_corpus_without_val_is_refused_before_all_is_decoded(
+    trained, evaluated, capfd, tmp_path
+):
+    """By --prune, which ranks heads on it."""
+    workdir, folder = tmp_path / "run", tmp_path / "corpus"
+    shutil.copytree(trained, workdir)
+    write_corpus(folder, ["one"], ["eins"])
+    for language in ("en", "de"):
+        (folder / f"train.{language}").rename(folder / f"test.{language}")
+        (folder / f"val.{language}").unlink(missing_ok=True)
+    config = json.loads((workdir / "config.json").read_text())
+    config["data"] |= {"name": "text", "directory": str(folder)}
+    (workdir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="2"):
+        evaluated(workdir=workdir, split="test", prune=True, beam_size=1)
+    assert "holds neither val.en and val.de nor" in capfd.readouterr().err
+    assert not (workdir / "result-test.json").exists()
+
+
 def test_a_run_translates_from_python(trained):
     made = load(trained)
     lines = ["seven", " ", "twenty-one"]
