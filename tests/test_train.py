@@ -679,8 +679,19 @@ def test_heads_are_removed_the_least_important_first(trained, evaluated):
     for trial, result in enumerate(whole):
         graph, (params, _) = made.graph, made.of(trial)
         told = measure(graph, params, {}, dev.source, dev.target, 512)
+        norms = {}
+        for row in told:
+            norms.setdefault((row["site"], row["layer"]), []).append(row["importance"])
+        for row in told:
+            norm = np.linalg.norm(norms[row["site"], row["layer"]])
+            row["normalized_importance"] = row["importance"] / norm
+        drawn = {r["draw"]: r["gone"] for r in found if r["order"] == "random"}
+        assert len({tuple(gone) for gone in drawn.values()}) == len(drawn) == 3
         for order in ORDERS:
-            of_order = [r for r in found if (r["trial"], r["order"]) == (trial, order)]
+            whose = (trial, order, 0)
+            of_order = [
+                r for r in found if (r["trial"], r["order"], r["draw"]) == whose
+            ]
             assert [row["removed"] for row in of_order] == counts(len(told))
             everything = of_order[-1]["gone"]
             for row in of_order:
@@ -706,6 +717,7 @@ def test_heads_are_removed_the_least_important_first(trained, evaluated):
         statistics.mean(r["loss"] for r in found if (r["removed"], r["order"]) == at)
         for at in ((0, "random"), (counts(len(told))[3], "added_loss"))
     ]
+    assert "mean of 2 trials, val" in said
     assert all(f" {mean:.3f} ± " in said for mean in means)
 
 
