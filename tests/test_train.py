@@ -749,6 +749,10 @@ def test_a_run_translates_from_python(trained):
     tokens, _ = translate(made.graph, params, ids, head_gates=gates, beam_size=2)
     first, second = made.tokenizers[1].decode_many(tokens)
     assert found == [first, "", second]
+    other = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("other",))
+    jax.set_mesh(other)  # as by a run that is loaded later, on several devices
+    assert made.translate(lines, trial=1, beam_size=2) == found
+    assert jax.sharding.get_mesh() == made.mesh
 
 
 def test_bad_input_to_eval_is_named(trained, tmp_path):
