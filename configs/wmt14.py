@@ -11,8 +11,8 @@ a step needs on chips that are not at hand:
 
     python train.py --config=configs/wmt14.py --dry_run=v5e:16x16 --config.seeds=16
 
-Other than there: a batch has 32,768 tokens a side, which mesh.data divides well, not
-some 25,000; pieces are SentencePiece's, of plain text; pairs of over 128 tokens are
+Other than in the paper: a batch has 32,768 tokens a side, which mesh.data divides well,
+not some 25,000; pieces are SentencePiece's, of plain text; pairs of over 128 tokens are
 left out; and a translation may have twice the tokens of its source and 16, not 50 more.
 """
 
