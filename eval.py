@@ -110,9 +110,12 @@ def main():
                 translate_lines(trained, options)
                 return
             with hosts.together():
-                all_pairs = [read(trained, split, DIRECTORY.value) for split in named]
-            for pairs in all_pairs:
-                evaluate(workdir, trained, pairs, options)
+                needed = [*named, *["val"] * PRUNE.value]  # to rank heads on
+                found = {
+                    split: read(trained, split, DIRECTORY.value) for split in needed
+                }
+            for split in named:
+                evaluate(workdir, trained, found[split], options, found.get("val"))
 
 
 def splits() -> list[str]:
@@ -188,8 +191,17 @@ def check_files(named: list[str]) -> None:
         choose("The suffix of --plot", Path(PLOT.value).suffix.lower(), formats)
 
 
-def evaluate(workdir: Path, trained: "Trained", pairs: "Pairs", options: dict) -> None:
-    """Score every trial, print a table, and write result-SPLIT.json."""
+def evaluate(
+    workdir: Path,
+    trained: "Trained",
+    pairs: "Pairs",
+    options: dict,
+    dev: "Pairs | None",
+) -> None:
+    """Score every trial, print a table, and write result-SPLIT.json.
+
+    `dev` is what --prune ranks heads on.
+    """
     from analysis.table import print_scores
     from analysis.trained import decoded, scored
     from training import hosts
@@ -217,7 +229,7 @@ def evaluate(workdir: Path, trained: "Trained", pairs: "Pairs", options: dict) -
     if HEADS.value:
         tell_heads(trained, pairs, workdir)
     if PRUNE.value:
-        prune(trained, pairs, workdir, options)
+        prune(trained, dev, pairs, workdir, options)
 
 
 def about(trained: "Trained", trial: int, pairs: "Pairs") -> dict:
@@ -313,14 +325,14 @@ def tell_heads(trained: "Trained", pairs: "Pairs", workdir: Path) -> None:
     print_heads(rows, pairs.split, path)
 
 
-def prune(trained: "Trained", pairs: "Pairs", workdir: Path, options: dict) -> None:
+def prune(
+    trained: "Trained", dev: "Pairs", pairs: "Pairs", workdir: Path, options: dict
+) -> None:
     """Write pruning-SPLIT.json and .png: the scores with ever fewer heads."""
     from analysis.plots import plot_pruning
     from analysis.pruning import curve
     from analysis.table import print_pruning
-    from analysis.trained import read
 
-    dev = pairs if pairs.split == "val" else read(trained, "val", DIRECTORY.value)
     every = [t for t, at in enumerate(trained.diverged_at) if at is None]
     trials = [trial_of(trained)] if TRIAL.present or not every else every
     sizes, ranked_on = {"batch_size": BATCH_SIZE.value}, {"ranked_on": dev.split}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from analysis.pruning import at
 from analysis.significance import summary
 from models.multi_head import full_map
 
@@ -100,8 +101,8 @@ def plot_pruning(rows: list[dict], metric: str, path: Path) -> None:
     """Save the scores with ever fewer heads, a line an order.
 
     Args:
-        rows: of `analysis.pruning.curve`; of many trials the mean is drawn, with its
-            95 % interval.
+        rows: of `analysis.pruning.curve`. Means are drawn, with their 95 % interval
+            over the trials; of one trial, over its random orders.
         metric: which score.
         path: where the picture goes; its suffix says the format.
     """
@@ -112,18 +113,16 @@ def plot_pruning(rows: list[dict], metric: str, path: Path) -> None:
 
     figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
     counts = list(dict.fromkeys(row["removed"] for row in rows))
+    scale, unit = (100, ", %") if metric == "exact_match" else (1, "")
     for order in dict.fromkeys(row["order"] for row in rows):
-        scores = [
-            [r[metric] for r in rows if (r["removed"], r["order"]) == (count, order)]
-            for count in counts
-        ]
+        scores = [scale * at(rows, order, count, metric) for count in counts]
         mean, _, low, high = summary(np.array(scores))
         style = "--" if order == "random" else "-"
         label = order.replace("_", " ")
         (line,) = ax.plot(counts, mean, style, marker="o", ms=3, label=label)
         ax.fill_between(counts, low, high, color=line.get_color(), alpha=0.15, lw=0)
     ax.set(xlabel=f"heads removed, of {rows[0]['heads']}", ylim=(0, None))
-    ax.set_ylabel(metric.replace("_", " "))
+    ax.set_ylabel(metric.replace("_", " ") + unit)
     ax.set_title(f"{rows[0]['split']}, by order of removal", fontsize=9)
     ax.legend(frameon=False)
     figure.savefig(path, dpi=150)

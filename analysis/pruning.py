@@ -1,5 +1,6 @@
 """What is left of a model as its heads are removed, the least important first."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ from flax import nnx
 from analysis.heads import measure, shown
 from analysis.trained import Pairs, Trained, decoded, scored
 
-ORDERS = ("importance", "added_loss", "random")
+ORDERS = ("importance", "normalized_importance", "added_loss", "random")
+DRAWS = 5  # random orders of all trials together, at least: chance has a spread too
 
 
 class Head(NamedTuple):
@@ -20,8 +22,11 @@ class Head(NamedTuple):
     head: int
 
 
-def orders(rows: list[dict], seed: int) -> dict[str, list[Head]]:
+def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
     """All heads in the orders in which they may go, the least important first.
+
+    The normalised importance is Michel's within a layer: divided by the l2 norm of the
+    importance of its heads, so that layers of large gradients lose heads too.
 
     Args:
         rows: of every head of a trial, see `analysis.heads.measure`. Those whose gate
@@ -29,11 +34,19 @@ def orders(rows: list[dict], seed: int) -> dict[str, list[Head]]:
         seed: of the random order, which the others have to beat.
     """
     draws = np.random.default_rng(seed).random(len(rows))
-    rows = [row | {"random": draw} for row, draw in zip(rows, draws, strict=True)]
+    squares = Counter()
+    for row in rows:
+        if row["gate"]:
+            squares[row["site"], row["layer"]] += row["importance"] ** 2
+    values = []
+    for row, draw in zip(rows, draws, strict=True):
+        norm = squares[row["site"], row["layer"]] ** 0.5 or 1.0
+        normalized = row["importance"] / norm
+        values.append(row | {"normalized_importance": normalized, "random": draw})
     return {
         name: [
             Head(row["site"], row["layer"], row["head"])
-            for row in sorted(rows, key=lambda row: (row["gate"] != 0, row[name]))
+            for row in sorted(values, key=lambda row: (row["gate"] != 0, row[name]))
         ]
         for name in ORDERS
     }
@@ -59,7 +72,8 @@ def curve(
     """Rows: the scores of each trial with ever fewer heads, in every order.
 
     A row has the trial, the order, how many heads were removed and which, the loss
-    (nats a token), and the scores of `analysis.trained.scored`.
+    (nats a token), and the scores of `analysis.trained.scored`. Of few trials each has
+    several random orders, numbered by `draw`.
 
     Args:
         dev: what the heads are ranked on.
@@ -72,15 +86,22 @@ def curve(
     gates = {site: np.repeat(np.asarray(x)[None], R, 0) for site, x in ones.items()}
     gates |= run.head_gates
     batch_tokens = run.config.data.batch_tokens
-    ranked = {}
+    draws = -(-DRAWS // len(trials))
+    ranked = {}  # by trial and draw
     for trial in trials:
         rows = measure(run.graph, *run.of(trial), dev.source, dev.target, batch_tokens)
-        ranked[trial] = orders(rows, seed=trial)
+        for draw in range(draws):
+            ranked[trial, draw] = orders(rows, seed=(trial, draw))
     num_heads = sum(each[0].size for each in gates.values())
-    todo = [(name, count) for count in counts(num_heads) for name in ORDERS]
+    todo = [
+        (count, name, draw)
+        for count in counts(num_heads)
+        for name in ORDERS
+        for draw in range(draws if name == "random" else 1)
+    ]
     same = {}  # what all orders have in common: no head gone, and all
-    for name, count in shown(todo):
-        gone = {trial: ranked[trial][name][:count] for trial in trials}
+    for count, name, draw in shown(todo):
+        gone = {trial: ranked[trial, draw][name][:count] for trial in trials}
         if count in same:
             found = same[count]
         else:
@@ -97,7 +118,21 @@ def curve(
             yield {
                 "trial": trial,
                 "order": name,
+                "draw": draw,
                 "removed": count,
                 "heads": num_heads,
                 "gone": [".".join(map(str, head)) for head in gone[trial]],
             } | found[trial]
+
+
+def at(rows: list[dict], order: str, removed: int, name: str) -> np.ndarray:
+    """A score with so many heads removed: a number a trial, the mean of its draws.
+
+    Of one trial a number a draw, for the spread of chance.
+    """
+    trials = {}
+    for row in rows:
+        if (row["order"], row["removed"]) == (order, removed):
+            trials.setdefault(row["trial"], []).append(row[name])
+    found = np.array(list(trials.values()), float)
+    return found[0] if len(found) == 1 else found.mean(1)

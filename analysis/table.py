@@ -98,10 +98,18 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
 def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
     """A table of the scores with ever fewer heads, see `analysis.pruning.curve`.
 
-    Of many trials it has the mean and half of Student's 95 % interval over them.
+    It has means, with half of Student's 95 % interval over the trials; of one trial,
+    over its random orders.
     """
+    from analysis.pruning import at  # a dry run's table needs none of it
+
     orders = dict.fromkeys(row["order"] for row in rows)
-    title = f"without heads, {rows[0]['split']} (ranked on {rows[0]['ranked_on']})"
+    trials = list(dict.fromkeys(row["trial"] for row in rows))
+    whose = (
+        f"trial {trials[0]}" if len(trials) == 1 else f"mean of {len(trials)} trials"
+    )
+    split, ranked_on = rows[0]["split"], rows[0]["ranked_on"]
+    title = f"without heads, {whose}, {split} (ranked on {ranked_on})"
     table = Table("\nremoved", title=title)
     for order in orders:
         for name in (metric, "loss"):
@@ -110,12 +118,11 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
     for count in dict.fromkeys(row["removed"] for row in rows):
         cells = [f"{count} of {rows[0]['heads']}"]
         for order in orders:
-            some = [r for r in rows if (r["removed"], r["order"]) == (count, order)]
             for name, form in ((metric, ".2f"), ("loss", ".3f")):
                 scale = 100 if name == "exact_match" else 1
-                found = summary([scale * row[name] for row in some])
+                found = summary(scale * at(rows, order, count, name))
                 cells.append(f"{found.mean:{form}}")
-                if len(some) > 1:
+                if np.isfinite(found.high):
                     cells[-1] += f" ± {found.high - found.mean:{form}}"
         table.add_row(*cells)
     print_table(table).print(f"written to {path}", soft_wrap=True)

@@ -40,10 +40,16 @@ class Trained(NamedTuple):
     step: list[int]  # of every trial's parameters
     diverged_at: list[int | None]
     tokenizers: tuple  # of source and target
+    mesh: jax.sharding.Mesh | None = None  # of the parameters; None: what is set
 
     def of(self, trial: int) -> tuple:
         """The parameters and the head gates of a trial."""
         return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
+
+    def set_mesh(self) -> None:
+        """Compute on its own mesh: another run that was loaded has set another."""
+        if self.mesh is not None:
+            jax.set_mesh(self.mesh)
 
     def translate(
         self, lines: Sequence[str], trial: int = 0, first: int = 0, **options
@@ -56,6 +62,7 @@ class Trained(NamedTuple):
             first: number of the first line; samples of equal lines differ by it.
             options: see `models.decoding.translate_trials`; default: greedy.
         """
+        self.set_mesh()
         source, target = self.tokenizers
         encoded = sentences(source.encode(lines))
         # what the vocabulary's normalisation takes away leaves nothing but EOS
@@ -101,6 +108,7 @@ def load(workdir: Path, which: str = "best") -> Trained:
         [int(step) for step in steps],
         [int(step) or None for step in diverged_at],
         tokenizers,
+        mesh,
     )
 
 
@@ -141,6 +149,7 @@ def decoded(run: Trained, pairs: Pairs, trials, head_gates: dict, **options) -> 
         head_gates: of every trial, R L N by site, in place of the run's.
         options: see `models.decoding.translate_trials`.
     """
+    run.set_mesh()
     model = run.graph, run.params, head_gates
     loss = losses(*model, pairs.source, pairs.target, run.config.data.batch_tokens)
     return loss, translations(*model, sentences(pairs.source), trials, **options)

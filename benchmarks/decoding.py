@@ -12,8 +12,9 @@ whose probability counts, CTranslate2's without: a beam may prefer another trans
 
 Prints sentences per second (median of the rounds, with the smallest and largest),
 the ratio, the share of the machine's matmul ceiling (the best of NumPy and XLA
-at 2048 x 2048 x 2048), and how many translations are the same tokens. The two sides
-share a process: a pause before each round lets the other's threads fall asleep.
+at 2048 x 2048 x 2048), and how many translations are the same tokens. CTranslate2 has
+all threads at one batch, and again a batch a thread, as ours has. The sides share a
+process: a pause before each round lets the others' threads fall asleep.
 """
 
 import argparse
@@ -46,7 +47,10 @@ def main():
     print(f"matmul ceiling: {top / 1e9:.0f} GFLOP/s\n")
     sides = {"ours": ours(model, forced)}
     if not arguments.no_peer:
-        sides["CTranslate2"] = peer(model, forced, arguments.threads)
+        sides["CTranslate2"] = peer(model, forced, 1, arguments.threads)
+        if arguments.threads > 1:
+            each = peer(model, forced, arguments.threads, 1)
+            sides["CTranslate2, a batch a thread"] = each
     print("| | beam | sentences/s | spread | share of ceiling | ours / it | same |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for beam_size in arguments.beam_sizes:
@@ -118,8 +122,8 @@ def ours(model, forced: int | None):
     return side
 
 
-def peer(model, forced: int | None, threads: int):
-    """CTranslate2 with the model's parameters."""
+def peer(model, forced: int | None, batches: int, threads: int):
+    """CTranslate2 with the model's parameters: batches at a time, threads of each."""
     import ctranslate2
 
     folder = tempfile.mkdtemp()
@@ -128,7 +132,7 @@ def peer(model, forced: int | None, threads: int):
         str(Path(folder) / "model"),
         device="cpu",
         compute_type="float32",
-        inter_threads=1,
+        inter_threads=batches,
         intra_threads=threads,
     )
     limit = {"max_decoding_length": LONGEST}

@@ -2,7 +2,8 @@
 
 What its users write first: `nn.Transformer` with shared embeddings, padded batches of
 sentences of like length with as many target tokens as ours, label smoothing, dropout,
-clipping and fused Adam, all in float32.
+clipping and fused Adam, all in float32. By itself `nn.Transformer` drops attention
+weights and hidden units too, and has a norm more after each stack; here it does not.
 """
 
 import math
@@ -31,6 +32,15 @@ class Model(nn.Module):
             batch_first=True,
             norm_first=model.norm == "pre",
         )
+        stacks = self.transformer.encoder, self.transformer.decoder
+        for stack in stacks:
+            for layer in stack.layers:
+                layer.dropout.p = 0.0  # of the hidden units
+            if model.norm == "post":
+                stack.norm = None
+        for module in self.transformer.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
         self.dropout = nn.Dropout(model.dropout)
         rates = 10_000.0 ** (-torch.arange(0, model.width, 2) / model.width)
         angles = torch.arange(longest)[:, None] * rates

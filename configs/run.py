@@ -23,8 +23,6 @@ def get_config(workdir: str = ""):
     try:
         config.update(json.loads(path.read_text()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        said = str(error.args[0]).split(". ")[
-            0
-        ]  # the rest would list all that there is
+        said, *_ = str(error.args[0]).split(". ")  # they would list all that there is
         raise ValueError(f"{path} is no config of today's: {said}") from error
     return config.unlock()

@@ -10,6 +10,7 @@ from flax import nnx
 
 from analysis.heads import SIDES, measure
 from analysis.plots import plot_cross_attention
+from analysis.pruning import at, orders
 from attention import HeadStatistics
 from configs.base import get_config
 from data.packing import Sentences
@@ -152,6 +153,34 @@ def test_heads_that_talk_have_no_statistics():
     for row in found:
         assert (row["entropy"] is None) == (row["site"] == "cross")
         assert np.isfinite([row["importance"], row["added_loss"]]).all()
+
+
+def test_orders_of_removal():
+    """Normalised within a layer by hand; what is gone already comes first."""
+    importance = {(0, 0): 3, (0, 1): 4, (1, 0): 0.3, (1, 1): 0.1, (1, 2): 9, (2, 0): 0}
+    rows = [
+        {"site": "cross", "layer": layer, "head": head, "gate": float(value != 9)}
+        | {"importance": value, "added_loss": -value}
+        for (layer, head), value in importance.items()
+    ]  # layers divided by 5, 0.316 and nothing
+    found = orders(rows, seed=(0, 0))
+    found = {name: [head[1:] for head in order] for name, order in found.items()}
+    gone, none = (1, 2), (2, 0)
+    assert found["importance"] == [gone, none, (1, 1), (1, 0), (0, 0), (0, 1)]
+    normalized = [gone, none, (1, 1), (0, 0), (0, 1), (1, 0)]
+    assert found["normalized_importance"] == normalized
+    assert found["added_loss"] == [gone, (0, 1), (0, 0), (1, 0), (1, 1), none]
+    assert found["random"][0] == gone and set(found["random"]) == set(importance)
+
+
+def test_scores_are_of_trials_or_of_the_draws_of_one():
+    rows = [
+        {"order": "random", "removed": 2, "trial": trial, "loss": 10.0 * trial + draw}
+        for trial in (0, 1)
+        for draw in (1, 3)
+    ]
+    np.testing.assert_array_equal(at(rows, "random", 2, "loss"), [2, 12])
+    np.testing.assert_array_equal(at(rows[:2], "random", 2, "loss"), [1, 3])
 
 
 def test_a_picture_counts_layers_and_heads_as_gates_do(tmp_path, monkeypatch):

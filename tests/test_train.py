@@ -698,8 +698,19 @@ def test_heads_are_removed_the_least_important_first(trained, evaluated):
     for trial, result in enumerate(whole):
         graph, (params, _) = made.graph, made.of(trial)
         told = measure(graph, params, {}, dev.source, dev.target, 512)
+        norms = {}
+        for row in told:
+            norms.setdefault((row["site"], row["layer"]), []).append(row["importance"])
+        for row in told:
+            norm = np.linalg.norm(norms[row["site"], row["layer"]])
+            row["normalized_importance"] = row["importance"] / norm
+        drawn = {r["draw"]: r["gone"] for r in found if r["order"] == "random"}
+        assert len({tuple(gone) for gone in drawn.values()}) == len(drawn) == 3
         for order in ORDERS:
-            of_order = [r for r in found if (r["trial"], r["order"]) == (trial, order)]
+            whose = (trial, order, 0)
+            of_order = [
+                r for r in found if (r["trial"], r["order"], r["draw"]) == whose
+            ]
             assert [row["removed"] for row in of_order] == counts(len(told))
             everything = of_order[-1]["gone"]
             for row in of_order:
@@ -725,7 +736,27 @@ def test_heads_are_removed_the_least_important_first(trained, evaluated):
         statistics.mean(r["loss"] for r in found if (r["removed"], r["order"]) == at)
         for at in ((0, "random"), (counts(len(told))[3], "added_loss"))
     ]
+    assert "mean of 2 trials, val" in said
     assert all(f" {mean:.3f} ± " in said for mean in means)
+
+
+def test_a_corpus_without_val_is_refused_before_all_is_decoded(
+    trained, evaluated, capfd, tmp_path
+):
+    """By --prune, which ranks heads on it."""
+    workdir, folder = tmp_path / "run", tmp_path / "corpus"
+    shutil.copytree(trained, workdir)
+    write_corpus(folder, ["one"], ["eins"])
+    for language in ("en", "de"):
+        (folder / f"train.{language}").rename(folder / f"test.{language}")
+        (folder / f"val.{language}").unlink(missing_ok=True)
+    config = json.loads((workdir / "config.json").read_text())
+    config["data"] |= {"name": "text", "directory": str(folder)}
+    (workdir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="2"):
+        evaluated(workdir=workdir, split="test", prune=True, beam_size=1)
+    assert "holds neither val.en and val.de nor" in capfd.readouterr().err
+    assert not (workdir / "result-test.json").exists()
 
 
 def test_a_run_translates_from_python(trained):
@@ -737,6 +768,10 @@ def test_a_run_translates_from_python(trained):
     tokens, _ = translate(made.graph, params, ids, head_gates=gates, beam_size=2)
     first, second = made.tokenizers[1].decode_many(tokens)
     assert found == [first, "", second]
+    other = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("other",))
+    jax.set_mesh(other)  # as by a run that is loaded later, on several devices
+    assert made.translate(lines, trial=1, beam_size=2) == found
+    assert jax.sharding.get_mesh() == made.mesh
 
 
 def test_bad_input_to_eval_is_named(trained, tmp_path):

@@ -4,6 +4,8 @@ All in float32. torch marks padding with True, and its causal masks are True whe
 nothing may be seen.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,13 @@ import pytest
 import torch
 from flax import nnx
 
+from benchmarks.peers_training import Model
+from configs import multi30k
+from models.counting import abstract, parameters
 from models.layers import Layer
 from models.multi_head import Attention, full_map
 from models.positions import bucket, rotate
+from models.transformer import Transformer
 
 TOLERANCE = 2e-5  # of sums of 512 products in another order
 SIZES = {"small": (3, 7, 5, 24, 4, 40), "large": (32, 100, 60, 512, 8, 2048)}
@@ -243,3 +249,25 @@ def test_rotary_is_that_of_llama():
     for array, other in zip((query, key), wanted, strict=True):
         got = rotate(jnp.asarray(array.swapaxes(1, 2)), jnp.asarray(positions))
         np.testing.assert_allclose(got.swapaxes(1, 2), numpy(other), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # of the pre-norm one
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_the_peer_of_the_training_benchmark_is_the_same_model(norm):
+    """As many parameters, and dropout after the embeddings and sublayers alone."""
+    config = multi30k.get_config().model
+    config.norm = norm
+    ours = abstract(partial(Transformer, 50, **config.to_dict()))
+    theirs = Model(50, config, longest=9)
+    count = parameters(nnx.state(ours, nnx.Param))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == count
+    layers = 2 * config.num_encoder_layers + 3 * config.num_decoder_layers
+    dropping = [
+        module
+        for module in theirs.modules()
+        if isinstance(module, torch.nn.Dropout) and module.p
+    ]
+    assert len(dropping) == 1 + layers  # both embeddings share one
+    for module in theirs.modules():
+        if isinstance(module, torch.nn.MultiheadAttention):
+            assert module.dropout == 0
