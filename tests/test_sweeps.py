@@ -686,3 +686,31 @@ def test_a_call_ends_in_one_sentence(tmp_path):
         )
         assert ran.returncode == 2 and "Traceback" not in ran.stderr
         assert sentence in ran.stderr.strip().splitlines()[-1]
+
+
+FULL_DISK = """
+import runpy
+import sys
+from sweeps.runner import Runner
+def process(self, *_):
+    raise OSError(28, "No space left on device")
+Runner.process = process
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_full_disk_ends_a_sweep_in_one_sentence(tmp_path, corpus):
+    workdir = tmp_path / "s"
+    open_sweep(options(workdir, corpus))
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "sweep.py", "run", f"--workdir={workdir}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
+    assert ran.stderr.splitlines()[-1] == (
+        f"sweep.py: No space left on device. What is done in {workdir} is kept: mend "
+        f"that, and the same command goes on."
+    )
