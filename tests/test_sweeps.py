@@ -1,5 +1,6 @@
 """Sweeps without training: what is opened, kept on disk, selected and reported."""
 
+import contextlib
 import csv
 import json
 import re
@@ -714,3 +715,21 @@ def test_a_full_disk_ends_a_sweep_in_one_sentence(tmp_path, corpus):
         f"sweep.py: No space left on device. What is done in {workdir} is kept: mend "
         f"that, and the same command goes on."
     )
+
+
+def test_who_reads_the_table_does_not_hold_up_the_sweep(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    sweep.collect()
+    path = tmp_path / "s" / "sweep.sqlite"
+    journal = tmp_path / "s" / "sweep.sqlite-journal"
+    with contextlib.closing(sqlite3.connect(path)) as reader:
+        rows = reader.execute("SELECT status FROM trials")
+        assert rows.fetchone() == ("waiting",)
+        finish(sweep, 0)
+        sweep.collect()
+        assert rows.fetchall() == [("waiting",)] * 5
+    assert [row["status"] for row in table(tmp_path / "s")[:2]] == ["done"] * 2
+    for file in (path, journal):
+        file.write_bytes(b"of a disk that lost some" * 99)
+    sweep.collect()
+    assert len(table(tmp_path / "s")) == 6 and not journal.exists()
