@@ -272,6 +272,7 @@ class Runner:
         with log.open("a") as file:
             file.write(f"$ {shlex.join(command)}\n")
             file.flush()
+            begin = file.tell()
             child = self.start(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -286,10 +287,12 @@ class Runner:
                 child.wait()
                 raise Stopped
             time.sleep(WAIT / 5)
-        said = log.read_text(errors="replace").strip().splitlines()[-1]
+        if self.stop is not None:  # before it is blamed: a signal may reach both
+            raise Stopped
+        said = log.read_bytes()[begin:].decode(errors="replace").strip()
         if child.returncode:
-            raise Failed(said)
-        if self.stop is not None or "the same command goes on from there" in said:
+            raise Failed((said or f"exit code {child.returncode}").splitlines()[-1])
+        if "the same command goes on from there" in said:
             raise Stopped
 
     def start(self, command: list[str], **options) -> subprocess.Popen:

@@ -17,7 +17,7 @@ from analysis.report_plots import looks
 from configs import base
 from sweeps import reporting
 from sweeps.opening import Options, chosen, open_sweep
-from sweeps.runner import Sweep, eval_command, train_command
+from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
 from sweeps.store import DECODING, TRAINED, locked
 
@@ -733,3 +733,41 @@ def test_who_reads_the_table_does_not_hold_up_the_sweep(tmp_path, corpus):
         file.write_bytes(b"of a disk that lost some" * 99)
     sweep.collect()
     assert len(table(tmp_path / "s")) == 6 and not journal.exists()
+
+
+def runs(runner, program):
+    """Let a runner start this Python program in place of train.py and eval.py."""
+    started = []
+
+    def start(command, **options):
+        started.append(subprocess.Popen([sys.executable, "-c", program], **options))
+        return started[-1]
+
+    runner.start = start
+    return started
+
+
+def test_a_process_that_the_sweeps_signal_ended_too_has_not_failed(tmp_path, corpus):
+    """Ctrl-C and the end of a job go to all processes, and eval.py does not save."""
+    runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
+    started = runs(runner, "raise KeyboardInterrupt")
+    start = runner.start
+
+    def start_and_stop(command, **given):
+        start(command, **given).wait()
+        runner.stop = "SIGINT"
+        return started[-1]
+
+    runner.start = start_and_stop
+    with pytest.raises(Stopped, match="SIGINT"):
+        runner.run()
+    assert len(started) == 1 and not list(tmp_path.glob("s/groups/*/failed.json"))
+
+
+def test_what_was_stopped_is_not_trained_whatever_is_said_after(tmp_path, corpus):
+    runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
+    saved = "SIGTERM: saved step 3; the same command goes on from there."
+    runs(runner, f"print({saved!r}); print('A library says goodbye.')")
+    with pytest.raises(Stopped, match="A training process was told to stop"):
+        runner.run()
+    assert not list(tmp_path.glob(f"s/groups/*/{TRAINED}"))
