@@ -121,7 +121,9 @@ class Runner:
     """
 
     def __init__(self, sweep: Sweep, groups: list[Group] | None):
-        self.sweep, self.started = sweep, time.time()
+        self.sweep = sweep
+        failed = (sweep.workdir / "groups").glob("*/failed.json")
+        self.failed = {path: noted(path) for path in failed}  # of earlier runs
         self.environments = devices()  # of the workers
         self.grows = groups is None and sweep.searches()
         self.left = list(sweep.groups if groups is None else groups)
@@ -240,7 +242,7 @@ class Runner:
         folder = self.sweep.folder(group)
         failed = folder / "failed.json"
         if failed.exists():
-            if failed.stat().st_mtime > self.started:  # another process's, just now
+            if noted(failed) != self.failed.get(failed):  # another process's, just now
                 return False
             failed.unlink()  # of an earlier run: try again
         moved = False
@@ -304,6 +306,14 @@ class Runner:
         write_json(self.sweep.folder(group) / "failed.json", {"error": error})
         log = self.sweep.folder(group) / "log.txt"
         say(f"{group.trials[0].arm} failed, the others go on: {error} (see {log})")
+
+
+def noted(failed: Path) -> int | None:
+    """When a failure was written down, by the file's own clock; None: it is gone."""
+    try:
+        return failed.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def devices() -> list[dict]:

@@ -3,10 +3,12 @@
 import contextlib
 import csv
 import json
+import os
 import re
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -771,3 +773,20 @@ def test_what_was_stopped_is_not_trained_whatever_is_said_after(tmp_path, corpus
     with pytest.raises(Stopped, match="A training process was told to stop"):
         runner.run()
     assert not list(tmp_path.glob(f"s/groups/*/{TRAINED}"))
+
+
+def test_a_group_is_tried_again_whatever_the_clock_says(tmp_path, corpus):
+    """It was set back since, or is another machine's."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    failed = sweep.folder(sweep.groups[0]) / "failed.json"
+    failed.write_text(json.dumps({"error": "no memory"}))
+    os.utime(failed, (time.time() + 3600,) * 2)
+    runner = Runner(sweep, sweep.groups[:1])
+    started = runs(runner, "")
+    runner.run()
+    assert started and not failed.exists()
+    runner = Runner(sweep, sweep.groups[:1])
+    started = runs(runner, "")
+    failed.write_text(json.dumps({"error": "no memory"}))  # another process's, just now
+    runner.run()
+    assert not started and failed.exists()
