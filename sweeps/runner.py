@@ -151,6 +151,11 @@ class Runner:
             thread.start()
         try:
             self.watch(threads)
+        except BaseException as error:  # as where nobody reads any more what is said
+            self.errors.append(error)
+            self.stop = self.stop or "an error"
+            for thread in threads:
+                thread.join()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -790,3 +791,22 @@ def test_a_group_is_tried_again_whatever_the_clock_says(tmp_path, corpus):
     failed.write_text(json.dumps({"error": "no memory"}))  # another process's, just now
     runner.run()
     assert not started and failed.exists()
+
+
+def test_an_error_of_the_sweep_ends_what_it_has_started(tmp_path, corpus):
+    runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
+    started = runs(runner, "import time; time.sleep(60)")
+
+    def watch(threads):
+        while not started:
+            time.sleep(0.01)
+        raise BrokenPipeError
+
+    runner.watch = watch
+    try:
+        with pytest.raises(BrokenPipeError):
+            runner.run()
+        assert [child.poll() for child in started] == [-signal.SIGTERM]
+    finally:
+        runner.stop = "the test"
+        started[0].kill()
