@@ -18,7 +18,7 @@ import pytest
 
 from analysis.report_plots import looks
 from configs import base
-from sweeps import reporting
+from sweeps import launchers, reporting
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
@@ -810,3 +810,30 @@ def test_an_error_of_the_sweep_ends_what_it_has_started(tmp_path, corpus):
     finally:
         runner.stop = "the test"
         started[0].kill()
+
+
+def test_jobs_of_slurm_know_a_relative_workdir(tmp_path, corpus, monkeypatch):
+    submitted = []
+
+    class Executor:
+        """Stands for submitit's."""
+
+        def __init__(self, folder, cluster):
+            assert folder == tmp_path / "s" / "slurm"
+
+        def update_parameters(self, **parameters):
+            pass
+
+        def batch(self):
+            return contextlib.nullcontext()
+
+        def submit(self, job):
+            submitted.append(job.command)
+            return SimpleNamespace(job_id=1, wait=int, exception=lambda: None)
+
+    submitit = SimpleNamespace(AutoExecutor=Executor)
+    monkeypatch.setattr(launchers, "package", lambda name: submitit)
+    monkeypatch.chdir(tmp_path)
+    sweep = open_sweep(options(Path("s"), corpus))
+    rows = launchers.slurm(sweep, sweep.groups[:1], "local", [])
+    assert f"--workdir={tmp_path / 's'}" in submitted[0] and len(rows) == 6
