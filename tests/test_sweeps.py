@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,12 @@ import pytest
 
 from analysis.report_plots import looks
 from configs import base
-from sweeps import launchers, reporting
+from sweeps import launchers, pod, reporting
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
 from sweeps.store import DECODING, TRAINED, locked
+from training.workdir import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -837,3 +839,28 @@ def test_jobs_of_slurm_know_a_relative_workdir(tmp_path, corpus, monkeypatch):
     sweep = open_sweep(options(Path("s"), corpus))
     rows = launchers.slurm(sweep, sweep.groups[:1], "local", [])
     assert f"--workdir={tmp_path / 's'}" in submitted[0] and len(rows) == 6
+
+
+def test_a_follower_that_waits_for_a_process_of_before_heeds_signals(tmp_path):
+    where = pod.Place(tmp_path / "leader", tmp_path / "order.json")
+    order = {"what": "run", "number": 1, "name": "nothing.py", "flags": []}
+    write_json(where.order, order)
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = {number: signal.getsignal(number) for number in numbers}
+    with locked(where.leader), locked(tmp_path / "claim") as held:
+        begun = time.monotonic()
+        timers = [
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)),
+            threading.Timer(8.0, held.close),
+        ]
+        for timer in timers:
+            timer.start()
+        try:
+            with pytest.raises(Stopped, match="SIGTERM"):
+                pod.follow(where, tmp_path / "claim", [])
+        finally:
+            for timer in timers:
+                timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        assert time.monotonic() - begun < 5
