@@ -139,8 +139,7 @@ def main():
         arguments = cluster.arguments()
         if arguments and LAUNCHER.value == "local":
             part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
-            process = str(cluster.PROCESS_ID.value)
-            rows = pod.run(sweep, groups, part, process, arguments)
+            rows = pod.run(sweep, groups, part, cluster.process(), arguments)
         else:
             launch = launchers.LAUNCHERS[LAUNCHER.value]
             rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)

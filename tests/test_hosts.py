@@ -5,9 +5,11 @@ import zlib
 
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from tests.test_data_pipeline import batches_of
-from training import hosts, sharding
+from training import cluster, hosts, sharding
 from training.checkpoint import is_sound, place
 
 
@@ -35,8 +37,30 @@ def test_flags_that_do_not_go_together_are_named(flags, parts):
 
 
 def test_flags_that_go_together():
-    for flags in ((None, None, None), ("auto", None, None), ("[::1]:8476", 2, 1)):
-        hosts.check_flags(*flags)
+    for given in ((None, None, None), ("auto", None, None), ("[::1]:8476", 2, 1)):
+        hosts.check_flags(*given)
+
+
+@pytest.mark.parametrize(
+    "given, environment, name",
+    [
+        (["--process_id=3"], {"SLURM_PROCID": "7"}, "3"),
+        ([], {"SLURM_PROCID": "7"}, "7"),
+        ([], {"OMPI_COMM_WORLD_RANK": "2"}, "2"),
+        ([], {}, "only"),
+    ],
+)
+def test_processes_of_a_host_have_names_of_their_own(
+    monkeypatch, given, environment, name
+):
+    """Else the tasks that Slurm starts on a host would wait for each other."""
+    for rank in cluster.RANKS:
+        monkeypatch.delenv(rank, raising=False)
+    for rank, value in environment.items():
+        monkeypatch.setenv(rank, value)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["sweep.py", *given])
+        assert cluster.process() == name
 
 
 def test_a_coordinator_that_does_not_answer_is_named():
