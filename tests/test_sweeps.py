@@ -19,7 +19,7 @@ import pytest
 
 from analysis.report_plots import looks
 from configs import base
-from sweeps import launchers, pod, reporting
+from sweeps import launchers, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
@@ -864,3 +864,32 @@ def test_a_follower_that_waits_for_a_process_of_before_heeds_signals(tmp_path):
             for number, handler in before.items():
                 signal.signal(number, handler)
         assert time.monotonic() - begun < 5
+
+
+CALIBRATION = """
+import json, pathlib, sys
+(folder,) = [x.split("=", 1)[1] for x in sys.argv if x.startswith("--workdir=")]
+with open(pathlib.Path(folder) / "metrics.jsonl", "w") as file:
+    for row in ROWS:
+        file.write(json.dumps({"step": 4, "trial": 0} | row) + "\\n")
+print("It has ended.", file=sys.stderr)
+"""
+
+
+def test_a_run_of_few_steps_is_timed_or_said_to_be_too_short(
+    tmp_path, corpus, monkeypatch
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    pace, dev = {"steps_per_second": 2.0}, {"dev_bleu": 1.0}
+
+    def of(rows):
+        program = CALIBRATION.replace("ROWS", str(rows))
+        command = [sys.executable, "-c", program, "--workdir=x"]
+        monkeypatch.setattr(show, "train_command", lambda sweep, group: command)
+        return show.expected_seconds(sweep)
+
+    assert of([{"loss": 3.0}, pace, dev]) > 10  # 20 steps of each of three arms
+    with pytest.raises(
+        ValueError, match=r"It has ended. \(--nocalibrate leaves it out"
+    ):
+        of([{"loss": 3.0}, dev])
