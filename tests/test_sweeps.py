@@ -19,7 +19,7 @@ import pytest
 
 from analysis.report_plots import looks
 from configs import base
-from sweeps import launchers, pod, reporting, show
+from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
@@ -893,3 +893,19 @@ def test_a_run_of_few_steps_is_timed_or_said_to_be_too_short(
         ValueError, match=r"It has ended. \(--nocalibrate leaves it out"
     ):
         of([{"loss": 3.0}, dev])
+
+
+def test_of_sweeps_that_begin_at_once_one_has_the_workdir(
+    tmp_path, corpus, monkeypatch
+):
+    check_data = opening.check_data
+
+    def meanwhile(settings):
+        monkeypatch.setattr(opening, "check_data", check_data)
+        open_sweep(options(tmp_path / "s", corpus, checkpoint="last"))
+
+    monkeypatch.setattr(opening, "check_data", meanwhile)
+    with pytest.raises(ValueError, match=r"holds another sweep: checkpoint \(there"):
+        open_sweep(options(tmp_path / "s", corpus))
+    there = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert there["checkpoint"] == "last"
