@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from training import hosts
 from training.checkpoint import Checkpoints, Damaged, SaveError
 from training.restore import restore
 
@@ -200,3 +201,23 @@ def test_save_error_names_the_place(saved):
     checkpoints.close()
     assert isinstance(error, SaveError)
     assert "No space left on device; step 3 is intact" in str(error)
+
+
+def test_processes_take_a_checkpoint_that_all_of_them_see(tmp_path, monkeypatch):
+    """One that was saved between their looks would be read by some of them."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        kernel = step * np.ones((2, 4), np.float32)
+        marks = {"step": np.array([step, step]), "diverged_at": np.zeros(2)}
+        checkpoints.save(step, params={"kernel": kernel}, trials=marks)
+    checkpoints.wait()
+    checkpoints.close()
+
+    def share(value):
+        return [value, [1, 2]] if value == [1, 2, 3] else [value]
+
+    monkeypatch.setattr(hosts, "share", share)
+    one = {"kernel": jax.ShapeDtypeStruct((4,), np.float32)}
+    for which, wanted in (("last", 2.0), ("average", 1.5)):
+        params, steps, _ = restore(tmp_path, which, 2, one)
+        assert np.unique(params["kernel"]) == wanted and steps.tolist() == [2, 2]

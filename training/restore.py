@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from training import sharding
-from training.checkpoint import Checkpoints, Damaged
+from training import hosts, sharding
+from training.checkpoint import Checkpoints
 from training.metrics import say
 from training.step import TrainState
 from training.workdir import differing, read_json, summary
@@ -109,14 +109,13 @@ def read_average(checkpoints, abstract, marks: dict):
     A trial that stopped early counts once as it ended, however often that was saved.
     """
     total, before = None, -1
-    for step in checkpoints.steps():
-        try:
-            params = checkpoints.read(step, "params", abstract)
-        except Damaged as error:
-            say(f"The checkpoint of step {step} is left out: {error}.")
+    for step in checkpoints.steps_of_all():
+        items, damage = checkpoints.read_all(step, params=abstract)
+        if damage is not None:
+            say(f"The checkpoint of step {step} is left out: {damage}.")
             continue
         counts = np.float64((step <= marks["step"]) | (before < marks["step"]))
-        add = {"params": jax.tree.map(partial(each_times, counts), params)}
+        add = {"params": jax.tree.map(partial(each_times, counts), items["params"])}
         add["counts"], before = counts, step
         total = add if total is None else jax.tree.map(np.add, total, add)
     counts = found(total, checkpoints)["counts"]
