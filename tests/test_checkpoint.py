@@ -11,7 +11,7 @@ import pytest
 
 from training import hosts
 from training.checkpoint import Checkpoints, Damaged, SaveError
-from training.restore import restore
+from training.restore import begun_from, restore
 
 TREE = {
     "kernel": jnp.arange(5000.0).reshape(50, 100),
@@ -221,3 +221,11 @@ def test_processes_take_a_checkpoint_that_all_of_them_see(tmp_path, monkeypatch)
     for which, wanted in (("last", 2.0), ("average", 1.5)):
         params, steps, _ = restore(tmp_path, which, 2, one)
         assert np.unique(params["kernel"]) == wanted and steps.tolist() == [2, 2]
+
+
+def test_what_a_run_cannot_begin_with_all_processes_say(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(hosts, "share", lambda value: told.append(value) or [value])
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        begun_from(str(tmp_path), None, 1, None)
+    assert "holds no run" in told[0]

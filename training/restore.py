@@ -52,17 +52,19 @@ def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> Trai
         ValueError, OSError: there is no such run, or its parameters do not fit.
     """
     there = Path(workdir)
-    if not (there / "config.json").exists():
-        raise FileNotFoundError(
-            f"train.init_from={workdir} holds no run (there is no config.json in it)."
-        )
-    count = len(read_json(there / "trials.json"))
-    if count not in (1, num_trials):
-        raise ValueError(
-            f"train.init_from={workdir} has {count} trials, and {num_trials} are to "
-            f"begin with them; it must have 1 or as many."
-        )
-    settings = read_json(there / "config.json")["model"]
+    with hosts.together():  # each reads it; a relative path may be of one alone
+        if not (there / "config.json").exists():
+            raise FileNotFoundError(
+                f"train.init_from={workdir} holds no run (there is no config.json in "
+                f"it)."
+            )
+        count = len(read_json(there / "trials.json"))
+        if count not in (1, num_trials):
+            raise ValueError(
+                f"train.init_from={workdir} has {count} trials, and {num_trials} are "
+                f"to begin with them; it must have 1 or as many."
+            )
+        settings = read_json(there / "config.json")["model"]
     other = summary(differing(settings, config.model.to_dict(), "model"))
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.params
