@@ -1,5 +1,6 @@
 """Checkpoints: what is read is what was written, or it is said."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -229,3 +230,19 @@ def test_what_a_run_cannot_begin_with_all_processes_say(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         begun_from(str(tmp_path), None, 1, None)
     assert "holds no run" in told[0]
+
+
+def test_a_damaged_checkpoint_goes_to_another_file_system(saved, monkeypatch):
+    """Where the folder of the checkpoints is a link."""
+    rename = os.rename
+
+    def of_one_file_system(source, target, **options):
+        if "damaged" in str(target):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(source, target, **options)
+
+    cut_short(largest_file(saved, 3))
+    monkeypatch.setattr(os, "rename", of_one_file_system)
+    assert reopen(saved, params=TREE)[0] == 2
+    assert (saved / "damaged" / "3").is_dir()
+    assert not (saved / "checkpoints" / "3").exists()

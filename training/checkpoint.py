@@ -258,7 +258,8 @@ class Checkpoints:
             if hosts.is_first():
                 aside.parent.mkdir(exist_ok=True)
                 shutil.rmtree(aside, ignore_errors=True)
-                (self.directory / str(step)).rename(aside)
+                # not rename: the checkpoints may be a link to another file system
+                shutil.move(self.directory / str(step), aside)
         self.manager.reload()
 
     def close(self) -> None:
