@@ -84,12 +84,17 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
     """The line that trains a group, by itself and from anywhere in the repository."""
     settings, folder = sweep.settings, sweep.folder(group)
     of_program, numbers = differences(group.trials, settings["base"])
-    if read_json(folder / "differences.json") != numbers:
-        write_json(folder / "differences.json", numbers)
+    # not the file that it was read from, which may be edited before all have begun
+    base = folder / "base" / "config.json"
+    base.parent.mkdir(exist_ok=True)
+    files = {folder / "differences.json": numbers, base: settings["base"]}
+    for path, value in files.items():
+        if read_json(path) != value:
+            write_json(path, value)
     overrides = settings["overrides"] | of_program
     return [
         *script("train.py"),
-        f"--config={settings['config']}",
+        f"--config={os.path.relpath(ROOT / 'configs/run.py')}:{base.parent}",
         *(f"--config.{key}={value}" for key, value in overrides.items()),
         f"--workdir={folder}",
         f"--trials={folder / 'differences.json'}",

@@ -19,6 +19,7 @@ import pytest
 
 from analysis.report_plots import looks
 from configs import base
+from configs import run as config_of_run
 from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
@@ -469,6 +470,20 @@ def test_the_printed_command_names_every_setting(tmp_path, corpus):
     assert "--config.model.attention.num_kv_heads=2" in command
     (path,) = [c.split("=", 1)[1] for c in command if c.startswith("--trials=")]
     assert json.loads(Path(path).read_text()) == [{"seed": 0}, {"seed": 1}]
+
+
+def test_groups_begin_with_the_config_of_the_sweep(tmp_path, corpus):
+    """Not with what its file has become since, which no row of the table would tell."""
+    opened = options(tmp_path / "s", corpus)
+    sweep = open_sweep(opened)
+    (config,) = [
+        word.split("=", 1)[1]
+        for word in train_command(sweep, sweep.groups[1])
+        if word.startswith("--config=")
+    ]
+    path, _, workdir = config.partition(":")
+    assert Path(path).resolve() == ROOT / "configs" / "run.py"
+    assert config_of_run.get_config(workdir).to_dict() == opened.config.to_dict()
 
 
 def test_a_report_holds_what_was_computed(tmp_path, corpus):
