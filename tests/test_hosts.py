@@ -11,6 +11,7 @@ from absl.testing import flagsaver
 from tests.test_data_pipeline import batches_of
 from training import cluster, hosts, sharding
 from training.checkpoint import is_sound, place
+from training.workdir import environment
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,33 @@ def test_alone_what_is_shared_is_ones_own():
     assert hosts.share({"a": 1}) == [{"a": 1}] and hosts.is_first()
     with pytest.raises(OSError, match="no room"), hosts.together():
         raise OSError("no room")
+
+
+@pytest.mark.parametrize(
+    "first, named",
+    [
+        ({"jax": "0.1"}, r"jax \(in process 0 '0.1', now '"),
+        ({"commit": "c0ffee"}, r"commit \(in process 0 'c0ffee', now 'decade'\)"),
+        ({"commit": None}, None),
+    ],
+)
+def test_processes_of_other_software_are_refused(tmp_path, monkeypatch, first, named):
+    """Their programs differ, and would wait for each other or add up other numbers."""
+    here = environment() | {"commit": "decade"}
+    monkeypatch.setattr(hosts, "environment", lambda: here)
+
+    def share(value):
+        if value == here["commit"]:
+            return [first.get("commit", value), value]
+        is_software = isinstance(value, dict) and "jax" in value
+        return [value | first if is_software else value, value]
+
+    monkeypatch.setattr(hosts, "share", share)
+    if named is None:
+        hosts.check_same_run(tmp_path, {}, [])
+        return
+    with pytest.raises(ValueError, match=f"the software differs .* 0: {named}"):
+        hosts.check_same_run(tmp_path, {}, [])
 
 
 class Device:
