@@ -18,7 +18,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from configs.commandline import fail, one_sentence, run
+from configs.commandline import describe, fail, one_sentence, run
 from training import cluster
 
 VERBS = ("list", "run", "status", "report")
@@ -139,14 +139,20 @@ def main():
         arguments = cluster.arguments()
         if arguments and LAUNCHER.value == "local":
             part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
-            process = str(cluster.PROCESS_ID.value)
-            rows = pod.run(sweep, groups, part, process, arguments)
+            rows = pod.run(sweep, groups, part, cluster.process(), arguments)
         else:
             launch = launchers.LAUNCHERS[LAUNCHER.value]
             rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
     except runner.Stopped as stopped:
         print(f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:
+        raise  # to `run`
+    except OSError as error:  # as on a full disk
+        fail(
+            f"{describe(error)} What is done in {workdir} is kept: mend that, and the "
+            f"same command goes on."
+        )
     show.print_status(sweep, rows)
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)

@@ -67,6 +67,7 @@ def run(main) -> None:
     """Parse the flags, then call `main()`; a bad flag ends in one sentence."""
     from absl import app, flags
 
+    replace_closed()
     app.define_help_flags()
     take_none()
     try:
@@ -86,6 +87,17 @@ def run(main) -> None:
     except BrokenPipeError:  # who reads has enough; nor may Python's own flush complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def replace_closed() -> None:
+    """Let a standard stream that was closed before the start, as by `<&-`, be empty.
+
+    Else Python has None there, and the next file that is opened gets its number, into
+    which libraries write their warnings.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def take_none() -> None:

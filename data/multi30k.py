@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import os
 import pathlib
-import tempfile
 import urllib.error
 import urllib.request
 import zlib
@@ -79,9 +78,10 @@ def _from_network(kind: str, name: str, cache: pathlib.Path) -> list[str]:
         logging.info("downloading Multi30k's %s/%s", kind, published)
         content = _download(f"{URL}/{kind}/{published}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)  # a second process sees all of it or nothing
+        # not tempfile's, which nobody but the owner could read
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_bytes(content)
+        part.replace(path)  # a second process sees all of it or nothing
     try:
         return _checked_lines(name, _unpacked(path), str(path))
     except ValueError:

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import re
-import tempfile
 
 from absl import logging
 
@@ -184,11 +183,13 @@ def train(sentences: list[str], vocab_size: int) -> bytes:
 
 def _write(path: pathlib.Path, content: bytes):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+    # not tempfile's, which nobody but the owner could read
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with part.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(file.name, path)  # all of it or nothing, killed at whatever moment
+    part.replace(path)  # all of it or nothing, killed at whatever moment
 
 
 def load(folder) -> tuple[Tokenizer, Tokenizer]:

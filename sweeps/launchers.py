@@ -177,8 +177,9 @@ def slurm(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[
                 "--launcher=slurm needs Slurm's sbatch, which is not here; run it on a "
                 "login node."
             )
+        sweep = sweep._replace(workdir=sweep.workdir.resolve())
         executor = submitit.AutoExecutor(
-            sweep.workdir.resolve() / "slurm", cluster=address or "slurm"
+            sweep.workdir / "slurm", cluster=address or "slurm"
         )
         executor.update_parameters(name="headcount", **parsed(resources))
         os.chdir(ROOT)  # where a job finds this module

@@ -111,9 +111,13 @@ def open_sweep(options: Options) -> Sweep:
     workdir.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(workdir, plan, search, [], settings).extended(options.proposes)
     with locked(workdir / ".plan"):
-        if options.verb == "run" and read_json(workdir / "sweep.json") != settings:
+        now = remembered(workdir / "sweep.json")
+        if options.verb != "run" or now == settings:
+            return sweep
+        if now == there:
             write_json(workdir / "sweep.json", settings)
-    return sweep
+            return sweep
+    return open_sweep(options)  # another process has written its own meanwhile
 
 
 def check_data(settings: dict) -> None:
@@ -133,13 +137,8 @@ def check_data(settings: dict) -> None:
             f"--metric={settings['metric']} is of multi30k, whose tokenised references "
             f"are published; choose another for data.name={data['name']}, as bleu."
         )
-    corpora.load(
-        data["name"],
-        data["source"],
-        data["target"],
-        test_split,
-        data["directory"],
-    )
+    names = (data["name"], data["source"], data["target"])
+    corpora.load(*names, test_split, data["directory"])
 
 
 def remembered(path: Path) -> dict | None:

@@ -94,8 +94,8 @@ def follow(where: Place, claim: Path, arguments: list[str]) -> None:
                 return
             raise Stopped("The process that leads the sweep has ended")
         if order["what"] == "run" and order["number"] != done:
-            with locked(claim) as held:
-                if read_json(where.order) == order:
+            with locked(claim, wait=False) as held:  # or no signal would be seen
+                if held is not None and read_json(where.order) == order:
                     done = order["number"]
                     command = [*script(order["name"]), *order["flags"], *arguments]
                     accompany(command, held, signals)

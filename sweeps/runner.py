@@ -84,12 +84,17 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
     """The line that trains a group, by itself and from anywhere in the repository."""
     settings, folder = sweep.settings, sweep.folder(group)
     of_program, numbers = differences(group.trials, settings["base"])
-    if read_json(folder / "differences.json") != numbers:
-        write_json(folder / "differences.json", numbers)
+    # not the file that it was read from, which may be edited before all have begun
+    base = folder / "base" / "config.json"
+    base.parent.mkdir(exist_ok=True)
+    files = {folder / "differences.json": numbers, base: settings["base"]}
+    for path, value in files.items():
+        if read_json(path) != value:
+            write_json(path, value)
     overrides = settings["overrides"] | of_program
     return [
         *script("train.py"),
-        f"--config={settings['config']}",
+        f"--config={os.path.relpath(ROOT / 'configs/run.py')}:{base.parent}",
         *(f"--config.{key}={value}" for key, value in overrides.items()),
         f"--workdir={folder}",
         f"--trials={folder / 'differences.json'}",
@@ -121,7 +126,9 @@ class Runner:
     """
 
     def __init__(self, sweep: Sweep, groups: list[Group] | None):
-        self.sweep, self.started = sweep, time.time()
+        self.sweep = sweep
+        failed = (sweep.workdir / "groups").glob("*/failed.json")
+        self.failed = {path: noted(path) for path in failed}  # of earlier runs
         self.environments = devices()  # of the workers
         self.grows = groups is None and sweep.searches()
         self.left = list(sweep.groups if groups is None else groups)
@@ -149,6 +156,11 @@ class Runner:
             thread.start()
         try:
             self.watch(threads)
+        except BaseException as error:  # as where nobody reads any more what is said
+            self.errors.append(error)
+            self.stop = self.stop or "an error"
+            for thread in threads:
+                thread.join()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -240,7 +252,7 @@ class Runner:
         folder = self.sweep.folder(group)
         failed = folder / "failed.json"
         if failed.exists():
-            if failed.stat().st_mtime > self.started:  # another process's, just now
+            if noted(failed) != self.failed.get(failed):  # another process's, just now
                 return False
             failed.unlink()  # of an earlier run: try again
         moved = False
@@ -272,6 +284,7 @@ class Runner:
         with log.open("a") as file:
             file.write(f"$ {shlex.join(command)}\n")
             file.flush()
+            begin = file.tell()
             child = self.start(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -286,10 +299,12 @@ class Runner:
                 child.wait()
                 raise Stopped
             time.sleep(WAIT / 5)
-        said = log.read_text(errors="replace").strip().splitlines()[-1]
+        if self.stop is not None:  # before it is blamed: a signal may reach both
+            raise Stopped
+        said = log.read_bytes()[begin:].decode(errors="replace").strip()
         if child.returncode:
-            raise Failed(said)
-        if self.stop is not None or "the same command goes on from there" in said:
+            raise Failed((said or f"exit code {child.returncode}").splitlines()[-1])
+        if "the same command goes on from there" in said:
             raise Stopped
 
     def start(self, command: list[str], **options) -> subprocess.Popen:
@@ -301,6 +316,14 @@ class Runner:
         write_json(self.sweep.folder(group) / "failed.json", {"error": error})
         log = self.sweep.folder(group) / "log.txt"
         say(f"{group.trials[0].arm} failed, the others go on: {error} (see {log})")
+
+
+def noted(failed: Path) -> int | None:
+    """When a failure was written down, by the file's own clock; None: it is gone."""
+    try:
+        return failed.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def devices() -> list[dict]:

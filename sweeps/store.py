@@ -373,14 +373,18 @@ def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> l
 
 
 def write_sqlite(path: Path, rows: list[dict]) -> None:
-    """Write the rows in place of those that were there, all or none."""
+    """Write the rows as a new file: who reads the old one can't hold us up."""
     columns = ", ".join(f'"{name}"' for name in COLUMNS)
     values = ", ".join(f":{name}" for name in COLUMNS)
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute("BEGIN IMMEDIATE")
-        database.execute("DROP TABLE IF EXISTS trials")
-        database.execute(f"CREATE TABLE trials ({columns}, PRIMARY KEY (id))")
-        database.executemany(f"INSERT INTO trials ({columns}) VALUES ({values})", rows)
+    with contextlib.closing(sqlite3.connect(":memory:")) as base:
+        base.execute(f"CREATE TABLE trials ({columns}, PRIMARY KEY (id))")
+        base.executemany(f"INSERT INTO trials ({columns}) VALUES ({values})", rows)
+        base.commit()
+        content = base.serialize()
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    path.with_name(path.name + "-journal").unlink(missing_ok=True)  # of the old file
+    part.replace(path)
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints: what is read is what was written, or it is said."""
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from configs.base import get_config
+from training import hosts
 from training.checkpoint import Checkpoints, Damaged, SaveError
 from training.restore import begun_from, restore
 from training.step import TrainState
@@ -250,3 +252,47 @@ def test_save_error_names_the_place(saved):
     checkpoints.close()
     assert isinstance(error, SaveError)
     assert "No space left on device; step 3 is intact" in str(error)
+
+
+def test_processes_take_a_checkpoint_that_all_of_them_see(tmp_path, monkeypatch):
+    """One that was saved between their looks would be read by some of them."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        kernel = step * np.ones((2, 4), np.float32)
+        marks = {"step": np.array([step, step]), "diverged_at": np.zeros(2)}
+        checkpoints.save(step, params={"kernel": kernel}, trials=marks)
+    checkpoints.wait()
+    checkpoints.close()
+
+    def share(value):
+        return [value, [1, 2]] if value == [1, 2, 3] else [value]
+
+    monkeypatch.setattr(hosts, "share", share)
+    one = {"kernel": jax.ShapeDtypeStruct((4,), np.float32)}
+    for which, wanted in (("last", 2.0), ("average", 1.5)):
+        params, steps, _ = restore(tmp_path, which, 2, one)
+        assert np.unique(params["kernel"]) == wanted and steps.tolist() == [2, 2]
+
+
+def test_what_a_run_cannot_begin_with_all_processes_say(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(hosts, "share", lambda value: told.append(value) or [value])
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        begun_from(str(tmp_path), None, 1, None)
+    assert "holds no run" in told[0]
+
+
+def test_a_damaged_checkpoint_goes_to_another_file_system(saved, monkeypatch):
+    """Where the folder of the checkpoints is a link."""
+    rename = os.rename
+
+    def of_one_file_system(source, target, **options):
+        if "damaged" in str(target):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(source, target, **options)
+
+    cut_short(largest_file(saved, 3))
+    monkeypatch.setattr(os, "rename", of_one_file_system)
+    assert reopen(saved, params=TREE)[0] == 2
+    assert (saved / "damaged" / "3").is_dir()
+    assert not (saved / "checkpoints" / "3").exists()

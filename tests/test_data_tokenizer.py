@@ -2,6 +2,7 @@ import logging
 import os
 import pathlib
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import numbers, tokenizer
+from data import multi30k, numbers, tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAIRS = {
@@ -155,3 +156,19 @@ def test_killed_while_writing_leaves_all_of_a_model_or_none(tmp_path):
             time.sleep(delay)
             os.kill(writer.pid, signal.SIGKILL)
         assert not path.exists() or path.stat().st_size == 3_000_000
+
+
+def test_others_may_read_what_is_written_if_the_umask_lets_them(tmp_path, monkeypatch):
+    """A colleague who scores a run, or begins with it, or shares the downloads."""
+    monkeypatch.setattr(multi30k, "_download", lambda url: b"a dog\n")
+    monkeypatch.setattr(multi30k, "_checked_lines", lambda name, content, where: [])
+    before = os.umask(0o027)
+    try:
+        tokenizer.load_or_train(tmp_path / "a", ["a b c"], ["d e f"], 20, joint=False)
+        tokenizer.copy(tmp_path / "a", tmp_path / "b")
+        multi30k._from_network("tok", "val.en", tmp_path / "cache")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 5
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}

@@ -5,10 +5,13 @@ import zlib
 
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from tests.test_data_pipeline import batches_of
-from training import hosts, sharding
+from training import cluster, hosts, sharding
 from training.checkpoint import is_sound, place
+from training.workdir import environment
 
 
 @pytest.mark.parametrize(
@@ -35,8 +38,30 @@ def test_flags_that_do_not_go_together_are_named(flags, parts):
 
 
 def test_flags_that_go_together():
-    for flags in ((None, None, None), ("auto", None, None), ("[::1]:8476", 2, 1)):
-        hosts.check_flags(*flags)
+    for given in ((None, None, None), ("auto", None, None), ("[::1]:8476", 2, 1)):
+        hosts.check_flags(*given)
+
+
+@pytest.mark.parametrize(
+    "given, environment, name",
+    [
+        (["--process_id=3"], {"SLURM_PROCID": "7"}, "3"),
+        ([], {"SLURM_PROCID": "7"}, "7"),
+        ([], {"OMPI_COMM_WORLD_RANK": "2"}, "2"),
+        ([], {}, "only"),
+    ],
+)
+def test_processes_of_a_host_have_names_of_their_own(
+    monkeypatch, given, environment, name
+):
+    """Else the tasks that Slurm starts on a host would wait for each other."""
+    for rank in cluster.RANKS:
+        monkeypatch.delenv(rank, raising=False)
+    for rank, value in environment.items():
+        monkeypatch.setenv(rank, value)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["sweep.py", *given])
+        assert cluster.process() == name
 
 
 def test_a_coordinator_that_does_not_answer_is_named():
@@ -51,6 +76,33 @@ def test_alone_what_is_shared_is_ones_own():
     assert hosts.share({"a": 1}) == [{"a": 1}] and hosts.is_first()
     with pytest.raises(OSError, match="no room"), hosts.together():
         raise OSError("no room")
+
+
+@pytest.mark.parametrize(
+    "first, named",
+    [
+        ({"jax": "0.1"}, r"jax \(in process 0 '0.1', now '"),
+        ({"commit": "c0ffee"}, r"commit \(in process 0 'c0ffee', now 'decade'\)"),
+        ({"commit": None}, None),
+    ],
+)
+def test_processes_of_other_software_are_refused(tmp_path, monkeypatch, first, named):
+    """Their programs differ, and would wait for each other or add up other numbers."""
+    here = environment() | {"commit": "decade"}
+    monkeypatch.setattr(hosts, "environment", lambda: here)
+
+    def share(value):
+        if value == here["commit"]:
+            return [first.get("commit", value), value]
+        is_software = isinstance(value, dict) and "jax" in value
+        return [value | first if is_software else value, value]
+
+    monkeypatch.setattr(hosts, "share", share)
+    if named is None:
+        hosts.check_same_run(tmp_path, {}, [])
+        return
+    with pytest.raises(ValueError, match=f"the software differs .* 0: {named}"):
+        hosts.check_same_run(tmp_path, {}, [])
 
 
 class Device:

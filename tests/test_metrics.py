@@ -1,6 +1,9 @@
 """What a run says while it runs."""
 
+import errno
 import json
+import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -128,3 +131,29 @@ def test_plain_lines_are_rare(capsys):
 )
 def test_clock(seconds, text):
     assert clock(seconds) == text
+
+
+def test_nobody_waits_for_a_board_that_a_full_disk_has_ended(tmp_path, monkeypatch):
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(1, 0, loss=1.0)
+    events, ended = writer.board.file_writer.event_writer._ev_writer, threading.Event()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("write_event", "flush"):
+        monkeypatch.setattr(events, name, full)
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+    writer.write(2, 0, loss=1.0)
+    assert ended.wait(10), "the thread that writes lives"
+
+    def write():
+        for step in range(3, 50):
+            writer.write(step, 0, loss=1.0)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    writer.close()
+    assert len(rows_of(tmp_path / "metrics.jsonl")) == 49

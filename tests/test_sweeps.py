@@ -1,11 +1,16 @@
 """Sweeps without training: what is opened, kept on disk, selected and reported."""
 
+import contextlib
 import csv
 import json
+import os
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +19,13 @@ import pytest
 
 from analysis.report_plots import looks
 from configs import base
-from sweeps import reporting
+from configs import run as config_of_run
+from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
-from sweeps.runner import Sweep, eval_command, train_command
+from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
 from sweeps.store import DECODING, TRAINED, locked, pace
+from training.workdir import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -499,6 +506,20 @@ def test_the_printed_command_names_every_setting(tmp_path, corpus):
     assert json.loads(Path(path).read_text()) == [{"seed": 0}, {"seed": 1}]
 
 
+def test_groups_begin_with_the_config_of_the_sweep(tmp_path, corpus):
+    """Not with what its file has become since, which no row of the table would tell."""
+    opened = options(tmp_path / "s", corpus)
+    sweep = open_sweep(opened)
+    (config,) = [
+        word.split("=", 1)[1]
+        for word in train_command(sweep, sweep.groups[1])
+        if word.startswith("--config=")
+    ]
+    path, _, workdir = config.partition(":")
+    assert Path(path).resolve() == ROOT / "configs" / "run.py"
+    assert config_of_run.get_config(workdir).to_dict() == opened.config.to_dict()
+
+
 def test_a_report_holds_what_was_computed(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus, note="A <shared> machine."))
     with pytest.raises(ValueError, match="Nothing has finished in .* yet"):
@@ -720,3 +741,220 @@ def test_a_call_ends_in_one_sentence(tmp_path):
         )
         assert ran.returncode == 2 and "Traceback" not in ran.stderr
         assert sentence in ran.stderr.strip().splitlines()[-1]
+
+
+FULL_DISK = """
+import runpy
+import sys
+from sweeps.runner import Runner
+def process(self, *_):
+    raise OSError(28, "No space left on device")
+Runner.process = process
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_full_disk_ends_a_sweep_in_one_sentence(tmp_path, corpus):
+    workdir = tmp_path / "s"
+    open_sweep(options(workdir, corpus))
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "sweep.py", "run", f"--workdir={workdir}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
+    assert ran.stderr.splitlines()[-1] == (
+        f"sweep.py: No space left on device. What is done in {workdir} is kept: mend "
+        f"that, and the same command goes on."
+    )
+
+
+def test_who_reads_the_table_does_not_hold_up_the_sweep(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    sweep.collect()
+    path = tmp_path / "s" / "sweep.sqlite"
+    journal = tmp_path / "s" / "sweep.sqlite-journal"
+    with contextlib.closing(sqlite3.connect(path)) as reader:
+        rows = reader.execute("SELECT status FROM trials")
+        assert rows.fetchone() == ("waiting",)
+        finish(sweep, 0)
+        sweep.collect()
+        assert rows.fetchall() == [("waiting",)] * 5
+    assert [row["status"] for row in table(tmp_path / "s")[:2]] == ["done"] * 2
+    for file in (path, journal):
+        file.write_bytes(b"of a disk that lost some" * 99)
+    sweep.collect()
+    assert len(table(tmp_path / "s")) == 6 and not journal.exists()
+
+
+def runs(runner, program):
+    """Let a runner start this Python program in place of train.py and eval.py."""
+    started = []
+
+    def start(command, **options):
+        started.append(subprocess.Popen([sys.executable, "-c", program], **options))
+        return started[-1]
+
+    runner.start = start
+    return started
+
+
+def test_a_process_that_the_sweeps_signal_ended_too_has_not_failed(tmp_path, corpus):
+    """Ctrl-C and the end of a job go to all processes, and eval.py does not save."""
+    runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
+    started = runs(runner, "raise KeyboardInterrupt")
+    start = runner.start
+
+    def start_and_stop(command, **given):
+        start(command, **given).wait()
+        runner.stop = "SIGINT"
+        return started[-1]
+
+    runner.start = start_and_stop
+    with pytest.raises(Stopped, match="SIGINT"):
+        runner.run()
+    assert len(started) == 1 and not list(tmp_path.glob("s/groups/*/failed.json"))
+
+
+def test_what_was_stopped_is_not_trained_whatever_is_said_after(tmp_path, corpus):
+    runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
+    saved = "SIGTERM: saved step 3; the same command goes on from there."
+    runs(runner, f"print({saved!r}); print('A library says goodbye.')")
+    with pytest.raises(Stopped, match="A training process was told to stop"):
+        runner.run()
+    assert not list(tmp_path.glob(f"s/groups/*/{TRAINED}"))
+
+
+def test_a_group_is_tried_again_whatever_the_clock_says(tmp_path, corpus):
+    """It was set back since, or is another machine's."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    failed = sweep.folder(sweep.groups[0]) / "failed.json"
+    failed.write_text(json.dumps({"error": "no memory"}))
+    os.utime(failed, (time.time() + 3600,) * 2)
+    runner = Runner(sweep, sweep.groups[:1])
+    started = runs(runner, "")
+    runner.run()
+    assert started and not failed.exists()
+    runner = Runner(sweep, sweep.groups[:1])
+    started = runs(runner, "")
+    failed.write_text(json.dumps({"error": "no memory"}))  # another process's, just now
+    runner.run()
+    assert not started and failed.exists()
+
+
+def test_an_error_of_the_sweep_ends_what_it_has_started(tmp_path, corpus):
+    runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
+    started = runs(runner, "import time; time.sleep(60)")
+
+    def watch(threads):
+        while not started:
+            time.sleep(0.01)
+        raise BrokenPipeError
+
+    runner.watch = watch
+    try:
+        with pytest.raises(BrokenPipeError):
+            runner.run()
+        assert [child.poll() for child in started] == [-signal.SIGTERM]
+    finally:
+        runner.stop = "the test"
+        started[0].kill()
+
+
+def test_jobs_of_slurm_know_a_relative_workdir(tmp_path, corpus, monkeypatch):
+    submitted = []
+
+    class Executor:
+        """Stands for submitit's."""
+
+        def __init__(self, folder, cluster):
+            assert folder == tmp_path / "s" / "slurm"
+
+        def update_parameters(self, **parameters):
+            pass
+
+        def batch(self):
+            return contextlib.nullcontext()
+
+        def submit(self, job):
+            submitted.append(job.command)
+            return SimpleNamespace(job_id=1, wait=int, exception=lambda: None)
+
+    submitit = SimpleNamespace(AutoExecutor=Executor)
+    monkeypatch.setattr(launchers, "package", lambda name: submitit)
+    monkeypatch.chdir(tmp_path)
+    sweep = open_sweep(options(Path("s"), corpus))
+    rows = launchers.slurm(sweep, sweep.groups[:1], "local", [])
+    assert f"--workdir={tmp_path / 's'}" in submitted[0] and len(rows) == 6
+
+
+def test_a_follower_that_waits_for_a_process_of_before_heeds_signals(tmp_path):
+    where = pod.Place(tmp_path / "leader", tmp_path / "order.json")
+    order = {"what": "run", "number": 1, "name": "nothing.py", "flags": []}
+    write_json(where.order, order)
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = {number: signal.getsignal(number) for number in numbers}
+    with locked(where.leader), locked(tmp_path / "claim") as held:
+        begun = time.monotonic()
+        timers = [
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)),
+            threading.Timer(8.0, held.close),
+        ]
+        for timer in timers:
+            timer.start()
+        try:
+            with pytest.raises(Stopped, match="SIGTERM"):
+                pod.follow(where, tmp_path / "claim", [])
+        finally:
+            for timer in timers:
+                timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        assert time.monotonic() - begun < 5
+
+
+CALIBRATION = """
+import json, pathlib, sys
+(folder,) = [x.split("=", 1)[1] for x in sys.argv if x.startswith("--workdir=")]
+with open(pathlib.Path(folder) / "metrics.jsonl", "w") as file:
+    for row in ROWS:
+        file.write(json.dumps({"step": 4, "trial": 0} | row) + "\\n")
+print("It has ended.", file=sys.stderr)
+"""
+
+
+def test_a_run_of_few_steps_is_timed_or_said_to_be_too_short(
+    tmp_path, corpus, monkeypatch
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    pace, dev = {"steps_per_second": 2.0}, {"dev_bleu": 1.0}
+
+    def of(rows):
+        program = CALIBRATION.replace("ROWS", str(rows))
+        command = [sys.executable, "-c", program, "--workdir=x"]
+        monkeypatch.setattr(show, "train_command", lambda sweep, group: command)
+        return show.expected_seconds(sweep)
+
+    assert of([{"loss": 3.0}, pace, dev]) > 10  # 20 steps of each of three arms
+    with pytest.raises(
+        ValueError, match=r"It has ended. \(--nocalibrate leaves it out"
+    ):
+        of([{"loss": 3.0}, dev])
+
+
+def test_of_sweeps_that_begin_at_once_one_has_the_workdir(
+    tmp_path, corpus, monkeypatch
+):
+    check_data = opening.check_data
+
+    def meanwhile(settings):
+        monkeypatch.setattr(opening, "check_data", check_data)
+        open_sweep(options(tmp_path / "s", corpus, checkpoint="last"))
+
+    monkeypatch.setattr(opening, "check_data", meanwhile)
+    with pytest.raises(ValueError, match=r"holds another sweep: checkpoint \(there"):
+        open_sweep(options(tmp_path / "s", corpus))
+    there = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert there["checkpoint"] == "last"

@@ -34,7 +34,7 @@ from models.decoding import translate
 from sweeps.store import locked
 from training.checkpoint import Checkpoints
 from training.checks import check_config
-from training.workdir import check_data
+from training.workdir import check_data, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -361,6 +361,33 @@ def test_a_reader_that_has_enough_ends_us_without_a_word(flush):
     )
     os.close(write)
     assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+CLOSED = """
+import sys
+from configs.commandline import run
+def main():
+    print("a line")
+    print("a word", file=sys.stderr)
+    assert sys.stdin.read() == ""
+    with open("FILE", "w") as file:
+        file.write(str(file.fileno()))
+run(main)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_from_the_start_is_empty(tmp_path, closed):
+    code = CLOSED.replace("FILE", str(tmp_path / "file"))
+    call = shlex.join([sys.executable, "-c", code])
+    ran = run(["sh", "-c", f"{call} {closed}"], stdin=subprocess.DEVNULL)
+    assert ran.returncode == 0, ran.stderr
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+def test_git_need_not_be_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment()["commit"] is None
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])

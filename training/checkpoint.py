@@ -211,24 +211,40 @@ class Checkpoints:
             raise Damaged(f"{''.join(bad[:1]) or item} is not what was written")
         return unflatten(arrays, abstract)
 
+    def steps_of_all(self) -> list[int]:
+        """Steps with a checkpoint that every process sees, ascending.
+
+        A run that is still being trained may have saved one while they looked.
+        """
+        seen = hosts.share(self.steps())
+        return sorted(set(seen[0]).intersection(*seen))
+
+    def read_all(self, step: int, **abstract) -> tuple[dict, str | None]:
+        """Items of a checkpoint, and why it can't be used if one process can't read it.
+
+        All processes must call it at the same place.
+        """
+        damage, items = None, {}
+        with hosts.together():
+            try:
+                for item, like in abstract.items():
+                    items[item] = self.read(step, item, like)
+            except Damaged as error:
+                damage = str(error)
+        damages = [found for found in hosts.share(damage) if found is not None]
+        return items, next(iter(damages), None)
+
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
         """The step and the items of the newest checkpoint that is sound.
 
         Damaged ones are named, and moved out of the way unless we only read.
         """
-        for step in reversed(self.steps()):
-            damage, items = None, {}
-            with hosts.together():
-                try:
-                    for item, like in abstract.items():
-                        items[item] = self.read(step, item, like)
-                except Damaged as error:
-                    damage = str(error)
-            damages = [found for found in hosts.share(damage) if found is not None]
-            if not damages:
+        for step in reversed(self.steps_of_all()):
+            items, damage = self.read_all(step, **abstract)
+            if damage is None:
                 return step, items
             say(
-                f"The checkpoint of step {step} is damaged: {damages[0]}. "
+                f"The checkpoint of step {step} is damaged: {damage}. "
                 "Trying the one before."
             )
             if self.keep is not None:
@@ -242,7 +258,8 @@ class Checkpoints:
             if hosts.is_first():
                 aside.parent.mkdir(exist_ok=True)
                 shutil.rmtree(aside, ignore_errors=True)
-                (self.directory / str(step)).rename(aside)
+                # not rename: the checkpoints may be a link to another file system
+                shutil.move(self.directory / str(step), aside)
         self.manager.reload()
 
     def close(self) -> None:

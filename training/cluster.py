@@ -1,5 +1,7 @@
 """The flags of a run of several processes, alike in train.py, eval.py and sweep.py."""
 
+import os
+
 from absl import flags
 
 COORDINATOR = flags.DEFINE_string(
@@ -16,6 +18,8 @@ COORDINATOR_TIMEOUT = flags.DEFINE_integer(
 
 
 FLAGS = COORDINATOR, NUM_PROCESSES, PROCESS_ID, COORDINATOR_TIMEOUT
+# How clusters that start several processes on a host number them; others start one.
+RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def connect() -> None:
@@ -28,3 +32,10 @@ def connect() -> None:
 def arguments() -> list[str]:
     """The flags that were given, for another script that this process starts."""
     return [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
+
+
+def process() -> str:
+    """A name for this process among those of its host."""
+    if PROCESS_ID.value is not None:
+        return str(PROCESS_ID.value)
+    return next((os.environ[name] for name in RANKS if name in os.environ), "only")

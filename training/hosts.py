@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from training.metrics import say
-from training.workdir import differing, summary
+from training.workdir import differing, environment, summary
 
 HEARTBEAT = 20  # seconds without a sign of life after which a process is given up
 SHUTDOWN = 60  # seconds that a process waits for the others to end too
@@ -215,6 +215,10 @@ def check_same_run(workdir: Path, config: dict, trials: list[dict]) -> None:
     with together():
         if is_first():
             token.write_text(os.urandom(8).hex())
+    here = environment()
+    software = here["versions"] | {"commit": here["commit"]}
+    has_commits = None not in share(here["commit"])  # not so where one lacks git
+    check_same("software", software, may_differ=() if has_commits else ("commit",))
     check_same("config", config, may_differ=("data.directory",))
     check_same("list of trials", trials)
     mark = share(is_first() and token.read_text())[0]

@@ -63,7 +63,11 @@ class MetricsWriter:
         if self.board is None:  # imported late: it takes a second
             from tensorboardX import SummaryWriter
 
-            self.board = SummaryWriter(str(self.workdir), purge_step=self.step + 1)
+            # Without an end to its queue: once its thread has met a full disk and died,
+            # nobody empties that, and who puts into a full one waits forever.
+            self.board = SummaryWriter(
+                str(self.workdir), purge_step=self.step + 1, max_queue=0
+            )
         for name, value in values.items():
             if isinstance(value, int | float):
                 self.board.add_scalar(f"trial_{trial}/{name}", value, step)
@@ -75,7 +79,8 @@ class MetricsWriter:
         with contextlib.suppress(OSError):  # `write` has said what could not be written
             self.file.close()
         if self.board is not None:
-            self.board.close()
+            with contextlib.suppress(OSError):
+                self.board.close()
 
 
 def row_of(line: str) -> dict | None:

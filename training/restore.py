@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from training import sharding
-from training.checkpoint import Checkpoints, Damaged
+from training import hosts, sharding
+from training.checkpoint import Checkpoints
 from training.metrics import say
 from training.step import TrainState
 from training.workdir import differing, read_json, summary
@@ -52,17 +52,19 @@ def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> Trai
         ValueError, OSError: there is no such run, or its parameters do not fit.
     """
     there = Path(workdir)
-    if not (there / "config.json").exists():
-        raise FileNotFoundError(
-            f"train.init_from={workdir} holds no run (there is no config.json in it)."
-        )
-    count = len(read_json(there / "trials.json"))
-    if count not in (1, num_trials):
-        raise ValueError(
-            f"train.init_from={workdir} has {count} trials, and {num_trials} are to "
-            f"begin with them; it must have 1 or as many."
-        )
-    settings = read_json(there / "config.json")["model"]
+    with hosts.together():  # each reads it; a relative path may be of one alone
+        if not (there / "config.json").exists():
+            raise FileNotFoundError(
+                f"train.init_from={workdir} holds no run (there is no config.json in "
+                f"it)."
+            )
+        count = len(read_json(there / "trials.json"))
+        if count not in (1, num_trials):
+            raise ValueError(
+                f"train.init_from={workdir} has {count} trials, and {num_trials} are "
+                f"to begin with them; it must have 1 or as many."
+            )
+        settings = read_json(there / "config.json")["model"]
     other = summary(differing(settings, config.model.to_dict(), "model"))
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.params
@@ -109,14 +111,13 @@ def read_average(checkpoints, abstract, marks: dict):
     A trial that stopped early counts once as it ended, however often that was saved.
     """
     total, before = None, -1
-    for step in checkpoints.steps():
-        try:
-            params = checkpoints.read(step, "params", abstract)
-        except Damaged as error:
-            say(f"The checkpoint of step {step} is left out: {error}.")
+    for step in checkpoints.steps_of_all():
+        items, damage = checkpoints.read_all(step, params=abstract)
+        if damage is not None:
+            say(f"The checkpoint of step {step} is left out: {damage}.")
             continue
         counts = np.float64((step <= marks["step"]) | (before < marks["step"]))
-        add = {"params": jax.tree.map(partial(each_times, counts), params)}
+        add = {"params": jax.tree.map(partial(each_times, counts), items["params"])}
         add["counts"], before = counts, step
         total = add if total is None else jax.tree.map(np.add, total, add)
     counts = found(total, checkpoints)["counts"]

@@ -183,15 +183,14 @@ def environment() -> dict:
 
     import jax
 
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    told = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    commit = ""
+    with contextlib.suppress(OSError):  # a container of a cluster may lack git
+        commit = subprocess.run(describe, **told).stdout.strip()
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     return {
-        "commit": git.stdout.strip() or None,
+        "commit": commit or None,
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
         "devices": [f"{d.platform}: {d.device_kind}" for d in jax.local_devices()],
