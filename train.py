@@ -142,7 +142,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from training import hosts, sharding
     from training.checkpoint import Checkpoints
     from training.metrics import say
-    from training.restore import begun_from
+    from training.restore import begun_from, run_at
     from training.step import init, items_of, state_of, static_of
     from training.utilisation import CompileClock
 
@@ -165,7 +165,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
                     tokenizer.forget(workdir / "tokenizer")
                 record(workdir, config.to_dict(), trials)  # whose vocabulary it is
                 if other := config.train.init_from:
-                    tokenizer.copy(Path(other) / "tokenizer", workdir / "tokenizer")
+                    tokenizer.copy(run_at(other) / "tokenizer", workdir / "tokenizer")
             tokenizers_of()  # for the other processes, which find it
     with hosts.together():
         tokenizers = tokenizers_of()

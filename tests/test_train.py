@@ -706,7 +706,7 @@ def test_the_config_of_a_run(trained, tmp_path):
     [
         ({"seeds": 3}, "has 2 trials, and 3 are to begin with them"),
         ({"model.mlp_dim": 24}, "model.mlp_dim (there 16, now 24)"),
-        ({"train.init_from": "nowhere"}, "there is no tokenizer in nowhere"),
+        ({"train.init_from": "nowhere"}, "train.init_from=nowhere holds no run"),
     ],
 )
 def test_what_a_run_cannot_begin_with(trained, little, tmp_path, changes, sentence):

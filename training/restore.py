@@ -51,13 +51,8 @@ def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> Trai
     Raises:
         ValueError, OSError: there is no such run, or its parameters do not fit.
     """
-    there = Path(workdir)
     with hosts.together():  # each reads it; a relative path may be of one alone
-        if not (there / "config.json").exists():
-            raise FileNotFoundError(
-                f"train.init_from={workdir} holds no run (there is no config.json in "
-                f"it)."
-            )
+        there = run_at(workdir)
         count = len(read_json(there / "trials.json"))
         if count not in (1, num_trials):
             raise ValueError(
@@ -83,6 +78,15 @@ def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> Trai
         return sharding.put(theirs, ours.sharding)
 
     return state._replace(params=jax.tree.map(put, state.params, params))
+
+
+def run_at(workdir: str) -> Path:
+    """The folder that train.init_from names; FileNotFoundError if no run is there."""
+    if not (Path(workdir) / "config.json").exists():
+        raise FileNotFoundError(
+            f"train.init_from={workdir} holds no run (there is no config.json in it)."
+        )
+    return Path(workdir)
 
 
 def read_best(checkpoints, abstract, marks: dict):
