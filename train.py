@@ -181,13 +181,9 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         data = {"pairs": len(sources), "crc32": batches.crc32}
         if hosts.is_first():
             check_data(workdir, data)
-        B, parts = batches.shape[0], config.train.accumulate_steps
-        if parts < 1 or B % parts:
-            raise ValueError(
-                f"train.accumulate_steps must divide the {B} rows of a batch, got "
-                f"{parts}."
-            )
-        mesh = sharding.make_mesh(config.mesh, len(trials), B // parts)
+        parts = config.train.accumulate_steps
+        rows = sharding.rows_of_part(batches.shape[0], parts)
+        mesh = sharding.make_mesh(config.mesh, len(trials), rows)
     hosts.check_same("training set", data)
     jax.set_mesh(mesh)
     sharding.warn_of_whole(flat(config.to_dict()), mesh)

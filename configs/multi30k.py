@@ -7,7 +7,7 @@ The full recipe (8000 updates of 8192 target tokens) is for a GPU or a long run:
 
 The published score is 41.02 (lowercased, Moses-tokenised, beam 5). One seed scored
 40.64 after half of the updates (--config.train.num_steps=4000; 40.31 cased
-sacreBLEU), in some 90 minutes of two cores of an AMD EPYC (2026-11-22,
+sacreBLEU), 50 of them in 64 s on two cores of an AMD EPYC at the median (2026-11-22,
 results/multi30k_4000); the second half has not been run here yet. Their command
 (README-baseline.md of LividWo/Revisit-MMT) trains on the publisher's lowercased,
 tokenised text, ours on the plain one; it stops after 10 epochs without a better dev

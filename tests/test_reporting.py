@@ -12,18 +12,12 @@ from sweeps import reporting, show
 from sweeps.opening import open_sweep
 from sweeps.plan import trials_of
 from sweeps.search import known_trials, tries_of
-from tests.test_sweeps import RATE, SENTENCES, finish, options, own
+from tests.test_sweeps import RATE, finish, options, own, three_splits
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for split in ("train", "val", "test"):
-        for language in ("en", "de"):
-            text = "".join(f"{s}\n" for s in SENTENCES)
-            (folder / f"{split}.{language}").write_text(text)
-    return folder
+    return three_splits(tmp_path / "corpus")
 
 
 def reported(sweep):

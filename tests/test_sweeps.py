@@ -32,15 +32,19 @@ RATE = "optimizer.learning_rate"
 SENTENCES = [f"the dog number {i} sleeps in the sun" for i in range(12)]
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    folder = tmp_path / "corpus"
+def three_splits(folder):
+    """A folder of text, with the same pairs in each split."""
     folder.mkdir()
     for split in ("train", "val", "test"):
         for language in ("en", "de"):
             text = "".join(f"{s}\n" for s in SENTENCES)
             (folder / f"{split}.{language}").write_text(text)
     return folder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return three_splits(tmp_path / "corpus")
 
 
 def options(workdir, corpus, **changes):

@@ -75,13 +75,9 @@ def plan(config, arrays: dict, target: str) -> Plan:
             f"data.batch_tokens must hold a row of {T} tokens, got "
             f"{config.data.batch_tokens}."
         )
-    parts = config.train.accumulate_steps
-    if parts < 1 or B % parts:
-        raise ValueError(
-            f"train.accumulate_steps must divide the {B} rows of a batch, got {parts}."
-        )
+    rows = sharding.rows_of_part(B, config.train.accumulate_steps)
     mesh = sharding.make_mesh(
-        config.mesh, num_trials, B // parts, targets.devices(target).ravel()
+        config.mesh, num_trials, rows, targets.devices(target).ravel()
     )
     vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
     build = partial(Transformer, *vocabularies, **config.model.to_dict())

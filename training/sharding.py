@@ -44,6 +44,19 @@ LETTERS = {
 }
 
 
+def rows_of_part(B: int, parts: int) -> int:
+    """Rows of a batch that are computed at a time, which a mesh divides.
+
+    Raises:
+        ValueError: the parts, train.accumulate_steps, do not divide the rows.
+    """
+    if parts < 1 or B % parts:
+        raise ValueError(
+            f"train.accumulate_steps must divide the {B} rows of a batch, got {parts}."
+        )
+    return B // parts
+
+
 def make_mesh(
     shape: dict[str, int | None], num_trials: int, num_rows: int, devices=None
 ) -> Mesh:
