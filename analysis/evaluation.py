@@ -72,6 +72,7 @@ def translations(
             sources,
             chosen,
             head_gates=jax.tree.map(lambda gates, rows=rows: gates[rows], head_gates),
+            return_scores=False,
             **options,
         )
         texts += [(*s, t) for s, (t, _) in zip(shares, found, strict=True)]

@@ -69,6 +69,7 @@ class Trained(NamedTuple):
         full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         params, gates = self.of(trial)
         options |= {"sample_numbers": [first + index for index in full]}
+        options["return_scores"] = False
         chosen = [encoded[index] for index in full]
         out, _ = translate(self.graph, params, chosen, head_gates=gates, **options)
         found = dict(zip(full, target.decode_many(out), strict=True))

@@ -24,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from training import platform
+
 LONGEST = 127  # tokens of a translation of a trained model, without EOS
 LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 pieces
 # CTranslate2 divides by length^PENALTY, ours by ((5 + length) / 6)^PENALTY.
@@ -40,6 +42,7 @@ def main():
     parser.add_argument("--no_peer", action="store_true", help="time only ours")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    platform.keep_memory()  # as eval.py does; both sides have it
 
     model, sentences, forced = trained(arguments.workdir)
     print(f"{len(sentences)} sentences, {sum(map(len, sentences))} source tokens")
@@ -117,6 +120,7 @@ def ours(model, forced: int | None):
 
     def side(sentences, beam_size):
         options = {"beam_size": beam_size, "length_penalty": PENALTY} | limit
+        options["return_scores"] = False  # as CTranslate2 by default
         return translate(graph, params, sentences, **options)[0]
 
     return side

@@ -86,6 +86,8 @@ def decode(
             top_k: sample among the k best pieces; 0, if not given: all.
             top_p: sample among the fewest best pieces whose probabilities sum to at
                 least top_p (Holtzman et al. 2020); 1 if not given.
+            return_scores: False leaves out the softmax where the search needs none,
+                with beam_size 1; the scores then mean nothing. True if not given.
 
     Raises:
         ValueError: an option out of its range, or sampling with a beam.

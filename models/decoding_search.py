@@ -30,6 +30,7 @@ def complete(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    return_scores: bool = True,
 ) -> dict[str, int | float]:
     """All options of `models.decoding.decode`; ValueError for one out of its range."""
     for name, value, valid, wanted in (
@@ -49,6 +50,7 @@ def complete(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "return_scores": return_scores,
     }
 
 
@@ -68,6 +70,7 @@ def next_pieces(
     temperature: float,
     top_k: int,
     top_p: float,
+    return_scores: bool,
 ) -> Found:
     """Choose how the hypotheses go on, whose log-probabilities so far are given.
 
@@ -77,8 +80,9 @@ def next_pieces(
     ranked, pieces = top_pieces(logits, min(W, vocab), EOS + 1)
     # Over all pieces, also those that are never chosen: the model's probabilities.
     largest = jnp.maximum(ranked[..., 0], logits[..., : EOS + 1].max(-1))
-    total = jnp.exp(logits - largest[..., None]).sum(-1)
-    log_total = largest + jnp.log(total)
+    log_total = largest
+    if return_scores or W > 1:  # else only those of one hypothesis are compared
+        log_total += jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
     eos = log_probs + logits[..., EOS] - log_total
     if temperature:
         allowed = logits[:, 0, EOS:]  # less the largest: never inf / inf

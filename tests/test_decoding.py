@@ -358,6 +358,30 @@ def test_sampling_is_seeded_and_narrows_to_greedy():
     assert rest == free[9:]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"length_penalty": 0.6},
+        {"temperature": 2.0, "top_k": 5},
+        {"beam_size": 3, "length_penalty": 0.6},
+    ],
+    ids=["greedy", "sampled", "beam"],
+)
+def test_without_scores_the_translations_are_the_same(options):
+    graph, params = make(layers=1)
+    texts = sentences(*(1 + i % 9 for i in range(17)))
+    options |= {"batch_size": 16} | SHORT
+    rows, scores = decoding.translate(graph, params, texts, **options)
+    found, others = decoding.translate(
+        graph, params, texts, return_scores=False, **options
+    )
+    assert found == rows and len(set(map(len, rows))) > 2  # some end, some are cut
+    if "beam_size" in options:
+        assert others == scores
+    else:
+        assert np.isfinite(scores).all() and np.all(np.array(scores) < others)
+
+
 def test_every_token_of_every_sample_is_drawn_anew():
     """By a model that finds all pieces alike, of one sentence again and again."""
     graph, params = make(layers=1)
