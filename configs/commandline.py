@@ -87,6 +87,9 @@ def run(main) -> None:
     except BrokenPipeError:  # who reads has enough; nor may Python's own flush complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except KeyboardInterrupt:  # where nobody is to save anything
+        print(f"{script()}: stopped by Ctrl-C.", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 def replace_closed() -> None:

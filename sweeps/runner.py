@@ -5,6 +5,7 @@ and its claim is a lock that ends with the processes that hold it. train.py inhe
 the lock, so one that outlives a killed sweep is waited for, not run twice.
 """
 
+import contextlib
 import os
 import shlex
 import signal
@@ -89,8 +90,10 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
     base.parent.mkdir(exist_ok=True)
     files = {folder / "differences.json": numbers, base: settings["base"]}
     for path, value in files.items():
-        if read_json(path) != value:
-            write_json(path, value)
+        with contextlib.suppress(ValueError):  # a damaged one is written anew
+            if read_json(path) == value:
+                continue
+        write_json(path, value)
     overrides = settings["overrides"] | of_program
     return [
         *script("train.py"),

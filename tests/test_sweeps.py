@@ -508,6 +508,9 @@ def test_the_printed_command_names_every_setting(tmp_path, corpus):
     assert "--config.model.attention.num_kv_heads=2" in command
     (path,) = [c.split("=", 1)[1] for c in command if c.startswith("--trials=")]
     assert json.loads(Path(path).read_text()) == [{"seed": 0}, {"seed": 1}]
+    Path(path).write_text("[{")  # damaged: it is known what it holds
+    train_command(sweep, sweep.groups[1])
+    assert json.loads(Path(path).read_text()) == [{"seed": 0}, {"seed": 1}]
 
 
 def test_groups_begin_with_the_config_of_the_sweep(tmp_path, corpus):

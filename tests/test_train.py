@@ -363,6 +363,14 @@ def test_a_reader_that_has_enough_ends_us_without_a_word(flush):
     assert (ran.returncode, ran.stderr) == (1, b"")
 
 
+def test_ctrl_c_ends_in_one_sentence():
+    code = "from configs.commandline import run\ndef main(): raise KeyboardInterrupt"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{code}\nrun(main)"], cwd=ROOT, stderr=subprocess.PIPE
+    )
+    assert (ran.returncode, ran.stderr) == (130, b"-c: stopped by Ctrl-C.\n")
+
+
 CLOSED = """
 import sys
 from configs.commandline import run
