@@ -58,7 +58,16 @@ OUTPUT = flags.DEFINE_string(
 )
 SHOW = flags.DEFINE_integer("show", 0, "How many translations to print.", 0)
 PLOT = flags.DEFINE_string(
-    "plot", None, "Picture (.png, .pdf): cross-attention of the split's first sentence."
+    "plot", None, "Picture (.png, .pdf) of what every head attends to in a sentence."
+)
+SITE = flags.DEFINE_enum(
+    "site",
+    "cross",
+    ["encoder", "decoder", "cross"],
+    "Of which attention --plot is: the self-attention of one side, or the cross.",
+)
+SENTENCE = flags.DEFINE_integer(
+    "sentence", 0, "Number (from 0) in the split of the one to --plot.", 0
 )
 HEADS = flags.DEFINE_bool("heads", False, "Tell what each head sees and adds.")
 PRUNE = flags.DEFINE_bool(
@@ -81,6 +90,9 @@ def main():
         for flag in (TRANSLATE, *ALONE):
             if flag.value:
                 fail(f"--{flag.name} takes one process, not a --coordinator.")
+    for flag in (SITE, SENTENCE):
+        if flag.present and not PLOT.value:
+            fail(f"--{flag.name} says what to draw, so add --plot=FILE.png.")
     if TRANSLATE.value:
         for flag in (*ALONE, SHOW, DIRECTORY):
             if flag.value:
@@ -114,6 +126,7 @@ def main():
                 found = {
                     split: read(trained, split, DIRECTORY.value) for split in needed
                 }
+                check_sentence([found[split] for split in named])
             for split in named:
                 evaluate(workdir, trained, found[split], options, found.get("val"))
 
@@ -191,6 +204,16 @@ def check_files(named: list[str]) -> None:
         choose("The suffix of --plot", Path(PLOT.value).suffix.lower(), formats)
 
 
+def check_sentence(splits: "list[Pairs]") -> None:
+    """Raise a ValueError where a split has no such --sentence."""
+    for pairs in splits:
+        if SENTENCE.value >= len(pairs.sources):
+            raise ValueError(
+                f"--sentence={SENTENCE.value} is not in {pairs.split}, whose last is "
+                f"{len(pairs.sources) - 1}."
+            )
+
+
 def evaluate(
     workdir: Path,
     trained: "Trained",
@@ -225,7 +248,7 @@ def evaluate(
     print_scores(rows, list(trained.trials[0]), path)
     show(pairs, chosen)
     if PLOT.value:
-        plot(trained, pairs, found[trial_of(trained)][0])
+        plot(trained, pairs, found[trial_of(trained)])
     if HEADS.value:
         tell_heads(trained, pairs, workdir)
     if PRUNE.value:
@@ -294,21 +317,29 @@ def show(pairs: "Pairs", hypotheses: list[str]) -> None:
         print(f"translation  {hypotheses[index]}")
 
 
-def plot(trained: "Trained", pairs: "Pairs", translation: list[int]) -> None:
-    """Save the cross-attention of the first sentence and its translation."""
-    from analysis.plots import cross_attention, plot_cross_attention
+def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> None:
+    """Save what the heads of --site attend to in --sentence and its translation."""
+    from analysis.plots import attention_maps, plot_maps
     from data.tokenizer import EOS
 
-    params, gates = trained.of(trial_of(trained))
-    ids, path = pairs.source[0].tolist(), path_of(PLOT, pairs.split)
-    translation = [*translation, EOS]
-    maps = cross_attention(trained.graph, params, gates, ids, translation)
-    pieces = [
-        trained.tokenizers[side].pieces(tokens)
-        for side, tokens in enumerate((ids, translation))
-    ]
-    plot_cross_attention(maps, *pieces, path)
-    print(f"\nThe cross-attention of the first sentence: {path}")
+    index, path = SENTENCE.value, path_of(PLOT, pairs.split)
+    ids, translation = pairs.source[index].tolist(), [*translations[index], EOS]
+    maps = attention_maps(
+        trained.graph, *trained.of(trial_of(trained)), ids, translation, SITE.value
+    )
+    source, target = trained.tokenizers
+    sides = {
+        "source": source.pieces(ids),
+        "translation": target.pieces(translation),
+        "before it": target.pieces([trained.config.model.bos, *translation[:-1]]),
+    }
+    axes = {
+        "encoder": ("source", "source"),
+        "decoder": ("translation", "before it"),
+        "cross": ("translation", "source"),
+    }[SITE.value]
+    plot_maps(maps, *(sides[axis] for axis in axes), axes, path)
+    print(f"\nThe attention ({SITE.value}) in sentence {index}: {path}")
 
 
 def tell_heads(trained: "Trained", pairs: "Pairs", workdir: Path) -> None:

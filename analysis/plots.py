@@ -12,16 +12,21 @@ from analysis.significance import summary
 from models.multi_head import full_map
 
 
-def cross_attention(
+def attention_maps(
     graph: nnx.GraphDef,
     params: nnx.State,
     head_gates: dict,
     source: list[int],
     target: list[int],
+    site: str,
 ) -> np.ndarray:
-    """Weights of every decoder layer and head, L N T S, of one pair of sentences.
+    """Weights of every layer and head of a site, L N T S, of one pair of sentences.
 
-    `params` and `head_gates` are of one trial; both sentences end in EOS.
+    Args:
+        graph, params, head_gates: of one trial.
+        source, target: both end in EOS.
+        site: "encoder" (from source to source), "decoder" (to what the decoder reads:
+            BOS and the target but for its end), or "cross".
     """
 
     @jax.jit
@@ -42,7 +47,7 @@ def cross_attention(
         def watch(*arrays, **arguments):
             maps.append(full_map(*arrays, **arguments))
 
-        model.hidden(batch, head_gates=gates, watch={"cross": watch})
+        model.hidden(batch, head_gates=gates, watch={site: watch})
         return jnp.concatenate(maps)
 
     def row(tokens):
@@ -51,14 +56,15 @@ def cross_attention(
     return np.asarray(maps_of(params, head_gates, row(source), row(target)))
 
 
-def plot_cross_attention(
-    maps: np.ndarray, source: list[str], target: list[str], path: Path
+def plot_maps(
+    maps: np.ndarray, queries: list[str], keys: list[str], axes: tuple, path: Path
 ) -> None:
     """Save a grid of maps, a row a layer and a column a head.
 
     Args:
-        maps: L N T S, as of `cross_attention`.
-        source, target: S and T labels.
+        maps: L N T S, as of `attention_maps`.
+        queries, keys: T and S labels.
+        axes: what the queries are, and the keys.
         path: where the picture goes; its suffix says the format.
     """
     import matplotlib
@@ -66,12 +72,12 @@ def plot_cross_attention(
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    source, target = (
-        [p.replace("▁", "") or p for p in side] for side in (source, target)
+    queries, keys = (
+        [p.replace("▁", "") or p for p in side] for side in (queries, keys)
     )
     L, N, T, S = maps.shape
     size = (1.2 + N * (0.4 + 0.16 * S), 0.8 + L * (0.5 + 0.18 * T))
-    figure, axes = plt.subplots(
+    figure, grid = plt.subplots(
         L,
         N,
         figsize=size,
@@ -82,15 +88,15 @@ def plot_cross_attention(
     )
     for layer in range(L):
         for head in range(N):
-            ax = axes[layer, head]
+            ax = grid[layer, head]
             image = ax.imshow(maps[layer, head], cmap="Greys", vmin=0, vmax=1)
             ax.set_title(f"layer {layer}, head {head}", fontsize=8)
-            ax.set_xticks(range(S), source, rotation=90, fontsize=7)
-            ax.set_yticks(range(T), target, fontsize=7)
+            ax.set_xticks(range(S), keys, rotation=90, fontsize=7)
+            ax.set_yticks(range(T), queries, fontsize=7)
             ax.tick_params(length=0)
-    figure.supxlabel("source", fontsize=8)
-    figure.supylabel("translation", fontsize=8)
-    bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=30)
+    figure.supylabel(axes[0], fontsize=8)
+    figure.supxlabel(axes[1], fontsize=8)
+    bar = figure.colorbar(image, ax=grid, shrink=0.6, aspect=30)
     bar.set_label("attention weight", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.savefig(path, dpi=150)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from analysis.heads import SIDES, measure
-from analysis.plots import plot_cross_attention
+from analysis.plots import attention_maps, plot_maps
 from analysis.pruning import at, orders
 from attention import HeadStatistics
 from configs.base import get_config
@@ -183,14 +183,34 @@ def test_scores_are_of_trials_or_of_the_draws_of_one():
     np.testing.assert_array_equal(at(rows[:2], "random", 2, "loss"), [1, 3])
 
 
+def test_maps_are_of_the_site_that_is_asked_for(model):
+    graph, params = model
+    ids, target = SOURCE[1].tolist(), TARGET[1].tolist()
+    S, T = len(ids), len(target)
+    maps = {
+        site: attention_maps(graph, params, {}, ids, target, site) for site in SIDES
+    }
+    shapes = {"encoder": (1, 4, S, S), "decoder": (2, 4, T, T), "cross": (2, 4, T, S)}
+    assert {site: found.shape for site, found in maps.items()} == shapes
+    for found in maps.values():
+        np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    ahead = np.triu(np.ones((T, T), bool), 1)
+    assert not maps["decoder"][..., ahead].any() and maps["encoder"].min() > 0
+
+
 def test_a_picture_counts_layers_and_heads_as_gates_do(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda figure: None)
     maps = np.full((1, 2, 3, 4), 0.25)
-    plot_cross_attention(maps, list("abcd"), list("xyz"), tmp_path / "maps.png")
-    titles = [ax.get_title() for ax in plt.gcf().axes[:2]]
+    names = "translation", "source"
+    plot_maps(maps, list("xyz"), list("abcd"), names, tmp_path / "maps.png")
+    figure = plt.gcf()
+    titles = [ax.get_title() for ax in figure.axes[:2]]
     assert titles == ["layer 0, head 0", "layer 0, head 1"]
+    assert (figure.get_supylabel(), figure.get_supxlabel()) == names
+    labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert labels == list("xyz")
 
 
 def test_batches_of_sentences_hold_every_pair_once_one_a_row():

@@ -585,6 +585,7 @@ TRANSLATE = {"split": None, "translate": True}
         ({"plot": "nodir/p.png"}, "--plot=nodir/p.png must be a file in a folder"),
         ({"plot": "p.xyz"}, "The suffix of --plot must be one of"),
         ({"plot": "p.png", "split": "val,test"}, "--plot=p.png would hold the last"),
+        ({"site": "encoder"}, "--site says what to draw, so add --plot"),
         ({"seed": 3}, "nothing is sampled at --temperature=0"),
         (TRANSLATE | {"output": "o.txt"}, "leave --output out"),
         (TRANSLATE | {"show": 3}, "--show needs the references"),
@@ -661,6 +662,29 @@ def test_evaluating_by_every_checkpoint(trained, evaluated):
         else:
             assert [row["loss"] for row in found] == pytest.approx(dev, rel=1e-5)
     assert steps == {"best": 60, "last": 60, "average": 60}
+
+
+def test_a_picture_is_of_the_sentence_and_the_site_asked_for(
+    trained, evaluated, tmp_path, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr("analysis.plots.plot_maps", lambda *given: drawn.append(given))
+    options = {"workdir": trained, "split": "val", "checkpoint": "last"}
+    options |= {"beam_size": 1, "plot": tmp_path / "SPLIT.pdf", "sentence": 3}
+    evaluated(**options, site="decoder", trial=1, output=tmp_path / "SPLIT.txt")
+    ((maps, queries, keys, axes, path),) = drawn
+    line = (tmp_path / "val-1.txt").read_text().splitlines()[3]
+    said = "".join(queries[:-1]).replace("▁", " ").strip()
+    assert (said, axes) == (line, ("translation", "before it"))
+    assert keys == ["<s>", *queries[:-1]] and path == tmp_path / "val.pdf"
+    assert maps.shape[2:] == (len(queries), len(keys))
+
+
+def test_a_sentence_that_is_not_there_is_refused(trained, evaluated, tmp_path, capfd):
+    options = {"plot": tmp_path / "p.png", "sentence": 10**6}
+    with pytest.raises(SystemExit, match="2"):
+        evaluated(workdir=trained, split="val", **options)
+    assert "--sentence=1000000 is not in val, whose last is" in capfd.readouterr().err
 
 
 def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
