@@ -5,6 +5,7 @@ python eval.py --workdir=runs/multi30k --translate < source.txt > translations.t
 """
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from configs.commandline import fail, one_sentence, run
+from configs.commandline import fail, one_sentence, path_of, run
 from training import cluster, platform
 from training.metrics import say, show_log
 from training.workdir import write_json
@@ -76,6 +77,7 @@ PRUNE = flags.DEFINE_bool(
 TRIAL = flags.DEFINE_integer(
     "trial", 0, "Trial to translate, plot, tell of or prune; default to prune: all.", 0
 )
+flags.adopt_module_key_flags(cluster)  # so that --help has them
 ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and --translate does not
 
 
@@ -115,7 +117,7 @@ def main():
             cluster.connect()
             from analysis.trained import load, read
 
-            workdir = Path(WORKDIR.value)
+            workdir = path_of(WORKDIR)
             trained = load(workdir, CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
             if TRANSLATE.value:
@@ -188,7 +190,8 @@ def decoding_options() -> dict:
 def check_files(named: list[str]) -> None:
     """Raise a ValueError where --output or --plot can't be written, before decoding."""
     given = [flag for flag in (OUTPUT, PLOT) if flag.value is not None]
-    for flag, path in [(flag, path_of(flag, name)) for flag in given for name in named]:
+    for flag, name in itertools.product(given, named):
+        path = path_for(flag, name)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(
                 f"--{flag.name}={flag.value} must be a file in a folder that is there."
@@ -201,7 +204,7 @@ def check_files(named: list[str]) -> None:
         from models.checks import choose
 
         formats = [f".{name}" for name in FigureCanvasBase.filetypes]
-        choose("The suffix of --plot", Path(PLOT.value).suffix.lower(), formats)
+        choose("The suffix of --plot", path_of(PLOT).suffix.lower(), formats)
 
 
 def check_sentence(splits: "list[Pairs]") -> None:
@@ -262,9 +265,9 @@ def about(trained: "Trained", trial: int, pairs: "Pairs") -> dict:
     return row | {"diverged_at": trained.diverged_at[trial]}
 
 
-def path_of(flag, split: str) -> Path:
+def path_for(flag, split: str) -> Path:
     """The file that --output or --plot names for a split."""
-    path = Path(flag.value)
+    path = path_of(flag)
     return path.with_name(path.name.replace("SPLIT", split))
 
 
@@ -274,7 +277,7 @@ def write_output(
     """Write the translations to --output; of many trials each to a file of its own."""
     if OUTPUT.value is None:
         return
-    path = path_of(OUTPUT, split)
+    path = path_for(OUTPUT, split)
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
     path.write_text("".join(line + "\n" for line in hypotheses))
@@ -322,7 +325,7 @@ def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> N
     from analysis.plots import attention_maps, plot_maps
     from data.tokenizer import EOS
 
-    index, path = SENTENCE.value, path_of(PLOT, pairs.split)
+    index, path = SENTENCE.value, path_for(PLOT, pairs.split)
     ids, translation = pairs.source[index].tolist(), [*translations[index], EOS]
     maps = attention_maps(
         trained.graph, *trained.of(trial_of(trained)), ids, translation, SITE.value

@@ -18,7 +18,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from configs.commandline import describe, fail, one_sentence, run
+from configs.commandline import describe, fail, one_sentence, path_of, run
 from training import cluster
 
 VERBS = ("list", "run", "status", "report")
@@ -99,6 +99,7 @@ EXAMPLES = flags.DEFINE_integer(
 CALIBRATE = flags.DEFINE_bool(
     "calibrate", True, "Train a few steps for the expected time that `list` shows."
 )
+flags.adopt_module_key_flags(cluster)  # so that --help has them
 
 
 def main():
@@ -119,7 +120,7 @@ def main():
             )
         if WORKDIR.value is None and VERB != "list":
             raise ValueError("--workdir is needed: the folder that the sweep is in.")
-        workdir = Path(WORKDIR.value or nowhere)
+        workdir = Path(nowhere) if WORKDIR.value is None else path_of(WORKDIR)
         if VERB == "list" and CONFIG.value and not (workdir / "sweep.json").exists():
             workdir = Path(nowhere)  # or run would have to keep what was only listed
         sweep = opening.open_sweep(options(workdir))

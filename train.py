@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from configs.commandline import fail, flat, one_sentence, run
+from configs.commandline import fail, flat, one_sentence, path_of, run
 from training import cluster, platform
 from training.metrics import show_log
 from training.stop import StopSignal
@@ -52,19 +52,21 @@ DRY_RUN = flags.DEFINE_string(
 PROFILE = flags.DEFINE_string(
     "profile", None, "START:STEPS: trace these steps into WORKDIR/profile."
 )
+flags.adopt_module_key_flags(cluster)  # so that --help has them
 
 
 def main():
     """Check the flags, then train."""
+    listed = None if TRIALS.value is None else path_of(TRIALS)
     if CONFIG.value is not None and DRY_RUN.value is not None:
-        dry_run(CONFIG.value, DRY_RUN.value, TRIALS.value and Path(TRIALS.value))
+        dry_run(CONFIG.value, DRY_RUN.value, listed)
         return
     if CONFIG.value is None or WORKDIR.value is None:
         fail(
             "--config and --workdir are needed, as in "
             "python train.py --config=configs/numbers.py --workdir=runs/numbers"
         )
-    train(CONFIG.value, Path(WORKDIR.value), TRIALS.value and Path(TRIALS.value))
+    train(CONFIG.value, path_of(WORKDIR), listed)
 
 
 class Run(NamedTuple):

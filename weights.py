@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from configs.commandline import fail, one_sentence, run
+from configs.commandline import fail, one_sentence, path_of, run
 from training import platform
 from training.metrics import say, show_log
 from training.workdir import parsed, write_json
@@ -47,9 +47,9 @@ def main():
     show_log()
     with one_sentence():
         if FROM.value is not None:
-            bring_in(Path(FROM.value), Path(WORKDIR.value))
+            bring_in(path_of(FROM), path_of(WORKDIR))
         else:
-            take_out(Path(WORKDIR.value), Path(TO.value), CHECKPOINT.value)
+            take_out(path_of(WORKDIR), path_of(TO), CHECKPOINT.value)
 
 
 def bring_in(folder: Path, workdir: Path) -> None:

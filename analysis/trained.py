@@ -84,9 +84,15 @@ def load(workdir: Path, which: str = "best") -> Trained:
     """
     path = workdir / "config.json"
     if not path.exists():
+        if (workdir / "sweep.json").exists():
+            raise FileNotFoundError(
+                f"{workdir} holds a sweep; its runs are the folders in "
+                f"{workdir / 'groups'}"
+            )
+        line = ["python", "train.py", "--config=configs/numbers.py"]
         raise FileNotFoundError(
             f"{workdir} holds no run (there is no config.json in it); "
-            f"train one with {shlex.join(['train.py', f'--workdir={workdir}'])}"
+            f"train one, as with {shlex.join([*line, f'--workdir={workdir}'])}"
         )
     config = ml_collections.ConfigDict(read_json(path))
     check_encoder_decoder(config.model.to_dict())

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from difflib import get_close_matches
+from pathlib import Path
 
 WANTED = {  # what the parsers of flags say, and what they mean
     "invalid literal for int()": "a whole number",
@@ -74,6 +75,7 @@ def run(main) -> None:
         rest = flags.FLAGS(sys.argv)[1:]
         if "config" in flags.FLAGS and flags.FLAGS.config is not None:
             flags.FLAGS.config.keys()  # one that can't be read says so only now
+            check_keys(flags.FLAGS.config)
             check_none(flags.FLAGS.config, flags.FLAGS["config"].override_values)
     except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
         fail(flag_error(error, sys.argv[1:]))
@@ -125,6 +127,28 @@ def take_none() -> None:
         register_flag_parser_for_type(kind, OrNone())
 
 
+def path_of(flag) -> Path:
+    """The file or folder that a flag names; ~ is the user's own."""
+    if not flag.value:  # as of a variable of the shell that is not set
+        fail(f"--{flag.name} is empty; name a file or folder.")
+    return Path(os.path.expanduser(flag.value))
+
+
+def check_keys(config) -> None:
+    """Raise a ValueError where a config file adds a key, which nothing would read."""
+    from configs.base import get_config
+
+    given, known = flat(config.to_dict()), flat(get_config().to_dict())
+    for key in given.keys() - known.keys():
+        raise ValueError(
+            f"The config file sets {key}, which is no config key.{near_miss(key)}"
+        )
+    for key in known.keys() - given.keys():
+        raise ValueError(
+            f"The config file lacks {key}; begin with get_config() of configs/base.py."
+        )
+
+
 def check_none(config, given: dict) -> None:
     """Raise a ValueError where a key was given None and has a default."""
     for path, value in given.items():
@@ -139,15 +163,18 @@ def flag_error(error: Exception, argv: list[str]) -> str:
     """Name the flag that absl or ml_collections refused, and what may be meant."""
     text = str(error)
     if isinstance(error, KeyError | AttributeError):  # a locked config's unknown key
+        if "no attribute 'get_config'" in text:
+            return "The config file has no function get_config(); see configs/base.py."
         key = re.findall(r"\w+", text.replace("\\n", " "))[0]
         names = [arg.split("=")[0].lstrip("-") for arg in argv]
-        name = next((name for name in names if f".{key}" in name), key)
+        name = next((name for name in names if f".{key}" in name), None)
+        if name is None:
+            return f"The config file uses {key}, no config key.{near_miss(key)}"
         return f"There is no config key {name}.{near_miss(name.split('.', 1)[-1])}"
     if isinstance(error, OSError):
-        path = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")][-1:]
-        return (
-            f"There is no config file {''.join(path)}; configs/ holds those there are."
-        )
+        path = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
+        path += [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+        return f"There is no config file {path[-1]}; configs/ holds those there are."
     for words, kind in WANTED.items():
         flag, found, _ = text.partition(f": {words}")
         if found and "\n" not in flag:

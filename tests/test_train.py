@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -27,7 +28,14 @@ from analysis.pruning import ORDERS, counts
 from analysis.trained import Trained, load, read
 from configs import run as config_of_run
 from configs.base import get_config
-from configs.commandline import check_none, flat, one_sentence, take_none
+from configs.commandline import (
+    check_keys,
+    check_none,
+    flat,
+    one_sentence,
+    path_of,
+    take_none,
+)
 from data import numbers, tokenizer
 from data.pipeline import evaluation_batches
 from models.decoding import translate
@@ -264,6 +272,7 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
         ("--config=configs/base.py:foo", ["base.py:foo: this config has no variants"]),
         ("--workdir=README.md", ["README.md: a file is where a folder must be"]),
         ("--config=configs/numbres.py", ["configs/numbres.py", "configs/"]),
+        ("--workdir=", ["--workdir is empty"]),
         ("--config=configs/multi30k.py:tiny", [":full and :short", ":tiny"]),
         ("--config.train.num_steps=0", ["train.num_steps must be at least 1"]),
         ("--config.model.width=None", ["config.model.width must have a value"]),
@@ -274,6 +283,31 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
 def test_a_bad_flag_is_named(tmp_path, flag, parts):
     refused(run([*train_command(tmp_path / "run"), flag]), *parts)
     assert not list((tmp_path / "run").glob("[!.]*"))  # before the data are read
+
+
+def test_a_file_that_is_no_config_is_named(tmp_path):
+    ran = run(command("train.py", config="configs/ablations.py", workdir=tmp_path))
+    refused(ran, "has no function get_config(); see configs/base.py")
+
+
+def test_keys_that_a_config_file_adds_or_lacks_are_named():
+    """The first would have no effect, the second end in a traceback."""
+    config = get_config()
+    check_keys(config)
+    config.train.num_step = 3
+    with pytest.raises(ValueError, match="sets train.num_step, .* config.train.num_st"):
+        check_keys(config)
+    config = get_config()
+    del config.model.attention.merge
+    with pytest.raises(ValueError, match="lacks model.attention.merge; begin with"):
+        check_keys(config)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    named = {"~/runs": "/home/me/runs", "a~b/~": "a~b/~", "/x": "/x"}
+    for value, path in named.items():
+        assert path_of(SimpleNamespace(name="workdir", value=value)) == Path(path)
 
 
 @pytest.mark.parametrize(
@@ -835,6 +869,9 @@ def test_a_run_translates_from_python(trained):
 
 def test_bad_input_to_eval_is_named(trained, tmp_path):
     refused(run(command("eval.py", workdir=tmp_path, split="val")), "holds no run")
+    (tmp_path / "sweep.json").touch()
+    with pytest.raises(FileNotFoundError, match="holds a sweep; its runs are .*groups"):
+        load(tmp_path)
     heads = [*command("eval.py", workdir=tmp_path, heads=True), "--translate"]
     refused(run(heads), "--heads needs the references")
     ran = run(command("eval.py", workdir=trained, split="val,tset"))
