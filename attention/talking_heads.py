@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from attention import masks
-from attention.api import head_gated, normalise
+from attention.api import head_gated
+from attention.arguments import normalise
 from attention.reference import scaled_logits
 
 

@@ -338,7 +338,7 @@ def test_refusals_name_the_reason():
     for wrong in ({"scale": 1j}, {"scale": "a"}, {"is_causal": "no"}):
         ((name, value),) = wrong.items()  # which tests of types would refuse before
         with pytest.raises(ValueError, match=f"{name} must be .* got {value!r}"):
-            attention.api.normalise(*inputs, None, None, **wrong)
+            attention.arguments.normalise(*inputs, None, None, **wrong)
     with pytest.raises(
         ValueError, match="platform must be 'cpu', 'gpu', 'tpu' or None"
     ):

@@ -40,7 +40,7 @@ def test_a_high_bias_that_padded_queries_share(dtype, height):
 
 
 def test_float16_gradients_of_long_rows():
-    """A cotangent of 1e-4: over 1,024 keys it would be spread below float16's normal."""
+    """A cotangent of 1e-4 over 1,024 keys: each has less than float16 holds well."""
     arrays = inputs(1024, jnp.float16)
     cotangent = inputs(1024, jnp.float32)[1] * 1e-4
     found = gradients("blockwise", arrays, cotangent.astype(jnp.float16))
