@@ -71,7 +71,7 @@ def dot_product_attention(
     mask: ArrayLike | None = None,
     *,
     scale: float | Array | None = None,
-    is_causal: bool = False,
+    is_causal: bool | int = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: SupportsIndex | Sequence[SupportsIndex] | None = None,
@@ -85,14 +85,16 @@ def dot_product_attention(
     """Softmax attention: a drop-in for `jax.nn.dot_product_attention`, with more.
 
     Args:
-      query: `B T N H`, or `T N H` without a batch (then nothing else has one either).
-      key: `B S K H`, N a multiple of K: grouped-query attention, multi-query for K = 1.
-      value: `B S K V`; V may differ from H.
+      query: `B T N H`, or `T N H` without a batch (then nor have the results). B may
+        be 0.
+      key: `B S K H` (or `S K H` for B = 1), N a multiple of K: grouped-query
+        attention, multi-query for K = 1.
+      value: `B S K V` (or `S K V` for B = 1); V may differ from H.
       bias: added to the scaled logits; broadcasts to `B N T S`. -inf rules a pair out;
         so does what is below about -1e38, except for "xla" and "cudnn".
       mask: boolean, True means may attend; broadcasts to `B N T S`.
-      scale: of the logits; 1 / sqrt(H) if None. One that is traced multiplies query,
-        in its dtype.
+      scale: of the logits; 1 / sqrt(H) if None. With one that is traced, as for its
+        gradient, 16-bit inputs are computed in float32.
       is_causal: a query attends to no key of a larger index.
       query_seq_lengths: `B`; queries from there on attend to nothing.
       key_value_seq_lengths: `B`; nothing attends to the keys from there on.
@@ -116,6 +118,7 @@ def dot_product_attention(
       NotImplementedError: the named implementation does not support the arguments.
       TypeError: a forward-mode derivative; "reference" has one.
     """
+    query = jnp.asarray(query)
     arrays, structure, batched = normalise(
         query,
         key,
@@ -130,11 +133,11 @@ def dot_product_attention(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
     )
-    name = resolve_implementation(*arrays) if implementation is None else implementation
+    name = _named(implementation, arrays)
     out, lse, *rows = _function(name, "attend")(
         *arrays, statistics=return_statistics, **structure
     )
-    results = [head_gated(out, head_gate, batched)]
+    results = [head_gated(out, head_gate, batched).astype(query.dtype)]
     if return_residual:
         refuses = name in ("xla", "cudnn")
         results.append(jax_nn.refuse_gradient(name, lse, arrays) if refuses else lse)
@@ -165,7 +168,7 @@ def head_statistics(
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
-    name = resolve_implementation(*arrays) if implementation is None else implementation
+    name = _named(implementation, arrays)
     statistics = mean_over_queries(
         _function(name, "head_statistics")(query, key, bias, mask, **structure)
     )
@@ -237,12 +240,19 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
     return (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
 
 
-def _function(name, function):
+def _named(name, arrays):
+    """The implementation to run: for an empty batch the one that needs none."""
     require(
-        isinstance(name, str) and name in IMPLEMENTATIONS,
+        name is None or isinstance(name, str) and name in IMPLEMENTATIONS,
         f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
         f"{name!r}",
     )
+    if arrays[0].shape[0] == 0:
+        return "reference"
+    return resolve_implementation(*arrays) if name is None else name
+
+
+def _function(name, function):
     module, options = IMPLEMENTATIONS[name]
     platform = current_platform()
     if name == "pallas" and platform not in ("tpu", "gpu"):

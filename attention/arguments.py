@@ -26,16 +26,15 @@ def normalise(
     query_segment_ids=None,
     key_value_segment_ids=None,
 ):
-    """Arrays and structure as implementations take them, and whether B was given."""
+    """Arrays and structure as implementations take them, and whether query has B.
+
+    16-bit arrays become float32 beside a traced scale.
+    """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    rank = query.ndim
     for name, x in (("query", query), ("key", key), ("value", value)):
-        require(
-            x.ndim == rank and rank in (3, 4),
-            f"{name} must have 4 axes, or all three of them 3, got {x.shape}",
-        )
-    if rank == 3:
-        query, key, value = query[None], key[None], value[None]
+        require(x.ndim in (3, 4), f"{name} must have 4 axes or 3, got {x.shape}")
+    batched = query.ndim == 4
+    query, key, value = (x if x.ndim == 4 else x[None] for x in (query, key, value))
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
     dtype = query.dtype
@@ -53,17 +52,25 @@ def normalise(
         f"value must begin with key's {(B, S, K)}, got {value.shape}",
     )
     for name, x in (("query", query), ("key", key), ("value", value)):
-        require(x.size > 0, f"{name} has an axis of size 0, its shape is {x.shape}")
+        require(
+            0 not in x.shape[1:],
+            f"{name} has an axis of size 0 that is not B, its shape is {x.shape}",
+        )
     require(N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}")
+    if bias is not None and jnp.issubdtype(jnp.result_type(bias), jnp.integer):
+        bias = jnp.asarray(bias, jnp.float32)
     bias = _map("bias", bias, (B, N, T, S), jnp.floating)
     mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
     scale = H**-0.5 if scale is None else scale
     require(_is_real(scale), f"scale must be one real number, got {scale!r}")
     if isinstance(scale, jax.core.Tracer):
-        # It may be differentiated, so it cannot be a kernel's constant.
-        query, scale = (query * scale).astype(dtype), 1.0
+        # It may be differentiated, so it cannot be a kernel's constant; its gradient
+        # is a sum of what would cancel but for the rounding of the scaled query.
+        wide = jnp.promote_types(dtype, jnp.float32)
+        query, key, value = (x.astype(wide) for x in (query, key, value))
+        query, scale = (query * scale).astype(wide), 1.0
     require(
-        isinstance(is_causal, bool | np.bool_),
+        isinstance(is_causal, int | np.integer | np.bool_) and is_causal in (0, 1),
         f"is_causal must be True or False, known when compiling; got {is_causal!r}",
     )
     if local_window_size is not None:
@@ -72,7 +79,6 @@ def normalise(
         (query_segment_ids is None) == (key_value_segment_ids is None),
         "query_segment_ids and key_value_segment_ids must be given together",
     )
-    batched = rank == 4
     integers = {
         name: _integers(name, array, shape, batched, most)
         for name, array, shape, most in (
