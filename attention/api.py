@@ -9,7 +9,8 @@ An implementation is a module (or two names of it) with two functions:
     head_statistics(query, key, bias, mask, *, the same) -> HeadStatistics
 
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
-  multiple of K (query head n reads key head n // (N // K)); T, S >= 1.
+  multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, but B may
+  be 0 in `attention.reference`.
 - bias: None, or floating, 4-D, each axis of `B N T S` full size or 1.
 - mask: None, or boolean likewise; True means may attend.
 - Lengths lie between 0 and T or S.
