@@ -9,7 +9,8 @@ An implementation is a module (or two names of it) with two functions:
     head_statistics(query, key, bias, mask, *, the same) -> HeadStatistics
 
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
-  multiple of K (query head n reads key head n // (N // K)); T, S >= 1.
+  multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, but B may
+  be 0 in `attention.reference`.
 - bias: None, or floating, 4-D, each axis of `B N T S` full size or 1.
 - mask: None, or boolean likewise; True means may attend.
 - Lengths lie between 0 and T or S.
@@ -35,18 +36,16 @@ An implementation is a module (or two names of it) with two functions:
 
 import functools
 import importlib
-import operator
 from collections.abc import Sequence
 from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from attention import jax_nn, reference
-from attention.partition import varying_alike
+from attention.arguments import normalise, require
 from attention.platform import compute_capability
 from attention.platform import platform as current_platform
 from attention.statistics import HeadStatistics, mean_over_queries
@@ -63,7 +62,6 @@ IMPLEMENTATIONS = {
     "pallas_gpu_interpret": ("attention.pallas_gpu", {"interpret": True}),
 }
 SMALL_GPUS = (8.6, 8.9, 12.0, 12.1)  # 99 KiB of shared memory, others 163 and more
-FAR = 2**30  # a window without an end; an index and this are less than 2**31
 
 
 def dot_product_attention(
@@ -74,7 +72,7 @@ def dot_product_attention(
     mask: ArrayLike | None = None,
     *,
     scale: float | Array | None = None,
-    is_causal: bool = False,
+    is_causal: bool | int = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: SupportsIndex | Sequence[SupportsIndex] | None = None,
@@ -88,14 +86,16 @@ def dot_product_attention(
     """Softmax attention: a drop-in for `jax.nn.dot_product_attention`, with more.
 
     Args:
-      query: `B T N H`, or `T N H` without a batch (then nothing else has one either).
-      key: `B S K H`, N a multiple of K: grouped-query attention, multi-query for K = 1.
-      value: `B S K V`; V may differ from H.
+      query: `B T N H`, or `T N H` without a batch (then nor have the results). B may
+        be 0.
+      key: `B S K H` (or `S K H` for B = 1), N a multiple of K: grouped-query
+        attention, multi-query for K = 1.
+      value: `B S K V` (or `S K V` for B = 1); V may differ from H.
       bias: added to the scaled logits; broadcasts to `B N T S`. -inf rules a pair out;
         so does what is below about -1e38, except for "xla" and "cudnn".
       mask: boolean, True means may attend; broadcasts to `B N T S`.
-      scale: of the logits; 1 / sqrt(H) if None. One that is traced multiplies query,
-        in its dtype.
+      scale: of the logits; 1 / sqrt(H) if None. With one that is traced, as for its
+        gradient, 16-bit inputs are computed in float32.
       is_causal: a query attends to no key of a larger index.
       query_seq_lengths: `B`; queries from there on attend to nothing.
       key_value_seq_lengths: `B`; nothing attends to the keys from there on.
@@ -119,6 +119,7 @@ def dot_product_attention(
       NotImplementedError: the named implementation does not support the arguments.
       TypeError: a forward-mode derivative; "reference" has one.
     """
+    query = jnp.asarray(query)
     arrays, structure, batched = normalise(
         query,
         key,
@@ -133,11 +134,11 @@ def dot_product_attention(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
     )
-    name = resolve_implementation(*arrays) if implementation is None else implementation
+    name = _named(implementation, arrays)
     out, lse, *rows = _function(name, "attend")(
         *arrays, statistics=return_statistics, **structure
     )
-    results = [head_gated(out, head_gate, batched)]
+    results = [head_gated(out, head_gate, batched).astype(query.dtype)]
     if return_residual:
         refuses = name in ("xla", "cudnn")
         results.append(jax_nn.refuse_gradient(name, lse, arrays) if refuses else lse)
@@ -168,7 +169,7 @@ def head_statistics(
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
-    name = resolve_implementation(*arrays) if implementation is None else implementation
+    name = _named(implementation, arrays)
     statistics = mean_over_queries(
         _function(name, "head_statistics")(query, key, bias, mask, **structure)
     )
@@ -201,7 +202,7 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     `platform` is "cpu", "gpu" or "tpu", by default the one that is compiled for: the
     devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`.
     """
-    _require(
+    require(
         platform in (None, "cpu", "gpu", "tpu"),
         f"platform must be 'cpu', 'gpu', 'tpu' or None, got {platform!r}",
     )
@@ -232,7 +233,7 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
     gate = jnp.asarray(head_gate)
     B, _, N, _ = out.shape
     allowed = ((N,), (B, N)) if batched else ((N,),)
-    _require(
+    require(
         gate.shape in allowed and not jnp.iscomplexobj(gate),
         f"head_gate must have one number a head, shape "
         f"{' or '.join(map(str, allowed))}, got {gate.dtype}{gate.shape}",
@@ -240,12 +241,19 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
     return (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
 
 
-def _function(name, function):
-    _require(
-        isinstance(name, str) and name in IMPLEMENTATIONS,
+def _named(name, arrays):
+    """The implementation to run: for an empty batch the one that needs none."""
+    require(
+        name is None or isinstance(name, str) and name in IMPLEMENTATIONS,
         f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
         f"{name!r}",
     )
+    if arrays[0].shape[0] == 0:
+        return "reference"
+    return resolve_implementation(*arrays) if name is None else name
+
+
+def _function(name, function):
     module, options = IMPLEMENTATIONS[name]
     platform = current_platform()
     if name == "pallas" and platform not in ("tpu", "gpu"):
@@ -255,144 +263,3 @@ def _function(name, function):
         )
     module = importlib.import_module(module.format(platform=platform))
     return functools.partial(getattr(module, function), **options)
-
-
-def normalise(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-):
-    """Arrays and structure as implementations take them, and whether B was given."""
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    rank = query.ndim
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        _require(
-            x.ndim == rank and rank in (3, 4),
-            f"{name} must have 4 axes, or all three of them 3, got {x.shape}",
-        )
-    if rank == 3:
-        query, key, value = query[None], key[None], value[None]
-    B, T, N, H = query.shape
-    S, K = key.shape[1:3]
-    dtype = query.dtype
-    _require(
-        jnp.issubdtype(dtype, jnp.floating) and key.dtype == value.dtype == dtype,
-        "query, key and value must have one floating dtype, got "
-        f"{dtype}, {key.dtype} and {value.dtype}",
-    )
-    _require(
-        key.shape == (B, S, K, H),
-        f"key must be {(B, S, K, H)} to fit query, got {key.shape}",
-    )
-    _require(
-        value.shape[:3] == (B, S, K),
-        f"value must begin with key's {(B, S, K)}, got {value.shape}",
-    )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        _require(x.size > 0, f"{name} has an axis of size 0, its shape is {x.shape}")
-    _require(
-        N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}"
-    )
-    bias = _map("bias", bias, (B, N, T, S), jnp.floating)
-    mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
-    scale = H**-0.5 if scale is None else scale
-    _require(_is_real(scale), f"scale must be one real number, got {scale!r}")
-    if isinstance(scale, jax.core.Tracer):
-        # It may be differentiated, so it cannot be a kernel's constant.
-        query, scale = (query * scale).astype(dtype), 1.0
-    _require(
-        isinstance(is_causal, bool | np.bool_),
-        f"is_causal must be True or False, known when compiling; got {is_causal!r}",
-    )
-    if local_window_size is not None:
-        local_window_size = _window(local_window_size)
-    _require(
-        (query_segment_ids is None) == (key_value_segment_ids is None),
-        "query_segment_ids and key_value_segment_ids must be given together",
-    )
-    batched = rank == 4
-    integers = {
-        name: _integers(name, array, shape, batched, most)
-        for name, array, shape, most in (
-            ("query_seq_lengths", query_seq_lengths, (B,), T),
-            ("key_value_seq_lengths", key_value_seq_lengths, (B,), S),
-            ("query_segment_ids", query_segment_ids, (B, T), None),
-            ("key_value_segment_ids", key_value_segment_ids, (B, S), None),
-        )
-    }
-    arrays, integers = varying_alike(((query, key, value, bias, mask), integers))
-    structure = {
-        "scale": float(scale),
-        "is_causal": bool(is_causal),
-        "local_window_size": local_window_size,
-        **integers,
-    }
-    return arrays, structure, batched
-
-
-def _is_real(number):
-    if not isinstance(number, jax.Array):
-        number = np.asarray(number)
-    dtype = number.dtype
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return real and number.ndim == 0
-
-
-def _window(size):
-    try:
-        left, right = map(operator.index, (size, size) if np.ndim(size) == 0 else size)
-    except (TypeError, ValueError):
-        left = right = -1
-    _require(
-        min(left, right) >= 0,
-        f"local_window_size must be one or two whole numbers >= 0, got {size}",
-    )
-    return min(left, FAR), min(right, FAR)
-
-
-def _map(name, array, full, kind):
-    if array is None:
-        return None
-    array = jnp.asarray(array)
-    pairs = zip(array.shape[::-1], full[::-1], strict=False)
-    _require(
-        array.ndim <= 4 and all(n in (1, m) for n, m in pairs),
-        f"{name} must broadcast to B N T S = {full}, got {array.shape}",
-    )
-    _require(
-        jnp.issubdtype(array.dtype, kind),
-        f"{name} must be {kind.__name__.strip('_')}, got {array.dtype} (an additive "
-        "mask is a bias, a boolean one a mask)",
-    )
-    return jnp.expand_dims(array, range(4 - array.ndim))
-
-
-def _integers(name, array, shape, batched, most):
-    if array is None:
-        return None
-    array = jnp.asarray(array)
-    if not batched and array.ndim == len(shape) - 1:
-        array = array[None]
-    _require(
-        jnp.issubdtype(array.dtype, jnp.integer) and array.shape == shape,
-        f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
-    )
-    if most is not None:
-        # before its type is, of which it may be out, as the end may be of its own
-        array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
-    return array.astype(jnp.int32)
-
-
-def _require(condition, message):
-    if not condition:
-        raise ValueError(message)

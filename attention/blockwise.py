@@ -92,7 +92,10 @@ def _backward(problem, residuals, cotangents):
     # The softmax's own derivative and the log-sum-exp's are rows of one kind.
     delta = jnp.sum(out.astype(dtype) * out_gradient, -1) - lse_gradient
     # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
-    reciprocal = kept["reciprocal"]
+    reciprocal, given = kept["reciprocal"], differentiable
+    if out.dtype == jnp.float16:
+        # In which such a factor makes small gradients of long rows subnormal.
+        differentiable = {name: jnp.float32(x) for name, x in given.items()}
     arrays = differentiable | constant
     arrays |= {name: x for name, x in kept.items() if name != "reciprocal"}
     arrays["out_gradient"] = out_gradient * reciprocal[..., None]
@@ -102,7 +105,7 @@ def _backward(problem, residuals, cotangents):
         results["bias"] = "BNTS"
     gradients = _run(heads.backward, problem, arrays, results)
     return {
-        name: _fit(gradient, differentiable[name])
+        name: _fit(gradient, given[name])
         for name, gradient in zip(results, gradients, strict=True)
     }
 
@@ -176,7 +179,8 @@ def _all_heads(function, problem, results, arrays):
             return x.reshape(x.shape[0], *heads, *x.shape[2:])
         if name == "exponentials":
             return x
-        x = _pad(x, 1, more_queries)
+        # A padded query's weights are zero, however large a bias it shares with others.
+        x = _pad(x, 1, more_queries, jnp.inf if name == "maximum" else 0)
         return x.reshape(B, -1, K, G, *x.shape[3:])
 
     def merge(letters, x):
@@ -235,7 +239,7 @@ def _one_by_one(function, B, K, arrays):
     return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), found)
 
 
-def _pad(x, axis, count):
+def _pad(x, axis, count, fill=0):
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, count)
-    return jnp.pad(x, widths) if count else x
+    return jnp.pad(x, widths, constant_values=fill) if count else x

@@ -34,6 +34,12 @@ def attend(
             "implementation 'cudnn' needs an NVIDIA GPU, the platform is "
             f"{platform()!r}; use 'blockwise'"
         )
+    staged = isinstance(jnp.zeros(()), jax.core.Tracer)  # as jax.jit does
+    if query.dtype == jnp.float16 and platform() == "cpu" and staged:
+        raise NotImplementedError(
+            f"implementation {backend!r} (jax.nn) in float16 cannot be compiled for a "
+            "CPU; use 'blockwise'"
+        )
     # jax.nn knows no segments: they enter as a mask of all T x S pairs.
     inner = dict(structure)
     segments = {

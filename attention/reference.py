@@ -23,7 +23,7 @@ def attend(query, key, value, bias, mask, *, scale, statistics=False, **structur
         value.astype(weights.dtype),
         precision=Precision.HIGHEST,
     )
-    out = out.reshape(B, T, N, -1).astype(query.dtype)
+    out = out.reshape(B, T, N, value.shape[-1]).astype(query.dtype)
     return (out, lse, from_weights(weights)) if statistics else (out, lse)
 
 

@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from attention import masks
-from attention.api import head_gated, normalise
+from attention.api import head_gated
+from attention.arguments import normalise
 from attention.reference import scaled_logits
 
 
@@ -34,6 +35,7 @@ def talking_heads_attention(
     and errors it shares. The bias is added and the mask applied after the first mix, so
     that a mixed map sees no more than its own.
     """
+    dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
     query, key, value, bias, mask = arrays
     weights = mixed_weights(
@@ -44,7 +46,7 @@ def talking_heads_attention(
     out = jnp.einsum(
         "BKGTS,BSKV->BTKGV", weights.reshape(B, K, N // K, T, S), value
     ).reshape(B, T, N, V)
-    out = head_gated(out, head_gate, batched)
+    out = head_gated(out, head_gate, batched).astype(dtype)
     return out if batched else out[0]
 
 

@@ -12,6 +12,7 @@ much backward (recomputing counts for nothing). The share is of the measured rat
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import itertools
@@ -139,14 +140,8 @@ def others():
         if options.pop("segments", False):
             ids = packed(*arrays[0].shape[:2])
             options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
-        calls = {
-            peer: passes(arrays, implementation=peer, **options)
-            for peer in ("pallas", "blockwise", "xla")
-        }
-        for direction in ("forward", "backward"):
-            seconds = durations({peer: calls[peer][direction] for peer in calls})
-            cells = " | ".join(f"{x * 1e3:.2f}" for x in seconds.values())
-            print(f"| {name} | {direction} | {cells} |", flush=True)
+        for row in rows(name, arrays, ("pallas", "blockwise", "xla"), **options):
+            print(row, flush=True)
     arrays = inputs(4096, 64)
     look = jax.jit(
         lambda q, k: attention.head_statistics(q, k, implementation="pallas")
@@ -161,6 +156,18 @@ def others():
         "\nstatistics, H 64, T 4096: "
         f"{seconds['statistics'] / seconds['forward']:.0%} of a forward pass"
     )
+
+
+def rows(name, arrays, peers, **options):
+    """Of the table of `others`; the cell of a peer that refuses is empty."""
+    calls = {}
+    for peer in peers:
+        with contextlib.suppress(NotImplementedError):
+            calls[peer] = passes(arrays, implementation=peer, **options)
+    for direction in ("forward", "backward"):
+        seconds = durations({peer: calls[peer][direction] for peer in calls})
+        cells = (f"{seconds[p] * 1e3:.2f}" if p in seconds else "" for p in peers)
+        yield f"| {name} | {direction} | {' | '.join(cells)} |"
 
 
 def tune(T, H, causal):

@@ -8,7 +8,8 @@ ratio, FLOP a token, and the share of the machine's matmul ceiling, which is the
 NumPy, XLA and torch at 2048 x 2048 x 2048 in float32. Every contestant is a process of
 its own, since their threads get in each other's way, and waits while another is timed.
 Data: Multi30k in --data if it is there, else random pieces of its lengths. torch is
-optional (requirements-peers.txt): without it only ours is timed.
+optional (requirements-peers.txt): without it only ours is timed, with any --set; beside
+it --set takes only what the peers have too.
 """
 
 import argparse
@@ -28,6 +29,16 @@ import numpy as np
 from configs import multi30k
 
 STEPS = 8  # updates a round
+
+# What --set may change beside torch: what the peers read, and how ours is computed.
+SHARED = (
+    *("data.name", "data.source", "data.target", "data.vocab_size"),
+    *("data.batch_tokens", "model.width", "model.mlp_dim", "model.dropout"),
+    *("model.norm", "model.num_encoder_layers", "model.num_decoder_layers"),
+    *("model.attention.num_heads", "model.attention.implementation"),
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.epsilon"),
+    *("optimizer.clip_norm", "optimizer.label_smoothing"),
+)
 
 
 def main():
@@ -49,16 +60,12 @@ def main():
 
 def race(arguments) -> None:
     """Time every contestant in turn, several rounds, and print medians."""
+    names = contestants_of(arguments.set)
     source, target, origin = corpus(arguments)
     np.savez(
         arguments.folder / "corpus.npz",
         *(x for side in (source, target) for x in (side.tokens, side.offsets)),
     )
-    names = ["ours"]
-    if importlib.util.find_spec("torch"):
-        names += ["torch", "torch.compile"]
-    else:
-        print("torch is not installed: only ours is timed (requirements-peers.txt)")
     contestants = {name: start(name, arguments) for name in names}
     for name in list(contestants):
         if ask(contestants[name], "prepare") is None:
@@ -91,6 +98,21 @@ def race(arguments) -> None:
             f"| {name} | {rate:,.0f} | {min(found):,.0f} to {max(found):,.0f} "
             f"| {share:.0%} | {best / rate:.2f} |"
         )
+
+
+def contestants_of(settings: list[str]) -> list[str]:
+    """Who runs with these settings; an error where torch would be another model."""
+    if not importlib.util.find_spec("torch"):
+        print("torch is not installed: only ours is timed (requirements-peers.txt)")
+        return ["ours"]
+    for setting in settings:
+        key = setting.split("=", 1)[0]
+        if key not in SHARED:
+            raise SystemExit(
+                f"--set {key}: the torch peers lack it and would be another model; "
+                "where torch is not installed ours is timed alone"
+            )
+    return ["ours", "torch", "torch.compile"]
 
 
 def config_of(arguments):

@@ -311,7 +311,8 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"key": KEY[..., :4]}, "key must be (2, 7, 2, 8) to fit query"),
         ({"value": KEY[:, :3]}, "value must begin with key's (2, 7, 2)"),
         ({"query": QUERY[:, :, :3]}, "must be a multiple of key heads, got 3 and 2"),
-        ({"query": QUERY[0]}, "key must have 4 axes"),
+        ({"query": QUERY[0]}, "key must be (1, 7, 2, 8) to fit query"),
+        ({"key": KEY[0, 0]}, "key must have 4 axes or 3, got (2, 8)"),
         ({"value": KEY.astype(jnp.bfloat16)}, "must have one floating dtype"),
         ({"query": QUERY[:, :0]}, "query has an axis of size 0"),
         ({"mask": jnp.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
@@ -338,7 +339,7 @@ def test_refusals_name_the_reason():
     for wrong in ({"scale": 1j}, {"scale": "a"}, {"is_causal": "no"}):
         ((name, value),) = wrong.items()  # which tests of types would refuse before
         with pytest.raises(ValueError, match=f"{name} must be .* got {value!r}"):
-            attention.api.normalise(*inputs, None, None, **wrong)
+            attention.arguments.normalise(*inputs, None, None, **wrong)
     with pytest.raises(
         ValueError, match="platform must be 'cpu', 'gpu', 'tpu' or None"
     ):

@@ -1,0 +1,156 @@
+"""What users pass, checked and brought to the one form that implementations take."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attention.partition import varying_alike
+
+FAR = 2**30  # a window without an end; an index and this are less than 2**31
+
+
+def normalise(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+):
+    """Arrays and structure as implementations take them, and whether query has B.
+
+    16-bit arrays become float32 beside a traced scale.
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(x.ndim in (3, 4), f"{name} must have 4 axes or 3, got {x.shape}")
+    batched = query.ndim == 4
+    query, key, value = (x if x.ndim == 4 else x[None] for x in (query, key, value))
+    B, T, N, H = query.shape
+    S, K = key.shape[1:3]
+    dtype = query.dtype
+    require(
+        jnp.issubdtype(dtype, jnp.floating) and key.dtype == value.dtype == dtype,
+        "query, key and value must have one floating dtype, got "
+        f"{dtype}, {key.dtype} and {value.dtype}",
+    )
+    require(
+        key.shape == (B, S, K, H),
+        f"key must be {(B, S, K, H)} to fit query, got {key.shape}",
+    )
+    require(
+        value.shape[:3] == (B, S, K),
+        f"value must begin with key's {(B, S, K)}, got {value.shape}",
+    )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(
+            0 not in x.shape[1:],
+            f"{name} has an axis of size 0 that is not B, its shape is {x.shape}",
+        )
+    require(N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}")
+    if bias is not None and jnp.issubdtype(jnp.result_type(bias), jnp.integer):
+        bias = jnp.asarray(bias, jnp.float32)
+    bias = _map("bias", bias, (B, N, T, S), jnp.floating)
+    mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
+    scale = H**-0.5 if scale is None else scale
+    require(_is_real(scale), f"scale must be one real number, got {scale!r}")
+    if isinstance(scale, jax.core.Tracer):
+        # It may be differentiated, so it cannot be a kernel's constant; its gradient
+        # is a sum of what would cancel but for the rounding of the scaled query.
+        wide = jnp.promote_types(dtype, jnp.float32)
+        query, key, value = (x.astype(wide) for x in (query, key, value))
+        query, scale = (query * scale).astype(wide), 1.0
+    require(
+        isinstance(is_causal, int | np.integer | np.bool_) and is_causal in (0, 1),
+        f"is_causal must be True or False, known when compiling; got {is_causal!r}",
+    )
+    if local_window_size is not None:
+        local_window_size = _window(local_window_size)
+    require(
+        (query_segment_ids is None) == (key_value_segment_ids is None),
+        "query_segment_ids and key_value_segment_ids must be given together",
+    )
+    integers = {
+        name: _integers(name, array, shape, batched, most)
+        for name, array, shape, most in (
+            ("query_seq_lengths", query_seq_lengths, (B,), T),
+            ("key_value_seq_lengths", key_value_seq_lengths, (B,), S),
+            ("query_segment_ids", query_segment_ids, (B, T), None),
+            ("key_value_segment_ids", key_value_segment_ids, (B, S), None),
+        )
+    }
+    arrays, integers = varying_alike(((query, key, value, bias, mask), integers))
+    structure = {
+        "scale": float(scale),
+        "is_causal": bool(is_causal),
+        "local_window_size": local_window_size,
+        **integers,
+    }
+    return arrays, structure, batched
+
+
+def _is_real(number):
+    if not isinstance(number, jax.Array):
+        number = np.asarray(number)
+    dtype = number.dtype
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return real and number.ndim == 0
+
+
+def _window(size):
+    try:
+        left, right = map(operator.index, (size, size) if np.ndim(size) == 0 else size)
+    except (TypeError, ValueError):
+        left = right = -1
+    require(
+        min(left, right) >= 0,
+        f"local_window_size must be one or two whole numbers >= 0, got {size}",
+    )
+    return min(left, FAR), min(right, FAR)
+
+
+def _map(name, array, full, kind):
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    pairs = zip(array.shape[::-1], full[::-1], strict=False)
+    require(
+        array.ndim <= 4 and all(n in (1, m) for n, m in pairs),
+        f"{name} must broadcast to B N T S = {full}, got {array.shape}",
+    )
+    require(
+        jnp.issubdtype(array.dtype, kind),
+        f"{name} must be {kind.__name__.strip('_')}, got {array.dtype} (an additive "
+        "mask is a bias, a boolean one a mask)",
+    )
+    return jnp.expand_dims(array, range(4 - array.ndim))
+
+
+def _integers(name, array, shape, batched, most):
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    if not batched and array.ndim == len(shape) - 1:
+        array = array[None]
+    require(
+        jnp.issubdtype(array.dtype, jnp.integer) and array.shape == shape,
+        f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
+    )
+    if most is not None:
+        # before its type is, of which it may be out, as the end may be of its own
+        array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
+    return array.astype(jnp.int32)
+
+
+def require(condition, message):
+    if not condition:
+        raise ValueError(message)
