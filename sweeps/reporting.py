@@ -16,13 +16,12 @@ from analysis.significance import paired_bootstrap
 from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
+from sweeps.records import read_record, read_result
 from sweeps.runner import Sweep
 from sweeps.store import (
     SCORES,
     TOLD,
     metrics_of,
-    read_record,
-    read_result,
     unfinished,
 )
 

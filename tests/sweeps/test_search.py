@@ -11,8 +11,8 @@ from sweep_cases import SMALL, finish, rows, start, started, sweep
 
 from configs import base
 from sweeps.opening import Options, open_sweep
+from sweeps.records import DECODING
 from sweeps.search import FIRST_SEED, ROUNDS
-from sweeps.store import DECODING
 
 RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
 
