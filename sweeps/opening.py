@@ -18,6 +18,7 @@ from sweeps.records import read_json
 from sweeps.runner import Sweep
 from sweeps.search import Search, make_search
 from sweeps.store import SCORES, locked
+from training import cluster
 from training.workdir import differing, summary, write_json
 
 TEST_SPLITS = {"multi30k": "test_2016_flickr"}  # else "test"
@@ -35,11 +36,9 @@ REMEMBERED = (
     "command",
 )
 # Flags that say which part of a sweep runs where: all of it is what a report names.
-WHERE = (
-    *("--group=", "--shard=", "--launcher=", "--address=", "--resources="),
-    *("--calibrate", "--nocalibrate", "--examples="),
-    *("--coordinator", "--num_processes=", "--process_id="),
-)
+WHERE = ("group", "shard", "launcher", "address", "resources", "examples")
+WHERE += tuple(flag.name for flag in cluster.FLAGS)
+SWITCHES = ("calibrate", "nocalibrate")  # the same, but for a value of their own
 
 
 class Options(NamedTuple):
@@ -124,7 +123,8 @@ def check_data(settings: dict) -> None:
     its splits and its metric.
     """
     data, test_split = settings["base"]["data"], settings["test_split"]
-    if test_split in ("train", "val", "validation"):
+    parts = {part.split("[")[0].strip() for part in test_split.split("+")}
+    if parts & {"train", "val", "validation"}:
         raise ValueError(
             f"--test_split={test_split} must be of sentences that nothing was learnt "
             f"from or chosen on; the report has the scores on dev beside them."
@@ -136,6 +136,11 @@ def check_data(settings: dict) -> None:
         )
     names = (data["name"], data["source"], data["target"])
     corpora.load(*names, test_split, data["directory"])
+    if data["name"] == "multi30k":  # eval.py scores by the published protocol too
+        for split in ("val", test_split):
+            corpora.tokenized_references(
+                data["name"], data["target"], split, data["directory"]
+            )
 
 
 def remembered(path: Path) -> dict | None:
@@ -183,7 +188,7 @@ def settings_of(options: Options, there: dict | None) -> dict:
             "test_split": TEST_SPLITS.get(data, "test"),
         }
         if there is None or options.verb == "run":
-            words = [arg for arg in sys.argv[1:] if not arg.startswith(WHERE)]
+            words = of_the_whole(sys.argv[1:])
             settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
     elif options.verb == "run" and there is not None:  # as with more seeds
         more = [f"--{name}={v}" for name, v in given.items() if v != there[name]]
@@ -195,6 +200,18 @@ def settings_of(options: Options, there: dict | None) -> dict:
             f"--metric must be one of {', '.join(SCORES)}, got {settings['metric']!r}."
         )
     return settings
+
+
+def of_the_whole(words: list[str]) -> list[str]:
+    """A command line without the flags of `WHERE`, --name=value or --name value."""
+    left, kept = iter(words), []
+    for word in left:
+        name, equals, _ = word.lstrip("-").partition("=")
+        if not word.startswith("-") or name not in WHERE + SWITCHES:
+            kept.append(word)
+        elif name in WHERE and not equals:
+            next(left, None)  # its value
+    return kept
 
 
 def refuse_other(options: Options, there: dict, now: dict) -> None:

@@ -1,6 +1,7 @@
 """What a report says where arms, seeds or results are missing, or all are alike."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,9 +149,11 @@ def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):
     assert "jax 1 and 2, flax 3" in reported(sweep)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    "split", ["train", "val", "val[:100]", "train[50%:]", "test[:9]+val[:9]"]
+)
 def test_what_was_learnt_from_or_chosen_on_is_no_test(tmp_path, corpus, split):
-    with pytest.raises(ValueError, match=f"--test_split={split} must be of sentences"):
+    with pytest.raises(ValueError, match=f"^--test_split={re.escape(split)} must be"):
         open_sweep(options(tmp_path / "s", corpus, test_split=split))
     assert not (tmp_path / "s").exists()
 

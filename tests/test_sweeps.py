@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from analysis.report_plots import looks
 from configs import base
 from configs import run as config_of_run
+from data import corpora
 from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.records import DECODING
@@ -143,6 +145,36 @@ def test_the_command_of_a_part_is_that_of_the_whole(tmp_path, corpus, monkeypatc
     opened = open_sweep(options(tmp_path / "s", corpus))
     command = "python sweep.py run --config=configs/base.py --group_size=4"
     assert opened.settings["command"] == command
+
+
+def test_the_command_is_of_the_whole_where_flags_have_spaces(
+    tmp_path, corpus, monkeypatch
+):
+    kept = ["--config", "configs/base.py", "--group_size", "4", "--note=on --group 1"]
+    where = ["--group", "99", "--launcher", "local", "-shard", "0/2", "--calibrate"]
+    where += ["--resources", "num_gpus=1", "--coordinator_timeout", "9"]
+    for argv in (where + kept, kept + where, [*kept[:2], *where, *kept[2:]]):
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *argv])
+        opened = open_sweep(options(tmp_path / "s", corpus))
+        words = shlex.split(opened.settings["command"])
+        assert words == ["python", "sweep.py", "run", *kept]
+
+
+def test_a_folder_without_the_published_references_is_refused_at_first(
+    tmp_path, corpus, monkeypatch
+):
+    """Else eval.py would miss them, when all is trained."""
+    opened = options(tmp_path / "s", corpus)
+    opened.config.data.name = "multi30k"
+    monkeypatch.setattr(corpora, "load", lambda *_: (SENTENCES, SENTENCES))
+    asked = []
+    with pytest.raises(FileNotFoundError, match="holds no tok/val.lc.norm.tok.de"):
+        open_sweep(opened)
+    assert not (tmp_path / "s").exists()
+    monkeypatch.setattr(corpora, "tokenized_references", lambda *a: asked.append(a))
+    open_sweep(opened)
+    splits = ("val", "test_2016_flickr")
+    assert asked == [("multi30k", "de", split, str(corpus)) for split in splits]
 
 
 def test_more_seeds_keep_what_there_is(tmp_path, corpus):
