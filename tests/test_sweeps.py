@@ -770,6 +770,10 @@ def test_a_call_ends_in_one_sentence(tmp_path):
         ("list", "--config=configs/base.py", "--ablation=haeds"): "did you mean heads",
         ("report", f"--workdir={tmp_path}"): "holds no sweep",
         ("status",): "--workdir is needed",
+        ("list", "--config=configs/base.py"): "--ablation is needed, as in --ablation=",
+        ("list", "--ablation=heads"): "--config is needed, as in --config=configs/num",
+        ("run", "--resources=num_gpus=1"): "--resources says nothing of groups that",
+        ("run", "--address=HOST:6379"): "--address says nothing of groups that run her",
         ("sweep",): "one of list, run, status, report",
     }
     for call, sentence in calls.items():
@@ -928,6 +932,42 @@ def test_jobs_of_slurm_know_a_relative_workdir(tmp_path, corpus, monkeypatch):
     sweep = open_sweep(options(Path("s"), corpus))
     rows = launchers.slurm(sweep, sweep.groups[:1], "local", [])
     assert f"--workdir={tmp_path / 's'}" in submitted[0] and len(rows) == 6
+
+
+@pytest.mark.parametrize(
+    "launcher, pair, error",
+    [
+        ("ray", "nmu_gpus=1", ValueError("Invalid option\nkeyword nmu_gpus")),
+        ("ray", "num_gpus=one", TypeError("The type of keyword 'num_gpus' must be")),
+        ("slurm", "partition=gpu", NameError("Unknown argument 'partition'")),
+        ("slurm", "timeout_min=10h", AssertionError()),
+    ],
+)
+def test_resources_that_a_launcher_does_not_take_are_named(
+    tmp_path, corpus, monkeypatch, capsys, launcher, pair, error
+):
+    def refuse(**parameters):
+        assert pair.split("=")[0] in parameters
+        raise error
+
+    executor = SimpleNamespace(update_parameters=refuse)
+    module = SimpleNamespace(  # stands for ray and for submitit
+        init=lambda **_: None,
+        nodes=lambda: [],
+        remote=refuse,
+        AutoExecutor=lambda *_, **__: executor,
+    )
+    monkeypatch.setattr(launchers, "package", lambda name: module)
+    monkeypatch.setattr(launchers, "requirements", lambda engine: {"num_cpus": 1})
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    address = {"ray": None, "slurm": "local"}[launcher]
+    with pytest.raises(SystemExit) as left:
+        launchers.LAUNCHERS[launcher](sweep, None, address, [pair])
+    whose = {"ray": "Ray", "slurm": "submitit"}[launcher]
+    told = " ".join(str(error).split()) or "AssertionError"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"--resources={pair}: {whose} does not take that: {told}")
+    assert left.value.code == 2
 
 
 def test_a_follower_that_waits_for_a_process_of_before_heeds_signals(tmp_path):
