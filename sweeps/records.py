@@ -64,7 +64,7 @@ def read_group(path: Path) -> Group:
     return Group(path.parent.name, trials)
 
 
-def read_result(folder: Path, split: str, group: Group, checkpoint: str):
+def read_result(folder: Path, split: str, group: Group, settings: dict):
     """A group's result-SPLIT.json, a row a trial; None where there is none yet.
 
     Raises:
@@ -72,7 +72,8 @@ def read_result(folder: Path, split: str, group: Group, checkpoint: str):
             call of eval.py on the group's folder.
     """
     path = folder / f"result-{split}.json"
-    wanted = {"checkpoint": checkpoint, "decoding": DECODING}
+    wanted = {"checkpoint": settings["checkpoint"], "decoding": DECODING}
+    scores = {"bleu", "chrf", "exact_match", settings["metric"]}
     mend = "move it away, and sweep.py run scores its group again."
     try:
         found = read_json(path)
@@ -81,6 +82,8 @@ def read_result(folder: Path, split: str, group: Group, checkpoint: str):
         made = [{key: row[key] for key in wanted} for row in found]
         whole = len(found) == len(group.trials)
         whole = whole and all(row.keys() >= {"step", "diverged_at"} for row in found)
+        numbers = [row[score] for row in found for score in scores]
+        whole = whole and all(type(number) in (int, float) for number in numbers)
     except (ValueError, KeyError, TypeError):
         whole = False
     if not whole:

@@ -92,7 +92,7 @@ def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float |
     if not group.trials[index].is_search:
         return None
     try:
-        found = read_result(folder, "val", group, settings["checkpoint"])
+        found = read_result(folder, "val", group, settings)
     except ValueError:  # which the table tells
         return None
     if found is not None and found[index]["diverged_at"] is None:
@@ -163,7 +163,7 @@ def rows_of(folder: Path, group: Group, plan: Plan, settings: dict) -> list[dict
         failed = {"error": str(error)}
     for side, split in (("dev", "val"), ("test", test_split)):
         try:
-            results[side] = read_result(folder, split, group, settings["checkpoint"])
+            results[side] = read_result(folder, split, group, settings)
         except ValueError as error:
             results[side], unusable = None, str(error)
     metrics = metrics_of(folder)

@@ -641,6 +641,37 @@ def test_a_result_of_another_making_is_not_reported(
     reporting.write(sweep, sweep.collect(), 1)
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("score", ["bleu", "chrf", "exact_match"])
+def test_a_result_without_a_score_is_damaged(tmp_path, corpus, split, score):
+    sweep = open_sweep(options(tmp_path / "s", corpus, metric="chrf"))
+    for index in range(3):
+        finish(sweep, index)
+    path = sweep.folder(sweep.groups[1]) / f"result-{split}.json"
+    kept = json.loads(path.read_text())
+    lacking = {key: value for key, value in kept[1].items() if key != score}
+    for row in (lacking, lacking | {score: None}, lacking | {score: "high"}):
+        path.write_text(json.dumps([kept[0], row]))
+        rows = sweep.collect()
+        assert {row["arm"] for row in rows if row["status"] == "failed"} == {"K=2"}
+        with pytest.raises(ValueError, match=f"^{path} is damaged; move it away"):
+            reporting.write(sweep, rows, 1)
+
+
+def test_a_search_waits_for_a_score_that_its_result_lacks(tmp_path, corpus):
+    opened = options(tmp_path / "s", corpus, tune=[f"{RATE}=0.01,0.02"])
+    sweep = open_sweep(opened)
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    path.write_text(path.read_text().replace('"bleu"', '"blue"'))
+    again = open_sweep(opened)
+    assert all(trial.is_search for trial in again.plan.trials)
+    told = {row["error"] for row in again.collect()} - {None}
+    assert told == {
+        f"{path} is damaged; move it away, and sweep.py run scores its group again."
+    }
+
+
 @pytest.mark.parametrize(
     "changes, config, sentence",
     [
