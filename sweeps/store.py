@@ -168,13 +168,14 @@ def rows_of(folder: Path, group: Group, plan: Plan, settings: dict) -> list[dict
             results[side], unusable = None, str(error)
     metrics = metrics_of(folder)
     tokens_per_second, seconds = pace(metrics)
-    planned = {trial.id for trial in plan.trials}
+    planned = {trial.id: trial.arm for trial in plan.trials}
     rows = []
     for index, trial in enumerate(group.trials):
         if trial.id not in planned:
             continue
         scores = {side: found and found[index] for side, found in results.items()}
-        row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(trial.arm))
+        # by the plan's name: an earlier version may have given the group another
+        row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(planned[trial.id]))
         row |= {
             "id": trial.id,
             "stage": "search" if trial.is_search else "report",

@@ -737,6 +737,18 @@ def test_damaged_metrics_and_translations(tmp_path, corpus):
         reporting.write(sweep, rows, 1)
 
 
+def test_a_trial_is_of_the_plans_arm_whatever_its_group_calls_it(tmp_path, corpus):
+    """As a sweep of before a mend of how arms are named does."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    path = sweep.folder(sweep.groups[1]) / "group.json"
+    path.write_text(path.read_text().replace('"arm": "K=2"', '"arm": "baseline"'))
+    again = open_sweep(options(tmp_path / "s", corpus))
+    assert [row["arm"] for row in again.collect()][::2] == ["K=4", "K=2", "K=1"]
+    reporting.write(again, again.collect(), 1)
+
+
 @pytest.mark.parametrize("name", ["sweep.json", "groups/*/group.json"])
 @pytest.mark.parametrize("text", ["{", "{}", "[]", "3"])
 def test_a_damaged_file_is_named(tmp_path, corpus, name, text):
