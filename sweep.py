@@ -118,11 +118,23 @@ def main():
                 "A Ray task is one process; --coordinator goes with --launcher=local, "
                 "or with slurm and jobs of several tasks."
             )
+        given = [flag for flag in (ADDRESS, RESOURCES) if flag.value]
+        if given and LAUNCHER.value == "local":
+            raise ValueError(
+                f"--{given[0].name} says nothing of groups that run here; it goes with "
+                f"--launcher=ray or --launcher=slurm."
+            )
         if WORKDIR.value is None and VERB != "list":
             raise ValueError("--workdir is needed: the folder that the sweep is in.")
         workdir = Path(nowhere) if WORKDIR.value is None else path_of(WORKDIR)
         if VERB == "list" and CONFIG.value and not (workdir / "sweep.json").exists():
             workdir = Path(nowhere)  # or run would have to keep what was only listed
+        if workdir == Path(nowhere):
+            for flag, value in ((CONFIG, "configs/numbers.py"), (ABLATION, "heads")):
+                if flag.value is None:
+                    raise ValueError(
+                        f"--{flag.name} is needed, as in --{flag.name}={value}."
+                    )
         sweep = opening.open_sweep(options(workdir))
         groups = opening.chosen(sweep, GROUP.value, SHARD.value)
         rows = [] if VERB == "list" else sweep.collect()

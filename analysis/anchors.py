@@ -66,6 +66,9 @@ ANCHORS = {
 
 
 def published(ablation: str, model: dict) -> float | None:
-    """What was published for an arm like this one, if anything."""
+    """What was published for an arm like this one, if anything.
+
+    Of the ablations of configs/ablations.py alone: FILE.py:NAME is none of them.
+    """
     anchor = ANCHORS.get(ablation)
     return anchor.scores.get(anchor.key(model)) if anchor else None

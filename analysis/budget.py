@@ -59,7 +59,8 @@ def built(vocab_sizes: tuple[int, ...], model: str) -> Transformer:
 def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
     """The feed-forward width F that gives a config the baseline's budget.
 
-    Of those within 0.5 % of it, the one that is a multiple of the highest power of two.
+    The baseline's own where that has it exactly, else of those within 0.5 % of it the
+    one that is a multiple of the highest power of two.
 
     Args:
         config: nested; its own `model.mlp_dim` does not matter.
@@ -77,6 +78,8 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
 
     near = baseline["model"]["mlp_dim"]
     goal, here = cost(baseline, near), cost(config, near)
+    if goal == here:
+        return near
     slope = cost(config, near + 1) - here  # of its own layers and width
     exact = near + (goal - here) / slope
     for multiple in MULTIPLES:

@@ -94,6 +94,7 @@ class Report(NamedTuple):
     checkpoint: str  # that is scored, a key of CHECKPOINTS
     searched: bool  # whether nuisance settings were
     unfinished: int  # trials
+    seed: int | None  # that all arms share, of the translations; None: each's first
 
     @property
     def baseline(self) -> ArmResult:
@@ -341,58 +342,3 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-CHECKPOINTS = {
-    "best": "Checkpoints were chosen on dev",
-    "last": "The last checkpoint of every trial is scored",
-    "average": "The mean of the checkpoints that every trial kept is scored",
-}
-SAME_SEEDS = "Every arm is trained with the same seeds. "
-HOW_TO_READ = (
-    "Mean ± sd: over seeds. The intervals are Student's, at 95 %. The difference is to "
-    "the baseline, paired by seed; its p-value (two-sided t-test) is Holm's, corrected "
-    "for the number of arms that are tested (not the baseline, nor one whose seeds all "
-    "differ by the same); the intervals are not. Seeds to see: how many a paired test "
-    "needs to find a true difference of {seen} with a power of 80 % at the level of "
-    "{level}, which is what Holm asks of the smallest p-value, at the spread of the "
-    "differences seen here: a rough estimate where that spread is of a few seeds. "
-    "{checkpoint}; test was decoded once, after that."
-)
-SEARCHED = (
-    " Where an arm had a choice of nuisance settings, it was made on dev, before that, "
-    "with other seeds than those of the table."
-)
-LOSS_TOLD = (
-    " Loss: the cross-entropy of the targets, nats a token; lower is better, the "
-    "difference to the baseline is paired by seed, and its interval is not corrected."
-)
-HOW_TO_READ_COSTS = (
-    "F: the feed-forward width, solved where arms are matched. Multiply-adds: of "
-    "the matrix products of a forward pass, for one source and one target token. "
-    "Seconds: of the updates alone, without compilation, evaluation and saving, a "
-    "group's divided by its trials. Tokens/s: of a group, source and target."
-)
-
-
-def how_to_read_scores(report: Report, comparisons: list[Comparison]) -> str:
-    """What the main table's columns mean."""
-    tested = sum(not math.isnan(c.p) for c in comparisons)
-    level = f"{LEVEL * 100:.0f} %" + (f" / {tested}" if tested > 1 else "")
-    checkpoint = CHECKPOINTS[report.checkpoint]
-    told = HOW_TO_READ.format(seen=report.seen, level=level, checkpoint=checkpoint)
-    same = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
-    return SAME_SEEDS * same + told + SEARCHED * bool(report.searched)
-
-
-def how_to_read_others(report: Report) -> str:
-    """What the bootstrap's columns mean."""
-    metric = NAMES[bootstrapped(report.metric)]
-    return (
-        f"Test set's ±: sacreBLEU's paired bootstrap ({metric}, 1000 samples, 95 %) of "
-        "the first seed's translations: what another draw of test sentences would "
-        "change, which more seeds would not show. p (bootstrap): of no difference "
-        f"between the arm's {metric} and the baseline's, by the same resampling of "
-        "those translations: about one training of each, not about the seeds, and not "
-        "corrected by Holm." + (LOSS_TOLD if report.has_loss else "")
-    )

@@ -3,15 +3,18 @@
 import html
 
 from analysis.report import (
-    HOW_TO_READ_COSTS,
     Comparison,
     Report,
     costs_table,
-    how_to_read_others,
-    how_to_read_scores,
     others_table,
     scores_table,
     verdict,
+)
+from analysis.report_legends import (
+    HOW_TO_READ_COSTS,
+    how_to_read_examples,
+    how_to_read_others,
+    how_to_read_scores,
 )
 from analysis.report_plots import themed_svg
 
@@ -188,15 +191,12 @@ def examples(report: Report) -> str:
     if not report.examples:
         return ""
     arms = {f"best: {report.best}": "best", f"worst: {report.worst}": "worst"}
-    told = "Of the first seed of both"
     if report.best == report.worst:  # it is one arm, or all are alike
-        arms, told = {report.best: "best"}, "Of the first seed"
-    elif all(e.best != e.worst for e in report.examples):
-        told += "; sentences on which they differ"
+        arms = {report.best: "best"}
     shown = {"source": "source", "reference": "reference"} | arms
     rows = [[getattr(e, name) for name in shown.values()] for e in report.examples]
     return (
         "<h2>Translations</h2>"
         + table([list(shown), *rows], (), "text")
-        + f'<p class="small">{told}, spread evenly over the test set.</p>'
+        + f'<p class="small">{escape(how_to_read_examples(report))}</p>'
     )

@@ -1,17 +1,20 @@
 """A report as Markdown, with its pictures as PNG beside it."""
 
 from analysis.report import (
-    HOW_TO_READ_COSTS,
     Comparison,
     Report,
     costs_table,
-    how_to_read_others,
-    how_to_read_scores,
     others_table,
     scores_table,
     verdict,
 )
 from analysis.report_html import paragraphs
+from analysis.report_legends import (
+    HOW_TO_READ_COSTS,
+    how_to_read_examples,
+    how_to_read_others,
+    how_to_read_scores,
+)
 
 
 def document(
@@ -82,4 +85,5 @@ def examples(report: Report) -> list[str]:
         "\n".join(f"- {label}: {getattr(e, name)}" for label, name in shown.items())
         for e in report.examples
     ]
-    return ["## Translations", "\n\n---\n\n".join(lists)]
+    told = how_to_read_examples(report)
+    return ["## Translations", "\n\n---\n\n".join(lists), told]

@@ -40,6 +40,7 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
         "bleu": "{:.2f}",
         "published_bleu": "{:.2f}",
         "chrf": "{:.2f}",
+        "published_chrf": "{:.2f}",
         "exact_match": "{:.2%}",
         "loss": "{:.4f}",
     }
@@ -65,9 +66,9 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
             ]
             table.add_row(name, *[""] * (len(columns) - 1), *cells)
     console = print_table(table)
-    for name in ("signature", "published_signature", "chrf_signature"):
-        if name in rows[0]:
-            console.print(f"{name}: {rows[0][name]}", soft_wrap=True)
+    for name, of in rows[0].items():
+        if name.endswith("signature"):
+            console.print(f"{name}: {of}", soft_wrap=True)
     console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ Ray and submitit are optional: requirements-sweeps.txt.
 """
 
 import ast
+import contextlib
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 
-from configs.commandline import one_sentence
+from configs.commandline import describe, one_sentence
 from sweeps.optional import package
 from sweeps.plan import Group
 from sweeps.runner import ROOT, Runner, Stopped, Sweep
@@ -70,7 +71,7 @@ def ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[di
     worker is lost is started again, and resumes.
 
     Raises:
-        ValueError: nothing answers at the address.
+        ValueError: nothing answers at the address, or Ray knows no such resources.
     """
     with one_sentence():
         engine = package("ray")
@@ -78,7 +79,8 @@ def ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[di
             answers(address)
         engine.init(address=address, log_to_driver=False, logging_level="warning")
         needs = requirements(engine) | parsed(resources)
-    task = engine.remote(max_retries=RETRIES, **needs)(run_group)
+        with naming(resources, "Ray"):
+            task = engine.remote(max_retries=RETRIES, **needs)(run_group)
     platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
     try:
         for wave in waves(sweep, groups):
@@ -163,7 +165,7 @@ def slurm(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[
     slurm_partition, slurm_array_parallelism, ...
 
     Raises:
-        ValueError: there is no Slurm here.
+        ValueError: there is no Slurm here, or submitit knows no such resources.
     """
     with one_sentence():
         submitit = package("submitit")
@@ -181,7 +183,8 @@ def slurm(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[
         executor = submitit.AutoExecutor(
             sweep.workdir / "slurm", cluster=address or "slurm"
         )
-        executor.update_parameters(name="headcount", **parsed(resources))
+        with naming(resources, "submitit"):
+            executor.update_parameters(name="headcount", **parsed(resources))
         os.chdir(ROOT)  # where a job finds this module
     for wave in waves(sweep, groups):
         with executor.batch():  # an array
@@ -213,6 +216,20 @@ def parsed(resources: list[str]) -> dict:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             found[key] = value
     return found
+
+
+@contextlib.contextmanager
+def naming(resources: list[str], whose: str):
+    """Put --resources before what a launcher's package says of them."""
+    try:
+        yield
+    except (ValueError, TypeError, NameError, AssertionError) as error:
+        if not resources:
+            raise
+        raise ValueError(
+            f"{' '.join(f'--resources={pair}' for pair in resources)}: {whose} does "
+            f"not take that: {describe(error) or type(error).__name__}"
+        ) from None
 
 
 LAUNCHERS = {"local": local, "ray": ray, "slurm": slurm}

@@ -1,26 +1,24 @@
 """From flags, or from what a workdir remembers, to a sweep."""
 
-import contextlib
-import importlib.util
 import json
 import re
 import shlex
 import sys
-import traceback
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from configs import ablations
-from configs.commandline import describe, flat
+from configs.commandline import flat
 from data import corpora
 from sweeps.optional import package
 from sweeps.plan import NO_RESULT_DEPENDS_ON, Group, Plan, expand, nuisance_keys
+from sweeps.questions import arms_of, find_ablation, naming
+from sweeps.records import read_json
 from sweeps.runner import Sweep
 from sweeps.search import Search, make_search
-from sweeps.store import SCORES, locked, read_json
+from sweeps.store import SCORES, locked
+from training import cluster
 from training.workdir import differing, summary, write_json
 
 TEST_SPLITS = {"multi30k": "test_2016_flickr"}  # else "test"
@@ -38,11 +36,9 @@ REMEMBERED = (
     "command",
 )
 # Flags that say which part of a sweep runs where: all of it is what a report names.
-WHERE = (
-    *("--group=", "--shard=", "--launcher=", "--address=", "--resources="),
-    *("--calibrate", "--nocalibrate", "--examples="),
-    *("--coordinator", "--num_processes=", "--process_id="),
-)
+WHERE = ("group", "shard", "launcher", "address", "resources", "examples")
+WHERE += tuple(flag.name for flag in cluster.FLAGS)
+SWITCHES = ("calibrate", "nocalibrate")  # the same, but for a value of their own
 
 
 class Options(NamedTuple):
@@ -127,7 +123,8 @@ def check_data(settings: dict) -> None:
     its splits and its metric.
     """
     data, test_split = settings["base"]["data"], settings["test_split"]
-    if test_split in ("train", "val", "validation"):
+    parts = {part.split("[")[0].strip() for part in test_split.split("+")}
+    if parts & {"train", "val", "validation"}:
         raise ValueError(
             f"--test_split={test_split} must be of sentences that nothing was learnt "
             f"from or chosen on; the report has the scores on dev beside them."
@@ -139,6 +136,11 @@ def check_data(settings: dict) -> None:
         )
     names = (data["name"], data["source"], data["target"])
     corpora.load(*names, test_split, data["directory"])
+    if data["name"] == "multi30k":  # eval.py scores by the published protocol too
+        for split in ("val", test_split):
+            corpora.tokenized_references(
+                data["name"], data["target"], split, data["directory"]
+            )
 
 
 def remembered(path: Path) -> dict | None:
@@ -186,7 +188,7 @@ def settings_of(options: Options, there: dict | None) -> dict:
             "test_split": TEST_SPLITS.get(data, "test"),
         }
         if there is None or options.verb == "run":
-            words = [arg for arg in sys.argv[1:] if not arg.startswith(WHERE)]
+            words = of_the_whole(sys.argv[1:])
             settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
     elif options.verb == "run" and there is not None:  # as with more seeds
         more = [f"--{name}={v}" for name, v in given.items() if v != there[name]]
@@ -198,6 +200,18 @@ def settings_of(options: Options, there: dict | None) -> dict:
             f"--metric must be one of {', '.join(SCORES)}, got {settings['metric']!r}."
         )
     return settings
+
+
+def of_the_whole(words: list[str]) -> list[str]:
+    """A command line without the flags of `WHERE`, --name=value or --name value."""
+    left, kept = iter(words), []
+    for word in left:
+        name, equals, _ = word.lstrip("-").partition("=")
+        if not word.startswith("-") or name not in WHERE + SWITCHES:
+            kept.append(word)
+        elif name in WHERE and not equals:
+            next(left, None)  # its value
+    return kept
 
 
 def refuse_other(options: Options, there: dict, now: dict) -> None:
@@ -273,98 +287,6 @@ def plan_of(settings: dict) -> tuple[Search, Plan]:
             match=settings["match"],
         )
     return search, plan
-
-
-def arms_of(settings: dict, generator) -> list[dict]:
-    """What an ablation yields for a base config, as JSON has it.
-
-    Raises:
-        ValueError: the function fails, or yields something else than arms.
-    """
-    name = settings["ablation"]
-    with naming(name):
-        arms = generator(ConfigDict(settings["base"]).lock())
-        if arms is None:
-            raise ValueError("It returns nothing; it must yield its arms.")
-        arms = list(arms)
-        for arm in arms:
-            if not isinstance(arm, dict) or not all(isinstance(k, str) for k in arm):
-                raise ValueError(
-                    f"An arm must be a dict from config keys to values, as in "
-                    f"{{'model.dropout': 0.1}}, got {arm!r}."
-                )
-            try:
-                json.dumps(arm)
-            except TypeError as error:
-                raise ValueError(
-                    f"The values of an arm must be plain numbers or words, got {arm!r} "
-                    f"({error})."
-                ) from None
-    return json.loads(json.dumps(arms))
-
-
-@contextlib.contextmanager
-def naming(ablation: str, kinds=Exception):
-    """Put an ablation's name, and its line at fault, before what is wrong with it.
-
-    By default whatever its code, which is the user's, may raise.
-    """
-    try:
-        yield
-    except kinds as error:
-        if isinstance(error, SyntaxError):
-            lines, told = [error.lineno], f"This is not Python: {error.msg}."
-        else:
-            frames = traceback.extract_tb(error.__traceback__)
-            file = Path(ablation.rsplit(":", 1)[0]).resolve()
-            lines = [f.lineno for f in frames if Path(f.filename).resolve() == file]
-            while error.args and isinstance(error.args[0], Exception):
-                error = error.args[0]  # a locked config's unknown key
-            is_key = isinstance(error, KeyError)
-            told = " ".join(str(error.args[0]).split()) if is_key else describe(error)
-            if not isinstance(error, ValueError):
-                told = f"{type(error).__name__}: {told}"
-        at = f", line {lines[-1]}" if lines else ""
-        raise ValueError(f"--ablation={ablation}{at}: {told}") from error
-
-
-def names_of(module) -> list[str]:
-    """The ablations of a module: its functions that say what is scientific."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and "Scientific:" in (value.__doc__ or "")
-    ]
-
-
-def find_ablation(name: str):
-    """The generator of a name in configs/ablations.py, or of FILE.py:NAME."""
-    module, where = ablations, "configs/ablations.py"
-    if ":" in name:
-        where, name = name.rsplit(":", 1)
-        if not Path(where).is_file() or Path(where).suffix != ".py":
-            raise ValueError(
-                f"There is no Python file {where} to find the ablation in."
-            )
-        spec = importlib.util.spec_from_file_location("own_ablations", where)
-        module = importlib.util.module_from_spec(spec)
-        with naming(f"{where}:{name}"):
-            spec.loader.exec_module(module)
-    names = names_of(module)
-    if name not in names and callable(getattr(module, name, None)):
-        raise ValueError(
-            f"{name} in {where} is no ablation yet: its docstring lacks a line "
-            f'"Scientific: ..." that says what is compared, see docs/sweeps.md.'
-        )
-    if name not in names:
-        near = get_close_matches(name, names, n=1)
-        meant = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"it has {', '.join(names) or 'none'}."
-        )
-        raise ValueError(f"There is no ablation {name!r} in {where}; {meant}")
-    return getattr(module, name)
 
 
 def chosen(sweep: Sweep, group: str | None, shard: str | None) -> list[Group] | None:

@@ -15,14 +15,15 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from analysis.budget import flops, parameters, solve_mlp_dim
+from analysis.evaluation import METRICS
 from configs.ablations import grid
 from configs.commandline import describe, flat, near_miss
-from models.checks import check_counts, choose
 from models.sites import at_site
-from training.optimizer import SCHEDULES
+from training.checks import check_config
 from training.trials import SITES, check_numbers, variable
 
 NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
+CORPUS = ("name", "source", "target", "directory")  # keys of data: whose sentences
 MATCH = "match"  # the key of an arm that says what budget it shares with the baseline
 LETTERS = {
     "width": "D",
@@ -89,7 +90,8 @@ class Plan(NamedTuple):
 
 def nuisance_keys(docstring: str) -> list[str]:
     """The config keys after "Nuisance:" in an ablation's docstring."""
-    found = re.search(r"Nuisance:(.*?)(?:Fixed:|$)", docstring, re.DOTALL)
+    end = r"Fixed:|Scientific:|\n\s*\n|$"
+    found = re.search(f"Nuisance:(.*?)(?:{end})", docstring, re.DOTALL)
     return re.findall(r"\b[a-z]\w*(?:\.\w+)+", found.group(1)) if found else []
 
 
@@ -137,16 +139,34 @@ def expand(
     if not any("seed" in each for each in arms):
         own_seeds = [[base.seed + i for i in range(num_seeds)]] * len(scientific)
     names, axis = name_arms(scientific)
+    resolved = [
+        arm._replace(candidates=unlike(arm, settings, seeds[0]), seeds=seeds)
+        for arm, settings, seeds in zip(
+            resolve_arms(base, scientific, names, match),
+            candidates,
+            own_seeds,
+            strict=True,
+        )
+    ]
     kept, there = [], set()
-    resolved = resolve_arms(base, scientific, names, match)
-    for arm, settings, seeds in zip(resolved, candidates, own_seeds, strict=True):
-        arm = arm._replace(candidates=settings, seeds=seeds)
+    for arm in sorted(resolved, key=lambda arm: not arm.is_baseline):
         ids = {trial.id for trial in trials_of(arm, arm.candidates, arm.seeds)}
         # An arm that is matched by changing nothing is the same as the one that isn't.
         if not ids <= there:
-            kept.append(arm)
+            kept.append(arm.name)
         there |= ids
-    return Plan(kept, [], axis)
+    return Plan([arm for arm in resolved if arm.name in kept], [], axis)
+
+
+def unlike(arm: Arm, settings: list[dict], seed: int) -> list[dict]:
+    """Nuisance settings without those that come to the same trial as one before."""
+    found = {}
+    for trial in trials_of(arm, settings, [seed]):
+        if not trial.nuisance.keys() <= set(variable(flat(trial.config))):
+            with naming(arm.name):
+                check_trainable(trial.config)
+        found.setdefault(trial.id, trial.nuisance)
+    return list(found.values())
 
 
 def trials_of(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
@@ -169,9 +189,7 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
         settings = {k: v for k, v in overrides.items() if k != MATCH}
         configs.append(applied(base, settings, name))
         with naming(name):
-            check_counts(flat(configs[-1]))
-            schedule = configs[-1]["optimizer"]["schedule"]
-            choose("optimizer.schedule", schedule, SCHEDULES)
+            check_trainable(configs[-1])
             parameters(configs[-1])
     plain = applied(base, {}, "the base config")
     exact = [i for i, config in enumerate(configs) if config == plain]
@@ -189,6 +207,11 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
     return arms
 
 
+def check_trainable(config: dict) -> None:
+    """Raise a ValueError for a config that train.py would refuse."""
+    check_config(ConfigDict(config), flat(config), METRICS)
+
+
 @contextlib.contextmanager
 def naming(arm: str):
     """Put the name of an arm before what is wrong with it."""
@@ -202,7 +225,8 @@ def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
     """The base config with overrides, nested.
 
     Raises:
-        ValueError: there is no such key, or its type is another.
+        ValueError: there is no such key, or its type is another, or it is of the
+            sentences.
     """
     config = copy.deepcopy(base)
     known = flat(config.to_dict())
@@ -219,6 +243,12 @@ def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
             raise ValueError(
                 f"Arm {name} sets {key} to {value!r}; it must be of type {kind}."
             ) from None
+    for key in CORPUS:
+        if config.data[key] != base.data[key]:
+            raise ValueError(
+                f"Arm {name} sets data.{key}, and scores of other sentences can't be "
+                f"compared with the baseline's; make a sweep of each."
+            )
     return config.to_dict()
 
 
@@ -227,7 +257,10 @@ def is_same(config: dict, other: dict) -> bool:
     a, b = spelt_out(config), spelt_out(other)
     free = ("seed", "seeds")
     differing = [key for key in a if a[key] != b[key] and key not in free]
-    defaults = all(a[key] is None or b[key] is None for key in differing)
+    defaults = all(
+        key.startswith(("model.", "mesh.")) and None in (a[key], b[key])
+        for key in differing
+    )
     return defaults and parameters(config) == parameters(other)
 
 
@@ -268,7 +301,9 @@ def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
         return told(keys, "{}={}".format), None
     for key in reversed(keys):
         fewer = [k for k in keys if k != key]
-        if len(set(told(fewer))) == len(set(told(keys))) and fewer:
+        names = told(fewer)
+        nameless = any(arm and not name for arm, name in zip(arms, names, strict=True))
+        if fewer and len(set(names)) == len(arms) and not nameless:
             keys = fewer
     values = [arm[keys[0]] for arm in arms if keys[0] in arm] if len(keys) == 1 else []
     numbers = all(

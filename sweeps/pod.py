@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from sweeps.records import read_json
 from sweeps.runner import WAIT, Runner, Stopped, Sweep, script
-from sweeps.store import locked, read_json
+from sweeps.store import locked
 from training.metrics import say
 from training.workdir import write_json
 

@@ -16,13 +16,13 @@ from analysis.significance import paired_bootstrap
 from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
+from sweeps.records import read_record, read_result
 from sweeps.runner import Sweep
 from sweeps.store import (
+    COLUMNS,
     SCORES,
     TOLD,
     metrics_of,
-    read_record,
-    read_result,
     unfinished,
 )
 
@@ -37,8 +37,7 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     for group in sweep.groups:
         read_record(sweep.folder(group) / "run.json")
         for split in sweep.splits(group):
-            checkpoint = sweep.settings["checkpoint"]
-            read_result(sweep.folder(group), split, group, checkpoint)
+            read_result(sweep.folder(group), split, group, sweep.settings)
     done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
     if not done:
         raise ValueError(
@@ -74,13 +73,13 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     settings = sweep.settings
     question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
     translations, sources, references = texts(sweep, done)
-    first = {row["arm"]: row["id"] for row in reversed(done)}  # trials by arm
+    chosen, seed = spoken_for(done)
     systems = {
-        arm.name: translations[first[arm.name]]
+        arm.name: translations[chosen[arm.name]]
         for arm in sorted(sweep.plan.arms, key=lambda arm: not arm.is_baseline)
-        if arm.name in first
+        if arm.name in chosen
     }
-    ablation = settings["ablation"].rsplit(":", 1)[-1]
+    ablation = settings["ablation"]
     bootstrap_metric = bootstrapped(settings["metric"])
     bootstraps = paired_bootstrap(systems, references, metric=bootstrap_metric)
     arms = [
@@ -94,7 +93,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     has_anchor = any(arm.published is not None for arm in arms)
     axis = sweep.plan.axis
     return Report(
-        title=f"Headcount sweep: {ablation} on {data['name']}, "
+        title=f"Headcount sweep: {ablation.rsplit(':', 1)[-1]} on {data['name']}, "
         f"{data['source']} to {data['target']}",
         question=question,
         details=details.strip(),
@@ -113,7 +112,22 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         checkpoint=settings["checkpoint"],
         searched=sweep.searches(),
         unfinished=unfinished(sweep.plan, rows),
+        seed=seed,
     )
+
+
+def spoken_for(done: list[dict]) -> tuple[dict[str, str], int | None]:
+    """The trial of every arm whose translations stand for it, and their seed.
+
+    It is the first that all arms have, so that what is resampled and shown is paired
+    as the scores are; None: there is none, and each arm's first stands for it.
+    """
+    trials: dict[str, dict[int, str]] = {}
+    for row in done:
+        trials.setdefault(row["arm"], {})[row["seed"]] = row["id"]
+    shared = min(set.intersection(*map(set, trials.values())), default=None)
+    first = {arm: min(of) if shared is None else shared for arm, of in trials.items()}
+    return {arm: of[first[arm]] for arm, of in trials.items()}, shared
 
 
 def search_told(sweep: Sweep) -> str | None:
@@ -268,8 +282,7 @@ def environment(
     for row in done:
         for name, version in json.loads(row["versions"] or "{}").items():
             versions.setdefault(name, set()).add(version)
-    columns = ("signature", "chrf_signature", "published_signature")
-    signatures = map(values, columns)
+    signatures = (values(name) for name in COLUMNS if name.endswith("signature"))
     base = flat(settings["base"])
     shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
     return {

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sweeps.plan import Group, Plan, differences
+from sweeps.records import DECODING, read_json
 from sweeps.search import Search
 from sweeps.store import (
-    DECODING,
     TRAINED,
     collect,
     last_step,
     locked,
     place,
-    read_json,
 )
 from training.metrics import Progress, say
 from training.workdir import write_json

@@ -15,24 +15,14 @@ import sqlite3
 from pathlib import Path
 
 from sweeps.plan import Arm, Group, Plan, Trial, grouped
+from sweeps.records import read_group, read_record, read_result
 from sweeps.search import LOST, Search, known_trials
 from training.metrics import row_of
-from training.workdir import differing, is_like, summary, write_json
-from training.workdir import read_json as read_whole
+from training.workdir import write_json
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
 TOLD = (*SCORES, "loss")  # what is reported; arms are ranked by one of the scores
-DECODING = {"beam_size": 5, "length_penalty": 0.6}  # of every group alike
 TRAINED = ".trained"  # made when train.py has nothing left to do
-OF_RUN = {"num_parameters": 0, "devices": [""], "attention": {}, "versions": {}}
-OF_RUN |= {"python": "", "commit": None}
-RECORDS = {  # what a row takes of a group's files, and how a damaged one is mended
-    "run.json": (
-        OF_RUN,
-        "restore it, or move its folder away and sweep.py run trains its group again.",
-    ),
-    "failed.json": ({"error": ""}, "sweep.py run tries its group again."),
-}
 COLUMNS = (
     *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
     *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
@@ -59,83 +49,6 @@ def locked(path: Path, wait: bool = True):
             yield None
         else:
             yield file
-
-
-def read_json(path: Path):
-    """What a JSON file holds; None where there is none.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        return read_whole(path)
-    except FileNotFoundError:
-        return None
-
-
-def read_record(path: Path) -> dict | None:
-    """What a file of `RECORDS` holds; None where there is none.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        found = read_json(path)
-        whole = found is None or is_like(found, RECORDS[path.name][0])
-    except ValueError:
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is damaged; {RECORDS[path.name][1]}")
-    return found
-
-
-def read_group(path: Path) -> Group:
-    """The group that a group.json says.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        trials = [Trial(**trial) for trial in read_json(path)]
-    except TypeError:
-        trials = []
-    if not trials:
-        raise ValueError(
-            f"{path} is damaged (it holds no trials); restore it, or move its folder "
-            f"away and sweep.py run trains them again."
-        )
-    return Group(path.parent.name, trials)
-
-
-def read_result(folder: Path, split: str, group: Group, checkpoint: str):
-    """A group's result-SPLIT.json, a row a trial; None where there is none yet.
-
-    Raises:
-        ValueError: it is damaged, or made otherwise than the sweep makes them, as by a
-            call of eval.py on the group's folder.
-    """
-    path = folder / f"result-{split}.json"
-    wanted = {"checkpoint": checkpoint, "decoding": DECODING}
-    mend = "move it away, and sweep.py run scores its group again."
-    try:
-        found = read_json(path)
-        if found is None:
-            return None
-        made = [{key: row[key] for key in wanted} for row in found]
-        whole = len(found) == len(group.trials)
-        whole = whole and all(row.keys() >= {"step", "diverged_at"} for row in found)
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is damaged; {mend}")
-    for each in made:
-        if differs := differing(wanted, each):
-            told = summary(differs).replace("(there ", "(in the sweep ")
-            told = told.replace(", now ", ", in the file ")
-            raise ValueError(
-                f"{path} was made otherwise than the rest of the sweep: {told}; {mend}"
-            )
-    return found
 
 
 def place(
@@ -179,7 +92,7 @@ def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float |
     if not group.trials[index].is_search:
         return None
     try:
-        found = read_result(folder, "val", group, settings["checkpoint"])
+        found = read_result(folder, "val", group, settings)
     except ValueError:  # which the table tells
         return None
     if found is not None and found[index]["diverged_at"] is None:
@@ -250,18 +163,19 @@ def rows_of(folder: Path, group: Group, plan: Plan, settings: dict) -> list[dict
         failed = {"error": str(error)}
     for side, split in (("dev", "val"), ("test", test_split)):
         try:
-            results[side] = read_result(folder, split, group, settings["checkpoint"])
+            results[side] = read_result(folder, split, group, settings)
         except ValueError as error:
             results[side], unusable = None, str(error)
     metrics = metrics_of(folder)
     tokens_per_second, seconds = pace(metrics)
-    planned = {trial.id for trial in plan.trials}
+    planned = {trial.id: trial.arm for trial in plan.trials}
     rows = []
     for index, trial in enumerate(group.trials):
         if trial.id not in planned:
             continue
         scores = {side: found and found[index] for side, found in results.items()}
-        row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(trial.arm))
+        # by the plan's name: an earlier version may have given the group another
+        row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(planned[trial.id]))
         row |= {
             "id": trial.id,
             "stage": "search" if trial.is_search else "report",

@@ -1,6 +1,7 @@
 """What a report says where arms, seeds or results are missing, or all are alike."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from analysis import report_html, report_markdown
 from analysis.report_plots import curves, plt
+from analysis.table import print_scores
 from sweeps import reporting, show
 from sweeps.opening import open_sweep
 from sweeps.plan import trials_of
@@ -130,12 +132,89 @@ def test_examples_are_sentences_on_which_arms_differ(tmp_path, corpus):
         (alike, "K=1", False, 2),
         (alike, "K=4", False, 1),
     ):
-        report = SimpleNamespace(examples=examples, best="K=4", worst=worst)
+        told = {"examples": examples, "best": "K=4", "worst": worst, "seed": 3}
+        report = SimpleNamespace(**told)
         html = report_html.examples(report)
+        assert "Of seed 3" in html
         assert ("on which they differ" in html) == differ
         assert html.count("K=") == html.count("<th") - 2 - 1 == speakers
         markdown = "\n".join(report_markdown.examples(report))
         assert markdown.count("K=") == speakers * len(examples)
+
+
+def diverge_alone(sweep, index, trial):
+    """Have one trial of a finished group diverge."""
+    for path in sweep.folder(sweep.groups[index]).glob("result-*.json"):
+        rows = json.loads(path.read_text())
+        rows[trial]["diverged_at"] = 7
+        path.write_text(json.dumps(rows))
+
+
+def test_translations_are_compared_of_one_seed(tmp_path, corpus):
+    """The first that all arms have: where one diverged, not the first of each."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    bootstrap, shown = "the translations of seed {}: what", "Of seed {}; sentences on"
+    told = reported(sweep)
+    assert bootstrap.format(0) in told and "Of seed 0, spread" in told
+    diverge_alone(sweep, 1, 0)
+    finish(sweep, 2, test=50)
+    told = reported(sweep)
+    assert bootstrap.format(1) in told and shown.format(1) in told
+    # `finish` has a trial's score, 40 (or 50) and the seed, in its translations
+    assert re.findall(r"in the (\d+)$", told, re.MULTILINE) == ["51", "41"] * 5
+    diverge_alone(sweep, 2, 1)
+    told = reported(sweep)
+    assert "of each arm's first seed: what" in told
+    html = (sweep.workdir / "report.html").read_text()
+    assert "Of each arm&#x27;s first seed; sentences on which" in html
+
+
+def test_published_numbers_are_of_the_ablations_that_are_shipped(tmp_path, corpus):
+    body = 'yield from ({"model.attention.num_heads": N} for N in (4, 8))'
+    path = own(tmp_path, body).removesuffix(":sizes")
+    text = (tmp_path / "own.py").read_text().replace("def sizes", "def heads")
+    (tmp_path / "own.py").write_text(text)
+    found = {}
+    for name in ("heads", f"{path}:heads"):
+        sweep = open_sweep(options(tmp_path / name[-9:], corpus, ablation=name))
+        for index in range(len(sweep.groups)):
+            finish(sweep, index)
+        told = reported(sweep)
+        assert "Headcount sweep: heads on text" in told
+        found[name] = "Vaswani et al. 2017, Table 3" in told, "| published |" in told
+    assert list(found.values()) == [(True, True), (False, False)]
+
+
+def test_every_signature_is_told(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    names = ("signature", "chrf_signature", "published_signature")
+    names += ("published_chrf_signature",)
+    for path in sweep.workdir.glob("groups/*/result-test.json"):
+        rows = [
+            row | {name: f"of:{name}" for name in names}
+            for row in json.loads(path.read_text())
+        ]
+        path.write_text(json.dumps(rows))
+    told = "; ".join(f"of:{name}" for name in names)
+    assert f"| signatures | {told} |" in reported(sweep)
+
+
+def test_eval_prints_every_score_and_its_signature(capsys):
+    scores = {"bleu": 31.25, "chrf": 55.5, "exact_match": 0.25, "loss": 1.5}
+    scores |= {"published_bleu": 33.75, "published_chrf": 58.5}
+    names = ("signature", "chrf_signature", "published_signature")
+    names += ("published_chrf_signature",)
+    row = {"trial": 0, "step": 9, "diverged_at": None, "split": "test", "decoding": {}}
+    row |= scores | {name: f"of:{name}" for name in names}
+    print_scores([row], [], "result-test.json")
+    said = capsys.readouterr().out
+    for cell in ("31.25", "33.75", "55.50", "58.50", "published chrf", "25.00%"):
+        assert cell in said
+    assert [f"{name}: of:{name}" in said for name in names] == [True] * 4
 
 
 def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):
@@ -148,9 +227,11 @@ def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):
     assert "jax 1 and 2, flax 3" in reported(sweep)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    "split", ["train", "val", "val[:100]", "train[50%:]", "test[:9]+val[:9]"]
+)
 def test_what_was_learnt_from_or_chosen_on_is_no_test(tmp_path, corpus, split):
-    with pytest.raises(ValueError, match=f"--test_split={split} must be of sentences"):
+    with pytest.raises(ValueError, match=f"^--test_split={re.escape(split)} must be"):
         open_sweep(options(tmp_path / "s", corpus, test_split=split))
     assert not (tmp_path / "s").exists()
 

@@ -11,11 +11,10 @@ from analysis.report import (
     Comparison,
     Report,
     compare,
-    how_to_read_others,
-    how_to_read_scores,
     scores_table,
     verdict,
 )
+from analysis.report_legends import how_to_read_others, how_to_read_scores
 from analysis.significance import (
     difference,
     holm,

@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -20,11 +21,13 @@ import pytest
 from analysis.report_plots import looks
 from configs import base
 from configs import run as config_of_run
+from data import corpora
 from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
+from sweeps.records import DECODING
 from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
 from sweeps.search import FIRST_SEED
-from sweeps.store import DECODING, TRAINED, locked, pace
+from sweeps.store import TRAINED, locked, pace
 from training.workdir import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +145,36 @@ def test_the_command_of_a_part_is_that_of_the_whole(tmp_path, corpus, monkeypatc
     opened = open_sweep(options(tmp_path / "s", corpus))
     command = "python sweep.py run --config=configs/base.py --group_size=4"
     assert opened.settings["command"] == command
+
+
+def test_the_command_is_of_the_whole_where_flags_have_spaces(
+    tmp_path, corpus, monkeypatch
+):
+    kept = ["--config", "configs/base.py", "--group_size", "4", "--note=on --group 1"]
+    where = ["--group", "99", "--launcher", "local", "-shard", "0/2", "--calibrate"]
+    where += ["--resources", "num_gpus=1", "--coordinator_timeout", "9"]
+    for argv in (where + kept, kept + where, [*kept[:2], *where, *kept[2:]]):
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *argv])
+        opened = open_sweep(options(tmp_path / "s", corpus))
+        words = shlex.split(opened.settings["command"])
+        assert words == ["python", "sweep.py", "run", *kept]
+
+
+def test_a_folder_without_the_published_references_is_refused_at_first(
+    tmp_path, corpus, monkeypatch
+):
+    """Else eval.py would miss them, when all is trained."""
+    opened = options(tmp_path / "s", corpus)
+    opened.config.data.name = "multi30k"
+    monkeypatch.setattr(corpora, "load", lambda *_: (SENTENCES, SENTENCES))
+    asked = []
+    with pytest.raises(FileNotFoundError, match="holds no tok/val.lc.norm.tok.de"):
+        open_sweep(opened)
+    assert not (tmp_path / "s").exists()
+    monkeypatch.setattr(corpora, "tokenized_references", lambda *a: asked.append(a))
+    open_sweep(opened)
+    splits = ("val", "test_2016_flickr")
+    assert asked == [("multi30k", "de", split, str(corpus)) for split in splits]
 
 
 def test_more_seeds_keep_what_there_is(tmp_path, corpus):
@@ -608,6 +641,37 @@ def test_a_result_of_another_making_is_not_reported(
     reporting.write(sweep, sweep.collect(), 1)
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("score", ["bleu", "chrf", "exact_match"])
+def test_a_result_without_a_score_is_damaged(tmp_path, corpus, split, score):
+    sweep = open_sweep(options(tmp_path / "s", corpus, metric="chrf"))
+    for index in range(3):
+        finish(sweep, index)
+    path = sweep.folder(sweep.groups[1]) / f"result-{split}.json"
+    kept = json.loads(path.read_text())
+    lacking = {key: value for key, value in kept[1].items() if key != score}
+    for row in (lacking, lacking | {score: None}, lacking | {score: "high"}):
+        path.write_text(json.dumps([kept[0], row]))
+        rows = sweep.collect()
+        assert {row["arm"] for row in rows if row["status"] == "failed"} == {"K=2"}
+        with pytest.raises(ValueError, match=f"^{path} is damaged; move it away"):
+            reporting.write(sweep, rows, 1)
+
+
+def test_a_search_waits_for_a_score_that_its_result_lacks(tmp_path, corpus):
+    opened = options(tmp_path / "s", corpus, tune=[f"{RATE}=0.01,0.02"])
+    sweep = open_sweep(opened)
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    path.write_text(path.read_text().replace('"bleu"', '"blue"'))
+    again = open_sweep(opened)
+    assert all(trial.is_search for trial in again.plan.trials)
+    told = {row["error"] for row in again.collect()} - {None}
+    assert told == {
+        f"{path} is damaged; move it away, and sweep.py run scores its group again."
+    }
+
+
 @pytest.mark.parametrize(
     "changes, config, sentence",
     [
@@ -671,6 +735,18 @@ def test_damaged_metrics_and_translations(tmp_path, corpus):
     (folder / "test-1.txt").write_text("one\n")
     with pytest.raises(ValueError, match="test-1.txt holds 1 lines, not .* the 12"):
         reporting.write(sweep, rows, 1)
+
+
+def test_a_trial_is_of_the_plans_arm_whatever_its_group_calls_it(tmp_path, corpus):
+    """As a sweep of before a mend of how arms are named does."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    for index in range(3):
+        finish(sweep, index)
+    path = sweep.folder(sweep.groups[1]) / "group.json"
+    path.write_text(path.read_text().replace('"arm": "K=2"', '"arm": "baseline"'))
+    again = open_sweep(options(tmp_path / "s", corpus))
+    assert [row["arm"] for row in again.collect()][::2] == ["K=4", "K=2", "K=1"]
+    reporting.write(again, again.collect(), 1)
 
 
 @pytest.mark.parametrize("name", ["sweep.json", "groups/*/group.json"])
@@ -737,6 +813,10 @@ def test_a_call_ends_in_one_sentence(tmp_path):
         ("list", "--config=configs/base.py", "--ablation=haeds"): "did you mean heads",
         ("report", f"--workdir={tmp_path}"): "holds no sweep",
         ("status",): "--workdir is needed",
+        ("list", "--config=configs/base.py"): "--ablation is needed, as in --ablation=",
+        ("list", "--ablation=heads"): "--config is needed, as in --config=configs/num",
+        ("run", "--resources=num_gpus=1"): "--resources says nothing of groups that",
+        ("run", "--address=HOST:6379"): "--address says nothing of groups that run her",
         ("sweep",): "one of list, run, status, report",
     }
     for call, sentence in calls.items():
@@ -895,6 +975,42 @@ def test_jobs_of_slurm_know_a_relative_workdir(tmp_path, corpus, monkeypatch):
     sweep = open_sweep(options(Path("s"), corpus))
     rows = launchers.slurm(sweep, sweep.groups[:1], "local", [])
     assert f"--workdir={tmp_path / 's'}" in submitted[0] and len(rows) == 6
+
+
+@pytest.mark.parametrize(
+    "launcher, pair, error",
+    [
+        ("ray", "nmu_gpus=1", ValueError("Invalid option\nkeyword nmu_gpus")),
+        ("ray", "num_gpus=one", TypeError("The type of keyword 'num_gpus' must be")),
+        ("slurm", "partition=gpu", NameError("Unknown argument 'partition'")),
+        ("slurm", "timeout_min=10h", AssertionError()),
+    ],
+)
+def test_resources_that_a_launcher_does_not_take_are_named(
+    tmp_path, corpus, monkeypatch, capsys, launcher, pair, error
+):
+    def refuse(**parameters):
+        assert pair.split("=")[0] in parameters
+        raise error
+
+    executor = SimpleNamespace(update_parameters=refuse)
+    module = SimpleNamespace(  # stands for ray and for submitit
+        init=lambda **_: None,
+        nodes=lambda: [],
+        remote=refuse,
+        AutoExecutor=lambda *_, **__: executor,
+    )
+    monkeypatch.setattr(launchers, "package", lambda name: module)
+    monkeypatch.setattr(launchers, "requirements", lambda engine: {"num_cpus": 1})
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    address = {"ray": None, "slurm": "local"}[launcher]
+    with pytest.raises(SystemExit) as left:
+        launchers.LAUNCHERS[launcher](sweep, None, address, [pair])
+    whose = {"ray": "Ray", "slurm": "submitit"}[launcher]
+    told = " ".join(str(error).split()) or "AssertionError"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"--resources={pair}: {whose} does not take that: {told}")
+    assert left.value.code == 2
 
 
 def test_a_follower_that_waits_for_a_process_of_before_heeds_signals(tmp_path):

@@ -8,8 +8,8 @@ from analysis.budget import LENGTH, WITHIN, flops, parameters, solve_mlp_dim
 from configs import ablations, base, iwslt14, multi30k, numbers, presets, ted, wmt14
 from configs.ablations import chain, grid, matched, over, seeds, zipped
 from configs.commandline import flat
-from sweeps.opening import find_ablation, names_of
 from sweeps.plan import differences, expand, grouped, name_arms, nuisance_keys
+from sweeps.questions import find_ablation, names_of
 from sweeps.search import Search, known_trials
 
 CONFIGS = {
