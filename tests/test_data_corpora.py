@@ -228,7 +228,7 @@ def publisher(tmp_path, monkeypatch):
 def test_multi30k_downloaded_equals_the_folder(publisher, tmp_path):
     load = functools.partial(corpora.load, "multi30k", "en", "fr", "val")
     downloaded, local = load(data_dir=tmp_path), load(directory=MULTI30K)
-    assert sorted(zip(*downloaded, strict=True)) == sorted(zip(*local, strict=True))
+    assert downloaded == local  # also in the order, which the references have
     references = functools.partial(
         corpora.tokenized_references, "multi30k", "fr", "val"
     )
