@@ -300,6 +300,13 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                 at = first + index + 1
                 freeze(window.add(of_step), at, why, diverged_at=at)
 
+    @contextlib.contextmanager
+    def paused():
+        """Time that is not training; until all is computed that was begun, it is."""
+        read(most=0)
+        with window.paused():
+            yield
+
     def is_due(interval: int) -> bool:
         return step % interval == 0 or step == num_steps
 
@@ -307,8 +314,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         for count, (first, number) in enumerate(todo):
             if stop.reached(count) or frozen.all():
                 break
-            with window.paused():  # to write a trace takes many seconds
-                profile.at(step, state)
+            if profile.is_due(step):
+                with paused():  # to write a trace takes many seconds
+                    profile.at(step, state)
             with window.waiting():
                 batch = sharding.place_batch(next(feed), part)
             state, metrics = train_steps(state, arrays, batch, number, static=static)
@@ -326,9 +334,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                 for trial, row in window.rows().items():
                     writer.write(step, trial, **row, compile_seconds=compiled.seconds)
                 progress.update(step, window.text)
-            with window.paused():
-                if is_due(every.eval_every_steps):
-                    read(most=0)
+            if is_due(every.eval_every_steps):
+                with paused():
                     gates, graph = arrays["head_gates"], static.graph
                     best = evaluate(
                         config, step, state, gates, best, frozen, graph, dev, writer
@@ -338,8 +345,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                         state, late = stop_late(state, best, step - since, step)
                         why = f"has had no better {every.best_metric} in {since} steps"
                         freeze(late, step, why, stopped_at=step)
-                if is_due(every.checkpoint_every_steps):
-                    read(most=0)
+            if is_due(every.checkpoint_every_steps):
+                with paused():
                     checkpoints.save(step, **items_of(state, best))
         read(most=0)
         checkpoints.save(step, **items_of(state, best))  # also when it ended early

@@ -167,6 +167,46 @@ def test_a_stopped_run_ends_as_an_undisturbed_one(trained, little, tmp_path, num
             assert ours.get(name) == theirs.get(name), f"random seed {seed}"
 
 
+SPY = """
+import contextlib
+import train
+from configs.commandline import run
+from training import metrics, step
+
+steps = {"begun": 0, "read": 0}
+train_steps, add, paused = step.train_steps, metrics.Window.add, metrics.Window.paused
+
+def begin(state, arrays, batch, number, **static):
+    steps["begun"] += number
+    return train_steps(state, arrays, batch, number, **static)
+
+def count(window, of_step):
+    steps["read"] += 1
+    return add(window, of_step)
+
+@contextlib.contextmanager
+def pause(window):
+    print(steps["begun"], steps["read"])
+    with paused(window):
+        yield
+
+step.train_steps, metrics.Window.add, metrics.Window.paused = begin, count, pause
+run(train.main)
+"""
+
+
+def test_what_is_computed_in_a_pause_is_none_of_it(little, tmp_path):
+    """Or its tokens would count, and their time would not."""
+    steps = {"train.num_steps": 12, "train.log_every_steps": 12}
+    steps |= {"train.eval_every_steps": 5, "train.checkpoint_every_steps": 7}
+    args = train_command(tmp_path / "run", **little | steps)[2:]
+    ran = run([sys.executable, "-c", SPY, *args, "--profile=2:1"])
+    assert ran.returncode == 0, ran.stderr
+    pauses = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    assert {2, 3, 5, 7, 10, 12} <= {begun for begun, _ in pauses}
+    assert all(read == begun for begun, read in pauses)
+
+
 def test_what_a_run_leaves(trained):
     assert json.loads((trained / "config.json").read_text())["model"]["width"] == 16
     assert json.loads((trained / "trials.json").read_text()) == [
