@@ -178,16 +178,16 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             max_length=config.data.max_length,
             seeds=[trial["seed"] for trial in trials],
         )
-        data = {"pairs": len(sources), "crc32": batches.crc32}
+        dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
+        data = {"pairs": len(sources), "crc32": batches.crc32, "dev_crc32": dev.crc32}
         if hosts.is_first():
             check_data(workdir, data)
         parts = config.train.accumulate_steps
         rows = sharding.rows_of_part(batches.shape[0], parts)
         mesh = sharding.make_mesh(config.mesh, len(trials), rows)
-    hosts.check_same("training set", data)
+    hosts.check_same("data", data)
     jax.set_mesh(mesh)
     sharding.warn_of_whole(flat(config.to_dict()), mesh)
-    dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = counting.abstract(build)
@@ -251,6 +251,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     import jax
     import numpy as np
 
+    from analysis.evaluation import evaluate
     from data.pipeline import portions, training_batches
     from training import hosts, sharding
     from training.metrics import MetricsWriter, Progress, Window, clock, say
@@ -371,28 +372,6 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         end = "; no trial is left to train" if step < num_steps else ""
         hint = shlex.join(["python", "eval.py", f"--workdir={workdir}", "--split=val"])
         say(f"Trained {step} steps{end}. {hint}")
-
-
-def evaluate(
-    config, step: int, state, gates, best: dict, frozen, graph, dev, writer
-) -> dict:
-    """Score the trials that are not frozen; the best of every trial so far."""
-    import numpy as np
-
-    from analysis.evaluation import dev_scores, ranking
-    from training.metrics import say, spread
-    from training.step import keep_best
-
-    alive = np.flatnonzero(~frozen).tolist()
-    rows = dev_scores(graph, state.params, gates, dev, alive)
-    for trial, row in rows.items():
-        writer.write(step, trial, **row)
-    names = next(iter(rows.values()), {})
-    texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
-    if texts:  # none where every trial is frozen
-        say(f"step {step}: " + "  ".join(texts))
-    ranks = ranking(rows, config.train.best_metric, len(frozen))
-    return keep_best(best, state.params, step, ranks)
 
 
 if __name__ == "__main__":

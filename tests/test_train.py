@@ -234,6 +234,7 @@ def test_a_finished_run_stays_as_it_is(trained, little):
     [
         ({"model.width": 32}, ["of another config", "model.width (there 16, now 32)"]),
         ({"data.directory": "other"}, ["The training data are not those"]),
+        ({"data.directory": "dev"}, ["The dev set is not that which"]),
         ({"train.num_steps": 30}, ["is trained for 60 steps already", "num_steps=30"]),
     ],
 )
@@ -241,8 +242,12 @@ def test_what_a_workdir_cannot_go_on_as_is_refused(
     trained, little, tmp_path, change, parts
 ):
     """And eval.py goes on scoring what was trained."""
-    if "data.directory" in change:
+    if change.get("data.directory") == "other":
         change = write_corpus(tmp_path / "other", ["a dog"] * 9, ["ein Hund"] * 9)
+    elif "data.directory" in change:
+        shutil.copytree(little["data.directory"], tmp_path / "dev")
+        (tmp_path / "dev" / "val.de").write_text("ein Hund\n" * 200)
+        change = {"data.directory": tmp_path / "dev"}
     before = {path: path.read_bytes() for path in trained.glob("*.json")}
     refused(run(train_command(trained, **little | change)), *parts)
     assert {path: path.read_bytes() for path in trained.glob("*.json")} == before
@@ -362,7 +367,18 @@ def test_a_run_that_does_not_tell_its_data_is_named(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="run.json (does not tell|is not what)"):
-        check_data(tmp_path, {"pairs": 1, "crc32": 0})
+        check_data(tmp_path, {"pairs": 1, "crc32": 0, "dev_crc32": 0})
+
+
+def test_a_run_goes_on_with_its_dev_set_or_one_that_it_does_not_tell(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    told = {"pairs": 1, "crc32": 0}  # as runs of before did
+    (tmp_path / "run.json").write_text(json.dumps({"data": told}))
+    check_data(tmp_path, told | {"dev_crc32": 2})
+    (tmp_path / "run.json").write_text(json.dumps({"data": told | {"dev_crc32": 1}}))
+    check_data(tmp_path, told | {"dev_crc32": 1})
+    with pytest.raises(ValueError, match="The dev set is not that which"):
+        check_data(tmp_path, told | {"dev_crc32": 2})
 
 
 def test_missing_flags_and_words_are_named():
