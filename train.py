@@ -23,7 +23,6 @@ from training.metrics import show_log
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
 from training.workdir import (
-    changes,
     check_data,
     claim,
     environment,
@@ -160,10 +159,9 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             joint=config.data.joint_vocabulary,
         )
         if hosts.is_first():
-            if not has_begun(workdir):  # a start that failed may have been another's
-                if changes(workdir, config.to_dict(), trials, may_change=()):
-                    tokenizer.forget(workdir / "tokenizer")
-                record(workdir, config.to_dict(), trials)  # whose vocabulary it is
+            if not has_begun(workdir):
+                # of a start that failed, with other settings or of other sentences
+                tokenizer.forget(workdir / "tokenizer")
                 if other := config.train.init_from:
                     tokenizer.copy(run_at(other) / "tokenizer", workdir / "tokenizer")
             tokenizers_of()  # for the other processes, which find it

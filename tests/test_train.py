@@ -268,6 +268,19 @@ def test_a_start_that_failed_does_not_keep_the_workdir(little, tmp_path):
     refused(run(train_command(workdir, **little, seed=1)), "seed (there 0, now 1)")
 
 
+def test_a_start_that_failed_does_not_keep_its_vocabulary(tmp_path):
+    """Which is of other sentences, if they have been mended since."""
+    workdir, folder = tmp_path / "run", tmp_path / "corpus"
+    overrides = write_corpus(folder, ["cat " * 999] * 9, ["Katze"] * 9)
+    overrides |= {"train.num_steps": 2, "train.eval_every_steps": 2}
+    refused(run(train_command(workdir, **overrides)), "no training pair is left")
+    write_corpus(folder, ["dog"] * 9, ["Hund"] * 9)
+    ran = run(train_command(workdir, **overrides))
+    assert ran.returncode == 0, ran.stderr
+    made = tokenizer.load(workdir / "tokenizer")[0]
+    assert made.decode(made.encode(["dog Hund"])[0]) == "dog Hund"
+
+
 def test_a_folder_of_another_program_stays_as_it_is(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     files = {

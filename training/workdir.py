@@ -74,15 +74,13 @@ def record(workdir: Path, config: dict, trials: list[dict]) -> None:
     write_json(workdir / "trials.json", trials)
 
 
-def changes(
-    workdir: Path, config: dict, trials: list[dict], may_change=MAY_CHANGE
-) -> list[str]:
+def changes(workdir: Path, config: dict, trials: list[dict]) -> list[str]:
     """What differs from what is recorded in the workdir, but for what may."""
     now = {"config.json": config, "trials.json": trials}
     return [
         phrase
         for name, before in recorded(workdir).items()
-        for phrase in differing(before, now[name], may_change=may_change)
+        for phrase in differing(before, now[name])
     ]
 
 
