@@ -252,7 +252,14 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     from analysis.evaluation import evaluate
     from data.pipeline import portions, training_batches
     from training import hosts, sharding
-    from training.metrics import MetricsWriter, Progress, Window, clock, say
+    from training.metrics import (
+        MetricsWriter,
+        Progress,
+        Window,
+        clock,
+        is_evaluated,
+        say,
+    )
     from training.step import items_of, stop_late, train_steps
     from training.utilisation import peak_flops
 
@@ -265,6 +272,11 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         for trial in np.flatnonzero(diverged).tolist():
             say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
+        if not sharding.fetch(state.frozen).all() and not is_evaluated(workdir, step):
+            say(
+                f"Step {step} was saved without an evaluation: score it with eval.py "
+                f"--checkpoint=last, or set train.num_steps to more."
+            )
         return
     writer = MetricsWriter(workdir, step, silent=not hosts.is_first())
     progress = Progress(num_steps, step)

@@ -226,7 +226,19 @@ def test_a_finished_run_stays_as_it_is(trained, little):
     before = final(trained)
     ran = run(train_command(trained, **little))
     assert ran.returncode == 0 and "trained already" in ran.stderr
+    assert "without an evaluation" not in ran.stderr
     assert final(trained) == before
+
+
+def test_a_run_that_now_ends_where_it_was_stopped_tells_what_it_lacks(
+    trained, little, tmp_path
+):
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "60")
+    ran = run(train_command(tmp_path / "run", **little | {"train.num_steps": 56}))
+    assert ran.returncode == 0 and "trained already: 56 of 56" in ran.stderr
+    assert "Step 56 was saved without an evaluation" in ran.stderr
+    refused(run(command("eval.py", workdir=tmp_path / "run", split="val")), "--check")
 
 
 @pytest.mark.parametrize(
