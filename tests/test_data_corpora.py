@@ -103,6 +103,11 @@ def test_an_unknown_language_of_numbers(tmp_path):
         corpora.load("numbers", "en", "xx", "train", data_dir=tmp_path)
 
 
+def test_a_language_that_num2words_lists_and_cannot_say(tmp_path):
+    with pytest.raises(ValueError, match="can't be had in the language 'am'"):
+        corpora.load("numbers", "en", "am", "train", data_dir=tmp_path)
+
+
 def test_a_language_to_itself():
     with pytest.raises(ValueError, match="are both 'en'"):
         corpora.load("numbers", "en", "en", "train")
