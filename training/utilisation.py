@@ -22,7 +22,7 @@ def peak_flops() -> float | None:
     kind = jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
         return measured_flops() * jax.process_count()
-    fitting = [chip for chip in CHIPS.values() if any(k in kind for k in chip.kinds)]
+    fitting = [chip for chip in CHIPS.values() if kind in chip.kinds]
     return fitting[0].flops * jax.device_count() if fitting else None
 
 
