@@ -299,6 +299,16 @@ def test_a_prepared_tfds_set(tmp_path):
         load("en", "de", "test")
 
 
+@pytest.mark.parametrize("name", ["numbers", "tiny_translate"])
+def test_a_folder_is_refused_where_it_would_not_be_read(name, tmp_path):
+    sentence = f"not for {name}; set .TFDS_DATA_DIR"
+    with pytest.raises(ValueError, match=sentence):
+        corpora.load(name, "en", "de", "train", tmp_path, data_dir=tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        corpora.splits(name, "en", "de", tmp_path, data_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_unknown_corpora(tmp_path):
     with pytest.raises(ValueError, match="no corpus 'multi3k': neither numbers, multi"):
         corpora.load("multi3k", "en", "de", "train", data_dir=tmp_path)

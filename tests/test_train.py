@@ -339,6 +339,7 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
         ("--config.model.width=None", ["config.model.width must have a value"]),
         ("--config.data.name=numbrs", ["numbrs", "numbers"]),
         ("--config.data.target=xx", ["'xx'"]),
+        ("--config.data.directory=x", ["numbers", "TFDS_DATA_DIR"]),
     ],
 )
 def test_a_bad_flag_is_named(tmp_path, flag, parts):
