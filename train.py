@@ -23,7 +23,6 @@ from training.metrics import show_log
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
 from training.workdir import (
-    changes,
     check_data,
     claim,
     environment,
@@ -162,10 +161,9 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             joint=config.data.joint_vocabulary,
         )
         if hosts.is_first():
-            if not has_begun(workdir):  # a start that failed may have been another's
-                if changes(workdir, config.to_dict(), trials, may_change=()):
-                    tokenizer.forget(workdir / "tokenizer")
-                record(workdir, config.to_dict(), trials)  # whose vocabulary it is
+            if not has_begun(workdir):
+                # of a start that failed, with other settings or of other sentences
+                tokenizer.forget(workdir / "tokenizer")
                 if other := config.train.init_from:
                     tokenizer.copy(run_at(other) / "tokenizer", workdir / "tokenizer")
             tokenizers_of()  # for the other processes, which find it
@@ -180,16 +178,16 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             max_length=config.data.max_length,
             seeds=[trial["seed"] for trial in trials],
         )
-        data = {"pairs": len(sources), "crc32": batches.crc32}
+        dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
+        data = {"pairs": len(sources), "crc32": batches.crc32, "dev_crc32": dev.crc32}
         if hosts.is_first():
             check_data(workdir, data)
         parts = config.train.accumulate_steps
         rows = sharding.rows_of_part(batches.shape[0], parts)
         mesh = sharding.make_mesh(config.mesh, len(trials), rows)
-    hosts.check_same("training set", data)
+    hosts.check_same("data", data)
     jax.set_mesh(mesh)
     sharding.warn_of_whole(flat(config.to_dict()), mesh)
-    dev = Dev(*held_out, tokenizers, config.data.batch_tokens)
 
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = counting.abstract(build)
@@ -253,9 +251,17 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     import jax
     import numpy as np
 
+    from analysis.evaluation import evaluate
     from data.pipeline import portions, training_batches
     from training import hosts, sharding
-    from training.metrics import MetricsWriter, Progress, Window, clock, say
+    from training.metrics import (
+        MetricsWriter,
+        Progress,
+        Window,
+        clock,
+        is_evaluated,
+        say,
+    )
     from training.step import items_of, stop_late, train_steps
     from training.utilisation import peak_flops
 
@@ -268,6 +274,11 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         for trial in np.flatnonzero(diverged).tolist():
             say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
         say(f"{workdir} is trained already: {step} of {num_steps} steps.")
+        if not sharding.fetch(state.frozen).all() and not is_evaluated(workdir, step):
+            say(
+                f"Step {step} was saved without an evaluation: score it with eval.py "
+                f"--checkpoint=last, or set train.num_steps to more."
+            )
         return
     writer = MetricsWriter(workdir, step, silent=not hosts.is_first())
     progress = Progress(num_steps, step)
@@ -302,6 +313,13 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                 at = first + index + 1
                 freeze(window.add(of_step), at, why, diverged_at=at)
 
+    @contextlib.contextmanager
+    def paused():
+        """Time that is not training; until all is computed that was begun, it is."""
+        read(most=0)
+        with window.paused():
+            yield
+
     def is_due(interval: int) -> bool:
         return step % interval == 0 or step == num_steps
 
@@ -309,8 +327,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         for count, (first, number) in enumerate(todo):
             if stop.reached(count) or frozen.all():
                 break
-            with window.paused():  # to write a trace takes many seconds
-                profile.at(step, state)
+            if profile.is_due(step):
+                with paused():  # to write a trace takes many seconds
+                    profile.at(step, state)
             with window.waiting():
                 batch = sharding.place_batch(next(feed), part)
             state, metrics = train_steps(state, arrays, batch, number, static=static)
@@ -328,9 +347,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                 for trial, row in window.rows().items():
                     writer.write(step, trial, **row, compile_seconds=compiled.seconds)
                 progress.update(step, window.text)
-            with window.paused():
-                if is_due(every.eval_every_steps):
-                    read(most=0)
+            if is_due(every.eval_every_steps):
+                with paused():
                     gates, graph = arrays["head_gates"], static.graph
                     best = evaluate(
                         config, step, state, gates, best, frozen, graph, dev, writer
@@ -340,8 +358,8 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
                         state, late = stop_late(state, best, step - since, step)
                         why = f"has had no better {every.best_metric} in {since} steps"
                         freeze(late, step, why, stopped_at=step)
-                if is_due(every.checkpoint_every_steps):
-                    read(most=0)
+            if is_due(every.checkpoint_every_steps):
+                with paused():
                     checkpoints.save(step, **items_of(state, best))
         read(most=0)
         checkpoints.save(step, **items_of(state, best))  # also when it ended early
@@ -366,28 +384,6 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         end = "; no trial is left to train" if step < num_steps else ""
         hint = shlex.join(["python", "eval.py", f"--workdir={workdir}", "--split=val"])
         say(f"Trained {step} steps{end}. {hint}")
-
-
-def evaluate(
-    config, step: int, state, gates, best: dict, frozen, graph, dev, writer
-) -> dict:
-    """Score the trials that are not frozen; the best of every trial so far."""
-    import numpy as np
-
-    from analysis.evaluation import dev_scores, ranking
-    from training.metrics import say, spread
-    from training.step import keep_best
-
-    alive = np.flatnonzero(~frozen).tolist()
-    rows = dev_scores(graph, state.params, gates, dev, alive)
-    for trial, row in rows.items():
-        writer.write(step, trial, **row)
-    names = next(iter(rows.values()), {})
-    texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
-    if texts:  # none where every trial is frozen
-        say(f"step {step}: " + "  ".join(texts))
-    ranks = ranking(rows, config.train.best_metric, len(frozen))
-    return keep_best(best, state.params, step, ranks)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Held-out loss and translations of every trial of a run."""
 
+import json
+import zlib
 from typing import NamedTuple
 
 import jax
@@ -10,7 +12,8 @@ from analysis.scores import scores
 from data.pipeline import evaluation_batches
 from models.decoding import translate_trials
 from training import hosts, sharding
-from training.step import eval_step
+from training.metrics import say, spread
+from training.step import eval_step, keep_best
 
 METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")
 
@@ -22,6 +25,11 @@ class Dev(NamedTuple):
     targets: list[str]
     tokenizers: tuple  # of source and target
     batch_tokens: int
+
+    @property
+    def crc32(self) -> int:
+        """A checksum of the pairs, to tell whether they have changed."""
+        return zlib.crc32(json.dumps([self.sources, self.targets]).encode())
 
 
 def sentences(encoded) -> list[list[int]]:
@@ -127,3 +135,19 @@ def dev_scores(
         }
         for trial in trials
     }
+
+
+def evaluate(
+    config, step: int, state, gates, best: dict, frozen, graph, dev, writer
+) -> dict:
+    """Score the trials that are not frozen; the best of every trial so far."""
+    alive = np.flatnonzero(~frozen).tolist()
+    rows = dev_scores(graph, state.params, gates, dev, alive)
+    for trial, row in rows.items():
+        writer.write(step, trial, **row)
+    names = next(iter(rows.values()), {})
+    texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
+    if texts:  # none where every trial is frozen
+        say(f"step {step}: " + "  ".join(texts))
+    ranks = ranking(rows, config.train.best_metric, len(frozen))
+    return keep_best(best, state.params, step, ranks)

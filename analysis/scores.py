@@ -1,10 +1,15 @@
 """How good translations are: corpus scores with the signatures that define them."""
 
+import unicodedata
 from collections.abc import Sequence
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
     """sacreBLEU and chrF (0 to 100) with signatures, and the share that is exact.
+
+    A translation is exact if it equals its reference once both are NFKC-normalised
+    and any white space is one blank, for a vocabulary decodes to such text only. BLEU
+    and chrF are of the text as it is.
 
     Raises:
         ValueError: there are not as many hypotheses as references.
@@ -17,14 +22,20 @@ def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
             "references."
         )
     bleu, chrf = BLEU(), CHRF()
+    exact = map(str.__eq__, map(normalized, hypotheses), map(normalized, references))
     result = {
         "bleu": bleu.corpus_score(hypotheses, [references]).score,
         "chrf": chrf.corpus_score(hypotheses, [references]).score,
-        "exact_match": sum(map(str.__eq__, hypotheses, references)) / len(references),
+        "exact_match": sum(exact) / len(references),
     }
     result["signature"] = str(bleu.get_signature())
     result["chrf_signature"] = str(chrf.get_signature())
     return result
+
+
+def normalized(sentence: str) -> str:
+    """NFKC, as SentencePiece normalises, and one blank for any white space."""
+    return " ".join(unicodedata.normalize("NFKC", sentence).split())
 
 
 def published_scores(

@@ -17,7 +17,8 @@ def get_config() -> ml_collections.ConfigDict:
     data.name = "numbers"  # numbers, multi30k, text, or a TFDS translation set
     data.source = "en"  # language translated from
     data.target = "de"  # language translated into
-    data.directory = placeholder(str)  # folder of local files; None: download
+    # Folder of local files, of text or of multi30k, which None downloads; for no other.
+    data.directory = placeholder(str)
     data.vocab_size = 8000  # SentencePiece pieces (BPE)
     data.joint_vocabulary = True  # one for both languages; else one each
     data.max_length = 128  # tokens; pairs with a longer side are left out

@@ -223,6 +223,14 @@ def _text_files(name, source, target, split, directory, data_dir):
 LOADERS = {"numbers": _numbers, "multi30k": _multi30k, "text": _text_files}
 
 
+def _check_directory(name: str, directory) -> None:
+    if directory is not None and name not in ("multi30k", "text"):
+        raise ValueError(
+            f"a folder of data (data.directory, --directory) is for multi30k and text, "
+            f"not for {name}; set $TFDS_DATA_DIR to choose where that is prepared"
+        )
+
+
 def load(
     name: str, source: str, target: str, split: str, directory=None, data_dir=None
 ) -> tuple[list[str], list[str]]:
@@ -234,13 +242,14 @@ def load(
       split: `train`, `val`, `test`, ... (`splits` lists them).
       directory: for `multi30k` the folder with the official files (None: download
         them); for `text` the folder with train.en and train.de, val.en, ..., or
-        train.tsv, ..., source before target, each optionally gzipped.
+        train.tsv, ..., source before target, each optionally gzipped; for no other.
       data_dir: where prepared data is kept, see `prepared_in`.
 
     Raises ValueError, FileNotFoundError or NotImplementedError with one sentence.
     """
     if source == target:
         raise ValueError(f"data.source and data.target are both {source!r}")
+    _check_directory(name, directory)
     loader, data_dir = LOADERS.get(name, _catalogue), prepared_in(data_dir)
     sources, targets = loader(name, source, target, split, directory, data_dir)
     if not sources:
@@ -253,6 +262,7 @@ def splits(
     name: str, source: str, target: str, directory=None, data_dir=None
 ) -> list[str]:
     """The splits of a corpus; for TFDS's catalogue it is prepared first."""
+    _check_directory(name, directory)
     if name == "numbers":
         return list(numbers.SPLITS)
     if name == "multi30k":

@@ -47,8 +47,20 @@ def check(language: str):
 
 
 def phrases(values, language: str) -> list[str]:
-    """Numbers in words: 45 is "forty-five" in "en", "fünfundvierzig" in "de"."""
+    """Numbers in words: 45 is "forty-five" in "en", "fünfundvierzig" in "de".
+
+    Raises ValueError for a language in which num2words can't say all of them.
+    """
     import num2words
 
     check(language)
-    return [num2words.num2words(int(value), lang=language) for value in values]
+    words = []
+    for value in values:
+        try:
+            words.append(num2words.num2words(int(value), lang=language))
+        except Exception as error:  # as TypeError, for "am"
+            raise ValueError(
+                f"numbers can't be had in the language {language!r}: num2words fails "
+                f"at {value}; choose another"
+            ) from error
+    return words

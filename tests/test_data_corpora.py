@@ -103,6 +103,11 @@ def test_an_unknown_language_of_numbers(tmp_path):
         corpora.load("numbers", "en", "xx", "train", data_dir=tmp_path)
 
 
+def test_a_language_that_num2words_lists_and_cannot_say(tmp_path):
+    with pytest.raises(ValueError, match="can't be had in the language 'am'"):
+        corpora.load("numbers", "en", "am", "train", data_dir=tmp_path)
+
+
 def test_a_language_to_itself():
     with pytest.raises(ValueError, match="are both 'en'"):
         corpora.load("numbers", "en", "en", "train")
@@ -228,7 +233,7 @@ def publisher(tmp_path, monkeypatch):
 def test_multi30k_downloaded_equals_the_folder(publisher, tmp_path):
     load = functools.partial(corpora.load, "multi30k", "en", "fr", "val")
     downloaded, local = load(data_dir=tmp_path), load(directory=MULTI30K)
-    assert sorted(zip(*downloaded, strict=True)) == sorted(zip(*local, strict=True))
+    assert downloaded == local  # also in the order, which the references have
     references = functools.partial(
         corpora.tokenized_references, "multi30k", "fr", "val"
     )
@@ -292,6 +297,16 @@ def test_a_prepared_tfds_set(tmp_path):
         load("en", "fr", "train")
     with pytest.raises(ValueError, match="no split 'test'; it has train, validation"):
         load("en", "de", "test")
+
+
+@pytest.mark.parametrize("name", ["numbers", "tiny_translate"])
+def test_a_folder_is_refused_where_it_would_not_be_read(name, tmp_path):
+    sentence = f"not for {name}; set .TFDS_DATA_DIR"
+    with pytest.raises(ValueError, match=sentence):
+        corpora.load(name, "en", "de", "train", tmp_path, data_dir=tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        corpora.splits(name, "en", "de", tmp_path, data_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_corpora(tmp_path):

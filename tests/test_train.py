@@ -175,6 +175,46 @@ def test_a_stopped_run_ends_as_an_undisturbed_one(trained, little, tmp_path, num
             assert ours.get(name) == theirs.get(name), f"random seed {seed}"
 
 
+SPY = """
+import contextlib
+import train
+from configs.commandline import run
+from training import metrics, step
+
+steps = {"begun": 0, "read": 0}
+train_steps, add, paused = step.train_steps, metrics.Window.add, metrics.Window.paused
+
+def begin(state, arrays, batch, number, **static):
+    steps["begun"] += number
+    return train_steps(state, arrays, batch, number, **static)
+
+def count(window, of_step):
+    steps["read"] += 1
+    return add(window, of_step)
+
+@contextlib.contextmanager
+def pause(window):
+    print(steps["begun"], steps["read"])
+    with paused(window):
+        yield
+
+step.train_steps, metrics.Window.add, metrics.Window.paused = begin, count, pause
+run(train.main)
+"""
+
+
+def test_what_is_computed_in_a_pause_is_none_of_it(little, tmp_path):
+    """Or its tokens would count, and their time would not."""
+    steps = {"train.num_steps": 12, "train.log_every_steps": 12}
+    steps |= {"train.eval_every_steps": 5, "train.checkpoint_every_steps": 7}
+    args = train_command(tmp_path / "run", **little | steps)[2:]
+    ran = run([sys.executable, "-c", SPY, *args, "--profile=2:1"])
+    assert ran.returncode == 0, ran.stderr
+    pauses = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    assert {2, 3, 5, 7, 10, 12} <= {begun for begun, _ in pauses}
+    assert all(read == begun for begun, read in pauses)
+
+
 def test_what_a_run_leaves(trained):
     assert json.loads((trained / "config.json").read_text())["model"]["width"] == 16
     assert json.loads((trained / "trials.json").read_text()) == [
@@ -194,7 +234,19 @@ def test_a_finished_run_stays_as_it_is(trained, little):
     before = final(trained)
     ran = run(train_command(trained, **little))
     assert ran.returncode == 0 and "trained already" in ran.stderr
+    assert "without an evaluation" not in ran.stderr
     assert final(trained) == before
+
+
+def test_a_run_that_now_ends_where_it_was_stopped_tells_what_it_lacks(
+    trained, little, tmp_path
+):
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "60")
+    ran = run(train_command(tmp_path / "run", **little | {"train.num_steps": 56}))
+    assert ran.returncode == 0 and "trained already: 56 of 56" in ran.stderr
+    assert "Step 56 was saved without an evaluation" in ran.stderr
+    refused(run(command("eval.py", workdir=tmp_path / "run", split="val")), "--check")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +254,7 @@ def test_a_finished_run_stays_as_it_is(trained, little):
     [
         ({"model.width": 32}, ["of another config", "model.width (there 16, now 32)"]),
         ({"data.directory": "other"}, ["The training data are not those"]),
+        ({"data.directory": "dev"}, ["The dev set is not that which"]),
         ({"train.num_steps": 30}, ["is trained for 60 steps already", "num_steps=30"]),
     ],
 )
@@ -209,8 +262,12 @@ def test_what_a_workdir_cannot_go_on_as_is_refused(
     trained, little, tmp_path, change, parts
 ):
     """And eval.py goes on scoring what was trained."""
-    if "data.directory" in change:
+    if change.get("data.directory") == "other":
         change = write_corpus(tmp_path / "other", ["a dog"] * 9, ["ein Hund"] * 9)
+    elif "data.directory" in change:
+        shutil.copytree(little["data.directory"], tmp_path / "dev")
+        (tmp_path / "dev" / "val.de").write_text("ein Hund\n" * 200)
+        change = {"data.directory": tmp_path / "dev"}
     before = {path: path.read_bytes() for path in trained.glob("*.json")}
     refused(run(train_command(trained, **little | change)), *parts)
     assert {path: path.read_bytes() for path in trained.glob("*.json")} == before
@@ -229,6 +286,19 @@ def test_a_start_that_failed_does_not_keep_the_workdir(little, tmp_path):
     assert tokenizer.load(workdir / "tokenizer")[0].vocab_size == 80
     assert (workdir / "tokenizer" / "my.model").exists()
     refused(run(train_command(workdir, **little, seed=1)), "seed (there 0, now 1)")
+
+
+def test_a_start_that_failed_does_not_keep_its_vocabulary(tmp_path):
+    """Which is of other sentences, if they have been mended since."""
+    workdir, folder = tmp_path / "run", tmp_path / "corpus"
+    overrides = write_corpus(folder, ["cat " * 999] * 9, ["Katze"] * 9)
+    overrides |= {"train.num_steps": 2, "train.eval_every_steps": 2}
+    refused(run(train_command(workdir, **overrides)), "no training pair is left")
+    write_corpus(folder, ["dog"] * 9, ["Hund"] * 9)
+    ran = run(train_command(workdir, **overrides))
+    assert ran.returncode == 0, ran.stderr
+    made = tokenizer.load(workdir / "tokenizer")[0]
+    assert made.decode(made.encode(["dog Hund"])[0]) == "dog Hund"
 
 
 def test_a_folder_of_another_program_stays_as_it_is(tmp_path):
@@ -278,6 +348,7 @@ def test_two_processes_do_not_share_a_workdir(tmp_path):
         ("--config.model.width=None", ["config.model.width must have a value"]),
         ("--config.data.name=numbrs", ["numbrs", "numbers"]),
         ("--config.data.target=xx", ["'xx'"]),
+        ("--config.data.directory=x", ["numbers", "TFDS_DATA_DIR"]),
     ],
 )
 def test_a_bad_flag_is_named(tmp_path, flag, parts):
@@ -356,7 +427,18 @@ def test_a_run_that_does_not_tell_its_data_is_named(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="run.json (does not tell|is not what)"):
-        check_data(tmp_path, {"pairs": 1, "crc32": 0})
+        check_data(tmp_path, {"pairs": 1, "crc32": 0, "dev_crc32": 0})
+
+
+def test_a_run_goes_on_with_its_dev_set_or_one_that_it_does_not_tell(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    told = {"pairs": 1, "crc32": 0}  # as runs of before did
+    (tmp_path / "run.json").write_text(json.dumps({"data": told}))
+    check_data(tmp_path, told | {"dev_crc32": 2})
+    (tmp_path / "run.json").write_text(json.dumps({"data": told | {"dev_crc32": 1}}))
+    check_data(tmp_path, told | {"dev_crc32": 1})
+    with pytest.raises(ValueError, match="The dev set is not that which"):
+        check_data(tmp_path, told | {"dev_crc32": 2})
 
 
 def test_missing_flags_and_words_are_named():

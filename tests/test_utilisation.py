@@ -63,6 +63,10 @@ class Chip:
         ("TPU v6 lite", 918),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H200", 989),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
         ("Abacus", None),
     ],
 )

@@ -92,6 +92,14 @@ def row_of(line: str) -> dict | None:
     return row if is_like(row, {"step": 0, "trial": 0}) else None
 
 
+def is_evaluated(workdir: Path, step: int) -> bool:
+    """Whether metrics.jsonl has scores on dev of a step."""
+    path = workdir / "metrics.jsonl"
+    text = path.read_text(errors="replace") if path.exists() else ""
+    found = (row_of(line) for line in text.splitlines())
+    return any(row and row["step"] == step and "dev_loss" in row for row in found)
+
+
 class Window:
     """Averages of what the steps since the last row reported, and their pace.
 

@@ -18,16 +18,16 @@ class Chip(NamedTuple):
 
     flops: float  # a second, dense bfloat16
     memory: int  # bytes
-    kinds: tuple[str, ...]  # parts of what JAX calls the device's kind
+    kinds: tuple[str, ...]  # what JAX calls the device's kind
 
 
-CHIPS = {  # of two that fit a kind, the first counts
+CHIPS = {  # by the whole name: an H100 PCIe, an H200 NVL or a part (MIG) has less
     "v4": Chip(275e12, 32 * 2**30, ("TPU v4",)),
     "v5e": Chip(197e12, 16 * 2**30, ("TPU v5 lite", "TPU v5e")),
-    "v5p": Chip(459e12, 95 * 2**30, ("TPU v5",)),
-    "v6e": Chip(918e12, 32 * 2**30, ("TPU v6",)),
-    "h100": Chip(989e12, 80 * 10**9, ("H100",)),
-    "h200": Chip(989e12, 141 * 10**9, ("H200",)),
+    "v5p": Chip(459e12, 95 * 2**30, ("TPU v5", "TPU v5p")),
+    "v6e": Chip(918e12, 32 * 2**30, ("TPU v6 lite", "TPU v6e")),
+    "h100": Chip(989e12, 80 * 10**9, ("NVIDIA H100 80GB HBM3",)),
+    "h200": Chip(989e12, 141 * 10**9, ("NVIDIA H200",)),
 }
 GPUS = {"h100": (3.35e12, 50), "h200": (4.8e12, 60)}  # bytes a second, MiB of L2
 

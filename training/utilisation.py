@@ -22,7 +22,7 @@ def peak_flops() -> float | None:
     kind = jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
         return measured_flops() * jax.process_count()
-    fitting = [chip for chip in CHIPS.values() if any(k in kind for k in chip.kinds)]
+    fitting = [chip for chip in CHIPS.values() if kind in chip.kinds]
     return fitting[0].flops * jax.device_count() if fitting else None
 
 
@@ -79,14 +79,20 @@ class Profile:
             say(f"There is no trace: the steps of --profile were done before {step}.")
         return [self.start, self.stop]
 
+    def is_due(self, step: int) -> bool:
+        """Whether it begins or ends there."""
+        if self.stop is None or jax.process_index() != 0:
+            return False
+        return self.running != (self.start <= step < self.stop)
+
     def at(self, step: int, state) -> None:
         """Begin or end where it is due; `state` is what the steps before make."""
-        if self.running and step >= self.stop:
-            jax.block_until_ready(state)
+        if not self.is_due(step):
+            return
+        jax.block_until_ready(state)
+        if self.running:
             self.close()
-        due = self.stop is not None and self.start <= step < self.stop
-        if due and not self.running and jax.process_index() == 0:
-            jax.block_until_ready(state)
+        else:
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
             self.running = True
 

@@ -74,15 +74,13 @@ def record(workdir: Path, config: dict, trials: list[dict]) -> None:
     write_json(workdir / "trials.json", trials)
 
 
-def changes(
-    workdir: Path, config: dict, trials: list[dict], may_change=MAY_CHANGE
-) -> list[str]:
+def changes(workdir: Path, config: dict, trials: list[dict]) -> list[str]:
     """What differs from what is recorded in the workdir, but for what may."""
     now = {"config.json": config, "trials.json": trials}
     return [
         phrase
         for name, before in recorded(workdir).items()
-        for phrase in differing(before, now[name], may_change=may_change)
+        for phrase in differing(before, now[name])
     ]
 
 
@@ -198,7 +196,10 @@ def environment() -> dict:
 
 
 def check_data(workdir: Path, data: dict) -> None:
-    """Raise a ValueError where the run in the workdir was trained on other pairs."""
+    """Raise a ValueError where the run in the workdir had other pairs, or another dev.
+
+    Runs of before there was a checksum of dev have none.
+    """
     path = workdir / "run.json"
     if not path.exists() or not has_begun(workdir):
         return
@@ -208,10 +209,15 @@ def check_data(workdir: Path, data: dict) -> None:
             f"{path} does not tell what the run was trained on; restore it, or choose "
             f"another --workdir."
         )
-    if before != data:
+    if any(before[key] != data[key] for key in ("pairs", "crc32")):
         raise ValueError(
             f"The training data are not those that {workdir} began with: "
             f"{before['pairs']} pairs there, {data['pairs']} now"
             f"{', of other words' * (before['pairs'] == data['pairs'])}; restore them, "
             f"or choose another --workdir."
+        )
+    if before.get("dev_crc32", data["dev_crc32"]) != data["dev_crc32"]:
+        raise ValueError(
+            f"The dev set is not that which {workdir} began with, so its scores would "
+            f"not compare; restore it, or choose another --workdir."
         )

@@ -172,10 +172,14 @@ def reached(workdir, step):
 
 
 def test_what_one_process_cannot_do_all_say(settings, tmp_path):
+    dev = tmp_path / "dev"
+    shutil.copytree(settings["data.directory"], dev)
+    (dev / "val.de").write_text("ein Hund\n" * len(PAIRS))
     for own, parts in (
         ({"model.width": 32}, ["config differs", "model.width", "now 32"]),
         ({"workdir": tmp_path / "other"}, ["file system that all hosts share"]),
         ({"data.directory": "nowhere"}, ["no folder nowhere"]),
+        ({"data.directory": dev}, ["data differs", "dev_crc32"]),
         ({"model.norm": "both"}, ["model.norm must be", "got 'both'"]),
     ):
         for said in ended(start(tmp_path / "run", 2, own=own, **settings), wanted=2):
