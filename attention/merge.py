@@ -139,7 +139,8 @@ def mixture(
     A token takes the `mixture_heads` heads of the largest x · router, at equal values
     the first, and weighs them by the softmax over those; the others count 0. All heads
     are computed. A mixture of attention heads as of Zhang et al. 2022, over the whole
-    of each head.
+    of each head. A single head has the weight 1, whose gradient is theirs too: that of
+    its share of all heads, divided by the share.
     """
     if not 1 <= mixture_heads <= heads.shape[2]:
         raise ValueError(
@@ -149,8 +150,12 @@ def mixture(
     # by rank, not by the k-th value: at equal logits exactly k must be chosen
     order = jnp.argsort(-logits, axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1)
-    logits = jnp.where(rank < mixture_heads, logits, -jnp.inf)
-    shares = softmax(logits, heads.dtype)
+    chosen = rank < mixture_heads
+    shares = softmax(jnp.where(chosen, logits, -jnp.inf), heads.dtype)
+    if mixture_heads == 1:  # a softmax over one is 1, from which no router could learn
+        of_all = softmax(logits, jnp.float32)
+        largest = jax.lax.stop_gradient(of_all.max(-1, keepdims=True))
+        shares = jnp.where(chosen, of_all / largest, 0.0).astype(heads.dtype)
     return concat(heads * shares[..., None], x, kernel=kernel)
 
 

@@ -84,6 +84,24 @@ def test_mixture_of_one_is_the_best_head_alone():
         close(found, HEADS[b, t, n] @ KERNEL[n])
 
 
+def test_the_router_of_a_mixture_of_one_learns():
+    """As of Zhang et al. 2022: by the logarithm of the chosen head's share of all."""
+    params = parameters("mixture")
+    best = np.argmax(X @ params["router"], axis=-1)[..., None]
+
+    def loss(router):
+        return merge("mixture", router=router, mixture_heads=1).sum()
+
+    def logarithms(router):
+        worth = jnp.einsum("BTNV,NVD->BTN", HEADS, params["kernel"])
+        shares = jax.nn.log_softmax(X @ router)
+        return jnp.take_along_axis(worth * shares, best, axis=-1).sum()
+
+    router = params["router"]
+    close(jax.grad(loss)(router), jax.grad(logarithms)(router))
+    assert np.isfinite(jax.grad(loss)(1e4 * router)).all()  # other shares are 0 there
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_mixture_by_hand(k):
     logits = np.float64(X @ parameters("mixture")["router"])
