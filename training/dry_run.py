@@ -22,8 +22,9 @@ GIB = 2**30
 ROW = 64  # tokens of the shortest row, as data.packing.ROW_TOKENS
 OPERATION = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
-    r"|reduce-scatter)(?:-start)?\("
+    r"|reduce-scatter)(?P<start>-start)?\((?:.*?channel_id=(?P<channel>\d+))?"
 )
+WITH_OPERANDS = ("all-gather", "collective-permute")  # the result of their start
 SHAPE = re.compile(r"(?P<dtype>[a-z]+\d+)(?:\w*)\[(?P<sizes>[\d,]*)\]")
 
 
@@ -147,24 +148,31 @@ def _bytes_of(tree, shardings) -> int:
 def collectives(text: str) -> dict[str, tuple[int, int]]:
     """How many of each kind of communication a program has, and bytes of its results.
 
+    One that the TPU's compiler spreads over several operations has one channel.
+
     Args:
         text: of `compiled.as_text()`.
     """
-    found = {}
+    found, seen = {}, set()
     for match in OPERATION.finditer(text):
-        count, size = found.get(match["kind"], (0, 0))
-        found[match["kind"]] = (count + 1, size + shape_bytes(match["shapes"]))
+        kind, channel = match["kind"], match["channel"]
+        if channel is not None and (kind, channel) in seen:
+            continue
+        seen.add((kind, channel))
+        arrays = SHAPE.findall(match["shapes"])
+        if match["start"] and kind in WITH_OPERANDS:
+            arrays = [array for array in arrays if array[1]]  # without the context's
+            arrays = arrays[len(arrays) // 2 :]
+        count, size = found.get(kind, (0, 0))
+        found[kind] = (count + 1, size + sum(map(array_bytes, arrays)))
     return found
 
 
-def shape_bytes(shapes: str) -> int:
-    """Bytes of the arrays of an HLO shape, `f32[8,128]{1,0}` or a tuple of them."""
-    total = 0
-    for match in SHAPE.finditer(shapes):
-        bits = int(re.sub(r"\D", "", match["dtype"]))
-        sizes = [int(size) for size in match["sizes"].split(",") if size]
-        total += int(np.prod(sizes)) * bits // 8
-    return total
+def array_bytes(array: tuple[str, str]) -> int:
+    """Bytes of an array of an HLO shape, of its dtype and its sizes."""
+    bits = int(re.sub(r"\D", "", array[0]))
+    sizes = [int(size) for size in array[1].split(",") if size]
+    return int(np.prod(sizes)) * bits // 8
 
 
 def advice(plan: Plan, config) -> str | None:

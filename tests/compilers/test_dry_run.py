@@ -112,7 +112,8 @@ def test_what_is_too_large_is_told_with_a_mend():
     ],
 )
 def test_bytes_of_shapes(shapes, size):
-    assert dry_run.shape_bytes(shapes) == size
+    text = f"%a = {shapes} all-reduce(%x), to_apply=%add"
+    assert dry_run.collectives(text) == {"all-reduce": (1, size)}
 
 
 def test_collectives_are_counted_once_each():
@@ -123,3 +124,29 @@ def test_collectives_are_counted_once_each():
       %d = f32[16]{0} all-gather(%x), dimensions={0}
     """
     assert dry_run.collectives(text) == {"all-reduce": (2, 52), "all-gather": (1, 64)}
+
+
+def test_collectives_that_begin_apart_count_by_their_results():
+    """As on a GPU: the start of an all-gather has its operands in front."""
+    text = """
+      %a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=1, dimensions={0}
+      %b = f32[8]{0} all-gather-done(%a)
+      %c = ((bf16[2]{0}, f32[2]{0}), (bf16[8]{0}, f32[8]{0})) all-gather-start(%x, %y)
+      %d = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%x)
+    """
+    assert dry_run.collectives(text) == {
+        "all-gather": (2, 32 + 16 + 32),
+        "collective-permute": (1, 12),
+    }
+
+
+def test_a_collective_in_several_operations_is_one():
+    """As on a TPU, which computes while it communicates."""
+    text = """
+      %a = bf16[8]{0:T(8,128)} all-gather(%x), channel_id=4, dimensions={0}
+      %b = bf16[8]{0:T(8,128)} all-gather(%y), channel_id=4, dimensions={0}
+      %c = bf16[8]{0:T(8,128)} all-gather(%z), channel_id=2, dimensions={0}
+      %d = f32[] all-reduce(%u), channel_id=4, to_apply=%add
+    """
+    found = {"all-gather": (2, 32), "all-reduce": (1, 4)}
+    assert dry_run.collectives(text) == found
