@@ -116,12 +116,13 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
 def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else the GPUs' plugin misses a driver, aloud
+    from analysis.evaluation import METRICS
     from analysis.table import print_pairs
-    from models.checks import check_counts
     from training import dry_run
+    from training.checks import check_config
 
     with one_sentence():
-        check_counts(flat(config.to_dict()))
+        check_config(config, flat(config.to_dict()), METRICS)
         trials = trials_of(flat(config.to_dict()), listed)
         plan = dry_run.plan(config, numbers(flat(config.to_dict()), trials), target)
     print_pairs(f"{target}, per chip", dry_run.rows(plan))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from processes import ROOT, with_devices
 
+import train
 from configs.base import get_config
 from models.counting import abstract, update_flops
 from models.transformer import Transformer
@@ -49,6 +50,27 @@ def test_a_dry_run_refuses_the_parts_that_training_does(monkeypatch, parts, sent
     config.train.accumulate_steps = parts
     with pytest.raises(ValueError, match=sentence):
         dry_run.plan(config, {"seed": np.zeros(1)}, "v5e:4x4")
+
+
+@pytest.mark.parametrize(
+    "key, value, sentence",
+    [
+        ("mesh.shard", "zero", "mesh.shard must be one of none, optimizer, parameters"),
+        ("train.remat", "all", "train.remat must be one of none, block, dots"),
+        ("optimizer.schedule", "cosin", "optimizer.schedule must be one of"),
+        ("model.num_decoder_layers", 0, "Only encoder-decoder models can be trained"),
+    ],
+)
+def test_a_dry_run_refuses_the_configs_that_training_does(
+    monkeypatch, capsys, key, value, sentence
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    config = get_config()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(SystemExit, match="2"):
+        train.dry_run(config, "a chip that is not looked at", None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
 
 
 class Chip:
