@@ -177,7 +177,7 @@ def state_shardings(state, mesh: Mesh, shard: str):
 
 
 def warn_of_whole(config: dict, mesh: Mesh) -> None:
-    """Say what `model` does not divide, so that each of its devices computes it whole.
+    """Say what a mesh leaves whole: what `model` or mesh.shard does not divide.
 
     Args:
         config: flat.
@@ -185,6 +185,11 @@ def warn_of_whole(config: dict, mesh: Mesh) -> None:
     """
     size = mesh.shape["model"]
     counts = {f"heads of {site}": heads_at(config, site)[1] for site in SITES}
+    for site in SITES:
+        own = config[f"model.{site}_attention.num_kv_heads"]
+        K = config["model.attention.num_kv_heads"] if own is None else own
+        if K is not None and K > 1:  # one head is needed by all in any case
+            counts[f"key and value heads of {site}"] = K
     counts["hidden units (model.mlp_dim)"] = config["model.mlp_dim"]
     for what, count in counts.items():
         if count % size:
@@ -192,6 +197,11 @@ def warn_of_whole(config: dict, mesh: Mesh) -> None:
                 f"mesh.model={size} does not divide the {count} {what}: each device "
                 f"of that axis computes all of them."
             )
+    if config["mesh.shard"] != "none" and mesh.shape["data"] == 1:
+        say(
+            f"mesh.shard={config['mesh.shard']} divides nothing: it does so over "
+            f"mesh.data, which is 1 here."
+        )
 
 
 def initial(make, arrays, mesh: Mesh, shard: str):

@@ -134,6 +134,33 @@ def test_what_model_does_not_divide_is_named(capsys):
     assert line.startswith("mesh.model=4 does not divide the 6 heads of cross: ")
 
 
+@pytest.mark.parametrize(
+    "changes, wanted",
+    [
+        (
+            {"model.attention.num_kv_heads": 2},
+            [f"key and value heads of {x}: " for x in ("encoder", "decoder", "cross")],
+        ),
+        (
+            {
+                "model.attention.num_kv_heads": 4,
+                "model.cross_attention.num_kv_heads": 2,
+            },
+            ["mesh.model=4 does not divide the 2 key and value heads of cross: "],
+        ),
+        ({"model.attention.num_kv_heads": 1}, []),
+        ({"mesh.shard": "parameters"}, ["mesh.shard=parameters divides nothing: "]),
+    ],
+)
+def test_what_a_mesh_leaves_whole_is_named(capsys, changes, wanted):
+    config = flat(get_config().to_dict()) | changes
+    shape = {"trial": 1, "data": 1, "model": 4}
+    warn_of_whole(config, make_mesh(shape, 1, 1, [Device(i) for i in range(4)]))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(wanted)
+    assert all(part in line for part, line in zip(wanted, lines, strict=True))
+
+
 def test_heads_and_hidden_units_are_what_model_divides():
     mesh = make_mesh(
         {"trial": 1, "data": 2, "model": 4}, 1, 2, [Device(i) for i in range(8)]
