@@ -48,6 +48,12 @@ def test_every_listed_trial_has_its_seed_and_what_the_others_differ_in(tmp_path)
     np.testing.assert_allclose(arrays["label_smoothing"], 0.1)
 
 
+def test_a_trial_is_named_by_the_whole_of_its_seed():
+    trials = [{"seed": 1234567, RATE: 0.0005}, {"seed": 1234568, RATE: 1e-5}]
+    assert named(trials, 0) == f"trial 0 (seed 1234567, {RATE} 0.0005)"
+    assert named(trials, 1) == f"trial 1 (seed 1234568, {RATE} 1e-05)"
+
+
 def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
     gates = [{"head_gates.cross.1.3": 0}, {"seed": 2, "head_gates.cross.0.0": 0.5}]
     config = settings(**{"model.cross_attention.num_heads": 6})

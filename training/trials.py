@@ -179,7 +179,10 @@ def numbers(config: dict, trials: list[dict]) -> dict:
 
 def named(trials: list[dict], index: int) -> str:
     """A trial by its number and what it differs in."""
-    text = ", ".join(f"{key} {value:g}" for key, value in trials[index].items())
+    text = ", ".join(
+        f"{key} {value if isinstance(value, int) else format(value, 'g')}"
+        for key, value in trials[index].items()
+    )
     return f"trial {index} ({text})"
 
 
