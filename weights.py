@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from configs.commandline import fail, one_sentence, path_of, run
+from configs.commandline import fail, flat, one_sentence, path_of, run
 from training import platform
 from training.metrics import say, show_log
 from training.workdir import parsed, write_json
@@ -63,6 +63,7 @@ def bring_in(folder: Path, workdir: Path) -> None:
     import numpy as np
 
     from models import huggingface
+    from models.checks import check_counts
     from models.huggingface_config import settings_of
     from training.checkpoint import Checkpoints
     from training.workdir import environment
@@ -78,6 +79,7 @@ def bring_in(folder: Path, workdir: Path) -> None:
         settings |= huggingface.settings_of(family, tensors)
     with named_file(folder / "config.json"):
         config = config_of(settings)
+        check_counts(flat(config.to_dict()))
         abstract = split(config)[1]
     with named_file(folder / "model.safetensors"):
         if family == "marian":
@@ -213,7 +215,7 @@ def read_tensors(folder: Path) -> dict:
         )
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, AttributeError) as error:  # NumPy lacks some types
         raise ValueError(f"it can't be read: {error}.") from None
 
 
@@ -233,10 +235,10 @@ def order_of(path: Path, original: dict) -> list[int]:
     vocabulary = read_json(path)
     order = marian_order(vocabulary)
     for key, piece in (("pad_token_id", "<pad>"), ("eos_token_id", "</s>")):
-        if vocabulary[piece] != original[key]:
+        if vocabulary[piece] != original.get(key):
             raise ValueError(
                 f"{key} must be {vocabulary[piece]}, the number of {piece} in "
-                f"vocab.json, got {original[key]} in config.json."
+                f"vocab.json, got {original.get(key)} in config.json."
             )
     if len(order) != original["vocab_size"]:
         raise ValueError(

@@ -6,6 +6,7 @@ COUNTS = (
     "data.batch_tokens",
     "model.width",
     "model.mlp_dim",
+    "model.max_positions",
     "train.num_steps",
     "train.steps_per_dispatch",
     "train.log_every_steps",
@@ -61,6 +62,8 @@ def check_layers(
             f"and one of them above it, got {counts[0]} and {counts[1]}."
         )
     for name, value in encoder_only.items():
+        if value < 0:
+            raise ValueError(f"model.{name} must be at least 0, got {value}.")
         if value and num_decoder_layers:
             raise ValueError(
                 f"model.{name} is for encoder-only models: model.num_decoder_layers "

@@ -240,7 +240,9 @@ def test_a_kernel_that_can_learn_no_bias_is_told_before_training(name):
         implementations(model, 2, 5, 6)
 
 
-@pytest.mark.parametrize("key", ["model.width", "train.eval_every_steps"])
+@pytest.mark.parametrize(
+    "key", ["model.width", "model.max_positions", "train.eval_every_steps"]
+)
 def test_counts_below_one_are_named(key):
     config = flat(get_config().to_dict())
     check_counts(config)
@@ -252,6 +254,11 @@ def test_counts_below_one_are_named(key):
 def test_bad_model_settings_are_named(key, value):
     with pytest.raises(ValueError, match=f"model.{key} must be one of.*'{value}'"):
         tiny(**{key: value})(rngs=nnx.Rngs(0))
+
+
+def test_token_types_below_none_are_named():
+    with pytest.raises(ValueError, match="token_types must be at least 0, got -1"):
+        tiny(token_types=-1, num_decoder_layers=0)(rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])

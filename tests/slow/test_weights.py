@@ -16,7 +16,7 @@ from analysis.trained import load as load_run
 from data import tokenizer
 from models import huggingface
 from models.huggingface_config import settings_of
-from weights import bring_in, config_of, load, split, take_out
+from weights import bring_in, config_of, load, order_of, split, take_out
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {
@@ -249,6 +249,7 @@ def test_the_command_lines(folders, tmp_path):
         ("gpt2", {"model_type": "llama"}, "model_type marian, bert, gpt2, got 'llama'"),
         ("gpt2", {"n_embd": None}, "n_embd must be a whole number, got None"),
         ("gpt2", {"n_head": "2"}, "n_head must be a whole number, got '2'"),
+        ("gpt2", {"n_embd": 0}, "gpt2/config.json: model.width must be at least 1"),
         ("gpt2", {"n_head": 3}, r"gpt2/config.json: .*num_heads must divide .*3 and 8"),
         (
             "gpt2",
@@ -297,5 +298,12 @@ def test_missing_and_broken_files_are_named(folders, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="model.safetensors: it can't be read"):
         bring_in(tmp_path, tmp_path / "run")
+    header = b'{"x":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+    one_byte = len(header).to_bytes(8, "little") + header + b"0"
+    (tmp_path / "model.safetensors").write_bytes(one_byte)
+    with pytest.raises(ValueError, match="it can't be read: .*float8_e4m3fn"):
+        bring_in(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match="eos_token_id must be 0, .* got None"):
+        order_of(folders / "marian" / "vocab.json", {"pad_token_id": 39})
     with pytest.raises(ValueError, match="has no huggingface.json"):
         take_out(tmp_path, tmp_path / "out", "best")
