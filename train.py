@@ -118,13 +118,14 @@ def dry_run(config, target: str, listed: Path | None) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # else the GPUs' plugin misses a driver, aloud
     from analysis.evaluation import METRICS
     from analysis.table import print_pairs
-    from training import dry_run
+    from training import dry_run, sharding
     from training.checks import check_config
 
     with one_sentence():
         check_config(config, flat(config.to_dict()), METRICS)
         trials = trials_of(flat(config.to_dict()), listed)
         plan = dry_run.plan(config, numbers(flat(config.to_dict()), trials), target)
+    sharding.warn_of_whole(flat(config.to_dict()), plan.mesh)
     print_pairs(f"{target}, per chip", dry_run.rows(plan))
     if advice := dry_run.advice(plan, config):
         print(advice)
@@ -188,7 +189,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         mesh = sharding.make_mesh(config.mesh, len(trials), rows)
     hosts.check_same("data", data)
     jax.set_mesh(mesh)
-    sharding.warn_of_whole(flat(config.to_dict()), mesh)
+    sharding.warn_of_whole(flat(config.to_dict()), mesh.shape)
 
     build = partial(Transformer, *vocab_sizes, **config.model.to_dict())
     model = counting.abstract(build)

@@ -73,6 +73,17 @@ def test_a_dry_run_refuses_the_configs_that_training_does(
     assert sentence in line
 
 
+def test_a_dry_run_says_what_its_mesh_leaves_whole(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    mesh = {"trial": 1, "data": 1, "model": 3}
+    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 1.0, 1.0, 1, mesh, (8, 64))
+    monkeypatch.setattr(dry_run, "plan", lambda *_: plan)
+    train.dry_run(get_config(), "v5e:1x3", None)
+    said = capsys.readouterr()
+    assert "mesh.model=3 does not divide the 4 heads of cross: " in said.err
+    assert "trial 1 x data 1 x model 3" in said.out
+
+
 class Chip:
     device_kind = "TPU v5 lite"
 

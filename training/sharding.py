@@ -176,14 +176,14 @@ def state_shardings(state, mesh: Mesh, shard: str):
     )
 
 
-def warn_of_whole(config: dict, mesh: Mesh) -> None:
+def warn_of_whole(config: dict, shape: dict[str, int]) -> None:
     """Say what a mesh leaves whole: what `model` or mesh.shard does not divide.
 
     Args:
         config: flat.
-        mesh: of `make_mesh`.
+        shape: of the mesh.
     """
-    size = mesh.shape["model"]
+    size = shape["model"]
     counts = {f"heads of {site}": heads_at(config, site)[1] for site in SITES}
     for site in SITES:
         own = config[f"model.{site}_attention.num_kv_heads"]
@@ -197,7 +197,7 @@ def warn_of_whole(config: dict, mesh: Mesh) -> None:
                 f"mesh.model={size} does not divide the {count} {what}: each device "
                 f"of that axis computes all of them."
             )
-    if config["mesh.shard"] != "none" and mesh.shape["data"] == 1:
+    if config["mesh.shard"] != "none" and shape["data"] == 1:
         say(
             f"mesh.shard={config['mesh.shard']} divides nothing: it does so over "
             f"mesh.data, which is 1 here."

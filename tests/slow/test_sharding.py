@@ -129,7 +129,7 @@ def test_a_mesh_that_does_not_fit_is_named(shape, message):
 def test_what_model_does_not_divide_is_named(capsys):
     config = flat(get_config().to_dict()) | {"model.cross_attention.num_heads": 6}
     shape = {"trial": 1, "data": 1, "model": 4}
-    warn_of_whole(config, make_mesh(shape, 1, 1, [Device(i) for i in range(4)]))
+    warn_of_whole(config, shape)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mesh.model=4 does not divide the 6 heads of cross: ")
 
@@ -155,7 +155,7 @@ def test_what_model_does_not_divide_is_named(capsys):
 def test_what_a_mesh_leaves_whole_is_named(capsys, changes, wanted):
     config = flat(get_config().to_dict()) | changes
     shape = {"trial": 1, "data": 1, "model": 4}
-    warn_of_whole(config, make_mesh(shape, 1, 1, [Device(i) for i in range(4)]))
+    warn_of_whole(config, shape)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(wanted)
     assert all(part in line for part, line in zip(wanted, lines, strict=True))
