@@ -29,8 +29,8 @@ class Attention(nnx.Module):
         mixture_heads: k of the rule "mixture", at most N.
         talking_heads: mix the heads' maps before and after the softmax, see
             `attention.talking_heads_attention`.
-        qk_norm: RMS-normalise queries and keys, with learned scales of size H
-            (Henry et al. 2020, Dehghani et al. 2023).
+        qk_norm: RMS-normalise queries and keys, with learned scales of size H; of the
+            kind of Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
         path: the config keys above, to name them in errors.
