@@ -192,6 +192,7 @@ def test_more_seeds_keep_what_there_is(tmp_path, corpus):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
+        ({"ablation": "own.py"}, "must say which function of .*, as in own.py:depth"),
         ({"ablation": "haeds"}, "no ablation 'haeds' .* did you mean heads"),
         ({"ablation": "none.py:x"}, "no Python file none.py"),
         ({"ablation": "configs/ablations.py:over"}, "over .* lacks a line .Scientific"),
