@@ -943,6 +943,10 @@ def test_a_run_translates_from_python(trained):
     tokens, _ = translate(made.graph, params, ids, head_gates=gates, beam_size=2)
     first, second = made.tokenizers[1].decode_many(tokens)
     assert found == [first, "", second]
+    with pytest.raises(TypeError, match=r"list of sentences, as in \['seven'\]"):
+        made.translate("seven")
+    with pytest.raises(ValueError, match="which must be one of best, last, average"):
+        load(str(trained), "bets")
     every = sentences(made.tokenizers[0].encode(lines))  # as a split is scored
     model = made.graph, made.params, made.head_gates
     scored = translations(*model, every, [1], beam_size=2)[1]
