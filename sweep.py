@@ -166,7 +166,8 @@ def main():
             f"{describe(error)} What is done in {workdir} is kept: mend that, and the "
             f"same command goes on."
         )
-    show.print_status(sweep, rows)
+    # with the trials that a search has chosen, which are among the rows
+    show.print_status(sweep.extended(propose=False), rows)
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)
 

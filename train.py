@@ -211,7 +211,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         step = 0
         state = sharding.initial(make_state, arrays, mesh, config.mesh.shard)
         if config.train.init_from:
-            state = begun_from(config.train.init_from, config, num_trials, state)
+            state = begun_from(config.train.init_from, config, trials, state)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last

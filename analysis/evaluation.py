@@ -59,6 +59,8 @@ def translations(
 ) -> dict[int, list[list[int]]]:
     """The token ids of every sentence's translation, of each of `trials`.
 
+    Of a sentence without a token it is empty, as in `Trained.translate`.
+
     Args:
         graph, params, head_gates: see `models.decoding.translate_trials`. Several
             processes share the sentences of the trials that they hold, and all get all.
@@ -66,11 +68,10 @@ def translations(
         trials: which to translate with.
         options: see `models.decoding.translate_trials`.
     """
-    texts = []
+    texts, full = [], [i for i, ids in enumerate(sources) if len(ids) > 1]
     for shares, some in sharding.trials_here(params, jax.sharding.get_mesh()):
-        every = range(len(sources))
         chosen = [
-            list(every[share.place :: share.count]) if share.trial in trials else []
+            list(full[share.place :: share.count]) if share.trial in trials else []
             for share in shares
         ]
         rows = np.array([share.trial for share in shares])
@@ -84,11 +85,12 @@ def translations(
             **options,
         )
         texts += [(*s, t) for s, (t, _) in zip(shares, found, strict=True)]
-    whole = {trial: [None] * len(sources) for trial in trials}
+    whole = {trial: [[] for _ in sources] for trial in trials}
     for said in hosts.share(texts):
         for trial, place, count, tokens in said:
             if trial in whole:
-                whole[trial][place::count] = tokens
+                for index, ids in zip(full[place::count], tokens, strict=True):
+                    whole[trial][index] = ids
     return whole
 
 

@@ -172,11 +172,12 @@ def to_baseline(report: Report, arm: ArmResult, metric: str) -> Difference | Non
 
 def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     """What the numbers say, in a few sentences."""
-    best = max(comparisons, key=lambda c: c.summary.mean)
+    highest = max(c.summary.mean for c in comparisons)
+    best = [c.arm.name for c in comparisons if math.isclose(c.summary.mean, highest)]
     scored = sum(len(c.arm.seeds) for c in comparisons)
     sentences = [
         f"{scored} trainings, {len(comparisons)} arms; the highest mean test score is "
-        f"{number(best.summary.mean)} ({report.name}) with {best.arm.name}."
+        f"{number(highest)} ({report.name}) with {'; '.join(best)}."
     ]
     others = [c for c in comparisons if c.difference is not None]
     differ = [c for c in others if c.p <= LEVEL]
@@ -276,7 +277,10 @@ def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str
                 str(len(c.arm.seeds)),
                 number(c.arm.dev[report.metric].mean()),
                 f"{number(c.summary.mean)} ± {number(c.summary.sd)}",
-                span(c.summary.low, c.summary.high),
+                # seeds that are all alike know no more of the others than one does
+                span(c.summary.low, c.summary.high)
+                if c.summary.sd > 1e-9 * (1 + abs(c.summary.mean))
+                else NOTHING,
                 "baseline" if c.arm.is_baseline else signed(paired and paired.mean),
                 span(paired.low, paired.high, signed) if paired else NOTHING,
                 probability(c.p),

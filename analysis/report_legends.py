@@ -25,8 +25,12 @@ SEARCHED = (
     " Where an arm had a choice of nuisance settings, it was made on dev, before that, "
     "with other seeds than those of the table."
 )
+NOT_SEARCHED = (
+    " Nuisance settings were not searched: they are the config's or the ablation's, "
+    "and may suit one arm better than another."
+)
 LOSS_TOLD = (
-    " Loss: the cross-entropy of the targets, nats a token; lower is better, the "
+    " Loss: the cross-entropy of the test targets, nats a token; lower is better, the "
     "difference to the baseline is paired by seed, and its interval is not corrected."
 )
 HOW_TO_READ_COSTS = (
@@ -44,13 +48,16 @@ def how_to_read_scores(report: Report, comparisons: list[Comparison]) -> str:
     checkpoint = CHECKPOINTS[report.checkpoint]
     told = HOW_TO_READ.format(seen=report.seen, level=level, checkpoint=checkpoint)
     same = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
-    return SAME_SEEDS * same + told + SEARCHED * bool(report.searched)
+    named = "Nuisance:" in (report.details or "")
+    searched = SEARCHED if report.searched else NOT_SEARCHED * named
+    return SAME_SEEDS * same + told + searched
 
 
 def how_to_read_others(report: Report) -> str:
     """What the bootstrap's columns mean."""
     metric = NAMES[bootstrapped(report.metric)]
     return (
+        "Scores: of test, mean ± sd over seeds. "
         f"Test set's ±: sacreBLEU's paired bootstrap ({metric}, 1000 samples, 95 %) of "
         f"the translations of {seed_told(report)}: what another draw of test "
         "sentences would change, which more seeds would not show. p (bootstrap): of no "

@@ -19,12 +19,12 @@ from analysis.evaluation import losses, sentences, translations
 from analysis.scores import published_scores, scores
 from data import corpora, tokenizer
 from data.packing import Sentences
-from models.checks import check_encoder_decoder
+from models.checks import check_encoder_decoder, choose
 from models.counting import abstract
 from models.decoding import translate
 from models.transformer import Transformer
 from training import sharding
-from training.restore import restore
+from training.restore import READ, restore
 from training.trials import head_gates
 from training.workdir import read_json
 
@@ -62,6 +62,8 @@ class Trained(NamedTuple):
             first: number of the first line; samples of equal lines differ by it.
             options: see `models.decoding.translate_trials`; default: greedy.
         """
+        if isinstance(lines, str):
+            raise TypeError(f"lines must be a list of sentences, as in [{lines!r}]")
         self.set_mesh()
         source, target = self.tokenizers
         encoded = sentences(source.encode(lines))
@@ -76,12 +78,14 @@ class Trained(NamedTuple):
         return [found.get(index, "") for index in range(len(lines))]
 
 
-def load(workdir: Path, which: str = "best") -> Trained:
+def load(workdir: Path | str, which: str = "best") -> Trained:
     """The model of a run with its "best", "last" or "average" parameters.
 
     Raises:
         ValueError, OSError: no run there, no checkpoint yet, or a damaged one.
     """
+    choose("which", which, READ)
+    workdir = Path(workdir)
     path = workdir / "config.json"
     if not path.exists():
         if (workdir / "sweep.json").exists():

@@ -26,6 +26,10 @@ def find_ablation(name: str):
         module = importlib.util.module_from_spec(spec)
         with naming(f"{where}:{name}"):
             spec.loader.exec_module(module)
+    elif Path(name).suffix == ".py":
+        raise ValueError(
+            f"--ablation={name} must say which function of the file, as in {name}:depth"
+        )
     names = names_of(module)
     if name not in names and callable(getattr(module, name, None)):
         raise ValueError(

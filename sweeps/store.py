@@ -96,7 +96,9 @@ def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float |
     except ValueError:  # which the table tells
         return None
     if found is not None and found[index]["diverged_at"] is None:
-        return found[index][settings["metric"]]
+        loss = found[index].get("loss")  # tells apart what scores the same, as training
+        loss = loss if isinstance(loss, float) and loss < 1e3 else 1e3
+        return found[index][settings["metric"]] - 1e-9 * loss
     diverged = diverged_at(metrics_of(folder), index)
     return LOST if found is not None or diverged is not None else None
 

@@ -146,13 +146,20 @@ def test_best_last_and_average_are_parameters_of_their_own(tmp_path, which, valu
 
 
 @pytest.mark.parametrize("best, values", [([7, 8], [7, 8]), ([7], [7, 7])])
-def test_a_run_begins_with_anothers_best(tmp_path, best, values):
+def test_a_run_begins_with_anothers_best(tmp_path, best, values, capsys):
     """Each trial with its own, or all with the only one."""
     trained(tmp_path, best)
+    head = "head_gates.cross.0.1"
+    theirs = [{"seed": 0, head: 0}, {"seed": 1, head: 1}][: len(best)]
+    (tmp_path / "trials.json").write_text(json.dumps(theirs))
     state = TrainState(None, {"kernel": jnp.zeros((2, 3))}, None, None, None)
-    state = begun_from(str(tmp_path), get_config(), 2, state)
+    ours = [{"seed": 0}, {"seed": 1, head: 0}]
+    state = begun_from(str(tmp_path), get_config(), ours, state)
     found = state.params["kernel"]
     np.testing.assert_array_equal(found, np.outer(values, np.ones(3)))
+    said = capsys.readouterr().err
+    assert f"Trial 0 begins with parameters that were trained with {head}=0" in said
+    assert (f"trained with {head}=1, and has 0" in said) == (len(best) == 2)
 
 
 def cut_short(path):
@@ -278,7 +285,7 @@ def test_what_a_run_cannot_begin_with_all_processes_say(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(hosts, "share", lambda value: told.append(value) or [value])
     with pytest.raises(FileNotFoundError, match="holds no run"):
-        begun_from(str(tmp_path), None, 1, None)
+        begun_from(str(tmp_path), None, [{}], None)
     assert "holds no run" in told[0]
 
 

@@ -202,6 +202,31 @@ def test_arms_without_a_spread_are_not_counted_as_tested():
     assert "at the level of 5 % / 2, which is what Holm asks" in legend
 
 
+def test_arms_that_are_as_good_are_all_called_the_best():
+    report = report_of(whole=[3, 4, 6], half=[4, 3, 6], less=[2, 4, 5])
+    told = " ".join(verdict(report, compare(report)))
+    assert "the highest mean test score is 4.33 (BLEU) with whole; half." in told
+
+
+def test_seeds_that_are_all_alike_have_no_interval():
+    report = report_of(whole=[99.9] * 3, half=[3, 5, 4])
+    header, whole, half = scores_table(report, compare(report))
+    assert header[4] == "95 % interval" and whole[3] == "99.90 ± 0.00"
+    assert whole[4] == "–" and half[4] == "1.52 to 6.48"
+
+
+def test_the_legend_says_where_nuisance_settings_were_not_searched():
+    report = report_of(whole=[3, 4], half=[4, 4])
+    for details, searched, told in (
+        ("Scientific: a.", False, False),
+        ("Nuisance: b.", False, True),
+        ("Nuisance: b.", True, False),
+    ):
+        one = report._replace(details=details, searched=searched)
+        legend = how_to_read_scores(one, compare(one))
+        assert ("settings were not searched" in legend) == told
+
+
 def test_what_is_told_of_seeds_is_of_those_in_common():
     """The baseline lost two, and has one that an arm lacks."""
     report = report_of(whole=[3, 4, 6], half=[3, 5, 6, 7, 9], less=[2, 3])

@@ -192,6 +192,7 @@ def test_more_seeds_keep_what_there_is(tmp_path, corpus):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
+        ({"ablation": "own.py"}, "must say which function of .*, as in own.py:depth"),
         ({"ablation": "haeds"}, "no ablation 'haeds' .* did you mean heads"),
         ({"ablation": "none.py:x"}, "no Python file none.py"),
         ({"ablation": "configs/ablations.py:over"}, "over .* lacks a line .Scientific"),
@@ -441,6 +442,22 @@ def test_dev_chooses_with_seeds_of_its_own_and_test_is_not_looked_at(tmp_path, c
         "with seed 1000000 to 1000001" in markdown and "learning_rate=0.02" in markdown
     )
     assert "12 trials are not done yet" in markdown  # 8 of searches, 4 that follow
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.0], [float("nan"), 1.0]])
+def test_settings_that_score_the_same_are_told_apart_by_the_loss(
+    tmp_path, corpus, losses
+):
+    tune = [f"{RATE}=0.01,0.02"]
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
+    finish(sweep, 0, splits=("val",))
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    rows = json.loads(path.read_text())
+    for row, loss in zip(rows, losses, strict=True):
+        row |= {"bleu": 0.0, "loss": loss}
+    path.write_text(json.dumps(rows))
+    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
+    assert {t.nuisance[RATE] for t in trials} == {0.02}
 
 
 @pytest.mark.parametrize("lost, best", [([0.02], 0.01), ([0.01, 0.02], None)])

@@ -22,7 +22,7 @@ from absl.testing import flagsaver
 from flax import nnx
 from ml_collections import config_flags
 
-from analysis.evaluation import METRICS
+from analysis.evaluation import METRICS, sentences, translations
 from analysis.heads import loss_of, measure
 from analysis.pruning import ORDERS, counts
 from analysis.trained import Trained, load, read
@@ -943,6 +943,15 @@ def test_a_run_translates_from_python(trained):
     tokens, _ = translate(made.graph, params, ids, head_gates=gates, beam_size=2)
     first, second = made.tokenizers[1].decode_many(tokens)
     assert found == [first, "", second]
+    with pytest.raises(TypeError, match=r"list of sentences, as in \['seven'\]"):
+        made.translate("seven")
+    with pytest.raises(ValueError, match="which must be one of best, last, average"):
+        load(str(trained), "bets")
+    every = sentences(made.tokenizers[0].encode(lines))  # as a split is scored
+    model = made.graph, made.params, made.head_gates
+    scored = translations(*model, every, [1], beam_size=2)[1]
+    assert made.tokenizers[1].decode_many(scored) == found
+    assert translations(*model, every[1:2], [0, 1]) == {0: [[]], 1: [[]]}
     other = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("other",))
     jax.set_mesh(other)  # as by a run that is loaded later, on several devices
     assert made.translate(lines, trial=1, beam_size=2) == found

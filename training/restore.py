@@ -42,18 +42,21 @@ def restore(workdir, which: str, num_trials: int, abstract):
     return params, steps, marks["diverged_at"]
 
 
-def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> TrainState:
+def begun_from(
+    workdir: str, config, trials: list[dict], state: TrainState
+) -> TrainState:
     """A first state with the best parameters of another run.
 
     A run of one trial is where all begin; one of as many trials gives each its own.
-    What else the runs' models differ in is said.
+    What else the runs' models differ in is said, and so are gates on heads.
 
     Raises:
         ValueError, OSError: there is no such run, or its parameters do not fit.
     """
     with hosts.together():  # each reads it; a relative path may be of one alone
         there = run_at(workdir)
-        count = len(read_json(there / "trials.json"))
+        theirs = read_json(there / "trials.json")
+        count, num_trials = len(theirs), len(trials)
         if count not in (1, num_trials):
             raise ValueError(
                 f"train.init_from={workdir} has {count} trials, and {num_trials} are "
@@ -71,6 +74,13 @@ def begun_from(workdir: str, config, num_trials: int, state: TrainState) -> Trai
         raise ValueError(f"train.init_from={workdir}: {error}{differs}") from None
     if other:
         say(f"{workdir}, from which this begins, differs in {other}.")
+    for index, trial in enumerate(trials):
+        for key, gate in theirs[index % count].items():
+            if key.startswith("head_gates.") and gate != trial.get(key, 1):
+                say(
+                    f"Trial {index} begins with parameters that were trained with "
+                    f"{key}={gate}, and has {trial.get(key, 1)}; --trials sets it."
+                )
     say(f"Beginning with {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
 
     def put(ours, theirs):

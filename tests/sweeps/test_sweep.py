@@ -102,6 +102,7 @@ def test_a_diverged_trial_is_told_and_the_rest_scored(tmp_path, corpus):
     tune = "--tune=optimizer.learning_rate=0.003,1e30"
     said = finish(sweep("run", workdir, corpus, tune, "--config.train.num_steps=30"))
     assert "diverged: N=1" in said
+    assert said.count("/120 ") == 2  # the steps of all four trials of an arm
     status = {
         (r["arm"], json.loads(r["nuisance"])["optimizer.learning_rate"], r["status"])
         for r in rows(workdir)
