@@ -14,7 +14,8 @@ Prints sentences per second (median of the rounds, with the smallest and largest
 the ratio, the share of the machine's matmul ceiling (the best of NumPy and XLA
 at 2048 x 2048 x 2048), and how many translations are the same tokens. CTranslate2 has
 all threads at one batch, and again a batch a thread, as ours has. The sides share a
-process: a pause before each round lets the others' threads fall asleep.
+process: a pause before each round lets the others' threads fall asleep, and memory is
+the C library's, without what eval.py sets, which slows CTranslate2's threads.
 """
 
 import argparse
@@ -23,8 +24,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-
-from training import platform
 
 LONGEST = 127  # tokens of a translation of a trained model, without EOS
 LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 pieces
@@ -42,7 +41,6 @@ def main():
     parser.add_argument("--no_peer", action="store_true", help="time only ours")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    platform.keep_memory()  # as eval.py does; both sides have it
 
     model, sentences, forced = trained(arguments.workdir)
     print(f"{len(sentences)} sentences, {sum(map(len, sentences))} source tokens")
