@@ -290,7 +290,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         every.eval_every_steps,
         every.checkpoint_every_steps,
     )
-    ends = profile.ends(step)
+    ends = {step + 1, *profile.ends(step)}  # the first shows at once that all is well
     todo = portions(step, num_steps, every.steps_per_dispatch, intervals, ends)
     mesh = jax.sharding.get_mesh()
     part = sharding.part_here(mesh, len(trials), batches.shape[0])
@@ -340,7 +340,7 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
             read(most=1)  # one late, so that the device never waits for Python
             if window.compiling:
                 read(most=0)
-                say(f"First steps {clock(time.monotonic() - START)} after the launch.")
+                say(f"First step {clock(time.monotonic() - START)} after the launch.")
                 if peak := peak_flops():
                     window.ideal_seconds = flops() / peak
                 window.start_clock()

@@ -206,8 +206,10 @@ def warn_of_whole(config: dict, shape: dict[str, int]) -> None:
 
 def initial(make, arrays, mesh: Mesh, shard: str):
     """The TrainState `make(arrays)`; each device computes what it will hold of it."""
-    abstract = jax.eval_shape(make, arrays)
-    return jax.jit(make, out_shardings=state_shardings(abstract, mesh, shard))(arrays)
+    shardings = state_shardings(jax.eval_shape(make, arrays), mesh, shard)
+    # It runs once: on a CPU, to make it fast takes a second longer than it saves.
+    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)(arrays)
 
 
 def place(state, mesh: Mesh, shard: str):

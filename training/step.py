@@ -219,6 +219,7 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     return jax.lax.scan(add, zero, (jnp.arange(count), parts))[0]
 
 
+@partial(jax.jit, static_argnames="static", inline=True)  # traced only once
 def update(state: TrainState, trial: dict, batch: dict, static: Static):
     """Update one trial on one batch, see `train_steps`."""
     key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
