@@ -1,6 +1,7 @@
 """Multi-head attention as functions on arrays: exact, any head shape, O(T) memory."""
 
 from attention.api import (
+    IMPLEMENTATIONS,
     attention_weights,
     dot_product_attention,
     head_gated,
@@ -12,6 +13,7 @@ from attention.statistics import HeadStatistics
 from attention.talking_heads import talking_heads_attention, talking_heads_weights
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "MERGE_RULES",
     "HeadStatistics",
     "attention_weights",

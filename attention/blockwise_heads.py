@@ -14,10 +14,6 @@ import jax.numpy as jnp
 
 from attention import masks
 
-# Where maxima start. Far above masks.EMPTY, so that the exponential of the difference
-# is exactly zero and needs no second selection.
-LOWEST = masks.EMPTY / 2
-
 STRUCTURED = (
     "query_seq_lengths",
     "key_value_seq_lengths",
@@ -74,7 +70,7 @@ def forward(problem, head):
         sums = dict.fromkeys(STATISTICS if problem.statistics else (), rows)
         if "value" in head:
             sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
-        carry = _varying(head, (rows + LOWEST, rows, sums))
+        carry = _varying(head, (rows + masks.LOWEST, rows, sums))
         carry = _visit(problem, head, i, step, carry)
         maximum, total, _ = carry
         return _grouped(problem, (*_results(*carry), _reciprocal(total), maximum))
@@ -92,7 +88,7 @@ def short(problem, head):
     logits = _logits(problem, head, 0, 0)
     maximum = logits.max(-1)
     if not {"bias", "mask", *STRUCTURED}.isdisjoint(head) or problem.local_window_size:
-        maximum = jnp.maximum(maximum, LOWEST)
+        maximum = jnp.maximum(maximum, masks.LOWEST)
     exponentials = _exponentials(logits, maximum)
     sums = _sums(problem, head, exponentials, 0, 0)
     total = sums.pop("total")

@@ -14,6 +14,9 @@ from jaxtyping import Array, Bool
 # The log-sum-exp of a query that may attend to nothing, and the logit of a pair that
 # may not. Finite, not -inf: the difference of two infinities would be a NaN.
 EMPTY = float(-0.7 * np.finfo(np.float32).max)
+# Where the maximum of a row's logits starts: whatever lies far below has the weight 0,
+# exactly, so that a row of nothing else sees nothing.
+LOWEST = EMPTY / 2
 
 
 def may_attend(

@@ -351,7 +351,7 @@ def _dot(a, b, problem):
 def _no_rows(rows, unit):
     """Highest logit and total weight before any key is seen."""
     # Finite, not -inf, also when multiplied: -inf minus it is then -inf, not a NaN.
-    lowest = masks.EMPTY / max(1.0, unit)
+    lowest = masks.LOWEST / max(1.0, unit)
     return jnp.full(rows.shape, lowest, jnp.float32), jnp.zeros(rows.shape, jnp.float32)
 
 

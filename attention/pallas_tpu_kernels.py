@@ -48,7 +48,7 @@ def forward(problem, block, refs, scratch):
     highest, total, out = scratch
 
     def start():
-        highest[...] = jnp.full(highest.shape, masks.EMPTY, F32)
+        highest[...] = jnp.full(highest.shape, masks.LOWEST, F32)
         total[...] = jnp.zeros(total.shape, F32)
         out[...] = jnp.zeros(out.shape, F32)
 
@@ -79,7 +79,7 @@ def statistics(problem, block, refs, scratch):
     shares = ((previous, -1), (current, 0), (following, 1))
 
     def start():
-        highest[...] = jnp.full(highest.shape, masks.EMPTY, F32)
+        highest[...] = jnp.full(highest.shape, masks.LOWEST, F32)
         total[...] = jnp.zeros(total.shape, F32)
         sums[...] = jnp.zeros(sums.shape, F32)
         for accumulator in out:

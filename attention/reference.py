@@ -45,7 +45,7 @@ def weights_and_lse(
         logits = jnp.where(allowed, logits, masks.EMPTY)
     # The maximum only shifts the exponent's range: no gradient is due through it. The
     # bound keeps rows finite whose bias is -inf all along.
-    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.EMPTY))
+    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.LOWEST))
     exponentials = jnp.exp(logits - highest)
     if allowed is not None:
         exponentials = jnp.where(allowed, exponentials, 0)

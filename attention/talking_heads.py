@@ -31,9 +31,9 @@ def talking_heads_attention(
     """Attention whose head m has the logits Σ_n logits_n · logits_mix[n, m].
 
     Its weights are Σ_n softmax(those)_n · weights_mix[n, m]; both mixes are `N N`. With
-    two identity matrices this is `dot_product_attention`, whose other arguments, shapes
-    and errors it shares. The bias is added and the mask applied after the first mix, so
-    that a mixed map sees no more than its own.
+    two identity matrices this is `dot_product_attention`, whose shapes, errors, scale,
+    is_causal, lengths, window and segment ids it shares. The bias is added and the mask
+    applied after the first mix, so that a mixed map sees no more than its own.
     """
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
@@ -103,7 +103,7 @@ def masked_softmax(logits: Array, allowed: Array | None) -> Array:
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     # Finite, also where a row is -inf all along: their difference would be NaN.
-    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.EMPTY))
+    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.LOWEST))
     exponentials = jnp.exp(logits - highest)
     total = exponentials.sum(-1, keepdims=True)
     return exponentials / jnp.where(total > 0, total, 1)

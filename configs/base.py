@@ -71,9 +71,9 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.schedule = "inverse_sqrt"  # or "noam", "constant"
     optimizer.learning_rate = 3e-3  # at its peak; with noam the factor before D^-0.5
     optimizer.warmup_steps = 400  # updates
-    optimizer.beta1 = 0.9
-    optimizer.beta2 = 0.98
-    optimizer.epsilon = 1e-9
+    optimizer.beta1 = 0.9  # decay of the mean of gradients (Adam)
+    optimizer.beta2 = 0.98  # and of that of their squares
+    optimizer.epsilon = 1e-9  # added to the root of the latter
     optimizer.weight_decay = 0.0  # decoupled, times the learning rate (AdamW)
     optimizer.clip_norm = 1.0  # largest global norm of the gradient; 0: any
     optimizer.label_smoothing = 0.1  # share of probability spread over all pieces
@@ -84,11 +84,11 @@ def get_config() -> ml_collections.ConfigDict:
     train.steps_per_dispatch = 8  # updates that the device does without Python, at most
     train.accumulate_steps = 1  # parts that an update computes its batch in, for memory
     train.remat = "none"  # or "block", "dots": compute again what would fill the memory
-    train.log_every_steps = 50
+    train.log_every_steps = 50  # a row of metrics: means since the last
     train.eval_every_steps = 250  # dev loss, and scores of greedy translations
     # Or dev_chrf, dev_exact_match, dev_loss; the lower loss decides between equal ones.
     train.best_metric = "dev_bleu"
     train.patience = placeholder(int)  # evaluations without a better one; None: never
-    train.checkpoint_every_steps = 250
+    train.checkpoint_every_steps = 250  # from which a run goes on
     train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages
     return config

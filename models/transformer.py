@@ -49,7 +49,8 @@ class Transformer(nnx.Module):
         dtype: that `models.precision.merge` has it compute in; None: by the device.
 
     Raises:
-        ValueError: a setting that is unknown or does not fit, by its config key.
+        ValueError: a setting that is unknown or does not fit, by its config key. That
+            sizes are positive is left to `models.checks.check_counts`.
     """
 
     def __init__(

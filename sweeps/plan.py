@@ -52,6 +52,12 @@ class Arm(NamedTuple):
         """Of analysis.budget.flops, counted when asked for."""
         return flops(self.config)
 
+    @property
+    def training_flops(self) -> float:
+        """Floating-point operations of a training: 3 passes of 2 a multiply-add."""
+        tokens = self.config["data"]["batch_tokens"] * self.config["train"]["num_steps"]
+        return 6.0 * self.flops * tokens
+
 
 class Trial(NamedTuple):
     """One training: an arm, its nuisance settings, a seed."""

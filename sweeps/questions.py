@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib.util
+import inspect
 import json
+import re
 import traceback
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +13,7 @@ from ml_collections import ConfigDict
 
 from configs import ablations
 from configs.commandline import describe
+from sweeps.plan import nuisance_keys
 
 
 def find_ablation(name: str):
@@ -44,7 +47,15 @@ def find_ablation(name: str):
             else f"it has {', '.join(names) or 'none'}."
         )
         raise ValueError(f"There is no ablation {name!r} in {where}; {meant}")
-    return getattr(module, name)
+    found = getattr(module, name)
+    named = re.search(r"Nuisance:\s*(?!none|nothing)\S", found.__doc__)
+    if named and not nuisance_keys(found.__doc__):
+        raise ValueError(
+            f"The docstring of {name} in {where} must name config keys after "
+            f'"Nuisance:", such as optimizer.learning_rate: without them, arms that '
+            f"differ in those settings alone are compared as any others."
+        )
+    return found
 
 
 def names_of(module) -> list[str]:
@@ -64,7 +75,9 @@ def arms_of(settings: dict, generator) -> list[dict]:
     """
     name = settings["ablation"]
     with naming(name):
-        arms = generator(ConfigDict(settings["base"]).lock())
+        takes_base = bool(inspect.signature(generator).parameters)
+        base = ConfigDict(settings["base"]).lock()
+        arms = generator(base) if takes_base else generator()
         if arms is None:
             raise ValueError("It returns nothing; it must yield its arms.")
         arms = list(arms)

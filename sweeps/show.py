@@ -10,7 +10,6 @@ from rich.table import Table
 
 from analysis.cells import settings
 from analysis.table import print_table
-from sweeps.plan import Arm
 from sweeps.runner import Sweep, train_command
 from sweeps.store import last_step, metrics_of, unfinished
 from training.metrics import clock, say
@@ -59,16 +58,10 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         )
 
 
-def operations(arm: Arm) -> float:
-    """Floating-point operations of a training: 3 passes of 2 a multiply-add."""
-    tokens = arm.config["data"]["batch_tokens"] * arm.config["train"]["num_steps"]
-    return 6.0 * arm.flops * tokens
-
-
 def total_operations(sweep: Sweep) -> float:
     """Of all trainings, also those of the search."""
     return sum(
-        operations(arm) * (len(arm.seeds) + sweep.search.size(arm))
+        arm.training_flops * (len(arm.seeds) + sweep.search.size(arm))
         for arm in sweep.plan.arms
     )
 
@@ -101,7 +94,8 @@ def expected_seconds(sweep: Sweep) -> float:
             f"leaves it out)"
         )
     seconds = steps / [pace for pace in paces if pace][-1]
-    done = operations(sweep.plan.arm(group.trials[0].arm)) * len(group.trials)
+    arm = sweep.plan.arm(group.trials[0].arm)
+    done = arm.training_flops * len(group.trials)
     return seconds / done * total_operations(sweep)
 
 

@@ -220,7 +220,7 @@ def arm_columns(arm: Arm) -> dict:
         "overrides": json.dumps(arm.overrides),
         "mlp_dim": arm.config["model"]["mlp_dim"],
         "parameters": arm.parameters,
-        "flops": arm.flops,
+        "flops": arm.training_flops,
     }
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attention import dot_product_attention
+from attention import attention_weights, dot_product_attention, masks
 
 
 def inputs(T, dtype, N=2, H=16):
@@ -49,3 +49,20 @@ def test_float16_gradients_of_long_rows():
     for x, y in zip(found, wanted, strict=True):
         difference = jnp.linalg.norm(x.astype(jnp.float32) - y)
         assert difference < 0.005 * jnp.linalg.norm(y)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["reference", "blockwise", "pallas_tpu_interpret", "pallas_gpu_interpret"],
+)
+@pytest.mark.parametrize("share", [1, 0.7, 0.5])
+def test_a_row_of_the_largest_numbers_sees_nothing(implementation, share):
+    """A mask as others write it: a bias of some share of the type's least number."""
+    least = share * float(jnp.finfo(jnp.float32).min)
+    arrays = [*inputs(6, jnp.float32), jnp.zeros((1, 1, 6, 6)).at[:, :, 2].set(least)]
+    out, lse = dot_product_attention(
+        *arrays, implementation=implementation, return_residual=True
+    )
+    np.testing.assert_array_equal(np.abs(out).max((0, 2, 3)) > 0, np.arange(6) != 2)
+    np.testing.assert_array_equal(lse[:, 2], np.float32(masks.EMPTY))
+    assert not attention_weights(*arrays[:2], arrays[3])[:, :, 2].any()

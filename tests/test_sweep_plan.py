@@ -2,7 +2,7 @@
 
 import pytest
 
-from analysis.budget import solve_mlp_dim
+from analysis.budget import flops, solve_mlp_dim
 from configs import base
 from configs.ablations import chain, matched, over
 from sweeps.opening import open_sweep
@@ -68,6 +68,30 @@ def test_what_follows_the_nuisance_settings_is_none(after):
     {after}
     """
     assert nuisance_keys(told) == ["optimizer.learning_rate", "model.dropout"]
+
+
+def test_an_ablation_of_ones_own_may_take_no_base(tmp_path, corpus):
+    name = own(tmp_path, 'yield {"model.mlp_dim": 32}')
+    path = tmp_path / "own.py"
+    path.write_text(path.read_text().replace("sizes(base)", "sizes()"))
+    (arm,) = open_sweep(options(tmp_path / "s", corpus, ablation=name)).plan.arms
+    assert arm.name == "F=32"
+
+
+def test_nuisance_settings_in_words_alone_are_refused(tmp_path, corpus):
+    """Their values would be arms, each one more comparison."""
+    name = own(tmp_path, 'yield {"model.mlp_dim": 32}')
+    path, key = tmp_path / "own.py", "optimizer.learning_rate"
+    path.write_text(path.read_text().replace(key, "the learning rate"))
+    with pytest.raises(ValueError, match='name config keys after "Nuisance:", such as'):
+        open_sweep(options(tmp_path / "s", corpus, ablation=name))
+    path.write_text(path.read_text().replace("the learning rate", "none"))
+    open_sweep(options(tmp_path / "s", corpus, ablation=name))
+
+
+def test_the_flops_of_a_training_are_six_a_multiply_add_and_token():
+    (arm,) = plan_of([{}], changes={"train.num_steps": 7, "data.batch_tokens": 50}).arms
+    assert arm.training_flops == 6 * flops(arm.config) * 7 * 50
 
 
 def test_no_value_of_how_to_train_counts_as_a_default():
