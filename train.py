@@ -118,13 +118,16 @@ def dry_run(config, target: str, listed: Path | None) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # else the GPUs' plugin misses a driver, aloud
     from analysis.evaluation import METRICS
     from analysis.table import print_pairs
+    from data.packing import largest_rows
     from training import dry_run, sharding
     from training.checks import check_config
 
     with one_sentence():
         check_config(config, flat(config.to_dict()), METRICS)
         trials = trials_of(flat(config.to_dict()), listed)
-        plan = dry_run.plan(config, numbers(flat(config.to_dict()), trials), target)
+        shape = largest_rows(config.data.batch_tokens, config.data.max_length)
+        arrays = numbers(flat(config.to_dict()), trials)
+        plan = dry_run.plan(config, arrays, target, shape)
     sharding.warn_of_whole(flat(config.to_dict()), plan.mesh)
     print_pairs(f"{target}, per chip", dry_run.rows(plan))
     if advice := dry_run.advice(plan, config):

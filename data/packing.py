@@ -72,6 +72,33 @@ def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
     return int(sources[best]), int(targets[best])
 
 
+def num_rows(batch_tokens: int, T: int) -> int:
+    """Rows B of a training batch: as many of T tokens as batch_tokens hold.
+
+    From 32 on less up to a sixteenth, so that a power of two of at least B / 32 divides
+    them, as devices are to.
+
+    Raises:
+        ValueError: batch_tokens hold no row.
+    """
+    if batch_tokens < T:
+        raise ValueError(
+            f"data.batch_tokens={batch_tokens} must hold a row of {T} target tokens"
+        )
+    B = batch_tokens // T
+    bits = max(0, B.bit_length() - 5)
+    return B >> bits << bits
+
+
+def largest_rows(batch_tokens: int, max_length: int) -> tuple[int, int]:
+    """(B, T) of a batch whose rows are as long as the longest sentence may be.
+
+    What a corpus needs is only known with it: see `row_shape`.
+    """
+    T = max(ROW_TOKENS, -(-max_length // 8) * 8)
+    return num_rows(batch_tokens, T), T
+
+
 def _completion(counts: np.ndarray) -> tuple[int, int] | None:
     """The most plentiful pair of lengths that fills a remainder (almost) exactly,
     as one of the two; the other fills it too. `counts[s, t]` are those that fit."""

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 from absl import logging
 
-from data.packing import Layout, Sentences, fill_rows, pack, row_shape
+from data.packing import Layout, Sentences, fill_rows, num_rows, pack, row_shape
 
 # A block of the step sequence passes over the data once or, where that makes fewer
 # batches than this, several times: what is left out at its end is then little.
@@ -40,14 +40,6 @@ def _usable(source: Sentences, target: Sentences, max_length: int | None):
     return _select(source, keep), _select(target, keep)
 
 
-def _num_rows(batch_tokens: int, T: int) -> int:
-    if batch_tokens < T:
-        raise ValueError(
-            f"data.batch_tokens={batch_tokens} must hold a row of {T} target tokens"
-        )
-    return batch_tokens // T
-
-
 def _assemble(source, target, pairs, sizes, shape) -> dict[str, np.ndarray]:
     B, S, T = shape
     batch = {}
@@ -70,7 +62,7 @@ class Batches:
     Args:
       source, target: Sentences, each ending in eos; sentence i of one is the
         translation of sentence i of the other.
-      batch_tokens: target tokens a batch and trial; B is batch_tokens // T.
+      batch_tokens: target tokens a batch and trial; B: see `num_rows`.
       seeds: one a trial.
       max_length: longer pairs (in tokens, eos included, on either side) are dropped,
         as are those with an empty side; the log says how many.
@@ -90,7 +82,7 @@ class Batches:
         self._source, self._target = _usable(source, target, max_length)
         s, t = self._source.lengths, self._target.lengths
         S, T = row_shape(s, t)
-        B = _num_rows(batch_tokens, T)
+        B = num_rows(batch_tokens, T)
         self.shape = (B, S, T)
         self._seeds = tuple(seeds)
         passes_rows = max(s.sum() / S, t.sum() / T)  # the fewest that a pass can take

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from data.packing import Sentences
+from data.packing import Sentences, num_rows
 from data.pipeline import (
     Batches,
     evaluation_batches,
@@ -190,6 +190,16 @@ def test_prefetched_batches_are_those_of_the_steps():
             else:
                 assert not any(array.any() for array in batch.values())
     iterator.close()
+
+
+def test_rows_of_a_batch_can_be_divided():
+    """227 is a prime; no two devices could share its rows."""
+    assert [num_rows(8 * B, 8) for B in (1, 13, 31, 32, 37)] == [1, 13, 31, 32, 36]
+    assert num_rows(227 * 136 + 135, 136) == 224
+    for B in range(32, 3000):
+        rows = num_rows(B, 1)
+        power = rows & -rows
+        assert rows <= B < rows * 17 / 16 and 32 * power > B
 
 
 def test_portions_end_at_every_interval():

@@ -48,7 +48,7 @@ def test_a_dry_run_refuses_the_parts_that_training_does(monkeypatch, parts, sent
     config = get_config()
     config.train.accumulate_steps = parts
     with pytest.raises(ValueError, match=sentence):
-        dry_run.plan(config, {"seed": np.zeros(1)}, "v5e:4x4")
+        dry_run.plan(config, {"seed": np.zeros(1)}, "v5e:4x4", (32, 64))
 
 
 DRY_RUN = """

@@ -19,7 +19,6 @@ from training import sharding, targets
 from training.step import init, static_of, train_steps
 
 GIB = 2**30
-ROW = 64  # tokens of the shortest row, as data.packing.ROW_TOKENS
 OPERATION = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
     r"|reduce-scatter)(?P<start>-start)?\((?:.*?channel_id=(?P<channel>\d+))?"
@@ -54,28 +53,23 @@ class Plan(NamedTuple):
         return int(self.num_trials * self.capacity / self.peak)
 
 
-def plan(config, arrays: dict, target: str) -> Plan:
+def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
     """Compile the step of a config for a target, and read off what it needs.
 
-    The vocabulary is taken to be of its full size, and rows to hold the longest pair.
+    The vocabulary is taken to be of its full size.
 
     Args:
         config: as train.py has it.
         arrays: the numbers of its trials, see `training.step.train_steps`.
         target: see `targets.devices`.
+        shape: B and T of a trial's batch, see `data.packing.largest_rows`.
 
     Raises:
         ValueError: no such target, a mesh that does not fit it, no row in a batch, or
             rows that can't be computed in parts.
     """
     num_trials = len(arrays["seed"])
-    T = max(ROW, -(-config.data.max_length // 8) * 8)
-    B = config.data.batch_tokens // T
-    if B < 1:
-        raise ValueError(
-            f"data.batch_tokens must hold a row of {T} tokens, got "
-            f"{config.data.batch_tokens}."
-        )
+    B, T = shape
     rows = sharding.rows_of_part(B, config.train.accumulate_steps)
     mesh = sharding.make_mesh(
         config.mesh, num_trials, rows, targets.devices(target).ravel()

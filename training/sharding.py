@@ -104,9 +104,10 @@ def make_mesh(
         ),
     ):
         if count % sizes[axis]:
+            fitting = [str(n) for n in range(1, count + 1) if count % n == 0]
             raise ValueError(
                 f"mesh.{axis}={sizes[axis]} does not divide the {count} {of}; choose "
-                f"another number of either."
+                f"one of {', '.join(fitting)}, or another number of these."
             )
     return Mesh(
         devices.reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from configs.commandline import flat
+from data.packing import largest_rows
 from training import dry_run
 from training.trials import numbers
 
@@ -39,7 +40,8 @@ def planned(name, target, seeds=1, **mesh):
         config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     config.mesh.update(mesh)
     arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
-    return dry_run.plan(config, arrays, target)
+    shape = largest_rows(config.data.batch_tokens, config.data.max_length)
+    return dry_run.plan(config, arrays, target, shape)
 
 
 def adds_up_gradients_alone(plan):
