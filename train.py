@@ -72,7 +72,7 @@ class Run(NamedTuple):
     """What the loop needs, put together from a config and a workdir."""
 
     static: Any  # training.step.Static
-    numbers: dict  # of the trials, each of shape R, see training.step.train_step
+    numbers: dict  # of the trials, each of shape R, see training.step.train_steps
     state: Any  # training.step.TrainState
     best: dict  # of every trial's best evaluation: params, score, step
     step: int  # updates that an earlier start has done
@@ -91,7 +91,6 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
     platform.setup()
     show_log()
     stop = StopSignal()
-    from analysis.evaluation import METRICS
     from training import hosts
     from training.checks import check_config
     from training.utilisation import Profile, steps_to_profile
@@ -104,7 +103,7 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
             profile = Profile(workdir, steps)
             cluster.connect()
             with hosts.together():
-                check_config(config, flat(config.to_dict()), METRICS)
+                check_config(config)
                 if hosts.is_first():
                     stack.enter_context(claim(workdir, config.to_dict(), trials))
             hosts.check_same_run(workdir, config.to_dict(), trials)
@@ -116,14 +115,13 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
 def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else the GPUs' plugin misses a driver, aloud
-    from analysis.evaluation import METRICS
     from analysis.table import print_pairs
     from data.packing import largest_rows
     from training import dry_run, sharding
     from training.checks import check_config
 
     with one_sentence():
-        check_config(config, flat(config.to_dict()), METRICS)
+        check_config(config)
         trials = trials_of(flat(config.to_dict()), listed)
         shape = largest_rows(config.data.batch_tokens, config.data.max_length)
         arrays = numbers(flat(config.to_dict()), trials)

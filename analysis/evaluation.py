@@ -8,14 +8,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from analysis.scores import scores
+from analysis.scores import scores, untied
 from data.pipeline import evaluation_batches
 from models.decoding import translate_trials
 from training import hosts, sharding
 from training.metrics import say, spread
 from training.step import eval_step, keep_best
-
-METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")
 
 
 class Dev(NamedTuple):
@@ -40,9 +38,7 @@ def sentences(encoded) -> list[list[int]]:
 def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
     """The metric of every trial, so that higher is better; -inf where it has no row.
 
-    The loss tells apart what the metric does not, such as the zeros of a first hour: it
-    counts for less than any difference of two scores that is more than rounding, and
-    one that is not finite as a very large one.
+    The loss tells apart what the metric does not, such as the zeros of a first hour.
     """
     scores = np.full(num_trials, -np.inf)
     for trial, row in rows.items():
@@ -50,7 +46,7 @@ def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
         if metric == "dev_loss":
             scores[trial] = -loss
         else:
-            scores[trial] = row[metric] - 1e-9 * (loss if loss < 1e3 else 1e3)
+            scores[trial] = untied(row[metric], loss)
     return scores
 
 

@@ -4,6 +4,15 @@ import unicodedata
 from collections.abc import Sequence
 
 
+def untied(score: float, loss: float) -> float:
+    """The score, less what tells apart two that are equal: the loss.
+
+    That counts for less than any difference of two scores that is more than rounding,
+    and one that is not finite as a very large one.
+    """
+    return score - 1e-9 * (loss if loss < 1e3 else 1e3)
+
+
 def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
     """sacreBLEU and chrF (0 to 100) with signatures, and the share that is exact.
 

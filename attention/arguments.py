@@ -11,6 +11,11 @@ from attention.partition import varying_alike
 FAR = 2**30  # a window without an end; an index and this are less than 2**31
 
 
+def present(**arrays):
+    """Those that are not None."""
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
 def normalise(
     query,
     key,

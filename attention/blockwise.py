@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attention import blockwise_heads as heads
+from attention.arguments import present
 from attention.partition import axes_of, partitioned
 from attention.platform import platform
 from attention.statistics import HeadStatistics
@@ -43,8 +44,8 @@ def attend(
     """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`."""
     structure = scale, is_causal, local_window_size
     problem = _problem(query, key, bias, structure, statistics)
-    differentiable = _present(query=query, key=key, value=value, bias=bias)
-    constant = _present(mask=mask, **indices)
+    differentiable = present(query=query, key=key, value=value, bias=bias)
+    constant = present(mask=mask, **indices)
     out, *rows = _attend(problem, differentiable, constant)
     lse, *rows = map(jnp.float32, rows)  # also of float64
     return (out, lse, HeadStatistics(*rows)) if statistics else (out, lse)
@@ -56,7 +57,7 @@ def head_statistics(
     """Statistics of every row: see `attention.api`."""
     structure = scale, is_causal, local_window_size
     problem = _problem(query, key, bias, structure, statistics=True)
-    arrays = _present(query=query, key=key, bias=bias, mask=mask, **indices)
+    arrays = present(query=query, key=key, bias=bias, mask=mask, **indices)
     head = heads.short if problem.short else heads.forward
     _, *rows = _run(head, problem, arrays, ROWS)
     return HeadStatistics(*map(jnp.float32, rows))
@@ -125,10 +126,6 @@ def _fit(gradient, array):
     """Sum over the axes along which the array was broadcast."""
     axes = [i for i, n in enumerate(array.shape) if n == 1 < gradient.shape[i]]
     return gradient.sum(axes, keepdims=True).astype(array.dtype)
-
-
-def _present(**arrays):
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _problem(query, key, bias, structure, statistics):

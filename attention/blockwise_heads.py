@@ -14,14 +14,6 @@ import jax.numpy as jnp
 
 from attention import masks
 
-STRUCTURED = (
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-)
-
-
 # Summed row by row for the statistics: their sum over total is what they are.
 OFFSETS = {"previous": -1, "current": 0, "following": 1}
 STATISTICS = ("energy", "distance", *OFFSETS)
@@ -87,7 +79,10 @@ def short(problem, head):
     """
     logits = _logits(problem, head, 0, 0)
     maximum = logits.max(-1)
-    if not {"bias", "mask", *STRUCTURED}.isdisjoint(head) or problem.local_window_size:
+    if (
+        not {"bias", "mask", *masks.STRUCTURE}.isdisjoint(head)
+        or problem.local_window_size
+    ):
         maximum = jnp.maximum(maximum, masks.LOWEST)
     exponentials = _exponentials(logits, maximum)
     sums = _sums(problem, head, exponentials, 0, 0)

@@ -23,8 +23,3 @@ def refuse_gradient(platform, bias):
             f"implementation='pallas' on a {platform} gives no gradient by the bias; "
             "use 'blockwise', or jax.lax.stop_gradient(bias) if none is wanted"
         )
-
-
-def present(**arrays):
-    """Those that are not None."""
-    return {name: array for name, array in arrays.items() if array is not None}

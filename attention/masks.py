@@ -18,6 +18,14 @@ EMPTY = float(-0.7 * np.finfo(np.float32).max)
 # exactly, so that a row of nothing else sees nothing.
 LOWEST = EMPTY / 2
 
+# Arrays that mask by index: `B`, `B`, `B T` and `B S`.
+STRUCTURE = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
+
 
 def may_attend(
     row,

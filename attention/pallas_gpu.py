@@ -18,18 +18,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from attention import masks
 from attention import pallas_gpu_kernels as kernels
-from attention.fused import check, present, refuse_gradient
+from attention.arguments import present
+from attention.fused import check, refuse_gradient
 from attention.pallas_gpu_blocks import choose_tiles, padded, visits
 from attention.partition import axes_of, partitioned
 from attention.statistics import HeadStatistics
 
 DTYPES = ("float32", "bfloat16", "float16")
-STRUCTURE = (
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-)
 
 
 def attend(
@@ -55,7 +50,7 @@ def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
 
 def _split(structure, statistics, interpret):
     """What is known when compiling, hashable, and the arrays."""
-    arrays = {name: structure.pop(name) for name in STRUCTURE}
+    arrays = {name: structure.pop(name) for name in masks.STRUCTURE}
     structure |= {"statistics": statistics, "interpret": interpret}
     return tuple(sorted(structure.items())), arrays
 
@@ -171,7 +166,7 @@ def _problem(kernel, static, arrays, by_key):
     sizes = choose_tiles(kernel.__name__, max(H, V), dtype, T, S)
     interpret, scale = static.pop("interpret"), static.pop("scale")
     del static["statistics"]
-    seen = {name: arrays.get(name) for name in STRUCTURE}
+    seen = {name: arrays.get(name) for name in masks.STRUCTURE}
     bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)
     problem = kernels.Problem(
         num_queries=T,

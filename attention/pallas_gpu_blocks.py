@@ -89,9 +89,9 @@ class Visits(NamedTuple):
     tail: bool
 
 
-def padded(size: int, smallest: int = 16) -> int:
+def padded(size: int) -> int:
     """The power of two that holds `size`; Triton's dots need at least 16."""
-    return max(smallest, 1 << (size - 1).bit_length())
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def visits(

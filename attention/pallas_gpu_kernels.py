@@ -388,10 +388,10 @@ def _inside(indices, size, shape, width):
     )
 
 
-def _load(ref, indices, size, width=None, other=0):
-    """A block, `other` beyond `size` (None: nothing is) and `width`."""
+def _load(ref, indices, size, width=None):
+    """A block, 0 beyond `size` (None: nothing is) and `width`."""
     mask = _inside(indices, size, ref.shape, width)
-    return plgpu.load(ref, mask=mask, other=None if mask is None else other)
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref, block, indices, size, width=None):

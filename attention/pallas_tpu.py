@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from attention import masks
 from attention import pallas_tpu_kernels as kernels
-from attention.fused import check, present, refuse_gradient
+from attention.arguments import present
+from attention.fused import check, refuse_gradient
 from attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
 from attention.partition import axes_of, partitioned
 from attention.statistics import HeadStatistics

@@ -41,19 +41,25 @@ def weights_and_lse(
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
     allowed = masks.dense(*logits.shape[2:], mask, **structure)
+    weights, lse = softmax(logits, allowed)
+    return weights, lse.transpose(0, 2, 1).astype(jnp.float32)
+
+
+def softmax(
+    logits: Float[Array, "B N T S"], allowed
+) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
+    """Over the keys, with its log-sum-exp; a row that may see nothing is zero."""
     if allowed is not None:
         logits = jnp.where(allowed, logits, masks.EMPTY)
     # The maximum only shifts the exponent's range: no gradient is due through it. The
     # bound keeps rows finite whose bias is -inf all along.
     highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.LOWEST))
     exponentials = jnp.exp(logits - highest)
-    if allowed is not None:
-        exponentials = jnp.where(allowed, exponentials, 0)
     total = exponentials.sum(-1, keepdims=True)
     seen = total > 0
     total = jnp.where(seen, total, 1)
-    lse = jnp.where(seen, highest + jnp.log(total), masks.EMPTY)[..., 0]
-    return exponentials / total, lse.transpose(0, 2, 1).astype(jnp.float32)
+    lse = jnp.where(seen, highest + jnp.log(total), masks.EMPTY)
+    return exponentials / total, lse[..., 0]
 
 
 def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:

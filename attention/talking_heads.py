@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from attention import masks
 from attention.api import head_gated
 from attention.arguments import normalise
-from attention.reference import scaled_logits
+from attention.reference import scaled_logits, softmax
 
 
 def talking_heads_attention(
@@ -87,7 +87,7 @@ def mixed_weights(
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
     allowed = masks.dense(*logits.shape[2:], mask, **structure)
-    weights = mix(masked_softmax(logits, allowed), weights_mix)
+    weights = mix(softmax(logits, allowed)[0], weights_mix)
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
@@ -96,14 +96,3 @@ def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
     # Else a TPU would round float32 logits to bfloat16 here.
     mixture, precision = jnp.asarray(mixture, maps.dtype), jax.lax.Precision.HIGHEST
     return jnp.einsum("BN...,NM->BM...", maps, mixture, precision=precision)
-
-
-def masked_softmax(logits: Array, allowed: Array | None) -> Array:
-    """Over the last axis; a row that may see nothing is zero."""
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
-    # Finite, also where a row is -inf all along: their difference would be NaN.
-    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.LOWEST))
-    exponentials = jnp.exp(logits - highest)
-    total = exponentials.sum(-1, keepdims=True)
-    return exponentials / jnp.where(total > 0, total, 1)

@@ -239,7 +239,7 @@ def load(
     Args:
       name: `numbers`, `multi30k`, `text`, or a set of TFDS's translation catalogue.
       source, target: language codes, such as "en" and "de".
-      split: `train`, `val`, `test`, ... (`splits` lists them).
+      split: `train`, `val`, `test`, ...
       directory: for `multi30k` the folder with the official files (None: download
         them); for `text` the folder with train.en and train.de, val.en, ..., or
         train.tsv, ..., source before target, each optionally gzipped; for no other.
@@ -256,27 +256,6 @@ def load(
         raise ValueError(f"the split {split!r} of {name} has no sentences")
     logging.info("%s %s: %d pairs %s-%s", name, split, len(sources), source, target)
     return sources, targets
-
-
-def splits(
-    name: str, source: str, target: str, directory=None, data_dir=None
-) -> list[str]:
-    """The splits of a corpus; for TFDS's catalogue it is prepared first."""
-    _check_directory(name, directory)
-    if name == "numbers":
-        return list(numbers.SPLITS)
-    if name == "multi30k":
-        return list(multi30k.SPLITS)
-    if name == "text":
-        folder = _folder(directory)
-        both = [
-            {path.name.split(".")[0] for path in folder.glob(f"*.{kind}*")}
-            for kind in (source, target, "tsv")
-        ]
-        return sorted((both[0] & both[1]) | both[2])
-    data_dir = prepared_in(data_dir)
-    make = functools.partial(_tfds_builder, name, data_dir)
-    return list(_prepared(make, data_dir, (source, target)).info.splits)
 
 
 def tokenized_references(

@@ -11,7 +11,6 @@ import numpy as np
 LIMIT = 1_000_000
 SEED = 2017
 SIZES = {"train": 12_000, "val": 500, "test": 1_000}
-SPLITS = tuple(SIZES)
 
 
 @functools.cache

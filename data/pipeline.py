@@ -102,16 +102,6 @@ class Batches:
         return self._block_steps / self._passes
 
     @property
-    def fill(self) -> tuple[float, float]:
-        """The share of real tokens among the source and among the target positions."""
-        _, S, T = self.shape
-        rows = self._layout.num_rows / self._passes
-        return (
-            float(self._source.lengths.sum() / (rows * S)),
-            float(self._target.lengths.sum() / (rows * T)),
-        )
-
-    @property
     def crc32(self) -> int:
         """A checksum of the pairs, to tell whether they have changed."""
         checksum = 0

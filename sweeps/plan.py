@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from analysis.budget import flops, parameters, solve_mlp_dim
-from analysis.evaluation import METRICS
 from configs.ablations import grid
 from configs.commandline import describe, flat, near_miss
 from models.sites import at_site
@@ -215,7 +214,7 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
 
 def check_trainable(config: dict) -> None:
     """Raise a ValueError for a config that train.py would refuse."""
-    check_config(ConfigDict(config), flat(config), METRICS)
+    check_config(ConfigDict(config))
 
 
 @contextlib.contextmanager

@@ -18,13 +18,8 @@ from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.records import read_record, read_result
 from sweeps.runner import Sweep
-from sweeps.store import (
-    COLUMNS,
-    SCORES,
-    TOLD,
-    metrics_of,
-    unfinished,
-)
+from sweeps.store import COLUMNS, SCORES, TOLD, unfinished
+from training.metrics import metrics_of
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:

@@ -10,14 +10,16 @@ import csv
 import fcntl
 import hashlib
 import json
+import math
 import re
 import sqlite3
 from pathlib import Path
 
+from analysis.scores import untied
 from sweeps.plan import Arm, Group, Plan, Trial, grouped
 from sweeps.records import read_group, read_record, read_result
 from sweeps.search import LOST, Search, known_trials
-from training.metrics import row_of
+from training.metrics import metrics_of
 from training.workdir import write_json
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
@@ -96,9 +98,9 @@ def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float |
     except ValueError:  # which the table tells
         return None
     if found is not None and found[index]["diverged_at"] is None:
-        loss = found[index].get("loss")  # tells apart what scores the same, as training
-        loss = loss if isinstance(loss, float) and loss < 1e3 else 1e3
-        return found[index][settings["metric"]] - 1e-9 * loss
+        loss = found[index].get("loss")
+        loss = loss if isinstance(loss, float) else math.inf
+        return untied(found[index][settings["metric"]], loss)
     diverged = diverged_at(metrics_of(folder), index)
     return LOST if found is not None or diverged is not None else None
 
@@ -117,13 +119,6 @@ def group_name(trials: list[Trial]) -> str:
     readable = re.sub(r"[^\w=.]+", "_", trials[0].arm)[:40]
     readable += "-search" if trials[0].is_search else ""
     return f"{readable}-{ids.hexdigest()[:8]}"
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    """The whole lines of a run's metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [row for line in lines if (row := row_of(line)) is not None]
 
 
 def last_step(folder: Path) -> int:

@@ -73,7 +73,6 @@ def test_numbers_are_the_same_in_every_language(few_numbers, tmp_path):
         assert sorted(pairs) == sorted(both)
     train, _ = load("en", "de", "train")
     assert not set(train) & set(expected["en"])
-    assert corpora.splits("numbers", "en", "de") == list(numbers.SIZES)
 
 
 def test_german_numbers_say_ones_before_tens():
@@ -143,10 +142,10 @@ def test_multi30k_fills_its_batches_to_95_percent(source, target):
     sides = [model.encode(text) for text in texts]
     for batch_tokens in (4096, 8192):
         batches = Batches(*sides, batch_tokens=batch_tokens, seeds=[1])
-        assert min(batches.fill) >= 0.95
-        for step in (0, int(batches.steps_per_epoch) - 1):
-            for side in ("source", "target"):
-                assert (batches[step][f"{side}_segments"] > 0).mean() >= 0.94
+        for side in ("source", "target"):
+            steps = range(int(batches.steps_per_epoch))
+            share = [(batches[i][f"{side}_segments"] > 0).mean() for i in steps]
+            assert np.mean(share) >= 0.95 and min(share[0], share[-1]) >= 0.94
 
 
 @needs_multi30k
@@ -291,8 +290,6 @@ def test_a_prepared_tfds_set(tmp_path):
     assert pairs == [(f"Größe {i}", f"café {i}") for i in range(5)]
     assert len(load("en", "de", "val")[0]) == 2  # TFDS calls it validation
     assert len(load("en", "de", "train[:3]")[0]) == 3
-    names = corpora.splits("tiny_translate", "en", "de", data_dir=tmp_path)
-    assert sorted(names) == ["train", "validation"]
     with pytest.raises(ValueError, match="no language 'fr'; it has de, en"):
         load("en", "fr", "train")
     with pytest.raises(ValueError, match="no split 'test'; it has train, validation"):
@@ -304,8 +301,6 @@ def test_a_folder_is_refused_where_it_would_not_be_read(name, tmp_path):
     sentence = f"not for {name}; set .TFDS_DATA_DIR"
     with pytest.raises(ValueError, match=sentence):
         corpora.load(name, "en", "de", "train", tmp_path, data_dir=tmp_path)
-    with pytest.raises(ValueError, match=sentence):
-        corpora.splits(name, "en", "de", tmp_path, data_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -355,14 +350,12 @@ def test_line_aligned_files(tmp_path):
         ["one", "two\u2028more", "", "four"],
         ["eins", "zwei", "drei", "vier"],
     )
-    assert corpora.splits("text", "en", "de", tmp_path) == ["train"]
 
 
 @pytest.mark.parametrize("name", ["val.tsv", "val.tsv.gz"])
 def test_a_table(tmp_path, name):
     write(tmp_path / name, "one\teins\ntwo\tzwei\n")
     assert load_text(tmp_path, "val") == (["one", "two"], ["eins", "zwei"])
-    assert corpora.splits("text", "en", "de", tmp_path) == ["val"]
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,12 @@ def test_a_trial_in_a_group_sees_what_it_sees_alone():
                 )
 
 
-def test_batches_are_filled_to_95_percent_and_fill_says_so():
+def test_batches_are_filled_to_95_percent():
     batches = batches_of(12_000, batch_tokens=4096)
     steps = range(int(batches.steps_per_epoch))
-    for side, claimed in zip(("source", "target"), batches.fill, strict=True):
+    for side in ("source", "target"):
         share = np.mean([(batches[i][f"{side}_segments"] > 0).mean() for i in steps])
         assert share >= 0.95
-        assert abs(share - claimed) < 0.005
 
 
 def test_ten_pairs_fill_whole_batches_each_as_often_as_the_others():

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from flax.traverse_util import flatten_dict
+
 from models import checks
 from models.counting import abstract
 from models.precision import REMAT
@@ -9,19 +11,16 @@ from models.transformer import Transformer
 from training.optimizer import SCHEDULES
 from training.sharding import SHARD
 
+# What train.best_metric may be.
+METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")
 
-def check_config(config, flat: dict, metrics) -> None:
-    """Raise a ValueError for a config that can't be trained, naming its key.
 
-    Args:
-        config: the whole.
-        flat: the same, as a dict of dotted paths.
-        metrics: what train.best_metric may be.
-    """
+def check_config(config) -> None:
+    """Raise a ValueError for a config that can't be trained, naming its key."""
     model = config.model.to_dict()
-    checks.check_counts(flat)
+    checks.check_counts(flatten_dict(config.to_dict(), sep="."))
     checks.check_encoder_decoder(model)
-    checks.choose("train.best_metric", config.train.best_metric, metrics)
+    checks.choose("train.best_metric", config.train.best_metric, METRICS)
     checks.choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     checks.choose("train.remat", config.train.remat, REMAT)
     checks.choose("mesh.shard", config.mesh.shard, SHARD)

@@ -82,11 +82,7 @@ def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
         tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)
-        batch = {
-            f"{side}{what}": tokens
-            for side in ("source", "target")
-            for what in ("", "_segments", "_positions")
-        }
+        batch = dict.fromkeys(counting.batch_of(T, T), tokens)
         of_trials = sharding.named(mesh, "trial")
         of_rows = sharding.named(mesh, *sharding.BATCH)
         arguments = (

@@ -92,12 +92,17 @@ def row_of(line: str) -> dict | None:
     return row if is_like(row, {"step": 0, "trial": 0}) else None
 
 
+def metrics_of(workdir: Path) -> list[dict]:
+    """The whole lines of a run's metrics.jsonl."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [row for line in lines if (row := row_of(line)) is not None]
+
+
 def is_evaluated(workdir: Path, step: int) -> bool:
     """Whether metrics.jsonl has scores on dev of a step."""
-    path = workdir / "metrics.jsonl"
-    text = path.read_text(errors="replace") if path.exists() else ""
-    found = (row_of(line) for line in text.splitlines())
-    return any(row and row["step"] == step and "dev_loss" in row for row in found)
+    rows = metrics_of(workdir)
+    return any(row["step"] == step and "dev_loss" in row for row in rows)
 
 
 class Window:

@@ -108,14 +108,13 @@ def devices(target: str) -> np.ndarray:
     return np.array(found.devices)
 
 
-def compile_for(devices: np.ndarray, function, *arguments, **options):
+def compile_for(devices: np.ndarray, function, *arguments):
     """Compile a jitted function for the first of the devices.
 
     Args:
         devices: of a target.
         function: as `jax.jit` gives it.
         arguments: trees of arrays or `jax.ShapeDtypeStruct`s.
-        options: static arguments.
     """
     device = devices.flat[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("data",))
@@ -125,5 +124,5 @@ def compile_for(devices: np.ndarray, function, *arguments, **options):
     )
     platform = "tpu" if device.platform == "tpu" else "cuda"
     with jax.set_mesh(mesh):
-        traced = function.trace(*arguments, **options)
+        traced = function.trace(*arguments)
         return traced.lower(lowering_platforms=(platform,)).compile()
