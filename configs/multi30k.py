@@ -11,12 +11,12 @@ The published score is 41.02 (lowercased, Moses-tokenised, beam 5). One seed sco
 Their command (README-baseline.md of LividWo/Revisit-MMT) trains on the publisher's
 lowercased, tokenised text, ours on the plain one; it stops after 10 epochs without a
 better dev loss, at the latest after as many updates; it averages the checkpoints of the
-last 10 epochs, some 530 updates, ours of the last 2000; its Adam has an epsilon of 1e-8,
-not 1e-9 (base.py); ours clips gradients at a norm of 1 (base.py), fairseq at 25 or not
-at all, by its version; fairseq's kernels of queries, keys and values begin with Xavier's
-values times 1/sqrt(2), its layer norms have an epsilon of 1e-5, not 1e-6 (base.py); and
-it divides the log probability of a hypothesis by its length, not as eval.py's
---length_penalty.
+last 10 epochs, some 530 updates, ours of the last 2000; its Adam has an epsilon of
+1e-8, not 1e-9 (base.py); ours clips gradients at a norm of 1 (base.py), fairseq at 25
+or not at all, by its version; fairseq's kernels of queries, keys and values begin with
+Xavier's values times 1/sqrt(2), its layer norms have an epsilon of 1e-5, not 1e-6
+(base.py); and it divides the log probability of a hypothesis by its length, not as
+eval.py's --length_penalty.
 
 `:short` is for two CPU cores: the same layers, 8000 pieces instead of 10,000, dropout
 0.2 instead of 0.3, and 14.6 epochs of smaller batches.
