@@ -22,14 +22,7 @@ from training import cluster, platform
 from training.metrics import show_log
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
-from training.workdir import (
-    check_data,
-    claim,
-    environment,
-    has_begun,
-    record,
-    write_json,
-)
+from training.workdir import check_data, claim, environment, has_begun, record
 
 START = time.monotonic()
 CONFIG = config_flags.DEFINE_config_file(
@@ -241,8 +234,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         }
-        record(workdir, config.to_dict(), trials)  # nothing refuses it any more
-        write_json(workdir / "run.json", facts)
+        record(workdir, config.to_dict(), trials, facts)  # nothing refuses it any more
     flops = partial(counting.update_flops, model, *batches.shape)
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints

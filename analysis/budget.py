@@ -14,7 +14,7 @@ MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, friendliest to hardware
 def parameters(config: dict) -> int:
     """Parameters of a config's model (nested, as of `ConfigDict.to_dict`).
 
-    The vocabulary is taken to have `data.vocab_size` pieces, as trained ones do.
+    The vocabulary is taken to have `data.vocab_size` pieces; a corpus may give fewer.
 
     Raises:
         ValueError: the model can't be built.

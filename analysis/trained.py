@@ -1,7 +1,7 @@
 """A trained run: its model, its vocabulary, and translations by them.
 
 run = load(Path("runs/numbers"))
-run.translate(["two hundred and six"], beam_size=5)
+run.translate(["two hundred and six"], beam_size=5, length_penalty=0.6)  # as eval.py
 """
 
 import shlex
@@ -60,7 +60,8 @@ class Trained(NamedTuple):
             lines: a sentence each, in the source language.
             trial: which of the run's.
             first: number of the first line; samples of equal lines differ by it.
-            options: see `models.decoding.translate_trials`; default: greedy.
+            options: see `models.decoding.translate_trials`; default: greedy,
+                and `length_penalty` 0, where eval.py has a beam of 5 and 0.6.
         """
         if isinstance(lines, str):
             raise TypeError(f"lines must be a list of sentences, as in [{lines!r}]")

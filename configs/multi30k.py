@@ -6,15 +6,17 @@ The full recipe (8000 updates of 8192 target tokens) is for a GPU or a long run:
     python eval.py --workdir=runs/multi30k --split=test_2016_flickr --checkpoint=average
 
 The published score is 41.02 (lowercased, Moses-tokenised, beam 5). One seed scored
-41.06 (40.64 cased sacreBLEU), and 40.64 (40.31) after half of the updates, on two
-cores of an AMD EPYC (2026-11-22, results/multi30k). Their command (README-baseline.md
-of LividWo/Revisit-MMT) trains on the publisher's lowercased, tokenised text, ours on
-the plain one; it stops after 10 epochs without a better dev loss, at the latest after
-as many updates; it averages the checkpoints of the last 10 epochs, some 530 updates,
-ours of the last 2000; its Adam has an epsilon of 1e-8, not 1e-9 (base.py); ours clips
-gradients at a norm of 1 (base.py), fairseq at 25 or not at all, by its version; and
-fairseq divides the log probability of a hypothesis by its length, not as eval.py's
---length_penalty.
+41.06 so, and 40.64 by cased sacreBLEU; after half of the updates (result-half-...)
+40.64 so and 40.31 cased; on two cores of an AMD EPYC (2026-11-22, results/multi30k).
+Their command (README-baseline.md of LividWo/Revisit-MMT) trains on the publisher's
+lowercased, tokenised text, ours on the plain one; it stops after 10 epochs without a
+better dev loss, at the latest after as many updates; it averages the checkpoints of the
+last 10 epochs, some 530 updates, ours of the last 2000; its Adam has an epsilon of
+1e-8, not 1e-9 (base.py); ours clips gradients at a norm of 1 (base.py), fairseq at 25
+or not at all, by its version; fairseq's kernels of queries, keys and values begin with
+Xavier's values times 1/sqrt(2), its layer norms have an epsilon of 1e-5, not 1e-6
+(base.py); and it divides the log probability of a hypothesis by its length, not as
+eval.py's --length_penalty.
 
 `:short` is for two CPU cores: the same layers, 8000 pieces instead of 10,000, dropout
 0.2 instead of 0.3, and 14.6 epochs of smaller batches.

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import platform
 import random
 import shlex
 import shutil
@@ -42,7 +43,7 @@ from models.decoding import translate
 from sweeps.store import locked
 from training.checkpoint import Checkpoints
 from training.checks import check_config
-from training.workdir import check_data, environment
+from training.workdir import check_data, environment, processor
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -226,6 +227,7 @@ def test_what_a_run_leaves(trained):
     record = json.loads((trained / "run.json").read_text())
     assert record["attention"].keys() == {"encoder", "decoder", "cross"}
     assert record["num_parameters"] > 1000 and record["versions"]["jax"]
+    assert record["started"]
     assert list(trained.glob("events.*")) and (trained / "tokenizer").is_dir()
     first, *_, last = rows(trained)
     assert first["step"] == 1 and last["step"] == 60 and "dev_bleu" in last
@@ -514,6 +516,18 @@ def test_a_stream_that_is_closed_from_the_start_is_empty(tmp_path, closed):
 def test_git_need_not_be_there(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment()["commit"] is None
+
+
+def test_a_processor_is_told_by_its_name(monkeypatch):
+    """JAX calls every one of them "cpu"."""
+    assert set(environment()["devices"]) == {f"cpu: {processor()}"} != {"cpu: cpu"}
+    x86 = "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: x86)
+    assert processor() == "Some CPU @ 2 GHz"
+    monkeypatch.setattr(Path, "read_text", lambda path: "CPU implementer\t: 0x41\n")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert processor() == "aarch64"
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])

@@ -1,6 +1,7 @@
 """What the trials of a group may differ in, and whose a workdir is."""
 
 import json
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -139,10 +140,10 @@ def test_a_workdir_keeps_its_trials(tmp_path, begun):
     trials = [{"seed": 0, "c": 1}, {"seed": 1, "c": 1}]
     with claim(tmp_path, config, trials):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    record(tmp_path, config, trials)
+    record(tmp_path, config, trials, {})
     with claim(tmp_path, config, trials[:1]):  # nothing is trained yet
         pass
-    record(tmp_path, config, trials[:1])
+    record(tmp_path, config, trials[:1], {})
     begun(tmp_path)
     for now, words in (
         ([{"seed": 0, "c": 2}], r"trials\[0\].c \(there 1, now 2\)"),
@@ -187,8 +188,30 @@ def test_a_file_that_is_not_ours_is_named_and_left(tmp_path, name, text, words):
     assert (tmp_path / name).read_text() == text
 
 
+def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
+    config, trials = get_config().to_dict(), [{"seed": 0}]
+    path = tmp_path / "run.json"
+
+    def recorded(facts):
+        record(tmp_path, config, trials, facts)
+        return json.loads(path.read_text())
+
+    path.write_text('{"started": "of a start that failed"}')
+    started = recorded({})["started"]
+    age = datetime.now(UTC) - datetime.fromisoformat(started)
+    assert -1 <= age.total_seconds() < 60
+    (tmp_path / "metrics.jsonl").touch()
+    path.write_text('{"started": "2026-01-01T00:00:00+00:00"}')
+    assert recorded({"commit": "c"}) == {
+        "started": "2026-01-01T00:00:00+00:00",
+        "commit": "c",
+    }
+    path.write_text("{}")  # a run of before starts were recorded goes on
+    assert recorded({})["started"] is None
+
+
 def test_a_folder_of_other_data_may_be_of_the_same_run(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
-    record(tmp_path, config, trials)
+    record(tmp_path, config, trials, {})
     moved = config | {"data": config["data"] | {"directory": "there"}}
     assert changes(tmp_path, moved, trials) == []

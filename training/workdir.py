@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import json
+import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 MAY_CHANGE = (
@@ -68,10 +70,19 @@ def recorded(workdir: Path) -> dict:
     return {path.name: read_json(path) for path in paths if path.exists()}
 
 
-def record(workdir: Path, config: dict, trials: list[dict]) -> None:
-    """Record what is trained there, for the next start and for eval.py."""
+def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> None:
+    """Record what is trained there, for the next start and for eval.py.
+
+    Args:
+        facts: of run.json, which also keeps the time of the first start.
+    """
+    path = workdir / "run.json"
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    if has_begun(workdir):  # None: of a run of before that was recorded
+        started = (read_json(path) if path.exists() else {}).get("started")
     write_json(workdir / "config.json", config)
     write_json(workdir / "trials.json", trials)
+    write_json(path, {"started": started, **facts})
 
 
 def changes(workdir: Path, config: dict, trials: list[dict]) -> list[str]:
@@ -191,8 +202,21 @@ def environment() -> dict:
         "commit": commit or None,
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
-        "devices": [f"{d.platform}: {d.device_kind}" for d in jax.local_devices()],
+        "devices": [
+            f"{d.platform}: {processor() if d.platform == 'cpu' else d.device_kind}"
+            for d in jax.local_devices()
+        ],
     }
+
+
+def processor() -> str:
+    """The name of this machine's processor, which JAX calls "cpu"."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine() or "cpu"
 
 
 def check_data(workdir: Path, data: dict) -> None:
