@@ -15,7 +15,7 @@ the ratio, the share of the machine's matmul ceiling (the best of NumPy and XLA
 at 2048 x 2048 x 2048), and how many translations are the same tokens. CTranslate2 has
 all threads at one batch, and again a batch a thread, as ours has. The sides share a
 process: a pause before each round lets the others' threads fall asleep, and memory is
-the C library's, without what eval.py sets, which slows CTranslate2's threads.
+the C library's, without what eval.py sets: with it CTranslate2 was the slower.
 """
 
 import argparse
