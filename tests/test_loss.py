@@ -131,7 +131,7 @@ def test_bfloat16_is_summed_in_float32():
 
 
 def test_gradients_of_a_label_of_many_tokens_are_added_up_in_float32():
-    """In bfloat16 256 - 1 may be 255, but 512 - 1 is 512."""
+    """In bfloat16 256 + 1 is 256, and a frequent piece has more tokens in a batch."""
     hidden, table = jnp.ones((1000, 8), jnp.bfloat16), jnp.zeros((37, 8), jnp.bfloat16)
     labels, weights = jnp.zeros(1000, jnp.int32), jnp.ones(1000)
     found = jax.jit(jax.grad(cross_entropy, 1))(hidden, table, labels, weights)

@@ -1,4 +1,4 @@
-"""Translations by one vocabulary of both languages; `make test` learns by two."""
+"""One vocabulary of both languages; `make test` learns with two."""
 
 import json
 
