@@ -88,6 +88,17 @@ def test_what_a_signal_left_before_the_first_update_is_not_averaged(tmp_path):
         assert kept == {0: [0], 10: [10], 20: [10, 20]}[step]
 
 
+def test_the_last_parameters_of_a_trial_that_ended_early_are_of_its_end(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    marks = {"step": np.array([40, 25]), "diverged_at": np.zeros(2)}
+    params = {"kernel": np.ones((2, 3), np.float32)}
+    checkpoints.save(40, params=params, trials=marks)
+    checkpoints.wait()
+    checkpoints.close()
+    one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
+    assert restore(tmp_path, "last", 2, one)[1].tolist() == [40, 25]
+
+
 def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
     """The checkpoints after its end hold copies of what it ended as."""
     checkpoints = Checkpoints(tmp_path, keep=4)
@@ -189,6 +200,8 @@ def test_every_flipped_byte_is_noticed(saved):
     path = largest_file(saved, 3)
     whole = path.read_bytes()
     reader = Checkpoints(saved)
+    got = reader.read(3, "params", TREE)  # the file as it is
+    np.testing.assert_array_equal(got["kernel"], of(3)["kernel"])
     for at in np.linspace(0, len(whole) - 1, 25).astype(int):
         content = bytearray(whole)
         content[at] ^= 0x10

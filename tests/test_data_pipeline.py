@@ -165,6 +165,13 @@ def test_what_cannot_be_trained_on_is_dropped_and_counted(caplog):
     assert set(np.unique(batches[0]["source"])) - {0} == {2, 5, 8}
 
 
+def test_a_pair_as_long_as_is_allowed_is_kept():
+    sentences = Sentences.of([[5, 2], [6, 6, 6, 2], [8, 8, 8, 8, 2]])
+    batches = Batches(sentences, sentences, batch_tokens=64, seeds=[0], max_length=4)
+    seen = {int(token) for step in range(20) for token in batches[step]["source"].flat}
+    assert seen - {0} == {2, 5, 6}
+
+
 def test_no_pair_left_says_why():
     source, target = Sentences.of([[5, 6, 2], [2]]), Sentences.of([[5, 2], [5, 2]])
     with pytest.raises(ValueError, match="no training pair is left of 2: 1 have an"):

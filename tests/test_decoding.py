@@ -327,6 +327,23 @@ def test_samples_follow_the_distribution():
     assert set(draw(0, 0.7, 1.0).tolist()) == {0, 3}
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_next_piece_is_drawn_at_the_temperature(temperature):
+    """Neither padding nor BOS, however likely."""
+    logits, draws = jnp.array([9.0, 9.0, 2.0, 0.5, -1.0, 1.0]), 4000
+    rows, nothing = jnp.broadcast_to(logits, (draws, 1, 6)), jnp.zeros(draws, int)
+    keys = jax.random.split(jax.random.key(0), draws)
+    options = decoding_search.complete(temperature=temperature)
+    del options["length_penalty"]
+    found = decoding_search.next_pieces(
+        rows, jnp.zeros((draws, 1)), nothing, nothing > 0, keys, **options
+    )
+    counts = np.bincount(found.pieces[:, 0], minlength=6)
+    wanted = scipy.special.softmax(np.float64(logits[2:]) / temperature)
+    assert not counts[:2].any()
+    assert scipy.stats.chisquare(counts[2:], draws * wanted).pvalue > 0.001
+
+
 def test_sampling_is_seeded_and_narrows_to_greedy():
     graph, params = make(layers=1)
     texts = sentences(*(1 + i % 9 for i in range(17)))  # of as many rows at any time
@@ -707,10 +724,12 @@ def test_options_out_of_range(options, message):
         decoding.translate(graph, params, sentences(3), **options)
 
 
-def test_a_gate_of_zero_removes_a_head_from_every_step():
+@pytest.mark.parametrize("layers", [slice(None), slice(-1, None)])
+def test_a_gate_of_zero_removes_a_head_from_every_step(layers):
+    """Of every layer, or of the last one alone."""
     graph, params = make()
     model = nnx.merge(graph, params)
-    gates = {site: x.at[:, 1].set(0.0) for site, x in model.head_gates().items()}
+    gates = {site: x.at[layers, 1].set(0.0) for site, x in model.head_gates().items()}
     texts = sentences(5, 9)
     options = {"beam_size": 2, "batch_size": 2} | SHORT
     whole = decoding.translate(graph, params, texts, **options)[1]
@@ -718,8 +737,9 @@ def test_a_gate_of_zero_removes_a_head_from_every_step():
         graph, params, texts, head_gates=gates, **options
     )
     for part in (
-        *(layer.self_attention for layer in (*model.encoder, *model.decoder)),
-        *(layer.cross_attention for layer in model.decoder),
+        *(layer.self_attention for layer in model.encoder[layers]),
+        *(layer.self_attention for layer in model.decoder[layers]),
+        *(layer.cross_attention for layer in model.decoder[layers]),
     ):
         part.merge["kernel"][...] = part.merge["kernel"][...].at[1].set(0.0)
     wanted, wanted_scores = decoding.translate(*nnx.split(model), texts, **options)

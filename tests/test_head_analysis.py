@@ -1,6 +1,7 @@
 """What is told of the heads of a model, against what follows from its definition."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from analysis import pruning
 from analysis.heads import SIDES, measure
 from analysis.plots import attention_maps, plot_maps
-from analysis.pruning import at, orders
+from analysis.pruning import at, curve, orders
+from analysis.trained import Pairs, Trained
 from attention import HeadStatistics
 from configs.base import get_config
 from data.packing import Sentences
@@ -173,6 +176,33 @@ def test_orders_of_removal():
     assert found["random"][0] == gone and set(found["random"]) == set(importance)
 
 
+def test_heads_are_ranked_on_dev_whatever_is_scored(model, rows, monkeypatch):
+    ranked, scored = [], []
+
+    def measure(graph, params, gates, source, target, batch_tokens):
+        ranked.append((source, target))
+        return list(rows.values())
+
+    def decoded(run, pairs, *_, **__):
+        scored.append(pairs.split)
+        return [0.0], {0: []}
+
+    monkeypatch.setattr(pruning, "measure", measure)
+    monkeypatch.setattr(pruning, "decoded", decoded)
+    monkeypatch.setattr(pruning, "scored", lambda *_: {})
+    graph, params = model
+    given = dict.fromkeys(Trained._fields) | {"config": get_config(), "step": [0]}
+    given |= {"graph": graph, "params": jax.tree.map(lambda x: x[None], params)}
+    target = SimpleNamespace(decode_many=lambda texts: texts)
+    run = Trained(**given | {"head_gates": {}, "tokenizers": (None, target)})
+    dev, test = (
+        Pairs(split, [], [], None, f"source of {split}", f"target of {split}")
+        for split in ("val", "test")
+    )
+    next(curve(run, dev, test, [0]))
+    assert ranked == [("source of val", "target of val")] and scored == ["test"]
+
+
 def test_scores_are_of_trials_or_of_the_draws_of_one():
     rows = [
         {"order": "random", "removed": 2, "trial": trial, "loss": 10.0 * trial + draw}
@@ -196,6 +226,20 @@ def test_maps_are_of_the_site_that_is_asked_for(model):
         np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
     ahead = np.triu(np.ones((T, T), bool), 1)
     assert not maps["decoder"][..., ahead].any() and maps["encoder"].min() > 0
+
+
+def test_maps_are_of_the_gated_model(model):
+    """What the first layer gives without its heads, the second one looks at."""
+    graph, params = model
+    ids, target = SOURCE[1].tolist(), TARGET[1].tolist()
+    gates = nnx.merge(graph, params).head_gates()["decoder"]
+    gated = {"decoder": gates.at[0].set(0.0)}
+    whole, found = (
+        attention_maps(graph, params, given, ids, target, "decoder")
+        for given in ({}, gated)
+    )
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
+    assert abs(found[1] - whole[1]).max() > 1e-4
 
 
 def test_a_picture_counts_layers_and_heads_as_gates_do(tmp_path, monkeypatch):

@@ -130,6 +130,14 @@ def test_bfloat16_is_summed_in_float32():
     np.testing.assert_allclose(loss, expected, rtol=1e-4)  # exps round to 8 bits
 
 
+def test_gradients_of_a_label_of_many_tokens_are_added_up_in_float32():
+    """In bfloat16 256 + 1 is 256, and a frequent piece has more tokens in a batch."""
+    hidden, table = jnp.ones((1000, 8), jnp.bfloat16), jnp.zeros((37, 8), jnp.bfloat16)
+    labels, weights = jnp.zeros(1000, jnp.int32), jnp.ones(1000)
+    found = jax.jit(jax.grad(cross_entropy, 1))(hidden, table, labels, weights)
+    np.testing.assert_allclose(np.float32(found[0]), 1000 * (1 / 37 - 1), rtol=1e-2)
+
+
 def test_no_array_holds_the_logits_of_all_tokens():
     arrays = example(64)
     step = jax.value_and_grad(lambda *a: cross_entropy(*a, 0.1, 8), (0, 1))

@@ -62,6 +62,24 @@ def test_window_weighs_the_steps_by_their_tokens():
     assert window.metrics == [] and rows[0]["tokens_per_second"] > 0
 
 
+def test_a_row_is_of_its_own_trial():
+    window = Window((1, 8, 10))
+    window.add(
+        {
+            "loss": np.array([1.0, 2.0]),
+            "source_tokens": np.array([6, 7]),
+            "target_tokens": np.array([4, 5]),
+            "gradient_norm": np.array([0.1, 0.2]),
+            "learning_rate": np.array([0.3, 0.4]),
+            "updated": np.ones(2, bool),
+            "diverged": np.zeros(2, bool),
+        }
+    )
+    names = "loss", "source_fill", "target_fill", "gradient_norm", "learning_rate"
+    found = [[row[name] for name in names] for row in window.rows().values()]
+    assert found == [[1, 6 / 8, 0.4, 0.1, 0.3], [2, 7 / 8, 0.5, 0.2, 0.4]]
+
+
 def test_the_pace_leaves_out_the_steps_before_the_clock():
     window = Window((1, 4, 4))
     names = ("loss", "source_tokens", "gradient_norm", "learning_rate")

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from analysis import report_html, report_markdown
 from analysis.report_plots import curves, plt
-from analysis.table import print_scores
+from analysis.table import print_pruning, print_scores
 from sweeps import reporting, show
 from sweeps.opening import open_sweep
 from sweeps.plan import trials_of
@@ -54,6 +55,52 @@ def test_what_was_moved_away_is_not_done(tmp_path, corpus):
     status = {row["arm"]: row["status"] for row in sweep.collect()}
     assert status == {"K=4": "done", "K=2": "trained", "K=1": "done"}
     assert "2 trials are not done yet" in reported(sweep)
+
+
+def test_exact_matches_are_per_cent(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus, metric="exact_match"))
+    for index in range(3):
+        finish(sweep, index)
+    assert reported(sweep).count("| 50.00 | 50.00 ± 0.00 |") == 3
+
+
+def test_the_bootstrap_is_against_the_baseline_by_the_score_that_is_told(
+    tmp_path, corpus, monkeypatch
+):
+    name = own(tmp_path, 'yield from ({"model.mlp_dim": F} for F in (64, 32))')
+    opened = options(tmp_path / "s", corpus, ablation=name, metric="exact_match")
+    sweep = open_sweep(opened)
+    for index in range(2):
+        finish(sweep, index)
+    asked = []
+
+    def bootstrap(systems, references, metric="bleu"):
+        asked.append((list(systems), metric))
+        return {}
+
+    monkeypatch.setattr(reporting, "paired_bootstrap", bootstrap)
+    reported(sweep)
+    assert asked == [(["F=32", "F=64"], "chrf")]  # the baseline's F is 32
+
+
+def test_a_curve_is_the_mean_of_the_seeds_each_its_own(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish(sweep, 0)
+    lines = [
+        json.dumps({"step": step, "trial": trial, "dev_bleu": 10 * trial + step})
+        for step in (1, 2)
+        for trial in (0, 1)
+    ]
+    path = sweep.folder(sweep.groups[0]) / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    done = [row for row in sweep.collect() if row["status"] == "done"]
+    steps, scores = reporting.curve(sweep, done)
+    assert steps.tolist() == [1, 2] and scores.tolist() == [[1, 2], [11, 12]]
+    arm = SimpleNamespace(name="K=4", curve=(steps, scores))
+    report = SimpleNamespace(metric="bleu", name="BLEU")
+    figure, _ = curves(report, [SimpleNamespace(arm=arm)])
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [6, 7]
+    plt.close(figure)
 
 
 def diverge(sweep, index):
@@ -215,6 +262,30 @@ def test_eval_prints_every_score_and_its_signature(capsys):
     for cell in ("31.25", "33.75", "55.50", "58.50", "published chrf", "25.00%"):
         assert cell in said
     assert [f"{name}: of:{name}" in said for name in names] == [True] * 4
+
+
+def test_a_mean_is_of_the_trials_that_did_not_diverge(capsys):
+    row = {"step": 9, "split": "test", "decoding": {}, "exact_match": 0.5, "loss": 1.0}
+    rows = [
+        row | {"trial": trial, "bleu": bleu, "chrf": bleu, "diverged_at": at}
+        for trial, (bleu, at) in enumerate([(30.0, None), (32.0, None), (1.0, 5)])
+    ]
+    print_scores(rows, [], "result-test.json")
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in said if "mean of 2" in line]
+    assert " 31.00 " in line
+
+
+def test_scores_without_heads_have_half_of_their_interval(capsys):
+    rows = [
+        {"order": "random", "removed": 0, "heads": 4, "split": "test", "loss": loss}
+        | {"ranked_on": "val", "trial": trial, "exact_match": 0.5}
+        for trial, loss in enumerate((1.0, 2.0, 6.0))
+    ]
+    print_pruning(rows, "exact_match", "pruning-test.json")
+    said = capsys.readouterr().out
+    half = stats.t.ppf(0.975, 2) * np.std([1, 2, 6], ddof=1) / np.sqrt(3)
+    assert f" 3.000 ± {half:.3f} " in said and " 50.00 " in said
 
 
 def test_every_version_that_a_trial_had_is_told(tmp_path, corpus):

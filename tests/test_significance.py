@@ -215,6 +215,13 @@ def test_seeds_that_are_all_alike_have_no_interval():
     assert whole[4] == "–" and half[4] == "1.52 to 6.48"
 
 
+def test_the_dev_column_is_of_dev():
+    report = report_of(whole=[3, 4, 6], half=[3, 5, 6])
+    report.arms[1].dev = {"bleu": np.array([10.0, 11.0, 12.0])}
+    header, _, half = scores_table(report, compare(report))
+    assert half[header.index("dev")] == "11.00"
+
+
 def test_the_legend_says_where_nuisance_settings_were_not_searched():
     report = report_of(whole=[3, 4], half=[4, 4])
     for details, searched, told in (

@@ -84,6 +84,13 @@ def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program)
     assert abs(group[0, 0] - group[1, 0]) > 1e-3 < abs(group[0, 1] - group[2, 1])
 
 
+def test_each_seed_has_initial_values_of_its_own(config, program):
+    arrays = numbers(flat(config.to_dict()), [{"seed": 3}, {"seed": 7}])
+    params = init(arrays, static=program[0], build=program[1]).params
+    first, second = params["embedding"][...].reshape(2, -1)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.2
+
+
 def test_a_loss_is_nats_a_real_token_and_a_mask_of_the_seed_and_the_step(
     config, corpus, program
 ):

@@ -256,6 +256,18 @@ def test_only_run_changes_a_sweep_and_takes_nothing_from_it(
     )
 
 
+@pytest.mark.parametrize(
+    "best, metric", [("dev_exact_match", "exact_match"), ("dev_loss", "bleu")]
+)
+def test_a_sweep_is_by_the_metric_of_its_config(tmp_path, corpus, best, metric):
+    """Unless that is the loss."""
+    opened = options(tmp_path / "s", corpus)
+    opened.config.train.best_metric = best
+    assert open_sweep(opened).settings["metric"] == metric
+    given = options(tmp_path / "t", corpus, metric="chrf", config=opened.config)
+    assert open_sweep(given).settings["metric"] == "chrf"
+
+
 def test_no_verb_but_run_begins_a_sweep(tmp_path, corpus):
     with pytest.raises(ValueError, match="holds no sweep; start one with sweep.py run"):
         open_sweep(options(tmp_path / "s", corpus, verb="report"))
@@ -458,6 +470,20 @@ def test_settings_that_score_the_same_are_told_apart_by_the_loss(
     path.write_text(json.dumps(rows))
     trials = [t for t in sweep.extended().plan.trials if not t.is_search]
     assert {t.nuisance[RATE] for t in trials} == {0.02}
+
+
+def test_a_search_is_by_the_metric_of_the_sweep(tmp_path, corpus):
+    tune = [f"{RATE}=0.01,0.02"]
+    opened = options(tmp_path / "s", corpus, tune=tune, metric="exact_match")
+    sweep = open_sweep(opened)
+    finish(sweep, 0, splits=("val",))  # its BLEU is higher at 0.02
+    path = sweep.folder(sweep.groups[0]) / "result-val.json"
+    rows = json.loads(path.read_text())
+    for row, trial in zip(rows, sweep.groups[0].trials, strict=True):
+        row["exact_match"] = 1 - trial.nuisance[RATE]
+    path.write_text(json.dumps(rows))
+    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
+    assert {t.nuisance[RATE] for t in trials} == {0.01}
 
 
 @pytest.mark.parametrize("lost, best", [([0.02], 0.01), ([0.01, 0.02], None)])
@@ -1077,7 +1103,11 @@ def test_a_run_of_few_steps_is_timed_or_said_to_be_too_short(
         monkeypatch.setattr(show, "train_command", lambda sweep, group: command)
         return show.expected_seconds(sweep)
 
-    assert of([{"loss": 3.0}, pace, dev]) > 10  # 20 steps of each of three arms
+    whole, *fewer = (arm.training_flops for arm in sweep.plan.arms)
+    share = sum(fewer) / whole  # two arms of fewer keys and values
+    assert 1.5 < share < 2 and sweep.groups[0].trials[0].arm == "K=4"
+    wanted = 20 / 2.0 * (1 + share)  # 20 steps of an arm's seeds, which are one group
+    assert of([{"loss": 3.0}, pace, dev]) == pytest.approx(wanted)
     with pytest.raises(
         ValueError, match=r"It has ended. \(--nocalibrate leaves it out"
     ):

@@ -23,7 +23,7 @@ from absl.testing import flagsaver
 from flax import nnx
 from ml_collections import config_flags
 
-from analysis.evaluation import sentences, translations
+from analysis.evaluation import ranking, sentences, translations
 from analysis.heads import loss_of, measure
 from analysis.pruning import ORDERS, counts
 from analysis.trained import Trained, load, read
@@ -146,6 +146,36 @@ def wait_for_step(process, workdir, step):
         time.sleep(0.005)
 
 
+NO_CROSS = {"head_gates.cross.0.0": 0, "head_gates.cross.0.1": 0}
+
+
+@pytest.fixture(scope="session")
+def still(shared, trained, little):
+    """The workdir of a run that begins with that one and learns nothing.
+
+    Its second trial has no cross-attention. What it said is in said.txt.
+    """
+    workdir = shared / "still"
+    with locked(shared / "still.lock"):
+        if not workdir.exists():
+            trials = [{"seed": 7}, {"seed": 8, **NO_CROSS}]
+            (shared / "still.json").write_text(json.dumps(trials))
+            changes = little | {
+                "seeds": 1,
+                "model.dropout": 0.3,
+                "optimizer.learning_rate": 0,
+                "train.init_from": trained,
+                "train.num_steps": 20,
+                "train.eval_every_steps": 2,
+                "train.patience": 2,
+            }
+            args = train_command(workdir, **changes)
+            ran = run([*args, f"--trials={shared / 'still.json'}"])
+            assert ran.returncode == 0, ran.stderr
+            (workdir / "said.txt").write_text(ran.stderr)
+    return workdir
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_run_ends_as_an_undisturbed_one(trained, little, tmp_path, number):
     """Stopped at random moments, started again: the same bits, the same metrics."""
@@ -232,6 +262,34 @@ def test_what_a_run_leaves(trained):
     first, *_, last = rows(trained)
     assert first["step"] == 1 and last["step"] == 60 and "dev_bleu" in last
     assert all(row["target_fill"] > 0.9 for row in rows(trained) if "loss" in row)
+
+
+def test_each_trial_of_a_run_has_an_order_of_its_own(trained):
+    fills = [row["source_fill"] for row in rows(trained) if "loss" in row]
+    first, second = np.reshape(fills, (60, 2)).T
+    assert (first != second).any()
+
+
+BEST = """
+import json
+import train
+from configs.commandline import run
+def loop(config, workdir, trials, ready, stop, profile):
+    print(json.dumps([ready.best[name].tolist() for name in ("step", "score")]))
+train.loop = loop
+run(train.main)
+"""
+
+
+def test_a_run_that_goes_on_knows_its_best(trained, little):
+    """Else its next evaluation would be, however bad."""
+    args = train_command(trained, **little)[2:]
+    ran = run([sys.executable, "-c", BEST, *args])
+    assert ran.returncode == 0, ran.stderr
+    steps, scores = json.loads(ran.stdout)
+    dev = {row["trial"]: row for row in rows(trained) if "dev_loss" in row}
+    wanted = ranking(dev, "dev_exact_match", 2).tolist()  # of configs/numbers.py
+    assert (steps, scores) == ([60, 60], wanted)
 
 
 def test_a_finished_run_stays_as_it_is(trained, little):
@@ -595,8 +653,7 @@ def test_a_trial_is_scored_without_the_heads_that_its_gates_remove(trained, tmp_
     """Without cross-attention, nothing of the source is left in a translation."""
     workdir, out = tmp_path / "run", tmp_path / "out.txt"
     shutil.copytree(trained, workdir)
-    gates = {"head_gates.cross.0.0": 0, "head_gates.cross.0.1": 0}
-    trials = [{"seed": 0}, {"seed": 1, **gates}]
+    trials = [{"seed": 0}, {"seed": 1, **NO_CROSS}]
     (workdir / "trials.json").write_text(json.dumps(trials))
     args = command("eval.py", workdir=workdir, split="val", beam_size=1, output=out)
     ran = run(args)
@@ -648,24 +705,29 @@ TEN_PAIRS = {
 }
 
 
+BY_HEART = {
+    "seeds": 1,
+    "data.vocab_size": 200,
+    "data.batch_tokens": 256,
+    "model.width": 64,
+    "model.mlp_dim": 64,
+    "model.dropout": 0.0,
+    "optimizer.label_smoothing": 0.0,
+    "optimizer.learning_rate": 0.003,
+    "optimizer.warmup_steps": 30,
+    "train.num_steps": 250,
+    "train.log_every_steps": 50,
+    "train.eval_every_steps": 250,
+    "train.checkpoint_every_steps": 250,
+}
+
+
 def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
-    overrides = write_corpus(tmp_path / "corpus", TEN_PAIRS, TEN_PAIRS.values()) | {
-        "seeds": 1,
-        "data.vocab_size": 200,
-        "data.batch_tokens": 256,
-        "model.width": 64,
-        "model.mlp_dim": 64,
-        "model.dropout": 0.0,
-        "optimizer.label_smoothing": 0.0,
-        "optimizer.learning_rate": 0.003,
-        "optimizer.warmup_steps": 30,
-        "train.num_steps": 250,
-        "train.log_every_steps": 50,
-        "train.eval_every_steps": 250,
-        "train.checkpoint_every_steps": 250,
-    }
+    """With two vocabularies, so that taking one for the other is noticed."""
+    apart = {"data.joint_vocabulary": False, "data.vocab_size": 120}
+    corpus = write_corpus(tmp_path / "corpus", TEN_PAIRS, TEN_PAIRS.values())
     workdir = tmp_path / "a run"
-    ran = run(train_command(workdir, **overrides))
+    ran = run(train_command(workdir, **corpus | BY_HEART | apart))
     assert ran.returncode == 0, ran.stderr
     hint = ran.stderr.splitlines()[-1].partition("python ")[2]
     assert shlex.split(hint) == ["eval.py", f"--workdir={workdir}", "--split=val"]
@@ -675,7 +737,9 @@ def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
     assert ran.returncode == 0, ran.stderr
     (row,) = json.loads((workdir / "result-val.json").read_text())
     assert row["trial"] == row["seed"] == 0 and row["diverged_at"] is None
-    assert row["bleu"] > 95
+    dev = rows(workdir)[-1]
+    assert row["bleu"] > 95 and dev["dev_bleu"] > 95
+    assert row["loss"] == pytest.approx(dev["dev_loss"], rel=1e-4)
     assert row["signature"].startswith("nrefs:1|") and row["decoding"]["beam_size"] == 2
     assert next(iter(TEN_PAIRS)) in ran.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -733,6 +797,14 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
         given = {"workdir": "x", "split": "val"} | options
         evaluated(**{k: v for k, v in given.items() if v is not None})
     assert sentence in capfd.readouterr().err
+
+
+def test_every_flag_of_sampling_counts():
+    script = importlib.import_module("eval")
+    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7}
+    with flagsaver.flagsaver():
+        flags.FLAGS(command("eval.py", **given)[1:])
+        assert script.decoding_options() == given
 
 
 def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, capsys):
@@ -843,17 +915,30 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
         assert entropies and all(f" {entropy:.2f} " in said for entropy in entropies)
 
 
-def test_a_run_begins_with_another(trained, little, tmp_path):
-    """A rate of 0 changes nothing: each trial has the other run's best parameters."""
-    workdir, other = tmp_path / "run", {"train.init_from": trained, "seed": 7}
-    still = {"optimizer.learning_rate": 0, "train.num_steps": 2, "model.dropout": 0.3}
-    ran = run(train_command(workdir, **little | other | still))
-    assert ran.returncode == 0, ran.stderr
-    assert "differs in model.dropout (there 0.1, now 0.3)" in ran.stderr
-    assert "Beginning with" in ran.stderr and "step 60, 60" in ran.stderr
-    ours, theirs = load(workdir, "last"), load(trained, "best")
+def test_a_run_begins_with_another(trained, still):
+    """Each trial has the other run's best parameters."""
+    said = (still / "said.txt").read_text()
+    assert "differs in model.dropout (there 0.1, now 0.3)" in said
+    assert "Beginning with" in said and "step 60, 60" in said
+    ours, theirs = load(still, "last"), load(trained, "best")
     assert ours.tokenizers[0].vocabulary == theirs.tokenizers[0].vocabulary
     jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+
+
+def test_dev_is_scored_without_the_heads_that_a_trials_gates_remove(trained, still):
+    (first, second), (whole, gated) = (
+        [row["dev_loss"] for row in rows(workdir) if "dev_loss" in row][-2:]
+        for workdir in (trained, still)
+    )
+    assert whole == pytest.approx(first, rel=1e-5)
+    assert abs(gated - second) > 1e-3
+
+
+def test_patience_counts_evaluations(still):
+    """None is better than the first, at step 2."""
+    found = [row["stopped_at"] for row in rows(still) if "stopped_at" in row]
+    assert found == [6, 6]
+    assert load(still, "last").step == [6, 6] and load(still, "best").step == [2, 2]
 
 
 def test_the_config_of_a_run(trained, tmp_path):

@@ -151,6 +151,17 @@ def test_shared_vocabulary_or_one_each():
     assert "source_embedding" not in joint
 
 
+def test_each_side_is_embedded_by_its_own_table():
+    model = nnx.merge(*split(positions="none"))
+    own = tiny(positions="none")(source_vocab_size=50, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[7, 39]])
+    for of, table in ((model, model.embedding), (own, own.source_embedding)):
+        found = of.embed(tokens, tokens * 0, 1, is_source=True)
+        np.testing.assert_allclose(found, 4 * table[...][tokens], rtol=1e-6)
+        found = of.embed(tokens, tokens * 0, 1)  # 4, the root of the width
+        np.testing.assert_allclose(found, 4 * of.embedding[...][tokens], rtol=1e-6)
+
+
 def test_transformer_tiny_counts():
     """4 + 4 layers, D 128, F 256, counted by hand: every kernel, bias and norm."""
     config = get_config().model

@@ -91,6 +91,20 @@ def test_a_batch_in_parts_equals_the_whole_by_tokens(batch, expected):
     assert_same(parts, expected[0])
 
 
+def test_parts_of_a_batch_have_dropout_of_their_own(batch):
+    """The same rows as the first or as the second part; the other is padding."""
+    early = {name: array.copy() for name, array in batch.items()}
+    for side in ("source", "target"):
+        early[f"{side}_segments"][4:] = 0
+    late = {name: np.roll(array, 4, axis=0) for name, array in early.items()}
+    parts = program(batch, accumulate_steps=2)
+    (whole, first), (also, second) = (
+        parts.results(rows, 0.0, 0.3) for rows in (early, late)
+    )
+    np.testing.assert_allclose(whole[0], also[0], rtol=1e-5)
+    assert abs(first[0] - second[0]) > 1e-3
+
+
 def products(program):
     """The types of each product of two matrices, such as tokens by a kernel."""
     return [
