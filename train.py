@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
+from configs.base import get_config
 from configs.commandline import fail, flat, one_sentence, path_of, run
 from training import cluster, platform
 from training.metrics import show_log
@@ -32,6 +33,7 @@ from training.workdir import (
 )
 
 START = time.monotonic()
+DEFAULTS = get_config().to_dict()
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file.", lock_config=True
 )
@@ -106,7 +108,8 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
             with hosts.together():
                 check_config(config, flat(config.to_dict()), METRICS)
                 if hosts.is_first():
-                    stack.enter_context(claim(workdir, config.to_dict(), trials))
+                    held = claim(workdir, config.to_dict(), trials, DEFAULTS)
+                    stack.enter_context(held)
             hosts.check_same_run(workdir, config.to_dict(), trials)
             ready = prepare(config, workdir, trials)
         with one_sentence(OSError), hosts.given_up():
@@ -214,7 +217,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         step = 0
         state = sharding.initial(make_state, arrays, mesh, config.mesh.shard)
         if config.train.init_from:
-            state = begun_from(config.train.init_from, config, trials, state)
+            state = begun_from(config.train.init_from, config, trials, state, DEFAULTS)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
