@@ -254,8 +254,6 @@ def test_a_run_of_before_a_key_existed_goes_on_and_is_scored(
     assert len(found) == 2 and found[0]["step"] == 60
     ran = run(train_command(workdir, **little))
     assert ran.returncode == 0 and "trained already" in ran.stderr, ran.stderr
-    other = little | {"model.attention.merge_gain": 2.0}
-    refused(run(train_command(workdir, **other)), "merge_gain (there 1.0, now 2.0)")
 
 
 def test_a_run_that_now_ends_where_it_was_stopped_tells_what_it_lacks(
