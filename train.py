@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
+from configs.base import get_config
 from configs.commandline import fail, flat, one_sentence, path_of, run
 from training import cluster, platform
 from training.metrics import show_log
@@ -25,6 +26,7 @@ from training.trials import divergence, named, numbers, trials_of
 from training.workdir import check_data, claim, environment, has_begun, record
 
 START = time.monotonic()
+DEFAULTS = get_config().to_dict()
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file.", lock_config=True
 )
@@ -98,7 +100,8 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
             with hosts.together():
                 check_config(config)
                 if hosts.is_first():
-                    stack.enter_context(claim(workdir, config.to_dict(), trials))
+                    held = claim(workdir, config.to_dict(), trials, DEFAULTS)
+                    stack.enter_context(held)
             hosts.check_same_run(workdir, config.to_dict(), trials)
             ready = prepare(config, workdir, trials)
         with one_sentence(OSError), hosts.given_up():
@@ -205,7 +208,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         step = 0
         state = sharding.initial(make_state, arrays, mesh, config.mesh.shard)
         if config.train.init_from:
-            state = begun_from(config.train.init_from, config, trials, state)
+            state = begun_from(config.train.init_from, config, trials, state, DEFAULTS)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last

@@ -53,6 +53,22 @@ def concat(
 
 
 @checked
+def scaled(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "N V D"],
+    scale: Float[Array, "N"],
+) -> Float[Array, "B T D"]:
+    """Concat, with each head times a learned number, 1 + scale.
+
+    HeadScale of NormFormer (Shleifer et al. 2021); at scale 0 it is concat.
+    """
+    # not heads * (1 + scale), which in bfloat16 is 1 for a scale below 1 / 256
+    return concat(heads + heads * scale[:, None], x, kernel=kernel)
+
+
+@checked
 def mean(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -175,6 +191,7 @@ class MergeRule(NamedTuple):
 
 MERGE_RULES = {
     "concat": MergeRule(concat, {"kernel": "N V D"}),
+    "scaled": MergeRule(scaled, {"kernel": "N V D", "scale": "N"}),
     "mean": MergeRule(mean, {"kernel": "V D"}),
     "weighted": MergeRule(weighted, {"kernel": "V D", "logits": "N"}),
     "dynamic": MergeRule(dynamic, {"kernel": "V D", "router": "D N"}),

@@ -13,6 +13,8 @@ The baseline is the arm that is the base config, else the first one.
 import itertools
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 Arms = Iterable[dict]
 
 HEADS = (1, 2, 4, 8, 16, 32)
@@ -120,6 +122,69 @@ def merge(base) -> list[dict]:
     return chain(rules, matched(rules[1:]))
 
 
+def merge_start(base) -> list[dict]:
+    """Which merge rule learns best where all begin at the same scale?
+
+    By `equal_gain` every rule's outputs begin as widely spread as concat's; the last
+    arm is concat, begun as mean does by itself. As they are: the ablation `merge`.
+
+    Scientific: model.attention.merge, model.attention.merge_gain; half of N heads in a
+    mixture. The gains are for the sizes of model.attention, not for a site's own.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    attention = base.model.attention
+    N, D = attention.num_heads, base.model.width
+    V, half = attention.value_dim or share(base, N), max(1, N // 2)
+    rules = ("concat", "scaled", "mean", "weighted", "dynamic")
+    rules += ("gated", "gated_elementwise", "mixture")
+    gains = {rule: equal_gain(rule, N, V, D, half) for rule in rules}
+    arms = zipped(
+        over("model.attention.merge", *gains),
+        over("model.attention.merge_gain", *gains.values()),
+    )
+    arms[-1]["model.attention.mixture_heads"] = half
+    as_mean = {"model.attention.merge_gain": round(1 / gains["mean"], 3)}
+    return chain(arms, [{"model.attention.merge": "concat"} | as_mean])
+
+
+def equal_gain(rule: str, N: int, V: int, D: int, mixture_heads: int) -> float:
+    """The merge_gain with which a rule's outputs begin with the variance of concat's.
+
+    A rule is Σ_n w_n o_n W_n. At first the heads' outputs are uncorrelated, by their
+    own kernels; with variance 1 those of the rule have V · Var(W) · Σ_n E[w_n²]. Xavier
+    has Var(W) = 2 / (into + D), where N·V go into kernels of each head's own, and V
+    into one for all heads. So concat has 2NV / (NV + D), mean and weighted, whose w_n
+    is 1 / N, have 2V / (N(V + D)), and the gain is N √((V + D) / (NV + D)), exactly.
+
+    For gates and routers it is approximate: E[w_n²] is a mean over 2^14 draws of
+    logits, taken to be normal. They are sums over x, whose D elements have the variance
+    1 where it is normalised, with Xavier's 2 / (D + N) again (N·V: elementwise).
+    """
+    into = V if rule in ("mean", "weighted", "dynamic") else N * V
+    out = N * V if rule == "gated_elementwise" else N
+    logits = (
+        np.random.default_rng(0).normal(size=(2**14, N)) * (2 * D / (D + out)) ** 0.5
+    )
+    powers = np.exp(logits)
+    shares = powers / powers.sum(-1, keepdims=True)
+    ranked = np.sort(powers)[:, N - mixture_heads :]
+    gates = powers / (1 + powers)
+    weights = {
+        "concat": np.ones(N),
+        "scaled": np.ones(N),
+        "mean": np.ones(N) / N,
+        "weighted": np.ones(N) / N,
+        "dynamic": shares,
+        "gated": gates,
+        "gated_elementwise": gates,
+        "mixture": ranked / ranked.sum(-1, keepdims=True),
+    }[rule]
+    squares = np.square(weights).sum(-1).mean()
+    # to three digits, so that the arms of a sweep are the same on every machine
+    return float(f"{(N / (N * V + D) * (into + D) / squares) ** 0.5:.3g}")
+
+
 def kv_heads(base) -> list[dict]:
     """How many heads may share their keys and values?
 
@@ -168,6 +233,8 @@ def shazeer(base) -> list[dict]:
 def gates(base) -> list[dict]:
     """Do gates help, of whole heads or of their elements, all at once or the best few?
 
+    `scaled` is a gate of a head that is the same for all tokens.
+
     Scientific: model.attention.merge, and the number of heads in a mixture.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
@@ -175,7 +242,7 @@ def gates(base) -> list[dict]:
     num_heads = base.model.attention.num_heads
     mixtures = sorted({1, max(1, num_heads // 2), num_heads})
     return chain(
-        over("model.attention.merge", "concat", "gated", "gated_elementwise"),
+        over("model.attention.merge", "concat", "scaled", "gated", "gated_elementwise"),
         grid(
             over("model.attention.merge", "mixture"),
             over("model.attention.mixture_heads", *mixtures),

@@ -26,6 +26,7 @@ class Attention(nnx.Module):
         head_dim: H, the size of a query and a key; None: D / N.
         value_dim: V, the size of a value; None: D / N.
         merge: a name in `attention.MERGE_RULES`.
+        merge_gain: what the merge's kernel, no other parameter, begins times.
         mixture_heads: k of the rule "mixture", at most N.
         talking_heads: mix the heads' maps before and after the softmax, see
             `attention.talking_heads_attention`.
@@ -36,7 +37,8 @@ class Attention(nnx.Module):
         path: the config keys above, to name them in errors.
 
     Raises:
-        ValueError: a head count that does not divide, or an unknown merge rule.
+        ValueError: a head count that does not divide, an unknown merge rule, or a
+            number out of its range.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Attention(nnx.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         merge: str = "concat",
+        merge_gain: float = 1.0,
         mixture_heads: int = 1,
         talking_heads: bool = False,
         qk_norm: bool = False,
@@ -60,6 +63,10 @@ class Attention(nnx.Module):
             width, num_heads, num_kv_heads, head_dim, value_dim, path=path
         )
         choose(f"{path}.merge", merge, attention.MERGE_RULES)
+        if not 1e-18 <= merge_gain <= 1e18:  # its square must be a float32
+            raise ValueError(
+                f"{path}.merge_gain must be from 1e-18 to 1e18, got {merge_gain}."
+            )
         if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
             raise ValueError(
                 f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
@@ -88,17 +95,23 @@ class Attention(nnx.Module):
 
         sizes = {"N": num_heads, "V": value_dim, "D": width}
 
-        def parameter(letters):  # of the merge: vectors start neutral
+        def parameter(name, letters):  # of the merge: vectors start neutral
             shape = tuple(sizes[letter] for letter in letters.split())
             if len(shape) == 1:
                 return nnx.Param(jnp.zeros(shape))
             into = 1 if letters.startswith("D") else len(shape) - 1
             axes = tuple(range(len(shape)))
-            init = nnx.initializers.xavier_uniform(axes[:into], axes[into:])
+            init = nnx.initializers.variance_scaling(  # Xavier's, where scale is 1
+                merge_gain**2 if name == "kernel" else 1.0,
+                "fan_avg",
+                "uniform",
+                in_axis=axes[:into],
+                out_axis=axes[into:],
+            )
             return nnx.Param(init(rngs.params(), shape))
 
         shapes = attention.MERGE_RULES[merge].shapes
-        self.merge = nnx.Dict({name: parameter(shapes[name]) for name in shapes})
+        self.merge = nnx.Dict({name: parameter(name, shapes[name]) for name in shapes})
         self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
         self.talking_heads = (
             nnx.Dict(

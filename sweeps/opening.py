@@ -12,7 +12,14 @@ from ml_collections import ConfigDict
 from configs.commandline import flat
 from data import corpora
 from sweeps.optional import package
-from sweeps.plan import NO_RESULT_DEPENDS_ON, Group, Plan, expand, nuisance_keys
+from sweeps.plan import (
+    DEFAULTS,
+    NO_RESULT_DEPENDS_ON,
+    Group,
+    Plan,
+    expand,
+    nuisance_keys,
+)
 from sweeps.questions import arms_of, find_ablation, naming
 from sweeps.records import read_json
 from sweeps.runner import Sweep
@@ -178,7 +185,7 @@ def settings_of(options: Options, there: dict | None) -> dict:
         settings = kept | {
             "config": options.config_file,
             "overrides": options.overrides,
-            "base": config,
+            "base": as_before(config, (there or {"base": config})["base"], DEFAULTS),
             "match": None,
             "tune": [],
             "search": None,
@@ -200,6 +207,21 @@ def settings_of(options: Options, there: dict | None) -> dict:
             f"--metric must be one of {', '.join(SCORES)}, got {settings['metric']!r}."
         )
     return settings
+
+
+def as_before(config: dict, there, defaults: dict) -> dict:
+    """A config without the defaults of keys that did not exist when another was made.
+
+    So a sweep keeps the ids of its trials, which are made of all keys.
+    """
+    there = there if isinstance(there, dict) else {}
+    return {
+        key: as_before(value, there.get(key, {}), defaults[key])
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+        if key in there or value != defaults[key]
+    }
 
 
 def of_the_whole(words: list[str]) -> list[str]:

@@ -16,11 +16,14 @@ from ml_collections import ConfigDict
 
 from analysis.budget import flops, parameters, solve_mlp_dim
 from configs.ablations import grid
+from configs.base import get_config
 from configs.commandline import describe, flat, near_miss
 from models.sites import at_site
 from training.checks import check_config
 from training.trials import SITES, check_numbers, variable
+from training.workdir import completed
 
+DEFAULTS = get_config().to_dict()
 NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
 CORPUS = ("name", "source", "target", "directory")  # keys of data: whose sentences
 MATCH = "match"  # the key of an arm that says what budget it shares with the baseline
@@ -214,7 +217,8 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
 
 def check_trainable(config: dict) -> None:
     """Raise a ValueError for a config that train.py would refuse."""
-    check_config(ConfigDict(config))
+    # a sweep may be of before a key existed
+    check_config(ConfigDict(completed(config, DEFAULTS)))
 
 
 @contextlib.contextmanager

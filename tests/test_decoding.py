@@ -23,6 +23,7 @@ SHAPES = {
 }
 # Every merge rule, kind of positions and option of the heads at least once.
 SETTINGS = SHAPES | {
+    "scaled": {"merge": "scaled"},
     "mean, rotary": {"merge": "mean", "positions": "rotary", "qk_norm": True},
     "weighted, relative": {"merge": "weighted", "positions": "relative"},
     "dynamic, none": {"merge": "dynamic", "positions": "none", "num_kv_heads": 1},

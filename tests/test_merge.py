@@ -43,6 +43,32 @@ def test_concat_is_one_projection_of_the_concatenation():
     close(merge("concat"), HEADS.reshape(B, T, N * V) @ KERNEL.reshape(N * V, D))
 
 
+def test_scaled_at_zero_is_concat_bit_for_bit():
+    for dtype in (jnp.float32, jnp.bfloat16):
+        heads, x, kernel = (a.astype(dtype) for a in (HEADS, X, KERNEL))
+        scaled, concat = (MERGE_RULES[rule].function for rule in ("scaled", "concat"))
+        at_zero = scaled(heads, x, kernel=kernel, scale=jnp.zeros(N, dtype))
+        np.testing.assert_array_equal(at_zero, concat(heads, x, kernel=kernel))
+
+
+def test_scaled_by_hand():
+    params = {name: np.float64(p) for name, p in parameters("scaled").items()}
+    out = np.zeros((B, T, D))
+    for n in range(N):
+        out += (1 + params["scale"][n]) * np.float64(HEADS[:, :, n]) @ KERNEL[n]
+    close(merge("scaled"), out)
+
+
+def test_a_small_scale_counts_in_bfloat16():
+    heads, x, kernel = jax.tree.map(jnp.bfloat16, (HEADS, X, KERNEL))
+    rule = MERGE_RULES["scaled"].function
+    found = [
+        rule(heads, x, kernel=kernel, scale=jnp.full(N, a, jnp.bfloat16))
+        for a in (0.0, 1 / 300)
+    ]
+    assert (found[0] != found[1]).any()
+
+
 def test_weighted_and_dynamic_at_zero_are_mean():
     close(merge("weighted", logits=jnp.zeros(N)), merge("mean"))
     close(merge("dynamic", router=jnp.zeros((D, N))), merge("mean"))
@@ -151,7 +177,9 @@ def test_gradients(rule):
         check_grads(merged, arguments, order=1, modes=["rev"], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["concat", "gated", "gated_elementwise", "mixture"])
+@pytest.mark.parametrize(
+    "rule", ["concat", "scaled", "gated", "gated_elementwise", "mixture"]
+)
 def test_a_head_at_zero_is_a_head_without_kernel(rule):
     settings = {"mixture_heads": 2} if rule == "mixture" else {}
     function, params = MERGE_RULES[rule].function, parameters(rule)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -223,6 +224,26 @@ def test_another_sweeps_workdir_is_refused(tmp_path, corpus):
     with pytest.raises(ValueError, match=sentence):
         open_sweep(other)
     assert open_sweep(options(tmp_path / "s", corpus)).groups == there.groups
+
+
+def test_a_sweep_of_before_a_key_existed_goes_on(tmp_path, corpus):
+    """With the ids of its trials; what is not the key's default is another sweep."""
+    given = options(tmp_path / "s", corpus)
+    open_sweep(given)
+    path = tmp_path / "s" / "sweep.json"
+    there = json.loads(path.read_text())
+    del there["base"]["model"]["attention"]["qk_norm"], there["base"]["mesh"]
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").mkdir()
+    write_json(path, there)
+    alone = given._replace(config=None, ablation=None, seeds=None)
+    first, again = open_sweep(alone), open_sweep(given)
+    assert again.groups == first.groups
+    assert json.loads(path.read_text()) == there
+    given.config.unlock()
+    given.config.model.attention.qk_norm = True
+    with pytest.raises(ValueError, match=r"qk_norm \(there None, now True\)"):
+        open_sweep(given)
 
 
 @pytest.mark.parametrize(

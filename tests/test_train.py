@@ -300,6 +300,22 @@ def test_a_finished_run_stays_as_it_is(trained, little):
     assert final(trained) == before
 
 
+def test_a_run_of_before_a_key_existed_goes_on_and_is_scored(
+    trained, little, evaluated, tmp_path
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(trained, workdir)
+    config = json.loads((workdir / "config.json").read_text())
+    del config["model"]["attention"]["merge_gain"]
+    del config["model"]["cross_attention"]["merge_gain"]
+    (workdir / "config.json").write_text(json.dumps(config))
+    evaluated(workdir=workdir, split="val", beam_size=1)
+    found = json.loads((workdir / "result-val.json").read_text())
+    assert len(found) == 2 and found[0]["step"] == 60
+    ran = run(train_command(workdir, **little))
+    assert ran.returncode == 0 and "trained already" in ran.stderr, ran.stderr
+
+
 def test_a_run_that_now_ends_where_it_was_stopped_tells_what_it_lacks(
     trained, little, tmp_path
 ):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs.ablations import equal_gain
 from configs.base import get_config
 from configs.commandline import flat
 from models import precision
@@ -197,6 +198,69 @@ def test_kernels_begin_as_xavier_and_glorot_say(merge, name, sizes):
         assert kernel[...].std() == pytest.approx(bound / np.sqrt(3), rel=0.06)
 
 
+# The variance of concat's output at the start over the rule's: N = 4 and 16, D = 128,
+# and the gain that evens it: the table of docs/heads.md.
+STARTS = {
+    "concat": ((1, 1.0), (1, 1.0)),
+    "scaled": ((1, 1.0), (1, 1.0)),
+    "mean": ((10, 3.16), (136, 11.7)),
+    "weighted": ((10, 3.16), (136, 11.7)),
+    "dynamic": ((5.3, 2.3), (46, 6.7)),
+    "gated": ((3.1, 1.77), (3.2, 1.78)),
+    "gated_elementwise": ((3.4, 1.84), (3.4, 1.85)),
+    "mixture": ((6.5, 2.54), (69, 8.3)),
+}
+
+
+@pytest.mark.parametrize("column, N", [(0, 4), (1, 16)])
+def test_rules_begin_smaller_than_concat_and_by_their_gain_as_it(column, N):
+    D, V, half, random = 128, 128 // N, N // 2, np.random.default_rng(0)
+    heads = jnp.asarray(random.normal(size=(1, 128, N, V)), jnp.float32)
+    x = jnp.asarray(random.normal(size=(1, 128, D)), jnp.float32)
+
+    def variance(rule, gain=1.0):
+        settings = {"num_heads": N, "merge": rule, "mixture_heads": half}
+        layers = (
+            Attention(D, **settings, merge_gain=gain, rngs=nnx.Rngs(seed))
+            for seed in range(2)
+        )
+        return np.mean([layer.merged(heads, x).var() for layer in layers])
+
+    wanted = variance("concat")
+    for rule, columns in STARTS.items():
+        ratio, gain = columns[column]
+        assert equal_gain(rule, N, V, D, half) == gain
+        assert wanted / variance(rule) == pytest.approx(ratio, rel=0.1)
+        assert variance(rule, gain) == pytest.approx(wanted, rel=0.1)
+
+
+def test_the_gain_of_a_shared_kernel_is_that_of_the_formula():
+    for N, V, D in ((4, 32, 128), (16, 8, 128), (3, 20, 50)):
+        exact = N * np.sqrt((V + D) / (N * V + D))
+        for rule in ("mean", "weighted"):
+            assert equal_gain(rule, N, V, D, 1) == pytest.approx(
+                exact, rel=5e-3
+            )  # three digits
+
+
+def test_the_gain_is_of_the_kernel_alone_and_a_sites_own():
+    config = get_config().model
+    config.attention.merge = "gated"
+    plain = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+    config.cross_attention.merge_gain = 2.5
+    gained = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+    for layer, other in zip(gained.decoder, plain.decoder, strict=True):
+        kernel = layer.cross_attention.merge["kernel"]
+        kernel[...] = kernel[...] / 2.5
+        np.testing.assert_allclose(
+            kernel[...], other.cross_attention.merge["kernel"][...], rtol=1e-5
+        )
+        kernel[...] = other.cross_attention.merge["kernel"][...]
+    jax.tree.map(
+        np.testing.assert_array_equal, *(nnx.split(m)[1] for m in (gained, plain))
+    )
+
+
 def test_embeddings_begin_and_enter_at_the_scale_of_positions():
     model = tiny(scale_embeddings=True)(rngs=nnx.Rngs(0))
     table = np.asarray(model.embedding[...])
@@ -216,6 +280,10 @@ def test_embeddings_begin_and_enter_at_the_scale_of_positions():
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
         ({"merge": "sum"}, "merge must be one of concat.*'sum'"),
+        ({"merge_gain": 0.0}, "model.attention.merge_gain must be from .*got 0.0"),
+        ({"merge_gain": -1.0}, "merge_gain must be from 1e-18 to 1e18, got -1.0"),
+        ({"merge_gain": float("nan")}, "merge_gain must be .*got nan"),
+        ({"merge_gain": float("inf")}, "merge_gain must be .*got inf"),
         ({"implementation": "flash"}, "implementation must be one of.*'flash'"),
     ],
 )

@@ -160,6 +160,26 @@ def test_a_workdir_keeps_its_trials(tmp_path, begun):
     assert json.loads((tmp_path / "trials.json").read_text()) == trials[:1]
 
 
+def test_a_run_of_before_a_key_existed_is_the_same(tmp_path):
+    """And what it has, or was not its default, differs as ever."""
+    config = get_config().to_dict()
+    before = get_config().to_dict()
+    del before["model"]["attention"]["talking_heads"], before["mesh"]
+    before["model"]["cross_attention"].pop("talking_heads")
+    record(tmp_path, before, [{"seed": 0}])
+    (tmp_path / "metrics.jsonl").touch()
+    assert changes(tmp_path, config, [{"seed": 0}], get_config().to_dict()) == []
+    config["model"]["attention"]["talking_heads"] = True
+    for now, there, words in (
+        (config, before, r"talking_heads \(there False, now True\)"),
+        (get_config().to_dict(), before | {"x": 3}, r"x \(there 3, now 'unset'\)"),
+    ):
+        record(tmp_path, there, [{"seed": 0}])
+        held = claim(tmp_path, now, [{"seed": 0}], get_config().to_dict())
+        with pytest.raises(ValueError, match=words), held:
+            pass
+
+
 @pytest.mark.parametrize(
     "name, text, words",
     [

@@ -10,7 +10,7 @@ from training import hosts, sharding
 from training.checkpoint import Checkpoints
 from training.metrics import say
 from training.step import TrainState
-from training.workdir import differing, read_json, summary
+from training.workdir import completed, differing, read_json, summary
 
 
 def restore(workdir, which: str, num_trials: int, abstract):
@@ -43,12 +43,17 @@ def restore(workdir, which: str, num_trials: int, abstract):
 
 
 def begun_from(
-    workdir: str, config, trials: list[dict], state: TrainState
+    workdir: str,
+    config,
+    trials: list[dict],
+    state: TrainState,
+    defaults: dict | None = None,
 ) -> TrainState:
     """A first state with the best parameters of another run.
 
     A run of one trial is where all begin; one of as many trials gives each its own.
-    What else the runs' models differ in is said, and so are gates on heads.
+    What else the runs' models differ in is said, and so are gates on heads. A run of
+    before a key existed is taken to have its value in `defaults`, a config.
 
     Raises:
         ValueError, OSError: there is no such run, or its parameters do not fit.
@@ -62,8 +67,8 @@ def begun_from(
                 f"train.init_from={workdir} has {count} trials, and {num_trials} are "
                 f"to begin with them; it must have 1 or as many."
             )
-        settings = read_json(there / "config.json")["model"]
-    other = summary(differing(settings, config.model.to_dict(), "model"))
+        settings = completed(read_json(there / "config.json"), defaults or {})
+    other = summary(differing(settings["model"], config.model.to_dict(), "model"))
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.params
     )

@@ -31,8 +31,12 @@ LIKE = {
 
 
 @contextlib.contextmanager
-def claim(workdir: Path, config: dict, trials: list[dict]):
+def claim(
+    workdir: Path, config: dict, trials: list[dict], defaults: dict | None = None
+):
     """Keep the workdir for this process, if these may train there; record nothing.
+
+    A run of before a key existed is taken to have its value in `defaults`, a config.
 
     Raises:
         ValueError: it holds another run, or what is none of ours, or another process
@@ -48,7 +52,7 @@ def claim(workdir: Path, config: dict, trials: list[dict]):
                 f"Another process is training in {workdir}; wait for it, or choose "
                 f"another --workdir."
             ) from None
-        differences = changes(workdir, config, trials)
+        differences = changes(workdir, config, trials, defaults)
         if differences and has_begun(workdir):
             raise ValueError(
                 f"{workdir} holds a run of another config: {summary(differences)}; "
@@ -85,14 +89,25 @@ def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> None
     write_json(path, {"started": started, **facts})
 
 
-def changes(workdir: Path, config: dict, trials: list[dict]) -> list[str]:
+def changes(
+    workdir: Path, config: dict, trials: list[dict], defaults: dict | None = None
+) -> list[str]:
     """What differs from what is recorded in the workdir, but for what may."""
     now = {"config.json": config, "trials.json": trials}
-    return [
-        phrase
-        for name, before in recorded(workdir).items()
-        for phrase in differing(before, now[name])
-    ]
+    there = recorded(workdir)
+    if "config.json" in there:
+        there["config.json"] = completed(there["config.json"], defaults or {})
+    return [phrase for name in there for phrase in differing(there[name], now[name])]
+
+
+def completed(there: dict, defaults: dict) -> dict:
+    """A config that was recorded before some keys existed, with their defaults."""
+    return defaults | {
+        key: completed(value, defaults[key])
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+        else value
+        for key, value in there.items()
+    }
 
 
 def differing(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:

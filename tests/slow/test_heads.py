@@ -25,6 +25,7 @@ from training.trials import numbers
 # Every merge rule and every kind of positions at least once.
 SETTINGS = {
     "concat, talking": ("sinusoidal", "post", {"talking_heads": True}),
+    "scaled": ("rotary", "pre", {"merge": "scaled"}),
     "mean": ("rotary", "post", {"merge": "mean"}),
     "weighted": ("relative", "post", {"merge": "weighted", "num_kv_heads": 1}),
     "dynamic": ("learned", "pre", {"merge": "dynamic"}),
@@ -212,6 +213,7 @@ def test_a_merge_has_the_parameters_of_the_design(merge):
     D, N, V = 16, 4, 5
     counts = {
         "concat": N * V * D,
+        "scaled": N * V * D + N,
         "mean": V * D,
         "weighted": V * D + N,
         "dynamic": V * D + D * N,
