@@ -24,6 +24,8 @@ def measure(
     source: Sentences,
     target: Sentences,
     batch_tokens: int,
+    *,
+    alone: bool = True,
 ) -> list[dict]:
     """A row for every head of one trial: site, layer, head, gate, and
 
@@ -31,10 +33,13 @@ def measure(
       that asks; None where heads talk, whose mixed maps are no distributions;
     - importance (Michel et al. 2019, equation 2): how fast a sentence's loss changes
       with the head's gate, in absolute value, summed over the sentences;
-    - added_loss: the loss without this head alone, less that with all.
+    - added_loss: the loss without this head alone, less that with all;
+    - alone (their table 2): the loss with this head as the only one of its layer and
+      site, less that with all; None where its gate is 0.
 
-    The last two are in nats a target token. Importance is one backward pass, added_loss
-    a forward pass a head: it is the one to believe, where they differ.
+    The last three are in nats a target token. Importance is one backward pass,
+    added_loss and alone a forward pass a head each: added_loss is the one to believe,
+    where it and importance differ.
 
     Args:
         graph, params: of one trial.
@@ -42,6 +47,7 @@ def measure(
             nothing to the loss.
         source, target: encoded sentences, see `data.tokenizer`.
         batch_tokens: target tokens at a time.
+        alone: False leaves that None, and half of the forward passes out.
     """
     head_gates = nnx.merge(graph, params).head_gates() | {
         site: jnp.asarray(gates) for site, gates in head_gates.items()
@@ -54,22 +60,29 @@ def measure(
     batches = evaluation_batches(source, target, batch_tokens=batch_tokens)
 
     def loss(gates):
-        return sum(float(loss_of(graph, params, gates, batch)) for batch in batches)
+        gates = head_gates | gates
+        total = sum(float(loss_of(graph, params, gates, batch)) for batch in batches)
+        return total / float(counts["target"])
 
-    whole, rows = loss(head_gates), []
+    whole, rows = loss({}), []
     heads = [
         (s, *at) for s, gates in head_gates.items() for at in np.ndindex(gates.shape)
     ]
     for site, layer, head in shown(heads):
         row = {"site": site, "layer": layer, "head": head}
-        row["gate"] = float(head_gates[site][layer, head])
+        gates = head_gates[site]
+        row["gate"] = float(gates[layer, head])
         row |= dict.fromkeys(attention.HeadStatistics._fields)
         for name, total in seen[site][layer].items():
             row[name] = float(total[head] / counts[SIDES[site]])
         row["importance"] = float(slopes[site][layer, head] / counts["target"])
-        without = head_gates[site].at[layer, head].set(0)
-        added = loss(head_gates | {site: without}) - whole if row["gate"] else 0.0
-        rows.append(row | {"added_loss": added / float(counts["target"])})
+        row |= {"added_loss": 0.0, "alone": None}
+        if row["gate"]:
+            row["added_loss"] = loss({site: gates.at[layer, head].set(0)}) - whole
+        if row["gate"] and alone:
+            only = gates.at[layer].set(0).at[layer, head].set(row["gate"])
+            row["alone"] = loss({site: only}) - whole
+        rows.append(row)
     return rows
 
 

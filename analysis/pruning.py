@@ -89,7 +89,8 @@ def curve(
     draws = -(-DRAWS // len(trials))
     ranked = {}  # by trial and draw
     for trial in trials:
-        rows = measure(run.graph, *run.of(trial), dev.source, dev.target, batch_tokens)
+        model = run.graph, *run.of(trial)
+        rows = measure(*model, dev.source, dev.target, batch_tokens, alone=False)
         for draw in range(draws):
             ranked[trial, draw] = orders(rows, seed=(trial, draw))
     num_heads = sum(each[0].size for each in gates.values())

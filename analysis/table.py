@@ -75,11 +75,11 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
 def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """A table a site of the heads of one trial, see `analysis.heads.measure`."""
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
-    forms |= {"importance": "{:.4f}", "added_loss": "{:.4f}"}
+    forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
     if all(row["gate"] == 1 for row in rows):
         del forms["gate"]
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
-    console = Console(highlight=False)
+    names["added_loss"] = "added\nloss"
     for site in dict.fromkeys(row["site"] for row in rows):
         title = f"{site}, trial {rows[0]['trial']}, {split}"
         table = Table("head", box=box.SIMPLE, title=title, padding=0)
@@ -92,7 +92,7 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
                     for name, form in forms.items()
                 )
                 table.add_row(f"{row['layer']}.{row['head']}", *cells)
-        console.print(table)
+        console = print_table(table)
     console.print(f"written to {path}", soft_wrap=True)
 
 

@@ -117,16 +117,19 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
 
 def losses(model, gates):
     """The summed loss of each sentence in turn."""
-    graph, params = model
-    loss = jax.jit(lambda b, g: batch_loss(graph, params, b, 0.0, head_gates=g)[0])
-    return np.array([float(loss(batch, gates)) for batch in pairs()])
+    return np.array([float(loss_of_pair(*model, batch, gates)) for batch in pairs()])
+
+
+@partial(jax.jit, static_argnames="graph")
+def loss_of_pair(graph, params, batch, gates):
+    return batch_loss(graph, params, batch, 0.0, head_gates=gates)[0]
 
 
 @pytest.mark.parametrize(
     "head", [("encoder", 0, 1), ("decoder", 1, 3), ("cross", 0, 1), ("cross", 0, 2)]
 )
-def test_importance_and_added_loss(model, gates, rows, head):
-    """By gates that are moved a little, each sentence by itself; and by a zero."""
+def test_what_a_head_is_to_the_loss(model, gates, rows, head):
+    """By gates that are moved a little, each sentence by itself; and by zeros."""
     site, *place = head
     every = nnx.merge(*model).head_gates() | gates
     tokens = sum(LENGTHS[1])
@@ -144,6 +147,24 @@ def test_importance_and_added_loss(model, gates, rows, head):
     )
     added = (at(0).sum() - at(now).sum()) / tokens
     np.testing.assert_allclose(told["added_loss"], added, atol=1e-5)
+    if now == 0:
+        assert told["alone"] is None
+        return
+    only = every[site].at[place[0]].set(0).at[tuple(place)].set(now)
+    more = losses(model, every | {site: only}).sum() - at(now).sum()
+    np.testing.assert_allclose(told["alone"], more / tokens, atol=1e-5)
+
+
+def test_alone_of_one_head_and_of_two():
+    """Nothing goes, or the other one does."""
+    one, two = ({"num_heads": N, "num_kv_heads": 1} for N in (1, 2))
+    graph, params = made(decoder_attention=one, cross_attention=two)
+    source, target = (Sentences.of([side[0], side[1]]) for side in (SOURCE, TARGET))
+    found = measure(graph, params, {}, source, target, batch_tokens=96)
+    assert {r["alone"] for r in found if r["site"] == "decoder"} == {0}
+    of_two = [row for row in found if row["site"] == "cross"]
+    others = [of_two[i]["added_loss"] for i in (1, 0, 3, 2)]
+    assert len(set(others)) == 4 and [row["alone"] for row in of_two] == others
 
 
 def test_heads_that_talk_have_no_statistics():

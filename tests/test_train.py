@@ -815,7 +815,7 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
     made = load(trained, "last")
     params, dev = jax.tree.map(lambda x: x[1], made.params), read(made, "val")
     of_it = measure(made.graph, params, {}, dev.source, dev.target, 512)
-    for name in ("entropy", "importance", "added_loss"):
+    for name in ("entropy", "importance", "added_loss", "alone"):
         told, wanted = ([row[name] for row in found] for found in (rows, of_it))
         np.testing.assert_allclose(told, wanted, rtol=1e-5, atol=1e-7)
     files = [(tmp_path / f"val-{trial}.txt").read_text() for trial in (0, 1)]
