@@ -76,6 +76,7 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """A table a site of the heads of one trial, see `analysis.heads.measure`."""
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
     forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
+    forms |= {"sink": "{:.2f}"}
     if all(row["gate"] == 1 for row in rows):
         del forms["gate"]
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
@@ -93,7 +94,8 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
                 )
                 table.add_row(f"{row['layer']}.{row['head']}", *cells)
         console = print_table(table)
-    console.print(f"written to {path}", soft_wrap=True)
+    legend = "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it"
+    console.print(f"{legend}\nwritten to {path}", soft_wrap=True)
 
 
 def print_pruning(rows: list[dict], metric: str, path: Path) -> None:

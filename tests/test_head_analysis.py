@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from analysis.heads import SIDES, measure
+from analysis.heads import SIDES, measure, share_on_sink
 from analysis.plots import attention_maps, plot_maps
 from analysis.pruning import at, orders
-from attention import HeadStatistics
+from analysis.table import print_heads
+from attention import HeadStatistics, attention_weights
 from configs.base import get_config
 from data.packing import Sentences
 from data.pipeline import sentence_batches
@@ -80,6 +81,7 @@ def test_every_head_has_a_row(rows):
 
 def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, rows):
     graph, params = model
+    names = *HeadStatistics._fields, "sink"
     seen = {site: [] for site in SIDES}
 
     @jax.jit
@@ -100,7 +102,9 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
                 np.arange(weights.shape[-1]) - np.arange(weights.shape[-2])[:, None]
             )
             logs = np.log(np.where(weights > 0, weights, 1))
+            edge = 0 if site == "decoder" else -1
             found = {
+                "sink": weights[..., edge],
                 "entropy": -(weights * logs).sum(-1),
                 "confidence": weights.max(-1),
                 "distance": (weights * abs(offset)).sum(-1),
@@ -108,11 +112,33 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
                 "current": (weights * (offset == 0)).sum(-1),
                 "following": (weights * (offset == 1)).sum(-1),
             }
-            seen[site].append(np.stack([found[n] for n in HeadStatistics._fields]))
+            seen[site].append(np.stack([found[n] for n in names]))
     means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in seen.items()}
     for (site, layer, head), row in rows.items():
-        told = [row[name] for name in HeadStatistics._fields]
+        told = [row[name] for name in names]
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
+
+
+@pytest.mark.parametrize("site", SIDES)
+def test_the_share_on_the_sink_is_that_of_the_full_map(site):
+    """Of packed rows, one of them full, and fewer heads of keys."""
+    keys = jnp.asarray([[1, 1, 1, 2, 2, 3, 4, 4], [1, 1, 2, 2, 2, 0, 0, 0]])
+    asks = jnp.asarray([[1, 2, 2, 3, 4, 4], [1, 1, 1, 2, 0, 0]])
+    asks = asks if site == "cross" else keys
+    first, last = ([0, 3, 5, 6], [0, 2]), ([2, 4, 5, 7], [1, 4])
+    special = np.zeros(keys.shape)
+    for row, places in enumerate(first if site == "decoder" else last):
+        special[row, places] = 1
+    draws = jax.random.split(jax.random.key(0))
+    query = jax.random.normal(draws[0], (*asks.shape, 4, 5))
+    key = jax.random.normal(draws[1], (*keys.shape, 2, 5))
+    segments = {"query_segment_ids": asks, "key_value_segment_ids": keys}
+    masks = segments | {"is_causal": site == "decoder"}
+    weights = attention_weights(query, key, **masks)
+    wanted = np.einsum("BNTS,BS->BTN", weights, special)
+    found = share_on_sink(site, query, key, **masks)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert (np.asarray(found > 0).all(2) == (asks > 0)).all()
 
 
 def losses(model, gates):
@@ -172,8 +198,22 @@ def test_heads_that_talk_have_no_statistics():
     graph, params = made(cross_attention=attention)
     found = measure(graph, params, {}, SOURCE, TARGET, batch_tokens=96)
     for row in found:
-        assert (row["entropy"] is None) == (row["site"] == "cross")
+        talks = row["site"] == "cross"
+        assert (row["entropy"] is None) == (row["sink"] is None) == talks
         assert np.isfinite([row["importance"], row["added_loss"]]).all()
+
+
+def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
+    told = [{"trial": 0} | row for row in rows.values()]
+    print_heads(told, "val", tmp_path / "heads-val.json")
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.split() for line in lines if line.startswith(" head ")]
+    assert len(heads) == 3 and {*map(tuple, heads)} == {
+        ("head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1")
+        + ("importance", "loss", "alone", "sink")
+    }
+    (gone,) = (cells for cells in map(str.split, lines) if cells[:2] == ["0.1", "0"])
+    assert gone[-2:] == ["–", f"{rows['cross', 0, 1]['sink']:.2f}"]
 
 
 def test_orders_of_removal():
