@@ -104,7 +104,7 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
     It has means, with half of Student's 95 % interval over the trials; of one trial,
     over its random orders.
     """
-    from analysis.pruning import at  # a dry run's table needs none of it
+    from analysis.pruning import at, kind  # a dry run's table needs none of it
 
     orders = dict.fromkeys(row["order"] for row in rows)
     trials = list(dict.fromkeys(row["trial"] for row in rows))
@@ -112,7 +112,7 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
         f"trial {trials[0]}" if len(trials) == 1 else f"mean of {len(trials)} trials"
     )
     split, ranked_on = rows[0]["split"], rows[0]["ranked_on"]
-    title = f"without heads, {whose}, {split} (ranked on {ranked_on})"
+    title = f"without {kind(rows)}, {whose}, {split} (ranked on {ranked_on})"
     table = Table("\nremoved", title=title)
     for order in orders:
         for name in (metric, "loss"):
