@@ -65,7 +65,8 @@ SITE = flags.DEFINE_enum(
     "site",
     "cross",
     ["encoder", "decoder", "cross"],
-    "Of which attention --plot is: the self-attention of one side, or the cross.",
+    "Whose heads to --plot, or alone to --prune: the self-attention of one side, or "
+    "the cross; default to prune: all.",
 )
 SENTENCE = flags.DEFINE_integer(
     "sentence", 0, "Number (from 0) in the split of the one to --plot.", 0
@@ -92,9 +93,10 @@ def main():
         for flag in (TRANSLATE, *ALONE):
             if flag.value:
                 fail(f"--{flag.name} takes one process, not a --coordinator.")
-    for flag in (SITE, SENTENCE):
-        if flag.present and not PLOT.value:
-            fail(f"--{flag.name} says what to draw, so add --plot=FILE.png.")
+    if SENTENCE.present and not PLOT.value:
+        fail("--sentence says what to draw, so add --plot=FILE.png.")
+    if SITE.present and not (PLOT.value or PRUNE.value):
+        fail("--site says what to draw or prune, so add --plot=FILE.png or --prune.")
     if TRANSLATE.value:
         for flag in (*ALONE, SHOW, DIRECTORY):
             if flag.value:
@@ -362,19 +364,23 @@ def tell_heads(trained: "Trained", pairs: "Pairs", workdir: Path) -> None:
 def prune(
     trained: "Trained", dev: "Pairs", pairs: "Pairs", workdir: Path, options: dict
 ) -> None:
-    """Write pruning-SPLIT.json and .png: the scores with ever fewer heads."""
+    """Write pruning-SPLIT.json and .png: the scores with ever fewer heads.
+
+    Of one --site they are pruning-SPLIT-SITE.
+    """
     from analysis.plots import plot_pruning
     from analysis.pruning import curve
     from analysis.table import print_pruning
 
     every = [t for t, at in enumerate(trained.diverged_at) if at is None]
     trials = [trial_of(trained)] if TRIAL.present or not every else every
+    site = SITE.value if SITE.present else None
     sizes, ranked_on = {"batch_size": BATCH_SIZE.value}, {"ranked_on": dev.split}
     rows = [
         about(trained, row["trial"], pairs) | ranked_on | row | {"decoding": options}
-        for row in curve(trained, dev, pairs, trials, **sizes, **options)
+        for row in curve(trained, dev, pairs, trials, site, **sizes, **options)
     ]
-    path = workdir / f"pruning-{pairs.split}.json"
+    path = workdir / f"pruning-{'-'.join(filter(None, (pairs.split, site)))}.json"
     write_json(path, rows)
     metric = trained.config.train.best_metric.removeprefix("dev_")
     metric = metric if metric in rows[0] and metric != "loss" else "bleu"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from analysis.pruning import at
+from analysis.pruning import at, kind
 from analysis.significance import summary
 from models.multi_head import full_map
 
@@ -127,7 +127,7 @@ def plot_pruning(rows: list[dict], metric: str, path: Path) -> None:
         label = order.replace("_", " ")
         (line,) = ax.plot(counts, mean, style, marker="o", ms=3, label=label)
         ax.fill_between(counts, low, high, color=line.get_color(), alpha=0.15, lw=0)
-    ax.set(xlabel=f"heads removed, of {rows[0]['heads']}", ylim=(0, None))
+    ax.set(xlabel=f"{kind(rows)} removed, of {rows[0]['heads']}", ylim=(0, None))
     ax.set_ylabel(metric.replace("_", " ") + unit)
     ax.set_title(f"{rows[0]['split']}, by order of removal", fontsize=9)
     ax.legend(frameon=False)

@@ -67,7 +67,12 @@ def without(head_gates: dict, gone: dict[int, list[Head]]) -> dict:
 
 
 def curve(
-    run: Trained, dev: Pairs, pairs: Pairs, trials: list[int], **options
+    run: Trained,
+    dev: Pairs,
+    pairs: Pairs,
+    trials: list[int],
+    site: str | None = None,
+    **options,
 ) -> Iterator[dict]:
     """Rows: the scores of each trial with ever fewer heads, in every order.
 
@@ -79,6 +84,7 @@ def curve(
         dev: what the heads are ranked on.
         pairs: what is scored.
         trials: which of the run's.
+        site: whose heads may go, "encoder", "decoder" or "cross"; None: all.
         options: see `models.decoding.translate_trials`.
     """
     R = len(run.step)
@@ -89,10 +95,12 @@ def curve(
     draws = -(-DRAWS // len(trials))
     ranked = {}  # by trial and draw
     for trial in trials:
-        rows = measure(run.graph, *run.of(trial), dev.source, dev.target, batch_tokens)
+        model = run.graph, *run.of(trial)
+        rows = measure(*model, dev.source, dev.target, batch_tokens, alone=False)
+        rows = [row for row in rows if site in (None, row["site"])]
         for draw in range(draws):
             ranked[trial, draw] = orders(rows, seed=(trial, draw))
-    num_heads = sum(each[0].size for each in gates.values())
+    num_heads = len(rows)
     todo = [
         (count, name, draw)
         for count in counts(num_heads)
@@ -115,14 +123,15 @@ def curve(
             if count in (0, num_heads):
                 same[count] = found
         for trial in trials:
-            yield {
+            row = {
                 "trial": trial,
                 "order": name,
                 "draw": draw,
                 "removed": count,
                 "heads": num_heads,
                 "gone": [".".join(map(str, head)) for head in gone[trial]],
-            } | found[trial]
+            }
+            yield row | found[trial] | {"site": site}
 
 
 def at(rows: list[dict], order: str, removed: int, name: str) -> np.ndarray:
@@ -136,3 +145,8 @@ def at(rows: list[dict], order: str, removed: int, name: str) -> np.ndarray:
             trials.setdefault(row["trial"], []).append(row[name])
     found = np.array(list(trials.values()), float)
     return found[0] if len(found) == 1 else found.mean(1)
+
+
+def kind(rows: list[dict]) -> str:
+    """What heads may go: "heads", or "decoder heads"."""
+    return " ".join(filter(None, (rows[0]["site"], "heads")))

@@ -75,11 +75,12 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
 def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """A table a site of the heads of one trial, see `analysis.heads.measure`."""
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
-    forms |= {"importance": "{:.4f}", "added_loss": "{:.4f}"}
+    forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
+    forms |= {"sink": "{:.2f}"}
     if all(row["gate"] == 1 for row in rows):
         del forms["gate"]
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
-    console = Console(highlight=False)
+    names["added_loss"] = "added\nloss"
     for site in dict.fromkeys(row["site"] for row in rows):
         title = f"{site}, trial {rows[0]['trial']}, {split}"
         table = Table("head", box=box.SIMPLE, title=title, padding=0)
@@ -92,8 +93,9 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
                     for name, form in forms.items()
                 )
                 table.add_row(f"{row['layer']}.{row['head']}", *cells)
-        console.print(table)
-    console.print(f"written to {path}", soft_wrap=True)
+        console = print_table(table)
+    legend = "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it"
+    console.print(f"{legend}\nwritten to {path}", soft_wrap=True)
 
 
 def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
@@ -102,7 +104,7 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
     It has means, with half of Student's 95 % interval over the trials; of one trial,
     over its random orders.
     """
-    from analysis.pruning import at  # a dry run's table needs none of it
+    from analysis.pruning import at, kind  # a dry run's table needs none of it
 
     orders = dict.fromkeys(row["order"] for row in rows)
     trials = list(dict.fromkeys(row["trial"] for row in rows))
@@ -110,7 +112,7 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
         f"trial {trials[0]}" if len(trials) == 1 else f"mean of {len(trials)} trials"
     )
     split, ranked_on = rows[0]["split"], rows[0]["ranked_on"]
-    title = f"without heads, {whose}, {split} (ranked on {ranked_on})"
+    title = f"without {kind(rows)}, {whose}, {split} (ranked on {ranked_on})"
     table = Table("\nremoved", title=title)
     for order in orders:
         for name in (metric, "loss"):

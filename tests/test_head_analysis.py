@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from analysis import pruning
-from analysis.heads import SIDES, measure
+from analysis.heads import SIDES, measure, share_on_sink
 from analysis.plots import attention_maps, plot_maps
 from analysis.pruning import at, curve, orders
+from analysis.table import print_heads
 from analysis.trained import Pairs, Trained
-from attention import HeadStatistics
+from attention import HeadStatistics, attention_weights
 from configs.base import get_config
 from data.packing import Sentences
 from data.pipeline import sentence_batches
@@ -83,6 +84,7 @@ def test_every_head_has_a_row(rows):
 
 def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, rows):
     graph, params = model
+    names = *HeadStatistics._fields, "sink"
     seen = {site: [] for site in SIDES}
 
     @jax.jit
@@ -103,7 +105,9 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
                 np.arange(weights.shape[-1]) - np.arange(weights.shape[-2])[:, None]
             )
             logs = np.log(np.where(weights > 0, weights, 1))
+            edge = 0 if site == "decoder" else -1
             found = {
+                "sink": weights[..., edge],
                 "entropy": -(weights * logs).sum(-1),
                 "confidence": weights.max(-1),
                 "distance": (weights * abs(offset)).sum(-1),
@@ -111,25 +115,50 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
                 "current": (weights * (offset == 0)).sum(-1),
                 "following": (weights * (offset == 1)).sum(-1),
             }
-            seen[site].append(np.stack([found[n] for n in HeadStatistics._fields]))
+            seen[site].append(np.stack([found[n] for n in names]))
     means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in seen.items()}
     for (site, layer, head), row in rows.items():
-        told = [row[name] for name in HeadStatistics._fields]
+        told = [row[name] for name in names]
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
+
+
+@pytest.mark.parametrize("site", SIDES)
+def test_the_share_on_the_sink_is_that_of_the_full_map(site):
+    """Of packed rows, one of them full, and fewer heads of keys."""
+    keys = jnp.asarray([[1, 1, 1, 2, 2, 3, 4, 4], [1, 1, 2, 2, 2, 0, 0, 0]])
+    asks = jnp.asarray([[1, 2, 2, 3, 4, 4], [1, 1, 1, 2, 0, 0]])
+    asks = asks if site == "cross" else keys
+    first, last = ([0, 3, 5, 6], [0, 2]), ([2, 4, 5, 7], [1, 4])
+    special = np.zeros(keys.shape)
+    for row, places in enumerate(first if site == "decoder" else last):
+        special[row, places] = 1
+    draws = jax.random.split(jax.random.key(0))
+    query = jax.random.normal(draws[0], (*asks.shape, 4, 5))
+    key = jax.random.normal(draws[1], (*keys.shape, 2, 5))
+    segments = {"query_segment_ids": asks, "key_value_segment_ids": keys}
+    masks = segments | {"is_causal": site == "decoder"}
+    weights = attention_weights(query, key, **masks)
+    wanted = np.einsum("BNTS,BS->BTN", weights, special)
+    found = share_on_sink(site, query, key, **masks)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert (np.asarray(found > 0).all(2) == (asks > 0)).all()
 
 
 def losses(model, gates):
     """The summed loss of each sentence in turn."""
-    graph, params = model
-    loss = jax.jit(lambda b, g: batch_loss(graph, params, b, 0.0, head_gates=g)[0])
-    return np.array([float(loss(batch, gates)) for batch in pairs()])
+    return np.array([float(loss_of_pair(*model, batch, gates)) for batch in pairs()])
+
+
+@partial(jax.jit, static_argnames="graph")
+def loss_of_pair(graph, params, batch, gates):
+    return batch_loss(graph, params, batch, 0.0, head_gates=gates)[0]
 
 
 @pytest.mark.parametrize(
     "head", [("encoder", 0, 1), ("decoder", 1, 3), ("cross", 0, 1), ("cross", 0, 2)]
 )
-def test_importance_and_added_loss(model, gates, rows, head):
-    """By gates that are moved a little, each sentence by itself; and by a zero."""
+def test_what_a_head_is_to_the_loss(model, gates, rows, head):
+    """By gates that are moved a little, each sentence by itself; and by zeros."""
     site, *place = head
     every = nnx.merge(*model).head_gates() | gates
     tokens = sum(LENGTHS[1])
@@ -147,6 +176,24 @@ def test_importance_and_added_loss(model, gates, rows, head):
     )
     added = (at(0).sum() - at(now).sum()) / tokens
     np.testing.assert_allclose(told["added_loss"], added, atol=1e-5)
+    if now == 0:
+        assert told["alone"] is None
+        return
+    only = every[site].at[place[0]].set(0).at[tuple(place)].set(now)
+    more = losses(model, every | {site: only}).sum() - at(now).sum()
+    np.testing.assert_allclose(told["alone"], more / tokens, atol=1e-5)
+
+
+def test_alone_of_one_head_and_of_two():
+    """Nothing goes, or the other one does."""
+    one, two = ({"num_heads": N, "num_kv_heads": 1} for N in (1, 2))
+    graph, params = made(decoder_attention=one, cross_attention=two)
+    source, target = (Sentences.of([side[0], side[1]]) for side in (SOURCE, TARGET))
+    found = measure(graph, params, {}, source, target, batch_tokens=96)
+    assert {r["alone"] for r in found if r["site"] == "decoder"} == {0}
+    of_two = [row for row in found if row["site"] == "cross"]
+    others = [of_two[i]["added_loss"] for i in (1, 0, 3, 2)]
+    assert len(set(others)) == 4 and [row["alone"] for row in of_two] == others
 
 
 def test_heads_that_talk_have_no_statistics():
@@ -154,8 +201,22 @@ def test_heads_that_talk_have_no_statistics():
     graph, params = made(cross_attention=attention)
     found = measure(graph, params, {}, SOURCE, TARGET, batch_tokens=96)
     for row in found:
-        assert (row["entropy"] is None) == (row["site"] == "cross")
+        talks = row["site"] == "cross"
+        assert (row["entropy"] is None) == (row["sink"] is None) == talks
         assert np.isfinite([row["importance"], row["added_loss"]]).all()
+
+
+def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
+    told = [{"trial": 0} | row for row in rows.values()]
+    print_heads(told, "val", tmp_path / "heads-val.json")
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.split() for line in lines if line.startswith(" head ")]
+    assert len(heads) == 3 and {*map(tuple, heads)} == {
+        ("head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1")
+        + ("importance", "loss", "alone", "sink")
+    }
+    (gone,) = (cells for cells in map(str.split, lines) if cells[:2] == ["0.1", "0"])
+    assert gone[-2:] == ["–", f"{rows['cross', 0, 1]['sink']:.2f}"]
 
 
 def test_orders_of_removal():

@@ -797,7 +797,8 @@ TRANSLATE = {"split": None, "translate": True}
         ({"plot": "nodir/p.png"}, "--plot=nodir/p.png must be a file in a folder"),
         ({"plot": "p.xyz"}, "The suffix of --plot must be one of"),
         ({"plot": "p.png", "split": "val,test"}, "--plot=p.png would hold the last"),
-        ({"site": "encoder"}, "--site says what to draw, so add --plot"),
+        ({"site": "encoder"}, "--site says what to draw or prune, so add --plot"),
+        ({"sentence": 1}, "--sentence says what to draw, so add --plot"),
         ({"seed": 3}, "nothing is sampled at --temperature=0"),
         (TRANSLATE | {"output": "o.txt"}, "leave --output out"),
         (TRANSLATE | {"show": 3}, "--show needs the references"),
@@ -917,7 +918,7 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
     made = load(trained, "last")
     params, dev = jax.tree.map(lambda x: x[1], made.params), read(made, "val")
     of_it = measure(made.graph, params, {}, dev.source, dev.target, 512)
-    for name in ("entropy", "importance", "added_loss"):
+    for name in ("entropy", "importance", "added_loss", "alone"):
         told, wanted = ([row[name] for row in found] for found in (rows, of_it))
         np.testing.assert_allclose(told, wanted, rtol=1e-5, atol=1e-7)
     files = [(tmp_path / f"val-{trial}.txt").read_text() for trial in (0, 1)]
@@ -1030,6 +1031,25 @@ def test_heads_are_removed_the_least_important_first(trained, evaluated):
     ]
     assert "mean of 2 trials, val" in said
     assert all(f" {mean:.3f} ± " in said for mean in means)
+
+
+def test_the_heads_of_one_site_are_removed(trained, evaluated):
+    beside = {path: path.read_bytes() for path in trained.glob("pruning-val.*")}
+    options = {"split": "val", "checkpoint": "last", "beam_size": 1, "trial": 1}
+    said = evaluated(workdir=trained, prune=True, site="decoder", **options).out
+    assert "without decoder heads, trial 1, val" in said
+    assert (trained / "pruning-val-decoder.png").exists()
+    assert beside == {path: path.read_bytes() for path in beside}
+    found = json.loads((trained / "pruning-val-decoder.json").read_text())
+    made = load(trained, "last")
+    gates = nnx.merge(made.graph, made.of(1)[0]).head_gates()["decoder"]
+    every = {f"decoder.{layer}.{head}" for layer, head in np.ndindex(gates.shape)}
+    for order in ORDERS:
+        rows = [r for r in found if (r["order"], r["draw"]) == (order, 0)]
+        assert [row["removed"] for row in rows] == counts(len(every))
+        for row in rows:
+            assert len(row["gone"]) == row["removed"] and row["heads"] == len(every)
+            assert set(row["gone"]) <= every and row["site"] == "decoder"
 
 
 def test_a_corpus_without_val_is_refused_before_all_is_decoded(

@@ -166,7 +166,7 @@ def test_a_run_of_before_a_key_existed_is_the_same(tmp_path):
     before = get_config().to_dict()
     del before["model"]["attention"]["talking_heads"], before["mesh"]
     before["model"]["cross_attention"].pop("talking_heads")
-    record(tmp_path, before, [{"seed": 0}])
+    record(tmp_path, before, [{"seed": 0}], {})
     (tmp_path / "metrics.jsonl").touch()
     assert changes(tmp_path, config, [{"seed": 0}], get_config().to_dict()) == []
     config["model"]["attention"]["talking_heads"] = True
@@ -174,7 +174,7 @@ def test_a_run_of_before_a_key_existed_is_the_same(tmp_path):
         (config, before, r"talking_heads \(there False, now True\)"),
         (get_config().to_dict(), before | {"x": 3}, r"x \(there 3, now 'unset'\)"),
     ):
-        record(tmp_path, there, [{"seed": 0}])
+        record(tmp_path, there, [{"seed": 0}], {})
         held = claim(tmp_path, now, [{"seed": 0}], get_config().to_dict())
         with pytest.raises(ValueError, match=words), held:
             pass
