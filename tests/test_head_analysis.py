@@ -240,7 +240,7 @@ def test_orders_of_removal():
 def test_heads_are_ranked_on_dev_whatever_is_scored(model, rows, monkeypatch):
     ranked, scored = [], []
 
-    def measure(graph, params, gates, source, target, batch_tokens):
+    def measure(graph, params, gates, source, target, batch_tokens, alone):
         ranked.append((source, target))
         return list(rows.values())
 
