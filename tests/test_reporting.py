@@ -279,7 +279,7 @@ def test_a_mean_is_of_the_trials_that_did_not_diverge(capsys):
 def test_scores_without_heads_have_half_of_their_interval(capsys):
     rows = [
         {"order": "random", "removed": 0, "heads": 4, "split": "test", "loss": loss}
-        | {"ranked_on": "val", "trial": trial, "exact_match": 0.5}
+        | {"ranked_on": "val", "trial": trial, "exact_match": 0.5, "site": None}
         for trial, loss in enumerate((1.0, 2.0, 6.0))
     ]
     print_pruning(rows, "exact_match", "pruning-test.json")
