@@ -48,7 +48,8 @@ def find_ablation(name: str):
         )
         raise ValueError(f"There is no ablation {name!r} in {where}; {meant}")
     found = getattr(module, name)
-    named = re.search(r"Nuisance:\s*(?!none|nothing)\S", found.__doc__)
+    none = "(?i:none|nothing|Fixed:|Scientific:)"  # the latter: nothing in between
+    named = re.search(rf"Nuisance:\s*(?!{none})\S", found.__doc__)
     if named and not nuisance_keys(found.__doc__):
         raise ValueError(
             f"The docstring of {name} in {where} must name config keys after "

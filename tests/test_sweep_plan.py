@@ -85,8 +85,10 @@ def test_nuisance_settings_in_words_alone_are_refused(tmp_path, corpus):
     path.write_text(path.read_text().replace(key, "the learning rate"))
     with pytest.raises(ValueError, match='name config keys after "Nuisance:", such as'):
         open_sweep(options(tmp_path / "s", corpus, ablation=name))
-    path.write_text(path.read_text().replace("the learning rate", "none"))
-    open_sweep(options(tmp_path / "s", corpus, ablation=name))
+    in_words = path.read_text()
+    for number, none in enumerate(("none", "None", "")):
+        path.write_text(in_words.replace("the learning rate.", none))
+        open_sweep(options(tmp_path / f"s{number}", corpus, ablation=name))
 
 
 def test_the_flops_of_a_training_are_six_a_multiply_add_and_token():
