@@ -143,7 +143,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from training.checkpoint import Checkpoints
     from training.metrics import say
     from training.restore import begun_from, run_at
-    from training.step import init, items_of, state_of, static_of
+    from training.step import begin, init, items_of, state_of, static_of
     from training.utilisation import CompileClock
 
     compiled = CompileClock()
@@ -206,7 +206,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     )
     if last is None:
         step = 0
-        state = sharding.initial(make_state, arrays, mesh, config.mesh.shard)
+        k = config.train.steps_per_dispatch
+        state = begin(make_state, arrays, k, batches.shape, static)
         if config.train.init_from:
             state = begun_from(config.train.init_from, config, trials, state, DEFAULTS)
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}

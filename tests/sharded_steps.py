@@ -15,14 +15,18 @@ from configs.commandline import flat
 from models.counting import abstract
 from models.transformer import Transformer
 from training import hosts, sharding
-from training.step import init, static_of, train_steps
+from training.step import begin, init, static_of, train_steps
 from training.trials import numbers
+from training.utilisation import CompileClock
 
 STEPS = 4
 
 
 def losses(config, num_trials, devices):
-    """Of every step and trial, and the kinds of sharding of the state's leaves."""
+    """Of every step and trial, the shardings of the state's leaves, seconds to compile.
+
+    Of compiling when the steps are done, after `begin`.
+    """
     arrays = numbers(
         flat(config.to_dict()), [{"seed": seed} for seed in range(num_trials)]
     )
@@ -32,7 +36,7 @@ def losses(config, num_trials, devices):
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         make = partial(init, static=static, build=build)
-        state = sharding.initial(make, arrays, mesh, config.mesh.shard)
+        state = begin(make, arrays, STEPS, (8, 16, 16), static)
         batch = {}
         for side in ("source", "target"):
             tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16), np.int32)
@@ -43,10 +47,12 @@ def losses(config, num_trials, devices):
         cut = part.trials, slice(None), part.rows
         batch = {name: array[cut].astype(np.int32) for name, array in batch.items()}
         batch = sharding.place_batch(batch, part)
+        clock = CompileClock()
         state, metrics = train_steps(state, arrays, batch, STEPS, static=static)
+        compiling = clock.seconds
         loss = sharding.fetch(metrics["loss"])
     specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(state)}
-    return {"loss": loss.tolist(), "specs": sorted(specs)}
+    return {"loss": loss.tolist(), "specs": sorted(specs), "compiling": compiling}
 
 
 def main():

@@ -132,8 +132,10 @@ def trained(shared, little, tmp_path_factory):
     first = shared / "trained"
     with locked(shared / "trained.lock"):
         if not (first / "checkpoints" / "60").exists():
-            ran = run(train_command(first, **little))
+            logged = os.environ | {"JAX_LOG_COMPILES": "1"}
+            ran = run(train_command(first, **little), env=logged)
             assert ran.returncode == 0, ran.stderr
+            (first / "said.txt").write_text(ran.stderr)
     return shutil.copytree(first, tmp_path_factory.mktemp("trained") / "run")
 
 
@@ -174,6 +176,12 @@ def still(shared, trained, little):
             assert ran.returncode == 0, ran.stderr
             (workdir / "said.txt").write_text(ran.stderr)
     return workdir
+
+
+def test_the_step_is_compiled_once_before_there_is_a_batch(trained):
+    said = (trained / "said.txt").read_text()
+    assert said.count("XLA compilation of jit(train_steps)") == 1
+    assert said.index("XLA compilation of jit(train") < said.index("First step")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -220,6 +228,8 @@ train_steps, add, paused = step.train_steps, metrics.Window.add, metrics.Window.
 def begin(state, arrays, batch, number, **static):
     steps["begun"] += number
     return train_steps(state, arrays, batch, number, **static)
+
+begin.lower = train_steps.lower
 
 def count(window, of_step):
     steps["read"] += 1

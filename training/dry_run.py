@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models import counting
@@ -81,14 +80,11 @@ def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
         static = static_of(model, config)
         state = jax.eval_shape(partial(init, arrays, static=static, build=build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
-        tokens = jax.ShapeDtypeStruct((num_trials, 1, B, T), jnp.int32)
-        batch = dict.fromkeys(counting.batch_of(T, T), tokens)
         of_trials = sharding.named(mesh, "trial")
-        of_rows = sharding.named(mesh, *sharding.BATCH)
         arguments = (
-            abstract(state, lie),
-            abstract(arrays, jax.tree.map(lambda _: of_trials, arrays)),
-            abstract(batch, dict.fromkeys(batch, of_rows)),
+            sharding.abstract(state, lie),
+            sharding.abstract(arrays, jax.tree.map(lambda _: of_trials, arrays)),
+            sharding.abstract_batches(mesh, num_trials, 1, (B, T, T)),
             1,
         )
         chip = target.split(":")[0]
@@ -113,15 +109,6 @@ def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),
         rows=(B, T),
-    )
-
-
-def abstract(tree, shardings):
-    """Shapes of arrays that lie somewhere."""
-    return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        tree,
-        shardings,
     )
 
 

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from attention.merge import MERGE_RULES
 from attention.partition import MESH_AXES
 from attention.platform import platform
+from models.counting import batch_of
 from training.metrics import say
 from training.trials import SITES, heads_at
 
@@ -205,12 +206,32 @@ def warn_of_whole(config: dict, shape: dict[str, int]) -> None:
         )
 
 
+def abstract(tree, shardings):
+    """Shapes of arrays that lie somewhere."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        tree,
+        shardings,
+    )
+
+
+def abstract_batches(mesh: Mesh, num_trials: int, k: int, shape: tuple) -> dict:
+    """The batches that `place_batch` makes of R, k, and the shape B, S, T."""
+    B, S, T = shape
+    batches = {
+        name: jax.ShapeDtypeStruct((num_trials, k, B, x.shape[1]), x.dtype)
+        for name, x in batch_of(S, T).items()
+    }
+    return abstract(batches, dict.fromkeys(batches, named(mesh, *BATCH)))
+
+
 def initial(make, arrays, mesh: Mesh, shard: str):
     """The TrainState `make(arrays)`; each device computes what it will hold of it."""
-    shardings = state_shardings(jax.eval_shape(make, arrays), mesh, shard)
     # It runs once: on a CPU, to make it fast takes a second longer than it saves.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
-    return jax.jit(make, out_shardings=shardings, compiler_options=options)(arrays)
+    with jax.set_mesh(mesh):  # also in a thread that does not know of it
+        shardings = state_shardings(jax.eval_shape(make, arrays), mesh, shard)
+        return jax.jit(make, out_shardings=shardings, compiler_options=options)(arrays)
 
 
 def place(state, mesh: Mesh, shard: str):

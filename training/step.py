@@ -3,6 +3,7 @@
 Everything has a leading trial axis R, also when there is one trial.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -181,6 +182,29 @@ def train_steps(
 
     state, metrics = over_trials(one)(state, trials, batches)
     return sharding.keep(state, static.shard), metrics
+
+
+def begin(
+    make, trials: dict, k: int, shape: tuple[int, int, int], static: Static
+) -> TrainState:
+    """The state `make(trials)`, and `train_steps` compiled meanwhile for what follows.
+
+    Args:
+        make: initial values, see `init`.
+        trials: see `train_steps`.
+        k: most steps of a call.
+        shape: B, S and T of its batches.
+        static: see `train_steps`.
+    """
+    mesh = jax.sharding.get_mesh()
+    state = jax.eval_shape(make, trials)
+    where = sharding.state_shardings(state, mesh, static.shard)
+    like = sharding.abstract(state, where)
+    batches = sharding.abstract_batches(mesh, len(trials["seed"]), k, shape)
+    with ThreadPoolExecutor(1) as other:
+        made = other.submit(sharding.initial, make, trials, mesh, static.shard)
+        train_steps.lower(like, trials, batches, k, static=static).compile()
+        return made.result()
 
 
 def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):

@@ -51,6 +51,7 @@ def test_two_processes_of_four_devices_compute_what_one_device_does(eight):
     both = [start(4, RUNS[1:2], address, "2", str(i)) for i in range(2)]
     first, second = [found(process)[0] for process in both]
     assert first == second
+    assert first["compiling"] == 0  # `begin` has compiled just what the step needs
     np.testing.assert_allclose(first["loss"], eight[0]["loss"], rtol=2e-5)
     specs_of_state = " ".join(first["specs"])
     assert "'data'" in specs_of_state and "'model'" in specs_of_state
