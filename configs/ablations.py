@@ -138,7 +138,8 @@ def merge_start(base) -> list[dict]:
     V, half = attention.value_dim or share(base, N), max(1, N // 2)
     rules = ("concat", "scaled", "mean", "weighted", "dynamic")
     rules += ("gated", "gated_elementwise", "mixture")
-    gains = {rule: equal_gain(rule, N, V, D, half) for rule in rules}
+    init = attention.init
+    gains = {rule: equal_gain(rule, N, V, D, half, init) for rule in rules}
     arms = zipped(
         over("model.attention.merge", *gains),
         over("model.attention.merge_gain", *gains.values()),
@@ -148,24 +149,30 @@ def merge_start(base) -> list[dict]:
     return chain(arms, [{"model.attention.merge": "concat"} | as_mean])
 
 
-def equal_gain(rule: str, N: int, V: int, D: int, mixture_heads: int) -> float:
+def equal_gain(
+    rule: str, N: int, V: int, D: int, mixture_heads: int, init: str = "xavier"
+) -> float:
     """The merge_gain with which a rule's outputs begin with the variance of concat's.
 
     A rule is Σ_n w_n o_n W_n. At first the heads' outputs are uncorrelated, by their
     own kernels; with variance 1 those of the rule have V · Var(W) · Σ_n E[w_n²]. Xavier
-    has Var(W) = 2 / (into + D), where N·V go into kernels of each head's own, and V
-    into one for all heads. So concat has 2NV / (NV + D), mean and weighted, whose w_n
-    is 1 / N, have 2V / (N(V + D)), and the gain is N √((V + D) / (NV + D)), exactly.
+    has Var(W) = 2 / (into + D), fan_in 1 / into, where N·V go into kernels of each
+    head's own, and V into one for all heads. So concat has 2NV / (NV + D), or 1; mean
+    and weighted, whose w_n is 1 / N, have 2V / (N(V + D)), or 1 / N; and the gain is
+    N √((V + D) / (NV + D)), or √N, exactly.
 
     For gates and routers it is approximate: E[w_n²] is a mean over 2^14 draws of
     logits, taken to be normal. They are sums over x, whose D elements have the variance
-    1 where it is normalised, with Xavier's 2 / (D + N) again (N·V: elementwise).
+    1 where it is normalised, with the init's variance again: Xavier's 2 / (D + N)
+    (N·V: elementwise).
     """
+
+    def fan(into, out):  # 1 / Var(W)
+        return into if init == "fan_in" else (into + out) / 2
+
     into = V if rule in ("mean", "weighted", "dynamic") else N * V
     out = N * V if rule == "gated_elementwise" else N
-    logits = (
-        np.random.default_rng(0).normal(size=(2**14, N)) * (2 * D / (D + out)) ** 0.5
-    )
+    logits = np.random.default_rng(0).normal(size=(2**14, N)) * (D / fan(D, out)) ** 0.5
     powers = np.exp(logits)
     shares = powers / powers.sum(-1, keepdims=True)
     ranked = np.sort(powers)[:, N - mixture_heads :]
@@ -182,7 +189,7 @@ def equal_gain(rule: str, N: int, V: int, D: int, mixture_heads: int) -> float:
     }[rule]
     squares = np.square(weights).sum(-1).mean()
     # to three digits, so that the arms of a sweep are the same on every machine
-    return float(f"{(N / (N * V + D) * (into + D) / squares) ** 0.5:.3g}")
+    return float(f"{(N / fan(N * V, D) * fan(into, D) / squares) ** 0.5:.3g}")
 
 
 def kv_heads(base) -> list[dict]:

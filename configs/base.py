@@ -50,7 +50,8 @@ def get_config() -> ml_collections.ConfigDict:
     attention.head_dim = placeholder(int)  # H; None: width / num_heads
     attention.value_dim = placeholder(int)  # V; None: width / num_heads
     attention.merge = "concat"  # from N head outputs to one, see attention/merge.py
-    attention.merge_gain = 1.0  # what the merge's kernel begins times, beside Xavier's
+    attention.merge_gain = 1.0  # what the merge's kernel begins times, beside init's
+    attention.init = "xavier"  # of kernels; "fan_in": the same scale at any head size
     attention.mixture_heads = 2  # k of the merge rule "mixture"
     attention.talking_heads = False  # mix the maps before and after the softmax
     attention.qk_norm = False  # RMS-normalise queries and keys

@@ -15,6 +15,8 @@ from models.checks import choose
 from models.linear import linear, project
 from models.positions import rotate
 
+INITS = {"xavier": "fan_avg", "fan_in": "fan_in"}  # as JAX calls their variance
+
 
 class Attention(nnx.Module):
     """Multi-head attention with free head shapes and a choice of merge rule.
@@ -27,6 +29,9 @@ class Attention(nnx.Module):
         value_dim: V, the size of a value; None: D / N.
         merge: a name in `attention.MERGE_RULES`.
         merge_gain: what the merge's kernel, no other parameter, begins times.
+        init: the kernels begin uniform with the variance 2 / (into + out of), "xavier"
+            (Glorot & Bengio 2010), or 1 / into, "fan_in" (LeCun et al. 1998), by which
+            logits and outputs begin at the same scale whatever N, K, H and V are.
         mixture_heads: k of the rule "mixture", at most N.
         talking_heads: mix the heads' maps before and after the softmax, see
             `attention.talking_heads_attention`.
@@ -51,6 +56,7 @@ class Attention(nnx.Module):
         value_dim: int | None = None,
         merge: str = "concat",
         merge_gain: float = 1.0,
+        init: str = "xavier",
         mixture_heads: int = 1,
         talking_heads: bool = False,
         qk_norm: bool = False,
@@ -67,6 +73,7 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"{path}.merge_gain must be from 1e-18 to 1e18, got {merge_gain}."
             )
+        choose(f"{path}.init", init, INITS)
         if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
             raise ValueError(
                 f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
@@ -84,8 +91,8 @@ class Attention(nnx.Module):
         self.implementation = implementation
 
         def projection(heads, size):
-            init = nnx.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2))
-            kernel = nnx.Param(init(rngs.params(), (width, heads, size)))
+            initial = initializer(init, 1, 3)
+            kernel = nnx.Param(initial(rngs.params(), (width, heads, size)))
             bias = nnx.Param(jnp.zeros((heads, size))) if use_bias else None
             return kernel, bias
 
@@ -100,15 +107,9 @@ class Attention(nnx.Module):
             if len(shape) == 1:
                 return nnx.Param(jnp.zeros(shape))
             into = 1 if letters.startswith("D") else len(shape) - 1
-            axes = tuple(range(len(shape)))
-            init = nnx.initializers.variance_scaling(  # Xavier's, where scale is 1
-                merge_gain**2 if name == "kernel" else 1.0,
-                "fan_avg",
-                "uniform",
-                in_axis=axes[:into],
-                out_axis=axes[into:],
-            )
-            return nnx.Param(init(rngs.params(), shape))
+            gain = merge_gain if name == "kernel" else 1.0
+            initial = initializer(init, into, len(shape), gain)
+            return nnx.Param(initial(rngs.params(), shape))
 
         shapes = attention.MERGE_RULES[merge].shapes
         self.merge = nnx.Dict({name: parameter(name, shapes[name]) for name in shapes})
@@ -251,6 +252,14 @@ class Attention(nnx.Module):
                 query, key, value, **masks, implementation=self.implementation
             )
         return self.merged(heads, x, gate)
+
+
+def initializer(name: str, into: int, rank: int, gain: float = 1.0):
+    """The initializer of that name, of an array whose first `into` axes go in."""
+    axes = tuple(range(rank))
+    return nnx.initializers.variance_scaling(
+        gain**2, INITS[name], "uniform", in_axis=axes[:into], out_axis=axes[into:]
+    )
 
 
 def full_map(query, key, **arguments) -> Float[Array, "B N T S"]:

@@ -212,26 +212,60 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("column, N", [(0, 4), (1, 16)])
-def test_rules_begin_smaller_than_concat_and_by_their_gain_as_it(column, N):
-    D, V, half, random = 128, 128 // N, N // 2, np.random.default_rng(0)
+def begun_variances(init, N, V, D=128):
+    """A function: the variance of what a merge rule begins with, by its gain."""
+    random = np.random.default_rng(0)
     heads = jnp.asarray(random.normal(size=(1, 128, N, V)), jnp.float32)
     x = jnp.asarray(random.normal(size=(1, 128, D)), jnp.float32)
 
     def variance(rule, gain=1.0):
-        settings = {"num_heads": N, "merge": rule, "mixture_heads": half}
-        layers = (
-            Attention(D, **settings, merge_gain=gain, rngs=nnx.Rngs(seed))
-            for seed in range(2)
-        )
+        settings = {"num_heads": N, "value_dim": V, "mixture_heads": N // 2}
+        settings |= {"merge": rule, "merge_gain": gain, "init": init}
+        layers = (Attention(D, **settings, rngs=nnx.Rngs(seed)) for seed in range(2))
         return np.mean([layer.merged(heads, x).var() for layer in layers])
 
+    return variance
+
+
+@pytest.mark.parametrize("column, N", [(0, 4), (1, 16)])
+def test_rules_begin_smaller_than_concat_and_by_their_gain_as_it(column, N):
+    variance = begun_variances("xavier", N, 128 // N)
     wanted = variance("concat")
     for rule, columns in STARTS.items():
         ratio, gain = columns[column]
-        assert equal_gain(rule, N, V, D, half) == gain
+        assert equal_gain(rule, N, 128 // N, 128, N // 2) == gain
         assert wanted / variance(rule) == pytest.approx(ratio, rel=0.1)
         assert variance(rule, gain) == pytest.approx(wanted, rel=0.1)
+
+
+def test_by_fan_in_outputs_begin_with_variance_1_whatever_the_heads():
+    for N, V in ((1, 8), (4, 32), (16, 64)):
+        variance = begun_variances("fan_in", N, V)
+        assert variance("concat") == pytest.approx(1, rel=0.1)
+    gains = {rule: equal_gain(rule, 4, 32, 128, 2, "fan_in") for rule in STARTS}
+    assert gains["mean"] == gains["weighted"] == 2  # the root of N
+    variance = begun_variances("fan_in", 4, 32)
+    for rule, gain in gains.items():
+        assert variance(rule, gain) == pytest.approx(1, rel=0.15)
+
+
+@pytest.mark.parametrize("N, K, H", [(1, 1, 128), (4, 4, 8), (8, 2, 64)])
+def test_by_fan_in_logits_begin_with_variance_1_whatever_the_heads(N, K, H):
+    """Xavier's begin with 4 D² / ((D + NH) (D + KH)): 0.44, 1.78 and 0.15 here."""
+    D = 64
+    x = jax.random.normal(jax.random.key(0), (1, 256, D))
+    shape = {"num_heads": N, "num_kv_heads": K, "head_dim": H}
+    for init, wanted in (
+        ("fan_in", 1),
+        ("xavier", 4 * D**2 / (D + N * H) / (D + K * H)),
+    ):
+        variances = []
+        for seed in range(3):
+            layer = Attention(D, **shape, init=init, rngs=nnx.Rngs(seed))
+            key = jnp.repeat(layer.keys_values(x)[0], N // K, 2)
+            logits = jnp.einsum("BTNH,BSNH->BNTS", layer.queries(x), key) / H**0.5
+            variances.append(logits.var())
+        assert np.mean(variances) == pytest.approx(wanted, rel=0.15)
 
 
 def test_the_gain_of_a_shared_kernel_is_that_of_the_formula():
@@ -284,6 +318,10 @@ def test_embeddings_begin_and_enter_at_the_scale_of_positions():
         ({"merge_gain": -1.0}, "merge_gain must be from 1e-18 to 1e18, got -1.0"),
         ({"merge_gain": float("nan")}, "merge_gain must be .*got nan"),
         ({"merge_gain": float("inf")}, "merge_gain must be .*got inf"),
+        (
+            {"init": "he"},
+            "model.attention.init must be one of xavier, fan_in, got 'he'",
+        ),
         ({"implementation": "flash"}, "implementation must be one of.*'flash'"),
     ],
 )
