@@ -87,7 +87,8 @@ def head_dim(base) -> Iterator[dict]:
     """What is a head's size worth: that of its keys alone, and that of all of it?
 
     First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H free of
-    the width (Bhojanapalli et al. 2020).
+    the width (Bhojanapalli et al. 2020). By model.attention.init = "xavier" the arms'
+    logits begin at other scales, by "fan_in" at the same.
 
     Scientific: model.attention.head_dim, model.attention.value_dim.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -196,7 +197,8 @@ def kv_heads(base) -> list[dict]:
     """How many heads may share their keys and values?
 
     From one of each for every head (multi-head) over groups to one for all of them
-    (multi-query; Shazeer 2019, Ainslie et al. 2023).
+    (multi-query; Shazeer 2019, Ainslie et al. 2023). By model.attention.init = "xavier"
+    fewer begin with larger keys and values, by "fan_in" with the same.
 
     Scientific: model.attention.num_kv_heads.
     Nuisance: optimizer.learning_rate, model.dropout.
