@@ -12,6 +12,7 @@ from rich.progress import track
 import attention
 from data.packing import Sentences
 from data.pipeline import evaluation_batches, sentence_batches
+from models.multi_head import Seen
 from training.metrics import console
 from training.step import batch_loss
 
@@ -38,7 +39,14 @@ def measure(
     - alone (their table 2): the loss with this head as the only one of its layer and
       site, less that with all; None where its gate is 0;
     - sink: the weight on the source's EOS, in the decoder on BOS, the mean over the
-      same tokens as that of the statistics; None where heads talk.
+      same tokens as that of the statistics; None where heads talk;
+    - share: the norm of what the head, times its gate, adds to the layer's output, the
+      mean over the same tokens, divided by the sum over the layer's heads at the site;
+      None where all are 0;
+    - merge_weight: what the merge rule multiplies the head by, the mean over the same
+      tokens, and merge_weight_sd their standard deviation; of a weight an element the
+      mean over the head's. None where the rule has no such number, or one for all
+      tokens has no deviation.
 
     Importance and the losses are in nats a target token. Importance is one backward
     pass, added_loss and alone a forward pass a head each: added_loss is the one to
@@ -87,7 +95,14 @@ def measure(
         if row["gate"] and alone:
             only = gates.at[layer].set(0).at[layer, head].set(row["gate"])
             row["alone"] = loss({site: only}) - whole
-        rows.append(row | {"sink": means.get("sink")})
+        row["sink"] = means.get("sink")
+        norms = seen[site][layer]["norm"]
+        row["share"] = float(norms[head] / norms.sum()) if norms.any() else None
+        weight, square = means.get("weight"), means.get("weight_square")
+        row |= {"merge_weight": weight, "merge_weight_sd": None}
+        if square is not None:
+            row["merge_weight_sd"] = max(0.0, square - weight**2) ** 0.5
+        rows.append(row)
     return rows
 
 
@@ -100,7 +115,8 @@ def shown(heads: list):
 @partial(jax.jit, static_argnames="graph")
 def look(graph, params, head_gates: dict, batch: dict):
     """Sums over a batch of sentences, one a row: of the absolute gradients by gates,
-    L N by site; of the statistics, N a layer by site; and of the tokens, by side.
+    L N by site; of the statistics and of `merging`, N a layer by site; and of the
+    tokens, by side.
     """
     B = len(batch["source"])
     counts = {
@@ -110,13 +126,18 @@ def look(graph, params, head_gates: dict, batch: dict):
     def loss(gates):
         seen = {site: [] for site in gates}
 
-        def watch(site, query, key, **arguments):
-            sums = {}
-            if "logits_mix" not in arguments:
-                means = attention.head_statistics(query, key, **arguments)._asdict()
+        def watch(site, layer):
+            real = batch[f"{SIDES[site]}_segments"] > 0
+            sums = {
+                name: jnp.where(real[..., None], each, 0).sum((0, 1))
+                for name, each in merging(layer).items()
+            }
+            if not layer.mixes:
+                arrays, masks = (layer.query, layer.key), layer.masks
+                means = attention.head_statistics(*arrays, **masks)._asdict()
                 weigh = partial(jnp.matmul, counts[SIDES[site]])
-                sums = jax.tree.map(weigh, means)
-                shares = share_on_sink(site, query, key, **arguments)
+                sums |= jax.tree.map(weigh, means)
+                shares = share_on_sink(site, *arrays, **masks)
                 sums["sink"] = shares.sum((0, 1))
             seen[site].append(sums)
 
@@ -133,6 +154,32 @@ def look(graph, params, head_gates: dict, batch: dict):
     slopes, seen = jax.grad(loss, has_aux=True)(rows)
     slopes = {site: jnp.abs(slope).sum(1) for site, slope in slopes.items()}
     return slopes, seen, {side: count.sum() for side, count in counts.items()}
+
+
+def merging(layer: Seen) -> dict[str, Float[Array, "B T N"]]:
+    """Of every token: the norm of what each head adds, its weight and that squared.
+
+    A rule without weights has no weight, one whose weights know no token no square.
+    What a head adds is the merge of this head and zeros.
+    """
+    rule, arguments = layer.rule, layer.arguments
+    heads, x = jax.lax.stop_gradient((layer.heads, layer.x))
+    B, T, N, _ = heads.shape
+
+    def norm(head):
+        alone = heads * (jnp.arange(N) == head)[:, None].astype(heads.dtype)
+        added = rule.function(alone, x, **arguments).astype(jnp.float32)
+        return jnp.linalg.norm(added, axis=-1)
+
+    found = {"norm": jnp.moveaxis(jax.lax.map(norm, jnp.arange(N)), 0, -1)}
+    if rule.weights is not None:
+        arguments = {k: value for k, value in arguments.items() if k != "kernel"}
+        weights = rule.weights(x, **arguments).astype(jnp.float32)
+        weights = weights.mean(-1) if weights.ndim == 4 else weights
+        found["weight"] = jnp.broadcast_to(weights, (B, T, N))
+        if weights.ndim == 3:
+            found["weight_square"] = weights**2
+    return found
 
 
 def share_on_sink(

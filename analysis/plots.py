@@ -44,8 +44,8 @@ def attention_maps(
         }
         maps = []
 
-        def watch(*arrays, **arguments):
-            maps.append(full_map(*arrays, **arguments))
+        def watch(seen):
+            maps.append(full_map(seen))
 
         model.hidden(batch, head_gates=gates, watch={site: watch})
         return jnp.concatenate(maps)

@@ -76,25 +76,37 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """A table a site of the heads of one trial, see `analysis.heads.measure`."""
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
     forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
-    forms |= {"sink": "{:.2f}"}
+    of_merge = dict.fromkeys(("merge_weight", "merge_weight_sd"), "{:.2f}")
+    forms |= {"sink": "{:.2f}", "share": "{:.2f}"} | of_merge
     if all(row["gate"] == 1 for row in rows):
         del forms["gate"]
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
-    names["added_loss"] = "added\nloss"
+    names |= {"added_loss": "added\nloss", "merge_weight": "merge\nweight"}
+    names["merge_weight_sd"] = "its\nsd"
     for site in dict.fromkeys(row["site"] for row in rows):
         title = f"{site}, trial {rows[0]['trial']}, {split}"
         table = Table("head", box=box.SIMPLE, title=title, padding=0)
-        for name in forms:
+        of_site = [row for row in rows if row["site"] == site]
+        columns = [
+            name
+            for name in forms
+            if name not in of_merge or any(row[name] is not None for row in of_site)
+        ]
+        for name in columns:
             table.add_column(names.get(name, heading(name)), justify="right")
-        for row in rows:
-            if row["site"] == site:
-                cells = (
-                    "–" if row[name] is None else form.format(row[name])
-                    for name, form in forms.items()
-                )
-                table.add_row(f"{row['layer']}.{row['head']}", *cells)
+        for row in of_site:
+            cells = (
+                "–" if row[name] is None else forms[name].format(row[name])
+                for name in columns
+            )
+            table.add_row(f"{row['layer']}.{row['head']}", *cells)
         console = print_table(table)
-    legend = "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it"
+    legend = (
+        "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it\n"
+        "share: of the norms of what the layer's heads add to its output"
+    )
+    if any(row["merge_weight"] is not None for row in rows):
+        legend += "\nmerge weight: what the rule multiplies the head by"
     console.print(f"{legend}\nwritten to {path}", soft_wrap=True)
 
 

@@ -8,7 +8,7 @@ from attention.api import (
     head_statistics,
     resolve_implementation,
 )
-from attention.merge import MERGE_RULES
+from attention.merge import MERGE_RULES, MergeRule
 from attention.statistics import HeadStatistics
 from attention.talking_heads import talking_heads_attention, talking_heads_weights
 
@@ -16,6 +16,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "MERGE_RULES",
     "HeadStatistics",
+    "MergeRule",
     "attention_weights",
     "dot_product_attention",
     "head_gated",

@@ -2,7 +2,9 @@
 
 A rule is a function of the heads' outputs, the layer's query-side input and its
 parameters, and a row of `MERGE_RULES` that gives the shapes of these parameters in the
-letters N (heads), V (value size) and D (width). docs/heads.md shows how to add one.
+letters N (heads), V (value size) and D (width). A rule that multiplies each head by a
+number has a function `*_weights` of these numbers beside it, named in its row.
+docs/heads.md shows how to add one.
 """
 
 import functools
@@ -68,6 +70,14 @@ def scaled(
     return concat(heads + heads * scale[:, None], x, kernel=kernel)
 
 
+def scaled_weights(
+    x: Float[Array, "B T D"], *, scale: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """1 + scale, in float32 at least."""
+    del x
+    return 1 + wide(scale)
+
+
 @checked
 def mean(
     heads: Float[Array, "B T N V"],
@@ -92,8 +102,16 @@ def weighted(
     logits: Float[Array, "N"],
 ) -> Float[Array, "B T D"]:
     """Average the heads with learned weights, softmax(logits), then project."""
+    weights = weighted_weights(x, logits=logits).astype(heads.dtype)
+    return jnp.einsum("BTNV,N->BTV", heads, weights) @ kernel
+
+
+def weighted_weights(
+    x: Float[Array, "B T D"], *, logits: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """softmax(logits)."""
     del x
-    return jnp.einsum("BTNV,N->BTV", heads, softmax(logits, heads.dtype)) @ kernel
+    return jax.nn.softmax(wide(logits))
 
 
 @checked
@@ -105,8 +123,15 @@ def dynamic(
     router: Float[Array, "D N"],
 ) -> Float[Array, "B T D"]:
     """Average the heads with weights that each token chooses, then project."""
-    weights = softmax(x @ router, heads.dtype)
+    weights = dynamic_weights(x, router=router).astype(heads.dtype)
     return jnp.einsum("BTNV,BTN->BTV", heads, weights) @ kernel
+
+
+def dynamic_weights(
+    x: Float[Array, "B T D"], *, router: Float[Array, "D N"]
+) -> Float[Array, "B T N"]:
+    """softmax(x · router), of every token."""
+    return jax.nn.softmax(wide(x @ router))
 
 
 @checked
@@ -121,8 +146,15 @@ def gated(
 
     Qiu et al. 2025 (Gated attention for large language models), headwise.
     """
-    gates = jax.nn.sigmoid(x @ gate)
+    gates = gated_weights(x, gate=gate)
     return concat(heads * gates[..., None], x, kernel=kernel)
+
+
+def gated_weights(
+    x: Float[Array, "B T D"], *, gate: Float[Array, "D N"]
+) -> Float[Array, "B T N"]:
+    """sigmoid(x · gate), of every token."""
+    return jax.nn.sigmoid(x @ gate)
 
 
 @checked
@@ -137,8 +169,14 @@ def gated_elementwise(
 
     Qiu et al. 2025 (Gated attention for large language models), elementwise.
     """
-    gates = jax.nn.sigmoid(jnp.einsum("BTD,DNV->BTNV", x, gate))
-    return concat(heads * gates, x, kernel=kernel)
+    return concat(heads * gated_elementwise_weights(x, gate=gate), x, kernel=kernel)
+
+
+def gated_elementwise_weights(
+    x: Float[Array, "B T D"], *, gate: Float[Array, "D N V"]
+) -> Float[Array, "B T N V"]:
+    """sigmoid(x · gate), of every token and element."""
+    return jax.nn.sigmoid(jnp.einsum("BTD,DNV->BTNV", x, gate))
 
 
 @checked
@@ -158,27 +196,35 @@ def mixture(
     of each head. A single head has the weight 1, whose gradient is theirs too: that of
     its share of all heads, divided by the share.
     """
-    if not 1 <= mixture_heads <= heads.shape[2]:
+    settings = {"router": router, "mixture_heads": mixture_heads}
+    shares = mixture_weights(x, **settings).astype(heads.dtype)
+    return concat(heads * shares[..., None], x, kernel=kernel)
+
+
+def mixture_weights(
+    x: Float[Array, "B T D"], *, router: Float[Array, "D N"], mixture_heads: int
+) -> Float[Array, "B T N"]:
+    """The softmax over the heads that a token chooses, and 0 for the others."""
+    N = router.shape[1]
+    if not 1 <= mixture_heads <= N:
         raise ValueError(
-            f"mixture_heads must be from 1 to N = {heads.shape[2]}, got {mixture_heads}"
+            f"mixture_heads must be from 1 to N = {N}, got {mixture_heads}"
         )
     logits = x @ router
     # by rank, not by the k-th value: at equal logits exactly k must be chosen
     order = jnp.argsort(-logits, axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1)
     chosen = rank < mixture_heads
-    shares = softmax(jnp.where(chosen, logits, -jnp.inf), heads.dtype)
     if mixture_heads == 1:  # a softmax over one is 1, from which no router could learn
-        of_all = softmax(logits, jnp.float32)
+        of_all = jax.nn.softmax(wide(logits))
         largest = jax.lax.stop_gradient(of_all.max(-1, keepdims=True))
-        shares = jnp.where(chosen, of_all / largest, 0.0).astype(heads.dtype)
-    return concat(heads * shares[..., None], x, kernel=kernel)
+        return jnp.where(chosen, of_all / largest, 0.0)
+    return jax.nn.softmax(wide(jnp.where(chosen, logits, -jnp.inf)))
 
 
-def softmax(logits: Array, dtype) -> Array:
-    """Over the heads, in float32 at least."""
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
-    return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
+def wide(x: Array) -> Array:
+    """In float32 at least."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class MergeRule(NamedTuple):
@@ -187,19 +233,34 @@ class MergeRule(NamedTuple):
     function: Callable  # heads, x, and by name its parameters and settings -> B T D
     shapes: dict[str, str]  # of its parameters, in the letters N, V and D
     settings: tuple[str, ...] = ()  # of model.attention, that the function takes
+    # x, and all but the kernel -> N, B T N or B T N V: what each head is multiplied by
+    weights: Callable | None = None
 
 
 MERGE_RULES = {
     "concat": MergeRule(concat, {"kernel": "N V D"}),
-    "scaled": MergeRule(scaled, {"kernel": "N V D", "scale": "N"}),
+    "scaled": MergeRule(
+        scaled, {"kernel": "N V D", "scale": "N"}, weights=scaled_weights
+    ),
     "mean": MergeRule(mean, {"kernel": "V D"}),
-    "weighted": MergeRule(weighted, {"kernel": "V D", "logits": "N"}),
-    "dynamic": MergeRule(dynamic, {"kernel": "V D", "router": "D N"}),
-    "gated": MergeRule(gated, {"kernel": "N V D", "gate": "D N"}),
+    "weighted": MergeRule(
+        weighted, {"kernel": "V D", "logits": "N"}, weights=weighted_weights
+    ),
+    "dynamic": MergeRule(
+        dynamic, {"kernel": "V D", "router": "D N"}, weights=dynamic_weights
+    ),
+    "gated": MergeRule(
+        gated, {"kernel": "N V D", "gate": "D N"}, weights=gated_weights
+    ),
     "gated_elementwise": MergeRule(
-        gated_elementwise, {"kernel": "N V D", "gate": "D N V"}
+        gated_elementwise,
+        {"kernel": "N V D", "gate": "D N V"},
+        weights=gated_elementwise_weights,
     ),
     "mixture": MergeRule(
-        mixture, {"kernel": "N V D", "router": "D N"}, ("mixture_heads",)
+        mixture,
+        {"kernel": "N V D", "router": "D N"},
+        ("mixture_heads",),
+        mixture_weights,
     ),
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,11 +213,15 @@ class Attention(nnx.Module):
         gate: Float[Array, "*B N"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Merge the heads' outputs, each times its gate, by the layer's rule."""
-        rule = attention.MERGE_RULES[self.merge_rule]
-        arguments = {name: param[...] for name, param in self.merge.items()}
-        arguments |= {name: getattr(self, name) for name in rule.settings}
+        rule, arguments = self.rule()
         out = rule.function(attention.head_gated(heads, gate), x, **arguments)
         return out if self.merge_bias is None else out + self.merge_bias[...]
+
+    def rule(self) -> tuple[attention.MergeRule, dict]:
+        """The merge rule, and its parameters and settings by name."""
+        rule = attention.MERGE_RULES[self.merge_rule]
+        arguments = {name: param[...] for name, param in self.merge.items()}
+        return rule, arguments | {name: getattr(self, name) for name in rule.settings}
 
     def __call__(
         self,
@@ -234,15 +239,12 @@ class Attention(nnx.Module):
             x, memory: the layer's input; what keys and values are made of.
             positions: to rotate queries and keys by.
             gate: a number a head, `N` or `B N`, times its output.
-            watch: called with what the weights are made of: query, key, the masks and
-                the mixes of talking heads, as `full_map` takes them.
+            watch: called with what it has `Seen`.
             masks: bias and masks as `attention.dot_product_attention` takes them.
         """
         query = self.queries(x, positions)
         key, value = self.keys_values(x if memory is None else memory, positions)
         mixes = self.mixes()
-        if watch is not None:
-            watch(query, key, **masks, **mixes)
         if mixes:
             heads = attention.talking_heads_attention(
                 query, key, value, **masks, **mixes
@@ -251,6 +253,9 @@ class Attention(nnx.Module):
             heads = attention.dot_product_attention(
                 query, key, value, **masks, implementation=self.implementation
             )
+        if watch is not None:
+            gated = attention.head_gated(heads, gate)
+            watch(Seen(query, key, masks, mixes, gated, x, *self.rule()))
         return self.merged(heads, x, gate)
 
 
@@ -262,11 +267,25 @@ def initializer(name: str, into: int, rank: int, gain: float = 1.0):
     )
 
 
-def full_map(query, key, **arguments) -> Float[Array, "B N T S"]:
-    """The weights of every head, of what `watch` is called with."""
-    if "logits_mix" in arguments:
-        return attention.talking_heads_weights(query, key, **arguments)
-    return attention.attention_weights(query, key, **arguments)
+class Seen(NamedTuple):
+    """What attention computed, for the function that watches it."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    masks: dict  # and bias, as `attention.dot_product_attention` takes them
+    mixes: dict  # of talking heads, empty where they don't talk
+    heads: Float[Array, "B T N V"]  # times their gates
+    x: Float[Array, "B T D"]  # the layer's input
+    rule: attention.MergeRule
+    arguments: dict  # of the rule: its parameters and settings
+
+
+def full_map(seen: Seen) -> Float[Array, "B N T S"]:
+    """The weights of every head."""
+    weights = (
+        attention.talking_heads_weights if seen.mixes else attention.attention_weights
+    )
+    return weights(seen.query, seen.key, **seen.masks, **seen.mixes)
 
 
 def turned(

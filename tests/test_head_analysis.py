@@ -10,16 +10,16 @@ import pytest
 from flax import nnx
 
 from analysis import pruning
-from analysis.heads import SIDES, measure, share_on_sink
+from analysis.heads import SIDES, measure, merging, share_on_sink
 from analysis.plots import attention_maps, plot_maps
 from analysis.pruning import at, curve, orders
 from analysis.table import print_heads
 from analysis.trained import Pairs, Trained
-from attention import HeadStatistics, attention_weights
+from attention import MERGE_RULES, HeadStatistics, attention_weights
 from configs.base import get_config
 from data.packing import Sentences
 from data.pipeline import sentence_batches
-from models.multi_head import full_map
+from models.multi_head import Seen, full_map
 from models.transformer import Transformer
 from training.step import batch_loss
 
@@ -42,6 +42,8 @@ def made(**changes):
     config.activation = "gelu"  # ReLU's kinks would spoil the differences below
     config.num_encoder_layers, config.num_decoder_layers = 1, 2
     config.attention.update({"num_heads": 4, "num_kv_heads": 2, "value_dim": 3})
+    config.encoder_attention.merge = "dynamic"
+    config.decoder_attention.merge = "weighted"
     config.update(changes)
     model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
     return nnx.split(model)
@@ -82,25 +84,31 @@ def test_every_head_has_a_row(rows):
     assert rows["cross", 0, 2]["gate"] == 0.5 and rows["decoder", 1, 0]["gate"] == 1
 
 
-def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, rows):
+@pytest.fixture(scope="module")
+def seen(model, gates):
+    """Of each sentence, by site and layer: the full map, the heads' outputs, x."""
     graph, params = model
-    names = *HeadStatistics._fields, "sink"
-    seen = {site: [] for site in SIDES}
 
     @jax.jit
-    def maps_of(batch):
-        maps = {site: [] for site in SIDES}
+    def look(batch):
+        kept = {site: [] for site in SIDES}
 
-        def watch(site, *arrays, **arguments):
-            maps[site].append(full_map(*arrays, **arguments)[0])
+        def watch(site, seen):
+            kept[site].append((full_map(seen)[0], seen.heads[0], seen.x[0]))
 
         watches = {site: partial(watch, site) for site in SIDES}
         nnx.merge(graph, params).hidden(batch, head_gates=gates, watch=watches)
-        return maps
+        return kept
 
-    for batch in pairs():
-        for site, layers in maps_of(batch).items():
-            weights = np.asarray(jnp.stack(layers), np.float64)  # L N T S
+    return [jax.device_get(look(batch)) for batch in pairs()]
+
+
+def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
+    names = *HeadStatistics._fields, "sink"
+    means = {site: [] for site in SIDES}
+    for kept in seen:
+        for site, layers in kept.items():
+            weights = np.stack([maps for maps, _, _ in layers]).astype(np.float64)
             offset = (
                 np.arange(weights.shape[-1]) - np.arange(weights.shape[-2])[:, None]
             )
@@ -115,11 +123,93 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
                 "current": (weights * (offset == 0)).sum(-1),
                 "following": (weights * (offset == 1)).sum(-1),
             }
-            seen[site].append(np.stack([found[n] for n in names]))
-    means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in seen.items()}
+            means[site].append(np.stack([found[n] for n in names]))
+    means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in means.items()}
     for (site, layer, head), row in rows.items():
         told = [row[name] for name in names]
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
+
+
+def test_what_the_merge_makes_of_heads_is_the_mean_over_all_tokens(model, rows, seen):
+    """Each site has another rule, and the cross-attention gates that are not 1."""
+    made = nnx.merge(*model)
+    for site in SIDES:
+        stack = made.encoder if site == "encoder" else made.decoder
+        for layer in range(len(stack)):
+            name = "cross_attention" if site == "cross" else "self_attention"
+            rule, arguments = getattr(stack[layer], name).rule()
+            looks = [kept[site][layer][1:] for kept in seen]
+            heads, x = (np.concatenate(parts) for parts in zip(*looks, strict=True))
+            weights = weights_by_hand(rule.function.__name__, x[None], arguments)[0]
+            added = np.einsum(
+                "TNV,NVD->TND",
+                heads * weights[..., None],
+                np.broadcast_to(arguments["kernel"], (4, 3, 16)),
+            )
+            norms = np.linalg.norm(added, axis=2).mean(0)
+            told = [rows[site, layer, head] for head in range(4)]
+            shares = [row["share"] for row in told]
+            np.testing.assert_allclose(shares, norms / norms.sum(), rtol=1e-4)
+            assert (shares[1] == 0) == ((site, layer) == ("cross", 0))
+            means = [row["merge_weight"] for row in told]
+            spreads = [row["merge_weight_sd"] for row in told]
+            if site == "cross":
+                assert means == [None] * 4
+            else:
+                np.testing.assert_allclose(means, weights.mean(0), rtol=1e-4)
+            if site == "encoder":
+                np.testing.assert_allclose(spreads, weights.std(0), rtol=1e-2)
+            else:
+                assert spreads == [None] * 4
+
+
+@pytest.mark.parametrize("rule", MERGE_RULES)
+def test_what_a_rule_makes_of_each_head(rule):
+    """The weights by their formulas, and what they leave of each head."""
+    row, rng = MERGE_RULES[rule], np.random.default_rng(0)
+    sizes = {"N": 4, "V": 3, "D": 6}
+    heads, x = rng.normal(size=(2, 5, 4, 3)), rng.normal(size=(2, 5, 6))
+    params = {
+        name: rng.normal(size=[sizes[letter] for letter in letters.split()])
+        for name, letters in row.shapes.items()
+    }
+    settings = {"mixture_heads": 3} if rule == "mixture" else {}
+
+    @jax.jit
+    def look(heads, x, params):
+        unseen = None, None, {}, {}
+        return merging(Seen(*unseen, heads, x, row, params | settings))
+
+    found = look(*jax.tree.map(jnp.float32, (heads, x, params)))
+    weights = weights_by_hand(rule, x, params)
+    each = weights if weights.ndim == 4 else weights[..., None]
+    kernel = np.broadcast_to(params["kernel"], (4, 3, 6))
+    added = np.einsum("BTNV,NVD->BTND", heads * each, kernel)
+    np.testing.assert_allclose(found["norm"], np.linalg.norm(added, axis=3), rtol=1e-4)
+    fixed = rule in ("concat", "mean")
+    assert ("weight" in found) != fixed
+    assert ("weight_square" in found) != (fixed or rule in ("scaled", "weighted"))
+    if not fixed:
+        weights = weights.mean(3) if weights.ndim == 4 else weights
+        np.testing.assert_allclose(found["weight"], weights, rtol=1e-4)
+    if "weight_square" in found:
+        np.testing.assert_allclose(found["weight_square"], weights**2, rtol=1e-4)
+
+
+def weights_by_hand(rule, x, params):
+    """What each head is multiplied by, B T N or B T N V."""
+    even = np.ones((*x.shape[:2], 4))
+    if rule in ("concat", "mean"):
+        return even / (4 if rule == "mean" else 1)
+    if rule == "scaled":
+        return even + params["scale"]
+    if rule in ("gated", "gated_elementwise"):
+        return 1 / (1 + np.exp(-np.tensordot(x, params["gate"], 1)))
+    logits = even * params["logits"] if rule == "weighted" else x @ params["router"]
+    if rule == "mixture":
+        logits = np.where(logits >= np.sort(logits)[..., [-3]], logits, -np.inf)
+    shares = np.exp(logits)
+    return shares / shares.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize("site", SIDES)

@@ -145,6 +145,17 @@ def test_mixture_takes_exactly_k_where_all_are_equal():
     close(found, jnp.einsum("BTNV,NVD->BTD", HEADS[:, :, :2], KERNEL[:2]) / 2)
 
 
+@pytest.mark.parametrize("rule", [n for n, row in MERGE_RULES.items() if row.weights])
+def test_weights_are_what_the_heads_are_multiplied_by(rule):
+    row, params = MERGE_RULES[rule], parameters(rule)
+    kernel = params.pop("kernel")
+    settings = {"mixture_heads": 2} if rule == "mixture" else {}
+    weights = np.float64(row.weights(X, **params, **settings))
+    weights = weights if weights.ndim == 4 else weights[..., None]
+    kernel = jnp.broadcast_to(kernel, (N, V, D))
+    close(merge(rule), np.einsum("BTNV,NVD->BTD", HEADS * weights, kernel))
+
+
 @pytest.mark.parametrize("rule", MERGE_RULES)
 def test_parameters_of_another_shape_are_refused(rule):
     """Above all an axis of 1, which would be broadcast."""

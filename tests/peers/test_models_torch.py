@@ -113,7 +113,7 @@ def test_attention(attentions, kind, padded):
     got = ours(
         jnp.asarray(x),
         None if kind != "cross" else jnp.asarray(memory),
-        watch=lambda *arrays, **masks: maps.append(full_map(*arrays, **masks)),
+        watch=lambda seen: maps.append(full_map(seen)),
         **masks,
     )
     sides = (torch.tensor(x), torch.tensor(memory), torch.tensor(memory))

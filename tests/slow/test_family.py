@@ -80,8 +80,8 @@ def test_gates_maps_and_implementations_are_of_the_stack(settings, site):
     def run(model, gates):
         maps = []
 
-        def watch(*arrays, **arguments):
-            maps.append(full_map(*arrays, **arguments))
+        def watch(seen):
+            maps.append(full_map(seen))
 
         return model.hidden(batch, head_gates=gates, watch={site: watch}), maps
 
