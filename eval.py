@@ -76,7 +76,7 @@ PRUNE = flags.DEFINE_bool(
     "prune", False, "Score with ever fewer heads, those least important on val gone."
 )
 TRIAL = flags.DEFINE_integer(
-    "trial", 0, "Trial to translate, plot, tell of or prune; default to prune: all.", 0
+    "trial", 0, "Trial to translate or plot, or alone to tell of or prune.", 0
 )
 flags.adopt_module_key_flags(cluster)  # so that --help has them
 ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and --translate does not
@@ -314,6 +314,12 @@ def trial_of(trained: "Trained") -> int:
     return TRIAL.value
 
 
+def trials_of(trained: "Trained") -> list[int]:
+    """The trial that --trial names, by default all that have not diverged."""
+    every = [t for t, at in enumerate(trained.diverged_at) if at is None]
+    return [trial_of(trained)] if TRIAL.present or not every else every
+
+
 def show(pairs: "Pairs", hypotheses: list[str]) -> None:
     """Print the first translations beside their sources and references."""
     for index in range(min(SHOW.value, len(hypotheses))):
@@ -348,14 +354,11 @@ def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> N
 
 
 def tell_heads(trained: "Trained", pairs: "Pairs", workdir: Path) -> None:
-    """Write heads-SPLIT.json, a row a head, and print it."""
-    from analysis.heads import measure
+    """Write heads-SPLIT.json, a row a trial and head, and print it."""
+    from analysis.heads import measure_trials
     from analysis.table import print_heads
 
-    model = trained.graph, *trained.of(trial_of(trained))
-    tokens = trained.config.data.batch_tokens
-    found = measure(*model, pairs.source, pairs.target, tokens)
-    rows = [{"trial": TRIAL.value} | row for row in found]
+    rows = list(measure_trials(trained, pairs, trials_of(trained)))
     path = workdir / f"heads-{pairs.split}.json"
     write_json(path, rows)
     print_heads(rows, pairs.split, path)
@@ -372,9 +375,7 @@ def prune(
     from analysis.pruning import curve
     from analysis.table import print_pruning
 
-    every = [t for t, at in enumerate(trained.diverged_at) if at is None]
-    trials = [trial_of(trained)] if TRIAL.present or not every else every
-    site = SITE.value if SITE.present else None
+    trials, site = trials_of(trained), SITE.value if SITE.present else None
     sizes, ranked_on = {"batch_size": BATCH_SIZE.value}, {"ranked_on": dev.split}
     rows = [
         about(trained, row["trial"], pairs) | ranked_on | row | {"decoding": options}

@@ -1,5 +1,6 @@
 """What the heads of a trained model attend to, and what it loses without them."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from rich.progress import track
 
 import attention
+from analysis.trained import Pairs, Trained
 from data.packing import Sentences
 from data.pipeline import evaluation_batches, sentence_batches
 from models.multi_head import Seen
@@ -104,6 +106,47 @@ def measure(
             row["merge_weight_sd"] = max(0.0, square - weight**2) ** 0.5
         rows.append(row)
     return rows
+
+
+def measure_trials(run: Trained, pairs: Pairs, trials: list[int]) -> Iterator[dict]:
+    """The rows of `measure` of each of the trials, with its number."""
+    tokens = run.config.data.batch_tokens
+    for trial in trials:
+        model = run.graph, *run.of(trial)
+        for row in measure(*model, pairs.source, pairs.target, tokens):
+            yield {"trial": trial} | row
+
+
+def by_rank(rows: list[dict]) -> dict[tuple, list[list[dict]]]:
+    """Heads of several trials side by side: by site, layer and rank a list a trial.
+
+    A head has no identity across seeds: head 0 of one is not head 0 of another. So rank
+    1 is the head of a trial's layer whose loss would grow most without it, and heads
+    that are gone are the last. The rank "all" has every head of the layer.
+
+    Args:
+        rows: of `measure`, with the trial of each.
+    """
+    layers = {}
+    for row in rows:
+        trials = layers.setdefault((row["site"], row["layer"]), {})
+        trials.setdefault(row["trial"], []).append(row)
+    found = {}
+    for at, trials in layers.items():
+        every = [
+            sorted(heads, key=lambda row: (row["gate"] == 0, -row["added_loss"]))
+            for heads in trials.values()
+        ]
+        for rank, heads in enumerate(zip(*every, strict=True), 1):
+            found[*at, rank] = [[head] for head in heads]
+        found[*at, "all"] = every
+    return found
+
+
+def over_trials(trials: list[list[dict]], name: str) -> np.ndarray:
+    """The mean over the heads of each trial, of those that have such a number."""
+    values = [[row[name] for row in heads if row[name] is not None] for heads in trials]
+    return np.array([np.mean(each) for each in values if each])
 
 
 def shown(heads: list):

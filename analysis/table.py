@@ -1,5 +1,6 @@
 """The tables that eval.py and a dry run print."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +74,11 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
 
 
 def print_heads(rows: list[dict], split: str, path: Path) -> None:
-    """A table a site of the heads of one trial, see `analysis.heads.measure`."""
+    """A table a site of the heads, see `analysis.heads.measure`.
+
+    Of several trials it has the mean and standard deviation over them, by the rank of
+    the head in its layer.
+    """
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
     forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
     of_merge = dict.fromkeys(("merge_weight", "merge_weight_sd"), "{:.2f}")
@@ -83,23 +88,27 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
     names |= {"added_loss": "added\nloss", "merge_weight": "merge\nweight"}
     names["merge_weight_sd"] = "its\nsd"
+    trials = list(dict.fromkeys(row["trial"] for row in rows))
+    one = len(trials) == 1
+    whose = f"trial {trials[0]}" if one else f"mean of {len(trials)} trials"
     for site in dict.fromkeys(row["site"] for row in rows):
-        title = f"{site}, trial {rows[0]['trial']}, {split}"
-        table = Table("head", box=box.SIMPLE, title=title, padding=0)
+        title = f"{site}, {whose}, {split}"
+        label = "head" if one else "layer,\nrank"
+        table = Table(label, box=box.SIMPLE, title=title, padding=0)
         of_site = [row for row in rows if row["site"] == site]
-        columns = [
-            name
-            for name in forms
+        columns = {
+            name: form
+            for name, form in forms.items()
             if name not in of_merge or any(row[name] is not None for row in of_site)
-        ]
+        }
         for name in columns:
             table.add_column(names.get(name, heading(name)), justify="right")
-        for row in of_site:
+        for label, numbers in (each_head if one else each_rank)(of_site, columns):
             cells = (
-                "–" if row[name] is None else forms[name].format(row[name])
-                for name in columns
+                "–" if number is None else form.format(number)
+                for number, form in zip(numbers, columns.values(), strict=True)
             )
-            table.add_row(f"{row['layer']}.{row['head']}", *cells)
+            table.add_row(label, *cells)
         console = print_table(table)
     legend = (
         "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it\n"
@@ -107,7 +116,25 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
     )
     if any(row["merge_weight"] is not None for row in rows):
         legend += "\nmerge weight: what the rule multiplies the head by"
+    if not one:
+        legend += "\nrank: by added loss, in each trial and layer; sd: over the trials"
     console.print(f"{legend}\nwritten to {path}", soft_wrap=True)
+
+
+def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:
+    """A line a head."""
+    for row in rows:
+        yield f"{row['layer']}.{row['head']}", [row[name] for name in names]
+
+
+def each_rank(rows: list[dict], names) -> Iterator[tuple[str, list]]:
+    """Two lines a rank, mean and standard deviation over the trials."""
+    from analysis.heads import by_rank, over_trials
+
+    for (_, layer, rank), trials in by_rank(rows).items():
+        found = [over_trials(trials, name) for name in names]
+        yield f"{layer}, {rank}", [x.mean() if len(x) else None for x in found]
+        yield "sd", [x.std(ddof=1) if len(x) > 1 else None for x in found]
 
 
 def print_pruning(rows: list[dict], metric: str, path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from analysis import pruning
-from analysis.heads import SIDES, measure, merging, share_on_sink
+from analysis.heads import SIDES, by_rank, measure, merging, share_on_sink
 from analysis.plots import attention_maps, plot_maps
 from analysis.pruning import at, curve, orders
 from analysis.table import print_heads
@@ -301,12 +301,51 @@ def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
     print_heads(told, "val", tmp_path / "heads-val.json")
     lines = capsys.readouterr().out.splitlines()
     heads = [line.split() for line in lines if line.startswith(" head ")]
-    assert len(heads) == 3 and {*map(tuple, heads)} == {
-        ("head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1")
-        + ("importance", "loss", "alone", "sink")
-    }
+    every = ["head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1"]
+    every += ["importance", "loss", "alone", "sink", "share"]
+    own = ["weight", "sd"], ["weight"], []  # of dynamic, weighted and concat
+    assert heads == [every + columns for columns in own]
     (gone,) = (cells for cells in map(str.split, lines) if cells[:2] == ["0.1", "0"])
-    assert gone[-2:] == ["–", f"{rows['cross', 0, 1]['sink']:.2f}"]
+    assert gone[-3:] == ["–", f"{rows['cross', 0, 1]['sink']:.2f}", "0.00"]
+
+
+def test_heads_of_trials_meet_by_their_rank(rows, capsys, tmp_path):
+    """Of each layer, by added loss and the gone last; with NumPy's mean and sd."""
+    mine = ("cross", 0), ("cross", 1), ("encoder", 0)
+    layers = {at: [rows[*at, head] for head in range(4)] for at in mine}
+    losses = {  # by trial, of heads in turn; head 1 of the cross's first layer is gone
+        0: {mine[0]: [1, 0, -3, 4], mine[1]: [1, 2, 3, 4], mine[2]: [4, 1, 3, 2]},
+        7: {mine[0]: [6, 0, -1, 2], mine[1]: [8, 7, 6, 5], mine[2]: [1, 4, 2, 3]},
+    }
+    told = [
+        row
+        | {"trial": trial, "added_loss": float(loss), "alone": row["alone"] and loss}
+        for trial, of in losses.items()
+        for at in mine
+        for row, loss in zip(layers[at], of[at], strict=True)
+    ]
+    found = by_rank(told)
+    heads = {at: [[r["head"] for r in t] for t in each] for at, each in found.items()}
+    ranked = [heads["cross", 0, rank] for rank in (1, 2, 3, 4)]
+    assert ranked == [[[3], [0]], [[0], [3]], [[2], [2]], [[1], [1]]]
+    assert heads["encoder", 0, "all"] == [[0, 2, 3, 1], [1, 3, 2, 0]]
+    print_heads(told, "val", tmp_path / "heads-val.json")
+    said = capsys.readouterr().out
+    assert said.count("mean of 2 trials, val") == 2
+    lines = [line.split() for line in said.split("cross, mean of")[1].splitlines()]
+
+    def line_of(layer, rank):
+        return next(
+            i for i, line in enumerate(lines) if line[:2] == [f"{layer},", rank]
+        )
+
+    for rank, values in {"1": [4, 8], "4": [1, 5], "all": [2.5, 6.5]}.items():
+        first = line_of(1, rank)
+        for line, of in ((first, np.mean), (first + 1, partial(np.std, ddof=1))):
+            added_loss, alone = lines[line][-4:-2]
+            assert added_loss == alone == f"{of(values):.4f}"
+    gone = line_of(0, "4")
+    assert [lines[line][-3] for line in (gone, gone + 1)] == ["–", "–"]
 
 
 def test_orders_of_removal():

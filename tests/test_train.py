@@ -942,6 +942,29 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
         assert entropies and all(f" {entropy:.2f} " in said for entropy in entropies)
 
 
+@pytest.mark.parametrize("given, told", [({}, [0, 2]), ({"trial": 1}, [1])])
+def test_the_heads_of_all_trials_are_told_but_of_those_that_diverged(
+    given, told, tmp_path, monkeypatch
+):
+    script = importlib.import_module("eval")
+
+    def measure(graph, params, *_):
+        return [{"params": int(params)}]
+
+    printed = []
+    monkeypatch.setattr("analysis.heads.measure", measure)
+    monkeypatch.setattr("analysis.table.print_heads", lambda *a: printed.append(a))
+    made = dict.fromkeys(Trained._fields) | {"config": get_config(), "step": [9, 9, 9]}
+    made |= {"params": np.array([10, 11, 12]), "diverged_at": [None, 7, None]}
+    pairs = SimpleNamespace(split="val", source=None, target=None)
+    with flagsaver.flagsaver():
+        flags.FLAGS(command("eval.py", **given)[1:])
+        script.tell_heads(Trained(**made), pairs, tmp_path)
+    rows = json.loads((tmp_path / "heads-val.json").read_text())
+    assert rows == [{"trial": trial, "params": 10 + trial} for trial in told]
+    assert printed == [(rows, "val", tmp_path / "heads-val.json")]
+
+
 def test_a_run_begins_with_another(trained, still):
     """Each trial has the other run's best parameters."""
     said = (still / "said.txt").read_text()
