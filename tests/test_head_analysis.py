@@ -163,7 +163,10 @@ def test_what_the_merge_makes_of_heads_is_the_mean_over_all_tokens(model, rows, 
                 assert spreads == [None] * 4
 
 
-@pytest.mark.parametrize("rule", MERGE_RULES)
+WEIGHED = [rule for rule, row in MERGE_RULES.items() if row.weights]
+
+
+@pytest.mark.parametrize("rule", ["concat", "mean", *WEIGHED])
 def test_what_a_rule_makes_of_each_head(rule):
     """The weights by their formulas, and what they leave of each head."""
     row, rng = MERGE_RULES[rule], np.random.default_rng(0)
@@ -293,7 +296,9 @@ def test_heads_that_talk_have_no_statistics():
     for row in found:
         talks = row["site"] == "cross"
         assert (row["entropy"] is None) == (row["sink"] is None) == talks
-        assert np.isfinite([row["importance"], row["added_loss"]]).all()
+        assert np.isfinite(
+            [row[n] for n in ("importance", "added_loss", "share")]
+        ).all()
 
 
 def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
