@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from rich.progress import track
 
 import attention
+from attention.masks import EMPTY
 from data.packing import Sentences
 from data.pipeline import evaluation_batches, sentence_batches
 from training.metrics import console
@@ -31,14 +32,17 @@ def measure(
     """A row for every head of one trial: site, layer, head, gate, and
 
     - the fields of `attention.HeadStatistics`, the mean over all tokens of the side
-      that asks; None where heads talk, whose mixed maps are no distributions;
+      that asks, of the weights that a learned sink leaves, divided by their sum; None
+      where heads talk, whose mixed maps are no distributions;
     - importance (Michel et al. 2019, equation 2): how fast a sentence's loss changes
       with the head's gate, in absolute value, summed over the sentences;
     - added_loss: the loss without this head alone, less that with all;
     - alone (their table 2): the loss with this head as the only one of its layer and
       site, less that with all; None where its gate is 0;
     - sink: the weight on the source's EOS, in the decoder on BOS, the mean over the
-      same tokens as that of the statistics; None where heads talk.
+      same tokens as that of the statistics; None where heads talk;
+    - learned_sink: the weight that `model.attention.sink` takes, likewise; None
+      without. The one on EOS or BOS is a share of what is left and it together.
 
     Importance and the losses are in nats a target token. Importance is one backward
     pass, added_loss and alone a forward pass a head each: added_loss is the one to
@@ -87,7 +91,7 @@ def measure(
         if row["gate"] and alone:
             only = gates.at[layer].set(0).at[layer, head].set(row["gate"])
             row["alone"] = loss({site: only}) - whole
-        rows.append(row | {"sink": means.get("sink")})
+        rows.append(row | {name: means.get(name) for name in ("sink", "learned_sink")})
     return rows
 
 
@@ -110,14 +114,17 @@ def look(graph, params, head_gates: dict, batch: dict):
     def loss(gates):
         seen = {site: [] for site in gates}
 
-        def watch(site, query, key, **arguments):
+        def watch(site, query, key, *, sink=None, **arguments):
             sums = {}
             if "logits_mix" not in arguments:
                 means = attention.head_statistics(query, key, **arguments)._asdict()
                 weigh = partial(jnp.matmul, counts[SIDES[site]])
                 sums = jax.tree.map(weigh, means)
-                shares = share_on_sink(site, query, key, **arguments)
+                shares = share_on_sink(site, query, key, sink=sink, **arguments)
                 sums["sink"] = shares.sum((0, 1))
+                if sink is not None:
+                    shares = share_on_learned_sink(query, key, sink, **arguments)
+                    sums["learned_sink"] = shares.sum((0, 1))
             seen[site].append(sums)
 
         watches = {site: partial(watch, site) for site in gates}
@@ -161,6 +168,20 @@ def share_on_sink(
         **arguments,
     )
     return shares[..., 0].astype(jnp.float32)
+
+
+def share_on_learned_sink(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    sink: Float[Array, "N"],
+    **arguments,
+) -> Float[Array, "B T N"]:
+    """The weight of each query on its head's sink, in O(T) memory; 0 of padding."""
+    query, key = jax.lax.stop_gradient((query, key))
+    _, lse = attention.dot_product_attention(
+        query, key, key[..., :1], **arguments, return_residual=True
+    )
+    return jnp.where(lse > EMPTY, jax.nn.sigmoid(sink - lse), 0)
 
 
 @partial(jax.jit, static_argnames="graph")

@@ -76,11 +76,13 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """A table a site of the heads of one trial, see `analysis.heads.measure`."""
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
     forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
-    forms |= {"sink": "{:.2f}"}
+    forms |= dict.fromkeys(("sink", "learned_sink"), "{:.2f}")
+    if all(row["learned_sink"] is None for row in rows):
+        del forms["learned_sink"]
     if all(row["gate"] == 1 for row in rows):
         del forms["gate"]
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
-    names["added_loss"] = "added\nloss"
+    names |= {"added_loss": "added\nloss", "learned_sink": "learned\nsink"}
     for site in dict.fromkeys(row["site"] for row in rows):
         title = f"{site}, trial {rows[0]['trial']}, {split}"
         table = Table("head", box=box.SIMPLE, title=title, padding=0)
@@ -95,6 +97,7 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
                 table.add_row(f"{row['layer']}.{row['head']}", *cells)
         console = print_table(table)
     legend = "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it"
+    legend += ", but not the learned sink" if "learned_sink" in forms else ""
     console.print(f"{legend}\nwritten to {path}", soft_wrap=True)
 
 

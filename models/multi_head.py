@@ -1,7 +1,6 @@
 """Multi-head attention: projections, head shapes and the merge."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,8 @@ class Attention(nnx.Module):
         mixture_heads: k of the rule "mixture", at most N.
         talking_heads: mix the heads' maps before and after the softmax, see
             `attention.talking_heads_attention`.
+        sink: learn a logit for each head to attend to nothing, at first 0, see
+            `attention.dot_product_attention`; not with talking heads.
         qk_norm: RMS-normalise queries and keys, with learned scales of size H; of the
             kind of Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
         use_bias: in all four projections.
@@ -53,6 +54,7 @@ class Attention(nnx.Module):
         merge_gain: float = 1.0,
         mixture_heads: int = 1,
         talking_heads: bool = False,
+        sink: bool = False,
         qk_norm: bool = False,
         use_bias: bool = True,
         implementation: str | None = None,
@@ -71,6 +73,11 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
                 f"got {mixture_heads}."
+            )
+        if sink and talking_heads:
+            raise ValueError(
+                f"{path}.sink must be False with talking_heads, whose mixed maps are "
+                f"no one head's, got {sink}."
             )
         if implementation is not None:
             choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
@@ -121,6 +128,7 @@ class Attention(nnx.Module):
             if talking_heads
             else None
         )
+        self.sink = nnx.Param(jnp.zeros(num_heads)) if sink else None
         self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
         self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
 
@@ -187,22 +195,28 @@ class Attention(nnx.Module):
 
         arrays = like(T, self.query), like(S, self.key), like(S, self.value)
         if self.implementation is not None:
-            named = {"implementation": self.implementation}
-            call = partial(attention.dot_product_attention, **named)
-            jax.eval_shape(call, *arrays)
-            if has_bias:  # which is to be learnt
-                bias = jax.ShapeDtypeStruct((1, self.query.shape[1], T, S), dtype)
-                jax.eval_shape(
-                    lambda *x: jax.vjp(partial(call, *x[:-1]), x[-1])[0], *arrays, bias
-                )
+            learnt, N = {}, self.query.shape[1]
+            if has_bias:
+                learnt["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
+            if self.sink is not None:
+                learnt["sink"] = jax.ShapeDtypeStruct((N,), dtype)
+
+            def total(arrays, learnt):
+                named = {"implementation": self.implementation}
+                return attention.dot_product_attention(*arrays, **learnt, **named).sum()
+
+            run = jax.grad(total, (0, 1)) if learnt else total
+            jax.eval_shape(run, arrays, learnt)
             return self.implementation
         bias = jnp.float32 if has_bias else None
         return attention.resolve_implementation(*arrays, bias)
 
-    def mixes(self) -> dict[str, Float[Array, "N N"]]:
-        """The two mixes of talking heads by name, if they talk."""
-        heads = self.talking_heads
-        return {} if heads is None else {name: heads[name][...] for name in heads}
+    def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:
+        """The two mixes of talking heads, or the sink, by name; empty without."""
+        given = dict(self.talking_heads or {})
+        if self.sink is not None:
+            given["sink"] = self.sink
+        return {name: param[...] for name, param in given.items()}
 
     def merged(
         self,
@@ -234,21 +248,19 @@ class Attention(nnx.Module):
             positions: to rotate queries and keys by.
             gate: a number a head, `N` or `B N`, times its output.
             watch: called with what the weights are made of: query, key, the masks and
-                the mixes of talking heads, as `full_map` takes them.
+                `softmax_parameters`, as `full_map` takes them.
             masks: bias and masks as `attention.dot_product_attention` takes them.
         """
         query = self.queries(x, positions)
         key, value = self.keys_values(x if memory is None else memory, positions)
-        mixes = self.mixes()
+        arguments = masks | self.softmax_parameters()
         if watch is not None:
-            watch(query, key, **masks, **mixes)
-        if mixes:
-            heads = attention.talking_heads_attention(
-                query, key, value, **masks, **mixes
-            )
+            watch(query, key, **arguments)
+        if self.talking_heads is not None:
+            heads = attention.talking_heads_attention(query, key, value, **arguments)
         else:
             heads = attention.dot_product_attention(
-                query, key, value, **masks, implementation=self.implementation
+                query, key, value, **arguments, implementation=self.implementation
             )
         return self.merged(heads, x, gate)
 

@@ -49,7 +49,7 @@ def made(**changes):
 
 @pytest.fixture(scope="module")
 def model():
-    return made()
+    return made(cross_attention={"sink": True})
 
 
 def pairs():
@@ -84,7 +84,7 @@ def test_every_head_has_a_row(rows):
 
 def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, rows):
     graph, params = model
-    names = *HeadStatistics._fields, "sink"
+    names = *HeadStatistics._fields, "sink", "learned_sink"
     seen = {site: [] for site in SIDES}
 
     @jax.jit
@@ -104,10 +104,12 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
             offset = (
                 np.arange(weights.shape[-1]) - np.arange(weights.shape[-2])[:, None]
             )
-            logs = np.log(np.where(weights > 0, weights, 1))
             edge = 0 if site == "decoder" else -1
-            found = {
-                "sink": weights[..., edge],
+            total = weights.sum(-1)
+            found = {"sink": weights[..., edge], "learned_sink": 1 - total}
+            weights = weights / total[..., None]
+            logs = np.log(np.where(weights > 0, weights, 1))
+            found |= {
                 "entropy": -(weights * logs).sum(-1),
                 "confidence": weights.max(-1),
                 "distance": (weights * abs(offset)).sum(-1),
@@ -118,7 +120,8 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(model, gates, 
             seen[site].append(np.stack([found[n] for n in names]))
     means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in seen.items()}
     for (site, layer, head), row in rows.items():
-        told = [row[name] for name in names]
+        assert (row["learned_sink"] is None) == (site != "cross")
+        told = [row[name] or 0 for name in names]
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
 
 
@@ -213,10 +216,13 @@ def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
     heads = [line.split() for line in lines if line.startswith(" head ")]
     assert len(heads) == 3 and {*map(tuple, heads)} == {
         ("head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1")
-        + ("importance", "loss", "alone", "sink")
+        + ("importance", "loss", "alone", "sink", "sink")
     }
     (gone,) = (cells for cells in map(str.split, lines) if cells[:2] == ["0.1", "0"])
-    assert gone[-2:] == ["–", f"{rows['cross', 0, 1]['sink']:.2f}"]
+    shares = (f"{rows['cross', 0, 1][name]:.2f}" for name in ("sink", "learned_sink"))
+    assert gone[-3:] == ["–", *shares] and "but not the learned sink" in lines[-2]
+    print_heads([row | {"learned_sink": None} for row in told], "val", tmp_path)
+    assert "learned" not in capsys.readouterr().out
 
 
 def test_orders_of_removal():
