@@ -12,6 +12,7 @@ from rich.progress import track
 
 import attention
 from analysis.trained import Pairs, Trained
+from attention.masks import EMPTY
 from data.packing import Sentences
 from data.pipeline import evaluation_batches, sentence_batches
 from models.multi_head import Seen
@@ -34,7 +35,8 @@ def measure(
     """A row for every head of one trial: site, layer, head, gate, and
 
     - the fields of `attention.HeadStatistics`, the mean over all tokens of the side
-      that asks; None where heads talk, whose mixed maps are no distributions;
+      that asks, of the weights that a learned sink leaves, divided by their sum; None
+      where heads talk, whose mixed maps are no distributions;
     - importance (Michel et al. 2019, equation 2): how fast a sentence's loss changes
       with the head's gate, in absolute value, summed over the sentences;
     - added_loss: the loss without this head alone, less that with all;
@@ -42,6 +44,8 @@ def measure(
       site, less that with all; None where its gate is 0;
     - sink: the weight on the source's EOS, in the decoder on BOS, the mean over the
       same tokens as that of the statistics; None where heads talk;
+    - learned_sink: the weight that `model.attention.sink` takes, likewise; None
+      without. The one on EOS or BOS is a share of what is left and it together.
     - share: the norm of what the head, times its gate, adds to the layer's output, the
       mean over the same tokens, divided by the sum over the layer's heads at the site;
       None where all are 0;
@@ -97,7 +101,7 @@ def measure(
         if row["gate"] and alone:
             only = gates.at[layer].set(0).at[layer, head].set(row["gate"])
             row["alone"] = loss({site: only}) - whole
-        row["sink"] = means.get("sink")
+        row |= {name: means.get(name) for name in ("sink", "learned_sink")}
         norms = seen[site][layer]["norm"]
         row["share"] = float(norms[head] / norms.sum()) if norms.any() else None
         weight, square = means.get("weight"), means.get("weight_square")
@@ -175,13 +179,17 @@ def look(graph, params, head_gates: dict, batch: dict):
                 name: jnp.where(real[..., None], each, 0).sum((0, 1))
                 for name, each in merging(layer).items()
             }
-            if not layer.mixes:
+            sink = layer.parameters.get("sink")
+            if sink is not None or not layer.parameters:
                 arrays, masks = (layer.query, layer.key), layer.masks
                 means = attention.head_statistics(*arrays, **masks)._asdict()
                 weigh = partial(jnp.matmul, counts[SIDES[site]])
                 sums |= jax.tree.map(weigh, means)
-                shares = share_on_sink(site, *arrays, **masks)
+                shares = share_on_sink(site, *arrays, sink=sink, **masks)
                 sums["sink"] = shares.sum((0, 1))
+                if sink is not None:
+                    shares = share_on_learned_sink(*arrays, sink, **masks)
+                    sums["learned_sink"] = shares.sum((0, 1))
             seen[site].append(sums)
 
         watches = {site: partial(watch, site) for site in gates}
@@ -251,6 +259,20 @@ def share_on_sink(
         **arguments,
     )
     return shares[..., 0].astype(jnp.float32)
+
+
+def share_on_learned_sink(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    sink: Float[Array, "N"],
+    **arguments,
+) -> Float[Array, "B T N"]:
+    """The weight of each query on its head's sink, in O(T) memory; 0 of padding."""
+    query, key = jax.lax.stop_gradient((query, key))
+    _, lse = attention.dot_product_attention(
+        query, key, key[..., :1], **arguments, return_residual=True
+    )
+    return jnp.where(lse > EMPTY, jax.nn.sigmoid(sink - lse), 0)
 
 
 @partial(jax.jit, static_argnames="graph")

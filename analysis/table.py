@@ -81,13 +81,14 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """
     forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
     forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
-    of_merge = dict.fromkeys(("merge_weight", "merge_weight_sd"), "{:.2f}")
-    forms |= {"sink": "{:.2f}", "share": "{:.2f}"} | of_merge
+    own = dict.fromkeys(("merge_weight", "merge_weight_sd"), "{:.2f}")
+    forms |= dict.fromkeys(("sink", "learned_sink", "share"), "{:.2f}") | own
+    own["learned_sink"] = forms["learned_sink"]  # where a site has them
     if all(row["gate"] == 1 for row in rows):
         del forms["gate"]
     names = {"previous": "i-1", "current": "i", "following": "i+1"}
-    names |= {"added_loss": "added\nloss", "merge_weight": "merge\nweight"}
-    names["merge_weight_sd"] = "its\nsd"
+    names |= {"added_loss": "added\nloss", "learned_sink": "learned\nsink"}
+    names |= {"merge_weight": "merge\nweight", "merge_weight_sd": "its\nsd"}
     trials = list(dict.fromkeys(row["trial"] for row in rows))
     one = len(trials) == 1
     whose = f"trial {trials[0]}" if one else f"mean of {len(trials)} trials"
@@ -99,7 +100,7 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
         columns = {
             name: form
             for name, form in forms.items()
-            if name not in of_merge or any(row[name] is not None for row in of_site)
+            if name not in own or any(row[name] is not None for row in of_site)
         }
         for name in columns:
             table.add_column(names.get(name, heading(name)), justify="right")
@@ -110,10 +111,10 @@ def print_heads(rows: list[dict], split: str, path: Path) -> None:
             )
             table.add_row(label, *cells)
         console = print_table(table)
-    legend = (
-        "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it\n"
-        "share: of the norms of what the layer's heads add to its output"
-    )
+    legend = "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it"
+    if any(row["learned_sink"] is not None for row in rows):
+        legend += ", but not the learned sink"
+    legend += "\nshare: of the norms of what the layer's heads add to its output"
     if any(row["merge_weight"] is not None for row in rows):
         legend += "\nmerge weight: what the rule multiplies the head by"
     if not one:

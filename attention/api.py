@@ -29,8 +29,8 @@ An implementation is a module (or two names of it) with two functions:
   out is used, its cotangent for lse is zero.
 - HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
   need not be differentiable: gradients by it are cut.
-- Kernels need no `head_gate`, dtype, shape or value checks: they are done here. In
-  `jax.shard_map` all arrays vary over the same devices.
+- Kernels need no `head_gate`, `sink`, dtype, shape or value checks: they are done
+  here. In `jax.shard_map` all arrays vary over the same devices.
 - `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too.
 """
 
@@ -42,9 +42,9 @@ from typing import SupportsIndex
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from attention import jax_nn, reference
+from attention import jax_nn, masks, reference
 from attention.arguments import normalise, require
 from attention.platform import compute_capability
 from attention.platform import platform as current_platform
@@ -79,6 +79,7 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     head_gate: ArrayLike | None = None,
+    sink: ArrayLike | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
     return_statistics: bool = False,
@@ -104,15 +105,19 @@ def dot_product_attention(
       query_segment_ids: `B T`; a query attends within its segment only. 0 is padding.
       key_value_segment_ids: `B S`; given if and only if query_segment_ids is.
       head_gate: `N` or `B N`; multiplies each head's output.
+      sink: `N` or `B N`; one more logit in each head's softmax, of no key: what it
+        takes of the weight goes to nothing. In float32.
       implementation: a name in `IMPLEMENTATIONS`, or None: `resolve_implementation`.
-      return_residual: also return the log-sum-exp of the logits, `B T N`, float32.
-      return_statistics: also return what `head_statistics` does, from the same pass.
+      return_residual: also return the log-sum-exp of the logits, `B T N`, float32; with
+        a sink its logit is one of them.
+      return_statistics: also return what `head_statistics` does, from the same pass,
+        of the keys alone: a sink changes nothing.
 
     Returns:
       The output `B T N V` in query's dtype, or a tuple of it and what was asked for, in
-      this order. Softmax is in float32. A query that may attend to nothing gives zeros,
-      a log-sum-exp of `masks.EMPTY` (-2.4e38) and no gradient; `jax.nn` gives it the
-      mean of the values. Statistics have no gradient.
+      this order. Softmax is in float32. A query that may attend to no key gives zeros,
+      a log-sum-exp of `masks.EMPTY` (-2.4e38) and no gradient, with a sink or without;
+      `jax.nn` gives it the mean of the values. Statistics have no gradient.
 
     Raises:
       ValueError: arguments that fit no implementation.
@@ -138,10 +143,14 @@ def dot_product_attention(
     out, lse, *rows = _function(name, "attend")(
         *arrays, statistics=return_statistics, **structure
     )
+    if name in ("xla", "cudnn") and (return_residual or sink is not None):
+        lse = jax_nn.refuse_gradient(name, lse, arrays)
+    if sink is not None:
+        share, lse = beside_sink(lse, sink, batched)
+        out = out * share[..., None]
     results = [head_gated(out, head_gate, batched).astype(query.dtype)]
     if return_residual:
-        refuses = name in ("xla", "cudnn")
-        results.append(jax_nn.refuse_gradient(name, lse, arrays) if refuses else lse)
+        results.append(lse)
     if return_statistics:
         results.append(mean_over_queries(jax.lax.stop_gradient(rows[0])))
     if not batched:
@@ -163,7 +172,9 @@ def head_statistics(
     A query that may attend to nothing is not real. `arguments` are those of
     `dot_product_attention` that decide the weights: scale, is_causal, the lengths,
     local_window_size and the segment ids. Distances and offsets count key index minus
-    query index. In O(T) memory except for "reference"; not differentiable.
+    query index. Of a head with a sink, which is not told here, they are those of what
+    it leaves: the weights divided by their sum are the same as without it. In O(T)
+    memory except for "reference"; not differentiable.
 
     Raises: as `dot_product_attention`; NotImplementedError for "xla" and "cudnn".
     """
@@ -181,16 +192,21 @@ def attention_weights(
     key: ArrayLike,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    *,
+    sink: ArrayLike | None = None,
     **arguments,
 ) -> Array:
     """The whole map of weights, `B N T S` in float32, for plots.
 
     `arguments` as in `head_statistics`. Rows sum to 1, or to 0 where a query may attend
-    to nothing.
+    to nothing; with a sink, `N` or `B N`, to less, by what it takes.
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
-    weights, _ = reference.weights_and_lse(query, key, bias, mask, **structure)
+    weights, lse = reference.weights_and_lse(query, key, bias, mask, **structure)
+    if sink is not None:
+        share, _ = beside_sink(lse, sink, batched)
+        weights = weights * share.transpose(0, 2, 1)[..., None]
     weights = weights.astype(jnp.float32)
     return weights if batched else weights[0]
 
@@ -230,15 +246,38 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
     """
     if head_gate is None:
         return out
-    gate = jnp.asarray(head_gate)
     B, _, N, _ = out.shape
+    gate = _of_heads("head_gate", head_gate, B, N, batched)
+    return (out * gate[..., None]).astype(out.dtype)
+
+
+def beside_sink(
+    lse: Float[Array, "B T N"], sink: ArrayLike, batched: bool = True
+) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """The share of the weight that a sink, `N` or `B N`, leaves; log-sum-exp with it.
+
+    A softmax with e^sink in its denominator is sigmoid(lse - sink) times the one
+    without: "softmax off by one" with a sink of 0 (Miller 2023), learned for each head
+    in gpt-oss (OpenAI 2025). A row that may see nothing keeps `masks.EMPTY`.
+
+    Raises: ValueError: a sink of another shape.
+    """
+    B, _, N = lse.shape
+    sink = _of_heads("sink", sink, B, N, batched).astype(lse.dtype)
+    both = jnp.where(lse > masks.EMPTY, jnp.logaddexp(lse, sink), lse)
+    return jax.nn.sigmoid(lse - sink), both
+
+
+def _of_heads(name, array, B, N, batched):
+    """A number a head, as `B 1 N` or `1 1 N`."""
+    array = jnp.asarray(array)
     allowed = ((N,), (B, N)) if batched else ((N,),)
     require(
-        gate.shape in allowed and not jnp.iscomplexobj(gate),
-        f"head_gate must have one number a head, shape "
-        f"{' or '.join(map(str, allowed))}, got {gate.dtype}{gate.shape}",
+        array.shape in allowed and not jnp.iscomplexobj(array),
+        f"{name} must have one number a head, shape "
+        f"{' or '.join(map(str, allowed))}, got {array.dtype}{array.shape}",
     )
-    return (out * gate.reshape(-1, 1, N, 1)).astype(out.dtype)
+    return array.reshape(-1, 1, N)
 
 
 def _named(name, arrays):

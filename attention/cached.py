@@ -22,11 +22,13 @@ def cached_attention(
     *,
     logits_mix: Float[Array, "N N"] | None = None,
     weights_mix: Float[Array, "N N"] | None = None,
+    sink: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B W N V"]:
     """Softmax attention with the scale 1 / sqrt(H); every query sees some key.
 
     N is a multiple of K: query head n reads key head n // (N // K). The mixes are those
-    of `attention.talking_heads_attention`, both or neither.
+    of `attention.talking_heads_attention`, both or neither; the sink is that of
+    `attention.dot_product_attention`.
     """
     B, W, N, H = query.shape
     K = key.shape[1]
@@ -38,13 +40,21 @@ def cached_attention(
     )
     if logits_mix is not None:
         logits = mixed(logits, logits_mix)
+
+    def of_queries(x):  # what is a head's, for each of its queries
+        x = jnp.broadcast_to(x.reshape(K, 1, G, -1), (K, W, G, x.shape[-1]))
+        return x.reshape(K, W * G, -1)
+
     if bias is not None:
-        bias = jnp.broadcast_to(bias.reshape(K, 1, G, -1), (K, W, G, bias.shape[-1]))
-        logits = logits + bias.reshape(K, W * G, -1)
+        logits = logits + of_queries(bias)
     allowed = (
         mask[:, None] if mask.shape[1] == 1 else jnp.repeat(mask, G, axis=1)[:, None]
     )
-    weights = jax.nn.softmax(jnp.where(allowed, logits, masks.EMPTY), axis=-1)
+    logits = jnp.where(allowed, logits, masks.EMPTY)
+    weights = jax.nn.softmax(logits, axis=-1)
+    if sink is not None:
+        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        weights *= jax.nn.sigmoid(lse - of_queries(sink[:, None]))
     if weights_mix is not None:
         weights = mixed(weights, weights_mix)
     weights = weights.astype(value.dtype)

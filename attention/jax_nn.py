@@ -95,8 +95,8 @@ def _refuse_gradient_forward(backend, lse, inputs):
 def _refuse_gradient_backward(backend, _, cotangent):
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
-            f"implementation {backend!r} (jax.nn) has no gradient of the residual; use "
-            "'blockwise'"
+            f"implementation {backend!r} (jax.nn) has no gradient of the residual, and "
+            "so none with a sink; use 'blockwise'"
         )
     return None, None
 

@@ -209,6 +209,19 @@ def kv_heads(base) -> list[dict]:
     return over("model.attention.num_kv_heads", num_heads, *fewer)
 
 
+def sink(base) -> list[dict]:
+    """Does it help a head that it may attend to nothing?
+
+    By a learned logit beside those of the keys (`attention.dot_product_attention`).
+
+    Scientific: model.attention.sink.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    del base
+    return over("model.attention.sink", False, True)
+
+
 def positions(base) -> list[dict]:
     """What does each kind of positions give, and what does having none cost?
 

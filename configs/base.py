@@ -54,6 +54,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.init = "xavier"  # of kernels; "fan_in": the same scale at any head size
     attention.mixture_heads = 2  # k of the merge rule "mixture"
     attention.talking_heads = False  # mix the maps before and after the softmax
+    attention.sink = False  # a learned logit a head, to attend to nothing
     attention.qk_norm = False  # RMS-normalise queries and keys
     attention.use_bias = True  # in the four projections
     attention.implementation = placeholder(str)  # None: by platform and shape

@@ -227,13 +227,13 @@ def next_hidden(
                     for old, x, axis in zip(grown, by_head(*new), (3, 2), strict=True)
                 )
             )
-            heads = cached_attention(query, *cache[-1], past, bias, **attention.mixes())
+            parameters = attention.softmax_parameters()
+            heads = cached_attention(query, *cache[-1], past, bias, **parameters)
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
-            heads = cached_attention(
-                attention.queries(x), *memory, rows.source.mask, **attention.mixes()
-            )
+            query, parameters = attention.queries(x), attention.softmax_parameters()
+            heads = cached_attention(query, *memory, rows.source.mask, **parameters)
             return attention.merged(heads, x, gates.get("cross"))
 
         x = layer.sublayer(to_self, layer.self_norm, x)

@@ -92,7 +92,8 @@ def part_of(path: str) -> str:
     inside = rest[1]
     if inside.endswith("attention"):
         head = re.sub("_(bias|norm)", "", rest[2])
-        return f"{first}.{inside}.{'maps' if head == 'talking_heads' else head}"
+        head = "maps" if head in ("talking_heads", "sink") else head
+        return f"{first}.{inside}.{head}"
     return f"{first}.{'norms' if inside.endswith('norm') else inside}"
 
 

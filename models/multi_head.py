@@ -1,7 +1,6 @@
 """Multi-head attention: projections, head shapes and the merge."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -36,6 +35,8 @@ class Attention(nnx.Module):
         mixture_heads: k of the rule "mixture", at most N.
         talking_heads: mix the heads' maps before and after the softmax, see
             `attention.talking_heads_attention`.
+        sink: learn a logit for each head to attend to nothing, at first 0, see
+            `attention.dot_product_attention`; not with talking heads.
         qk_norm: RMS-normalise queries and keys, with learned scales of size H; of the
             kind of Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
         use_bias: in all four projections.
@@ -60,6 +61,7 @@ class Attention(nnx.Module):
         init: str = "xavier",
         mixture_heads: int = 1,
         talking_heads: bool = False,
+        sink: bool = False,
         qk_norm: bool = False,
         use_bias: bool = True,
         implementation: str | None = None,
@@ -79,6 +81,11 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
                 f"got {mixture_heads}."
+            )
+        if sink and talking_heads:
+            raise ValueError(
+                f"{path}.sink must be False with talking_heads, whose mixed maps are "
+                f"no one head's, got {sink}."
             )
         if implementation is not None:
             choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
@@ -123,6 +130,7 @@ class Attention(nnx.Module):
             if talking_heads
             else None
         )
+        self.sink = nnx.Param(jnp.zeros(num_heads)) if sink else None
         self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
         self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
 
@@ -189,22 +197,28 @@ class Attention(nnx.Module):
 
         arrays = like(T, self.query), like(S, self.key), like(S, self.value)
         if self.implementation is not None:
-            named = {"implementation": self.implementation}
-            call = partial(attention.dot_product_attention, **named)
-            jax.eval_shape(call, *arrays)
-            if has_bias:  # which is to be learnt
-                bias = jax.ShapeDtypeStruct((1, self.query.shape[1], T, S), dtype)
-                jax.eval_shape(
-                    lambda *x: jax.vjp(partial(call, *x[:-1]), x[-1])[0], *arrays, bias
-                )
+            learnt, N = {}, self.query.shape[1]
+            if has_bias:
+                learnt["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
+            if self.sink is not None:
+                learnt["sink"] = jax.ShapeDtypeStruct((N,), dtype)
+
+            def total(arrays, learnt):
+                named = {"implementation": self.implementation}
+                return attention.dot_product_attention(*arrays, **learnt, **named).sum()
+
+            run = jax.grad(total, (0, 1)) if learnt else total
+            jax.eval_shape(run, arrays, learnt)
             return self.implementation
         bias = jnp.float32 if has_bias else None
         return attention.resolve_implementation(*arrays, bias)
 
-    def mixes(self) -> dict[str, Float[Array, "N N"]]:
-        """The two mixes of talking heads by name, if they talk."""
-        heads = self.talking_heads
-        return {} if heads is None else {name: heads[name][...] for name in heads}
+    def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:
+        """The two mixes of talking heads, or the sink, by name; empty without."""
+        given = dict(self.talking_heads or {})
+        if self.sink is not None:
+            given["sink"] = self.sink
+        return {name: param[...] for name, param in given.items()}
 
     def merged(
         self,
@@ -244,18 +258,17 @@ class Attention(nnx.Module):
         """
         query = self.queries(x, positions)
         key, value = self.keys_values(x if memory is None else memory, positions)
-        mixes = self.mixes()
-        if mixes:
-            heads = attention.talking_heads_attention(
-                query, key, value, **masks, **mixes
-            )
+        parameters = self.softmax_parameters()
+        arguments = masks | parameters
+        if self.talking_heads is not None:
+            heads = attention.talking_heads_attention(query, key, value, **arguments)
         else:
             heads = attention.dot_product_attention(
-                query, key, value, **masks, implementation=self.implementation
+                query, key, value, **arguments, implementation=self.implementation
             )
         if watch is not None:
             gated = attention.head_gated(heads, gate)
-            watch(Seen(query, key, masks, mixes, gated, x, *self.rule()))
+            watch(Seen(query, key, masks, parameters, gated, x, *self.rule()))
         return self.merged(heads, x, gate)
 
 
@@ -273,7 +286,7 @@ class Seen(NamedTuple):
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     masks: dict  # and bias, as `attention.dot_product_attention` takes them
-    mixes: dict  # of talking heads, empty where they don't talk
+    parameters: dict  # of the softmax: the mixes of talking heads, or a sink, or none
     heads: Float[Array, "B T N V"]  # times their gates
     x: Float[Array, "B T D"]  # the layer's input
     rule: attention.MergeRule
@@ -282,10 +295,9 @@ class Seen(NamedTuple):
 
 def full_map(seen: Seen) -> Float[Array, "B N T S"]:
     """The weights of every head."""
-    weights = (
-        attention.talking_heads_weights if seen.mixes else attention.attention_weights
-    )
-    return weights(seen.query, seen.key, **seen.masks, **seen.mixes)
+    talk = "logits_mix" in seen.parameters
+    weights = attention.talking_heads_weights if talk else attention.attention_weights
+    return weights(seen.query, seen.key, **seen.masks, **seen.parameters)
 
 
 def turned(

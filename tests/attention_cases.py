@@ -98,6 +98,14 @@ FEATURES = {
     "bias of N T S": ("groups", a_map("bias", normal, "NTS")),
     "bias of B T": ("one key head", a_map("bias", normal, "BT")),
     "head_gate": ("groups", lambda rng, B, T, S, N: {"head_gate": normal(rng, B, N)}),
+    "sink": ("one key head", lambda rng, B, T, S, N: {"sink": normal(rng, N)}),
+    "sink of B N": (
+        "groups",
+        lambda rng, *sizes: {
+            **pair(unordered_ids)(rng, *sizes),
+            "sink": 2 * normal(rng, sizes[0], sizes[-1]),
+        },
+    ),
     "everything": (
         "groups",
         lambda *sizes: {
@@ -131,7 +139,7 @@ def differentiate(implementation, inputs, arguments, residual=True, statistics=F
     out_weight, lse_weight = normal(rng, *out_shape), normal(rng, *out_shape[:3])
     differentiable = dict(zip(("query", "key", "value"), inputs, strict=True))
     constant = dict(arguments)
-    for name in ("bias", "head_gate"):
+    for name in ("bias", "head_gate", "sink"):
         if name in constant:
             differentiable[name] = constant.pop(name)
 
@@ -157,7 +165,8 @@ def differentiate(implementation, inputs, arguments, residual=True, statistics=F
 
 def statistics(implementation, inputs, arguments):
     """The statistics of a feature, by name."""
-    arguments = {x: y for x, y in arguments.items() if x != "head_gate"}
+    told = arguments.keys() - {"head_gate", "sink"}
+    arguments = {name: arguments[name] for name in told}
     return attention.head_statistics(
         *inputs[:2], implementation=implementation, **arguments
     )._asdict()

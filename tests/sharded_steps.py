@@ -61,6 +61,7 @@ def main():
     config = get_config()
     config.model.width, config.model.mlp_dim = 32, 512
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
+    config.model.cross_attention.sink = True
     found = []
     for trials, shape in json.loads(sys.argv[1]):
         config.mesh.update({"trial": None, "data": -1, "model": 1, "shard": "none"})

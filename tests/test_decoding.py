@@ -11,8 +11,8 @@ import scipy.special
 import scipy.stats
 from flax import nnx
 
+from attention import dot_product_attention
 from attention.cached import cached_attention
-from attention.reference import attend
 from models import decoding, decoding_search, decoding_step, decoding_stream
 from models.transformer import Transformer
 
@@ -32,6 +32,7 @@ SETTINGS = SHAPES | {
         "merge": "gated_elementwise",
         "positions": "relative",
         "num_kv_heads": 2,
+        "sink": True,
     },
     "mixture, rotary": {"merge": "mixture", "mixture_heads": 2, "positions": "rotary"},
     "talking": {"talking_heads": True, "num_kv_heads": 2, "positions": "relative"},
@@ -62,8 +63,10 @@ def make(
     for layer in model.decoder:
         for part in (layer.self_attention, layer.cross_attention):
             part.query[...] *= 8.0
-            for mix in part.mixes():  # at first the identity
+            for mix in part.talking_heads or ():  # at first the identity
                 part.talking_heads[mix][...] += random.normal(size=(4, 4)) / 4
+            if part.sink is not None:  # at first 0
+                part.sink[...] += 2 * random.normal(size=4)
     model.embedding[...] *= 4.0
     last = model.decoder_norm or model.decoder[-1].mlp_norm
     last.scale[...] = 3.0 * random.normal(size=16)
@@ -156,13 +159,14 @@ def test_cached_attention_is_attention(W, K):
     query = random.normal(size=(2, W, 4, 6)).astype(np.float32)
     key = random.normal(size=(2, 7, K, 6)).astype(np.float32)
     value = random.normal(size=(2, 7, K, 5)).astype(np.float32)
-    for rows in {1, W}:
+    sink = random.normal(size=4).astype(np.float32)
+    for rows, given in itertools.product({1, W}, ({}, {"sink": sink})):
         mask = random.random((2, rows, 7)) < 0.6
         mask[..., 0] = True
-        plain = jax.jit(partial(attend, scale=6**-0.5))
-        wanted, _ = plain(query, key, value, None, mask[:, None])
+        plain = jax.jit(partial(dot_product_attention, implementation="reference"))
+        wanted = plain(query, key, value, None, mask[:, None], **given)
         found = jax.jit(cached_attention)(
-            query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), mask
+            query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), mask, **given
         )
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 

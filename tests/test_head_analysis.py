@@ -51,7 +51,7 @@ def made(**changes):
 
 @pytest.fixture(scope="module")
 def model():
-    return made()
+    return made(cross_attention={"sink": True})
 
 
 def pairs():
@@ -104,7 +104,7 @@ def seen(model, gates):
 
 
 def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
-    names = *HeadStatistics._fields, "sink"
+    names = *HeadStatistics._fields, "sink", "learned_sink"
     means = {site: [] for site in SIDES}
     for kept in seen:
         for site, layers in kept.items():
@@ -112,10 +112,12 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
             offset = (
                 np.arange(weights.shape[-1]) - np.arange(weights.shape[-2])[:, None]
             )
-            logs = np.log(np.where(weights > 0, weights, 1))
             edge = 0 if site == "decoder" else -1
-            found = {
-                "sink": weights[..., edge],
+            total = weights.sum(-1)
+            found = {"sink": weights[..., edge], "learned_sink": 1 - total}
+            weights = weights / total[..., None]
+            logs = np.log(np.where(weights > 0, weights, 1))
+            found |= {
                 "entropy": -(weights * logs).sum(-1),
                 "confidence": weights.max(-1),
                 "distance": (weights * abs(offset)).sum(-1),
@@ -126,7 +128,8 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
             means[site].append(np.stack([found[n] for n in names]))
     means = {site: np.concatenate(parts, -1).mean(-1) for site, parts in means.items()}
     for (site, layer, head), row in rows.items():
-        told = [row[name] for name in names]
+        assert (row["learned_sink"] is None) == (site != "cross")
+        told = [row[name] or 0 for name in names]
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
 
 
@@ -307,11 +310,15 @@ def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     heads = [line.split() for line in lines if line.startswith(" head ")]
     every = ["head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1"]
-    every += ["importance", "loss", "alone", "sink", "share"]
-    own = ["weight", "sd"], ["weight"], []  # of dynamic, weighted and concat
-    assert heads == [every + columns for columns in own]
+    every += ["importance", "loss", "alone", "sink"]
+    own = ["share", "weight", "sd"], ["share", "weight"], ["sink", "share"]
+    assert heads == [every + columns for columns in own]  # dynamic, weighted, concat
     (gone,) = (cells for cells in map(str.split, lines) if cells[:2] == ["0.1", "0"])
-    assert gone[-3:] == ["–", f"{rows['cross', 0, 1]['sink']:.2f}", "0.00"]
+    shares = [f"{rows['cross', 0, 1][name]:.2f}" for name in ("sink", "learned_sink")]
+    assert gone[-4:] == ["–", *shares, "0.00"]
+    assert any("but not the learned sink" in line for line in lines)
+    print_heads([row | {"learned_sink": None} for row in told], "val", tmp_path)
+    assert "learned" not in capsys.readouterr().out
 
 
 def test_heads_of_trials_meet_by_their_rank(rows, capsys, tmp_path):
@@ -347,10 +354,10 @@ def test_heads_of_trials_meet_by_their_rank(rows, capsys, tmp_path):
     for rank, values in {"1": [4, 8], "4": [1, 5], "all": [2.5, 6.5]}.items():
         first = line_of(1, rank)
         for line, of in ((first, np.mean), (first + 1, partial(np.std, ddof=1))):
-            added_loss, alone = lines[line][-4:-2]
+            added_loss, alone = lines[line][-5:-3]
             assert added_loss == alone == f"{of(values):.4f}"
     gone = line_of(0, "4")
-    assert [lines[line][-3] for line in (gone, gone + 1)] == ["–", "–"]
+    assert [lines[line][-4] for line in (gone, gone + 1)] == ["–", "–"]
 
 
 def test_orders_of_removal():
@@ -417,8 +424,9 @@ def test_maps_are_of_the_site_that_is_asked_for(model):
     }
     shapes = {"encoder": (1, 4, S, S), "decoder": (2, 4, T, T), "cross": (2, 4, T, S)}
     assert {site: found.shape for site, found in maps.items()} == shapes
-    for found in maps.values():
-        np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    for site in ("encoder", "decoder"):
+        np.testing.assert_allclose(maps[site].sum(-1), 1, rtol=1e-5)
+    assert 0 < maps["cross"].sum(-1).max() < 0.999  # it has a sink
     ahead = np.triu(np.ones((T, T), bool), 1)
     assert not maps["decoder"][..., ahead].any() and maps["encoder"].min() > 0
 

@@ -338,6 +338,7 @@ def test_bad_head_settings_are_named(change, message):
     [
         ({"implementation": "cudnn"}, "needs an NVIDIA GPU"),
         ({"implementation": "xla", "value_dim": 4}, "equal key and value sizes"),
+        ({"implementation": "xla", "sink": True}, "and so none with a sink"),
     ],
 )
 def test_an_implementation_that_cannot_run_is_told_before_training(change, message):

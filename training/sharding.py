@@ -35,6 +35,7 @@ LETTERS = {
     ("query_bias", 2): "N H",
     ("key_bias", 2): "K H",
     ("value_bias", 2): "K V",
+    ("sink", 1): "N",
     ("up.kernel", 2): "D F",
     ("up.bias", 1): "F",
     ("down.kernel", 2): "F D",

@@ -1,10 +1,13 @@
 """The reference means what torch means, where both have a meaning."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import attention
 
@@ -62,6 +65,34 @@ def test_scaled_dot_product_attention(implementation, sizes, arguments):
     got = (out, *pullback(jnp.asarray(cotangent)))
     for x, y in zip(got, (want, *gradients), strict=True):
         y = y.detach().transpose(1, 2).numpy()
+        np.testing.assert_allclose(x, y, atol=TOLERANCE * max(1, abs(y).max()))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_sink_is_that_of_gpt_oss(implementation):
+    """Output and gradients, also by the sink, of grouped heads and a mask."""
+    T, S, N, K = 9, 13, 4, 2
+    *arrays, cotangent = inputs(T, S, N, K, 16, 16)
+    arrays.append(np.random.default_rng(1).normal(size=N).astype(np.float32))
+    mask = np.random.default_rng(2).random((2, 1, T, S)) < 0.6
+    mask[0, 0, 3] = False  # theirs gives all of the weight to the sink, ours as well
+
+    def run(query, key, value, sink):
+        return attention.dot_product_attention(
+            *(query, key, value), mask=mask, sink=sink, implementation=implementation
+        )
+
+    out, pullback = jax.vjp(run, *map(jnp.asarray, arrays))
+    tensors = [torch.tensor(x).requires_grad_() for x in arrays]
+    *heads, sinks = tensors
+    layer = SimpleNamespace(num_key_value_groups=N // K, sinks=sinks, training=False)
+    bias = torch.where(torch.tensor(mask), 0.0, -torch.inf)
+    heads = (x.transpose(1, 2) for x in heads)
+    want, _ = eager_attention_forward(layer, *heads, bias, scaling=0.25)
+    gradients = torch.autograd.grad(want, tensors, torch.tensor(cotangent))
+    got = (out, *pullback(jnp.asarray(cotangent)))
+    for x, y in zip(got, (want, *gradients), strict=True):
+        y = y.detach().numpy()
         np.testing.assert_allclose(x, y, atol=TOLERANCE * max(1, abs(y).max()))
 
 

@@ -29,7 +29,7 @@ SETTINGS = {
     "mean": ("rotary", "post", {"merge": "mean"}),
     "weighted": ("relative", "post", {"merge": "weighted", "num_kv_heads": 1}),
     "dynamic": ("learned", "pre", {"merge": "dynamic"}),
-    "gated": ("none", "post", {"merge": "gated", "head_dim": 3}),
+    "gated, sink": ("none", "post", {"merge": "gated", "head_dim": 3, "sink": True}),
     "gated_elementwise": ("sinusoidal_paper", "pre", {"merge": "gated_elementwise"}),
     "mixture": ("rotary", "post", {"merge": "mixture", "qk_norm": True}),
 }
@@ -200,6 +200,13 @@ def test_sites_have_heads_of_their_own():
         (
             {"attention": {"talking_heads": True, "implementation": "pallas"}},
             "must be None or 'reference' with talking_heads.*'pallas'",
+        ),
+        (
+            {
+                "attention": {"sink": True},
+                "cross_attention": {"talking_heads": True},
+            },
+            "model.cross_attention.sink must be False with talking_heads",
         ),
     ],
 )

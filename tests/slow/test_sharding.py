@@ -173,6 +173,7 @@ def test_heads_and_hidden_units_are_what_model_divides():
     tree = {
         "query": leaf(64, 8, 16),
         "key": leaf(64, 2, 16),  # K is not divided: each device has all of it
+        "sink": leaf(8),
         "merge": {"kernel": leaf(8, 16, 64), "router": leaf(64, 8)},
         "mlp": {"up": {"kernel": leaf(64, 1024), "bias": leaf(1024)}},
         "embedding": leaf(1000, 64),
@@ -181,6 +182,7 @@ def test_heads_and_hidden_units_are_what_model_divides():
     assert found == {
         "query": PartitionSpec("trial", None, "model", None),
         "key": PartitionSpec("trial", None, None, None),
+        "sink": PartitionSpec("trial", "model"),
         "merge": {
             "kernel": PartitionSpec("trial", "model", None, None),
             "router": PartitionSpec("trial", None, "model"),

@@ -146,6 +146,9 @@ def test_every_parameter_has_its_own_place():
     out = tensors["bert.encoder.layer.0.attention.output.dense.weight"]  # outputs × in
     merge = params["encoder.0.self_attention.merge.kernel"]
     np.testing.assert_array_equal(merge[1, 2], out[:, 4 + 2])
+    params["encoder.0.self_attention.sink"] = np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="attention.sink has no place in a bert check"):
+        huggingface.to_huggingface("bert", params)
 
 
 def test_gpt2_begins_with_its_bos_which_may_be_0():
