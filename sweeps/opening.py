@@ -22,9 +22,8 @@ from sweeps.plan import (
 )
 from sweeps.questions import arms_of, find_ablation, naming
 from sweeps.records import read_json
-from sweeps.runner import Sweep
 from sweeps.search import Search, make_search
-from sweeps.store import SCORES, locked
+from sweeps.store import SCORES, Sweep, locked
 from training import cluster
 from training.workdir import differing, summary, write_json
 

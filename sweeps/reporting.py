@@ -17,8 +17,7 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.records import read_record, read_result
-from sweeps.runner import Sweep
-from sweeps.store import COLUMNS, SCORES, TOLD, unfinished
+from sweeps.store import COLUMNS, SCORES, TOLD, Sweep, unfinished
 from training.metrics import metrics_of
 
 

@@ -26,9 +26,9 @@ from data import corpora
 from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.records import DECODING
-from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
+from sweeps.runner import Runner, Stopped, eval_command, train_command
 from sweeps.search import FIRST_SEED
-from sweeps.store import TRAINED, locked, pace
+from sweeps.store import TRAINED, Sweep, locked, pace
 from training.workdir import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
