@@ -110,8 +110,10 @@ def open_sweep(options: Options) -> Sweep:
         package("optuna")
     if options.verb == "run" and there is None:
         check_data(settings)
-    workdir.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(workdir, plan, search, [], settings).extended(options.proposes)
+    sweep = Sweep(workdir, plan, search, [], settings)
+    if options.verb == "status":
+        return sweep.extended(propose=False, writes=False)
+    sweep = sweep.extended(options.proposes)
     with locked(workdir / ".plan"):
         now = remembered(workdir / "sweep.json")
         if options.verb != "run" or now == settings:

@@ -81,16 +81,18 @@ class Sweep(NamedTuple):
         is_search = group.trials[0].is_search
         return ["val"] if is_search else ["val", self.settings["test_split"]]
 
-    def extended(self, propose: bool = True) -> "Sweep":
+    def extended(self, propose: bool = True, writes: bool = True) -> "Sweep":
         """With the trials that follow from what is on disk by now, in groups.
 
         Groups on disk stay as they are, the rest become new ones. So a sweep that is
         given more seeds or arms keeps what it has, and an interrupted group resumes
-        with the very trials that it started with.
+        with the very trials that it started with. `writes` False puts none there.
         """
-        folder = self.workdir / "groups"
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.workdir / ".plan"):
+        folder, lock = self.workdir / "groups", contextlib.nullcontext()
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = locked(self.workdir / ".plan")
+        with lock:
             groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
             there = [
                 (trial, dev_score(self, group, index))
@@ -104,23 +106,28 @@ class Sweep(NamedTuple):
             left = [trial for trial in trials if trial.id not in placed]
             for new in grouped(left, self.settings["group_size"]):
                 group = Group(group_name(new), new)
-                self.folder(group).mkdir(exist_ok=True)
-                rows = [trial._asdict() for trial in new]
-                write_json(self.folder(group) / "group.json", rows)
                 groups.append(group)
+                if writes:
+                    self.folder(group).mkdir(exist_ok=True)
+                    rows = [trial._asdict() for trial in new]
+                    write_json(self.folder(group) / "group.json", rows)
         first = len(wanted)
         groups.sort(
             key=lambda g: min(wanted.get(trial.id, first) for trial in g.trials)
         )
         return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
 
+    def rows(self) -> list[dict]:
+        """The table's rows, of what every group's files say by now."""
+        rows = [row for group in self.groups for row in rows_of(self, group)]
+        select(rows)
+        order = {trial.id: index for index, trial in enumerate(self.plan.trials)}
+        return sorted(rows, key=lambda row: order[row["id"]])
+
     def collect(self) -> list[dict]:
-        """Read every group's files, and write the table anew; returns its rows."""
+        """Write the table anew; returns its rows."""
         with locked(self.workdir / ".table"):
-            rows = [row for group in self.groups for row in rows_of(self, group)]
-            select(rows)
-            order = {trial.id: index for index, trial in enumerate(self.plan.trials)}
-            rows.sort(key=lambda row: order[row["id"]])
+            rows = self.rows()
             write_sqlite(self.workdir / "sweep.sqlite", rows)
             write_csv(self.workdir / "sweep.csv", rows)
         return rows

@@ -140,6 +140,24 @@ def test_a_workdir_remembers_its_sweep(tmp_path, corpus):
     assert open_sweep(options(tmp_path / "s", corpus)).groups == first.groups
 
 
+def test_status_only_reads(tmp_path, corpus):
+    """So that it serves who may not write in the folder."""
+
+    def contents():
+        return {p: p.stat().st_mtime_ns for p in [workdir, *workdir.rglob("*")]}
+
+    workdir = tmp_path / "s"
+    sweep = open_sweep(options(workdir, corpus))
+    finish(sweep, 0)
+    shutil.rmtree(sweep.folder(sweep.groups[2]))  # as one that is still to come
+    (workdir / ".plan").unlink()  # a lock, which to open is to write
+    before = contents()
+    told = open_sweep(options(workdir, corpus, verb="status"))
+    assert [row["status"] for row in told.rows()[::2]] == ["done", *["waiting"] * 2]
+    assert contents() == before
+    assert told.groups == sweep.groups
+
+
 def test_the_command_of_a_part_is_that_of_the_whole(tmp_path, corpus, monkeypatch):
     argv = ["sweep.py", "--config=configs/base.py", "--group_size=4", "--group=1"]
     monkeypatch.setattr(sys, "argv", [*argv, "--shard=0/2", "--nocalibrate"])
