@@ -826,9 +826,16 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
     assert sentence in capfd.readouterr().err
 
 
-def test_every_flag_of_sampling_counts():
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7},
+        {"beam_size": 3, "length_penalty": 1.5},
+        {"beam_size": 1},
+    ],
+)
+def test_the_flags_of_decoding_that_count_are_told(given):
     script = importlib.import_module("eval")
-    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7}
     with flagsaver.flagsaver():
         flags.FLAGS(command("eval.py", **given)[1:])
         assert script.decoding_options() == given
