@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         value_dim: int | None = None,
         merge: str = "concat",
         merge_gain: float = 1.0,
-        mixture_heads: int = 1,
+        mixture_heads: int = 2,
         talking_heads: bool = False,
         qk_norm: bool = False,
         use_bias: bool = True,
