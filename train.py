@@ -14,13 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
 from configs.base import get_config
 from configs.commandline import fail, flat, one_sentence, path_of, run
 from training import cluster, platform
-from training.metrics import show_log
+from training.metrics import (
+    MetricsWriter,
+    Progress,
+    Window,
+    clock,
+    is_evaluated,
+    say,
+    show_log,
+)
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
 from training.workdir import check_data, claim, environment, has_begun, record
@@ -128,25 +137,17 @@ def dry_run(config, target: str, listed: Path | None) -> None:
         print(advice)
 
 
-def prepare(config, workdir: Path, trials: list[dict]) -> Run:
-    """Load the data, build the model, take up the last checkpoint."""
-    import jax
-    import numpy as np
+def read_data(config, workdir: Path, trials: list[dict]):
+    """Load the corpus, and encode it with the run's vocabulary, new on a first start.
 
+    Returns the trials' batches, dev, the vocabularies' sizes, and the data's checksums.
+    """
     from analysis.evaluation import Dev
     from data import corpora, pipeline, tokenizer
-    from models import counting
     from models.checks import check_bos
-    from models.sites import implementations
-    from models.transformer import Transformer
-    from training import hosts, sharding
-    from training.checkpoint import Checkpoints
-    from training.metrics import say
-    from training.restore import begun_from, run_at
-    from training.step import begin, init, items_of, state_of, static_of
-    from training.utilisation import CompileClock
+    from training import hosts
+    from training.restore import run_at
 
-    compiled = CompileClock()
     names = (config.data.name, config.data.source, config.data.target)
     with hosts.together():
         sources, targets = corpora.load(*names, "train", config.data.directory)
@@ -181,10 +182,29 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         data = {"pairs": len(sources), "crc32": batches.crc32, "dev_crc32": dev.crc32}
         if hosts.is_first():
             check_data(workdir, data)
+    hosts.check_same("data", data)
+    return batches, dev, vocab_sizes, data
+
+
+def prepare(config, workdir: Path, trials: list[dict]) -> Run:
+    """Load the data, build the model, take up the last checkpoint."""
+    import jax
+
+    from models import counting
+    from models.sites import implementations
+    from models.transformer import Transformer
+    from training import hosts, sharding
+    from training.checkpoint import Checkpoints
+    from training.restore import begun_from
+    from training.step import begin, init, items_of, state_of, static_of
+    from training.utilisation import CompileClock
+
+    compiled = CompileClock()
+    batches, dev, vocab_sizes, data = read_data(config, workdir, trials)
+    with hosts.together():
         parts = config.train.accumulate_steps
         rows = sharding.rows_of_part(batches.shape[0], parts)
         mesh = sharding.make_mesh(config.mesh, len(trials), rows)
-    hosts.check_same("data", data)
     jax.set_mesh(mesh)
     sharding.warn_of_whole(flat(config.to_dict()), mesh.shape)
 
@@ -248,19 +268,10 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
 def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
     import jax
-    import numpy as np
 
     from analysis.evaluation import evaluate
     from data.pipeline import portions, training_batches
     from training import hosts, sharding
-    from training.metrics import (
-        MetricsWriter,
-        Progress,
-        Window,
-        clock,
-        is_evaluated,
-        say,
-    )
     from training.step import items_of, stop_late, train_steps
     from training.utilisation import peak_flops
 
