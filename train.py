@@ -214,16 +214,12 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     make_state = partial(init, static=static, build=build)
     arrays = numbers(flat(config.to_dict()), trials)
     abstract = jax.eval_shape(make_state, arrays)
-    num_trials = len(trials)
-    marks = {
-        "score": np.full(num_trials, -np.inf),
-        "step": np.zeros(num_trials, np.int32),
-    }
+    R = len(trials)
+    marks = {"score": np.full(R, -np.inf), "step": np.zeros(R, np.int32)}
     keep, due = config.train.keep_checkpoints, config.train.checkpoint_every_steps
     checkpoints = Checkpoints(workdir, keep, due)
-    last = checkpoints.restore_last(
-        **items_of(abstract, {"params": abstract.params, **marks})
-    )
+    like = items_of(abstract, {"params": abstract.params, **marks})
+    last = checkpoints.restore_last(**like)
     if last is None:
         step = 0
         k = config.train.steps_per_dispatch
@@ -248,7 +244,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     if hosts.is_first():
         facts = {
             "attention": implementations(model, *batches.shape),
-            "trials": num_trials,
+            "trials": R,
             "dtype": model.dtype,
             "processes": jax.process_count(),
             "mesh": dict(mesh.shape),
@@ -265,6 +261,18 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     )
 
 
+def tell_trained(workdir, trials, step: int, num_steps: int, frozen, diverged) -> None:
+    """Say that there is nothing left to do."""
+    for trial in np.flatnonzero(diverged).tolist():
+        say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
+    say(f"{workdir} is trained already: {step} of {num_steps} steps.")
+    if not frozen.all() and not is_evaluated(workdir, step):
+        say(
+            f"Step {step} was saved without an evaluation: score it with eval.py "
+            f"--checkpoint=last, or set train.num_steps to more."
+        )
+
+
 def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
     import jax
@@ -279,16 +287,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         ready
     )
     every, num_steps = config.train, config.train.num_steps
-    diverged = sharding.fetch(state.diverged_at)
+    frozen, diverged = map(np.array, sharding.fetch((state.frozen, state.diverged_at)))
     if step >= num_steps and not diverged.all():
-        for trial in np.flatnonzero(diverged).tolist():
-            say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
-        say(f"{workdir} is trained already: {step} of {num_steps} steps.")
-        if not sharding.fetch(state.frozen).all() and not is_evaluated(workdir, step):
-            say(
-                f"Step {step} was saved without an evaluation: score it with eval.py "
-                f"--checkpoint=last, or set train.num_steps to more."
-            )
+        tell_trained(workdir, trials, step, num_steps, frozen, diverged)
         return
     writer = MetricsWriter(workdir, step, silent=not hosts.is_first())
     progress = Progress(num_steps, step)
@@ -303,7 +304,6 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     mesh = jax.sharding.get_mesh()
     part = sharding.part_here(mesh, len(trials), batches.shape[0])
     feed = training_batches(batches, todo, every.steps_per_dispatch, part[:2])
-    frozen = np.array(sharding.fetch(state.frozen))
 
     def freeze(which, at: int, why: str, **row) -> None:
         """Say which trials are not updated any more."""
