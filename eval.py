@@ -186,6 +186,8 @@ def decoding_options() -> dict:
             "top_p": TOP_P.value,
             "seed": SEED.value,
         }
+    if BEAM_SIZE.value == 1:  # of one hypothesis nothing is weighed by its length
+        return {"beam_size": 1}
     return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
 
 

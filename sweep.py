@@ -137,12 +137,13 @@ def main():
                     )
         sweep = opening.open_sweep(options(workdir))
         groups = opening.chosen(sweep, GROUP.value, SHARD.value)
-        rows = [] if VERB == "list" else sweep.collect()
         if VERB == "list":
             show.print_list(sweep, CALIBRATE.value)
         elif VERB == "status":
-            show.print_status(sweep, rows)
-        elif VERB == "report":
+            show.print_status(sweep, sweep.rows())
+        else:
+            rows = sweep.collect()
+        if VERB == "report":
             from sweeps import reporting
 
             reporting.write(sweep, rows, EXAMPLES.value)

@@ -14,13 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
 from configs.base import get_config
 from configs.commandline import fail, flat, one_sentence, path_of, run
 from training import cluster, platform
-from training.metrics import show_log
+from training.metrics import (
+    MetricsWriter,
+    Progress,
+    Window,
+    clock,
+    is_evaluated,
+    say,
+    show_log,
+)
 from training.stop import StopSignal
 from training.trials import divergence, named, numbers, trials_of
 from training.workdir import check_data, claim, environment, has_begun, record
@@ -128,25 +137,17 @@ def dry_run(config, target: str, listed: Path | None) -> None:
         print(advice)
 
 
-def prepare(config, workdir: Path, trials: list[dict]) -> Run:
-    """Load the data, build the model, take up the last checkpoint."""
-    import jax
-    import numpy as np
+def read_data(config, workdir: Path, trials: list[dict]):
+    """Load the corpus, and encode it with the run's vocabulary, new on a first start.
 
+    Returns the trials' batches, dev, the vocabularies' sizes, and the data's checksums.
+    """
     from analysis.evaluation import Dev
     from data import corpora, pipeline, tokenizer
-    from models import counting
     from models.checks import check_bos
-    from models.sites import implementations
-    from models.transformer import Transformer
-    from training import hosts, sharding
-    from training.checkpoint import Checkpoints
-    from training.metrics import say
-    from training.restore import begun_from, run_at
-    from training.step import begin, init, items_of, state_of, static_of
-    from training.utilisation import CompileClock
+    from training import hosts
+    from training.restore import run_at
 
-    compiled = CompileClock()
     names = (config.data.name, config.data.source, config.data.target)
     with hosts.together():
         sources, targets = corpora.load(*names, "train", config.data.directory)
@@ -181,10 +182,29 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
         data = {"pairs": len(sources), "crc32": batches.crc32, "dev_crc32": dev.crc32}
         if hosts.is_first():
             check_data(workdir, data)
+    hosts.check_same("data", data)
+    return batches, dev, vocab_sizes, data
+
+
+def prepare(config, workdir: Path, trials: list[dict]) -> Run:
+    """Load the data, build the model, take up the last checkpoint."""
+    import jax
+
+    from models import counting
+    from models.sites import implementations
+    from models.transformer import Transformer
+    from training import hosts, sharding
+    from training.checkpoint import Checkpoints
+    from training.restore import begun_from
+    from training.step import begin, init, items_of, state_of, static_of
+    from training.utilisation import CompileClock
+
+    compiled = CompileClock()
+    batches, dev, vocab_sizes, data = read_data(config, workdir, trials)
+    with hosts.together():
         parts = config.train.accumulate_steps
         rows = sharding.rows_of_part(batches.shape[0], parts)
         mesh = sharding.make_mesh(config.mesh, len(trials), rows)
-    hosts.check_same("data", data)
     jax.set_mesh(mesh)
     sharding.warn_of_whole(flat(config.to_dict()), mesh.shape)
 
@@ -194,16 +214,12 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     make_state = partial(init, static=static, build=build)
     arrays = numbers(flat(config.to_dict()), trials)
     abstract = jax.eval_shape(make_state, arrays)
-    num_trials = len(trials)
-    marks = {
-        "score": np.full(num_trials, -np.inf),
-        "step": np.zeros(num_trials, np.int32),
-    }
+    R = len(trials)
+    marks = {"score": np.full(R, -np.inf), "step": np.zeros(R, np.int32)}
     keep, due = config.train.keep_checkpoints, config.train.checkpoint_every_steps
     checkpoints = Checkpoints(workdir, keep, due)
-    last = checkpoints.restore_last(
-        **items_of(abstract, {"params": abstract.params, **marks})
-    )
+    like = items_of(abstract, {"params": abstract.params, **marks})
+    last = checkpoints.restore_last(**like)
     if last is None:
         step = 0
         k = config.train.steps_per_dispatch
@@ -228,7 +244,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     if hosts.is_first():
         facts = {
             "attention": implementations(model, *batches.shape),
-            "trials": num_trials,
+            "trials": R,
             "dtype": model.dtype,
             "processes": jax.process_count(),
             "mesh": dict(mesh.shape),
@@ -245,22 +261,25 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     )
 
 
+def tell_trained(workdir, trials, step: int, num_steps: int, frozen, diverged) -> None:
+    """Say that there is nothing left to do."""
+    for trial in np.flatnonzero(diverged).tolist():
+        say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
+    say(f"{workdir} is trained already: {step} of {num_steps} steps.")
+    if not frozen.all() and not is_evaluated(workdir, step):
+        say(
+            f"Step {step} was saved without an evaluation: score it with eval.py "
+            f"--checkpoint=last, or set train.num_steps to more."
+        )
+
+
 def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
     import jax
-    import numpy as np
 
     from analysis.evaluation import evaluate
     from data.pipeline import portions, training_batches
     from training import hosts, sharding
-    from training.metrics import (
-        MetricsWriter,
-        Progress,
-        Window,
-        clock,
-        is_evaluated,
-        say,
-    )
     from training.step import items_of, stop_late, train_steps
     from training.utilisation import peak_flops
 
@@ -268,16 +287,9 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
         ready
     )
     every, num_steps = config.train, config.train.num_steps
-    diverged = sharding.fetch(state.diverged_at)
+    frozen, diverged = map(np.array, sharding.fetch((state.frozen, state.diverged_at)))
     if step >= num_steps and not diverged.all():
-        for trial in np.flatnonzero(diverged).tolist():
-            say(f"step {diverged[trial]}: {named(trials, trial)} diverged.")
-        say(f"{workdir} is trained already: {step} of {num_steps} steps.")
-        if not sharding.fetch(state.frozen).all() and not is_evaluated(workdir, step):
-            say(
-                f"Step {step} was saved without an evaluation: score it with eval.py "
-                f"--checkpoint=last, or set train.num_steps to more."
-            )
+        tell_trained(workdir, trials, step, num_steps, frozen, diverged)
         return
     writer = MetricsWriter(workdir, step, silent=not hosts.is_first())
     progress = Progress(num_steps, step)
@@ -292,7 +304,6 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     mesh = jax.sharding.get_mesh()
     part = sharding.part_here(mesh, len(trials), batches.shape[0])
     feed = training_batches(batches, todo, every.steps_per_dispatch, part[:2])
-    frozen = np.array(sharding.fetch(state.frozen))
 
     def freeze(which, at: int, why: str, **row) -> None:
         """Say which trials are not updated any more."""

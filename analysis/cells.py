@@ -3,6 +3,8 @@
 import math
 from functools import partial
 
+import numpy as np
+
 from analysis.significance import MOST_SEEDS
 
 NOTHING = "–"
@@ -50,3 +52,27 @@ def probability(p) -> str:
     if p is None or math.isnan(p):
         return NOTHING
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def of_100(score: str, values):
+    """Values of a score, the share that is exact in per cent as the others are."""
+    return 100 * values if score == "exact_match" else values
+
+
+def score_without(rows: list[dict], order: str, removed: int, score: str) -> np.ndarray:
+    """A score with so many heads removed: a number a trial, the mean of its draws.
+
+    Of one trial a number a draw, for the spread of chance. The rows are of
+    `analysis.pruning.curve`.
+    """
+    trials = {}
+    for row in rows:
+        if (row["order"], row["removed"]) == (order, removed):
+            trials.setdefault(row["trial"], []).append(row[score])
+    found = of_100(score, np.array(list(trials.values()), float))
+    return found[0] if len(found) == 1 else found.mean(1)
+
+
+def heads_of(rows: list[dict]) -> str:
+    """What may go in rows of `analysis.pruning.curve`: "heads", or "decoder heads"."""
+    return " ".join(filter(None, (rows[0]["site"], "heads")))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from analysis.pruning import at, kind
+from analysis.cells import heads_of, score_without
 from analysis.significance import summary
 from models.multi_head import full_map
 
@@ -119,15 +119,15 @@ def plot_pruning(rows: list[dict], metric: str, path: Path) -> None:
 
     figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
     counts = list(dict.fromkeys(row["removed"] for row in rows))
-    scale, unit = (100, ", %") if metric == "exact_match" else (1, "")
     for order in dict.fromkeys(row["order"] for row in rows):
-        scores = [scale * at(rows, order, count, metric) for count in counts]
+        scores = [score_without(rows, order, count, metric) for count in counts]
         mean, _, low, high = summary(np.array(scores))
         style = "--" if order == "random" else "-"
         label = order.replace("_", " ")
         (line,) = ax.plot(counts, mean, style, marker="o", ms=3, label=label)
         ax.fill_between(counts, low, high, color=line.get_color(), alpha=0.15, lw=0)
-    ax.set(xlabel=f"{kind(rows)} removed, of {rows[0]['heads']}", ylim=(0, None))
+    ax.set(xlabel=f"{heads_of(rows)} removed, of {rows[0]['heads']}", ylim=(0, None))
+    unit = ", %" if metric == "exact_match" else ""
     ax.set_ylabel(metric.replace("_", " ") + unit)
     ax.set_title(f"{rows[0]['split']}, by order of removal", fontsize=9)
     ax.legend(frameon=False)

@@ -132,21 +132,3 @@ def curve(
                 "gone": [".".join(map(str, head)) for head in gone[trial]],
             }
             yield row | found[trial] | {"site": site}
-
-
-def at(rows: list[dict], order: str, removed: int, name: str) -> np.ndarray:
-    """A score with so many heads removed: a number a trial, the mean of its draws.
-
-    Of one trial a number a draw, for the spread of chance.
-    """
-    trials = {}
-    for row in rows:
-        if (row["order"], row["removed"]) == (order, removed):
-            trials.setdefault(row["trial"], []).append(row[name])
-    found = np.array(list(trials.values()), float)
-    return found[0] if len(found) == 1 else found.mean(1)
-
-
-def kind(rows: list[dict]) -> str:
-    """What heads may go: "heads", or "decoder heads"."""
-    return " ".join(filter(None, (rows[0]["site"], "heads")))

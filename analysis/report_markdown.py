@@ -38,7 +38,7 @@ def document(
         f"# {report.question}",
         f"*{report.title}*",
         *paragraphs(report.details),
-        *(f"> {sentence}" for sentence in [" ".join(verdict(report, comparisons))]),
+        f"> {' '.join(verdict(report, comparisons))}",
         report.note or "",
         picture("scores"),
         f"## Scores, {report.name}",

@@ -80,8 +80,8 @@ def holm(p: np.ndarray) -> np.ndarray:
     return np.take_along_axis(corrected, np.argsort(order, axis=-1), -1)
 
 
-def seeds_needed(sd: float, comparisons: int = 1, seen: float = SEEN) -> float | None:
-    """How many seeds a paired t-test needs to see a difference, among others.
+def seeds_needed(sd: float, comparisons: int = 1) -> float | None:
+    """How many seeds a paired t-test needs to see a difference of SEEN, among others.
 
     The smallest R whose power, by the noncentral t distribution, is 80 % at the level
     that Holm's correction asks of the smallest p-value, LEVEL / comparisons. That of a
@@ -90,7 +90,6 @@ def seeds_needed(sd: float, comparisons: int = 1, seen: float = SEEN) -> float |
     Args:
         sd: of one seed's difference to the baseline, as observed.
         comparisons: arms that are tested, this one among them.
-        seen: the true difference that is not to be missed.
 
     Returns:
         R; infinity beyond MOST_SEEDS; None where sd is unknown.
@@ -99,7 +98,7 @@ def seeds_needed(sd: float, comparisons: int = 1, seen: float = SEEN) -> float |
         return None
     R = np.arange(2, MOST_SEEDS + 1)
     critical = stats.t.isf(LEVEL / comparisons / 2, R - 1)
-    shift = seen * np.sqrt(R) / max(sd, 1e-12)
+    shift = SEEN * np.sqrt(R) / max(sd, 1e-12)
     # The other tail holds nothing worth counting, and scipy's nct is unsure there.
     # Beyond a shift of 30 nct overflows, and the spread is the estimated sd's alone.
     near = shift < 30

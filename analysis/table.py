@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from analysis.cells import heads_of, score_without
 from analysis.significance import summary
 from attention import HeadStatistics
 
@@ -144,15 +145,13 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
     It has means, with half of Student's 95 % interval over the trials; of one trial,
     over its random orders.
     """
-    from analysis.pruning import at, kind  # a dry run's table needs none of it
-
     orders = dict.fromkeys(row["order"] for row in rows)
     trials = list(dict.fromkeys(row["trial"] for row in rows))
     whose = (
         f"trial {trials[0]}" if len(trials) == 1 else f"mean of {len(trials)} trials"
     )
     split, ranked_on = rows[0]["split"], rows[0]["ranked_on"]
-    title = f"without {kind(rows)}, {whose}, {split} (ranked on {ranked_on})"
+    title = f"without {heads_of(rows)}, {whose}, {split} (ranked on {ranked_on})"
     table = Table("\nremoved", title=title)
     for order in orders:
         for name in (metric, "loss"):
@@ -162,8 +161,7 @@ def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
         cells = [f"{count} of {rows[0]['heads']}"]
         for order in orders:
             for name, form in ((metric, ".2f"), ("loss", ".3f")):
-                scale = 100 if name == "exact_match" else 1
-                found = summary(scale * at(rows, order, count, name))
+                found = summary(score_without(rows, order, count, name))
                 cells.append(f"{found.mean:{form}}")
                 if np.isfinite(found.high):
                     cells[-1] += f" ± {found.high - found.mean:{form}}"

@@ -80,6 +80,7 @@ def trained(workdir: Path | None):
     import numpy as np
     from flax import nnx
 
+    from configs import multi30k
     from models.transformer import Transformer
 
     if workdir is not None:
@@ -91,18 +92,8 @@ def trained(workdir: Path | None):
     random = np.random.default_rng(0)
     lengths = np.clip(random.normal(14.5, 4.0, 1014).round(), 5, 35).astype(int)
     sentences = [[*random.integers(4, 8000, n - 1).tolist(), 2] for n in lengths]
-    model = Transformer(
-        8000,
-        width=128,
-        num_encoder_layers=4,
-        num_decoder_layers=4,
-        mlp_dim=256,
-        dropout=0.0,
-        positions="sinusoidal",
-        norm="post",
-        attention={"num_heads": 4},
-        rngs=nnx.Rngs(0),
-    )
+    config = multi30k.get_config().model.to_dict()
+    model = Transformer(8000, **config, rngs=nnx.Rngs(0))
     model.embedding[...] = model.embedding[...].at[2].set(0.0)  # EOS never wins
     return model, sentences, LENGTH
 

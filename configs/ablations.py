@@ -137,8 +137,7 @@ def merge_start(base) -> list[dict]:
     attention = base.model.attention
     N, D = attention.num_heads, base.model.width
     V, half = attention.value_dim or share(base, N), max(1, N // 2)
-    rules = ("concat", "scaled", "mean", "weighted", "dynamic")
-    rules += ("gated", "gated_elementwise", "mixture")
+    rules = ("concat", "scaled", *RULES[1:])
     init = attention.init
     gains = {rule: equal_gain(rule, N, V, D, half, init) for rule in rules}
     arms = zipped(

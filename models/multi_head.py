@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         merge: str = "concat",
         merge_gain: float = 1.0,
         init: str = "xavier",
-        mixture_heads: int = 1,
+        mixture_heads: int = 2,
         talking_heads: bool = False,
         sink: bool = False,
         qk_norm: bool = False,

@@ -17,7 +17,8 @@ import sys
 from configs.commandline import describe, one_sentence
 from sweeps.optional import package
 from sweeps.plan import Group
-from sweeps.runner import ROOT, Runner, Stopped, Sweep
+from sweeps.runner import ROOT, Runner, Stopped
+from sweeps.store import Sweep
 from training import cluster
 from training.metrics import Progress, say
 

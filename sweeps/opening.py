@@ -22,9 +22,8 @@ from sweeps.plan import (
 )
 from sweeps.questions import arms_of, find_ablation, naming
 from sweeps.records import read_json
-from sweeps.runner import Sweep
 from sweeps.search import Search, make_search
-from sweeps.store import SCORES, locked
+from sweeps.store import SCORES, Sweep, locked
 from training import cluster
 from training.workdir import differing, summary, write_json
 
@@ -111,8 +110,10 @@ def open_sweep(options: Options) -> Sweep:
         package("optuna")
     if options.verb == "run" and there is None:
         check_data(settings)
-    workdir.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(workdir, plan, search, [], settings).extended(options.proposes)
+    sweep = Sweep(workdir, plan, search, [], settings)
+    if options.verb == "status":
+        return sweep.extended(propose=False, writes=False)
+    sweep = sweep.extended(options.proposes)
     with locked(workdir / ".plan"):
         now = remembered(workdir / "sweep.json")
         if options.verb != "run" or now == settings:

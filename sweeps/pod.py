@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sweeps.records import read_json
-from sweeps.runner import WAIT, Runner, Stopped, Sweep, script
-from sweeps.store import locked
+from sweeps.runner import WAIT, Runner, Stopped, script
+from sweeps.store import Sweep, locked
 from training.metrics import say
 from training.workdir import write_json
 

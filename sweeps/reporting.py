@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.anchors import ANCHORS, published
-from analysis.cells import counted
+from analysis.cells import counted, of_100
 from analysis.report import ArmResult, Example, Report, bootstrapped, compare
 from analysis.report_html import page
 from analysis.report_markdown import document
@@ -17,8 +17,7 @@ from configs.commandline import flat
 from data import corpora
 from sweeps.plan import Arm, letter
 from sweeps.records import read_record, read_result
-from sweeps.runner import Sweep
-from sweeps.store import COLUMNS, SCORES, TOLD, unfinished
+from sweeps.store import COLUMNS, SCORES, TOLD, Sweep, unfinished
 from training.metrics import metrics_of
 
 
@@ -168,8 +167,7 @@ def arm_result(
 
     def scores(split):
         return {
-            score: np.array([row[f"{split}_{score}"] for row in of_arm])
-            * (100 if score == "exact_match" else 1)
+            score: of_100(score, np.array([row[f"{split}_{score}"] for row in of_arm]))
             for score in told
             if of_arm and all(row[f"{split}_{score}"] is not None for row in of_arm)
         }
@@ -200,7 +198,8 @@ def arm_result(
 
 def curve(sweep: Sweep, rows: list[dict]) -> tuple[np.ndarray, np.ndarray]:
     """Dev scores while training at the steps that all trials were evaluated at."""
-    metric = f"dev_{sweep.settings['metric'].removeprefix('published_')}"
+    score = sweep.settings["metric"].removeprefix("published_")
+    metric = f"dev_{score}"
     places = {
         trial.id: (group, index)
         for group in sweep.groups
@@ -218,9 +217,8 @@ def curve(sweep: Sweep, rows: list[dict]) -> tuple[np.ndarray, np.ndarray]:
             }
         )
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    scale = 100 if metric == "dev_exact_match" else 1
-    values = np.array([[one[step] for step in steps] for one in curves]) * scale
-    return np.array(steps), values
+    values = np.array([[one[step] for step in steps] for one in curves])
+    return np.array(steps), of_100(score, values)
 
 
 def texts(sweep: Sweep, done: list[dict]):

@@ -14,18 +14,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-from sweeps.plan import Group, Plan, differences
+from sweeps.plan import Group, differences
 from sweeps.records import DECODING, read_json
-from sweeps.search import Search
-from sweeps.store import (
-    TRAINED,
-    collect,
-    last_step,
-    locked,
-    place,
-)
+from sweeps.store import TRAINED, Sweep, last_step, locked
 from training.metrics import Progress, say
 from training.workdir import write_json
 
@@ -39,45 +31,6 @@ class Stopped(Exception):
 
 class Failed(Exception):
     """A process of a group failed; the message is its last line."""
-
-
-class Sweep(NamedTuple):
-    """A sweep with its place on disk."""
-
-    workdir: Path
-    plan: Plan
-    search: Search
-    groups: list[Group]  # in the order of the plan's trials
-    settings: dict  # as in sweep.json
-
-    def folder(self, group: Group) -> Path:
-        """Where a group is."""
-        return self.workdir / "groups" / group.name
-
-    def extended(self, propose: bool = True) -> "Sweep":
-        """With the trials that follow from what is on disk by now, in groups."""
-        plan, groups = place(
-            self.workdir, self.plan, self.search, self.settings, propose
-        )
-        return self._replace(plan=plan, groups=groups)
-
-    def searches(self) -> bool:
-        """Whether groups may follow from those there are."""
-        return any(map(self.search.is_for, self.plan.arms))
-
-    def num_trials(self) -> int:
-        """Of the whole sweep, also those that are still to be chosen, at most."""
-        arms = self.plan.arms
-        return sum(len(arm.seeds) + self.search.size(arm) for arm in arms)
-
-    def splits(self, group: Group) -> list[str]:
-        """What a group is scored on: a search on dev alone."""
-        is_search = group.trials[0].is_search
-        return ["val"] if is_search else ["val", self.settings["test_split"]]
-
-    def collect(self) -> list[dict]:
-        """The rows of now, which also go to the table on disk."""
-        return collect(self.workdir, self.plan, self.groups, self.settings)
 
 
 def train_command(sweep: Sweep, group: Group) -> list[str]:

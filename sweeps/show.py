@@ -10,8 +10,8 @@ from rich.table import Table
 
 from analysis.cells import settings
 from analysis.table import print_table
-from sweeps.runner import Sweep, train_command
-from sweeps.store import last_step, unfinished
+from sweeps.runner import train_command
+from sweeps.store import Sweep, last_step, unfinished
 from training.metrics import clock, metrics_of, say
 
 STATUSES = (

@@ -14,6 +14,7 @@ import math
 import re
 import sqlite3
 from pathlib import Path
+from typing import NamedTuple
 
 from analysis.scores import untied
 from sweeps.plan import Arm, Group, Plan, Trial, grouped
@@ -53,46 +54,90 @@ def locked(path: Path, wait: bool = True):
             yield file
 
 
-def place(
-    workdir: Path, plan: Plan, search: Search, settings: dict, propose: bool
-) -> tuple[Plan, list[Group]]:
-    """The trials known by now, and their groups.
+class Sweep(NamedTuple):
+    """A sweep with its place on disk."""
 
-    Groups on disk stay as they are, the rest become new ones. So a sweep that is given
-    more seeds or arms keeps what it has, and an interrupted group resumes with the very
-    trials that it started with.
-    """
-    folder = workdir / "groups"
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(workdir / ".plan"):
-        groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
-        there = [
-            (trial, dev_score(folder / group.name, group, index, settings))
-            for group in groups
-            for index, trial in enumerate(group.trials)
-        ]
-        trials = known_trials(plan.arms, search, there, propose)
-        plan = plan._replace(trials=trials)
-        wanted = {trial.id: index for index, trial in enumerate(trials)}
-        groups = [g for g in groups if any(t.id in wanted for t in g.trials)]
-        placed = {trial.id for group in groups for trial in group.trials}
-        left = [trial for trial in plan.trials if trial.id not in placed]
-        for trials in grouped(left, settings["group_size"]):
-            group = Group(group_name(trials), trials)
-            (folder / group.name).mkdir(exist_ok=True)
-            rows = [trial._asdict() for trial in trials]
-            write_json(folder / group.name / "group.json", rows)
-            groups.append(group)
-    first = len(wanted)
-    return plan, sorted(
-        groups, key=lambda g: min(wanted.get(trial.id, first) for trial in g.trials)
-    )
+    workdir: Path
+    plan: Plan
+    search: Search
+    groups: list[Group]  # in the order of the plan's trials
+    settings: dict  # as in sweep.json
+
+    def folder(self, group: Group) -> Path:
+        """Where a group is."""
+        return self.workdir / "groups" / group.name
+
+    def searches(self) -> bool:
+        """Whether groups may follow from those there are."""
+        return any(map(self.search.is_for, self.plan.arms))
+
+    def num_trials(self) -> int:
+        """Of the whole sweep, also those that are still to be chosen, at most."""
+        arms = self.plan.arms
+        return sum(len(arm.seeds) + self.search.size(arm) for arm in arms)
+
+    def splits(self, group: Group) -> list[str]:
+        """What a group is scored on: a search on dev alone."""
+        is_search = group.trials[0].is_search
+        return ["val"] if is_search else ["val", self.settings["test_split"]]
+
+    def extended(self, propose: bool = True, writes: bool = True) -> "Sweep":
+        """With the trials that follow from what is on disk by now, in groups.
+
+        Groups on disk stay as they are, the rest become new ones. So a sweep that is
+        given more seeds or arms keeps what it has, and an interrupted group resumes
+        with the very trials that it started with. `writes` False puts none there.
+        """
+        folder, lock = self.workdir / "groups", contextlib.nullcontext()
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = locked(self.workdir / ".plan")
+        with lock:
+            groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
+            there = [
+                (trial, dev_score(self, group, index))
+                for group in groups
+                for index, trial in enumerate(group.trials)
+            ]
+            trials = known_trials(self.plan.arms, self.search, there, propose)
+            wanted = {trial.id: index for index, trial in enumerate(trials)}
+            groups = [g for g in groups if any(t.id in wanted for t in g.trials)]
+            placed = {trial.id for group in groups for trial in group.trials}
+            left = [trial for trial in trials if trial.id not in placed]
+            for new in grouped(left, self.settings["group_size"]):
+                group = Group(group_name(new), new)
+                groups.append(group)
+                if writes:
+                    self.folder(group).mkdir(exist_ok=True)
+                    rows = [trial._asdict() for trial in new]
+                    write_json(self.folder(group) / "group.json", rows)
+        first = len(wanted)
+        groups.sort(
+            key=lambda g: min(wanted.get(trial.id, first) for trial in g.trials)
+        )
+        return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
+
+    def rows(self) -> list[dict]:
+        """The table's rows, of what every group's files say by now."""
+        rows = [row for group in self.groups for row in rows_of(self, group)]
+        select(rows)
+        order = {trial.id: index for index, trial in enumerate(self.plan.trials)}
+        return sorted(rows, key=lambda row: order[row["id"]])
+
+    def collect(self) -> list[dict]:
+        """Write the table anew; returns its rows."""
+        with locked(self.workdir / ".table"):
+            rows = self.rows()
+            write_sqlite(self.workdir / "sweep.sqlite", rows)
+            write_csv(self.workdir / "sweep.csv", rows)
+        return rows
 
 
-def dev_score(folder: Path, group: Group, index: int, settings: dict) -> float | None:
+def dev_score(sweep: Sweep, group: Group, index: int) -> float | None:
     """Of a search's trial; `LOST` where it diverged, None where it has none yet."""
     if not group.trials[index].is_search:
         return None
+    folder, settings = sweep.folder(group), sweep.settings
     try:
         found = read_result(folder, "val", group, settings)
     except ValueError:  # which the table tells
@@ -146,8 +191,9 @@ def pace(metrics: list[dict]) -> tuple[float | None, float]:
     return (tokens / seconds if seconds else None), seconds
 
 
-def rows_of(folder: Path, group: Group, plan: Plan, settings: dict) -> list[dict]:
+def rows_of(sweep: Sweep, group: Group) -> list[dict]:
     """A row of the table for every trial of a group that the plan has."""
+    folder, plan, settings = sweep.folder(group), sweep.plan, sweep.settings
     test_split = settings["test_split"]
     run, failed, results, unusable = None, None, {}, None
     try:
@@ -265,22 +311,6 @@ def select(rows: list[dict]) -> None:
     for row in rows:
         if row["arm"] in chosen:
             row["selected"] = int(row["nuisance"] == chosen[row["arm"]])
-
-
-def collect(workdir: Path, plan: Plan, groups: list[Group], settings: dict) -> list:
-    """Read every group's files, and write the table anew; returns its rows."""
-    with locked(workdir / ".table"):
-        rows = [
-            row
-            for group in groups
-            for row in rows_of(workdir / "groups" / group.name, group, plan, settings)
-        ]
-        select(rows)
-        order = {trial.id: index for index, trial in enumerate(plan.trials)}
-        rows.sort(key=lambda row: order[row["id"]])
-        write_sqlite(workdir / "sweep.sqlite", rows)
-        write_csv(workdir / "sweep.csv", rows)
-    return rows
 
 
 def write_sqlite(path: Path, rows: list[dict]) -> None:

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 from analysis import pruning
+from analysis.cells import score_without
 from analysis.heads import SIDES, by_rank, measure, merging, share_on_sink
 from analysis.plots import attention_maps, plot_maps
-from analysis.pruning import at, curve, orders
+from analysis.pruning import curve, orders
 from analysis.table import print_heads
 from analysis.trained import Pairs, Trained
 from attention import MERGE_RULES, HeadStatistics, attention_weights
@@ -411,8 +412,8 @@ def test_scores_are_of_trials_or_of_the_draws_of_one():
         for trial in (0, 1)
         for draw in (1, 3)
     ]
-    np.testing.assert_array_equal(at(rows, "random", 2, "loss"), [2, 12])
-    np.testing.assert_array_equal(at(rows[:2], "random", 2, "loss"), [1, 3])
+    np.testing.assert_array_equal(score_without(rows, "random", 2, "loss"), [2, 12])
+    np.testing.assert_array_equal(score_without(rows[:2], "random", 2, "loss"), [1, 3])
 
 
 def test_maps_are_of_the_site_that_is_asked_for(model):

@@ -26,9 +26,9 @@ from data import corpora
 from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.records import DECODING
-from sweeps.runner import Runner, Stopped, Sweep, eval_command, train_command
+from sweeps.runner import Runner, Stopped, eval_command, train_command
 from sweeps.search import FIRST_SEED
-from sweeps.store import TRAINED, locked, pace
+from sweeps.store import TRAINED, Sweep, locked, pace
 from training.workdir import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +138,24 @@ def test_a_workdir_remembers_its_sweep(tmp_path, corpus):
     (tmp_path / "s" / "sweep.json").write_text(json.dumps(old))
     assert open_sweep(nothing).groups == first.groups
     assert open_sweep(options(tmp_path / "s", corpus)).groups == first.groups
+
+
+def test_status_only_reads(tmp_path, corpus):
+    """So that it serves who may not write in the folder."""
+
+    def contents():
+        return {p: p.stat().st_mtime_ns for p in [workdir, *workdir.rglob("*")]}
+
+    workdir = tmp_path / "s"
+    sweep = open_sweep(options(workdir, corpus))
+    finish(sweep, 0)
+    shutil.rmtree(sweep.folder(sweep.groups[2]))  # as one that is still to come
+    (workdir / ".plan").unlink()  # a lock, which to open is to write
+    before = contents()
+    told = open_sweep(options(workdir, corpus, verb="status"))
+    assert [row["status"] for row in told.rows()[::2]] == ["done", *["waiting"] * 2]
+    assert contents() == before
+    assert told.groups == sweep.groups
 
 
 def test_the_command_of_a_part_is_that_of_the_whole(tmp_path, corpus, monkeypatch):
@@ -477,48 +495,47 @@ def test_dev_chooses_with_seeds_of_its_own_and_test_is_not_looked_at(tmp_path, c
     assert "12 trials are not done yet" in markdown  # 8 of searches, 4 that follow
 
 
-@pytest.mark.parametrize("losses", [[2.0, 1.0], [float("nan"), 1.0]])
-def test_settings_that_score_the_same_are_told_apart_by_the_loss(
-    tmp_path, corpus, losses
-):
+def reported(tmp_path, corpus, dev, **changes):
+    """The trials to report of the first arm, which has two rates to choose from.
+
+    `dev` says what the result of each trial of its search has otherwise than `finish`.
+    """
     tune = [f"{RATE}=0.01,0.02"]
-    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
-    finish(sweep, 0, splits=("val",))
-    path = sweep.folder(sweep.groups[0]) / "result-val.json"
-    rows = json.loads(path.read_text())
-    for row, loss in zip(rows, losses, strict=True):
-        row |= {"bleu": 0.0, "loss": loss}
-    path.write_text(json.dumps(rows))
-    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
-    assert {t.nuisance[RATE] for t in trials} == {0.02}
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune, **changes))
+    finish(sweep, 0, splits=("val",))  # its BLEU is higher at 0.02
+    group = sweep.groups[0]
+    path = sweep.folder(group) / "result-val.json"
+    rows = zip(json.loads(path.read_text()), group.trials, strict=True)
+    path.write_text(json.dumps([row | dev(trial) for row, trial in rows]))
+    return [t for t in sweep.extended().plan.trials if not t.is_search]
+
+
+@pytest.mark.parametrize("loss", [2.0, float("nan")])
+def test_settings_that_score_the_same_are_told_apart_by_the_loss(
+    tmp_path, corpus, loss
+):
+    losses = {0.01: loss, 0.02: 1.0}
+
+    def dev(trial):
+        return {"bleu": 0.0, "loss": losses[trial.nuisance[RATE]]}
+
+    assert {t.nuisance[RATE] for t in reported(tmp_path, corpus, dev)} == {0.02}
 
 
 def test_a_search_is_by_the_metric_of_the_sweep(tmp_path, corpus):
-    tune = [f"{RATE}=0.01,0.02"]
-    opened = options(tmp_path / "s", corpus, tune=tune, metric="exact_match")
-    sweep = open_sweep(opened)
-    finish(sweep, 0, splits=("val",))  # its BLEU is higher at 0.02
-    path = sweep.folder(sweep.groups[0]) / "result-val.json"
-    rows = json.loads(path.read_text())
-    for row, trial in zip(rows, sweep.groups[0].trials, strict=True):
-        row["exact_match"] = 1 - trial.nuisance[RATE]
-    path.write_text(json.dumps(rows))
-    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
+    def dev(trial):
+        return {"exact_match": 1 - trial.nuisance[RATE]}
+
+    trials = reported(tmp_path, corpus, dev, metric="exact_match")
     assert {t.nuisance[RATE] for t in trials} == {0.01}
 
 
-@pytest.mark.parametrize("lost, best", [([0.02], 0.01), ([0.01, 0.02], None)])
+@pytest.mark.parametrize("lost, best", [([0.02], {0.01}), ([0.01, 0.02], set())])
 def test_settings_that_diverge_are_not_chosen(tmp_path, corpus, lost, best):
-    tune = [f"{RATE}=0.01,0.02"]
-    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune))
-    finish(sweep, 0, splits=("val",))
-    path = sweep.folder(sweep.groups[0]) / "result-val.json"
-    rows = json.loads(path.read_text())
-    for row, trial in zip(rows, sweep.groups[0].trials, strict=True):
-        row["diverged_at"] = 7 if trial.nuisance[RATE] in lost else None
-    path.write_text(json.dumps(rows))
-    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
-    assert {t.nuisance[RATE] for t in trials} == ({best} if best else set())
+    def dev(trial):
+        return {"diverged_at": 7 if trial.nuisance[RATE] in lost else None}
+
+    assert {t.nuisance[RATE] for t in reported(tmp_path, corpus, dev)} == best
 
 
 @pytest.mark.parametrize(
@@ -529,16 +546,13 @@ def test_settings_that_diverge_are_not_chosen(tmp_path, corpus, lost, best):
     ],
 )
 def test_a_setting_is_judged_by_all_its_seeds(tmp_path, corpus, scores, best):
-    tune = [f"{RATE}=0.01,0.02"]
-    sweep = open_sweep(options(tmp_path / "s", corpus, tune=tune, search_seeds=2))
-    finish(sweep, 0, splits=("val",))
-    path = sweep.folder(sweep.groups[0]) / "result-val.json"
-    rows, left = json.loads(path.read_text()), {k: [*v] for k, v in scores.items()}
-    for row, trial in zip(rows, sweep.groups[0].trials, strict=True):
-        score = left[trial.nuisance[RATE]].pop(0)
-        row |= {"diverged_at": 7} if score is None else {"bleu": score}
-    path.write_text(json.dumps(rows))
-    trials = [t for t in sweep.extended().plan.trials if not t.is_search]
+    left = {rate: iter(each) for rate, each in scores.items()}
+
+    def dev(trial):
+        score = next(left[trial.nuisance[RATE]])
+        return {"diverged_at": 7} if score is None else {"bleu": score}
+
+    trials = reported(tmp_path, corpus, dev, search_seeds=2)
     assert [(t.arm, t.nuisance[RATE]) for t in trials] == [("K=4", best)] * 2
 
 

@@ -826,12 +826,50 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
     assert sentence in capfd.readouterr().err
 
 
-def test_every_flag_of_sampling_counts():
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7},
+        {"beam_size": 3, "length_penalty": 1.5},
+        {"beam_size": 1},
+    ],
+)
+def test_the_flags_of_decoding_that_count_are_told(given):
     script = importlib.import_module("eval")
-    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7}
     with flagsaver.flagsaver():
         flags.FLAGS(command("eval.py", **given)[1:])
         assert script.decoding_options() == given
+
+
+@pytest.mark.parametrize(
+    "diverged_at, given, trials",
+    [
+        ([None, 7, None], {}, [0, 2]),
+        ([None, 7, None], {"trial": 1}, [1]),
+        ([7, 8], {}, [0]),
+    ],
+)
+def test_a_trial_that_diverged_is_pruned_if_it_is_named_or_all_did(
+    monkeypatch, tmp_path, diverged_at, given, trials
+):
+    script = importlib.import_module("eval")
+
+    def curve(run, dev, pairs, trials, site, **options):
+        return [{"trial": trial, "bleu": 1.0} for trial in trials]
+
+    monkeypatch.setattr("analysis.pruning.curve", curve)
+    for shown in ("table.print_pruning", "plots.plot_pruning"):
+        monkeypatch.setattr(f"analysis.{shown}", lambda *_: None)
+    config, count = get_config(), len(diverged_at)
+    fields = dict.fromkeys(Trained._fields) | {"config": config, "step": [9] * count}
+    made = Trained(**fields | {"diverged_at": diverged_at, "trials": [{}] * count})
+    val, test = (SimpleNamespace(split=split) for split in ("val", "test"))
+    with flagsaver.flagsaver():
+        flags.FLAGS(command("eval.py", **given)[1:])
+        script.prune(made, val, test, tmp_path, {})
+    rows = json.loads((tmp_path / "pruning-test.json").read_text())
+    assert [row["trial"] for row in rows] == trials
+    assert [row["diverged_at"] for row in rows] == [diverged_at[t] for t in trials]
 
 
 def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, capsys):

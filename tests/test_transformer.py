@@ -1,5 +1,6 @@
 """The model: what may depend on what, and packing."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -173,6 +174,19 @@ def test_transformer_tiny_counts():
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 10_000 * D + 4 * (encoder + decoder)
     assert parameters(model) == expected
+
+
+def test_defaults_are_those_of_the_config():
+    """Which a run of before some key existed was trained with, and is loaded by."""
+    model = get_config().model
+    for module, config in ((Transformer, model), (Attention, model.attention)):
+        arguments = inspect.signature(module.__init__).parameters
+        shared = arguments.keys() & config.keys()
+        assert len(shared) > 8
+        for name in shared:
+            default = arguments[name].default
+            if default not in (None, inspect.Parameter.empty):
+                assert default == config[name], name
 
 
 @pytest.mark.parametrize(

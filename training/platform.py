@@ -18,14 +18,15 @@ def setup() -> None:
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "headcount" / processor())
+        folder = root / "headcount" / fingerprint()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     # also what compiles fast: there are many small programs before the first step
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     keep_memory()
 
 
-def processor() -> str:
-    """A name of this machine's kind of processor."""
+def fingerprint() -> str:
+    """Of this machine's kind of processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     of_kind = {line for line in lines if line.startswith(("model name", "flags"))}

@@ -20,7 +20,7 @@ from attention.partition import MESH_AXES
 from attention.platform import platform
 from models.counting import batch_of
 from training.metrics import say
-from training.trials import SITES, heads_at
+from training.trials import SITES, setting_at
 
 AXES = tuple(MESH_AXES)  # trial, data, model
 SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
@@ -187,10 +187,9 @@ def warn_of_whole(config: dict, shape: dict[str, int]) -> None:
         shape: of the mesh.
     """
     size = shape["model"]
-    counts = {f"heads of {site}": heads_at(config, site)[1] for site in SITES}
+    counts = {f"heads of {s}": setting_at(config, s, "num_heads") for s in SITES}
     for site in SITES:
-        own = config[f"model.{site}_attention.num_kv_heads"]
-        K = config["model.attention.num_kv_heads"] if own is None else own
+        K = setting_at(config, site, "num_kv_heads")
         if K is not None and K > 1:  # one head is needed by all in any case
             counts[f"key and value heads of {site}"] = K
     counts["hidden units (model.mlp_dim)"] = config["model.mlp_dim"]

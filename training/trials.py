@@ -95,12 +95,17 @@ def listed(path: Path, config: dict) -> list[dict]:
     return trials
 
 
+def setting_at(config: dict, site: str, name: str):
+    """A setting of the attention at a site: its own where set, else that of all."""
+    own = config[f"model.{site}_attention.{name}"]
+    return config[f"model.attention.{name}"] if own is None else own
+
+
 def heads_at(config: dict, site: str) -> tuple[int, int]:
     """L and N of a site, "encoder", "decoder" or "cross"."""
     stack = "encoder" if site == "encoder" else "decoder"
-    own = config[f"model.{site}_attention.num_heads"]
-    heads = config["model.attention.num_heads"] if own is None else own
-    return config[f"model.num_{stack}_layers"], heads
+    layers = config[f"model.num_{stack}_layers"]
+    return layers, setting_at(config, site, "num_heads")
 
 
 def check_gate(place: str, key: str, config: dict) -> None:
