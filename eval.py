@@ -324,26 +324,11 @@ def show(pairs: "Pairs", hypotheses: list[str]) -> None:
 
 def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> None:
     """Save what the heads of --site attend to in --sentence and its translation."""
-    from analysis.plots import attention_maps, plot_maps
-    from data.tokenizer import EOS
+    from analysis.plots import plot_sentence
 
     index, path = SENTENCE.value, path_for(PLOT, pairs.split)
-    ids, translation = pairs.source[index].tolist(), [*translations[index], EOS]
-    maps = attention_maps(
-        trained.graph, *trained.of(trial_of(trained)), ids, translation, SITE.value
-    )
-    source, target = trained.tokenizers
-    sides = {
-        "source": source.pieces(ids),
-        "translation": target.pieces(translation),
-        "before it": target.pieces([trained.config.model.bos, *translation[:-1]]),
-    }
-    axes = {
-        "encoder": ("source", "source"),
-        "decoder": ("translation", "before it"),
-        "cross": ("translation", "source"),
-    }[SITE.value]
-    plot_maps(maps, *(sides[axis] for axis in axes), axes, path)
+    ids, translation = pairs.source[index].tolist(), translations[index]
+    plot_sentence(trained, trial_of(trained), ids, translation, SITE.value, path)
     print(f"\nThe attention ({SITE.value}) in sentence {index}: {path}")
 
 
