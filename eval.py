@@ -40,6 +40,9 @@ BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1: greedy.", 1, 2*
 LENGTH_PENALTY = flags.DEFINE_float(
     "length_penalty", 0.6, "Alpha of ((5 + n) / 6)^alpha, Wu et al. 2016.", 0.0, 10.0
 )
+N_BEST = flags.DEFINE_integer(
+    "n_best", None, "How many of a beam to give, as INDEX ||| translation ||| score.", 1
+)
 TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.0, "Above 0: sample instead of beam search.", 0.0
 )
@@ -95,6 +98,8 @@ def main():
                 fail(f"--{flag.name} takes one process, not a --coordinator.")
     if SENTENCE.present and not PLOT.value:
         fail("--sentence says what to draw, so add --plot=FILE.png.")
+    if N_BEST.value and SPLIT.value and not OUTPUT.value:
+        fail("--n_best says what to write, so add --output=FILE.")
     if SITE.present and not (PLOT.value or PRUNE.value):
         fail("--site says what to draw or prune, so add --plot=FILE.png or --prune.")
     if TRANSLATE.value:
@@ -162,8 +167,8 @@ def decoding_options() -> dict:
     """The flags that say how to decode, as `models.decoding.translate` takes them.
 
     Raises:
-        ValueError: one is not finite, or there are some of sampling without a
-            temperature, or of beam search with one.
+        ValueError: one is not finite, there are some of sampling without a temperature
+            or of beam search with one, or --n_best of a smaller beam.
     """
     for flag in (LENGTH_PENALTY, TEMPERATURE, TOP_P):
         if not math.isfinite(flag.value):
@@ -174,7 +179,7 @@ def decoding_options() -> dict:
             "--temperature=0; set it too, as in --temperature=1"
         )
     if TEMPERATURE.value > 0:
-        for flag in (BEAM_SIZE, LENGTH_PENALTY):
+        for flag in (BEAM_SIZE, LENGTH_PENALTY, N_BEST):
             if flag.present:
                 raise ValueError(
                     f"--{flag.name} is of beam search, and --temperature="
@@ -186,6 +191,11 @@ def decoding_options() -> dict:
             "top_p": TOP_P.value,
             "seed": SEED.value,
         }
+    if N_BEST.value and N_BEST.value > BEAM_SIZE.value:
+        raise ValueError(
+            f"--n_best must be at most --beam_size={BEAM_SIZE.value}, got "
+            f"{N_BEST.value}."
+        )
     return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
 
 
@@ -231,23 +241,26 @@ def evaluate(
     `dev` is what --prune ranks heads on.
     """
     from analysis.table import print_scores
-    from analysis.trained import decoded, scored
+    from analysis.trained import decoded, listed, scored, texts
     from training import hosts
 
     trials, gates = range(len(trained.step)), trained.head_gates
-    sizes = {"batch_size": BATCH_SIZE.value}
+    sizes = {"batch_size": BATCH_SIZE.value, "n_best": N_BEST.value}
     loss, found = decoded(trained, pairs, trials, gates, **sizes, **options)
     if not hosts.is_first():
         return
-    rows = []
+    lists, target, rows = found, trained.tokenizers[1], []
+    if N_BEST.value:
+        found = {t: [some[0][0] for some in each] for t, each in lists.items()}
     for trial in trials:
-        hypotheses = trained.tokenizers[1].decode_many(found[trial])
+        hypotheses = target.decode_many(found[trial])
         row = about(trained, trial, pairs) | {"loss": float(loss[trial])}
         row |= scored(trained, pairs, hypotheses)
         rows.append(row | {"decoding": options, "sentences": len(pairs.sources)})
         if trial == trial_of(trained):
             chosen = hypotheses
-        write_output(hypotheses, pairs.split, trial, len(trials))
+        lines = listed(texts(target, lists[trial])) if N_BEST.value else hypotheses
+        write_output(lines, pairs.split, trial, len(trials))
     path = workdir / f"result-{pairs.split}.json"
     write_json(path, rows)
     print_scores(rows, list(trained.trials[0]), path)
@@ -273,20 +286,19 @@ def path_for(flag, split: str) -> Path:
     return path.with_name(path.name.replace("SPLIT", split))
 
 
-def write_output(
-    hypotheses: list[str], split: str, trial: int, num_trials: int
-) -> None:
+def write_output(lines: list[str], split: str, trial: int, num_trials: int) -> None:
     """Write the translations to --output; of many trials each to a file of its own."""
     if OUTPUT.value is None:
         return
     path = path_for(OUTPUT, split)
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
-    path.write_text("".join(line + "\n" for line in hypotheses))
+    path.write_text("".join(line + "\n" for line in lines))
 
 
 def translate_lines(trained: "Trained", options: dict) -> None:
     """Translate standard input line by line, in batches of what is there already."""
+    from analysis.trained import listed
     from data.lines import lines_at_hand
 
     longest, number = trained.config.data.max_length, 0
@@ -297,8 +309,10 @@ def translate_lines(trained: "Trained", options: dict) -> None:
                     f"Line {number + index + 1} has {len(ids)} tokens, more than the "
                     f"{longest} of the longest in training: expect little of it."
                 )
-        sizes = {"first": number, "batch_size": BATCH_SIZE.value}
-        for line in trained.translate(lines, trial_of(trained), **sizes, **options):
+        sizes = {"batch_size": BATCH_SIZE.value, "n_best": N_BEST.value}
+        options |= sizes | {"first": number}
+        found = trained.translate(lines, trial_of(trained), **options)
+        for line in listed(found, number) if N_BEST.value else found:
             print(line)
         sys.stdout.flush()
         number += len(lines)
