@@ -1,14 +1,14 @@
-"""Score a trained run on a split, or translate text with it.
+"""Score a trained run on a split, or translate or score text with it.
 
 python eval.py --workdir=runs/multi30k --split=test_2016_flickr --beam_size=5
 python eval.py --workdir=runs/multi30k --translate < source.txt > translations.txt
+python eval.py --workdir=runs/multi30k --score < pairs.tsv > log_probabilities.tsv
 """
 
 import contextlib
 import itertools
 import math
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from absl import flags
 
 from configs.commandline import fail, one_sentence, path_of, run
 from training import cluster, platform
-from training.metrics import say, show_log
+from training.metrics import show_log
 from training.workdir import write_json
 
 if TYPE_CHECKING:  # it imports JAX, which platform.setup() is to come before
@@ -28,6 +28,9 @@ SPLIT = flags.DEFINE_string(
 )
 TRANSLATE = flags.DEFINE_bool(
     "translate", False, "Translate standard input, a sentence a line."
+)
+SCORE = flags.DEFINE_bool(
+    "score", False, "Score standard input's pairs: a source, a tab, a target a line."
 )
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
@@ -82,18 +85,20 @@ TRIAL = flags.DEFINE_integer(
     "trial", 0, "Trial to translate, plot, tell of or prune; default to prune: all.", 0
 )
 flags.adopt_module_key_flags(cluster)  # so that --help has them
-ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and --translate does not
+ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and only of a --split
+DECODING = (BEAM_SIZE, LENGTH_PENALTY, N_BEST, TEMPERATURE, TOP_K, TOP_P, SEED)
 
 
 def main():
     """Check the flags, then score or translate."""
-    if WORKDIR.value is None or (SPLIT.value is None) != TRANSLATE.value:
+    modes = [SPLIT.value is not None, TRANSLATE.value, SCORE.value]
+    if WORKDIR.value is None or sum(modes) != 1:
         fail(
-            "--workdir and either --split or --translate are needed, as in python "
+            "--workdir and --split, --translate or --score are needed, as in python "
             "eval.py --workdir=runs/numbers --split=test"
         )
     if cluster.COORDINATOR.value:
-        for flag in (TRANSLATE, *ALONE):
+        for flag in (TRANSLATE, SCORE, *ALONE):
             if flag.value:
                 fail(f"--{flag.name} takes one process, not a --coordinator.")
     if SENTENCE.present and not PLOT.value:
@@ -102,15 +107,19 @@ def main():
         fail("--n_best says what to write, so add --output=FILE.")
     if SITE.present and not (PLOT.value or PRUNE.value):
         fail("--site says what to draw or prune, so add --plot=FILE.png or --prune.")
-    if TRANSLATE.value:
+    if SPLIT.value is None:
+        mode = TRANSLATE.name if TRANSLATE.value else SCORE.name
         for flag in (*ALONE, SHOW, DIRECTORY):
             if flag.value:
                 fail(
-                    f"--{flag.name} needs the references of a --split, and --translate "
+                    f"--{flag.name} needs the references of a --split, and --{mode} "
                     f"has none."
                 )
         if OUTPUT.value:
-            fail("--translate prints translations; leave --output out, and add > FILE.")
+            fail(f"--{mode} prints what it finds; leave --output out, and add > FILE.")
+    for flag in DECODING:
+        if SCORE.value and flag.present:
+            fail(f"--{flag.name} says how to decode, and --score decodes nothing.")
     platform.setup()
     show_log()
     from training import hosts
@@ -127,8 +136,8 @@ def main():
             workdir = path_of(WORKDIR)
             trained = load(workdir, CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
-            if TRANSLATE.value:
-                translate_lines(trained, options)
+            if SPLIT.value is None:
+                take_lines(trained, options)
                 return
             with hosts.together():
                 needed = [*named, *["val"] * PRUNE.value]  # to rank heads on
@@ -240,7 +249,7 @@ def evaluate(
 
     `dev` is what --prune ranks heads on.
     """
-    from analysis.table import print_scores
+    from analysis.table import print_scores, print_sentences
     from analysis.trained import decoded, listed, scored, texts
     from training import hosts
 
@@ -264,7 +273,7 @@ def evaluate(
     path = workdir / f"result-{pairs.split}.json"
     write_json(path, rows)
     print_scores(rows, list(trained.trials[0]), path)
-    show(pairs, chosen)
+    print_sentences(pairs, chosen, SHOW.value)
     if PLOT.value:
         plot(trained, pairs, found[trial_of(trained)])
     if HEADS.value:
@@ -296,26 +305,15 @@ def write_output(lines: list[str], split: str, trial: int, num_trials: int) -> N
     path.write_text("".join(line + "\n" for line in lines))
 
 
-def translate_lines(trained: "Trained", options: dict) -> None:
-    """Translate standard input line by line, in batches of what is there already."""
-    from analysis.trained import listed
-    from data.lines import lines_at_hand
+def take_lines(trained: "Trained", options: dict) -> None:
+    """Translate or score standard input line by line."""
+    from analysis.lines import score_lines, translate_lines
 
-    longest, number = trained.config.data.max_length, 0
-    for lines in lines_at_hand(sys.stdin.fileno(), BATCH_SIZE.value):
-        for index, ids in enumerate(trained.tokenizers[0].encode(lines)):
-            if len(ids) > longest:
-                say(
-                    f"Line {number + index + 1} has {len(ids)} tokens, more than the "
-                    f"{longest} of the longest in training: expect little of it."
-                )
-        sizes = {"batch_size": BATCH_SIZE.value, "n_best": N_BEST.value}
-        options |= sizes | {"first": number}
-        found = trained.translate(lines, trial_of(trained), **options)
-        for line in listed(found, number) if N_BEST.value else found:
-            print(line)
-        sys.stdout.flush()
-        number += len(lines)
+    trial, size = trial_of(trained), BATCH_SIZE.value
+    if SCORE.value:
+        score_lines(trained, trial, size)
+    else:
+        translate_lines(trained, trial, N_BEST.value, size, **options)
 
 
 def trial_of(trained: "Trained") -> int:
@@ -326,14 +324,6 @@ def trial_of(trained: "Trained") -> int:
             f"run, got {TRIAL.value}."
         )
     return TRIAL.value
-
-
-def show(pairs: "Pairs", hypotheses: list[str]) -> None:
-    """Print the first translations beside their sources and references."""
-    for index in range(min(SHOW.value, len(hypotheses))):
-        print(f"\nsource       {pairs.sources[index]}")
-        print(f"reference    {pairs.references[index]}")
-        print(f"translation  {hypotheses[index]}")
 
 
 def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> None:

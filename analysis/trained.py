@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from analysis.evaluation import NOTHING, losses, sentences, translations
 from analysis.scores import published_scores, scores
+from analysis.scoring import log_probs
 from data import corpora, tokenizer
 from data.packing import Sentences
 from models.checks import check_encoder_decoder, choose
@@ -86,6 +87,20 @@ class Trained(NamedTuple):
         nothing = NOTHING if n_best else []
         every = [found.get(index, nothing) for index in range(len(lines))]
         return texts(target, every) if n_best else target.decode_many(every)
+
+    def score(
+        self, sources: Sequence[str], targets: Sequence[str], trial: int = 0
+    ) -> list[tuple[float, int]]:
+        """The log-probability (nats) of each target given its source, and its tokens.
+
+        EOS counts in both. Which of two translations is the more probable is what
+        contrastive evaluation asks.
+        """
+        self.set_mesh()
+        texts = zip(self.tokenizers, (sources, targets), strict=True)
+        encoded = (side.encode(lines) for side, lines in texts)
+        found = log_probs(self.graph, *self.of(trial), *encoded)
+        return list(zip(*(column.tolist() for column in found), strict=True))
 
 
 def texts(target, lists: list) -> list[list[tuple[str, float]]]:

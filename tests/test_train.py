@@ -536,7 +536,7 @@ def test_missing_flags_and_words_are_named():
     for script in ("train.py", "sweep.py"):
         assert "--workdir" in run([*command(script), "--help"]).stdout
     refused(run([*command("eval.py"), "x"]), "'x'")
-    refused(run(command("eval.py", workdir="x")), "--split or --translate")
+    refused(run(command("eval.py", workdir="x")), "--split, --translate or --score")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
     too_large = {"seed": 2**31, "beam_size": 10**6, "batch_size": 10**10}
     too_large["length_penalty"] = 1e39
@@ -793,6 +793,7 @@ def evaluated(capfd, monkeypatch):
 
 
 TRANSLATE = {"split": None, "translate": True}
+SCORE = {"split": None, "score": True}
 
 
 @pytest.mark.parametrize(
@@ -813,6 +814,13 @@ TRANSLATE = {"split": None, "translate": True}
         ({"n_best": 2}, "--n_best says what to write, so add --output"),
         (TRANSLATE | {"n_best": 6}, "--n_best must be at most --beam_size=5, got 6"),
         (TRANSLATE | {"n_best": 1, "temperature": 1}, "--n_best is of beam search"),
+        (TRANSLATE | {"score": True}, "--split, --translate or --score"),
+        ({"score": True}, "--split, --translate or --score"),
+        (SCORE | {"beam_size": 5}, "--beam_size says how to decode, and --score"),
+        (SCORE | {"seed": 0}, "--seed says how to decode, and --score"),
+        (SCORE | {"output": "o.txt"}, "--score prints what it finds; leave --output"),
+        (SCORE | {"heads": True}, "--heads needs the references"),
+        (SCORE | {"coordinator": "x:1"}, "--score takes one process"),
         (TRANSLATE | {"output": "o.txt"}, "leave --output out"),
         (TRANSLATE | {"show": 3}, "--show needs the references"),
         (TRANSLATE | {"prune": True}, "--prune needs the references"),
@@ -862,7 +870,7 @@ def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, 
     with flagsaver.flagsaver(), open(os.devnull) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         flags.FLAGS(command("eval.py", batch_size=7, trial=1)[1:])
-        script.translate_lines(trained, {})
+        script.take_lines(trained, {})
     assert capsys.readouterr().out.split("\n") == ["a b", "", "", "", "", "d e", ""]
     (options,) = asked
     assert options["sample_numbers"] == [0, 5] and options["batch_size"] == 7
@@ -888,7 +896,7 @@ def test_lists_of_the_n_best_are_numbered_on(monkeypatch, capsys):
     with flagsaver.flagsaver(), open(os.devnull) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         flags.FLAGS(command("eval.py", n_best=2)[1:])
-        script.translate_lines(trained, {})
+        script.take_lines(trained, {})
     assert capsys.readouterr().out.splitlines() == [
         "0 ||| a ||| -1.0000",
         "0 |||  ||| -4.5000",
@@ -897,6 +905,26 @@ def test_lists_of_the_n_best_are_numbered_on(monkeypatch, capsys):
         "2 ||| c ||| -3.0000",
         "2 |||  ||| -4.5000",
     ]
+
+
+def test_pairs_are_scored_by_the_trial_that_is_asked_for(monkeypatch, capsys):
+    """A line each, flushed when its batch is done; a bad line is told by its number."""
+    script = importlib.import_module("eval")
+    batches = [["a\tb", "c\t"], ["d"]]
+    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: batches)
+    flushed = []
+
+    def score(sources, targets, trial):
+        assert (sources, targets, trial) == (["a", "c"], ["b", ""], 1)
+        monkeypatch.setattr(sys.stdout, "flush", lambda: flushed.append(True))
+        return [(-1.25, 2), (-100.0, 1)]
+
+    with flagsaver.flagsaver(), open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        flags.FLAGS(command("eval.py", score=True, trial=1)[1:])
+        with pytest.raises(ValueError, match="Line 3 of the input has 1 tab-separated"):
+            script.take_lines(SimpleNamespace(step=[0, 0], score=score), {})
+    assert capsys.readouterr().out == "-1.2500\t2\n-100.0000\t1\n" and flushed
 
 
 def test_a_file_that_may_not_be_written_is_refused(evaluated, capfd, monkeypatch):
