@@ -1,14 +1,14 @@
-"""Score a trained run on a split, or translate text with it.
+"""Score a trained run on a split, or translate or score text with it.
 
 python eval.py --workdir=runs/multi30k --split=test_2016_flickr --beam_size=5
 python eval.py --workdir=runs/multi30k --translate < source.txt > translations.txt
+python eval.py --workdir=runs/multi30k --score < pairs.tsv > log_probabilities.tsv
 """
 
 import contextlib
 import itertools
 import math
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from absl import flags
 
 from configs.commandline import fail, one_sentence, path_of, run
 from training import cluster, platform
-from training.metrics import say, show_log
+from training.metrics import show_log
 from training.workdir import write_json
 
 if TYPE_CHECKING:  # it imports JAX, which platform.setup() is to come before
@@ -29,6 +29,9 @@ SPLIT = flags.DEFINE_string(
 TRANSLATE = flags.DEFINE_bool(
     "translate", False, "Translate standard input, a sentence a line."
 )
+SCORE = flags.DEFINE_bool(
+    "score", False, "Score standard input's pairs: a source, a tab, a target a line."
+)
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
     "best",
@@ -39,6 +42,9 @@ CHECKPOINT = flags.DEFINE_enum(
 BEAM_SIZE = flags.DEFINE_integer("beam_size", 5, "Hypotheses; 1: greedy.", 1, 2**16)
 LENGTH_PENALTY = flags.DEFINE_float(
     "length_penalty", 0.6, "Alpha of ((5 + n) / 6)^alpha, Wu et al. 2016.", 0.0, 10.0
+)
+N_BEST = flags.DEFINE_integer(
+    "n_best", None, "How many of a beam to give, as INDEX ||| translation ||| score.", 1
 )
 TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.0, "Above 0: sample instead of beam search.", 0.0
@@ -79,33 +85,41 @@ TRIAL = flags.DEFINE_integer(
     "trial", 0, "Trial to translate or plot, or alone to tell of or prune.", 0
 )
 flags.adopt_module_key_flags(cluster)  # so that --help has them
-ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and --translate does not
+ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and only of a --split
+DECODING = (BEAM_SIZE, LENGTH_PENALTY, N_BEST, TEMPERATURE, TOP_K, TOP_P, SEED)
 
 
 def main():
     """Check the flags, then score or translate."""
-    if WORKDIR.value is None or (SPLIT.value is None) != TRANSLATE.value:
+    modes = [SPLIT.value is not None, TRANSLATE.value, SCORE.value]
+    if WORKDIR.value is None or sum(modes) != 1:
         fail(
-            "--workdir and either --split or --translate are needed, as in python "
+            "--workdir and --split, --translate or --score are needed, as in python "
             "eval.py --workdir=runs/numbers --split=test"
         )
     if cluster.COORDINATOR.value:
-        for flag in (TRANSLATE, *ALONE):
+        for flag in (TRANSLATE, SCORE, *ALONE):
             if flag.value:
                 fail(f"--{flag.name} takes one process, not a --coordinator.")
     if SENTENCE.present and not PLOT.value:
         fail("--sentence says what to draw, so add --plot=FILE.png.")
+    if N_BEST.value and SPLIT.value and not OUTPUT.value:
+        fail("--n_best says what to write, so add --output=FILE.")
     if SITE.present and not (PLOT.value or PRUNE.value):
         fail("--site says what to draw or prune, so add --plot=FILE.png or --prune.")
-    if TRANSLATE.value:
+    if SPLIT.value is None:
+        mode = TRANSLATE.name if TRANSLATE.value else SCORE.name
         for flag in (*ALONE, SHOW, DIRECTORY):
             if flag.value:
                 fail(
-                    f"--{flag.name} needs the references of a --split, and --translate "
+                    f"--{flag.name} needs the references of a --split, and --{mode} "
                     f"has none."
                 )
         if OUTPUT.value:
-            fail("--translate prints translations; leave --output out, and add > FILE.")
+            fail(f"--{mode} prints what it finds; leave --output out, and add > FILE.")
+    for flag in DECODING:
+        if SCORE.value and flag.present:
+            fail(f"--{flag.name} says how to decode, and --score decodes nothing.")
     platform.setup()
     show_log()
     from training import hosts
@@ -122,8 +136,8 @@ def main():
             workdir = path_of(WORKDIR)
             trained = load(workdir, CHECKPOINT.value)
             trial_of(trained)  # or it would be refused after all was decoded
-            if TRANSLATE.value:
-                translate_lines(trained, options)
+            if SPLIT.value is None:
+                take_lines(trained, options)
                 return
             with hosts.together():
                 needed = [*named, *["val"] * PRUNE.value]  # to rank heads on
@@ -162,8 +176,8 @@ def decoding_options() -> dict:
     """The flags that say how to decode, as `models.decoding.translate` takes them.
 
     Raises:
-        ValueError: one is not finite, or there are some of sampling without a
-            temperature, or of beam search with one.
+        ValueError: one is not finite, there are some of sampling without a temperature
+            or of beam search with one, or --n_best of a smaller beam.
     """
     for flag in (LENGTH_PENALTY, TEMPERATURE, TOP_P):
         if not math.isfinite(flag.value):
@@ -174,7 +188,7 @@ def decoding_options() -> dict:
             "--temperature=0; set it too, as in --temperature=1"
         )
     if TEMPERATURE.value > 0:
-        for flag in (BEAM_SIZE, LENGTH_PENALTY):
+        for flag in (BEAM_SIZE, LENGTH_PENALTY, N_BEST):
             if flag.present:
                 raise ValueError(
                     f"--{flag.name} is of beam search, and --temperature="
@@ -186,6 +200,11 @@ def decoding_options() -> dict:
             "top_p": TOP_P.value,
             "seed": SEED.value,
         }
+    if N_BEST.value and N_BEST.value > BEAM_SIZE.value:
+        raise ValueError(
+            f"--n_best must be at most --beam_size={BEAM_SIZE.value}, got "
+            f"{N_BEST.value}."
+        )
     if BEAM_SIZE.value == 1:  # of one hypothesis nothing is weighed by its length
         return {"beam_size": 1}
     return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
@@ -232,28 +251,31 @@ def evaluate(
 
     `dev` is what --prune ranks heads on.
     """
-    from analysis.table import print_scores
-    from analysis.trained import decoded, scored
+    from analysis.table import print_scores, print_sentences
+    from analysis.trained import decoded, listed, scored, texts
     from training import hosts
 
     trials, gates = range(len(trained.step)), trained.head_gates
-    sizes = {"batch_size": BATCH_SIZE.value}
+    sizes = {"batch_size": BATCH_SIZE.value, "n_best": N_BEST.value}
     loss, found = decoded(trained, pairs, trials, gates, **sizes, **options)
     if not hosts.is_first():
         return
-    rows = []
+    lists, target, rows = found, trained.tokenizers[1], []
+    if N_BEST.value:
+        found = {t: [some[0][0] for some in each] for t, each in lists.items()}
     for trial in trials:
-        hypotheses = trained.tokenizers[1].decode_many(found[trial])
+        hypotheses = target.decode_many(found[trial])
         row = about(trained, trial, pairs) | {"loss": float(loss[trial])}
         row |= scored(trained, pairs, hypotheses)
         rows.append(row | {"decoding": options, "sentences": len(pairs.sources)})
         if trial == trial_of(trained):
             chosen = hypotheses
-        write_output(hypotheses, pairs.split, trial, len(trials))
+        lines = listed(texts(target, lists[trial])) if N_BEST.value else hypotheses
+        write_output(lines, pairs.split, trial, len(trials))
     path = workdir / f"result-{pairs.split}.json"
     write_json(path, rows)
     print_scores(rows, list(trained.trials[0]), path)
-    show(pairs, chosen)
+    print_sentences(pairs, chosen, SHOW.value)
     if PLOT.value:
         plot(trained, pairs, found[trial_of(trained)])
     if HEADS.value:
@@ -275,35 +297,25 @@ def path_for(flag, split: str) -> Path:
     return path.with_name(path.name.replace("SPLIT", split))
 
 
-def write_output(
-    hypotheses: list[str], split: str, trial: int, num_trials: int
-) -> None:
+def write_output(lines: list[str], split: str, trial: int, num_trials: int) -> None:
     """Write the translations to --output; of many trials each to a file of its own."""
     if OUTPUT.value is None:
         return
     path = path_for(OUTPUT, split)
     if num_trials > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
-    path.write_text("".join(line + "\n" for line in hypotheses))
+    path.write_text("".join(line + "\n" for line in lines))
 
 
-def translate_lines(trained: "Trained", options: dict) -> None:
-    """Translate standard input line by line, in batches of what is there already."""
-    from data.lines import lines_at_hand
+def take_lines(trained: "Trained", options: dict) -> None:
+    """Translate or score standard input line by line."""
+    from analysis.lines import score_lines, translate_lines
 
-    longest, number = trained.config.data.max_length, 0
-    for lines in lines_at_hand(sys.stdin.fileno(), BATCH_SIZE.value):
-        for index, ids in enumerate(trained.tokenizers[0].encode(lines)):
-            if len(ids) > longest:
-                say(
-                    f"Line {number + index + 1} has {len(ids)} tokens, more than the "
-                    f"{longest} of the longest in training: expect little of it."
-                )
-        sizes = {"first": number, "batch_size": BATCH_SIZE.value}
-        for line in trained.translate(lines, trial_of(trained), **sizes, **options):
-            print(line)
-        sys.stdout.flush()
-        number += len(lines)
+    trial, size = trial_of(trained), BATCH_SIZE.value
+    if SCORE.value:
+        score_lines(trained, trial, size)
+    else:
+        translate_lines(trained, trial, N_BEST.value, size, **options)
 
 
 def trial_of(trained: "Trained") -> int:
@@ -322,36 +334,13 @@ def trials_of(trained: "Trained") -> list[int]:
     return [trial_of(trained)] if TRIAL.present or not every else every
 
 
-def show(pairs: "Pairs", hypotheses: list[str]) -> None:
-    """Print the first translations beside their sources and references."""
-    for index in range(min(SHOW.value, len(hypotheses))):
-        print(f"\nsource       {pairs.sources[index]}")
-        print(f"reference    {pairs.references[index]}")
-        print(f"translation  {hypotheses[index]}")
-
-
 def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> None:
     """Save what the heads of --site attend to in --sentence and its translation."""
-    from analysis.plots import attention_maps, plot_maps
-    from data.tokenizer import EOS
+    from analysis.plots import plot_sentence
 
     index, path = SENTENCE.value, path_for(PLOT, pairs.split)
-    ids, translation = pairs.source[index].tolist(), [*translations[index], EOS]
-    maps = attention_maps(
-        trained.graph, *trained.of(trial_of(trained)), ids, translation, SITE.value
-    )
-    source, target = trained.tokenizers
-    sides = {
-        "source": source.pieces(ids),
-        "translation": target.pieces(translation),
-        "before it": target.pieces([trained.config.model.bos, *translation[:-1]]),
-    }
-    axes = {
-        "encoder": ("source", "source"),
-        "decoder": ("translation", "before it"),
-        "cross": ("translation", "source"),
-    }[SITE.value]
-    plot_maps(maps, *(sides[axis] for axis in axes), axes, path)
+    ids, translation = pairs.source[index].tolist(), translations[index]
+    plot_sentence(trained, trial_of(trained), ids, translation, SITE.value, path)
     print(f"\nThe attention ({SITE.value}) in sentence {index}: {path}")
 
 

@@ -15,6 +15,8 @@ from training import hosts, sharding
 from training.metrics import say, spread
 from training.step import eval_step, keep_best
 
+NOTHING = [([], 0.0)]  # the n best translations of a sentence without a token
+
 
 class Dev(NamedTuple):
     """A split to score on while training."""
@@ -51,18 +53,25 @@ def ranking(rows: dict[int, dict], metric: str, num_trials: int) -> np.ndarray:
 
 
 def translations(
-    graph, params, head_gates: dict, sources: list[list[int]], trials, **options
-) -> dict[int, list[list[int]]]:
+    graph,
+    params,
+    head_gates: dict,
+    sources: list[list[int]],
+    trials,
+    n_best: int | None = None,
+    **options,
+) -> dict[int, list]:
     """The token ids of every sentence's translation, of each of `trials`.
 
-    Of a sentence without a token it is empty, as in `Trained.translate`.
+    Of a sentence without a token it is empty, as in `Trained.translate`. With n_best
+    there is a list of (token ids, score) for each sentence.
 
     Args:
         graph, params, head_gates: see `models.decoding.translate_trials`. Several
             processes share the sentences of the trials that they hold, and all get all.
         sources: token ids, each ending in EOS.
         trials: which to translate with.
-        options: see `models.decoding.translate_trials`.
+        n_best, options: see `models.decoding.translate_trials`.
     """
     texts, full = [], [i for i, ids in enumerate(sources) if len(ids) > 1]
     for shares, some in sharding.trials_here(params, jax.sharding.get_mesh()):
@@ -77,16 +86,19 @@ def translations(
             sources,
             chosen,
             head_gates=jax.tree.map(lambda gates, rows=rows: gates[rows], head_gates),
-            return_scores=False,
+            n_best=n_best,
+            return_scores=n_best is not None,
             **options,
         )
-        texts += [(*s, t) for s, (t, _) in zip(shares, found, strict=True)]
-    whole = {trial: [[] for _ in sources] for trial in trials}
+        found = [each[0] for each in found] if n_best is None else found
+        texts += [(*s, each) for s, each in zip(shares, found, strict=True)]
+    nothing = [] if n_best is None else NOTHING
+    whole = {trial: [nothing for _ in sources] for trial in trials}
     for said in hosts.share(texts):
-        for trial, place, count, tokens in said:
+        for trial, place, count, each in said:
             if trial in whole:
-                for index, ids in zip(full[place::count], tokens, strict=True):
-                    whole[trial][index] = ids
+                for index, one in zip(full[place::count], each, strict=True):
+                    whole[trial][index] = one
     return whole
 
 

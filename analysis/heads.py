@@ -70,7 +70,7 @@ def measure(
         site: jnp.asarray(gates) for site, gates in head_gates.items()
     }
     sums = None
-    for batch in sentence_batches(source, target, batch_tokens=batch_tokens):
+    for _, batch in sentence_batches(source, target, batch_tokens=batch_tokens):
         found = jax.device_get(look(graph, params, head_gates, batch))
         sums = found if sums is None else jax.tree.map(np.add, sums, found)
     slopes, seen, counts = sums

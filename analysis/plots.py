@@ -9,6 +9,8 @@ from flax import nnx
 
 from analysis.cells import heads_of, score_without
 from analysis.significance import summary
+from analysis.trained import Trained
+from data.tokenizer import EOS
 from models.multi_head import full_map
 
 
@@ -54,6 +56,33 @@ def attention_maps(
         return jnp.asarray([tokens], jnp.int32)
 
     return np.asarray(maps_of(params, head_gates, row(source), row(target)))
+
+
+def plot_sentence(
+    run: Trained, trial: int, ids: list[int], translation: list[int], site: str, path
+) -> None:
+    """Save what the heads of a site attend to in a sentence and its translation.
+
+    Args:
+        trial: whose heads.
+        ids, translation: of the sentence, ending in EOS, and of its translation, not.
+        site: see `attention_maps`.
+        path: where the picture goes.
+    """
+    translation = [*translation, EOS]
+    maps = attention_maps(run.graph, *run.of(trial), ids, translation, site)
+    source, target = run.tokenizers
+    sides = {
+        "source": source.pieces(ids),
+        "translation": target.pieces(translation),
+        "before it": target.pieces([run.config.model.bos, *translation[:-1]]),
+    }
+    axes = {
+        "encoder": ("source", "source"),
+        "decoder": ("translation", "before it"),
+        "cross": ("translation", "source"),
+    }[site]
+    plot_maps(maps, *(sides[axis] for axis in axes), axes, path)
 
 
 def plot_maps(

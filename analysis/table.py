@@ -74,6 +74,18 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
 
 
+def print_sentences(pairs, hypotheses: list[str], count: int) -> None:
+    """The first so many translations beside their sources and references.
+
+    Args:
+        pairs: `analysis.trained.Pairs`.
+    """
+    for index in range(min(count, len(hypotheses))):
+        print(f"\nsource       {pairs.sources[index]}")
+        print(f"reference    {pairs.references[index]}")
+        print(f"translation  {hypotheses[index]}")
+
+
 def print_heads(rows: list[dict], split: str, path: Path) -> None:
     """A table a site of the heads, see `analysis.heads.measure`.
 

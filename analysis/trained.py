@@ -15,8 +15,9 @@ import ml_collections
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from analysis.evaluation import losses, sentences, translations
+from analysis.evaluation import NOTHING, losses, sentences, translations
 from analysis.scores import published_scores, scores
+from analysis.scoring import log_probs
 from data import corpora, tokenizer
 from data.packing import Sentences
 from models.checks import check_encoder_decoder, choose
@@ -52,14 +53,21 @@ class Trained(NamedTuple):
             jax.set_mesh(self.mesh)
 
     def translate(
-        self, lines: Sequence[str], trial: int = 0, first: int = 0, **options
-    ) -> list[str]:
+        self,
+        lines: Sequence[str],
+        trial: int = 0,
+        first: int = 0,
+        n_best: int | None = None,
+        **options,
+    ) -> list[str] | list[list[tuple[str, float]]]:
         """Translate lines of text; a line without a token stays empty.
 
         Args:
             lines: a sentence each, in the source language.
             trial: which of the run's.
             first: number of the first line; samples of equal lines differ by it.
+            n_best: how many translations of each line to return with their scores, the
+                best first; None: the best alone, without.
             options: see `models.decoding.translate_trials`; default: greedy,
                 and `length_penalty` 0, where eval.py has a beam of 5 and 0.6.
         """
@@ -72,11 +80,44 @@ class Trained(NamedTuple):
         full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         params, gates = self.of(trial)
         options |= {"sample_numbers": [first + index for index in full]}
-        options["return_scores"] = False
+        options |= {"return_scores": n_best is not None, "head_gates": gates}
         chosen = [encoded[index] for index in full]
-        out, _ = translate(self.graph, params, chosen, head_gates=gates, **options)
-        found = dict(zip(full, target.decode_many(out), strict=True))
-        return [found.get(index, "") for index in range(len(lines))]
+        out = translate(self.graph, params, chosen, n_best=n_best, **options)
+        found = dict(zip(full, out if n_best else out[0], strict=True))
+        nothing = NOTHING if n_best else []
+        every = [found.get(index, nothing) for index in range(len(lines))]
+        return texts(target, every) if n_best else target.decode_many(every)
+
+    def score(
+        self, sources: Sequence[str], targets: Sequence[str], trial: int = 0
+    ) -> list[tuple[float, int]]:
+        """The log-probability (nats) of each target given its source, and its tokens.
+
+        EOS counts in both. Which of two translations is the more probable is what
+        contrastive evaluation asks.
+        """
+        self.set_mesh()
+        texts = zip(self.tokenizers, (sources, targets), strict=True)
+        encoded = (side.encode(lines) for side, lines in texts)
+        found = log_probs(self.graph, *self.of(trial), *encoded)
+        return list(zip(*(column.tolist() for column in found), strict=True))
+
+
+def texts(target, lists: list) -> list[list[tuple[str, float]]]:
+    """The n best translations of every sentence as text, with their scores."""
+    return [[(target.decode(ids), score) for ids, score in some] for some in lists]
+
+
+def listed(lists: list[list[tuple[str, float]]], first: int = 0) -> list[str]:
+    """A line for each of the n best translations, as Moses and Marian write them.
+
+    The sentences are numbered from `first` on.
+    """
+    return [
+        f"{index} ||| {text} ||| {score:.4f}"
+        for index, some in enumerate(lists, first)
+        for text, score in some
+    ]
 
 
 def load(workdir: Path | str, which: str = "best") -> Trained:

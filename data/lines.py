@@ -1,4 +1,4 @@
-"""Sentences to translate, as they come in."""
+"""Sentences to translate, or pairs to score, as they come in."""
 
 import os
 
@@ -29,3 +29,19 @@ def lines_at_hand(file: int, most: int):
             yield decoded
         if not chunk:
             return
+
+
+def pairs_of(lines: list[str], first: int = 0) -> tuple[list[str], list[str]]:
+    """The sources and the targets of lines of two columns; `first` lines were before.
+
+    Raises:
+        ValueError: a line has not two.
+    """
+    pairs = [line.split("\t") for line in lines]
+    for number, fields in enumerate(pairs, first + 1):
+        if len(fields) != 2:
+            raise ValueError(
+                f"Line {number} of the input has {len(fields)} tab-separated fields "
+                f"instead of 2, source and target; mend it, or take it out."
+            )
+    return [source for source, _ in pairs], [target for _, target in pairs]

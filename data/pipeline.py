@@ -206,23 +206,25 @@ def training_batches(
 
 def sentence_batches(
     source: Sentences, target: Sentences, *, batch_tokens: int
-) -> list[dict[str, np.ndarray]]:
+) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """Every pair once, one a row, without a trial axis; the shortest first.
 
-    The keys are those of a training batch, the shapes (B, T) on both sides, where T is
-    a multiple of 32 and B the most rows that batch_tokens hold. The last batch of a T
-    is filled up with padding.
+    Each batch has the numbers of its pairs beside it. The keys are those of a training
+    batch, the shapes (B, T) on both sides, where T is a multiple of 32 and B the most
+    rows that batch_tokens hold, of fewer pairs the next power of 2. The last batch of a
+    T is filled up with padding.
     """
     longest = np.maximum(source.lengths, target.lengths)
     sizes = -(-longest // 32) * 32
     batches = []
     for T in np.unique(sizes):
         pairs = np.flatnonzero(sizes == T)
-        B = min(max(1, batch_tokens // T), len(pairs))
+        B = min(max(1, batch_tokens // T), 1 << (len(pairs) - 1).bit_length())
         for start in range(0, len(pairs), B):
             chosen = pairs[start : start + B]
             ones = np.ones_like(chosen)
-            batches.append(_assemble(source, target, chosen, ones, (B, T, T)))
+            batch = _assemble(source, target, chosen, ones, (B, T, T))
+            batches.append((chosen, batch))
     return batches
 
 

@@ -1,7 +1,7 @@
 """Decoding on the device: greedy, beam search and sampling with a key-value cache.
 
     decode(model, source, segments, positions, max_length=L, ...) -> Decoded
-    translate(graph, params, sentences, ...) -> tokens, scores
+    translate(graph, params, sentences, ...) -> tokens, scores; or lists of the n best
     translate_trials(graph, params, sentences, ...) -> the same of every trial
 
 `decode` is a pure function of one model (one trial) and a batch of sentences, to be
@@ -24,7 +24,7 @@ from jaxtyping import Array, Int, Key
 from models import precision
 from models.checks import check_gates
 from models.decoding_queue import Queue, serve
-from models.decoding_search import complete
+from models.decoding_search import check_n_best, complete
 from models.decoding_step import (
     Decoded,
     Encoded,
@@ -58,6 +58,7 @@ def decode(
     head_gates: dict | None = None,
     *,
     max_length: int,
+    n_best: int | None = None,
     **options: int | float,
 ) -> Decoded:
     """Translate a batch of sentences, one a row (not packed).
@@ -78,6 +79,10 @@ def decode(
             unfinished, also if a shorter hypothesis has ended but may not be best.
         head_gates: see `models.Transformer.__call__`, of a number a layer and head.
         max_length: L, static: slots of the cache.
+        n_best: N, of how many hypotheses that have ended to give lists, in the order
+            of their scores; None: the best alone. The search then goes on until no
+            live one can be among them, or ends as it would without; so the first of
+            them is the best alone.
         options: of
             beam_size: W; 1 if not given.
             length_penalty: the exponent, at least 0; 0 if not given.
@@ -94,15 +99,17 @@ def decode(
     """
     options = complete(**options)
     beam_size = options["beam_size"]
+    check_n_best(n_best, beam_size)
     check_gates(head_gates, model.head_gates())
     B, L = source.shape[0], max_length
     if keys is None:
         keys = jnp.broadcast_to(jax.random.key(0), (B,))
     if limits is None:
         limits = jnp.full(B, L)
-    state = empty(model, source, keys, max_length=L, beam_size=beam_size)
+    sizes = {"max_length": L, "beam_size": beam_size, "n_best": n_best}
+    state = empty(model, source, keys, **sizes)
     encoded = encode(model, source, segments, positions, head_gates)
-    rows = start(encoded, keys, limits, 0, max_length=L, beam_size=beam_size)
+    rows = start(encoded, keys, limits, 0, **sizes)
     state = state._replace(rows=rows)
     step = partial(advance, model, head_gates=head_gates, **options)
     return decoded(run(step, state, B).rows)
@@ -111,7 +118,7 @@ def decode(
 class Programs(NamedTuple):
     """How a model decodes many sentences; compiled for every shape they meet."""
 
-    idle: Callable  # (leaves, shape=(B, S), max_length=L) -> State
+    idle: Callable  # (leaves, shape=(B, S), max_length=L, n_best=N) -> State
     encode: Callable  # (leaves, head_gates, source) -> Encoded
     go_on: Callable  # (state, leaves, head_gates, queue, seeds, enough), see `serve`
 
@@ -125,7 +132,7 @@ def programs(graph, structure, options) -> Programs:
     fixed = {"graph": graph, "structure": structure}
     options = dict(options)
 
-    @partial(jax.jit, static_argnames=("shape", "max_length"))
+    @partial(jax.jit, static_argnames=("shape", "max_length", "n_best"))
     def begin(leaves, **sizes):
         sizes["beam_size"] = options["beam_size"]
         return on_each(partial(idle, **fixed, **sizes))(leaves)
@@ -141,14 +148,13 @@ def programs(graph, structure, options) -> Programs:
     return Programs(begin, encode_all, continued)
 
 
-def idle(leaves, *, graph, structure, shape, max_length, beam_size) -> State:
+def idle(leaves, *, graph, structure, shape, **sizes) -> State:
     """`empty` of every trial, for B and S of `shape`."""
 
     def one(leaves):
         model = precision.merge(graph, jax.tree.unflatten(structure, leaves))
         keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
-        source = jnp.zeros(shape, jnp.int32)
-        return empty(model, source, keys, max_length=max_length, beam_size=beam_size)
+        return empty(model, jnp.zeros(shape, jnp.int32), keys, **sizes)
 
     state = jax.vmap(one, out_axes=OF_TRIALS)(leaves)
     return state._replace(clock=state.clock[None])
@@ -208,22 +214,24 @@ def translate(
     *,
     head_gates: dict | None = None,
     sample_numbers: Sequence[int] | None = None,
+    n_best: int | None = None,
     **options: int | float,
-) -> tuple[list[list[int]], list[float]]:
+) -> tuple[list[list[int]], list[float]] | list[list[tuple[list[int], float]]]:
     """Translate sentences of token ids with one model.
 
     Args:
         graph, params: a model as `nnx.split` gives it, of one trial.
         sentences: token ids, each ending in EOS.
         head_gates: see `decode`.
-        sample_numbers, options: see `translate_trials`.
+        sample_numbers, n_best, options: see `translate_trials`.
 
     Returns:
-        The token ids of each translation without EOS, and the scores.
+        The token ids of each translation without EOS, and the scores; with n_best
+        instead, for each sentence, a list of (token ids, score), the best first.
     """
     params, head_gates = jax.tree.map(lambda x: x[None], (params, head_gates))
     options |= {"head_gates": head_gates, "sample_numbers": sample_numbers}
-    return translate_trials(graph, params, sentences, **options)[0]
+    return translate_trials(graph, params, sentences, n_best=n_best, **options)[0]
 
 
 def translate_trials(
@@ -238,8 +246,9 @@ def translate_trials(
     seed: int = 0,
     sample_numbers: Sequence[int] | None = None,
     head_gates: dict | None = None,
+    n_best: int | None = None,
     **options: int | float,
-) -> list[tuple[list[list[int]], list[float]]]:
+) -> list:
     """Translate sentences of token ids with every trial, all trials at once.
 
     The sentences may be of any number and length. No translation depends on the other
@@ -264,14 +273,14 @@ def translate_trials(
         sample_numbers: of the sentences, which make the samples of equal ones differ;
             default: their places in the list.
         head_gates: see `decode`, but R L N.
-        options: see `decode`.
+        n_best, options: see `decode`.
 
     Returns:
-        Of every trial the token ids of each translation without EOS, in the order of
-        `chosen`, and the scores.
+        Of every trial what `translate` returns, in the order of `chosen`.
     """
     options = complete(**options)
     beam_size = options["beam_size"]
+    check_n_best(n_best, beam_size)
     limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
     leaves, structure = jax.tree.flatten(params)
     if chosen is None:
@@ -286,7 +295,7 @@ def translate_trials(
     known = np.array(sample_numbers, np.int32)
     idle, encode, go_on = programs(graph, structure, tuple(options.items()))
     parts = (
-        partial(idle, leaves),
+        partial(idle, leaves, n_best=n_best),
         partial(encode, leaves, head_gates),
         lambda state, queue, enough: go_on(
             state,
@@ -319,7 +328,9 @@ def translate_trials(
         for done, new in zip(found, finished, strict=True):
             done |= new
         factor *= 3
-    return [
-        ([done[i][0] for i in numbers], [done[i][1] for i in numbers])
-        for numbers, done in zip(chosen, found, strict=True)
+    each = [
+        [done[i] for i in numbers] for numbers, done in zip(chosen, found, strict=True)
     ]
+    if n_best is not None:
+        return each
+    return [([ids for ids, _ in some], [score for _, score in some]) for some in each]

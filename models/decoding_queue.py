@@ -105,6 +105,9 @@ def refill(
 ) -> tuple[Rows, Served]:
     """Note what was found, and begin sentences in some of the rows that are done."""
     B, W, L = rows.tokens.shape
+    sizes = {"max_length": L, "beam_size": W}
+    if rows.best.score.ndim == 2:
+        sizes["n_best"] = rows.best.score.shape[1]
     served = noted(rows, served)
     free = jnp.argsort(~rows.done)[: share_of(B)]
     place = served.begun + jnp.arange(len(free))
@@ -113,7 +116,7 @@ def refill(
         lambda x: x.at[place].get(mode="clip"), tuple(queue)[:3]
     )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
-    fresh = start(chosen, keys, limits, clock, max_length=L, beam_size=W)
+    fresh = start(chosen, keys, limits, clock, **sizes)
     rows, places = jax.tree.map(
         lambda old, new: old.at[jnp.where(begins, free, B)].set(new, mode="drop"),
         (rows, served.places),

@@ -54,6 +54,14 @@ def complete(
     }
 
 
+def check_n_best(n_best: int | None, beam_size: int) -> None:
+    """ValueError where a beam has not so many hypotheses."""
+    if n_best is not None and not 1 <= n_best <= beam_size:
+        raise ValueError(
+            f"n_best must be from 1 to beam_size={beam_size}, got {n_best}."
+        )
+
+
 def penalty(length, exponent: float):
     """((5 + length) / 6)^exponent: Wu et al. 2016, equation 14."""
     return ((5 + length) / 6) ** exponent

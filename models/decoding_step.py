@@ -26,6 +26,14 @@ class Encoded(NamedTuple):
     mask: Bool[Array, "B 1 S"]
 
 
+class Best(NamedTuple):
+    """The best hypothesis that has ended; or N of them, the best first."""
+
+    tokens: Int[Array, "B *N L"]  # by slot
+    length: Int[Array, "B *N"]  # 0 where none has ended
+    score: Float[Array, "B *N"]
+
+
 class Rows(NamedTuple):
     """Sentences on the way, one a row; `W` live hypotheses each.
 
@@ -41,9 +49,7 @@ class Rows(NamedTuple):
     sees: Bool[Array, "B W L W"]  # what each of them sees, by slot and beam
     log_probs: Float[Array, "B W"]
     num_ended: Int[Array, "B"]  # hypotheses
-    best_tokens: Int[Array, "B L"]  # of those that have ended, by slot
-    best_length: Int[Array, "B"]
-    best_score: Float[Array, "B"]
+    best: Best
     source: Encoded
 
 
@@ -56,14 +62,17 @@ class State(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The best hypothesis of every sentence."""
+    """The best hypothesis of every sentence, or the n best, the best first.
 
-    tokens: Int[Array, "B L"]  # up to EOS and including it, then 0
-    scores: Float[Array, "B"]  # log-probability (nats) over the length penalty
+    Where fewer have ended, the others have no token and the score -inf.
+    """
+
+    tokens: Int[Array, "B *N L"]  # up to EOS and including it, then 0
+    scores: Float[Array, "B *N"]  # log-probability (nats) over the length penalty
     finished: Bool[Array, "B"]  # False: the best may be longer than L, see `limits`
 
 
-def empty(model, source, keys, *, max_length, beam_size) -> State:
+def empty(model, source, keys, *, max_length, beam_size, n_best=None) -> State:
     """A state whose rows are all done, for sentences of the shape of the source."""
     nothing = jnp.zeros_like(source)
     B, L, W = source.shape[0], max_length, beam_size
@@ -78,7 +87,8 @@ def empty(model, source, keys, *, max_length, beam_size) -> State:
     # of the shapes alone: XLA would fold an encoding of zeros, for seconds
     def rows():
         encoded = encode(model, nothing, nothing, nothing)
-        return start(encoded, keys, nothing[:, 0], 0, max_length=L, beam_size=W)
+        sizes = {"max_length": L, "beam_size": W, "n_best": n_best}
+        return start(encoded, keys, nothing[:, 0], 0, **sizes)
 
     rows = zeros(jax.eval_shape(rows)._replace(key=None))
     rows = rows._replace(key=keys, done=jnp.ones(B, bool))
@@ -106,9 +116,12 @@ def of_width(encoded: Encoded, S: int) -> Encoded:
     return Encoded(memory, fit(encoded.mask, 2))
 
 
-def start(encoded: Encoded, keys, limits, clock, *, max_length, beam_size) -> Rows:
+def start(
+    encoded: Encoded, keys, limits, clock, *, max_length, beam_size, n_best=None
+) -> Rows:
     """Sentences that begin at the clock. A row without tokens is done."""
     B, L, W = len(encoded.mask), max_length, beam_size
+    kept = (B,) if n_best is None else (B, n_best)
     return Rows(
         begin=jnp.full(B, clock, jnp.int32),
         limit=limits,
@@ -119,9 +132,11 @@ def start(encoded: Encoded, keys, limits, clock, *, max_length, beam_size) -> Ro
         # The beams are alike at first: only one may have continuations.
         log_probs=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (B, W)),
         num_ended=jnp.zeros(B, jnp.int32),
-        best_tokens=jnp.zeros((B, L), jnp.int32),
-        best_length=jnp.zeros(B, jnp.int32),
-        best_score=jnp.full(B, -jnp.inf),
+        best=Best(
+            tokens=jnp.zeros((*kept, L), jnp.int32),
+            length=jnp.zeros(kept, jnp.int32),
+            score=jnp.full(kept, -jnp.inf),
+        ),
         source=encoded,
     )
 
@@ -156,17 +171,19 @@ def advance(
 
     score = jnp.where(found.ends, found.eos_log_probs, -jnp.inf)
     score /= penalty(length, length_penalty)[:, None]
-    winner = score.argmax(1)
-    score = jnp.where(rows.done, -jnp.inf, score.max(1))
-    better = score > rows.best_score
-    ended = jnp.where(is_slot, EOS, pick(rows.tokens, winner[:, None])[:, 0])
-    best_score = jnp.where(better, score, rows.best_score)
+    several = rows.best.score.ndim == 2
+    best = (with_several if several else with_one)(rows, score, length, is_slot)
     num_ended = rows.num_ended + found.ends.sum(1, dtype=jnp.int32)
     live = found.log_probs.max(1)
+    first, last = best.score, best.score
+    if several:
+        first = best.score[:, 0]
+        # where none goes on, fewer have ended than are wanted
+        last = jnp.where(live > NEVER / 2, best.score[:, -1], jnp.inf)
     hope = live / penalty(rows.limit, length_penalty)
     # W poor hypotheses may end before a better one does: look at the live ones too
-    enough = (num_ended >= W) & (live / penalty(length, length_penalty) <= best_score)
-    settled = enough | (hope <= best_score)
+    enough = (num_ended >= W) & (live / penalty(length, length_penalty) <= first)
+    settled = enough | (hope <= last)
     cut = ~settled & ~rows.done & (length >= L)  # something better may be longer than L
 
     tokens = pick(rows.tokens, found.parents)
@@ -180,11 +197,35 @@ def advance(
         sees=sees,
         log_probs=found.log_probs,
         num_ended=num_ended,
-        best_tokens=jnp.where(better[:, None], ended, rows.best_tokens),
-        best_length=jnp.where(cut, 0, jnp.where(better, length, rows.best_length)),
-        best_score=best_score,
+        best=best._replace(
+            length=jnp.where(cut[:, None] if several else cut, 0, best.length)
+        ),
     )
     return State(clock + 1, rows, cache)
+
+
+def with_one(rows: Rows, score: Float[Array, "B W"], length, is_slot) -> Best:
+    """The best that has ended, with the hypotheses that end now and their scores."""
+    winner = score.argmax(1)
+    score = jnp.where(rows.done, -jnp.inf, score.max(1))
+    better = score > rows.best.score
+    ended = jnp.where(is_slot, EOS, pick(rows.tokens, winner[:, None])[:, 0])
+    return Best(
+        tokens=jnp.where(better[:, None], ended, rows.best.tokens),
+        length=jnp.where(better, length, rows.best.length),
+        score=jnp.where(better, score, rows.best.score),
+    )
+
+
+def with_several(rows: Rows, score: Float[Array, "B W"], length, is_slot) -> Best:
+    """The same of the n best; of equal scores those come first that ended first."""
+    score = jnp.where(rows.done[:, None], -jnp.inf, score)
+    length = jnp.broadcast_to(length[:, None], score.shape)
+    ended = Best(jnp.where(is_slot, EOS, rows.tokens), length, score)
+    every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), rows.best, ended)
+    score, choice = jax.lax.top_k(every.score, rows.best.score.shape[1])
+    length = jnp.take_along_axis(every.length, choice, axis=1)
+    return Best(pick(every.tokens, choice), length, score)
 
 
 def with_own(sees: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
@@ -259,10 +300,12 @@ def pick(x: Shaped[Array, "B W L"], beams: Int[Array, "B X"]) -> Shaped[Array, "
 
 def decoded(rows: Rows) -> Decoded:
     """The best hypotheses that have ended, from the order of the slots to their own."""
-    L = rows.best_tokens.shape[1]
+    tokens, length, score = rows.best
+    L = tokens.shape[-1]
     place = jnp.arange(L)
-    tokens = jnp.take_along_axis(
-        rows.best_tokens, (rows.begin[:, None] + place) % L, axis=1
-    )
-    tokens = jnp.where(place < rows.best_length[:, None], tokens, 0)
-    return Decoded(tokens, rows.best_score, rows.best_length > 0)
+    slot, finished = (rows.begin[:, None] + place) % L, length > 0
+    if score.ndim == 2:
+        slot, finished = slot[:, None], finished[:, 0]
+    tokens = jnp.take_along_axis(tokens, slot, axis=-1)
+    tokens = jnp.where(place < length[..., None], tokens, 0)
+    return Decoded(tokens, score, finished)

@@ -81,7 +81,7 @@ def num_lanes(num_trials: int) -> int:
 
 
 def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[dict]:
-    """The (tokens, score) by number of each trial's sentences.
+    """The (tokens, score) by number of each trial's sentences; of the n best a list.
 
     They are taken from the end of those waiting, the longest; those that do not fit the
     cache are left out. The sizes say how many rows there may be; at most so many wait
@@ -149,12 +149,12 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
             for place, number in held.items():
                 if not done[r, place]:
                     continue
-                length = int((tokens[r, place] > 0).sum()) - 1  # without EOS
                 if ended[r, place]:
-                    found = tokens[r, place, :length].tolist()
-                    finished[r][number] = found, float(scores[r, place])
+                    found = as_lists(tokens[r, place], scores[r, place])
+                    finished[r][number] = found
                 elif limits[number] <= room(S):
-                    finished[r][number] = [], float("nan")
+                    lost = [], float("nan")
+                    finished[r][number] = lost if tokens.ndim == 3 else [lost]
                 else:
                     num_longer += 1
             running[r] = {
@@ -165,6 +165,14 @@ def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[d
         if num_longer > R * B + sum(map(len, finished)):
             break  # most are: all that are left do better with more room
     return finished
+
+
+def as_lists(tokens: np.ndarray, score: np.ndarray | np.floating):
+    """Token ids without EOS, and the score; of several hypotheses a list of both."""
+    if tokens.ndim == 2:
+        some = zip(tokens, score, strict=True)
+        return [as_lists(*each) for each in some if each[0].any()]
+    return tokens[: (tokens > 0).sum() - 1].tolist(), float(score)
 
 
 def arrays_of(numbers, sentences, limits, shape) -> tuple[np.ndarray, ...]:
@@ -246,7 +254,7 @@ def keep_of_one(state, rows, count, *, shape):
         done=rows.done | ~goes_on,
         tokens=rows.tokens[..., latest],
         sees=with_own(rows.sees[:, :, latest], clock),
-        best_tokens=rows.best_tokens[..., latest],
+        best=rows.best._replace(tokens=rows.best.tokens[..., latest]),
         source=of_width(rows.source, S),
     )
     cache = [(moved(key, 3), moved(value, 2)) for key, value in cache]

@@ -194,12 +194,8 @@ def test_greedy_equals_uncached(shape):
         np.testing.assert_allclose(score, wanted, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.5])
-def test_beam_finds_the_best_of_all(shape, length_penalty):
-    graph, params = make(vocab_size=6, **SHAPES[shape])
-    text = sentences(4, vocab_size=6)[0]
-    limit = 4
+def exhaustive(graph, params, text, limit, length_penalty):
+    """All translations in three pieces, and their scores by the uncached model."""
     every = [
         [*middle, 2]
         for length in range(limit)
@@ -207,12 +203,55 @@ def test_beam_finds_the_best_of_all(shape, length_penalty):
     ]
     scores = np.array(log_probs(graph, params, text, every))
     lengths = np.array([len(target) for target in every])
-    scores = scores / ((5 + lengths) / 6) ** length_penalty
+    return every, scores / ((5 + lengths) / 6) ** length_penalty
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.5])
+def test_beam_finds_the_best_of_all(shape, length_penalty):
+    graph, params = make(vocab_size=6, **SHAPES[shape])
+    text, limit = sentences(4, vocab_size=6)[0], 4
+    every, scores = exhaustive(graph, params, text, limit, length_penalty)
     out = jitted(graph, max_length=limit, beam_size=27, length_penalty=length_penalty)(
         params, *batch([text])
     )
     assert trimmed(out.tokens)[0] == every[scores.argmax()]
     np.testing.assert_allclose(out.scores[0], scores.max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("n_best, length_penalty", [(5, 0.0), (13, 0.6), (40, 1.5)])
+def test_the_n_best_are_those_of_all(n_best, length_penalty):
+    """In order; and where there are fewer, all of them."""
+    graph, params = make(vocab_size=6)
+    (text,) = sentences(4, vocab_size=6)
+    options = {"beam_size": 40, "length_penalty": length_penalty, "n_best": n_best}
+    decode = jitted(graph, max_length=4, **options)
+    for limit in (4, 3, 1):
+        every, scores = exhaustive(graph, params, text, limit, length_penalty)
+        best = np.argsort(-scores)[:n_best]
+        out = decode(params, *batch([text]), None, jnp.array([limit]))
+        count = min(n_best, len(every))
+        assert trimmed(out.tokens[0, :count]) == [every[i] for i in best]
+        np.testing.assert_allclose(out.scores[0, :count], scores[best], rtol=1e-4)
+        assert out.finished[0] and not out.tokens[0, count:].any()
+        assert (out.scores[0, count:] == -np.inf).all()
+
+
+def test_lists_of_the_n_best_of_many():
+    """In rows that are used again, each as it is scored by the uncached model."""
+    graph, params = make(layers=1)
+    texts = sentences(*(1 + i % 9 for i in range(17)))
+    options = {"beam_size": 4, "length_penalty": 0.6, "batch_size": 16} | SHORT
+    lists = decoding.translate(graph, params, texts, n_best=3, **options)
+    assert len({len(ids) for some in lists for ids, _ in some}) > 4
+    for text, some in zip(texts, lists, strict=True):
+        every = [[*ids, 2] for ids, _ in some]
+        assert len(set(map(tuple, every))) == 3
+        lengths = np.array([len(ids) for ids in every])
+        wanted = log_probs(graph, params, text, every) / ((5 + lengths) / 6) ** 0.6
+        found = [score for _, score in some]
+        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+        assert found == sorted(found, reverse=True)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "elementwise, relative", "talking"])
@@ -229,10 +268,10 @@ def test_beam_scores_are_the_uncached_models(shape):
         np.testing.assert_allclose(score, wanted, rtol=1e-4)
 
 
-def beam_by_hand(graph, params, text, limit, beam_size, length_penalty):
+def beam_by_hand(graph, params, text, limit, beam_size, length_penalty, n_best=1):
     """The search as `decode` tells it, by whole passes of the uncached model.
 
-    Returns the score and the tokens that it ends with; and those of two searches that
+    Returns the scores and the tokens that it ends with; and those of two searches that
     end too soon, with as many hypotheses as beam_size, or where the best live one is
     worth no more as it is, however much longer it may get.
     """
@@ -257,13 +296,21 @@ def beam_by_hand(graph, params, text, limit, beam_size, length_penalty):
         if not live:
             break
         best, hope = max(ended, default=(-np.inf, None)), live[0][0]
+        last = (
+            sorted(ended, reverse=True)[n_best - 1][0]
+            if ended[n_best - 1 :]
+            else -np.inf
+        )
         if len(ended) >= beam_size:
             count = count or best
         if worth(hope, length) <= best[0]:
             present = present or best
-        if count and worth(hope, length) <= best[0] or worth(hope, limit) <= best[0]:
+        if count and worth(hope, length) <= best[0] or worth(hope, limit) <= last:
             break
-    return max(ended), [count or max(ended), present or max(ended)]
+    return sorted(ended, reverse=True)[:n_best], [
+        count or max(ended),
+        present or max(ended),
+    ]
 
 
 @pytest.mark.parametrize("length_penalty, beam_size", [(0.0, 4), (0.6, 2), (3.0, 4)])
@@ -275,13 +322,29 @@ def test_a_narrow_beam_keeps_and_ends_what_it_says(length_penalty, beam_size):
     out = jitted(graph, max_length=limit, **options)(params, *batch(texts))
     found, too_soon = trimmed(out.tokens), np.zeros(2, int)
     for text, row, score in zip(texts, found, out.scores, strict=True):
-        (wanted, tokens), sooner = beam_by_hand(graph, params, text, limit, **options)
+        ((wanted, tokens),), sooner = beam_by_hand(
+            graph, params, text, limit, **options
+        )
         assert row == tokens
         np.testing.assert_allclose(score, wanted, rtol=1e-4)
         too_soon += [early != tokens for _, early in sooner]
     # else the end would not be tested; at a low penalty the second finds the same
     assert too_soon[0] > 0 and (too_soon[1] > 0 or length_penalty < 1)
     assert len({len(row) for row in found}) > 2
+
+
+@pytest.mark.parametrize("length_penalty, n_best", [(0.0, 2), (0.6, 4)])
+def test_the_n_best_of_a_narrow_beam_are_those_that_it_says(length_penalty, n_best):
+    graph, params = make()
+    params["embedding"][...] = params["embedding"][...].at[2].multiply(1.7)
+    texts, limit = sentences(*range(2, 10), seed=2), 14
+    options = {"beam_size": 4, "length_penalty": length_penalty, "n_best": n_best}
+    out = jitted(graph, max_length=limit, **options)(params, *batch(texts))
+    for text, rows, scores in zip(texts, out.tokens, out.scores, strict=True):
+        wanted, _ = beam_by_hand(graph, params, text, limit, **options)
+        best, _ = beam_by_hand(graph, params, text, limit, **options | {"n_best": 1})
+        assert trimmed(rows) == [tokens for _, tokens in wanted] and wanted[:1] == best
+        np.testing.assert_allclose(scores, [score for score, _ in wanted], rtol=1e-4)
 
 
 def test_length_penalty_by_hand():
@@ -721,6 +784,8 @@ def test_finished_sentences_stop_the_loop():
         ({"top_k": -1}, "top_k must be at least 0, got -1."),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0."),
         ({"temperature": 1.0, "beam_size": 2}, "Sampling needs beam_size 1, got 2."),
+        ({"n_best": 2}, "n_best must be from 1 to beam_size=1, got 2."),
+        ({"beam_size": 2, "n_best": 0}, "n_best must be .* beam_size=2, got 0."),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -462,7 +462,8 @@ def test_a_picture_counts_layers_and_heads_as_gates_do(tmp_path, monkeypatch):
 
 
 def test_batches_of_sentences_hold_every_pair_once_one_a_row():
-    batches = sentence_batches(SOURCE, TARGET, batch_tokens=70)
+    numbered = sentence_batches(SOURCE, TARGET, batch_tokens=70)
+    numbers, batches = zip(*numbered, strict=True)
     assert [batch["source"].shape for batch in batches] == [(2, 32), (2, 32), (1, 64)]
     found = []
     for batch in batches:
@@ -473,4 +474,8 @@ def test_batches_of_sentences_hold_every_pair_once_one_a_row():
             sides = (batch["source"][row], batch["target"][row])
             found.append([x[y > 0].tolist() for x, y in zip(sides, real, strict=True)])
     wanted = [[x.tolist(), y.tolist()] for x, y in zip(SOURCE, TARGET, strict=True)]
-    assert sorted(filter(all, found)) == sorted(wanted)
+    found = list(filter(all, found))
+    assert found == [wanted[number] for number in np.concatenate(numbers)]
+    assert sorted(found) == sorted(wanted)
+    (_, first), _ = sentence_batches(SOURCE, TARGET, batch_tokens=10**4)
+    assert first["source"].shape == (4, 32)  # of 3: few shapes, few programs

@@ -536,7 +536,7 @@ def test_missing_flags_and_words_are_named():
     for script in ("train.py", "sweep.py"):
         assert "--workdir" in run([*command(script), "--help"]).stdout
     refused(run([*command("eval.py"), "x"]), "'x'")
-    refused(run(command("eval.py", workdir="x")), "--split or --translate")
+    refused(run(command("eval.py", workdir="x")), "--split, --translate or --score")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
     too_large = {"seed": 2**31, "beam_size": 10**6, "batch_size": 10**10}
     too_large["length_penalty"] = 1e39
@@ -793,6 +793,7 @@ def evaluated(capfd, monkeypatch):
 
 
 TRANSLATE = {"split": None, "translate": True}
+SCORE = {"split": None, "score": True}
 
 
 @pytest.mark.parametrize(
@@ -810,6 +811,16 @@ TRANSLATE = {"split": None, "translate": True}
         ({"site": "encoder"}, "--site says what to draw or prune, so add --plot"),
         ({"sentence": 1}, "--sentence says what to draw, so add --plot"),
         ({"seed": 3}, "nothing is sampled at --temperature=0"),
+        ({"n_best": 2}, "--n_best says what to write, so add --output"),
+        (TRANSLATE | {"n_best": 6}, "--n_best must be at most --beam_size=5, got 6"),
+        (TRANSLATE | {"n_best": 1, "temperature": 1}, "--n_best is of beam search"),
+        (TRANSLATE | {"score": True}, "--split, --translate or --score"),
+        ({"score": True}, "--split, --translate or --score"),
+        (SCORE | {"beam_size": 5}, "--beam_size says how to decode, and --score"),
+        (SCORE | {"seed": 0}, "--seed says how to decode, and --score"),
+        (SCORE | {"output": "o.txt"}, "--score prints what it finds; leave --output"),
+        (SCORE | {"heads": True}, "--heads needs the references"),
+        (SCORE | {"coordinator": "x:1"}, "--score takes one process"),
         (TRANSLATE | {"output": "o.txt"}, "leave --output out"),
         (TRANSLATE | {"show": 3}, "--show needs the references"),
         (TRANSLATE | {"prune": True}, "--prune needs the references"),
@@ -897,11 +908,61 @@ def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, 
     with flagsaver.flagsaver(), open(os.devnull) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         flags.FLAGS(command("eval.py", batch_size=7, trial=1)[1:])
-        script.translate_lines(trained, {})
+        script.take_lines(trained, {})
     assert capsys.readouterr().out.split("\n") == ["a b", "", "", "", "", "d e", ""]
     (options,) = asked
     assert options["sample_numbers"] == [0, 5] and options["batch_size"] == 7
     assert options["params"] == 11, "of the trial that was asked for"
+
+
+def test_lists_of_the_n_best_are_numbered_on(monkeypatch, capsys):
+    """From batch to batch; a sentence has as many lines as translations."""
+    script = importlib.import_module("eval")
+    batches = [["a", "b"], ["c"]]
+    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: batches)
+
+    def translate(lines, trial, *, n_best, first, batch_size):
+        best = [(line, -1.0 - first) for line in lines]
+        return [[each, ("", -4.5)][:n_best] for each in best]
+
+    trained = SimpleNamespace(
+        config=get_config(),
+        step=[0],
+        tokenizers=[SimpleNamespace(encode=lambda lines: lines)],
+        translate=translate,
+    )
+    with flagsaver.flagsaver(), open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        flags.FLAGS(command("eval.py", n_best=2)[1:])
+        script.take_lines(trained, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "0 ||| a ||| -1.0000",
+        "0 |||  ||| -4.5000",
+        "1 ||| b ||| -1.0000",
+        "1 |||  ||| -4.5000",
+        "2 ||| c ||| -3.0000",
+        "2 |||  ||| -4.5000",
+    ]
+
+
+def test_pairs_are_scored_by_the_trial_that_is_asked_for(monkeypatch, capsys):
+    """A line each, flushed when its batch is done; a bad line is told by its number."""
+    script = importlib.import_module("eval")
+    batches = [["a\tb", "c\t"], ["d"]]
+    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: batches)
+    flushed = []
+
+    def score(sources, targets, trial):
+        assert (sources, targets, trial) == (["a", "c"], ["b", ""], 1)
+        monkeypatch.setattr(sys.stdout, "flush", lambda: flushed.append(True))
+        return [(-1.25, 2), (-100.0, 1)]
+
+    with flagsaver.flagsaver(), open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        flags.FLAGS(command("eval.py", score=True, trial=1)[1:])
+        with pytest.raises(ValueError, match="Line 3 of the input has 1 tab-separated"):
+            script.take_lines(SimpleNamespace(step=[0, 0], score=score), {})
+    assert capsys.readouterr().out == "-1.2500\t2\n-100.0000\t1\n" and flushed
 
 
 def test_a_file_that_may_not_be_written_is_refused(evaluated, capfd, monkeypatch):
@@ -947,6 +1008,29 @@ def test_a_picture_is_of_the_sentence_and_the_site_asked_for(
     assert (said, axes) == (line, ("translation", "before it"))
     assert keys == ["<s>", *queries[:-1]] and path == tmp_path / "val.pdf"
     assert maps.shape[2:] == (len(queries), len(keys))
+
+
+def test_the_n_best_are_written_and_the_best_are_scored(
+    trained, evaluated, tmp_path, monkeypatch
+):
+    """By a decoder whose best is the reference."""
+
+    def decoded(run, pairs, trials, gates, *, n_best, **options):
+        assert n_best == 2
+        lists = [[(ids[:-1].tolist(), -0.25), ([], -1.5)] for ids in pairs.target]
+        return np.ones(len(trials)), dict.fromkeys(trials, lists)
+
+    monkeypatch.setattr("analysis.trained.decoded", decoded)
+    workdir = tmp_path / "run"
+    shutil.copytree(trained, workdir)
+    out = tmp_path / "SPLIT.txt"
+    evaluated(workdir=workdir, split="val", n_best=2, output=out)
+    found = json.loads((workdir / "result-val.json").read_text())
+    assert [row["exact_match"] for row in found] == [1, 1]
+    lines = (tmp_path / "val-1.txt").read_text().splitlines()
+    references = read(load(workdir), "val").references
+    assert lines[::2] == [f"{i} ||| {x} ||| -0.2500" for i, x in enumerate(references)]
+    assert lines[1::2] == [f"{i} |||  ||| -1.5000" for i in range(len(references))]
 
 
 def test_a_sentence_that_is_not_there_is_refused(trained, evaluated, tmp_path, capfd):
@@ -1160,6 +1244,12 @@ def test_a_run_translates_from_python(trained):
     scored = translations(*model, every, [1], beam_size=2)[1]
     assert made.tokenizers[1].decode_many(scored) == found
     assert translations(*model, every[1:2], [0, 1]) == {0: [[]], 1: [[]]}
+    lists = made.translate(lines, trial=1, beam_size=2, n_best=2)
+    assert [some[0][0] for some in lists] == found and lists[1] == [("", 0.0)]
+    assert all(first[1] > second[1] for first, second in (lists[0], lists[2]))
+    scored = translations(*model, every, [1], beam_size=2, n_best=2)[1]
+    decode = made.tokenizers[1].decode
+    assert [[(decode(ids), p) for ids, p in some] for some in scored] == lists
     other = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("other",))
     jax.set_mesh(other)  # as by a run that is loaded later, on several devices
     assert made.translate(lines, trial=1, beam_size=2) == found

@@ -1,0 +1,45 @@
+"""Translations and scores of standard input, in batches of what is there already."""
+
+import sys
+
+import data.lines
+from analysis.trained import Trained, listed
+from training.metrics import say
+
+
+def translate_lines(
+    run: Trained, trial: int, n_best: int | None, batch_size: int, **options
+) -> None:
+    """Print the translation of every line, or a list of its n best.
+
+    Args:
+        batch_size, options: see `models.decoding.translate_trials`.
+    """
+    longest, number = run.config.data.max_length, 0
+    for lines in data.lines.lines_at_hand(sys.stdin.fileno(), batch_size):
+        for index, ids in enumerate(run.tokenizers[0].encode(lines)):
+            if len(ids) > longest:
+                say(
+                    f"Line {number + index + 1} has {len(ids)} tokens, more than the "
+                    f"{longest} of the longest in training: expect little of it."
+                )
+        options |= {"n_best": n_best, "batch_size": batch_size, "first": number}
+        found = run.translate(lines, trial, **options)
+        for line in listed(found, number) if n_best else found:
+            print(line)
+        sys.stdout.flush()
+        number += len(lines)
+
+
+def score_lines(run: Trained, trial: int, batch_size: int) -> None:
+    """Print the log-probability of every target given its source, and its tokens.
+
+    The lines are taken so many at a time.
+    """
+    number = 0
+    for lines in data.lines.lines_at_hand(sys.stdin.fileno(), batch_size):
+        pairs = data.lines.pairs_of(lines, number)
+        for log_prob, tokens in run.score(*pairs, trial):
+            print(f"{log_prob:.4f}\t{tokens}")
+        sys.stdout.flush()
+        number += len(lines)
