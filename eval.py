@@ -82,7 +82,7 @@ PRUNE = flags.DEFINE_bool(
     "prune", False, "Score with ever fewer heads, those least important on val gone."
 )
 TRIAL = flags.DEFINE_integer(
-    "trial", 0, "Trial to translate or plot, or alone to tell of or prune.", 0
+    "trial", 0, "Trial to translate, --score, plot, or alone to tell of or prune.", 0
 )
 flags.adopt_module_key_flags(cluster)  # so that --help has them
 ALONE = (PLOT, HEADS, PRUNE)  # one process tells of them, and only of a --split
@@ -94,8 +94,8 @@ def main():
     modes = [SPLIT.value is not None, TRANSLATE.value, SCORE.value]
     if WORKDIR.value is None or sum(modes) != 1:
         fail(
-            "--workdir and --split, --translate or --score are needed, as in python "
-            "eval.py --workdir=runs/numbers --split=test"
+            "--workdir and one of --split, --translate and --score are needed, as in "
+            "python eval.py --workdir=runs/numbers --split=test"
         )
     if cluster.COORDINATOR.value:
         for flag in (TRANSLATE, SCORE, *ALONE):
@@ -205,7 +205,7 @@ def decoding_options() -> dict:
             f"--n_best must be at most --beam_size={BEAM_SIZE.value}, got "
             f"{N_BEST.value}."
         )
-    if BEAM_SIZE.value == 1:  # of one hypothesis nothing is weighed by its length
+    if BEAM_SIZE.value == 1 and N_BEST.value is None:  # its score is not told
         return {"beam_size": 1}
     return {"beam_size": BEAM_SIZE.value, "length_penalty": LENGTH_PENALTY.value}
 

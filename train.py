@@ -195,15 +195,15 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     from models.transformer import Transformer
     from training import hosts, sharding
     from training.checkpoint import Checkpoints
-    from training.restore import begun_from
+    from training.restore import begun_from, with_parameters
     from training.step import begin, init, items_of, state_of, static_of
     from training.utilisation import CompileClock
 
     compiled = CompileClock()
+    every, other = config.train, config.train.init_from
     batches, dev, vocab_sizes, data = read_data(config, workdir, trials)
     with hosts.together():
-        parts = config.train.accumulate_steps
-        rows = sharding.rows_of_part(batches.shape[0], parts)
+        rows = sharding.rows_of_part(batches.shape[0], every.accumulate_steps)
         mesh = sharding.make_mesh(config.mesh, len(trials), rows)
     jax.set_mesh(mesh)
     sharding.warn_of_whole(flat(config.to_dict()), mesh.shape)
@@ -216,24 +216,24 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     abstract = jax.eval_shape(make_state, arrays)
     R = len(trials)
     marks = {"score": np.full(R, -np.inf), "step": np.zeros(R, np.int32)}
-    keep, due = config.train.keep_checkpoints, config.train.checkpoint_every_steps
+    keep, due = every.keep_checkpoints, every.checkpoint_every_steps
     checkpoints = Checkpoints(workdir, keep, due)
     like = items_of(abstract, {"params": abstract.params, **marks})
     last = checkpoints.restore_last(**like)
     if last is None:
-        step = 0
-        k = config.train.steps_per_dispatch
+        step, k = 0, every.steps_per_dispatch
+        if other:  # refused before anything is compiled
+            theirs = begun_from(other, config, trials, abstract.params, DEFAULTS)
         state = begin(make_state, arrays, k, batches.shape, static)
-        if config.train.init_from:
-            state = begun_from(config.train.init_from, config, trials, state, DEFAULTS)
+        state = with_parameters(state, theirs) if other else state
         best = {"params": jax.tree.map(lambda x: x.copy(), state.params), **marks}
     else:
         step, items = last
         diverged = np.asarray(items["trials"]["diverged_at"]) > 0
-        if step > config.train.num_steps and not diverged.all():
+        if step > every.num_steps and not diverged.all():
             raise ValueError(
                 f"{workdir} is trained for {step} steps already, more than "
-                f"train.num_steps={config.train.num_steps}; set it to {step} or more, "
+                f"train.num_steps={every.num_steps}; set it to {step} or more, "
                 f"or choose another --workdir."
             )
         state = sharding.place(state_of(items), mesh, config.mesh.shard)

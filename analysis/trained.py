@@ -44,7 +44,10 @@ class Trained(NamedTuple):
     mesh: jax.sharding.Mesh | None = None  # of the parameters; None: what is set
 
     def of(self, trial: int) -> tuple:
-        """The parameters and the head gates of a trial."""
+        """The parameters and the head gates of a trial; ValueError if it has none."""
+        count = len(self.step)
+        if not 0 <= trial < count:  # an array gives its last for a larger index
+            raise ValueError(f"trial must be from 0 to {count - 1}, got {trial}.")
         return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
 
     def set_mesh(self) -> None:
@@ -71,8 +74,7 @@ class Trained(NamedTuple):
             options: see `models.decoding.translate_trials`; default: greedy,
                 and `length_penalty` 0, where eval.py has a beam of 5 and 0.6.
         """
-        if isinstance(lines, str):
-            raise TypeError(f"lines must be a list of sentences, as in [{lines!r}]")
+        check_listed("lines", lines)
         self.set_mesh()
         source, target = self.tokenizers
         encoded = sentences(source.encode(lines))
@@ -96,11 +98,23 @@ class Trained(NamedTuple):
         EOS counts in both. Which of two translations is the more probable is what
         contrastive evaluation asks.
         """
+        check_listed("sources", sources)
+        check_listed("targets", targets)
+        if len(sources) != len(targets):
+            raise ValueError(
+                f"each source needs a target, got {len(sources)} and {len(targets)}."
+            )
         self.set_mesh()
         texts = zip(self.tokenizers, (sources, targets), strict=True)
         encoded = (side.encode(lines) for side, lines in texts)
         found = log_probs(self.graph, *self.of(trial), *encoded)
         return list(zip(*(column.tolist() for column in found), strict=True))
+
+
+def check_listed(name: str, lines: Sequence[str]) -> None:
+    """Raise a TypeError for a string, whose letters would each be a sentence."""
+    if isinstance(lines, str):
+        raise TypeError(f"{name} must be a list of sentences, as in [{lines!r}]")
 
 
 def texts(target, lists: list) -> list[list[tuple[str, float]]]:

@@ -137,7 +137,8 @@ def merge_start(base) -> list[dict]:
     attention = base.model.attention
     N, D = attention.num_heads, base.model.width
     V, half = attention.value_dim or share(base, N), max(1, N // 2)
-    rules = ("concat", "scaled", *RULES[1:])
+    rules = ("concat", "scaled", "mean", "weighted", "dynamic")
+    rules += ("gated", "gated_elementwise", "mixture")  # which `equal_gain` knows
     init = attention.init
     gains = {rule: equal_gain(rule, N, V, D, half, init) for rule in rules}
     arms = zipped(

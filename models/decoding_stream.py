@@ -21,11 +21,19 @@ def on_each(function):
     """Let every device call it for the trials that it holds, on its own.
 
     All arrays have the trial axis R in front, but the clock of a `State`: one a device.
+    Where the devices can't share the trials out, as of a single one, each does all.
     """
-    if dict(jax.sharding.get_abstract_mesh().shape).get("trial", 1) == 1:
+    size = dict(jax.sharding.get_abstract_mesh().shape).get("trial", 1)
+    if size == 1:
         return function
     parts = PartitionSpec("trial")
-    return jax.shard_map(function, in_specs=parts, out_specs=parts, check_vma=False)
+    shared = jax.shard_map(function, in_specs=parts, out_specs=parts, check_vma=False)
+
+    def call(*arrays):
+        num_trials = len(jax.tree.leaves(arrays)[0])
+        return (function if num_trials % size else shared)(*arrays)
+
+    return call
 
 
 def over_trials(function, over=jax.vmap):

@@ -31,7 +31,7 @@ class Attention(nnx.Module):
         merge_gain: what the merge's kernel, no other parameter, begins times.
         init: the kernels begin uniform with the variance 2 / (into + out of), "xavier"
             (Glorot & Bengio 2010), or 1 / into, "fan_in" (LeCun et al. 1998), by which
-            logits and outputs begin at the same scale whatever N, K, H and V are.
+            logits, and outputs of "concat", begin at one scale whatever N, K, H, V are.
         mixture_heads: k of the rule "mixture", at most N.
         talking_heads: mix the heads' maps before and after the softmax, see
             `attention.talking_heads_attention`.

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from analysis.evaluation import translations
-from models.decoding import programs
+from models.decoding import programs, translate
 from models.decoding_queue import Queue
 from models.decoding_search import complete
 from models.transformer import Transformer
@@ -45,7 +45,10 @@ def main():
                 of_trials = translations(
                     graph, placed, gates, sources, [0, 2, 3], beam_size=2
                 )
-            found.append([of_trials[trial] for trial in (0, 2, 3)])
+                one = jax.tree.map(lambda leaf: leaf[2], (placed, gates))
+                options = {"head_gates": one[1], "beam_size": 2}
+                alone, _ = translate(graph, one[0], sources, **options)
+            found.append([*(of_trials[trial] for trial in (0, 2, 3)), alone])
     print(json.dumps({"translations": found, "moved": moved(graph, params)}))
 
 

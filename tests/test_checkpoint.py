@@ -14,7 +14,7 @@ import pytest
 from configs.base import get_config
 from training import hosts
 from training.checkpoint import Checkpoints, Damaged, SaveError
-from training.restore import begun_from, restore
+from training.restore import begun_from, restore, with_parameters
 from training.step import TrainState
 
 TREE = {
@@ -166,9 +166,9 @@ def test_a_run_begins_with_anothers_best(tmp_path, best, values, capsys):
     theirs = [{"seed": 0, head: 0}, {"seed": 1, head: 1}][: len(best)]
     (tmp_path / "trials.json").write_text(json.dumps(theirs))
     state = TrainState(None, {"kernel": jnp.zeros((2, 3))}, None, None, None)
-    ours = [{"seed": 0}, {"seed": 1, head: 0}]
-    state = begun_from(str(tmp_path), get_config(), ours, state, get_config().to_dict())
-    found = state.params["kernel"]
+    ours, config = [{"seed": 0}, {"seed": 1, head: 0}], get_config()
+    params = begun_from(str(tmp_path), config, ours, state.params, config.to_dict())
+    found = with_parameters(state, params).params["kernel"]
     np.testing.assert_array_equal(found, np.outer(values, np.ones(3)))
     said = capsys.readouterr().err
     assert f"Trial 0 begins with parameters that were trained with {head}=0" in said

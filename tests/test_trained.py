@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from analysis import trained
 from analysis.scores import published_scores
 from analysis.trained import Trained, read, scored
@@ -22,7 +24,8 @@ def run_of(name, directory):
         )
         for side in ("source", "target")
     )
-    given = dict.fromkeys(Trained._fields) | {"head_gates": {}, "params": {}}
+    given = dict.fromkeys(Trained._fields)
+    given |= {"head_gates": {}, "params": {}, "step": [1]}
     return Trained(**given | {"config": config, "tokenizers": sides})
 
 
@@ -48,6 +51,22 @@ def test_lines_are_of_the_source_and_translations_of_the_target(monkeypatch):
     monkeypatch.setattr(trained, "translate", translate)
     assert run_of("text", "nowhere").translate(["b"]) == ["a, target"]
     assert said == ["source: b"]
+
+
+def test_what_a_run_cannot_read_is_said():
+    run = run_of("text", "nowhere")
+    for trial in (1, -1):  # which an array would take for another
+        with pytest.raises(ValueError, match=f"trial must be from 0 to 0, got {trial}"):
+            run.of(trial)
+    for call in (
+        lambda: run.translate("a"),
+        lambda: run.score("a", ["b"]),
+        lambda: run.score(["a"], "b"),
+    ):
+        with pytest.raises(TypeError, match="must be a list of sentences, as in"):
+            call()
+    with pytest.raises(ValueError, match="each source needs a target, got 2 and 1"):
+        run.score(["a", "b"], ["c"])
 
 
 @needs_multi30k

@@ -43,20 +43,17 @@ def restore(workdir, which: str, num_trials: int, abstract):
 
 
 def begun_from(
-    workdir: str,
-    config,
-    trials: list[dict],
-    state: TrainState,
-    defaults: dict | None = None,
-) -> TrainState:
-    """A first state with the best parameters of another run.
+    workdir: str, config, trials: list[dict], params, defaults: dict | None = None
+):
+    """The best parameters of another run, to begin with; see `with_parameters`.
 
     A run of one trial is where all begin; one of as many trials gives each its own.
     What else the runs' models differ in is said, and so are gates on heads. A run of
     before a key existed is taken to have its value in `defaults`, a config.
 
     Raises:
-        ValueError, OSError: there is no such run, or its parameters do not fit.
+        ValueError, OSError: there is no such run, or its parameters do not fit
+            `params`, which may be abstract.
     """
     with hosts.together():  # each reads it; a relative path may be of one alone
         there = run_at(workdir)
@@ -70,10 +67,10 @@ def begun_from(
         settings = completed(read_json(there / "config.json"), defaults or {})
     other = summary(differing(settings["model"], config.model.to_dict(), "model"))
     like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.params
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params
     )
     try:
-        params, steps, _ = restore(there, "best", count, like)
+        found, steps, _ = restore(there, "best", count, like)
     except ValueError as error:
         differs = f" Its config differs in {other}." if other else ""
         raise ValueError(f"train.init_from={workdir}: {error}{differs}") from None
@@ -87,9 +84,14 @@ def begun_from(
                     f"{key}={gate}, and has {trial.get(key, 1)}; --trials sets it."
                 )
     say(f"Beginning with {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
+    return found
+
+
+def with_parameters(state: TrainState, params) -> TrainState:
+    """A state with the parameters of one trial, or of as many, instead of its own."""
 
     def put(ours, theirs):
-        theirs = np.broadcast_to(theirs, ours.shape)  # one trial's, or of every one
+        theirs = np.broadcast_to(theirs, ours.shape)
         return sharding.put(theirs, ours.sharding)
 
     return state._replace(params=jax.tree.map(put, state.params, params))
