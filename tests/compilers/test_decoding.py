@@ -46,7 +46,7 @@ def test_chips_decode_their_trials_without_communication(target, beam_size):
         def placed(function, *arguments, **sizes):
             """What it gives, without running it."""
             out = jax.eval_shape(partial(function, **sizes), *arguments)
-            return dry_run.abstract(out, jax.tree.map(lambda _: on_trial, out))
+            return sharding.abstract(out, jax.tree.map(lambda _: on_trial, out))
 
         state = placed(idle, leaves, shape=(B, S), max_length=L)
         reading = leaves, None, integers(B, S)
