@@ -536,7 +536,7 @@ def test_missing_flags_and_words_are_named():
     for script in ("train.py", "sweep.py"):
         assert "--workdir" in run([*command(script), "--help"]).stdout
     refused(run([*command("eval.py"), "x"]), "'x'")
-    refused(run(command("eval.py", workdir="x")), "one of --split, --translate and --score")
+    refused(run(command("eval.py", workdir="x")), "--split, --translate and --score")
     refused(run(command("eval.py", workdir="x", split="val", top_k=3)), "--temperature")
     too_large = {"seed": 2**31, "beam_size": 10**6, "batch_size": 10**10}
     too_large["length_penalty"] = 1e39
@@ -814,8 +814,8 @@ SCORE = {"split": None, "score": True}
         ({"n_best": 2}, "--n_best says what to write, so add --output"),
         (TRANSLATE | {"n_best": 6}, "--n_best must be at most --beam_size=5, got 6"),
         (TRANSLATE | {"n_best": 1, "temperature": 1}, "--n_best is of beam search"),
-        (TRANSLATE | {"score": True}, "one of --split, --translate and --score"),
-        ({"score": True}, "one of --split, --translate and --score"),
+        (TRANSLATE | {"score": True}, "--split, --translate and --score"),
+        ({"score": True}, "--split, --translate and --score"),
         (SCORE | {"beam_size": 5}, "--beam_size says how to decode, and --score"),
         (SCORE | {"seed": 0}, "--seed says how to decode, and --score"),
         (SCORE | {"output": "o.txt"}, "--score prints what it finds; leave --output"),
