@@ -31,7 +31,8 @@ An implementation is a module (or two names of it) with two functions:
   need not be differentiable: gradients by it are cut.
 - Kernels need no `head_gate`, `sink`, dtype, shape or value checks: they are done
   here. In `jax.shard_map` all arrays vary over the same devices.
-- `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too.
+- `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too,
+  and the latter `hopper: bool = False`.
 """
 
 import functools
@@ -59,7 +60,12 @@ IMPLEMENTATIONS = {
     "cudnn": ("attention.jax_nn", {"backend": "cudnn"}),
     "pallas": ("attention.pallas_{platform}", {}),
     "pallas_tpu_interpret": ("attention.pallas_tpu", {"interpret": True}),
+    "pallas_hopper": ("attention.pallas_gpu", {"hopper": True}),
     "pallas_gpu_interpret": ("attention.pallas_gpu", {"interpret": True}),
+    "pallas_hopper_interpret": (
+        "attention.pallas_gpu",
+        {"hopper": True, "interpret": True},
+    ),
 }
 SMALL_GPUS = (8.6, 8.9, 12.0, 12.1)  # 99 KiB of shared memory, others 163 and more
 
@@ -300,5 +306,22 @@ def _function(name, function):
             f"implementation 'pallas' needs a GPU or TPU, the platform is "
             f"{platform!r}; use 'blockwise', or 'pallas_tpu_interpret' to debug"
         )
+    if name == "pallas_hopper":
+        _require_hopper(platform)
     module = importlib.import_module(module.format(platform=platform))
     return functools.partial(getattr(module, function), **options)
+
+
+def _require_hopper(platform):
+    capability = compute_capability()
+    if platform == "gpu" and capability in (None, 9.0):  # None: compiled elsewhere
+        return
+    here = (
+        f"is the platform {platform!r}"
+        if capability is None
+        else f"GPU has {capability}"
+    )
+    raise NotImplementedError(
+        "implementation 'pallas_hopper' needs a GPU of compute capability 9.0 (H100, "
+        f"H200, GH200), and this {here}; use 'pallas' on another GPU, else 'blockwise'"
+    )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from attention import masks
+from attention import masks, pallas_hopper
 from attention import pallas_gpu_kernels as kernels
 from attention.arguments import present
 from attention.fused import check, refuse_gradient
@@ -28,30 +28,50 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def attend(
-    query, key, value, bias, mask, *, statistics=False, interpret=False, **structure
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    statistics=False,
+    hopper=False,
+    interpret=False,
+    **structure,
 ):
     """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
 
+    `hopper`: by the kernels for compute capability 9.0.
+
     Raises NotImplementedError for float64, for head sizes above 256, and when a
-    gradient by the bias is asked for.
+    gradient by the bias is asked for; for `hopper` for what it has not besides.
     """
-    check("GPU", DTYPES, query, value)
-    static, arrays = _split(structure, statistics, interpret)
+    _check(hopper, interpret, query, value, bias, mask)
+    static, arrays = _split(structure, statistics, hopper, interpret)
     return _attend(static, query, key, value, bias, present(mask=mask, **arrays))
 
 
-def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
+def head_statistics(
+    query, key, bias, mask, *, hopper=False, interpret=False, **structure
+):
     """Statistics of every row: see `attention.api`."""
-    check("GPU", DTYPES, query, query)
-    static, arrays = _split(structure, True, interpret)
+    _check(hopper, interpret, query, query, bias, mask)
+    static, arrays = _split(structure, True, hopper, interpret)
     arrays = present(query=query, key=key, bias=bias, mask=mask, **arrays)
     return _public(static, arrays, _forward(static, arrays))[-1]
 
 
-def _split(structure, statistics, interpret):
+def _check(hopper, interpret, query, value, bias, mask):
+    if hopper:
+        pallas_hopper.check(query, value, bias, mask, interpret)
+    else:
+        check("GPU", DTYPES, query, value)
+
+
+def _split(structure, statistics, hopper, interpret):
     """What is known when compiling, hashable, and the arrays."""
     arrays = {name: structure.pop(name) for name in masks.STRUCTURE}
-    structure |= {"statistics": statistics, "interpret": interpret}
+    structure |= {"statistics": statistics, "hopper": hopper, "interpret": interpret}
     return tuple(sorted(structure.items())), arrays
 
 
@@ -148,12 +168,35 @@ def _run(kernel, static, arrays, outputs, results):
     by_key = kernel is kernels.key_value_gradient
     problem, arrays = _problem(kernel, static, arrays, by_key)
     run = _by_key if by_key else _by_query
+    hopper = dict(static)["hopper"]
+    if hopper:
+        run = pallas_hopper.launch
 
     def function(arrays):
-        return run(kernel, problem, arrays, outputs(arrays))
+        return run(kernel, problem, arrays, _types(arrays, outputs(arrays)))
 
+    if hopper and problem.interpret:  # with effects, which cannot be partitioned
+        return function(arrays)
     axes = axes_of(arrays, **dict.fromkeys(kernels.ROWS, "BNT"))
     return partitioned(function, arrays, axes, results)
+
+
+def _types(arrays, shapes):
+    """The types of results of these shapes, by name: numbers of rows are float32."""
+    dtype = arrays["query"].dtype
+    dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
+
+    def results(arrays):
+        # Under shard_map, what any input varies over the results do too.
+        some = sum(x.ravel()[0].astype(jnp.float32) for x in arrays.values())
+        return {
+            name: jnp.broadcast_to(some, shape).astype(dtypes.get(name, jnp.float32))
+            for name, shape in shapes.items()
+        }
+
+    # Without the shapes' order a dict would be in that of its names.
+    types = jax.eval_shape(results, arrays)
+    return {name: types[name] for name in shapes}
 
 
 def _problem(kernel, static, arrays, by_key):
@@ -163,8 +206,11 @@ def _problem(kernel, static, arrays, by_key):
     H = arrays["query"].shape[-1]
     V = arrays["value"].shape[-1] if "value" in arrays else H
     dtype = arrays["query"].dtype
-    sizes = choose_tiles(kernel.__name__, max(H, V), dtype, T, S)
     interpret, scale = static.pop("interpret"), static.pop("scale")
+    if static.pop("hopper"):
+        sizes = pallas_hopper.choose_tiles(kernel.__name__, max(H, V), T, S)
+    else:
+        sizes = choose_tiles(kernel.__name__, max(H, V), dtype, T, S)
     del static["statistics"]
     seen = {name: arrays.get(name) for name in masks.STRUCTURE}
     bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)
@@ -288,23 +334,12 @@ def _call(kernel, problem, grid, arrays, specs, outputs):
         # Pallas counts with 64 bits beyond 2**32 bytes only, and 32 have a sign: as
         # bytes the mask would be read before its beginning.
         arrays = dict(arrays, mask=arrays["mask"].astype(jnp.int16))
-    dtype = arrays["query"].dtype
-    dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
-
-    def types(arrays):
-        # Under shard_map, what any input varies over the results do too.
-        some = sum(x.ravel()[0].astype(jnp.float32) for x in arrays.values())
-        return [
-            jnp.broadcast_to(some, shape).astype(dtypes.get(name, jnp.float32))
-            for name, shape in outputs.items()
-        ]
-
     return pl.pallas_call(
         functools.partial(kernel, problem=problem),
         grid=grid,
         in_specs=[{name: specs[name] for name in arrays}],
         out_specs=[specs[name] for name in outputs],
-        out_shape=jax.eval_shape(types, arrays),
+        out_shape=list(outputs.values()),
         compiler_params=plgpu.CompilerParams(
             num_warps=problem.tiles.num_warps, num_stages=problem.tiles.num_stages
         ),

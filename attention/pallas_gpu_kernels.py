@@ -94,7 +94,7 @@ def forward(inputs, highest_ref, confidence_ref, out_ref, *, problem: Problem):
         return out, new_highest, total
 
     out = jnp.zeros(out_ref.shape, jnp.float32)
-    out, highest, total = _visit(inputs, problem, step, (out, *_no_rows(rows, unit)))
+    out, highest, total = visit(inputs, problem, step, (out, *_no_rows(rows, unit)))
     out /= jnp.where(total > 0, total, 1)[:, None]
     _store(out_ref, out, rows, problem.num_queries, problem.value_dim)
     _store(highest_ref, highest, rows, problem.num_queries)
@@ -137,7 +137,7 @@ def statistics(inputs, highest_ref, *refs, problem: Problem):
 
     zeros = [jnp.zeros(rows.shape, jnp.float32)] * 5
     out = None if out_ref is None else jnp.zeros(out_ref.shape, jnp.float32)
-    carry = _visit(inputs, problem, step, (*_no_rows(rows, unit), out, *zeros))
+    carry = visit(inputs, problem, step, (*_no_rows(rows, unit), out, *zeros))
     highest, total, out, excess, *sums = carry
     safe = jnp.where(total > 0, total, 1)
     if out is not None:
@@ -167,7 +167,7 @@ def query_gradient(inputs, gradient_ref, *, problem: Problem):
         logit_gradient = weights * (weight_gradient - delta[:, None])
         return gradient + _dot(logit_gradient.astype(key.dtype), key, problem)
 
-    gradient = _visit(inputs, problem, step, jnp.zeros(query.shape, jnp.float32))
+    gradient = visit(inputs, problem, step, jnp.zeros(query.shape, jnp.float32))
     gradient *= problem.scale
     _store(gradient_ref, gradient, rows, problem.num_queries, problem.head_dim)
 
@@ -207,7 +207,7 @@ def key_value_gradient(inputs, key_gradient_ref, value_gradient_ref, *, problem)
             key_gradient += _dot(logit_gradient.astype(query.dtype), query, problem)
             return key_gradient, value_gradient
 
-        return _visit(inputs, problem, step, carry)
+        return visit(inputs, problem, step, carry)
 
     carry = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     group = inputs["query"].shape[1]
@@ -219,10 +219,9 @@ def key_value_gradient(inputs, key_gradient_ref, value_gradient_ref, *, problem)
     )
 
 
-def _visit(inputs, problem, step, carry):
+def visit(inputs, problem, step, carry):
     """Run `step` over the inner blocks: masked ones, whole ones, masked ones."""
-    bounds = inputs["bounds"]
-    start, whole_start, whole_stop, stop = (bounds[k] for k in range(4))
+    start, whole_start, whole_stop, stop = (inputs["bounds"][k] for k in range(4))
 
     def masked(index, carry):
         return step(index, carry, masked=True)
