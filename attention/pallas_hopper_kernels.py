@@ -23,6 +23,7 @@ from attention.pallas_gpu_kernels import LOG2E, Problem, unit_of, visit
 from attention.pallas_hopper_rings import fetch, fetch_own, release, store, wait
 
 HEIGHT = 64  # of a block that one warpgroup computes, as one wgmma does
+SUPPLIER = 24  # registers of a thread that only fetches
 # What the backward pass reads of each query, stacked: `B N 3 T`.
 STACKED = ("highest", "log2 of confidence", "delta")
 BLOCK = plgpu.Layout.WGMMA
@@ -211,14 +212,19 @@ def _divide(compute, supply, inputs, outputs, scratch, problem):
     @pl.when(place.warpgroup < computing)
     def _():
         if computing > 1:  # a single one has all that it can address
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(_registers(computing), action="increase")
         compute(inputs, outputs, scratch, problem, place)
 
     @pl.when(place.warpgroup == computing)
     def _():
         if computing > 1:
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(SUPPLIER, action="decrease")
         supply(inputs, scratch, problem, place)
+
+
+def _registers(computing):
+    """Of each computing thread: its share of the 512 of four warps, in eights."""
+    return (512 - SUPPLIER) // computing // 8 * 8
 
 
 def _place(inputs, problem, by_key):

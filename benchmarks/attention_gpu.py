@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import re
 import statistics
 import time
 
@@ -23,8 +24,9 @@ import jax
 import jax.numpy as jnp
 
 import attention
-from attention import pallas_gpu_blocks
+from attention import pallas_gpu_blocks, pallas_hopper
 from attention.pallas_gpu_blocks import Tiles
+from attention.platform import compute_capability
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS, WIDTH = 16384, 2048
@@ -73,6 +75,11 @@ def matmul_rate():
     return 2 * size**3 / duration(jax.jit(jnp.matmul), a, a)
 
 
+def fused():
+    """Our kernels for this GPU."""
+    return ["pallas"] + ["pallas_hopper"] * (compute_capability() == 9.0)
+
+
 def passes(arrays, **options):
     """Calls of the forward pass, and of the backward pass alone."""
     query, key, value, gradient = arrays
@@ -98,23 +105,34 @@ def work(direction, arrays, causal):
 
 
 def compare(lengths, sizes):
-    """The main table: ours and cuDNN's TFLOP/s at the shapes that both support."""
+    """The main table: ours and cuDNN's TFLOP/s at the shapes that all support.
+
+    Ours are `pallas` and, on compute capability 9.0, `pallas_hopper`.
+    """
     ceiling = matmul_rate()
     print(f"matrix product 8192³ bfloat16: {ceiling / 1e12:.0f} TFLOP/s\n")
-    print("| H | T | causal | pass | ours, TFLOP/s | share | cuDNN, TFLOP/s | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    ours = fused()
+    heads = [f"{name}, TFLOP/s | share | of cuDNN" for name in ours]
+    print(f"| H | T | causal | pass | cuDNN, TFLOP/s | {' | '.join(heads)} |")
+    print("|" + " --- |" * (5 + 3 * len(ours)))
     for H, causal, T in itertools.product(sizes, (False, True), lengths):
         arrays = inputs(T, H)
-        ours = passes(arrays, implementation="pallas", is_causal=causal)
-        peer = passes(arrays, implementation="cudnn", is_causal=causal)
-        for direction in ours:
-            seconds = durations({"ours": ours[direction], "peer": peer[direction]})
+        calls = {
+            name: passes(arrays, implementation=name, is_causal=causal)
+            for name in (*ours, "cudnn")
+        }
+        for direction in ("forward", "backward"):
+            seconds = durations({name: calls[name][direction] for name in calls})
             operations = work(direction, arrays, causal)
             rate = {name: operations / x / 1e12 for name, x in seconds.items()}
+            cells = [
+                f"{rate[name]:.0f} | {rate[name] * 1e12 / ceiling:.0%} "
+                f"| {rate[name] / rate['cudnn']:.2f}"
+                for name in ours
+            ]
             print(
                 f"| {H} | {T} | {'yes' if causal else 'no'} | {direction} "
-                f"| {rate['ours']:.0f} | {rate['ours'] * 1e12 / ceiling:.0%} "
-                f"| {rate['peer']:.0f} | {rate['ours'] / rate['peer']:.2f} |",
+                f"| {rate['cudnn']:.0f} | {' | '.join(cells)} |",
                 flush=True,
             )
 
@@ -133,14 +151,15 @@ def others():
         "packed": ({"T": 2048, "H": 64}, {"segments": True}),
         "float32": ({"T": 2048, "H": 64, "dtype": jnp.float32}, {}),
     }
-    print("\n| case | pass | ours ms | blockwise ms | jax.nn xla ms |")
-    print("| --- | --- | --- | --- | --- |")
+    peers = [*fused(), "blockwise", "xla"]
+    print(f"\n| case | pass | {' ms | '.join(peers)} ms |")
+    print("|" + " --- |" * (2 + len(peers)))
     for name, (sizes, options) in cases.items():
         arrays, options = inputs(**sizes), dict(options)
         if options.pop("segments", False):
             ids = packed(*arrays[0].shape[:2])
             options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
-        for row in rows(name, arrays, ("pallas", "blockwise", "xla"), **options):
+        for row in rows(name, arrays, peers, **options):
             print(row, flush=True)
     arrays = inputs(4096, 64)
     look = jax.jit(
@@ -170,30 +189,33 @@ def rows(name, arrays, peers, **options):
         yield f"| {name} | {direction} | {' | '.join(cells)} |"
 
 
-def tune(T, H, causal):
+def tune(T, H, causal, implementation):
     """Other tiles for one shape, fastest first. Copy the winners to TILES."""
     arrays = inputs(T, H)
-    size = next(key for key in pallas_gpu_blocks.TILES["forward"] if key >= (2, H))
+    hopper = implementation == "pallas_hopper"
+    tables = pallas_hopper.TILES if hopper else pallas_gpu_blocks.TILES
     for kernel, direction in (
         ("forward", "forward"),
         ("query_gradient", "backward"),
         ("key_value_gradient", "backward"),
     ):
-        table, results = pallas_gpu_blocks.TILES[kernel], []
+        table, results = tables[kernel], []
+        size = next(key for key in table if key >= (H if hopper else (2, H)))
         kept = table[size]
-        sizes = (32, 64, 128)
-        for choice in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
+        sizes = (64, 128, 192) if hopper else (32, 64, 128)
+        warps = (8,) if hopper else (4, 8)
+        for choice in itertools.product(sizes, sizes, warps, (1, 2, 3, 4)):
             table[size] = Tiles(*choice)
             try:
-                calls = passes(arrays, implementation="pallas", is_causal=causal)
+                calls = passes(arrays, implementation=implementation, is_causal=causal)
                 seconds = duration(calls[direction][0], *calls[direction][1])
             except Exception as error:  # it may need too much shared memory
-                if "RESOURCE_EXHAUSTED" not in str(error):
+                if not re.search("RESOURCE_EXHAUSTED|shared memory", str(error)):
                     raise
                 continue
             results.append((work(direction, arrays, causal) / seconds / 1e12, choice))
         table[size] = kept
-        print(f"{kernel}, H {H}, T {T}, now {tuple(kept)}:")
+        print(f"{implementation}, {kernel}, H {H}, T {T}, now {tuple(kept)}:")
         for rate, choice in sorted(results, reverse=True)[:6]:
             print(f"  {rate:6.0f} TFLOP/s with {choice}", flush=True)
 
@@ -204,16 +226,19 @@ def gradients(function, query, key, value, gradient):
 
 def trace():
     """Everything that would run, as far as it goes without a GPU."""
-    for T, H, causal in itertools.product(LENGTHS, (64, 128), (False, True)):
+    names = "pallas_gpu_interpret", "pallas_hopper_interpret"
+    choices = itertools.product(LENGTHS, (64, 128), (False, True), names)
+    for T, H, causal, name in choices:
         arrays = jax.eval_shape(functools.partial(inputs, T, H))
 
         function = functools.partial(
             attention.dot_product_attention,
-            implementation="pallas_gpu_interpret",
+            implementation=name,
             is_causal=causal,
         )
         results = jax.eval_shape(functools.partial(gradients, function), *arrays)
-        print(T, H, causal, [x.shape for x in results], work("forward", arrays, causal))
+        sizes = [x.shape for x in results]
+        print(name, T, H, causal, sizes, work("forward", arrays, causal))
 
 
 def main():
@@ -230,8 +255,9 @@ def main():
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, {datetime.date.today()}\n")
     if flags.tune:
-        for H, causal in itertools.product(flags.sizes, (False, True)):
-            tune(4096, H, causal)
+        for name in fused():
+            for H, causal in itertools.product(flags.sizes, (False, True)):
+                tune(4096, H, causal, name)
         return None
     compare(flags.lengths, flags.sizes)
     return others()

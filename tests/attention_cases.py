@@ -206,6 +206,7 @@ COLUMNS = {
     "blockwise": "blockwise",
     "xla": "xla",
     "pallas (GPU)": "pallas_gpu_interpret",
+    "pallas_hopper": "pallas_hopper_interpret",
     "pallas (TPU)": "pallas_tpu_interpret",
 }
 ROWS = {
@@ -236,7 +237,7 @@ def table() -> str:
     rows += [(name, values, make(row()[0], **row()[1])) for name, row in ROWS.items()]
     rows += [
         ("gradient of the residual", differentiate, make("nothing")),
-        ("statistics", statistics, make("everything")),
+        ("statistics", statistics, make("segments")),
     ]
     for name, function, arguments in rows:
         cells = [supports(column, function, *arguments) for column in COLUMNS.values()]
