@@ -62,7 +62,7 @@ def _forward(inputs, outputs, scratch, problem, place):
         highest, total, out, excess, distance, *shares = carry
         key, slot = wait(scratch["key"], j - place.start)
         logits = _product(query, key, problem, transposed=True)
-        release(scratch["key"], slot)
+        release(scratch["key"], slot, loaded=problem.interpret)
         logits = _logits(logits, inputs, row_ids, j, place, problem, masked)
         new_highest = jnp.maximum(highest, logits.max(1))
         below = (logits - _of_rows(new_highest, logits)) * unit
@@ -85,7 +85,7 @@ def _forward(inputs, outputs, scratch, problem, place):
             out = out * _of_rows(correction, out)
             value, slot = wait(scratch["value"], j - place.start)
             out = _add_product(out, weights.astype(query.dtype), value, problem)
-            release(scratch["value"], slot)
+            release(scratch["value"], slot, loaded=problem.interpret)
         return new_highest, total, out, excess, distance, *shares
 
     def rows(number):
@@ -139,11 +139,11 @@ def _query_gradient(inputs, outputs, scratch, problem, place):
         weights = jnp.exp2(below + _of_rows(log_confidence, logits))
         value, _ = wait(scratch["value"], j - place.start)
         weight_gradient = _product(out_gradient, value, problem, transposed=True)
-        release(scratch["value"], slot)
+        release(scratch["value"], slot, loaded=problem.interpret)
         logit_gradient = weights * (weight_gradient - _of_rows(delta, logits))
         logit_gradient = logit_gradient.astype(query.dtype)
         gradient = _add_product(gradient, logit_gradient, key, problem)
-        release(scratch["key"], slot)
+        release(scratch["key"], slot, loaded=problem.interpret)
         return gradient
 
     gradient = _full((HEIGHT, query.shape[-1]), 0, BLOCK, problem)
@@ -177,17 +177,17 @@ def _key_value_gradient(inputs, outputs, scratch, problem, place):
                 _of_columns(_vector(stacked.at[k], OF_COLUMNS, problem), logits)
                 for k in range(len(STACKED))
             )
-            release(scratch["stacked"], slot)
+            release(scratch["stacked"], slot, loaded=True)
             weights = jnp.exp2((logits - highest) * unit + log_confidence)
             out_gradient, _ = wait(scratch["out_gradient"], turn)
             value_gradient = _add_product(
                 value_gradient, weights.astype(key.dtype), out_gradient, problem
             )
             weight_gradient = _product(value, out_gradient, problem, transposed=True)
-            release(scratch["out_gradient"], slot)
+            release(scratch["out_gradient"], slot, loaded=problem.interpret)
             logit_gradient = (weights * (weight_gradient - delta)).astype(key.dtype)
             key_gradient = _add_product(key_gradient, logit_gradient, query, problem)
-            release(scratch["query"], slot)
+            release(scratch["query"], slot, loaded=problem.interpret)
             return key_gradient, value_gradient
 
         return visit(inputs, problem, step, carry)
@@ -349,7 +349,8 @@ def _ids(inputs, kind, start, size, layout, place, problem):
 def _vector(ref, layout, problem):
     if problem.interpret:
         return ref[...]
-    return plgpu.load(ref, (), layout=layout, optimized=False)
+    index = () if jax.__version_info__ >= (0, 11) else ((),)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def _full(shape, number, layout, problem):

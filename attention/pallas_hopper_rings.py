@@ -50,8 +50,14 @@ def wait(ring, turn):
     return ring.buffer.at[slot], slot
 
 
-def release(ring, slot):
-    """Let the slot be filled again: this warpgroup has read it."""
+def release(ring, slot, *, loaded):
+    """Let the slot be filled again: this warpgroup has read it.
+
+    `loaded`: into registers, not by a wgmma. Only a fence orders that before what the
+    TMA writes.
+    """
+    if loaded:
+        plgpu.commit_smem()
     plgpu.barrier_arrive(ring.free.at[slot])
 
 
