@@ -15,14 +15,9 @@ def translate_lines(
     Args:
         batch_size, options: see `models.decoding.translate_trials`.
     """
-    longest, number = run.config.data.max_length, 0
+    number = 0
     for lines in data.lines.lines_at_hand(sys.stdin.fileno(), batch_size):
-        for index, ids in enumerate(run.tokenizers[0].encode(lines)):
-            if len(ids) > longest:
-                say(
-                    f"Line {number + index + 1} has {len(ids)} tokens, more than the "
-                    f"{longest} of the longest in training: expect little of it."
-                )
+        _tell_long(run, lines, number)
         options |= {"n_best": n_best, "batch_size": batch_size, "first": number}
         found = run.translate(lines, trial, **options)
         for line in listed(found, number) if n_best else found:
@@ -39,7 +34,21 @@ def score_lines(run: Trained, trial: int, batch_size: int) -> None:
     number = 0
     for lines in data.lines.lines_at_hand(sys.stdin.fileno(), batch_size):
         pairs = data.lines.pairs_of(lines, number)
+        for side, sentences in enumerate(pairs):
+            _tell_long(run, sentences, number, side)
         for log_prob, tokens in run.score(*pairs, trial):
             print(f"{log_prob:.4f}\t{tokens}")
         sys.stdout.flush()
         number += len(lines)
+
+
+def _tell_long(run, lines, number, side=0):
+    """Name the lines that are longer than any in training, of the source or target."""
+    longest = run.config.data.max_length
+    for index, ids in enumerate(run.tokenizers[side].encode(lines)):
+        if len(ids) > longest:
+            which = ("", "'s target")[side]
+            say(
+                f"Line {number + index + 1}{which} has {len(ids)} tokens, more than "
+                f"the {longest} of the longest in training: expect little of it."
+            )

@@ -1,9 +1,11 @@
 """The log-probability of translations that are there: whose, and of which line."""
 
+import os
+
 import numpy as np
 import pytest
 
-from analysis import scoring, trained
+from analysis import lines, scoring, trained
 from data.lines import pairs_of
 from data.packing import Sentences
 from tests import test_decoding
@@ -36,6 +38,22 @@ def test_sources_and_targets_are_read_by_their_own_vocabularies(monkeypatch):
     monkeypatch.setattr(trained, "log_probs", log_probs)
     assert run_of("text", "nowhere").score(["a"], ["b"]) == [(-1.5, 3)]
     assert given == [["source: a"], ["target: b"]]
+
+
+def test_lines_longer_than_any_in_training_are_named(monkeypatch, capsys):
+    """The vocabularies here write a text of n letters in 8 + n tokens."""
+    run = run_of("text", "nowhere")
+    run.config.data.max_length = 12
+    monkeypatch.setattr(trained, "log_probs", lambda *_: np.ones((2, 3), int))
+    given = ["a\tb", "aaaaa\tb", "a\tbbbbb"]
+    monkeypatch.setattr(lines.data.lines, "lines_at_hand", lambda *_: [given])
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(lines.sys, "stdin", nothing)
+        lines.score_lines(run, 0, 8)
+    end = "has 13 tokens, more than the 12 of the longest in training: expect little"
+    told = capsys.readouterr().err.splitlines()
+    for line, start in zip(told, ("Line 2", "Line 3's target"), strict=True):
+        assert line.startswith(f"{start} {end}")
 
 
 @pytest.mark.parametrize("line, count", [("", 1), ("a", 1), ("a\tb\tc", 3)])
