@@ -314,14 +314,12 @@ def _function(name, function):
 
 def _require_hopper(platform):
     capability = compute_capability()
-    if platform == "gpu" and capability in (None, 9.0):  # None: compiled elsewhere
+    here = f"this GPU has {capability}"
+    if platform != "gpu":
+        here = f"the platform is {platform!r}"
+    elif capability in (None, 9.0):  # None: it is compiled for on another machine
         return
-    here = (
-        f"is the platform {platform!r}"
-        if capability is None
-        else f"GPU has {capability}"
-    )
     raise NotImplementedError(
         "implementation 'pallas_hopper' needs a GPU of compute capability 9.0 (H100, "
-        f"H200, GH200), and this {here}; use 'pallas' on another GPU, else 'blockwise'"
+        f"H200, GH200), and {here}; use 'pallas' on another GPU, else 'blockwise'"
     )

@@ -1,5 +1,6 @@
 """How `attention.pallas_gpu` launches its kernels for Hopper, and what they lack."""
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,6 +15,7 @@ from attention.partition import varying_alike
 DTYPES = ("bfloat16", "float16")
 LARGEST = 128  # head size, of which the backward pass fits into registers
 
+THREADS = 6  # that the simulation is given
 WIDTH = 32  # a head is padded to a multiple of it
 
 # By kernel and largest head size: queries and keys of a block, warps that compute, and
@@ -39,6 +41,13 @@ def choose_tiles(kernel, head_dim, num_queries, num_keys) -> Tiles:
 
 def check(query, value, bias, mask, interpret):
     """Raise NotImplementedError for what `pallas_gpu` has and these have not."""
+    # XLA has at least as many threads as devices.
+    if interpret and jax.local_device_count(backend="cpu") < THREADS:
+        raise NotImplementedError(
+            "implementation='pallas_hopper_interpret' needs a thread of XLA's for each "
+            "warpgroup that it simulates, and may wait for one for ever; "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={THREADS}"
+        )
     refusal = "implementation='pallas_hopper' takes {}; use 'pallas' or 'blockwise'"
     if not interpret and query.dtype.name not in DTYPES:
         what = f"{' and '.join(DTYPES)}, not {query.dtype}"
@@ -77,8 +86,9 @@ def launch(kernel, problem, arrays, types):
         body,
         out_type=tuple(types[name].update(shape=padded[name]) for name in types),
         scratch_types=_scratch(inputs, padded, outer, warpgroups, problem),
-        grid=(inputs["bounds"].shape[1], inputs[outer].shape[2], len(inputs["query"])),
-        grid_names=("block", "head", "batch"),
+        # Of one axis, CUDA's only one of more than 65,535 programs; vmap adds others.
+        grid=(inputs["bounds"].shape[1] * inputs[outer].shape[2] * len(inputs[outer]),),
+        grid_names=("program",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -122,7 +132,8 @@ def _pad(x, shape):
 def _padded(name, shape, problem):
     """The shape with a sequence and a width as a kernel takes them.
 
-    What is fetched and stored in blocks may end within one, but at a multiple of 8.
+    What is fetched and stored in blocks may end within one, but at a multiple of 8:
+    beyond, the hardware reads zeros and writes nothing. The simulation does not.
     """
     tile = getattr(problem.tiles, _AXES.get(name, "queries"))
     if len(shape) < 4:
@@ -171,11 +182,7 @@ def _scratch(inputs, outputs, outer, warpgroups, problem):
 
 
 def _interpreter():
-    """Zeros beyond an array, as the fetching hardware gives, and races told."""
+    """Tells races, and stops at what is read beyond an array."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    return InterpretGPUParams(
-        detect_races=True,
-        out_of_bounds_reads="uninitialized",
-        uninitialized_memory="zero",
-    )
+    return InterpretGPUParams(detect_races=True)

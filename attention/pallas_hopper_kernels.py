@@ -195,7 +195,8 @@ def _key_value_gradient(inputs, outputs, scratch, problem, place):
     carry = tuple(
         _full((HEIGHT, own.shape[-1]), 0, BLOCK, problem) for own in (key, value)
     )
-    key_gradient, value_gradient = lax.fori_loop(0, _group(inputs), one_head, carry)
+    carry = lax.fori_loop(jnp.int32(0), _group(inputs), one_head, carry)
+    key_gradient, value_gradient = carry
     key_gradient *= problem.scale
     _store(outputs["key"], key_gradient, scratch["key"].buffer, place)
     _store(outputs["value"], value_gradient, scratch["value"].buffer, place)
@@ -229,8 +230,11 @@ def _registers(computing):
 
 def _place(inputs, problem, by_key):
     """And the bounds of the loop over inner blocks: see `Visits`."""
-    batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "block"))
     many, blocks, _ = inputs["bounds"].shape
+    # The blocks of a head run side by side: they read the same keys.
+    program, block = _divmod(lax.axis_index("program"), blocks)
+    heads = inputs["key" if by_key else "query"].shape[2]
+    batch, head = _divmod(program, heads)
     if problem.is_causal and not by_key:
         # The longest rows first: the short ones then fill the gaps at the end.
         block = blocks - 1 - block
@@ -243,6 +247,10 @@ def _place(inputs, problem, by_key):
     first = block * tile + warpgroup * HEIGHT
     start, _, _, stop = bounds
     return Place(batch, head, warpgroup, first, start, stop - start, by_key), bounds
+
+
+def _divmod(number, size):
+    return lax.div(number, jnp.int32(size)), lax.rem(number, jnp.int32(size))
 
 
 def _supply_keys(inputs, scratch, problem, place):
@@ -286,7 +294,7 @@ def _store(ref, block, buffer, place):
 
 def _group(inputs):
     """Query heads that read one key head."""
-    return inputs["query"].shape[2] // inputs["key"].shape[2]
+    return jnp.int32(inputs["query"].shape[2] // inputs["key"].shape[2])
 
 
 def _logits(products, inputs, own_ids, inner, place, problem, masked):

@@ -12,7 +12,6 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src.pallas.mosaic.interpret import thread_map
 
 from attention import pallas_gpu, pallas_hopper_kernels, pallas_hopper_rings
@@ -57,6 +56,24 @@ def bfloat16(H, V):
     test_pallas_gpu.check(test_pallas_gpu.inputs(200, 150, **sizes), is_causal=True)
 
 
+def long(_):
+    """More blocks than slots, in each kernel: of three slots, and of two."""
+    for T, S, H, options in (
+        (100, 1000, 16, {}),
+        (100, 700, 96, {"local_window_size": (60, 500)}),
+        (700, 100, 16, {"is_causal": True}),
+    ):
+        test_pallas_gpu.check(test_pallas_gpu.inputs(T, S, H=H, B=1), **options)
+
+
+def x64(_):
+    jax.config.update("jax_enable_x64", True)  # for the simulation's threads too
+    ids = jnp.ones((2, 40), jnp.int32)
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    inputs = test_pallas_gpu.inputs(40, 40, N=4, K=2)
+    test_pallas_gpu.check(inputs, is_causal=True, **segments)
+
+
 def trials(_):
     """A trial axis, of which the keys are the same for all."""
     query, key, value = test_pallas_gpu.inputs(70, 130, B=1)
@@ -71,8 +88,9 @@ def trials(_):
         return jax.jit(jax.vmap(one, (0, None, 0)))(query, key, value)
 
     implementations = test_pallas_gpu.attend, test_pallas_gpu.reference.attend
-    for x, y in zip(*map(gradients, implementations), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    names = "query", "key", "value"
+    got, want = (dict(zip(names, gradients(x), strict=True)) for x in implementations)
+    attention_cases.check(got, want)
 
 
 def hasty(_):

@@ -76,6 +76,7 @@ def resources(folder):
     for path in Path(folder).glob("*.ptxas"):
         report = path.read_text()
         name = re.search(r"entry function '(\w+)_mosaic_gpu_kernel'", report)[1]
+        assert not re.search("ignored|serialized", report), report  # a warning's words
         spilled = int(re.search(r"(\d+) bytes spill stores", report)[1])
         wgmmas = path.with_suffix(".ptx").read_text().count("wgmma.mma_async")
         found.setdefault(name, []).append((spilled, wgmmas))
@@ -137,4 +138,12 @@ def test_a_trial_axis_is_one_kernel(one):
     )
     function = jax.vmap(jax.checkpoint(forward_and_backward()))
     program = compiled(function, arrays, one)
+    assert kernels(program) == BACKWARD
+
+
+def test_x64_mode(one):
+    with jax.enable_x64(True):
+        extra = {name: ids(512) for name in NOTHING if "segment" in name}
+        arrays = shapes(T=512, N=4, K=2, **extra)
+        program = compiled(forward_and_backward(is_causal=True), arrays, one)
     assert kernels(program) == BACKWARD
