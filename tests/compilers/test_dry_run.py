@@ -29,7 +29,7 @@ def compile_fast():
     jax.config.update("jax_exec_time_optimization_effort", before)
 
 
-def planned(name, target, seeds=1, **mesh):
+def planned(name, target, seeds=1, implementation=None, **mesh):
     """The plan of configs/NAME.py with one layer a stack, for whole ones take minutes.
 
     Layers repeat: they add memory, and communicate as the first does. With WHOLE=1 in
@@ -39,6 +39,7 @@ def planned(name, target, seeds=1, **mesh):
     if "WHOLE" not in os.environ:
         config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     config.mesh.update(mesh)
+    config.model.attention.implementation = implementation
     arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
     shape = largest_rows(config.data.batch_tokens, config.data.max_length)
     return dry_run.plan(config, arrays, target, shape)
@@ -75,6 +76,12 @@ def test_trials_on_a_pod_need_no_communication(name, pod):
     plan = planned(name, pod, seeds=256)
     assert plan.fits and plan.mesh == {"trial": 256, "data": 1, "model": 1}
     assert plan.collectives == {} and plan.num_trials == 1
+
+
+def test_trials_train_by_the_hopper_kernels():
+    plan = planned("multi30k", "h200:8", seeds=16, implementation="pallas_hopper")
+    assert plan.fits and plan.mesh == {"trial": 8, "data": 1, "model": 1}
+    assert plan.collectives == {} and plan.num_trials == 2
 
 
 def test_the_command_prints_a_plan_and_nothing_else():
