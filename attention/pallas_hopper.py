@@ -14,13 +14,12 @@ from attention.partition import varying_alike
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = 128  # head size, of which the backward pass fits into registers
-
 THREADS = 6  # that the simulation is given
 WIDTH = 32  # a head is padded to a multiple of it
 
 # By kernel and largest head size: queries and keys of a block, warps that compute, and
-# slots of a ring. Largest that fit an H200's registers without spilling and its shared
-# memory; they have not been timed.
+# slots of a ring. The largest that fit an H200's shared memory and, but for a few bytes,
+# its registers. To be timed on one: benchmarks/attention_gpu.py --tune.
 TILES = {
     "forward": {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 2)},
     "statistics": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2)},
