@@ -18,7 +18,7 @@ THREADS = 6  # that the simulation is given
 WIDTH = 32  # a head is padded to a multiple of it
 
 # By kernel and largest head size: queries and keys of a block, warps that compute, and
-# slots of a ring. The largest that fit an H200's shared memory and, but for a few bytes,
+# slots of a ring. The largest that fit an H200's shared memory and (but for some bytes)
 # its registers. To be timed on one: benchmarks/attention_gpu.py --tune.
 TILES = {
     "forward": {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 2)},

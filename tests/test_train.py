@@ -963,8 +963,13 @@ def test_pairs_are_scored_by_the_trial_that_is_asked_for(monkeypatch, capsys):
     with flagsaver.flagsaver(), open(os.devnull) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         flags.FLAGS(command("eval.py", score=True, trial=1)[1:])
+        config = SimpleNamespace(data=SimpleNamespace(max_length=1))
+        sides = (SimpleNamespace(encode=lambda lines: lines),) * 2
+        trained = SimpleNamespace(
+            config=config, tokenizers=sides, step=[0, 0], score=score
+        )
         with pytest.raises(ValueError, match="Line 3 of the input has 1 tab-separated"):
-            script.take_lines(SimpleNamespace(step=[0, 0], score=score), {})
+            script.take_lines(trained, {})
     assert capsys.readouterr().out == "-1.2500\t2\n-100.0000\t1\n" and flushed
 
 
