@@ -273,15 +273,16 @@ def test_guard_catches_a_gather(four, monkeypatch):
     assert "all-gather" in collectives(program)
 
 
-def test_inside_shard_map(four):
+def inside_shard_map(function, mesh):
+    """The program of a function with eight heads, divided by `jax.shard_map`."""
     arrays, specs = sharded(8)
     heads = PartitionSpec("data", None, "model")
-    function = jax.shard_map(
-        forward_and_backward(),
-        mesh=four,
-        in_specs=specs,
-        out_specs=(heads, heads, (heads,) * 3),
-    )
-    program = compiled(function, arrays, four, specs)
+    outs = heads, heads, (heads,) * 3
+    divided = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs)
+    return compiled(divided, arrays, mesh, specs)
+
+
+def test_inside_shard_map(four):
+    program = inside_shard_map(forward_and_backward(), four)
     assert kernels(program.as_text()) == BACKWARD
     assert collectives(program) == set()

@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
 
 from attention import pallas_gpu
 from tests.compilers import test_gpu
@@ -118,15 +117,7 @@ def test_batch_and_heads_stay_sharded(K, expected, four):
 
 
 def test_inside_shard_map(four):
-    arrays, specs = test_gpu.sharded(8)
-    heads = PartitionSpec("data", None, "model")
-    function = jax.shard_map(
-        forward_and_backward(),
-        mesh=four,
-        in_specs=specs,
-        out_specs=(heads, heads, (heads,) * 3),
-    )
-    program = compiled(function, arrays, four, specs)
+    program = test_gpu.inside_shard_map(forward_and_backward(), four)
     assert kernels(program) == BACKWARD
     assert collectives(program) == set()
 
