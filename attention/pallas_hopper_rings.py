@@ -21,7 +21,7 @@ class Ring(NamedTuple):
 
 def fetch(rings, source, count):
     """Fill each ring so many times with `source(name, turn)`, as slots get free."""
-    slots = _slots(rings)
+    slots = _slots(next(iter(rings.values())))
 
     @pl.loop(0, count)
     def _(turn):
@@ -45,7 +45,7 @@ def fetch(rings, source, count):
 
 def wait(ring, turn):
     """What is fetched in this turn, once it is there, and the slot to `release`."""
-    slot = lax.rem(turn, _slots({"": ring}))
+    slot = lax.rem(turn, _slots(ring))
     plgpu.barrier_wait(ring.filled.at[slot])
     return ring.buffer.at[slot], slot
 
@@ -77,5 +77,5 @@ def store(ref, block, buffer):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _slots(rings):
-    return jnp.int32(next(iter(rings.values())).buffer.shape[0])
+def _slots(ring):
+    return jnp.int32(ring.buffer.shape[0])

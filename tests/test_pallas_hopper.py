@@ -76,8 +76,10 @@ def test_needs_a_hopper(monkeypatch):
             array, array, array, implementation="pallas_hopper"
         )
 
-    with pytest.raises(NotImplementedError, match="9.0 .*the platform is 'cpu'"):
-        attend()
+    for here in (None, 9.0):  # also beside one, on a mesh of other devices
+        monkeypatch.setattr("attention.api.compute_capability", lambda here=here: here)
+        with pytest.raises(NotImplementedError, match="9.0 .*the platform is 'cpu'"):
+            attend()
     monkeypatch.setattr("attention.api.current_platform", lambda: "gpu")
     monkeypatch.setattr("attention.api.compute_capability", lambda: 8.0)
     with pytest.raises(NotImplementedError, match="9.0 .*this GPU has 8.0; use 'pal"):

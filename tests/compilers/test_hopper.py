@@ -34,8 +34,8 @@ SUPPORTED = {
     for name, case in CASES.items()
     if not case[0].keys() & {"dtype", "mask"} and case[0].get("H", 0) <= 128
 }
-# Bytes a thread that registers do not hold: beside 240 of them next to nothing.
-SPILLED = 256
+# Bytes a thread that 240 registers may leave over, by head size; none of others.
+SPILLED = {128: 200}
 
 
 def kernels(program):
@@ -105,7 +105,7 @@ def test_registers_hold_the_blocks(width, packed, one, tmp_path, monkeypatch):
     assert sorted(found) == sorted([*BACKWARD, "statistics"])
     for name, programs in found.items():
         for spilled, wgmmas in programs:
-            assert wgmmas > 0 and spilled <= SPILLED, (name, spilled)
+            assert wgmmas > 0 and spilled <= SPILLED.get(width, 0), (name, spilled)
 
 
 @pytest.mark.parametrize("K, expected", [(8, set()), (4, set()), (1, {"all-reduce"})])
