@@ -222,6 +222,29 @@ def sink(base) -> list[dict]:
     return over("model.attention.sink", False, True)
 
 
+def scale(base) -> Iterator[dict]:
+    """Should the logits of larger keys be divided by the root of their size, or by it?
+
+    By the root, H^-0.5, is usual; by H itself Yang et al. 2022 (Tensor Programs V), for
+    query and key become aligned as they learn. Both are equal at the base config's H.
+
+    Scientific: model.attention.head_dim, model.attention.scale; V is the baseline's.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    attention = base.model.attention
+    own = attention.head_dim or share(base, attention.num_heads)
+    value_dim = attention.value_dim or share(base, attention.num_heads)
+    for size in sorted({*SIZES, own}):
+        arm = {
+            "model.attention.head_dim": size,
+            "model.attention.value_dim": value_dim,
+        }
+        yield arm
+        if size != own:
+            yield arm | {"model.attention.scale": float(f"{own**0.5 / size:.4g}")}
+
+
 def positions(base) -> list[dict]:
     """What does each kind of positions give, and what does having none cost?
 

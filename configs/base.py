@@ -56,6 +56,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.talking_heads = False  # mix the maps before and after the softmax
     attention.sink = False  # a learned logit a head, to attend to nothing
     attention.qk_norm = False  # RMS-normalise queries and keys
+    attention.scale = placeholder(float)  # times query · key; None: 1 / sqrt(H)
     attention.use_bias = True  # in the four projections
     attention.implementation = placeholder(str)  # None: by platform and shape
     for site in ("encoder", "decoder", "cross"):  # None: as in model.attention

@@ -39,6 +39,8 @@ class Attention(nnx.Module):
             `attention.dot_product_attention`; not with talking heads.
         qk_norm: RMS-normalise queries and keys, with learned scales of size H; of the
             kind of Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
+        scale: what query · key is multiplied by; None: 1 / sqrt(H). Tensor Programs V
+            (Yang et al. 2022) has a constant / H. At 0 a head averages what it may see.
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
         path: the config keys above, to name them in errors.
@@ -63,6 +65,7 @@ class Attention(nnx.Module):
         talking_heads: bool = False,
         sink: bool = False,
         qk_norm: bool = False,
+        scale: float | None = None,
         use_bias: bool = True,
         implementation: str | None = None,
         path: str = "model.attention",
@@ -77,6 +80,8 @@ class Attention(nnx.Module):
                 f"{path}.merge_gain must be from 1e-18 to 1e18, got {merge_gain}."
             )
         choose(f"{path}.init", init, INITS)
+        if scale is not None and not 0 <= scale <= 1e6:
+            raise ValueError(f"{path}.scale must be from 0 to 1e6, got {scale}.")
         if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
             raise ValueError(
                 f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
@@ -133,13 +138,19 @@ class Attention(nnx.Module):
         self.sink = nnx.Param(jnp.zeros(num_heads)) if sink else None
         self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
         self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
+        # Queries are longer by this, so that whatever reads them need not know of it.
+        self.stretch = None if scale is None else scale * head_dim**0.5
 
     def queries(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T N H"]:
-        """Project to queries; with positions, rotated by them."""
+        """Project to queries, scaled; with positions, rotated by them."""
         query = project(x, self.query, self.query_bias)
-        return turned(query, self.query_norm, positions)
+        return self.stretched(turned(query, self.query_norm, positions))
+
+    def stretched(self, query: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Queries whose logits have the layer's scale, times those of 1 / sqrt(H)."""
+        return query if self.stretch is None else query * self.stretch
 
     def keys_values(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None
@@ -175,7 +186,7 @@ class Attention(nnx.Module):
             )
         )
         return (
-            turned(query, self.query_norm, positions),
+            self.stretched(turned(query, self.query_norm, positions)),
             turned(key, self.key_norm, positions),
             value,
         )

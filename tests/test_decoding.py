@@ -25,7 +25,11 @@ SHAPES = {
 SETTINGS = SHAPES | {
     "scaled": {"merge": "scaled"},
     "mean, rotary": {"merge": "mean", "positions": "rotary", "qk_norm": True},
-    "weighted, relative": {"merge": "weighted", "positions": "relative"},
+    "weighted, relative": {
+        "merge": "weighted",
+        "positions": "relative",
+        "scale": 0.7,
+    },
     "dynamic, none": {"merge": "dynamic", "positions": "none", "num_kv_heads": 1},
     "gated, learned": {"merge": "gated", "positions": "learned"},
     "elementwise, relative": {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import attention
 from configs.ablations import equal_gain
 from configs.base import get_config
 from configs.commandline import flat
@@ -282,6 +283,21 @@ def test_by_fan_in_logits_begin_with_variance_1_whatever_the_heads(N, K, H):
         assert np.mean(variances) == pytest.approx(wanted, rel=0.15)
 
 
+@pytest.mark.parametrize("scale", [None, 0.0, 0.9])
+def test_logits_are_multiplied_by_the_layers_scale(scale):
+    D, shape = 24, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "value_dim": 5}
+    layer = Attention(D, **shape, scale=scale, sink=True, rngs=nnx.Rngs(0))
+    layer.sink[...] = jnp.arange(4.0)
+    plain = Attention(D, **shape, rngs=nnx.Rngs(0))  # of the same projections
+    x, memory = jax.random.normal(jax.random.key(1), (2, 3, 7, D))
+    query, (key, value) = plain.queries(x), plain.keys_values(memory)
+    heads = attention.dot_product_attention(
+        query, key, value, scale=scale, sink=layer.sink[...], implementation="reference"
+    )
+    found = layer(x, memory)
+    np.testing.assert_allclose(found, layer.merged(heads, x), rtol=1e-5, atol=1e-6)
+
+
 def test_the_gain_of_a_shared_kernel_is_that_of_the_formula():
     for N, V, D in ((4, 32, 128), (16, 8, 128), (3, 20, 50)):
         exact = N * np.sqrt((V + D) / (N * V + D))
@@ -332,6 +348,8 @@ def test_embeddings_begin_and_enter_at_the_scale_of_positions():
         ({"merge_gain": -1.0}, "merge_gain must be from 1e-18 to 1e18, got -1.0"),
         ({"merge_gain": float("nan")}, "merge_gain must be .*got nan"),
         ({"merge_gain": float("inf")}, "merge_gain must be .*got inf"),
+        ({"scale": -1.0}, "model.attention.scale must be from 0 to 1e6, got -1.0"),
+        ({"scale": float("nan")}, "scale must be .*got nan"),
         (
             {"init": "he"},
             "model.attention.init must be one of xavier, fan_in, got 'he'",

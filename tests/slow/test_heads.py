@@ -28,6 +28,7 @@ SETTINGS = {
     "scaled": ("rotary", "pre", {"merge": "scaled"}),
     "mean": ("rotary", "post", {"merge": "mean"}),
     "weighted": ("relative", "post", {"merge": "weighted", "num_kv_heads": 1}),
+    "scale": ("rotary", "post", {"scale": 0.9, "qk_norm": True}),
     "dynamic": ("learned", "pre", {"merge": "dynamic"}),
     "gated, sink": ("none", "post", {"merge": "gated", "head_dim": 3, "sink": True}),
     "gated_elementwise": ("sinusoidal_paper", "pre", {"merge": "gated_elementwise"}),
