@@ -90,7 +90,7 @@ RESOURCES = flags.DEFINE_multi_string(
     "resources",
     [],
     "KEY=VALUE of what a group takes, for Ray (num_gpus=1) or submitit "
-    "(timeout_min=600, slurm_partition=gpu).",
+    "(timeout_min=600, slurm_partition=gpu); or cores=1, of a machine without GPUs.",
 )
 NOTE = flags.DEFINE_string("note", None, "A sentence that the report repeats.")
 EXAMPLES = flags.DEFINE_integer(
@@ -118,11 +118,14 @@ def main():
                 "A Ray task is one process; --coordinator goes with --launcher=local, "
                 "or with slurm and jobs of several tasks."
             )
-        given = [flag for flag in (ADDRESS, RESOURCES) if flag.value]
+        others = [x for x in RESOURCES.value if not x.startswith("cores=")]
+        resources = RESOURCES.value if cluster.arguments() else others
+        given = ["address"] * bool(ADDRESS.value) + ["resources"] * bool(resources)
         if given and LAUNCHER.value == "local":
             raise ValueError(
-                f"--{given[0].name} says nothing of groups that run here; it goes with "
-                f"--launcher=ray or --launcher=slurm."
+                f"--{given[0]} says nothing of groups that run here, but for "
+                f"--resources=cores=1 on one machine; it goes with --launcher=ray or "
+                f"--launcher=slurm."
             )
         if WORKDIR.value is None and VERB != "list":
             raise ValueError("--workdir is needed: the folder that the sweep is in.")

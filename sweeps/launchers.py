@@ -17,7 +17,7 @@ import sys
 from configs.commandline import describe, one_sentence
 from sweeps.optional import package
 from sweeps.plan import Group
-from sweeps.runner import ROOT, Runner, Stopped
+from sweeps.runner import ROOT, Runner, Stopped, workers_here
 from sweeps.store import Sweep
 from training import cluster
 from training.metrics import Progress, say
@@ -28,11 +28,16 @@ RETRIES = 3  # of a task whose worker was lost
 def local(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
     """Run groups here, on every local device; returns the table's rows.
 
+    `resources` may say how many `cores` a group takes, of a machine without GPUs.
+
     Raises:
+        ValueError: a group can't have so many.
         Stopped: by a signal.
     """
-    del address, resources
-    return Runner(sweep, groups).run()
+    del address
+    with one_sentence():
+        workers = workers_here(**parsed(resources))
+    return Runner(sweep, groups, workers).run()
 
 
 def command_of(sweep: Sweep, group: Group) -> list[str]:

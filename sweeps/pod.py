@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sweeps.records import read_json
-from sweeps.runner import WAIT, Runner, Stopped, script
+from sweeps.runner import WAIT, Runner, Stopped, Worker, script
 from sweeps.store import Sweep, locked
 from training.metrics import say
 from training.workdir import write_json
@@ -57,9 +57,8 @@ class Leader(Runner):
     """Works through groups with the devices of all hosts."""
 
     def __init__(self, sweep: Sweep, groups, where: Place, arguments: list[str]):
-        super().__init__(sweep, groups)
+        super().__init__(sweep, groups, [Worker({})])
         self.where, self.arguments = where, arguments
-        self.environments = [{}]
 
     def start(self, command: list[str], **options) -> subprocess.Popen:
         """Start a process here, and have the others start it too."""

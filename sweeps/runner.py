@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from sweeps.plan import Group, differences
 from sweeps.records import DECODING, read_json
@@ -75,16 +76,21 @@ def script(name: str) -> list[str]:
 
 
 class Runner:
-    """Works through groups, several at a time where there are several devices.
+    """Works through groups, each of the workers through one at a time.
 
     `groups` None: through all of the sweep, and those that follow from a search.
     """
 
-    def __init__(self, sweep: Sweep, groups: list[Group] | None):
+    def __init__(
+        self,
+        sweep: Sweep,
+        groups: list[Group] | None,
+        workers: list["Worker"] | None = None,
+    ):
         self.sweep = sweep
         failed = (sweep.workdir / "groups").glob("*/failed.json")
         self.failed = {path: noted(path) for path in failed}  # of earlier runs
-        self.environments = devices()  # of the workers
+        self.workers = workers_here() if workers is None else workers
         self.grows = groups is None and sweep.searches()
         self.left = list(sweep.groups if groups is None else groups)
         self.mine = list(self.left)
@@ -104,8 +110,8 @@ class Runner:
         }
         self.sweep.collect()
         threads = [
-            threading.Thread(target=self.work, args=(environment,))
-            for environment in self.environments
+            threading.Thread(target=self.work, args=(worker,))
+            for worker in self.workers
         ]
         for thread in threads:
             thread.start()
@@ -160,11 +166,13 @@ class Runner:
         trained = (folder / TRAINED).exists()
         return 0.8 * (1.0 if trained else last_step(folder) / steps)
 
-    def work(self, environment: dict) -> None:
-        """One worker: take a group that nobody has, do what can be done, and so on."""
+    def work(self, worker: "Worker") -> None:
+        """Take a group that nobody has, do what can be done, and so on."""
         try:
+            if worker.cores is not None:  # of this thread, and of what it starts
+                os.sched_setaffinity(0, worker.cores)
             while self.grow() and self.stop is None:
-                if not any(self.take(g, environment) for g in list(self.left)):
+                if not any(self.take(g, worker.environment) for g in list(self.left)):
                     time.sleep(WAIT)
         except Stopped:
             pass
@@ -279,6 +287,36 @@ def noted(failed: Path) -> int | None:
         return failed.stat().st_mtime_ns
     except FileNotFoundError:
         return None
+
+
+class Worker(NamedTuple):
+    """Where the processes of a group run."""
+
+    environment: dict  # of theirs, besides ours
+    cores: set[int] | None = None  # None: all
+
+
+def workers_here(cores: int | None = None) -> list[Worker]:
+    """One a GPU, else one for all that there is, or one for so many cores.
+
+    Raises:
+        ValueError: there are not so many cores, or a worker has a GPU.
+    """
+    found = [Worker(environment) for environment in devices()]
+    if cores is None:
+        return found
+    if any(worker.environment for worker in found):
+        raise ValueError("--resources=cores is for machines without GPUs.")
+    if not hasattr(os, "sched_getaffinity"):
+        raise ValueError("--resources=cores needs Linux, which gives a process cores.")
+    there = sorted(os.sched_getaffinity(0))
+    if not isinstance(cores, int) or not 1 <= cores <= len(there):
+        raise ValueError(
+            f"--resources=cores must be from 1 to {len(there)}, the cores that there "
+            f"are, got {cores}."
+        )
+    count = len(there) // cores
+    return [Worker({}, set(there[index::count])) for index in range(count)]
 
 
 def devices() -> list[dict]:

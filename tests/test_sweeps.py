@@ -26,7 +26,7 @@ from data import corpora
 from sweeps import launchers, opening, pod, reporting, show
 from sweeps.opening import Options, chosen, open_sweep
 from sweeps.records import DECODING
-from sweeps.runner import Runner, Stopped, eval_command, train_command
+from sweeps.runner import Runner, Stopped, eval_command, train_command, workers_here
 from sweeps.search import FIRST_SEED
 from sweeps.store import TRAINED, Sweep, locked, pace
 from training.workdir import write_json
@@ -895,6 +895,10 @@ def test_a_call_ends_in_one_sentence(tmp_path):
         ("list", "--ablation=heads"): "--config is needed, as in --config=configs/num",
         ("run", "--resources=num_gpus=1"): "--resources says nothing of groups that",
         ("run", "--address=HOST:6379"): "--address says nothing of groups that run her",
+        (
+            *("run", "--resources=cores=1"),
+            *("--coordinator=h:1", "--num_processes=2", "--process_id=0"),
+        ): "--resources says nothing of groups that run here",
         ("sweep",): "one of list, run, status, report",
     }
     for call, sentence in calls.items():
@@ -1007,6 +1011,38 @@ def test_a_group_is_tried_again_whatever_the_clock_says(tmp_path, corpus):
     failed.write_text(json.dumps({"error": "no memory"}))  # another process's, just now
     runner.run()
     assert not started and failed.exists()
+
+
+def test_groups_that_take_cores_run_at_once_each_on_its_own(tmp_path, corpus):
+    there = sorted(os.sched_getaffinity(0))
+    workers = workers_here(1)
+    assert sorted(core for worker in workers for core in worker.cores) == there
+    assert len(workers) == len(there)
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    assert len(sweep.groups) > 1  # one waits until another has begun too
+    begun, cores = tmp_path / "begun", tmp_path / "cores"
+    begun.mkdir(), cores.mkdir()
+    at_once = min(2, len(workers))
+    program = f"""
+import os, time
+from pathlib import Path
+open({str(begun)!r} + f"/{{os.getpid()}}", "w").close()
+while len(list(Path({str(begun)!r}).iterdir())) < {at_once}:
+    time.sleep(0.01)
+open({str(cores)!r} + f"/{{os.getpid()}}", "w").write(repr(os.sched_getaffinity(0)))
+"""
+    runner = Runner(sweep, None, workers[:2])
+    runs(runner, program)
+    runner.run()
+    used = {path.read_text() for path in cores.iterdir()}
+    assert used == {repr(worker.cores) for worker in workers[:2]}
+    assert sorted(os.sched_getaffinity(0)) == there  # the sweep's own are as before
+
+
+@pytest.mark.parametrize("cores", [0, 10_000, 1.5, "two"])
+def test_a_group_can_take_no_more_cores_than_there_are(cores):
+    with pytest.raises(ValueError, match=f"cores must be from 1 to .*got {cores}"):
+        workers_here(cores)
 
 
 def test_an_error_of_the_sweep_ends_what_it_has_started(tmp_path, corpus):
