@@ -315,8 +315,8 @@ def workers_here(cores: int | None = None) -> list[Worker]:
             f"--resources=cores must be from 1 to {len(there)}, the cores that there "
             f"are, got {cores}."
         )
-    count = len(there) // cores
-    return [Worker({}, set(there[index::count])) for index in range(count)]
+    starts = range(0, len(there) - cores + 1, cores)
+    return [Worker({}, set(there[start : start + cores])) for start in starts]
 
 
 def devices() -> list[dict]:
