@@ -306,7 +306,10 @@ def workers_here(cores: int | None = None) -> list[Worker]:
     if cores is None:
         return found
     if any(worker.environment for worker in found):
-        raise ValueError("--resources=cores is for machines without GPUs.")
+        raise ValueError(
+            "--resources=cores is for machines without GPUs; with JAX_PLATFORMS=cpu a "
+            "sweep leaves them alone."
+        )
     if not hasattr(os, "sched_getaffinity"):
         raise ValueError("--resources=cores needs Linux, which gives a process cores.")
     there = sorted(os.sched_getaffinity(0))

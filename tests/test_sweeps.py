@@ -1045,6 +1045,13 @@ def test_a_group_can_take_no_more_cores_than_there_are(cores):
         workers_here(cores)
 
 
+def test_a_group_takes_a_gpu_or_cores(monkeypatch):
+    monkeypatch.setattr("sweeps.runner.devices", lambda: [{"CUDA_VISIBLE_DEVICES": 0}])
+    assert len(workers_here()) == 1
+    with pytest.raises(ValueError, match="without GPUs; with JAX_PLATFORMS=cpu"):
+        workers_here(1)
+
+
 def test_an_error_of_the_sweep_ends_what_it_has_started(tmp_path, corpus):
     runner = Runner(open_sweep(options(tmp_path / "s", corpus)), None)
     started = runs(runner, "import time; time.sleep(60)")
