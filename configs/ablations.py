@@ -236,13 +236,13 @@ def scale(base) -> Iterator[dict]:
     own = attention.head_dim or share(base, attention.num_heads)
     value_dim = attention.value_dim or share(base, attention.num_heads)
     for size in sorted({*SIZES, own}):
-        arm = {
-            "model.attention.head_dim": size,
-            "model.attention.value_dim": value_dim,
-        }
-        yield arm
-        if size != own:
-            yield arm | {"model.attention.scale": float(f"{own**0.5 / size:.4g}")}
+        by_size = float(f"{own**0.5 / size:.4g}")
+        for number in (None,) if size == own else (None, by_size):  # None: by the root
+            yield {
+                "model.attention.head_dim": size,
+                "model.attention.value_dim": value_dim,
+                "model.attention.scale": number,
+            }
 
 
 def positions(base) -> list[dict]:
