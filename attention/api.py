@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from attention import jax_nn, masks, reference
+from attention import jax_nn, masks, native_build, reference
 from attention.arguments import normalise, require
 from attention.platform import compute_capability
 from attention.platform import platform as current_platform
@@ -56,6 +56,7 @@ from attention.statistics import HeadStatistics, mean_over_queries
 IMPLEMENTATIONS = {
     "reference": ("attention.reference", {}),
     "blockwise": ("attention.blockwise", {}),
+    "native": ("attention.native", {}),
     "xla": ("attention.jax_nn", {"backend": "xla"}),
     "cudnn": ("attention.jax_nn", {"backend": "cudnn"}),
     "pallas": ("attention.pallas_{platform}", {}),
@@ -228,8 +229,11 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
         platform in (None, "cpu", "gpu", "tpu"),
         f"platform must be 'cpu', 'gpu', 'tpu' or None, got {platform!r}",
     )
+    platform = platform or current_platform()
     dtype, size = jnp.dtype(query.dtype), max(query.shape[-1], value.shape[-1])
-    largest = _largest_fused(platform or current_platform()).get(dtype.name, 0)
+    if platform == "cpu" and dtype == jnp.float32 and bias is None:
+        return "native" if native_build.why_not() is None else "blockwise"
+    largest = _largest_fused(platform).get(dtype.name, 0)
     return "pallas" if size <= largest and bias is None else "blockwise"
 
 
@@ -305,6 +309,11 @@ def _function(name, function):
         raise NotImplementedError(
             f"implementation 'pallas' needs a GPU or TPU, the platform is "
             f"{platform!r}; use 'blockwise', or 'pallas_tpu_interpret' to debug"
+        )
+    if name == "native" and platform != "cpu":
+        raise NotImplementedError(
+            f"implementation 'native' needs a CPU, the platform is {platform!r}; use "
+            "'pallas' or 'blockwise'"
         )
     if name == "pallas_hopper":
         _require_hopper(platform)

@@ -10,14 +10,20 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import attention
-from attention import masks
+from attention import masks, native_build
 
 # The largest difference to the reference in float32 at HIGHEST precision, relative to
 # the reference's largest value or 1. bfloat16 has 8 bits of precision, and rounds the
 # weights before they meet the values.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+needs_kernels = pytest.mark.skipif(
+    native_build.why_not() is not None, reason=f"no kernels: {native_build.why_not()}"
+)
+NATIVE = pytest.param("native", marks=needs_kernels)
 
 # B, T, S, N, K, H, V. Odd, unequal, and of a single token.
 SHAPES = {
@@ -205,6 +211,7 @@ def check(got, want, dtype=jnp.float32):
 COLUMNS = {
     "reference": "reference",
     "blockwise": "blockwise",
+    "native": "native",
     "xla": "xla",
     "pallas (GPU)": "pallas_gpu_interpret",
     "pallas_hopper": "pallas_hopper_interpret",

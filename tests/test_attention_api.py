@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from attention_cases import (
     DOCUMENT,
+    NATIVE,
     check,
     differentiate,
     everything,
     make,
+    needs_kernels,
     normal,
     table,
 )
@@ -89,7 +92,7 @@ def test_skipped_blocks_are_not_visited(monkeypatch):
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", NATIVE, "xla"])
 def test_what_may_not_be_seen_has_no_gradient(implementation):
     """Causality, padding and segments, by the gradient of one query's output."""
     inputs, _ = make("nothing", shape=(1, 6, 6, 2, 2, 8, 8))
@@ -117,7 +120,7 @@ def test_what_may_not_be_seen_has_no_gradient(implementation):
         np.testing.assert_array_equal(by_key, np.bool_(seen))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", NATIVE, "xla"])
 def test_query_that_sees_nothing(implementation):
     """Zeros, the documented log-sum-exp and no gradient, with any cotangent."""
     inputs, _ = make("nothing")
@@ -192,19 +195,20 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 sys.path.insert(0, "tests")
 from attention_cases import check, differentiate, make
-from attention import blockwise, dot_product_attention
+from attention import blockwise, dot_product_attention, native_build
 
 blockwise.LONG = blockwise.SHARED = (150, 100)  # loops over blocks for T = 300
 mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-for T in (64, 300):
+names = ["blockwise"] + ["native"] * (native_build.why_not() is None)
+for T, name in ((T, name) for T in (64, 300) for name in names):
     inputs, _ = make("nothing", shape=(4, T, T, 4, 2, 16, 16))
     spec = NamedSharding(mesh, P("data", None, "model", None))
-    run = lambda inputs: differentiate("blockwise", inputs, {"is_causal": True})
+    run = lambda inputs: differentiate(name, inputs, {"is_causal": True})
     want = jax.jit(run)(inputs)
     compiled = jax.jit(run).lower(jax.device_put(inputs, spec)).compile()
     text = compiled.as_text()
     found = re.findall("all-gather|all-to-all|collective-permute", text)
-    assert not found, (T, found)
+    assert not found, (T, name, found)
     got = compiled(jax.device_put(inputs, spec))
     check({name: np.asarray(x) for name, x in got.items()}, want)
     assert not got["gradient of key"].sharding.is_fully_replicated
@@ -217,6 +221,8 @@ for T in (64, 300):
         mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=axes)
         local = jax.jit(mapped(run, in_specs=P("data"), out_specs=P("data")))(inputs)
         check({"out": local["out"]}, {"out": want["out"]})
+        if name != "blockwise":
+            continue
         shared = mapped(slope, in_specs=(P(), P("data")), out_specs=P())
         check({"bias": jax.jit(shared)(bias, inputs)}, {"bias": steep})
 # The guard itself: a sum over keys that are divided needs a collective.
@@ -346,6 +352,11 @@ def test_refusals_name_the_reason():
         attention.resolve_implementation(*inputs, platform="cuda")
     with pytest.raises(NotImplementedError, match="needs a GPU or TPU"):
         attend(*inputs, implementation="pallas")
+    with (
+        mock.patch("attention.api.current_platform", lambda: "gpu"),
+        pytest.raises(NotImplementedError, match="needs a CPU, the platform is 'gpu'"),
+    ):
+        attend(*inputs, implementation="native")
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         attend(*inputs, implementation="cudnn")
     with pytest.raises(NotImplementedError, match="no gradient of the residual"):
@@ -354,6 +365,7 @@ def test_refusals_name_the_reason():
         attention.head_statistics(*inputs[:2], implementation="xla")
 
 
+@needs_kernels
 def test_document_holds():
     """The table of support and the rule of `None` are what the code does."""
     text = DOCUMENT.read_text()
@@ -371,11 +383,12 @@ def test_document_holds():
                 query, query, query, bias, platform=platform
             )
             assert found == name, (platform, word, condition)
-    for platform, word in itertools.product(("gpu", "tpu"), known):
+    for platform, word in itertools.product(("cpu", "gpu", "tpu"), known):
         told = {
             c for p, words, c, _ in rule if p == platform and word in words.split(", ")
         }
-        assert told in ({"all"}, {"a bias", "a size over 256", "all others"})
+        sizes = {"a size over 256"} if platform != "cpu" else set()
+        assert told in ({"all"}, {"a bias", "all others"} | sizes)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +411,6 @@ def test_mesh_decides_the_platform():
     mesh = jax.sharding.AbstractMesh(
         (1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device
     )
-    assert attention.resolve_implementation(QUERY, KEY, KEY) == "blockwise"
+    assert attention.resolve_implementation(QUERY, KEY, KEY) in ("native", "blockwise")
     with jax.sharding.use_abstract_mesh(mesh):
         assert attention.resolve_implementation(QUERY, KEY, KEY) == "pallas"

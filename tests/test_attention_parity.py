@@ -166,7 +166,7 @@ def test_statistics_of_the_full_map():
         "following": weights[..., offset == 1].sum(-1),
     }
     want = {name: total / real for name, total in want.items()}
-    for implementation in ("reference", "blockwise"):
+    for implementation in ("reference", "blockwise", None):
         found = jax.jit(functools.partial(statistics, implementation))
         check(found(inputs, arguments), want)
 

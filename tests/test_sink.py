@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import NATIVE
 
 from attention import (
     attention_weights,
@@ -73,7 +74,7 @@ def test_a_sink_is_one_more_logit(implementation, shape):
     assert not out[:, 1].any() and abs(gradients[3]).min() > 1e-3
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", NATIVE, "xla"])
 def test_the_ends_of_a_sink(implementation):
     """At -inf there is none, at the largest number it takes all; neither gives NaN."""
 

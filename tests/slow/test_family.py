@@ -87,7 +87,8 @@ def test_gates_maps_and_implementations_are_of_the_stack(settings, site):
 
     gates = model.head_gates()
     assert {name: gate.shape for name, gate in gates.items()} == {site: (2, 4)}
-    assert implementations(model, 2, 5, 6) == {site: "blockwise"}
+    found = implementations(model, 2, 5, 6)
+    assert found in ({site: "native"}, {site: "blockwise"})  # by the machine
     hidden, maps = run(model, gates)
     T = hidden.shape[1]
     assert [x.shape for x in maps] == [(2, 4, T, T)] * 2

@@ -1,0 +1,158 @@
+// Products of small matrices and exponentials, in vectors of the processor at hand.
+
+#ifndef HEADCOUNT_NATIVE_VECTORS_H_
+#define HEADCOUNT_NATIVE_VECTORS_H_
+
+#include <algorithm>
+#include <cstdint>
+
+// Floats of a vector, and rows of a tile of two vectors' width that registers hold.
+#if defined(__AVX512F__)
+constexpr int W = 16, TALL = 8;
+#elif defined(__AVX__)
+constexpr int W = 8, TALL = 6;
+#elif defined(__aarch64__)
+constexpr int W = 4, TALL = 8;
+#else
+constexpr int W = 4, TALL = 4;
+#endif
+
+// Of any alignment.
+typedef float Vector __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t Bits __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Not one template: its argument would lose the alignment.
+inline Vector& at(float* x) { return *reinterpret_cast<Vector*>(x); }
+inline const Vector& at(const float* x) { return *reinterpret_cast<const Vector*>(x); }
+inline Four& four(float* x) { return *reinterpret_cast<Four*>(x); }
+inline const Four& four(const float* x) { return *reinterpret_cast<const Four*>(x); }
+
+inline int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+
+inline float sum(Vector x) {
+  float total = 0;
+  for (int i = 0; i < W; ++i) total += x[i];
+  return total;
+}
+
+inline float highest(Vector x) {
+  float found = x[0];
+  for (int i = 1; i < W; ++i) found = std::max(found, x[i]);
+  return found;
+}
+
+// e^x of x <= 0, to one unit in the last place; 0 from -88 down, and NaN of a NaN.
+inline Vector exponential(Vector x) {
+  x = x < -88.f ? Vector{} - 88.f : x;
+  const Vector shifted = x * 1.44269504f + 12582912.f;  // its low bits: x / ln 2
+  const Vector n = shifted - 12582912.f;
+  const Vector rest = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+  Vector p = rest * (1.f / 5040) + 1.f / 720;  // Taylor's, of at most ln 2 / 2
+  p = p * rest + 1.f / 120;
+  p = p * rest + 1.f / 24;
+  p = p * rest + 1.f / 6;
+  p = p * rest + 1.f / 2;
+  p = p * rest + 1.f;
+  p = p * rest + 1.f;
+  const Vector power = (Vector)(((Bits)shifted + 127) << 23);  // 2^n
+  return x <= -88.f ? Vector{} : p * power;
+}
+
+// A matrix as an operand: element (i, j) at i * row + j * column.
+struct Left {
+  const float* data;
+  int64_t row, column;
+};
+
+// C = A B, or C += A B: M rows of A, `depth` of B; `wide` vectors of B and C.
+template <int M, int wide>
+inline void tile(int64_t depth, Left a, const float* b, int64_t b_row, float* c,
+                 int64_t c_row, bool add) {
+  Vector sums[M][wide];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int w = 0; w < wide; ++w)
+      sums[m][w] = add ? at(c + m * c_row + w * W) : Vector{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vector right[wide];
+#pragma GCC unroll 16
+    for (int w = 0; w < wide; ++w) right[w] = at(b + k * b_row + w * W);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+      for (int w = 0; w < wide; ++w)
+        sums[m][w] += a.data[m * a.row + k * a.column] * right[w];
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int w = 0; w < wide; ++w) at(c + m * c_row + w * W) = sums[m][w];
+}
+
+// The same of M <= TALL rows, known when run, and one or two vectors.
+template <int TALLEST = TALL>
+inline void strip(int64_t M, bool two, int64_t depth, Left a, const float* b,
+                  int64_t b_row, float* c, int64_t c_row, bool add) {
+  if (M < TALLEST) {
+    if constexpr (TALLEST > 1)
+      strip<TALLEST - 1>(M, two, depth, a, b, b_row, c, c_row, add);
+  } else if (two) {
+    tile<TALLEST, 2>(depth, a, b, b_row, c, c_row, add);
+  } else {
+    tile<TALLEST, 1>(depth, a, b, b_row, c, c_row, add);
+  }
+}
+
+// The same of any M, and N columns, a multiple of W.
+inline void multiply(int64_t M, int64_t N, int64_t depth, Left a, const float* b,
+                     int64_t b_row, float* c, int64_t c_row, bool add) {
+  for (int64_t n = 0; n < N; n += 2 * W)
+    for (int64_t m = 0; m < M; m += TALL) {
+      const Left rows{a.data + m * a.row, a.row, a.column};
+      strip(std::min<int64_t>(TALL, M - m), N - n > W, depth, rows, b + n, b_row,
+            c + m * c_row + n, c_row, add);
+    }
+}
+
+// Rows that lie `stride` apart, side by side in rows of `width_to`, filled with zeros.
+inline void copy(int64_t rows, int64_t width, const float* from, int64_t stride,
+                 float* to, int64_t width_to, float factor = 1) {
+  for (int64_t i = 0; i < rows; ++i, from += stride, to += width_to) {
+    for (int64_t j = 0; j < width; ++j) to[j] = from[j] * factor;
+    std::fill(to + width, to + width_to, 0.f);
+  }
+}
+
+// The same, transposed: `width` rows of `width_to`.
+inline void transpose(int64_t rows, int64_t width, const float* from, int64_t stride,
+                      float* to, int64_t width_to) {
+  auto one = [&](int64_t i, int64_t j) { to[j * width_to + i] = from[i * stride + j]; };
+  const int64_t low = rows / 4 * 4, left = width / 4 * 4;
+  for (int64_t i = 0; i < low; i += 4) {
+    for (int64_t j = 0; j < left; j += 4) {
+      const float* x = from + i * stride + j;
+      const Four a = four(x), b = four(x + stride);
+      const Four c = four(x + 2 * stride), d = four(x + 3 * stride);
+      const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+      const Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+      const Four ab_right = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+      const Four cd_right = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+      float* y = to + j * width_to + i;
+      four(y) = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+      four(y + width_to) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+      y += 2 * width_to;
+      four(y) = __builtin_shufflevector(ab_right, cd_right, 0, 1, 4, 5);
+      four(y + width_to) = __builtin_shufflevector(ab_right, cd_right, 2, 3, 6, 7);
+    }
+    for (int64_t j = left; j < width; ++j)
+      for (int64_t e = i; e < i + 4; ++e) one(e, j);
+  }
+  for (int64_t i = low; i < rows; ++i)
+    for (int64_t j = 0; j < width; ++j) one(i, j);
+  for (int64_t j = 0; j < width; ++j)
+    std::fill(to + j * width_to + rows, to + (j + 1) * width_to, 0.f);
+}
+
+#endif  // HEADCOUNT_NATIVE_VECTORS_H_
