@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "native_problem.h"
 #include "native_vectors.h"
@@ -215,13 +216,18 @@ ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
     const Work work;
     const int64_t count;
     std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> failed{false};
     std::mutex mutex;
     std::condition_variable finished;
 
     explicit State(const Work& work) : work(work), count(work.tasks()) {}
     void help() {
       int64_t mine = 0;
-      for (int64_t task; (task = next++) < count; ++mine) work.run(task);
+      for (int64_t task; (task = next++) < count; ++mine) try {
+          work.run(task);
+        } catch (const std::bad_alloc&) {
+          failed = true;
+        }
       if (mine && (done += mine) == count) {
         std::lock_guard<std::mutex> lock(mutex);
         finished.notify_all();
@@ -235,6 +241,8 @@ ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
   state->help();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->finished.wait(lock, [&] { return state->done == state->count; });
+  if (state->failed)
+    return {ffi::ErrorCode::kResourceExhausted, "no memory for attention"};
   return ffi::Error::Success();
 }
 

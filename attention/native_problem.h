@@ -18,12 +18,12 @@ struct Range {
   int64_t size() const { return stop - start; }
 };
 
-// A thread's memory, kept for its next task.
+// A thread's memory, kept for its next task unless it is much.
 class Scratch {
  public:
   // Of `arrays` arrays with `size` floats in all.
   Scratch(int arrays, int64_t size) {
-    thread_local std::vector<float> memory;
+    std::vector<float>& memory = kept();
     size += (arrays + 1) * W;
     if (static_cast<int64_t>(memory.size()) < size) {
       memory = {};
@@ -32,6 +32,9 @@ class Scratch {
     const auto beyond = reinterpret_cast<uintptr_t>(memory.data()) % (4 * W);
     next_ = memory.data() + (4 * W - beyond) / 4;
   }
+  ~Scratch() {
+    if (kept().size() > MUCH) kept() = {};
+  }
   float* take(int64_t size) {
     float* found = next_;
     next_ += padded(size);
@@ -39,6 +42,13 @@ class Scratch {
   }
 
  private:
+  static constexpr size_t MUCH = size_t{1} << 24;  // floats, 64 MiB
+
+  static std::vector<float>& kept() {
+    thread_local std::vector<float> memory;
+    return memory;
+  }
+
   float* next_;
 };
 

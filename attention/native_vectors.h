@@ -48,7 +48,7 @@ inline Vector exponential(Vector x) {
   const Vector shifted = x * 1.44269504f + 12582912.f;  // its low bits: x / ln 2
   const Vector n = shifted - 12582912.f;
   const Vector rest = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  // e^rest to 3e-9 of it for |rest| <= ln 2 / 2: 1 + rest + what was fitted to the rest.
+  // To 3e-9 for |rest| <= ln 2 / 2: 1 + rest + a polynomial fitted to what is left.
   Vector p = rest * 1.38146e-3f + 8.36872e-3f;
   p = p * rest + 4.166839e-2f;
   p = p * rest + 1.6666521e-1f;

@@ -1,4 +1,4 @@
-"""Time attention beside jax.nn, plain einsum and torch, in turn in one process.
+"""Time attention beside torch, jax.nn and plain einsum, in turn in one process.
 
     .venv-peers/bin/python -m benchmarks.attention [--cpu-time] [--shapes ...]
 
@@ -29,11 +29,17 @@ SHAPES = ("B64xT64xN4xH32seg", "B32xT64xN8xH64", "B4xT1024xN8xH64", "B1xT8192xN8
 MAPS_UP_TO = 4096  # peers that hold a T x S map are left out of longer rows
 
 
-def ours(query, key, value, ids):
+def ours(query, key, value, ids, implementation=None):
     """`attention.dot_product_attention` with what it picks by itself."""
     return attention.dot_product_attention(
-        query, key, value, query_segment_ids=ids, key_value_segment_ids=ids
+        *(query, key, value),
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        implementation=implementation,
     )
+
+
+blockwise = functools.partial(ours, implementation="blockwise")
 
 
 def jax_nn(query, key, value, ids):
@@ -109,8 +115,10 @@ def contenders(shape, backward, rng):
     ids = np.sort(rng.integers(1, 7, (B, T)), 1).astype(np.int32) if packed else None
     ids = None if ids is None else jnp.asarray(ids)
     calls = {"ours": of_jax(ours, backward, arrays, ids)}
-    if jax.default_backend() == "cpu" and importlib.util.find_spec("torch"):
-        calls["torch"] = of_torch(backward, arrays, ids)
+    if jax.default_backend() == "cpu":
+        calls["blockwise"] = of_jax(blockwise, backward, arrays, ids)
+        if importlib.util.find_spec("torch"):
+            calls["torch"] = of_torch(backward, arrays, ids)
     if T <= MAPS_UP_TO or not backward:
         calls["jax.nn"] = of_jax(jax_nn, backward, arrays, ids)
         calls["einsum"] = of_jax(einsum, backward, arrays, ids)
@@ -158,7 +166,7 @@ def main():
     )
     kind = "CPU ms of the process" if flags.cpu_time else "ms"
     print(f"\nmedian {kind} (ours / it)\n")
-    names = ["ours", "torch", "jax.nn", "einsum"]
+    names = ["ours", "torch", "blockwise", "jax.nn", "einsum"]
     names += ["with statistics", "statistics alone"]
     print("| shape | pass |", " | ".join(names), "|")
     print("| --- | --- |", " | ".join("---:" for _ in names), "|", flush=True)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from processes import with_devices
 
 import attention
-from attention import masks, native_build
+from attention import masks
 
 pytestmark = needs_kernels
 attend = attention.dot_product_attention
@@ -258,44 +258,3 @@ def test_other_types_are_refused():
         with pytest.raises(NotImplementedError, match=told):
             attend(*inputs, implementation="native")
         assert attention.resolve_implementation(*inputs) == "blockwise"
-
-
-WITHOUT = """
-import jax.numpy as jnp
-import attention
-
-x = jnp.ones((1, 4, 2, 8))
-print(attention.resolve_implementation(x, x, x))
-print(attention.dot_product_attention(x, x, x).sum())
-try:
-    attention.dot_product_attention(x, x, x, implementation="native")
-except NotImplementedError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize(
-    "compiler, reason",
-    [("none", "no C++ compiler 'none'"), ("false", "returned non-zero exit status 1")],
-)
-def test_without_a_compiler(compiler, reason, tmp_path):
-    """`blockwise` is picked, and "native" says what it lacks."""
-    environment = with_devices(1) | {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", WITHOUT]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    )
-    picked, total, told = done.stdout.splitlines()
-    assert (picked, float(total)) == ("blockwise", 64)
-    assert told.startswith("implementation='native' cannot be compiled here: ")
-    assert reason in told and told.endswith("; use 'blockwise'")
-    assert not list(tmp_path.rglob("*.so"))
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    """The kernels are made for this process alone."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
-    library = native_build._compiled()
-    assert library.is_relative_to(tmp_path) and library.stat().st_size > 10_000
