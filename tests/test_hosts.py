@@ -83,6 +83,7 @@ def test_alone_what_is_shared_is_ones_own():
     [
         ({"jax": "0.1"}, r"jax \(in process 0 '0.1', now '"),
         ({"commit": "c0ffee"}, r"commit \(in process 0 'c0ffee', now 'decade'\)"),
+        ({"native_attention": "none"}, r"native_attention \(in process 0 'none', "),
         ({"commit": None}, None),
     ],
 )

@@ -216,7 +216,8 @@ def check_same_run(workdir: Path, config: dict, trials: list[dict]) -> None:
         if is_first():
             token.write_text(os.urandom(8).hex())
     here = environment()
-    software = here["versions"] | {"commit": here["commit"]}
+    told = ("commit", "native_attention")
+    software = here["versions"] | {name: here[name] for name in told}
     has_commits = None not in share(here["commit"])  # not so where one lacks git
     check_same("software", software, may_differ=() if has_commits else ("commit",))
     check_same("config", config, may_differ=("data.directory",))

@@ -217,11 +217,21 @@ def environment() -> dict:
         "commit": commit or None,
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
+        "native_attention": _native_attention(),
         "devices": [
             f"{d.platform}: {processor() if d.platform == 'cpu' else d.device_kind}"
             for d in jax.local_devices()
         ],
     }
+
+
+def _native_attention() -> str:
+    """Whether a CPU has the kernels that attention picks there, or why not."""
+    import jax
+
+    from attention.native_build import why_not
+
+    return (why_not() or "yes") if jax.default_backend() == "cpu" else "no CPU"
 
 
 def processor() -> str:
