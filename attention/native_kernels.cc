@@ -108,11 +108,11 @@ struct Forward : Problem {
     Vector more = {}, energy = {}, distance = {}, offset;
     for (int i = 0; i < W; ++i) offset[i] = range.start + i - t;
     for (int64_t s = 0; s < width; s += W) {
-      const Vector x = at(logits + s) - highest, e = exponential(x);
+      const Vector x = clipped(at(logits + s) - highest), e = exponential(x);
       at(logits + s) = e;
       more += e;
       if (!statistics) continue;
-      energy += e > 0.f ? e * x : Vector{};
+      energy += e * x;
       distance += e * (offset < 0.f ? -offset : offset);
       offset += static_cast<float>(W);
     }
@@ -202,7 +202,8 @@ struct Backward : Problem {
     const int64_t r = row(b, t, n);
     hide(weights, b, n, t, range);
     for (int64_t s = 0; s < padded(range.size()); s += W) {
-      const Vector weight = exponential(at(weights + s) - maximum[r]) * reciprocal[r];
+      const Vector x = clipped(at(weights + s) - maximum[r]);
+      const Vector weight = exponential(x) * reciprocal[r];
       at(weights + s) = weight;
       at(gradient + s) = weight * (at(gradient + s) - delta[r]);
     }

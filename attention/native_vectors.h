@@ -42,9 +42,11 @@ inline float highest(Vector x) {
   return found;
 }
 
-// e^x of x <= 0, to one unit in the last place; 0 from -88 down, and NaN of a NaN.
+// What `exponential` takes: of all from -88 down it is 0.
+inline Vector clipped(Vector x) { return x < -88.f ? Vector{} - 88.f : x; }
+
+// e^x of -88 <= x <= 0, to one unit in the last place; 0 of -88, and NaN of a NaN.
 inline Vector exponential(Vector x) {
-  x = x < -88.f ? Vector{} - 88.f : x;
   const Vector shifted = x * 1.44269504f + 12582912.f;  // its low bits: x / ln 2
   const Vector n = shifted - 12582912.f;
   const Vector rest = (x - n * 0.693145752f) - n * 1.42860677e-6f;
