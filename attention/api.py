@@ -223,7 +223,8 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
 
     Arrays or `jax.ShapeDtypeStruct`s, of any rank that `dot_product_attention` takes.
     `platform` is "cpu", "gpu" or "tpu", by default the one that is compiled for: the
-    devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`.
+    devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`. For a CPU
+    the first call compiles kernels, for some seconds if they are not in the cache.
     """
     require(
         platform in (None, "cpu", "gpu", "tpu"),
