@@ -99,15 +99,15 @@ def _attend_backward(problem, residuals, cotangents):
     out_gradient, lse_gradient, *_ = cotangents  # statistics have none
     # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
     delta = (out * out_gradient).sum(-1) - lse_gradient
-    arrays |= {"maximum": maximum, "reciprocal": reciprocal}
-    arrays |= {"out_gradient": out_gradient, "delta": delta}
+    more = {"maximum": maximum, "reciprocal": reciprocal}
+    more |= {"out_gradient": out_gradient, "delta": delta}
+    arrays = arrays | more
 
     def backward(arrays):
         B, T, N, H = arrays["query"].shape
         S, K, V = arrays["value"].shape[1:]
-        names = "maximum", "reciprocal", "out_gradient", "delta"
         shapes = (B, T, N, H), (B, S, N, H), (B, S, N, V)
-        by_query, *rest = _call("attention_backward", static, arrays, names, shapes)
+        by_query, *rest = _call("attention_backward", static, arrays, more, shapes)
         if K < N:
             rest = [x.reshape(B, S, K, N // K, -1).sum(3) for x in rest]
         return by_query, *rest
