@@ -16,12 +16,8 @@ from attention.arguments import FAR, present
 from attention.partition import axes_of, partitioned, varying_alike
 from attention.statistics import HeadStatistics
 
-# Of a row, in the order of the kernel: the first two always, the others if asked for.
-ROWS = ("maximum", "reciprocal")
+# What the kernel adds up of a row for its statistics, in this order.
 SUMS = ("energy", "distance", "previous", "current", "following")
-
-# The letters of arrays that `attention.partition` does not name.
-LETTERS = dict.fromkeys(ROWS, "BTN")
 
 
 def attend(query, key, value, bias, mask, *, statistics=False, **structure):
@@ -80,7 +76,7 @@ def _attend_forward(problem, query, key, value, others):
         return _call("attention_forward", static, arrays, (), shapes)
 
     letters = "BTNV", "BTN", "BTN", "BTNx"
-    axes = axes_of(arrays, **LETTERS)
+    axes = axes_of(arrays)
     out, maximum, reciprocal, sums = partitioned(forward, arrays, axes, letters)
     seen = reciprocal != 0  # also of a NaN
     log_total = -jnp.log(jnp.where(seen, reciprocal, 1))
@@ -112,7 +108,7 @@ def _attend_backward(problem, residuals, cotangents):
             rest = [x.reshape(B, S, K, N // K, -1).sum(3) for x in rest]
         return by_query, *rest
 
-    axes = axes_of(arrays, **LETTERS)
+    axes = axes_of(arrays, reciprocal="BTN")
     gradients = partitioned(backward, arrays, axes, ("BTNH", "BSKH", "BSKV"))
     return *gradients, None
 

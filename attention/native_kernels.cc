@@ -224,11 +224,13 @@ ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
     explicit State(const Work& work) : work(work), count(work.tasks()) {}
     void help() {
       int64_t mine = 0;
-      for (int64_t task; (task = next++) < count; ++mine) try {
+      for (int64_t task; (task = next++) < count; ++mine) {
+        try {
           work.run(task);
         } catch (const std::bad_alloc&) {
           failed = true;
         }
+      }
       if (mine && (done += mine) == count) {
         std::lock_guard<std::mutex> lock(mutex);
         finished.notify_all();

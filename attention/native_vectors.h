@@ -14,7 +14,7 @@ constexpr int W = 8, TALL = 6;
 #elif defined(__aarch64__)
 constexpr int W = 4, TALL = 8;
 #else
-constexpr int W = 4, TALL = 4;
+#error the kernels need AVX or NEON, else blockwise is faster
 #endif
 
 // Of any alignment.

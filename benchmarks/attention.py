@@ -30,7 +30,7 @@ MAPS_UP_TO = 4096  # peers that hold a T x S map are left out of longer rows
 
 
 def ours(query, key, value, ids, implementation=None):
-    """`attention.dot_product_attention` with what it picks by itself."""
+    """`attention.dot_product_attention`, by default with what it picks by itself."""
     return attention.dot_product_attention(
         *(query, key, value),
         query_segment_ids=ids,

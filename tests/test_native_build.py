@@ -1,5 +1,6 @@
 """Where the kernels for CPUs come from, and what happens where they cannot be made."""
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from attention import native_build
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="no c++ on this machine"
+)
+on_x86_with_a_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None or platform.machine() not in ("x86_64", "AMD64"),
+    reason="no c++ for x86 on this machine",
 )
 
 CHOICE = """
@@ -50,6 +55,7 @@ case " $* " in *" -E "*) ;; *) echo no such builtin >&2; exit 1;; esac
         ("none", "no C++ compiler 'none'"),
         ("false", "returned non-zero exit status 1"),
         ("old", "no such builtin"),
+        pytest.param("c++ -mno-avx", "need AVX", marks=on_x86_with_a_compiler),
         ("'", "No closing quotation"),
     ],
 )
