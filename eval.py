@@ -147,6 +147,7 @@ def main():
                 check_sentence([found[split] for split in named])
             for split in named:
                 evaluate(workdir, trained, found[split], options, found.get("val"))
+            hosts.share(None)  # the first scores for longer than a shutdown may take
 
 
 def splits() -> list[str]:

@@ -246,7 +246,6 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "attention": implementations(model, *batches.shape),
             "trials": R,
             "dtype": model.dtype,
-            "processes": jax.process_count(),
             "mesh": dict(mesh.shape),
             "data": data,
             "num_parameters": counting.parameters(model),
@@ -254,7 +253,8 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         }
-        record(workdir, config.to_dict(), trials, facts)  # nothing refuses it any more
+        if changed := record(workdir, config.to_dict(), trials, facts):
+            say(f"Not the bits of an undisturbed run any more: {changed}.")
     flops = partial(counting.update_flops, model, *batches.shape)
     return Run(
         static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints

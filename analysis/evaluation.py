@@ -158,6 +158,7 @@ def evaluate(
     names = next(iter(rows.values()), {})
     texts = [spread(name, [row[name] for row in rows.values()]) for name in names]
     if texts:  # none where every trial is frozen
-        say(f"step {step}: " + "  ".join(texts))
+        some = f", {len(rows)} of {len(frozen)} trials" * (len(rows) < len(frozen))
+        say(f"step {step}{some}: " + "  ".join(texts))
     ranks = ranking(rows, config.train.best_metric, len(frozen))
     return keep_best(best, state.params, step, ranks)

@@ -33,11 +33,12 @@ def print_table(table: Table) -> Console:
 def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     """A table of the scores, with the signatures that define them.
 
-    Of many trials it has only what differs, and ends in their mean and standard
-    deviation, that of a sample.
+    Of many trials it has only what differs, and ends in the mean and the standard
+    deviation (of a sample) of those that differ in nothing but their seed.
     """
     if len(rows) > 1:
         differs = [name for name in differs if len({row[name] for row in rows}) > 1]
+    arm = [name for name in differs if name != "seed"]
     scored = {
         "bleu": "{:.2f}",
         "published_bleu": "{:.2f}",
@@ -57,16 +58,23 @@ def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
     for row in rows:
         cells = [form.format(row[name]) for name, form in (columns | scored).items()]
         table.add_row(*["" if cell == "None" else cell for cell in cells])
-    sound = [row for row in rows if row["diverged_at"] is None]
-    if len(sound) > 1:
+    arms = {}
+    for row in rows:
+        if row["diverged_at"] is None:
+            arms.setdefault(tuple(row[name] for name in arm), []).append(row)
+    for settings, sound in arms.items():
+        if len(sound) == 1:
+            continue
         table.add_section()
+        told = dict(zip(arm, settings, strict=True))
+        of_arm = [f"{told[name]:g}" if name in told else "" for name in columns]
         stdev = partial(np.std, ddof=1)
         for name, of in ((f"mean of {len(sound)}", np.mean), ("sd", stdev)):
             cells = [
                 form.format(of([row[score] for row in sound]))
                 for score, form in scored.items()
             ]
-            table.add_row(name, *[""] * (len(columns) - 1), *cells)
+            table.add_row(name, *of_arm[1:], *cells)
     console = print_table(table)
     for name, of in rows[0].items():
         if name.endswith("signature"):

@@ -30,7 +30,8 @@ def losses(config, num_trials, devices):
     arrays = numbers(
         flat(config.to_dict()), [{"seed": seed} for seed in range(num_trials)]
     )
-    mesh = sharding.make_mesh(config.mesh, num_trials, 8, devices)
+    rows = sharding.rows_of_part(8, config.train.accumulate_steps)
+    mesh = sharding.make_mesh(config.mesh, num_trials, rows, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
     static = static_of(abstract(build), config)
     rng = np.random.default_rng(0)
@@ -65,6 +66,7 @@ def main():
     found = []
     for trials, shape in json.loads(sys.argv[1]):
         config.mesh.update({"trial": None, "data": -1, "model": 1, "shard": "none"})
+        config.train.accumulate_steps = shape.pop("accumulate_steps", 1)
         config.mesh.update(shape)
         devices = jax.devices() if shape else jax.devices()[:1]
         found.append(losses(config, trials, devices))

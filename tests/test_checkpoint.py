@@ -119,10 +119,11 @@ def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
     assert "Trial 1 ended at step 25: its average is of the 3 that are left" in said
 
 
-def trained(workdir, best):
+def trained(workdir, best, score=None):
     """A run whose best parameters, a number each trial, are of the steps 5, 6, ..."""
     count = len(best)
-    score, at = np.arange(1.0, count + 1), np.arange(5, 5 + count)
+    score = np.arange(1.0, count + 1) if score is None else np.array(score)
+    at = np.arange(5, 5 + count)
     kept = {"params": {"kernel": np.outer(best, np.ones(3, np.float32))}}
     checkpoints = Checkpoints(workdir, keep=2)
     for step in (10, 20):
@@ -156,6 +157,22 @@ def test_best_last_and_average_are_parameters_of_their_own(tmp_path, which, valu
     params, steps, _ = restore(tmp_path, which, 2, one)
     np.testing.assert_array_equal(params["kernel"], np.outer(values, np.ones(3)))
     assert steps.tolist() == at
+
+
+@pytest.mark.parametrize(
+    "score, diverged_at", [([1.0, -np.inf], [0, 20]), ([-np.inf, -np.inf], None)]
+)
+def test_a_trial_that_never_had_a_finite_score_counts_as_diverged(
+    tmp_path, score, diverged_at
+):
+    """The others of its group can be scored all the same."""
+    trained(tmp_path, [7, 8], score)
+    one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
+    if diverged_at is None:
+        with pytest.raises(ValueError, match="has no evaluated checkpoint yet"):
+            restore(tmp_path, "best", 2, one)
+    else:
+        assert restore(tmp_path, "best", 2, one)[2].tolist() == diverged_at
 
 
 @pytest.mark.parametrize("best, values", [([7, 8], [7, 8]), ([7], [7, 7])])
@@ -196,6 +213,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, damage, ca
     assert "The checkpoint of step 3 is damaged: kernel " in said
     assert said.count("\n") == 1 and len(said) < 100
     assert (saved / "damaged" / "3").is_dir(), "nothing on disk may be lost"
+
+
+def test_where_all_are_damaged_nothing_begins_anew(saved):
+    """Neither now nor at the next start, which would drop the metrics so far."""
+    for step in (1, 2, 3):
+        cut_short(largest_file(saved, step))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="holds no sound checkpoint to go on from"):
+            reopen(saved, params=TREE)
+    assert {path.name for path in (saved / "damaged").iterdir()} >= {"2", "3"}
 
 
 def test_every_flipped_byte_is_noticed(saved):

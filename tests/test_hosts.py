@@ -83,7 +83,6 @@ def test_alone_what_is_shared_is_ones_own():
     [
         ({"jax": "0.1"}, r"jax \(in process 0 '0.1', now '"),
         ({"commit": "c0ffee"}, r"commit \(in process 0 'c0ffee', now 'decade'\)"),
-        ({"native_attention": "none"}, r"native_attention \(in process 0 'none', "),
         ({"commit": None}, None),
     ],
 )
@@ -103,6 +102,32 @@ def test_processes_of_other_software_are_refused(tmp_path, monkeypatch, first, n
         hosts.check_same_run(tmp_path, {}, [])
         return
     with pytest.raises(ValueError, match=f"the software differs .* 0: {named}"):
+        hosts.check_same_run(tmp_path, {}, [])
+
+
+@pytest.mark.parametrize(
+    "kernels, refused",
+    [
+        (["yes", "yes"], False),
+        (["no C++ compiler", "no C++ compiler 'none'"], False),  # whatever the reason
+        (["yes", "no C++ compiler"], True),
+        (["no C++ compiler", "yes"], True),
+    ],
+)
+def test_processes_of_which_some_have_the_kernels_are_refused(
+    tmp_path, monkeypatch, kernels, refused
+):
+    here = environment() | {"native_attention": kernels[1]}
+    monkeypatch.setattr(hosts, "environment", lambda: here)
+    monkeypatch.setattr(
+        hosts, "share", lambda value: kernels if value == kernels[1] else [value] * 2
+    )
+    if not refused:
+        hosts.check_same_run(tmp_path, {}, [])
+        return
+    which = kernels.index("no C++ compiler")
+    message = rf"process {which} can't compile .* \(no C\+\+ compiler\).*CXX=none for all"
+    with pytest.raises(ValueError, match=message):
         hosts.check_same_run(tmp_path, {}, [])
 
 

@@ -336,3 +336,19 @@ def test_the_command_repeats_a_sweep_that_was_given_more_seeds(tmp_path, corpus)
         added = " --seeds=3 '--note=Two words.'"
         assert more.settings["command"] == first.settings["command"] + added
     assert open_sweep(alone._replace(verb="report")).settings == more.settings
+
+
+def test_means_are_of_trials_that_differ_in_their_seed_alone(capsys):
+    row = {"split": "test", "decoding": {}, "step": 1, "diverged_at": None}
+    settings = [(0, 0.1), (1, 0.1), (0, 0.2), (1, 0.2), (2, 0.3)]
+    rows = [
+        row
+        | {"trial": trial, "seed": seed, "model.dropout": dropout, "bleu": 10.0 * trial}
+        for trial, (seed, dropout) in enumerate(settings)
+    ]
+    print_scores(rows, ["seed", "model.dropout"], "result-test.json")
+    printed = capsys.readouterr().out
+    means = [line for line in printed.splitlines() if "mean of 2" in line]
+    assert len(means) == 2 and "mean of 5" not in printed
+    assert "0.1" in means[0] and "5.00" in means[0]
+    assert "0.2" in means[1] and "25.00" in means[1]

@@ -79,7 +79,7 @@ def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program)
     group = trained(config, corpus, program, TRIALS, [25, 25])[0]["loss"]
     for index, trial in enumerate(TRIALS):
         alone = trained(config, corpus, program, [trial], [25, 25])[0]["loss"]
-        np.testing.assert_allclose(group[index], alone[0], rtol=2e-4)
+        np.testing.assert_array_equal(group[index], alone[0])  # bits, on one CPU device
     assert group[:, -1].max() < 0.95 * group[:, 0].min()
     assert abs(group[0, 0] - group[1, 0]) > 1e-3 < abs(group[0, 1] - group[2, 1])
 

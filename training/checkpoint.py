@@ -106,6 +106,7 @@ class Checkpoints:
     def __init__(self, workdir: Path, keep: int | None = None, every: int = 1):
         sys.unraisablehook = but_closed_loops(sys.unraisablehook)
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
+        self.aside = self.directory.parent / "damaged"
         if self.directory.is_file():  # Orbax would say so at the first save
             raise ValueError(
                 f"{self.directory} is a file where the folder of the checkpoints must "
@@ -238,6 +239,9 @@ class Checkpoints:
         """The step and the items of the newest checkpoint that is sound.
 
         Damaged ones are named, and moved out of the way unless we only read.
+
+        Raises:
+            ValueError: all are damaged; who goes on would begin anew.
         """
         for step in reversed(self.steps_of_all()):
             items, damage = self.read_all(step, **abstract)
@@ -249,11 +253,16 @@ class Checkpoints:
             )
             if self.keep is not None:
                 self.set_aside(step)
+        if self.keep is not None and self.aside.exists():
+            raise ValueError(
+                f"{self.directory} holds no sound checkpoint to go on from; those in "
+                f"{self.aside} are damaged. Restore one, or choose another --workdir."
+            )
         return None
 
     def set_aside(self, step: int) -> None:
         """Move a damaged checkpoint to WORKDIR/damaged."""
-        aside = self.directory.parent / "damaged" / str(step)
+        aside = self.aside / str(step)
         with hosts.together():
             if hosts.is_first():
                 aside.parent.mkdir(exist_ok=True)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from training.metrics import say
-from training.workdir import differing, environment, summary
+from training.workdir import HAS_KERNELS, differing, environment, summary
 
 HEARTBEAT = 20  # seconds without a sign of life after which a process is given up
 SHUTDOWN = 60  # seconds that a process waits for the others to end too
@@ -216,10 +216,18 @@ def check_same_run(workdir: Path, config: dict, trials: list[dict]) -> None:
         if is_first():
             token.write_text(os.urandom(8).hex())
     here = environment()
-    told = ("commit", "native_attention")
-    software = here["versions"] | {name: here[name] for name in told}
+    software = here["versions"] | {"commit": here["commit"]}
     has_commits = None not in share(here["commit"])  # not so where one lacks git
     check_same("software", software, may_differ=() if has_commits else ("commit",))
+    kernels = share(here["native_attention"])
+    without = [index for index, told in enumerate(kernels) if told not in HAS_KERNELS]
+    if 0 < len(without) < len(kernels):
+        leave()
+        raise ValueError(
+            f"process {without[0]} can't compile the kernels of attention on CPUs "
+            f"({kernels[without[0]]}), and others can; install a C++ compiler there, "
+            f"or set CXX=none for all."
+        )
     check_same("config", config, may_differ=("data.directory",))
     check_same("list of trials", trials)
     mark = share(is_first() and token.read_text())[0]

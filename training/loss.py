@@ -64,12 +64,11 @@ def _num_chunks(tokens: int, chunk_tokens: int) -> int:
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _cross_entropy(hidden, table, labels, weights, smoothing, num_chunks):
     def step(_, chunk):
-        top, _, total, at_label = _softmax_parts(*chunk, table)
-        return None, (top + jnp.log(total), at_label)
+        top, _, total = _softmax_parts(chunk, table)
+        return None, top + jnp.log(total)
 
-    chunks = _split(hidden, num_chunks), _split(labels, num_chunks)
-    _, parts = jax.lax.scan(step, None, chunks)
-    per_token, _ = _per_token(*(_join(x) for x in parts), hidden, table, smoothing)
+    _, lse = jax.lax.scan(step, None, _split(hidden, num_chunks))
+    per_token, _ = _per_token(_join(lse), hidden, table, table[labels], smoothing)
     return jnp.vdot(weights, per_token)
 
 
@@ -78,26 +77,25 @@ def _forward(hidden, table, labels, weights, smoothing, num_chunks):
     # dense: with e = exp(logits - top) and r = weights / sum(e), r enters on the small
     # side of each product, so e is read as it is and no other array of its size made.
     def step(softmax_by_table, chunk):
-        hidden, labels, weights = chunk
-        top, exps, total, at_label = _softmax_parts(hidden, labels, table)
+        hidden, weights = chunk
+        top, exps, total = _softmax_parts(hidden, table)
         scale = (weights / total)[:, None]
         by_hidden = _dot("Tv,vD->TD", exps, table) * scale
         # D x vocab, because vocab x D is at half speed where vocab is a power of 2.
         by_table = _dot("TD,Tv->Dv", (hidden * scale).astype(exps.dtype), exps)
-        lse = top + jnp.log(total)
-        return softmax_by_table + by_table, (lse, at_label, by_hidden)
+        return softmax_by_table + by_table, (top + jnp.log(total), by_hidden)
 
-    arrays = hidden, labels, weights
-    chunks = tuple(_split(x, num_chunks) for x in arrays)
+    chunks = tuple(_split(x, num_chunks) for x in (hidden, weights))
     start = jnp.zeros(table.shape[::-1], jnp.float32)
     softmax_by_table, parts = jax.lax.scan(step, start, chunks)
-    *parts, softmax_by_hidden = (_join(x) for x in parts)
-    per_token, by_smoothing = _per_token(*parts, hidden, table, smoothing)
+    lse, softmax_by_hidden = (_join(x) for x in parts)
+    at_labels = table[labels]
+    per_token, by_smoothing = _per_token(lse, hidden, table, at_labels, smoothing)
 
     # What target adds: a constant of every piece, and one row of the label.
     constant = weights[:, None] * (smoothing / table.shape[0])
     label = weights[:, None] * (1 - smoothing)
-    by_hidden = softmax_by_hidden - constant * table.sum(0) - label * table[labels]
+    by_hidden = softmax_by_hidden - constant * table.sum(0) - label * at_labels
     by_table = softmax_by_table.T - (constant * hidden).sum(0)
     by_table = by_table.at[labels].add(-label * hidden)
     gradients = (
@@ -119,18 +117,19 @@ def _backward(num_chunks, gradients, cotangent):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _softmax_parts(hidden, labels, table):
-    """The largest logit, exp(logits - largest) and its sum, and the label's logit."""
+def _softmax_parts(hidden, table):
+    """The largest logit, exp(logits - largest) and its sum."""
     logits = _dot("TD,vD->Tv", hidden, table)
     top = logits.max(-1)
     exps = jnp.exp(logits - top[:, None])
-    at_label = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-    return top, exps.astype(hidden.dtype), exps.sum(-1), at_label
+    return top, exps.astype(hidden.dtype), exps.sum(-1)
 
 
-def _per_token(lse, at_label, hidden, table, smoothing):
+def _per_token(lse, hidden, table, at_labels, smoothing):
     """The smoothed cross-entropy of every token, and its derivative by smoothing."""
-    # The mean of the logits is the logit of the mean embedding: no pass over them.
+    # The logits' mean is the logit of the mean embedding, and the label's is of its
+    # embedding: no pass over the logits.
+    at_label = _dot("TD,TD->T", hidden, at_labels)
     by_smoothing = at_label - _dot("TD,D->T", hidden, table.mean(0))
     return lse - at_label + smoothing * by_smoothing, by_smoothing
 

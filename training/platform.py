@@ -1,5 +1,6 @@
 """What is set before JAX starts: memory, and the cache of compiled programs."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -13,13 +14,15 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 def setup() -> None:
     """Keep compiled programs from one start to the next; call before using JAX.
 
-    They lie in $JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder, apart
+    They lie in $JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder if
+    there is one, apart
     for each kind of processor: a program made for another one may not run.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        folder = root / "headcount" / fingerprint()
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+        with contextlib.suppress(RuntimeError):  # a user without a home folder
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            folder = root / "headcount" / fingerprint()
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     # also what compiles fast: there are many small programs before the first step
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     keep_memory()

@@ -111,12 +111,14 @@ def read_best(checkpoints, abstract, marks: dict):
     like = np.zeros(len(marks["step"]))
     best = {"params": abstract, "score": like, "step": like}
     best = found(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
-    # what diverged before its first evaluation has its initial values here
-    if not (np.isfinite(best["score"]) | (marks["diverged_at"] > 0)).all():
+    # what had no finite loss at any evaluation has its initial values here
+    without = ~np.isfinite(best["score"]) & (marks["diverged_at"] == 0)
+    if without.all():
         raise ValueError(
             f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
             f"on to train.eval_every_steps, or use --checkpoint=last."
         )
+    marks["diverged_at"] = np.where(without, marks["step"], marks["diverged_at"])
     return best["params"], best["step"]
 
 

@@ -238,7 +238,10 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
         here = of_part(params, part, jax.random.fold_in(key, index))
         return jax.tree.map(jnp.add, total, here), None
 
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    def parts_of(x):  # strided, so that every device has rows of each part
+        return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
+
+    parts = jax.tree.map(parts_of, batch)
     zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     return jax.lax.scan(add, zero, (jnp.arange(count), parts))[0]
 

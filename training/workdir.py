@@ -3,6 +3,8 @@
 import contextlib
 import fcntl
 import json
+import math
+import os
 import platform
 import subprocess
 import sys
@@ -18,6 +20,8 @@ MAY_CHANGE = (
     "mesh.model",
     "mesh.shard",
 )
+HAS_KERNELS = "yes", "no CPU"  # what run.json says where attention lacks none
+BITS = ("attention", "dtype", "versions", "cores")  # of run.json: bits depend on them
 # What eval.py reads: a file without it is damaged, or of another program.
 LIKE = {
     "config.json": {
@@ -74,19 +78,27 @@ def recorded(workdir: Path) -> dict:
     return {path.name: read_json(path) for path in paths if path.exists()}
 
 
-def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> None:
+def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
     """Record what is trained there, for the next start and for eval.py.
+
+    Returns in words what has changed since the last start, of that on which bits depend.
 
     Args:
         facts: of run.json, which also keeps the time of the first start.
     """
     path = workdir / "run.json"
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    changed = ""
     if has_begun(workdir):  # None: of a run of before that was recorded
-        started = (read_json(path) if path.exists() else {}).get("started")
+        before = read_json(path) if path.exists() else {}
+        started = before.get("started")
+        both = [name for name in BITS if name in before and name in facts]
+        there, now = ({name: of[name] for name in both} for of in (before, facts))
+        changed = summary(differing(there, now, may_change=()))
     write_json(workdir / "config.json", config)
     write_json(workdir / "trials.json", trials)
     write_json(path, {"started": started, **facts})
+    return changed
 
 
 def changes(
@@ -195,10 +207,19 @@ def is_like(value, like) -> bool:
 
 
 def write_json(path: Path, value) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all; a number that is not finite is null in it."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
+    text = json.dumps(_finite(value), indent=1, allow_nan=False)
+    part.write_text(text + "\n")
     part.replace(path)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def environment() -> dict:
@@ -218,6 +239,8 @@ def environment() -> dict:
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
         "native_attention": _native_attention(),
+        "processes": jax.process_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "devices": [
             f"{d.platform}: {processor() if d.platform == 'cpu' else d.device_kind}"
             for d in jax.local_devices()
@@ -231,7 +254,8 @@ def _native_attention() -> str:
 
     from attention.native_build import why_not
 
-    return (why_not() or "yes") if jax.default_backend() == "cpu" else "no CPU"
+    yes, no_cpu = HAS_KERNELS
+    return (why_not() or yes) if jax.default_backend() == "cpu" else no_cpu
 
 
 def processor() -> str:

@@ -19,6 +19,10 @@ RUNS = [
     (2, {"trial": 2, "data": 2, "model": 2, "shard": "parameters"}),
     (2, {"trial": 1, "data": 8, "shard": "optimizer"}),
 ]
+IN_PARTS = [
+    (2, {"accumulate_steps": 2}),
+    (2, {"trial": 2, "data": 4, "accumulate_steps": 2}),
+]
 
 
 def start(devices, runs, *hosts, module="sharded_steps"):
@@ -43,7 +47,7 @@ def found(process):
 @pytest.fixture(scope="module")
 def eight():
     """Of a process with eight devices."""
-    return found(start(8, RUNS))
+    return found(start(8, RUNS + IN_PARTS))
 
 
 def test_two_processes_of_four_devices_compute_what_one_device_does(eight):
@@ -58,7 +62,7 @@ def test_two_processes_of_four_devices_compute_what_one_device_does(eight):
 
 
 def test_eight_devices_compute_what_one_does(eight):
-    one, *others = eight
+    one, *others = eight[: len(RUNS)]
     assert np.shape(one["loss"]) == (2, 4) and np.isfinite(one["loss"]).all()
     assert one["loss"][0] != one["loss"][1]
     for other in others:
@@ -67,6 +71,13 @@ def test_eight_devices_compute_what_one_does(eight):
     specs_of_state = [" ".join(other["specs"]) for other in others]
     assert "'data'" in specs_of_state[0] and "'model'" in specs_of_state[0]
     assert "'data'" in specs_of_state[1] and "'model'" not in specs_of_state[1]
+
+
+def test_eight_devices_add_up_parts_of_a_batch_as_one_does(eight):
+    """Every device has rows of each part, or there would be nothing to share."""
+    one, other = eight[len(RUNS) :]
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=2e-5)
+    assert one["loss"] != eight[0]["loss"]  # dropout drops other elements
 
 
 def test_any_mesh_translates_as_one_device_does():
