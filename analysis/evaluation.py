@@ -121,11 +121,12 @@ def losses(
 
 
 def dev_scores(
-    graph: nnx.GraphDef, params, head_gates: dict, dev: Dev, trials
+    graph: nnx.GraphDef, params, head_gates: dict, dev: Dev, trials, chrf: bool
 ) -> dict[int, dict]:
     """Loss (nats a token) and scores of greedy translations, a row for each of trials.
 
-    `params` and `head_gates` have the trial axis R in front of every leaf.
+    `params` and `head_gates` have the trial axis R in front of every leaf. `chrf`: with
+    this score, too, see `scores`.
     """
     source = dev.tokenizers[0].encode(dev.sources)
     target = dev.tokenizers[1].encode(dev.targets)
@@ -134,15 +135,12 @@ def dev_scores(
     scored = []
     for trial in trials[jax.process_index() :: jax.process_count()]:
         texts = dev.tokenizers[1].decode_many(found[trial])
-        scored.append((trial, scores(texts, dev.targets)))
+        scored.append((trial, scores(texts, dev.targets, chrf)))
     rows = dict(row for said in hosts.share(scored) for row in said)
+    names = ("bleu", "chrf", "exact_match") if chrf else ("bleu", "exact_match")
     return {
-        trial: {
-            "dev_loss": float(loss[trial]),
-            "dev_bleu": rows[trial]["bleu"],
-            "dev_chrf": rows[trial]["chrf"],
-            "dev_exact_match": rows[trial]["exact_match"],
-        }
+        trial: {"dev_loss": float(loss[trial])}
+        | {f"dev_{name}": rows[trial][name] for name in names}
         for trial in trials
     }
 
@@ -152,7 +150,8 @@ def evaluate(
 ) -> dict:
     """Score the trials that are not frozen; the best of every trial so far."""
     alive = np.flatnonzero(~frozen).tolist()
-    rows = dev_scores(graph, state.params, gates, dev, alive)
+    by_chrf = config.train.best_metric == "dev_chrf"
+    rows = dev_scores(graph, state.params, gates, dev, alive, by_chrf)
     for trial, row in rows.items():
         writer.write(step, trial, **row)
     names = next(iter(rows.values()), {})

@@ -18,7 +18,7 @@ from models.decoding_queue import Queue
 from models.decoding_search import complete
 from models.transformer import Transformer
 from training import sharding
-from training.dry_run import collectives
+from training.program import Program
 
 
 def main():
@@ -69,7 +69,7 @@ def moved(graph, params):
             encode.lower(*reading),
             go_on.lower(state, leaves, None, queue, of_trials, of_trials),
         ]
-        return [collectives(program.compile().as_text()) for program in lowered]
+        return [Program(p.compile().as_text()).collectives() for p in lowered]
 
 
 if __name__ == "__main__":

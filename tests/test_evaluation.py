@@ -32,10 +32,13 @@ def test_every_trial_is_scored_by_its_own_translations(monkeypatch):
         for number, f in ((3, str.upper), (4, str.lower))
     )
     dev = Dev(["x"], ["c d"], (source, target), 64)
-    found = dev_scores(None, None, {}, dev, [0, 1])
+    found = dev_scores(None, None, {}, dev, [0, 1], chrf=False)
     assert given == [([3], [4]), [[3]]]
     assert [found[trial]["dev_exact_match"] for trial in (0, 1)] == [0, 1]
     assert [found[trial]["dev_loss"] for trial in (0, 1)] == [1, 2]
+    assert "dev_chrf" not in found[0]
+    found = dev_scores(None, None, {}, dev, [0, 1], chrf=True)
+    assert found[1]["dev_chrf"] == pytest.approx(100) and found[0]["dev_chrf"] == 0
 
 
 @pytest.mark.parametrize("metric, best", [("dev_bleu", 1), ("dev_loss", 2)])

@@ -126,7 +126,9 @@ def test_processes_of_which_some_have_the_kernels_are_refused(
         hosts.check_same_run(tmp_path, {}, [])
         return
     which = kernels.index("no C++ compiler")
-    message = rf"process {which} can't compile .* \(no C\+\+ compiler\).*CXX=none for all"
+    message = (
+        rf"process {which} can't compile .* \(no C\+\+ compiler\).*CXX=none for all"
+    )
     with pytest.raises(ValueError, match=message):
         hosts.check_same_run(tmp_path, {}, [])
 

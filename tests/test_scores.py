@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.table import Table
+from sacrebleu.metrics import BLEU, CHRF
 
 from analysis.scores import moses, published_scores, scores
 from analysis.table import heading, print_table
@@ -55,6 +56,13 @@ def test_scores():
     assert half["exact_match"] == 0.5
     assert 0 < half["bleu"] < 100
     assert "tok:13a" in half["signature"] and "nc:6" in half["chrf_signature"]
+    for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
+        got = metric.corpus_score([references[0], "etwas anderes"], [references])
+        assert half[name] == got.score
+        key = {"bleu": "signature", "chrf": "chrf_signature"}[name]
+        assert half[key] == str(metric.get_signature())
+    without = scores(references, references, chrf=False)
+    assert without.keys() == {"bleu", "exact_match", "signature"}
 
 
 def test_a_translation_is_exact_if_it_is_what_a_vocabulary_makes_of_the_reference():

@@ -5,7 +5,6 @@ would run with; nothing is computed. What is printed of memory and communication
 compiler's answer, not a formula's.
 """
 
-import re
 from functools import partial
 from typing import NamedTuple
 
@@ -15,15 +14,11 @@ import numpy as np
 from models import counting
 from models.transformer import Transformer
 from training import sharding, targets
+from training.platform import GPU_MEMORY
+from training.program import Program
 from training.step import init, static_of, train_steps
 
 GIB = 2**30
-OPERATION = re.compile(
-    r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute"
-    r"|reduce-scatter)(?P<start>-start)?\((?:.*?channel_id=(?P<channel>\d+))?"
-)
-WITH_OPERANDS = ("all-gather", "collective-permute")  # the result of their start
-SHAPE = re.compile(r"(?P<dtype>[a-z]+\d+)(?:\w*)\[(?P<sizes>[\d,]*)\]")
 
 
 class Plan(NamedTuple):
@@ -35,8 +30,10 @@ class Plan(NamedTuple):
     peak: int  # all of it, and the best parameters so far
     capacity: int
     collectives: dict[str, tuple[int, int]]  # by kind: how many, bytes
+    traffic: int  # to and from the chip's memory, a step
+    operations: int  # of the compiled step: kernels, on a GPU
     flops: float  # a step's, of this chip's share of the model
-    peak_flops: float  # a second, of the chip
+    chip: targets.Chip
     num_trials: int  # whose states this chip holds a part of
     mesh: dict[str, int]
     rows: tuple[int, int]  # B and T of a trial's batch
@@ -91,7 +88,9 @@ def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
         platform = "cuda" if chip in targets.GPUS else "tpu"
         traced = train_steps.trace(*arguments, static=static)
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
-    memory = compiled.memory_analysis()
+    known = targets.CHIPS[chip]
+    memory, program = compiled.memory_analysis(), Program(compiled.as_text())
+    traffic, operations = program.traffic()
     parameters = _bytes_of(state.params, lie.params)
     return Plan(
         parameters=parameters,
@@ -102,10 +101,12 @@ def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
         + parameters,  # the best so far lie beside those of now
-        capacity=targets.CHIPS[chip].memory,
-        collectives=collectives(compiled.as_text()),
+        capacity=int(known.memory * (GPU_MEMORY if platform == "cuda" else 1)),
+        collectives=program.collectives(),
+        traffic=traffic,
+        operations=operations,
         flops=counting.update_flops(model, B, T, T) * num_trials / mesh.size,
-        peak_flops=targets.CHIPS[chip].flops,
+        chip=known,
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),
         rows=(B, T),
@@ -120,36 +121,6 @@ def _bytes_of(tree, shardings) -> int:
             jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True
         )
     )
-
-
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """How many of each kind of communication a program has, and bytes of its results.
-
-    One that the TPU's compiler spreads over several operations has one channel.
-
-    Args:
-        text: of `compiled.as_text()`.
-    """
-    found, seen = {}, set()
-    for match in OPERATION.finditer(text):
-        kind, channel = match["kind"], match["channel"]
-        if channel is not None and (kind, channel) in seen:
-            continue
-        seen.add((kind, channel))
-        arrays = SHAPE.findall(match["shapes"])
-        if match["start"] and kind in WITH_OPERANDS:
-            arrays = [array for array in arrays if array[1]]  # without the context's
-            arrays = arrays[len(arrays) // 2 :]
-        count, size = found.get(kind, (0, 0))
-        found[kind] = (count + 1, size + sum(map(array_bytes, arrays)))
-    return found
-
-
-def array_bytes(array: tuple[str, str]) -> int:
-    """Bytes of an array of an HLO shape, of its dtype and its sizes."""
-    bits = int(re.sub(r"\D", "", array[0]))
-    sizes = [int(size) for size in array[1].split(",") if size]
-    return int(np.prod(sizes)) * bits // 8
 
 
 def advice(plan: Plan, config) -> str | None:
@@ -175,7 +146,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
     def gib(size):
         return f"{size / GIB:.3f} GiB"
 
-    at_peak = plan.flops / plan.peak_flops
+    at_peak = 1e3 * plan.flops / plan.chip.flops
     lines = [
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())),
         ("batch of a trial", "{} rows of {} tokens a side".format(*plan.rows)),
@@ -187,9 +158,13 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
         ("trials on a chip", str(plan.num_trials)),
         ("trials that would fit", str(plan.trials_that_fit)),
         ("floating-point operations a step", f"{plan.flops:.3e}"),
-        ("step at the chip's peak", f"{1e3 * at_peak:.3f} ms"),
-        ("step at 40 % of it", f"{1e3 * at_peak / 0.4:.3f} ms"),
+        ("step at the chip's peak", f"{at_peak:.3f} ms"),
+        ("step at 40 % of it", f"{at_peak / 0.4:.3f} ms"),
+        ("memory traffic a step", gib(plan.traffic)),
+        ("that at its bandwidth", f"{1e3 * plan.traffic / plan.chip.bandwidth:.3f} ms"),
     ]
+    if plan.chip in (targets.CHIPS[name] for name in targets.GPUS):
+        lines.append(("kernels a step", str(plan.operations)))
     for kind, (count, size) in sorted(plan.collectives.items()):
         lines.append((kind, f"{count}, {size / 2**20:.3f} MiB"))
     if not plan.collectives:

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from attention.platform import platform
 
-# Bytes of one chunk's logits: on a CPU they should stay in the last-level cache;
-# elsewhere a few large products beat many small ones.
-CHUNK_BYTES = {"cpu": 16 * 2**20, "gpu": 512 * 2**20, "tpu": 512 * 2**20}
+MIB = 2**20
+# Bytes of one chunk's logits: on a CPU they should stay in the last-level cache; on a
+# GPU a few large products beat many small ones.
+CHUNK_BYTES = {"cpu": 16 * MIB, "gpu": 512 * MIB}
+TRIALS = "trials"  # the axis along which trials are computed side by side
 
 
 def cross_entropy(
@@ -34,7 +36,7 @@ def cross_entropy(
     top, as Szegedy et al. 2016 and PyTorch do. Padding has the weight 0.
     Differentiable in hidden, table, weights and label_smoothing.
     """
-    chunk_tokens = chunk_tokens or _chunk_tokens(table.shape[0])
+    chunk_tokens = chunk_tokens or _chunk_tokens(*table.shape)
     num_chunks = _num_chunks(labels.size, chunk_tokens)
     smoothing = jnp.asarray(label_smoothing, jnp.float32)
     weights = weights.astype(jnp.float32)
@@ -47,8 +49,31 @@ def cross_entropy(
     return _cross_entropy(hidden, table, labels, weights, smoothing, num_chunks)
 
 
-def _chunk_tokens(vocab: int) -> int:
+def _chunk_tokens(vocab: int, width: int) -> int:
+    if platform() == "tpu":
+        return _chunk_tokens_tpu(vocab, width, _trials_at_once())
     return max(1, CHUNK_BYTES[platform()] // (4 * vocab))
+
+
+def _chunk_tokens_tpu(vocab: int, width: int, num_trials: int) -> int:
+    """So many that a chunk's logits stay in the 128 MiB of VMEM, if they can.
+
+    They can where the table (bfloat16) and its gradient (float32) do, too. Where these
+    do not, each chunk moves them, and its tokens should be many beside the width.
+    """
+    a_token = 4 * vocab * num_trials
+    if 6 * vocab * width * num_trials <= 48 * MIB:
+        return max(1, 32 * MIB // a_token)
+    return max(2 * width, 128 * MIB // a_token)
+
+
+def _trials_at_once() -> int:
+    """How many trials a device computes side by side, see `step.over_trials`."""
+    try:
+        num_trials = jax.lax.axis_size(TRIALS)
+    except NameError:  # they take turns
+        return 1
+    return num_trials // jax.sharding.get_abstract_mesh().shape.get("trial", 1)
 
 
 def _num_chunks(tokens: int, chunk_tokens: int) -> int:

@@ -7,6 +7,7 @@ import os
 import platform
 from pathlib import Path
 
+GPU_MEMORY = 0.9  # the share of a GPU's that JAX takes at its start, and no more later
 # malloc.h of glibc
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
@@ -25,6 +26,7 @@ def setup() -> None:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     # also what compiles fast: there are many small programs before the first step
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
     keep_memory()
 
 

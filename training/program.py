@@ -67,16 +67,22 @@ class Program:
         self.entry = self.entry or ""
         self.part_of = cache(self._part_of)
 
-    def executed(self, computation: str) -> Iterator[tuple[Operation, str, int]]:
-        """The operations of a computation and of its loops.
+    def executed(
+        self, computation: str, fused: bool = False
+    ) -> Iterator[tuple[Operation, str, int]]:
+        """The operations of a computation and of its loops, and of fusions if `fused`.
 
         Beside each is the computation that it is in, and how often it is executed: what
         is in a loop of an unknown number of rounds, as often as in one of them.
         """
         for operation in self.computations[computation].values():
-            inside = operation.called("body") or operation.called("to_apply")
-            if operation.kind in ("while", "call") and inside:
-                for within, where, times in self.executed(inside):
+            inside = operation.called("body")
+            if operation.kind == "call":
+                inside = operation.called("to_apply")
+            if fused:
+                inside = inside or operation.called("calls")
+            if inside in self.computations:
+                for within, where, times in self.executed(inside, fused):
                     yield within, where, times * self._rounds(operation)
             elif operation.kind not in FREE:
                 yield operation, computation, 1
@@ -122,7 +128,9 @@ class Program:
         if kind == "fusion" and called in self.computations:
             reads, parts = self.part_of(called)
             writes = min(writes, parts)  # less where they stay in the fast memory
-        for index, name in enumerate(operation.operands):
+        # reversed: what is an operand twice is read once, as the first
+        indices = {name: i for i, name in reversed([*enumerate(operation.operands)])}
+        for name, index in indices.items():
             whole = array_bytes(beside[name].shapes) if name in beside else 0
             writes += min(whole, reads.get(index, whole))
         return writes
@@ -164,7 +172,7 @@ class Program:
         One that the TPU's compiler spreads over several operations has one channel.
         """
         found, seen = {}, set()
-        for operation, _, times in self.executed(self.entry):
+        for operation, _, times in self.executed(self.entry, fused=True):
             kind = operation.kind.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue

@@ -16,8 +16,9 @@ from flax import nnx
 from attention.platform import platform
 from models import precision
 from training import sharding
-from training.loss import cross_entropy
+from training.loss import TRIALS, cross_entropy
 from training.optimizer import learning_rate_at, make_optimizer
+from training.zero import gathered, scattered
 
 
 class TrainState(NamedTuple):
@@ -112,7 +113,7 @@ def over_trials(function):
     def mapped(*arguments):
         if in_turn():
             return jax.lax.map(lambda one: function(*one), arguments)
-        return jax.vmap(function)(*arguments)
+        return jax.vmap(function, axis_name=TRIALS)(*arguments)
 
     return mapped
 
@@ -216,10 +217,10 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     tokens = jnp.maximum((batch["target_segments"] > 0).sum(), 1)
 
     @jax.value_and_grad
-    def of_part(params, part, key):
+    def differentiated(params, part, key):
         loss, _ = batch_loss(
             static.graph,
-            params,
+            gathered(params, static.shard),
             part,
             trial["label_smoothing"],
             rate=trial["dropout"],
@@ -228,6 +229,10 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
             remat=static.remat,
         )
         return loss / tokens
+
+    def of_part(*arguments):
+        loss, gradient = differentiated(*arguments)
+        return loss, scattered(gradient, static.shard)
 
     count = static.accumulate_steps
     if count == 1:

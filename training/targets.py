@@ -18,18 +18,19 @@ class Chip(NamedTuple):
 
     flops: float  # a second, dense bfloat16
     memory: int  # bytes
+    bandwidth: float  # of that memory, bytes a second
     kinds: tuple[str, ...]  # what JAX calls the device's kind
 
 
 CHIPS = {  # by the whole name: an H100 PCIe, an H200 NVL or a part (MIG) has less
-    "v4": Chip(275e12, 32 * 2**30, ("TPU v4",)),
-    "v5e": Chip(197e12, 16 * 2**30, ("TPU v5 lite", "TPU v5e")),
-    "v5p": Chip(459e12, 95 * 2**30, ("TPU v5", "TPU v5p")),
-    "v6e": Chip(918e12, 32 * 2**30, ("TPU v6 lite", "TPU v6e")),
-    "h100": Chip(989e12, 80 * 10**9, ("NVIDIA H100 80GB HBM3",)),
-    "h200": Chip(989e12, 141 * 10**9, ("NVIDIA H200",)),
+    "v4": Chip(275e12, 32 * 2**30, 1.23e12, ("TPU v4",)),
+    "v5e": Chip(197e12, 16 * 2**30, 0.82e12, ("TPU v5 lite", "TPU v5e")),
+    "v5p": Chip(459e12, 95 * 2**30, 2.77e12, ("TPU v5", "TPU v5p")),
+    "v6e": Chip(918e12, 32 * 2**30, 1.64e12, ("TPU v6 lite", "TPU v6e")),
+    "h100": Chip(989e12, 80 * 10**9, 3.35e12, ("NVIDIA H100 80GB HBM3",)),
+    "h200": Chip(989e12, 141 * 10**9, 4.8e12, ("NVIDIA H200",)),
 }
-GPUS = {"h100": (3.35e12, 50), "h200": (4.8e12, 60)}  # bytes a second, MiB of L2
+GPUS = {"h100": 50, "h200": 60}  # MiB of L2 cache
 
 # Read off an H200; figures of NVIDIA's data sheets where they give them.
 HOPPER = """
@@ -77,11 +78,11 @@ def devices(target: str) -> np.ndarray:
     from jax.experimental import topologies
 
     if chip in GPUS:
-        bandwidth, cache = GPUS[chip]
-        sizes = bandwidth, cache * 2**20, CHIPS[chip].memory
+        known = CHIPS[chip]
+        sizes = known.bandwidth, GPUS[chip] * 2**20, known.memory
         options = {
             "target_config": HOPPER % (*sizes, chip.upper()),
-            "topology": f"1x{shape}x1",
+            "topology": f"1x1x{shape}",  # of one host
         }
         platform, name = "cuda", chip
     else:
@@ -89,6 +90,8 @@ def devices(target: str) -> np.ndarray:
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         platform, name, options = "tpu", target, {}
+        if chip == "v4":  # whose two cores work as one device
+            options["chip_config_name"] = "megacore"
     try:
         found = topologies.get_topology_desc(name, platform, **options)
     except Exception as error:

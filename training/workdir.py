@@ -81,7 +81,7 @@ def recorded(workdir: Path) -> dict:
 def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
     """Record what is trained there, for the next start and for eval.py.
 
-    Returns in words what has changed since the last start, of that on which bits depend.
+    Returns in words what of that on which bits depend has changed since the last start.
 
     Args:
         facts: of run.json, which also keeps the time of the first start.

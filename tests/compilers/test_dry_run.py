@@ -11,7 +11,7 @@ import pytest
 
 from configs.commandline import flat
 from data.packing import largest_rows
-from training import dry_run
+from training import dry_run, targets
 from training.trials import numbers
 
 NOT_TRAINED = ("__init__", "ablations", "base", "commandline", "presets", "run")
@@ -104,58 +104,9 @@ def test_the_command_prints_a_plan_and_nothing_else():
 
 def test_what_is_too_large_is_told_with_a_mend():
     config = importlib.import_module("configs.numbers").get_config()
-    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 1.0, 1.0, 2, {}, (8, 64))
+    chip = targets.CHIPS["v5e"]
+    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 2, {}, (8, 64))
     tight = plan._replace(capacity=99)
     assert plan.fits and dry_run.advice(plan, config) is None
     assert not tight.fits and "mesh.shard=parameters" in dry_run.advice(tight, config)
     assert plan.trials_that_fit == 2 and tight.trials_that_fit == 1
-
-
-@pytest.mark.parametrize(
-    "shapes, size",
-    [
-        ("f32[8,128]{1,0:T(8,128)}", 4096),
-        ("(bf16[2,3]{1,0}, s32[])", 16),
-        ("u8[5]", 5),
-        ("f8e4m3fn[4]", 4),
-    ],
-)
-def test_bytes_of_shapes(shapes, size):
-    text = f"%a = {shapes} all-reduce(%x), to_apply=%add"
-    assert dry_run.collectives(text) == {"all-reduce": (1, size)}
-
-
-def test_collectives_are_counted_once_each():
-    text = """
-      %a = f32[8]{0} all-reduce-start(%x), replica_groups={}
-      %b = f32[8]{0} all-reduce-done(%a)
-      ROOT %c = (f32[2,2]{1,0}, f32[]) all-reduce(%y, %z), to_apply=%add
-      %d = f32[16]{0} all-gather(%x), dimensions={0}
-    """
-    assert dry_run.collectives(text) == {"all-reduce": (2, 52), "all-gather": (1, 64)}
-
-
-def test_collectives_that_begin_apart_count_by_their_results():
-    """As on a GPU: the start of an all-gather has its operands in front."""
-    text = """
-      %a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=1, dimensions={0}
-      %b = f32[8]{0} all-gather-done(%a)
-      %c = ((bf16[2]{0}, f32[2]{0}), (bf16[8]{0}, f32[8]{0})) all-gather-start(%x, %y)
-      %d = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%x)
-    """
-    assert dry_run.collectives(text) == {
-        "all-gather": (2, 32 + 16 + 32),
-        "collective-permute": (1, 12),
-    }
-
-
-def test_a_collective_in_several_operations_is_one():
-    """As on a TPU, which computes while it communicates."""
-    text = """
-      %a = bf16[8]{0:T(8,128)} all-gather(%x), channel_id=4, dimensions={0}
-      %b = bf16[8]{0:T(8,128)} all-gather(%y), channel_id=4, dimensions={0}
-      %c = bf16[8]{0:T(8,128)} all-gather(%z), channel_id=2, dimensions={0}
-      %d = f32[] all-reduce(%u), channel_id=4, to_apply=%add
-    """
-    found = {"all-gather": (2, 32), "all-reduce": (1, 4)}
-    assert dry_run.collectives(text) == found
