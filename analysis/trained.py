@@ -159,7 +159,13 @@ def load(workdir: Path | str, which: str = "best") -> Trained:
     tokenizers = tokenizer.load(workdir / "tokenizer")
     sizes = tokenizer.vocab_sizes(tokenizers)
     build = partial(Transformer, *sizes, **config.model.to_dict())
-    graph, like = nnx.split(abstract(build))
+    try:
+        graph, like = nnx.split(abstract(build))
+    except TypeError as error:  # a key that the model lacks
+        what = str(error).removeprefix("Attention.__init__() ")
+        raise ValueError(
+            f"{path} is of another version of the code, or was changed by hand: {what}."
+        ) from None
     trials = read_json(workdir / "trials.json")
     params, steps, diverged_at = restore(workdir, which, len(trials), like)
     every = {"trial": None, "data": -1, "model": 1}

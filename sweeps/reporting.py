@@ -295,7 +295,9 @@ def environment(
         "signatures": "; ".join(filter(None, signatures)),
         "device": values("device"),
         "attention": values("attention"),
-        "commit": values("commit"),
+        "commit": values("commit")
+        + " (not of one code, so what differs may be of that)"
+        * (len({row.get("commit") for row in done}) > 1),
         "versions": ", ".join(
             f"{name} {' and '.join(sorted(of))}" for name, of in versions.items()
         ),

@@ -20,7 +20,7 @@ from sweeps.plan import Group, differences
 from sweeps.records import DECODING, read_json
 from sweeps.store import TRAINED, Sweep, last_step, locked
 from training.metrics import Progress, say
-from training.workdir import write_json
+from training.workdir import commit, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT = 0.5  # seconds between looks at processes and at groups that others work on
@@ -108,7 +108,12 @@ class Runner:
             number: signal.signal(number, self.receive)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
-        self.sweep.collect()
+        others = {row.get("commit") for row in self.sweep.collect()} - {None, commit()}
+        if others:
+            say(
+                f"The code has changed: from now on trials are of {commit()}, those so "
+                f"far of {', '.join(sorted(others))}. What differs may be of that."
+            )
         threads = [
             threading.Thread(target=self.work, args=(worker,))
             for worker in self.workers

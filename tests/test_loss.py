@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.programs import shapes
-from training.loss import cross_entropy
+from training.loss import MIB, TRIALS, _chunk_tokens_tpu, _num_trials, cross_entropy
 
 VOCAB, WIDTH = 37, 8
 
@@ -155,3 +155,29 @@ def test_dev_loss_does_no_gradient_work():
 
     # The gradients of hidden and table are a product each.
     assert products(jax.value_and_grad(loss, (0, 1))) == products(loss) + 2
+
+
+def test_trials_side_by_side_are_counted():
+    seen = []
+
+    def one(x):
+        seen.append(_num_trials())
+        return x
+
+    jax.vmap(one, axis_name=TRIALS)(jnp.zeros(5))
+    jax.lax.map(one, jnp.zeros(5))
+    assert seen == [5, 1]
+
+
+@pytest.mark.parametrize("num_trials", [1, 4, 64])
+@pytest.mark.parametrize("vocab, width", [(10_000, 128), (37_000, 512), (300, 64)])
+def test_chunks_for_a_tpu_fit_beside_the_table_or_have_many_tokens(
+    vocab, width, num_trials
+):
+    tokens = _chunk_tokens_tpu(vocab, width, num_trials)
+    logits = 4 * tokens * vocab * num_trials
+    held = 6 * vocab * width * num_trials + logits
+    assert held < 128 * MIB or (
+        tokens >= width and (tokens == width or logits < 128 * MIB)
+    )
+    assert logits > 16 * MIB

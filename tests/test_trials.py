@@ -1,6 +1,7 @@
 """What the trials of a group may differ in, and whose a workdir is."""
 
 import json
+import subprocess
 from datetime import UTC, datetime
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 
 from configs.base import get_config
 from configs.commandline import flat
+from training import workdir as workdir_module
 from training.trials import named, numbers, trials_of
-from training.workdir import changes, claim, record
+from training.workdir import changes, claim, record, write_json
 
 RATE = "optimizer.learning_rate"
 
@@ -75,7 +77,7 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
     [
         ([{"model.width": 64}], r"trial 0 .*model.width changes the program"),
         ([{}, {"optimizer.schedule": 1}], "trial 1 .*optimizer.schedule changes"),
-        ([{"model.dropuot": 0.1}], "there is no config key model.dropuot"),
+        ([{"model.dropuot": 0.1}], r"key model.dropuot. Did you mean model.dropout\?"),
         ([{"model.dropout": "high"}], "model.dropout must be a number, got 'high'"),
         ([{"model.dropout": 1.0}], "model.dropout must be from 0 to below 1, got 1"),
         ([{"model.dropout": True}], "model.dropout must be a number, got True"),
@@ -228,6 +230,41 @@ def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
     }
     path.write_text("{}")  # a run of before starts were recorded goes on
     assert recorded({})["started"] is None
+
+
+def test_what_changes_the_bits_of_a_run_is_told_at_its_next_start(tmp_path):
+    config, trials = get_config().to_dict(), [{"seed": 0}]
+    facts = {"attention": {"encoder": "native"}, "dtype": "float32", "commit": "a"}
+    assert record(tmp_path, config, trials, facts) == ""
+    (tmp_path / "metrics.jsonl").touch()
+    assert record(tmp_path, config, trials, facts | {"commit": "b", "cores": 2}) == ""
+    changed = facts | {"attention": {"encoder": "blockwise"}, "cores": 4}
+    told = record(tmp_path, config, trials, changed)
+    assert "attention.encoder (there 'native', now 'blockwise')" in told
+    assert "cores (there 2, now 4)" in told
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    write_json(tmp_path / "a.json", [{"loss": float("nan"), "bleu": (1.5, -np.inf)}])
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found == [{"loss": None, "bleu": [1.5, None]}]
+
+
+def test_changed_code_is_told_apart(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "training").mkdir()
+    monkeypatch.setattr(workdir_module, "__file__", str(tmp_path / "training/x.py"))
+    file = tmp_path / "code.py"
+    file.write_text("1")
+    for line in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *line], cwd=tmp_path, check=True)
+    clean = workdir_module.commit()
+    told = {clean}
+    for text in ("2", "3"):
+        file.write_text(text)
+        told.add(workdir_module.commit())
+        assert workdir_module.commit().startswith(f"{clean}-dirty-")
+    assert len(told) == 3
 
 
 def test_a_folder_of_other_data_may_be_of_the_same_run(tmp_path):

@@ -54,10 +54,10 @@ def test_a_dry_run_refuses_the_parts_that_training_does(monkeypatch, parts, sent
 DRY_RUN = """
 import train
 from configs.commandline import run
-from training import dry_run
+from training import dry_run, targets
 
-mesh = {"trial": 1, "data": 1, "model": 3}
-plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 1.0, 1.0, 1, mesh, (8, 64))
+chip, mesh = targets.CHIPS["v5e"], {"trial": 1, "data": 1, "model": 3}
+plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 1, mesh, (8, 64))
 dry_run.plan = lambda *_: plan
 run(train.main)
 """

@@ -16,7 +16,7 @@ from attention.platform import platform
 
 MIB = 2**20
 # Bytes of one chunk's logits: on a CPU they should stay in the last-level cache; on a
-# GPU a few large products beat many small ones.
+# GPU a few large products beat many small ones. For a TPU see _chunk_tokens_tpu.
 CHUNK_BYTES = {"cpu": 16 * MIB, "gpu": 512 * MIB}
 TRIALS = "trials"  # the axis along which trials are computed side by side
 
@@ -50,30 +50,35 @@ def cross_entropy(
 
 
 def _chunk_tokens(vocab: int, width: int) -> int:
-    if platform() == "tpu":
-        return _chunk_tokens_tpu(vocab, width, _trials_at_once())
-    return max(1, CHUNK_BYTES[platform()] // (4 * vocab))
+    if platform() == "cpu":  # whose devices share a cache
+        return max(1, CHUNK_BYTES["cpu"] // (4 * vocab))
+    mesh = dict(jax.sharding.get_abstract_mesh().shape)
+    if platform() == "gpu":
+        of_device = max(1, CHUNK_BYTES["gpu"] // (4 * vocab))
+    else:
+        num_trials = _num_trials() // mesh.get("trial", 1)
+        of_device = _chunk_tokens_tpu(vocab, width, max(1, num_trials))
+    return of_device * mesh.get("data", 1)
 
 
 def _chunk_tokens_tpu(vocab: int, width: int, num_trials: int) -> int:
-    """So many that a chunk's logits stay in the 128 MiB of VMEM, if they can.
+    """So many of each trial that a chunk's logits stay in the 128 MiB of VMEM.
 
-    They can where the table (bfloat16) and its gradient (float32) do, too. Where these
-    do not, each chunk moves them, and its tokens should be many beside the width.
+    They do beside the table (bfloat16) and its gradient (float32), or alone. Then each
+    chunk moves the other two, and should have many tokens beside the width.
     """
     a_token = 4 * vocab * num_trials
     if 6 * vocab * width * num_trials <= 48 * MIB:
         return max(1, 32 * MIB // a_token)
-    return max(2 * width, 128 * MIB // a_token)
+    return max(width, 128 * MIB // a_token)
 
 
-def _trials_at_once() -> int:
-    """How many trials a device computes side by side, see `step.over_trials`."""
+def _num_trials() -> int:
+    """How many trials are computed side by side, see `training.step.over_trials`."""
     try:
-        num_trials = jax.lax.axis_size(TRIALS)
+        return jax.lax.axis_size(TRIALS)
     except NameError:  # they take turns
         return 1
-    return num_trials // jax.sharding.get_abstract_mesh().shape.get("trial", 1)
 
 
 def _num_chunks(tokens: int, chunk_tokens: int) -> int:
@@ -107,12 +112,15 @@ def _forward(hidden, table, labels, weights, smoothing, num_chunks):
         scale = (weights / total)[:, None]
         by_hidden = _dot("Tv,vD->TD", exps, table) * scale
         # D x vocab, because vocab x D is at half speed where vocab is a power of 2.
-        by_table = _dot("TD,Tv->Dv", (hidden * scale).astype(exps.dtype), exps)
+        left = _by_device((hidden * scale).astype(exps.dtype), num_devices)
+        by_table = _dot("nTD,nTv->nDv", left, _by_device(exps, num_devices))
         return softmax_by_table + by_table, (top + jnp.log(total), by_hidden)
 
     chunks = tuple(_split(x, num_chunks) for x in (hidden, weights))
-    start = jnp.zeros(table.shape[::-1], jnp.float32)
+    num_devices = _num_devices(labels.size // num_chunks)
+    start = jnp.zeros((num_devices, *table.shape[::-1]), jnp.float32)
     softmax_by_table, parts = jax.lax.scan(step, start, chunks)
+    softmax_by_table = softmax_by_table.sum(0)
     lse, softmax_by_hidden = (_join(x) for x in parts)
     at_labels = table[labels]
     per_token, by_smoothing = _per_token(lse, hidden, table, at_labels, smoothing)
@@ -161,6 +169,17 @@ def _per_token(lse, hidden, table, at_labels, smoothing):
 
 def _dot(equation, left, right):
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+
+
+def _num_devices(tokens: int) -> int:
+    """How many devices have an equal share of a chunk's tokens, one after another."""
+    size = dict(jax.sharding.get_abstract_mesh().shape).get("data", 1)
+    return size if tokens % size == 0 else 1
+
+
+def _by_device(x, num_devices):
+    # Each adds up its own over the chunks: no communication but after the last.
+    return x.reshape(num_devices, -1, x.shape[-1])
 
 
 def _split(x, num_chunks):

@@ -7,6 +7,7 @@ multiplied by: 1 if not given, and 0 trains the model without that head.
 """
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,9 @@ def listed(path: Path, config: dict) -> list[dict]:
             if key.startswith("head_gates."):
                 check_gate(place, key, config)
             elif key not in config:
-                raise ValueError(f"{place}: there is no config key {key}.")
+                near = get_close_matches(key, config, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{place}: there is no config key {key}.{hint}")
             elif key not in variable(config):
                 raise ValueError(
                     f"{place}: {key} changes the program, so it needs a run of its "

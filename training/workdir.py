@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -228,14 +229,9 @@ def environment() -> dict:
 
     import jax
 
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    told = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    commit = ""
-    with contextlib.suppress(OSError):  # a container of a cluster may lack git
-        commit = subprocess.run(describe, **told).stdout.strip()
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     return {
-        "commit": commit or None,
+        "commit": commit(),
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
         "native_attention": _native_attention(),
@@ -246,6 +242,22 @@ def environment() -> dict:
             for d in jax.local_devices()
         ],
     }
+
+
+def commit() -> str | None:
+    """Of this code; with a checksum of what was changed since; None: not known."""
+
+    def git(*arguments):
+        there = Path(__file__).parents[1]
+        return subprocess.run(
+            ["git", *arguments], cwd=there, capture_output=True
+        ).stdout
+
+    with contextlib.suppress(OSError):  # a container of a cluster may lack git
+        found = git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
+        if found.endswith("-dirty"):
+            found += f"-{zlib.crc32(git('diff', 'HEAD')):08x}"
+        return found or None
 
 
 def _native_attention() -> str:

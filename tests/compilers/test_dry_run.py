@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from configs.commandline import flat
@@ -29,7 +30,7 @@ def compile_fast():
     jax.config.update("jax_exec_time_optimization_effort", before)
 
 
-def planned(name, target, seeds=1, implementation=None, **mesh):
+def planned(name, target, seeds=1, implementation=None, parts=1, **mesh):
     """The plan of configs/NAME.py with one layer a stack, for whole ones take minutes.
 
     Layers repeat: they add memory, and communicate as the first does. With WHOLE=1 in
@@ -39,6 +40,7 @@ def planned(name, target, seeds=1, implementation=None, **mesh):
     if "WHOLE" not in os.environ:
         config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     config.mesh.update(mesh)
+    config.train.accumulate_steps = parts
     config.model.attention.implementation = implementation
     arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
     shape = largest_rows(config.data.batch_tokens, config.data.max_length)
@@ -61,6 +63,36 @@ def test_data_parallelism_adds_up_gradients_alone(name):
     plan = planned(name, "v5e:2x2")
     assert plan.fits and plan.mesh == {"trial": 1, "data": 4, "model": 1}
     assert adds_up_gradients_alone(plan)
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
+def test_a_state_that_is_divided_is_gathered_and_nothing_else_is(target):
+    """ZeRO-1 and FSDP send parameters and gradients, and no activations."""
+    whole = planned("numbers", target)
+    for shard in ("optimizer", "parameters"):
+        plan = planned("numbers", target, shard=shard)
+        assert plan.fits and plan.optimizer < whole.optimizer / 2
+        assert {"all-gather"} < set(plan.collectives)
+        assert set(plan.collectives) <= {"all-gather", "all-reduce", "reduce-scatter"}
+        sent = sum(size for _, size in plan.collectives.values())
+        assert sent <= 3 * whole.parameters
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
+def test_parts_of_a_batch_are_divided_too(target):
+    plan = planned("numbers", target, parts=4)
+    whole = planned("numbers", target)
+    assert set(plan.collectives) == {"all-reduce"}
+    assert plan.collectives["all-reduce"][1] >= plan.parameters / 2
+    assert plan.activations < 0.9 * whole.activations  # gradients do not get smaller
+
+
+def test_logits_stay_in_a_tpus_fast_memory():
+    jax.config.update("jax_exec_time_optimization_effort", 0.0)  # as users compile
+    plan = planned("multi30k", "v5e:2x2", seeds=16)
+    assert plan.num_trials == 4
+    logits = plan.num_trials * np.prod(plan.rows) * 10_000 * 4
+    assert plan.traffic < logits  # of all else, too; each is written and read thrice
 
 
 @pytest.mark.parametrize("pod", PODS)
