@@ -996,6 +996,20 @@ def test_what_was_stopped_is_not_trained_whatever_is_said_after(tmp_path, corpus
     assert not list(tmp_path.glob(f"s/groups/*/{TRAINED}"))
 
 
+@pytest.mark.parametrize("now, told", [("c0ffee", False), ("decade", True)])
+def test_trials_of_other_code_than_the_rest_are_told(
+    tmp_path, corpus, monkeypatch, capsys, now, told
+):
+    monkeypatch.setattr("sweeps.runner.commit", lambda: now)
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish(sweep, 0)
+    runner = Runner(sweep, sweep.groups[1:2])
+    runs(runner, "")
+    runner.run()
+    said = "trials are of decade, those so far of c0ffee"
+    assert (said in capsys.readouterr().err) == told
+
+
 def test_a_group_is_tried_again_whatever_the_clock_says(tmp_path, corpus):
     """It was set back since, or is another machine's."""
     sweep = open_sweep(options(tmp_path / "s", corpus))

@@ -11,6 +11,7 @@ from configs.base import get_config
 from data import corpora
 from tests.test_scores import MULTI30K, needs_multi30k
 from tests.test_train import write_corpus
+from training.workdir import write_json
 
 
 def run_of(name, directory):
@@ -80,3 +81,15 @@ def test_multi30k_is_scored_against_its_references_as_published():
     found = scored(run, pairs, said)
     german, english = (published_scores(said, wanted, name) for name in ("de", "en"))
     assert german != english and found | german == found
+
+
+def test_a_key_that_the_model_lacks_is_named(tmp_path, monkeypatch):
+    """As of a newer version's run."""
+    config = get_config().to_dict()
+    config["model"]["attention"]["num_hedas"] = 2
+    write_json(tmp_path / "config.json", config)
+    monkeypatch.setattr(trained.tokenizer, "load", lambda path: ())
+    monkeypatch.setattr(trained.tokenizer, "vocab_sizes", lambda tokenizers: [60])
+    sentence = "config.json is of another version .* argument 'num_hedas'.$"
+    with pytest.raises(ValueError, match=sentence):
+        trained.load(tmp_path)

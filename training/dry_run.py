@@ -131,12 +131,13 @@ def advice(plan: Plan, config) -> str | None:
     if plan.activations > plan.parameters + plan.optimizer:
         if config.train.remat == "none":
             changes.append("config.train.remat=block")
-        changes.append("config.train.accumulate_steps=2 or a larger mesh.data")
+        parts = 2 * config.train.accumulate_steps
+        changes.append(f"config.train.accumulate_steps={parts}")
     if plan.num_trials > 1:
         changes.append("fewer trials, or a larger config.mesh.trial")
-    if config.mesh.shard != "parameters":
+    if config.mesh.shard != "parameters" and plan.mesh["data"] > 1:
         changes.append("config.mesh.shard=parameters")
-    changes.append("a larger config.mesh.model")
+    changes.append("more chips, or a larger config.mesh.model")
     return f"It does not fit; try {', '.join(changes)}."
 
 

@@ -137,8 +137,13 @@ def test_the_command_prints_a_plan_and_nothing_else():
 def test_what_is_too_large_is_told_with_a_mend():
     config = importlib.import_module("configs.numbers").get_config()
     chip = targets.CHIPS["v5e"]
-    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 2, {}, (8, 64))
+    mesh = {"trial": 1, "data": 2, "model": 1}
+    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 2, mesh, (8, 64))
     tight = plan._replace(capacity=99)
     assert plan.fits and dry_run.advice(plan, config) is None
     assert not tight.fits and "mesh.shard=parameters" in dry_run.advice(tight, config)
+    alone = tight._replace(mesh=mesh | {"data": 1})
+    assert "mesh.shard" not in dry_run.advice(alone, config)
+    config.train.accumulate_steps = 4
+    assert "accumulate_steps=8" in dry_run.advice(tight, config)
     assert plan.trials_that_fit == 2 and tight.trials_that_fit == 1
