@@ -1,5 +1,6 @@
 """What a run says of its device, and the trace that it writes on request."""
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -13,7 +14,7 @@ from processes import ROOT, with_devices
 from configs.base import get_config
 from models.counting import abstract, update_flops
 from models.transformer import Transformer
-from training import dry_run, targets
+from training import dry_run, platform, targets
 from training.utilisation import (
     CompileClock,
     Profile,
@@ -185,3 +186,45 @@ def test_training_outlives_a_trace_that_cannot_be_written(tmp_path, capsys):
 def test_steps_to_profile_are_checked(text):
     with pytest.raises(ValueError, match="--profile must .*got"):
         steps_to_profile(text, 9)
+
+
+SETUP = """
+import os
+from training import platform
+platform.setup()
+names = "JAX_COMPILATION_CACHE_DIR", "XLA_CLIENT_MEM_FRACTION"
+print(*(os.environ.get(name, "none") for name in names))
+"""
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/headcount/[0-9a-f]{12} 0.9"),
+        ({"HOME": "/me", "XDG_CACHE_HOME": ""}, "/me/.cache/headcount/.* 0.9"),
+        ({"JAX_COMPILATION_CACHE_DIR": "/here"}, "/here 0.9"),
+        ({"HOME": "/me", "XLA_CLIENT_MEM_FRACTION": "0.5"}, "/me/.* 0.5"),
+        ({"HOME": "/me", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "/me/.* none"),
+    ],
+)
+def test_what_the_environment_says_comes_first(given, wanted):
+    ran = subprocess.run(
+        [sys.executable, "-c", SETUP],
+        cwd=ROOT,
+        env=given,
+        capture_output=True,
+        text=True,
+    )
+    assert re.fullmatch(wanted, ran.stdout.strip()), ran.stderr
+
+
+def test_a_user_without_a_home_folder_has_no_cache(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(platform.Path, "home", home)
+    environment = {}
+    monkeypatch.setattr(platform.os, "environ", environment)
+    monkeypatch.setattr(platform, "keep_memory", lambda: None)
+    platform.setup()
+    assert environment and "JAX_COMPILATION_CACHE_DIR" not in environment

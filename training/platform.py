@@ -16,8 +16,8 @@ def setup() -> None:
     """Keep compiled programs from one start to the next; call before using JAX.
 
     They lie in $JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder if
-    there is one, apart
-    for each kind of processor: a program made for another one may not run.
+    there is one, apart for each kind of processor: a program made for another one may
+    not run.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with contextlib.suppress(RuntimeError):  # a user without a home folder
@@ -26,7 +26,8 @@ def setup() -> None:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     # also what compiles fast: there are many small programs before the first step
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
     keep_memory()
 
 
