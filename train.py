@@ -253,7 +253,7 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
             "batch": dict(zip(("B", "S", "T"), batches.shape, strict=True)),
             **environment(),
         }
-        if changed := record(workdir, config.to_dict(), trials, facts):
+        if (changed := record(workdir, config.to_dict(), trials, facts)) and step:
             say(f"Not the bits of an undisturbed run any more: {changed}.")
     flops = partial(counting.update_flops, model, *batches.shape)
     return Run(

@@ -161,7 +161,9 @@ def load(workdir: Path | str, which: str = "best") -> Trained:
     build = partial(Transformer, *sizes, **config.model.to_dict())
     try:
         graph, like = nnx.split(abstract(build))
-    except TypeError as error:  # a key that the model lacks
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):  # a key of the config
+            raise
         what = str(error).removeprefix("Attention.__init__() ")
         raise ValueError(
             f"{path} is of another version of the code, or was changed by hand: {what}."

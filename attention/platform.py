@@ -1,5 +1,6 @@
-"""What is compiled for, which need not be the machine that traces."""
+"""What is compiled for, which need not be the machine that traces; and its cores."""
 
+import os
 import re
 
 import jax
@@ -20,3 +21,10 @@ def compute_capability() -> float | None:
         return None
     told = str(getattr(jax.devices()[0], "compute_capability", None))
     return float(told) if re.fullmatch(r"[0-9]+\.[0-9]+", told) else None
+
+
+def cores() -> int:
+    """How many cores of the processor this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

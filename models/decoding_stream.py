@@ -1,7 +1,6 @@
 """Many sentences through few rows: which are decoded when, decided on the host."""
 
 import itertools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
+from attention.platform import cores
 from models.decoding_queue import Queue
 from models.decoding_step import Encoded, State, of_width, with_own
 
@@ -83,9 +83,7 @@ def num_lanes(num_trials: int) -> int:
     """How many decode at a time: on a CPU, of one trial, one on every usable core."""
     if jax.default_backend() != "cpu" or num_trials > 1:
         return 1
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return cores()
 
 
 def stream(programs, sentences, limits, waiting, *, sizes, room, most) -> list[dict]:

@@ -297,7 +297,7 @@ def environment(
         "attention": values("attention"),
         "commit": values("commit")
         + " (not of one code, so what differs may be of that)"
-        * (len({row.get("commit") for row in done}) > 1),
+        * (len({row.get("commit") for row in done} - {None}) > 1),
         "versions": ", ".join(
             f"{name} {' and '.join(sorted(of))}" for name, of in versions.items()
         ),

@@ -109,7 +109,7 @@ class Runner:
             for number in (signal.SIGTERM, signal.SIGINT)
         }
         others = {row.get("commit") for row in self.sweep.collect()} - {None, commit()}
-        if others:
+        if others and self.left and commit():
             say(
                 f"The code has changed: from now on trials are of {commit()}, those so "
                 f"far of {', '.join(sorted(others))}. What differs may be of that."

@@ -119,7 +119,7 @@ def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
     assert "Trial 1 ended at step 25: its average is of the 3 that are left" in said
 
 
-def trained(workdir, best, score=None):
+def trained(workdir, best, score=None, diverged_at=0):
     """A run whose best parameters, a number each trial, are of the steps 5, 6, ..."""
     count = len(best)
     score = np.arange(1.0, count + 1) if score is None else np.array(score)
@@ -130,7 +130,10 @@ def trained(workdir, best, score=None):
         checkpoints.save(
             step,
             params={"kernel": np.full((count, 3), step, np.float32)},
-            trials={"step": np.full(count, step), "diverged_at": np.zeros(count)},
+            trials={
+                "step": np.full(count, step),
+                "diverged_at": np.zeros(count) + diverged_at,
+            },
             best=kept | {"score": score, "step": at},
         )
     checkpoints.wait()
@@ -160,13 +163,19 @@ def test_best_last_and_average_are_parameters_of_their_own(tmp_path, which, valu
 
 
 @pytest.mark.parametrize(
-    "score, diverged_at", [([1.0, -np.inf], [0, 20]), ([-np.inf, -np.inf], None)]
+    "score, before, diverged_at",
+    [
+        ([1.0, -np.inf], 0, [0, 20]),
+        ([-np.inf, -np.inf], 0, None),
+        ([-np.inf, -np.inf], [0, 3], None),  # the first has not been evaluated yet
+        ([-np.inf, -np.inf], [2, 3], [2, 3]),
+    ],
 )
 def test_a_trial_that_never_had_a_finite_score_counts_as_diverged(
-    tmp_path, score, diverged_at
+    tmp_path, score, before, diverged_at
 ):
     """The others of its group can be scored all the same."""
-    trained(tmp_path, [7, 8], score)
+    trained(tmp_path, [7, 8], score, before)
     one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
     if diverged_at is None:
         with pytest.raises(ValueError, match="has no evaluated checkpoint yet"):

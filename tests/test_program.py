@@ -73,6 +73,32 @@ def test_traffic_and_communication_of_loops_count_by_their_rounds(known, rounds)
     assert traffic == sum(moved.values()) + rounds * in_loop
 
 
+def test_communication_of_what_ends_a_loop_or_of_a_branch_counts():
+    text = """
+%body (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+%until (x: f32[8]) -> pred[] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %r = pred[] all-reduce(%x), channel_id=3, to_apply=%any
+}
+
+%either (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %p = f32[8]{0} collective-permute(%x), channel_id=4
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %w = f32[8]{0} while(%x), condition=%until, body=%body
+  ROOT %c = f32[8]{0} conditional(%i, %w, %w), branch_computations={%body, %either}
+}
+"""
+    found = {"all-reduce": (1, 1), "collective-permute": (1, 32)}
+    assert Program(text).collectives() == found
+
+
 def test_communication_inside_a_fusion_counts():
     text = """
 %fused (x: f32[8]) -> f32[8] {

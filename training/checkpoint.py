@@ -253,11 +253,13 @@ class Checkpoints:
             )
             if self.keep is not None:
                 self.set_aside(step)
-        if self.keep is not None and self.aside.exists():
-            raise ValueError(
-                f"{self.directory} holds no sound checkpoint to go on from; those in "
-                f"{self.aside} are damaged. Restore one, or choose another --workdir."
-            )
+        with hosts.together():
+            if self.keep is not None and self.aside.exists():
+                raise ValueError(
+                    f"{self.directory} holds no sound checkpoint to go on from; those "
+                    f"in {self.aside} are damaged. Restore one, or choose another "
+                    f"--workdir."
+                )
         return None
 
     def set_aside(self, step: int) -> None:

@@ -37,7 +37,7 @@ def cross_entropy(
     Differentiable in hidden, table, weights and label_smoothing.
     """
     chunk_tokens = chunk_tokens or _chunk_tokens(*table.shape)
-    num_chunks = _num_chunks(labels.size, chunk_tokens)
+    num_chunks = _num_chunks(labels.size, chunk_tokens, _num_devices())
     smoothing = jnp.asarray(label_smoothing, jnp.float32)
     weights = weights.astype(jnp.float32)
     excess = -labels.size % num_chunks
@@ -52,17 +52,17 @@ def cross_entropy(
 def _chunk_tokens(vocab: int, width: int) -> int:
     if platform() == "cpu":  # whose devices share a cache
         return max(1, CHUNK_BYTES["cpu"] // (4 * vocab))
-    mesh = dict(jax.sharding.get_abstract_mesh().shape)
     if platform() == "gpu":
         of_device = max(1, CHUNK_BYTES["gpu"] // (4 * vocab))
     else:
+        mesh = dict(jax.sharding.get_abstract_mesh().shape)
         num_trials = _num_trials() // mesh.get("trial", 1)
         of_device = _chunk_tokens_tpu(vocab, width, max(1, num_trials))
-    return of_device * mesh.get("data", 1)
+    return of_device * _num_devices()
 
 
 def _chunk_tokens_tpu(vocab: int, width: int, num_trials: int) -> int:
-    """So many of each trial that a chunk's logits stay in the 128 MiB of VMEM.
+    """So many of each trial that a chunk's logits stay in VMEM, of 128 MiB on v5e, v6e.
 
     They do beside the table (bfloat16) and its gradient (float32), or alone. Then each
     chunk moves the other two, and should have many tokens beside the width.
@@ -81,14 +81,16 @@ def _num_trials() -> int:
         return 1
 
 
-def _num_chunks(tokens: int, chunk_tokens: int) -> int:
+def _num_chunks(tokens: int, chunk_tokens: int, num_devices: int = 1) -> int:
     """The fewest chunks of at most so many tokens, equal ones if that is nearly so.
 
-    To fill up the last chunk would shift tokens from each device of a mesh to the next.
+    To fill up the last chunk would shift tokens from each device of a mesh to the next;
+    so would chunks of which the devices have unequal shares.
     """
     fewest = -(-tokens // chunk_tokens)
-    equal = (n for n in range(fewest, 2 * fewest) if tokens % n == 0)
-    return next(equal, fewest)
+    equal = [n for n in range(fewest, 2 * fewest) if tokens % n == 0]
+    shared = [n for n in equal if tokens // n % num_devices == 0]
+    return next(iter(shared + equal), fewest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -117,7 +119,9 @@ def _forward(hidden, table, labels, weights, smoothing, num_chunks):
         return softmax_by_table + by_table, (top + jnp.log(total), by_hidden)
 
     chunks = tuple(_split(x, num_chunks) for x in (hidden, weights))
-    num_devices = _num_devices(labels.size // num_chunks)
+    num_devices = _num_devices()
+    if labels.size // num_chunks % num_devices:  # unequal shares of a chunk
+        num_devices = 1
     start = jnp.zeros((num_devices, *table.shape[::-1]), jnp.float32)
     softmax_by_table, parts = jax.lax.scan(step, start, chunks)
     softmax_by_table = softmax_by_table.sum(0)
@@ -171,10 +175,9 @@ def _dot(equation, left, right):
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
-def _num_devices(tokens: int) -> int:
-    """How many devices have an equal share of a chunk's tokens, one after another."""
-    size = dict(jax.sharding.get_abstract_mesh().shape).get("data", 1)
-    return size if tokens % size == 0 else 1
+def _num_devices() -> int:
+    """How many devices share the tokens, one after another."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get("data", 1)
 
 
 def _by_device(x, num_devices):

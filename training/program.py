@@ -25,6 +25,7 @@ FREE = {  # nothing is read or written
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("opt-barrier", "partition-id", "replica-id", "iota"),
 }
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
 PARTS = {"slice", "dynamic-slice", "gather"}  # of their first operand
 
 
@@ -38,10 +39,11 @@ class Operation(NamedTuple):
     rest: str  # of its line, from the operands on
     is_root: bool  # whether its results are those of its computation
 
-    def called(self, what: str) -> str | None:
-        """The computation that it names as its body, or as what it calls."""
-        match = re.search(rf"\b{what}=%([\w.\-]+)", self.rest)
-        return match and match[1]
+    def called(self, *kinds: str) -> list[str]:
+        """The computations that it names as its `body`, its `condition`, ..."""
+        named = "|".join(kinds)
+        lists = re.findall(rf"\b(?:{named})=({{[^}}]*}}|%[\w.\-]+)", self.rest)
+        return NAME.findall(" ".join(lists))
 
 
 class Program:
@@ -70,33 +72,33 @@ class Program:
     def executed(
         self, computation: str, fused: bool = False
     ) -> Iterator[tuple[Operation, str, int]]:
-        """The operations of a computation and of its loops, and of fusions if `fused`.
+        """The operations of a computation, of its loops and of all branches.
 
+        If `fused`, of what decides on another round of a loop and of fusions, too.
         Beside each is the computation that it is in, and how often it is executed: what
         is in a loop of an unknown number of rounds, as often as in one of them.
         """
         for operation in self.computations[computation].values():
-            inside = operation.called("body")
-            if operation.kind == "call":
-                inside = operation.called("to_apply")
-            if fused:
-                inside = inside or operation.called("calls")
-            if inside in self.computations:
-                for within, where, times in self.executed(inside, fused):
+            kinds = ["body", *BRANCHES, *["to_apply"] * (operation.kind == "call")]
+            inside = operation.called(*kinds, *["condition", "calls"] * fused)
+            for name in inside:
+                for within, where, times in self.executed(name, fused):
                     yield within, where, times * self._rounds(operation)
-            elif operation.kind not in FREE:
+            if not inside and operation.kind not in FREE:
                 yield operation, computation, 1
 
     def _rounds(self, loop: Operation) -> int:
         """How often a loop is run: a number beside it, or that it counts up to."""
         if known := re.search(r"known_trip_count\D*(\d+)", loop.rest):
             return int(known[1])
-        condition = self.computations.get(loop.called("condition"), {})
-        root = next((each for each in condition.values() if each.is_root), None)
-        if root is None or "direction=LT" not in root.rest:
-            return 1
-        last = condition[root.operands[1]]
-        return int(last.rest.split(")")[0]) if last.kind == "constant" else 1
+        for name in loop.called("condition"):
+            condition = self.computations[name]
+            root = next(each for each in condition.values() if each.is_root)
+            last = condition.get(root.operands[-1], root)
+            number = last.rest.split(")")[0]
+            if "direction=LT" in root.rest and last.kind == "constant":
+                return int(number) if number.isdigit() else 1
+        return 1
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that go to and from memory, and how many operations there are.
@@ -115,18 +117,19 @@ class Program:
         if kind.endswith("-done"):
             return 0
         if kind in ("copy-start", "slice-start"):  # from or to the fast memory
-            arrays = ARRAY.finditer(operation.shapes)
-            return min(_bytes_of(array) for array in arrays if array["sizes"])
+            arrays = [a for a in ARRAY.finditer(operation.shapes) if a["sizes"]]
+            return min(map(_bytes_of, arrays), default=0)
         if kind.endswith("-start"):  # its results hold its operands
             return array_bytes(operation.shapes)
         if kind in PARTS:
             return 2 * array_bytes(operation.shapes)
         reads, writes = {}, array_bytes(operation.shapes)
-        if kind == "dynamic-update-slice":
-            reads, writes = {0: 0}, 0  # in place
-        called = operation.called("calls")
-        if kind == "fusion" and called in self.computations:
-            reads, parts = self.part_of(called)
+        if kind == "dynamic-update-slice":  # in place
+            update = beside.get(operation.operands[1], operation)
+            reads, writes = {0: 0}, min(writes, array_bytes(update.shapes))
+        if kind == "fusion":
+            (fused,) = operation.called("calls")
+            reads, parts = self.part_of(fused)
             writes = min(writes, parts)  # less where they stay in the fast memory
         # reversed: what is an operand twice is read once, as the first
         indices = {name: i for i, name in reversed([*enumerate(operation.operands)])}
@@ -145,7 +148,7 @@ class Program:
         reads, writes = {}, 0
         for name, operation in operations.items():
             if operation.kind == "parameter":
-                partly = [self._used(*user, operations) for user in users[name]]
+                partly = [_used(*user) for user in users[name]]
                 if None not in partly:
                     reads[int(operation.rest.split(")")[0])] = sum(partly)
             if operation.is_root:
@@ -157,14 +160,6 @@ class Program:
                         result = operations[result.operands[1]]
                     writes += array_bytes(result.shapes)
         return reads, writes
-
-    def _used(self, user: Operation, index: int, beside: dict) -> int | None:
-        """Bytes that an operation uses of its operand; None: all."""
-        if user.kind in PARTS and index == 0:
-            return array_bytes(user.shapes)
-        if user.kind == "dynamic-update-slice" and index == 0:
-            return 0
-        return None
 
     def collectives(self) -> dict[str, tuple[int, int]]:
         """How many of each kind of communication there are, and bytes of their results.
@@ -188,6 +183,13 @@ class Program:
             size += times * sum(_bytes_of(array, tiled=False) for array in arrays)
             found[kind] = (count + times, size)
         return found
+
+
+def _used(user: Operation, index: int) -> int | None:
+    """Bytes that an operation uses of an operand; None: all of it."""
+    if index == 0 and user.kind in PARTS:
+        return array_bytes(user.shapes)
+    return 0 if index == 0 and user.kind == "dynamic-update-slice" else None
 
 
 def array_bytes(shapes: str) -> int:

@@ -113,7 +113,7 @@ def read_best(checkpoints, abstract, marks: dict):
     best = found(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
     # what had no finite loss at any evaluation has its initial values here
     without = ~np.isfinite(best["score"]) & (marks["diverged_at"] == 0)
-    if without.all():
+    if without.any() and not np.isfinite(best["score"]).any():
         raise ValueError(
             f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
             f"on to train.eval_every_steps, or use --checkpoint=last."

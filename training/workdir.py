@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -22,7 +21,9 @@ MAY_CHANGE = (
     "mesh.shard",
 )
 HAS_KERNELS = "yes", "no CPU"  # what run.json says where attention lacks none
-BITS = ("attention", "dtype", "versions", "cores")  # of run.json: bits depend on them
+# Of run.json: what bits depend on.
+BITS = ("attention", "dtype", "versions", "mesh", "processes", "cores")
+CODE = ("*.py", "*.cc", "*.h")
 # What eval.py reads: a file without it is damaged, or of another program.
 LIKE = {
     "config.json": {
@@ -229,6 +230,8 @@ def environment() -> dict:
 
     import jax
 
+    from attention.platform import cores
+
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     return {
         "commit": commit(),
@@ -236,7 +239,7 @@ def environment() -> dict:
         "versions": {name: version(name) for name in packages},
         "native_attention": _native_attention(),
         "processes": jax.process_count(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores() if jax.default_backend() == "cpu" else None,
         "devices": [
             f"{d.platform}: {processor() if d.platform == 'cpu' else d.device_kind}"
             for d in jax.local_devices()
@@ -245,7 +248,7 @@ def environment() -> dict:
 
 
 def commit() -> str | None:
-    """Of this code; with a checksum of what was changed since; None: not known."""
+    """Of this code; with a checksum of what is changed in it; None: not known."""
 
     def git(*arguments):
         there = Path(__file__).parents[1]
@@ -256,7 +259,9 @@ def commit() -> str | None:
     with contextlib.suppress(OSError):  # a container of a cluster may lack git
         found = git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
         if found.endswith("-dirty"):
-            found += f"-{zlib.crc32(git('diff', 'HEAD')):08x}"
+            plain = "--no-ext-diff", "--no-color", "--full-index"  # whoever's git it is
+            changed = git("diff", *plain, "HEAD", "--", *CODE)
+            found += f"-{zlib.crc32(changed):08x}"
         return found or None
 
 

@@ -83,7 +83,7 @@ def test_parts_of_a_batch_are_divided_too(target):
     plan = planned("numbers", target, parts=4)
     whole = planned("numbers", target)
     assert set(plan.collectives) == {"all-reduce"}
-    assert plan.collectives["all-reduce"][1] >= plan.parameters / 2
+    assert 1 / 2 <= plan.collectives["all-reduce"][1] / plan.parameters < 4 * 3
     assert plan.activations < 0.9 * whole.activations  # gradients do not get smaller
 
 
