@@ -108,10 +108,11 @@ class Runner:
             number: signal.signal(number, self.receive)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
-        others = {row.get("commit") for row in self.sweep.collect()} - {None, commit()}
-        if others and self.left and commit():
+        now, rows = commit(), self.sweep.collect()
+        others = {row.get("commit") for row in rows} - {None, now}
+        if others and self.left and now:
             say(
-                f"The code has changed: from now on trials are of {commit()}, those so "
+                f"The code has changed: from now on trials are of {now}, those so "
                 f"far of {', '.join(sorted(others))}. What differs may be of that."
             )
         threads = [

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from tests.programs import shapes
-from training.loss import MIB, TRIALS, _chunk_tokens_tpu, _num_trials, cross_entropy
+from training import loss as loss_module
+from training.loss import (
+    MIB,
+    TRIALS,
+    _chunk_tokens_tpu,
+    _num_chunks,
+    _num_trials,
+    cross_entropy,
+)
 
 VOCAB, WIDTH = 37, 8
 
@@ -181,3 +189,22 @@ def test_chunks_for_a_tpu_fit_beside_the_table_or_have_many_tokens(
         tokens >= width and (tokens == width or logits < 128 * MIB)
     )
     assert logits > 16 * MIB
+
+
+@pytest.mark.parametrize("tokens, chunk", [(32, 8), (24, 13), (12, 6)])
+def test_what_each_device_adds_up_over_chunks_is_the_whole(monkeypatch, tokens, chunk):
+    arrays = *example(tokens), 0.1
+    monkeypatch.setattr(loss_module, "_num_devices", lambda: 4)
+    shared = differentiate(lambda *a: cross_entropy(*a, chunk), *arrays)
+    for gradient, expected in zip(shared, differentiate(plain, *arrays), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tokens, most, num_devices, wanted",
+    [(24, 13, 1, 2), (24, 13, 8, 3), (32, 11, 8, 4), (12, 6, 5, 2), (13, 4, 1, 4)],
+)
+def test_chunks_have_equal_shares_of_each_device_where_they_can(
+    tokens, most, num_devices, wanted
+):
+    assert _num_chunks(tokens, most, num_devices) == wanted
