@@ -46,9 +46,9 @@ test-compilers: .venv-compilers/.installed
 test-gpu: .venv/.dev
 	JAX_PLATFORMS= $(RUN) -m pytest -o addopts= tests/gpu
 
-.venv/.runtime: requirements.txt
+.venv/.runtime: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet -r requirements.txt
+	.venv/bin/pip install --quiet -e ".[lab]"
 	touch $@
 
 .venv/.dev: requirements-dev.txt .venv/.runtime

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from configs.commandline import fail, one_sentence, path_of, run
-from training import cluster, platform
-from training.metrics import show_log
-from training.workdir import write_json
+from headcount.configs.commandline import fail, one_sentence, path_of, run
+from headcount.runtime import cluster, platform
+from headcount.runtime.logging import show_log
+from headcount.runtime.workdir import write_json
 
 if TYPE_CHECKING:  # it imports JAX, which platform.setup() is to come before
-    from analysis.trained import Pairs, Trained
+    from headcount.training.run import Pairs, Trained
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of train.py.")
 SPLIT = flags.DEFINE_string(
@@ -122,7 +122,7 @@ def main():
             fail(f"--{flag.name} says how to decode, and --score decodes nothing.")
     platform.setup()
     show_log()
-    from training import hosts
+    from headcount.runtime import distributed as hosts
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.at_once())
@@ -131,7 +131,7 @@ def main():
             named = [] if SPLIT.value is None else splits()
             check_files(named)
             cluster.connect()
-            from analysis.trained import load, read
+            from headcount.training.run import load, read
 
             workdir = path_of(WORKDIR)
             trained = load(workdir, CHECKPOINT.value)
@@ -174,7 +174,7 @@ def splits() -> list[str]:
 
 
 def decoding_options() -> dict:
-    """The flags that say how to decode, as `models.decoding.translate` takes them.
+    """The flags that say how to decode, as `decoding.generate.translate` takes them.
 
     Raises:
         ValueError: one is not finite, there are some of sampling without a temperature
@@ -225,7 +225,7 @@ def check_files(named: list[str]) -> None:
     if PLOT.value is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
-        from models.checks import choose
+        from headcount.models.checks import choose
 
         formats = [f".{name}" for name in FigureCanvasBase.filetypes]
         choose("The suffix of --plot", path_of(PLOT).suffix.lower(), formats)
@@ -252,9 +252,9 @@ def evaluate(
 
     `dev` is what --prune ranks heads on.
     """
-    from analysis.table import print_scores, print_sentences
-    from analysis.trained import decoded, listed, scored, texts
-    from training import hosts
+    from headcount.analysis.tables import print_scores, print_sentences
+    from headcount.runtime import distributed as hosts
+    from headcount.training.run import decoded, listed, scored, texts
 
     trials, gates = range(len(trained.step)), trained.head_gates
     sizes = {"batch_size": BATCH_SIZE.value, "n_best": N_BEST.value}
@@ -310,7 +310,7 @@ def write_output(lines: list[str], split: str, trial: int, num_trials: int) -> N
 
 def take_lines(trained: "Trained", options: dict) -> None:
     """Translate or score standard input line by line."""
-    from analysis.lines import score_lines, translate_lines
+    from headcount.analysis.lines import score_lines, translate_lines
 
     trial, size = trial_of(trained), BATCH_SIZE.value
     if SCORE.value:
@@ -337,7 +337,7 @@ def trials_of(trained: "Trained") -> list[int]:
 
 def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> None:
     """Save what the heads of --site attend to in --sentence and its translation."""
-    from analysis.plots import plot_sentence
+    from headcount.analysis.plots import plot_sentence
 
     index, path = SENTENCE.value, path_for(PLOT, pairs.split)
     ids, translation = pairs.source[index].tolist(), translations[index]
@@ -347,8 +347,8 @@ def plot(trained: "Trained", pairs: "Pairs", translations: list[list[int]]) -> N
 
 def tell_heads(trained: "Trained", pairs: "Pairs", workdir: Path) -> None:
     """Write heads-SPLIT.json, a row a trial and head, and print it."""
-    from analysis.heads import measure_trials
-    from analysis.table import print_heads
+    from headcount.analysis.heads import measure_trials
+    from headcount.analysis.tables import print_heads
 
     rows = list(measure_trials(trained, pairs, trials_of(trained)))
     path = workdir / f"heads-{pairs.split}.json"
@@ -363,9 +363,9 @@ def prune(
 
     Of one --site they are pruning-SPLIT-SITE.
     """
-    from analysis.plots import plot_pruning
-    from analysis.pruning import curve
-    from analysis.table import print_pruning
+    from headcount.analysis.plots import plot_pruning
+    from headcount.analysis.pruning import curve
+    from headcount.analysis.tables import print_pruning
 
     trials, site = trials_of(trained), SITE.value if SITE.present else None
     sizes, ranked_on = {"batch_size": BATCH_SIZE.value}, {"ranked_on": dev.split}

@@ -18,8 +18,8 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from configs.commandline import describe, fail, one_sentence, path_of, run
-from training import cluster
+from headcount.configs.commandline import describe, fail, one_sentence, path_of, run
+from headcount.runtime import cluster
 
 VERBS = ("list", "run", "status", "report")
 CONFIG = config_flags.DEFINE_config_file(
@@ -108,8 +108,8 @@ def main():
 
     jax.config.update("jax_platforms", "cpu")  # the devices are for the trials
 
-    from sweeps import launchers, opening, pod, runner, show
-    from training import hosts
+    from headcount.runtime import distributed as hosts
+    from headcount.sweeps import launchers, opening, pod, runner, show
 
     with one_sentence(), tempfile.TemporaryDirectory() as nowhere:
         hosts.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
@@ -147,7 +147,7 @@ def main():
         else:
             rows = sweep.collect()
         if VERB == "report":
-            from sweeps import reporting
+            from headcount.sweeps import reporting
 
             reporting.write(sweep, rows, EXAMPLES.value)
     if VERB != "run":
@@ -178,7 +178,7 @@ def main():
 
 def options(workdir: Path):
     """The flags that say which sweep it is."""
-    from sweeps.opening import Options
+    from headcount.sweeps.opening import Options
 
     return Options(
         config=CONFIG.value,

@@ -18,21 +18,14 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from configs.base import get_config
-from configs.commandline import fail, flat, one_sentence, path_of, run
-from training import cluster, platform
-from training.metrics import (
-    MetricsWriter,
-    Progress,
-    Window,
-    clock,
-    is_evaluated,
-    say,
-    show_log,
-)
-from training.stop import StopSignal
-from training.trials import divergence, named, numbers, trials_of
-from training.workdir import check_data, claim, environment, has_begun, record
+from headcount.configs.base import get_config
+from headcount.configs.commandline import fail, flat, one_sentence, path_of, run
+from headcount.runtime import cluster, platform
+from headcount.runtime.logging import Progress, clock, say, show_log
+from headcount.runtime.signals import StopSignal
+from headcount.runtime.workdir import check_data, claim, environment, has_begun, record
+from headcount.training.metrics import MetricsWriter, Window, is_evaluated
+from headcount.training.trials import divergence, named, numbers, trials_of
 
 START = time.monotonic()
 DEFAULTS = get_config().to_dict()
@@ -95,9 +88,9 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
     platform.setup()
     show_log()
     stop = StopSignal()
-    from training import hosts
-    from training.checks import check_config
-    from training.utilisation import Profile, steps_to_profile
+    from headcount.runtime import distributed as hosts
+    from headcount.runtime.profiling import Profile, steps_to_profile
+    from headcount.training.checks import check_config
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.at_once())
@@ -120,10 +113,11 @@ def train(config, workdir: Path, listed: Path | None = None) -> None:
 def dry_run(config, target: str, listed: Path | None) -> None:
     """Print what a step needs on chips that are not here."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else the GPUs' plugin misses a driver, aloud
-    from analysis.table import print_pairs
-    from data.packing import largest_rows
-    from training import dry_run, sharding
-    from training.checks import check_config
+    from headcount.analysis.tables import print_pairs
+    from headcount.data.packing import largest_rows
+    from headcount.runtime import sharding
+    from headcount.training import dry_run
+    from headcount.training.checks import check_config
 
     with one_sentence():
         check_config(config)
@@ -142,11 +136,12 @@ def read_data(config, workdir: Path, trials: list[dict]):
 
     Returns the trials' batches, dev, the vocabularies' sizes, and the data's checksums.
     """
-    from analysis.evaluation import Dev
-    from data import corpora, pipeline, tokenizer
-    from models.checks import check_bos
-    from training import hosts
-    from training.restore import run_at
+    from headcount.analysis.evaluation import Dev
+    from headcount.data import batches as pipeline
+    from headcount.data import corpora, tokenizer
+    from headcount.models.checks import check_bos
+    from headcount.runtime import distributed as hosts
+    from headcount.training.restore import run_at
 
     names = (config.data.name, config.data.source, config.data.target)
     with hosts.together():
@@ -190,14 +185,15 @@ def prepare(config, workdir: Path, trials: list[dict]) -> Run:
     """Load the data, build the model, take up the last checkpoint."""
     import jax
 
-    from models import counting
-    from models.sites import implementations
-    from models.transformer import Transformer
-    from training import hosts, sharding
-    from training.checkpoint import Checkpoints
-    from training.restore import begun_from, with_parameters
-    from training.step import begin, init, items_of, state_of, static_of
-    from training.utilisation import CompileClock
+    from headcount.models import cost as counting
+    from headcount.models.sites import implementations
+    from headcount.models.transformer import Transformer
+    from headcount.runtime import distributed as hosts
+    from headcount.runtime import sharding
+    from headcount.runtime.profiling import CompileClock
+    from headcount.training.checkpoint import Checkpoints
+    from headcount.training.restore import begun_from, with_parameters
+    from headcount.training.step import begin, init, items_of, state_of, static_of
 
     compiled = CompileClock()
     every, other = config.train, config.train.init_from
@@ -277,11 +273,12 @@ def loop(config, workdir: Path, trials, ready: Run, stop, profile) -> None:
     """Update, log, evaluate and save until num_steps, a signal, or no trial is left."""
     import jax
 
-    from analysis.evaluation import evaluate
-    from data.pipeline import portions, training_batches
-    from training import hosts, sharding
-    from training.step import items_of, stop_late, train_steps
-    from training.utilisation import peak_flops
+    from headcount.analysis.evaluation import evaluate
+    from headcount.data.batches import portions, training_batches
+    from headcount.runtime import distributed as hosts
+    from headcount.runtime import sharding
+    from headcount.runtime.profiling import peak_flops
+    from headcount.training.step import items_of, stop_late, train_steps
 
     static, arrays, state, best, step, batches, dev, flops, compiled, checkpoints = (
         ready

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from absl import flags
 
-from configs.commandline import fail, flat, one_sentence, path_of, run
-from training import platform
-from training.metrics import say, show_log
-from training.workdir import parsed, write_json
+from headcount.configs.commandline import fail, flat, one_sentence, path_of, run
+from headcount.runtime import platform
+from headcount.runtime.logging import say, show_log
+from headcount.runtime.workdir import parsed, write_json
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run: to make, or to read.")
 FROM = flags.DEFINE_string("from", None, "Folder of a Hugging Face checkpoint to read.")
@@ -62,11 +62,11 @@ def bring_in(folder: Path, workdir: Path) -> None:
     import jax
     import numpy as np
 
-    from models import huggingface
-    from models.checks import check_counts
-    from models.huggingface_config import settings_of
-    from training.checkpoint import Checkpoints
-    from training.workdir import environment
+    from headcount.models import huggingface
+    from headcount.models.checks import check_counts
+    from headcount.models.huggingface_config import settings_of
+    from headcount.runtime.workdir import environment
+    from headcount.training.checkpoint import Checkpoints
 
     if (workdir / "config.json").exists():
         raise ValueError(f"{workdir} holds a run already; choose another --workdir.")
@@ -127,7 +127,7 @@ def take_out(workdir: Path, folder: Path, which: str) -> None:
     from flax import nnx
     from safetensors.numpy import save_file
 
-    from models import huggingface
+    from headcount.models import huggingface
 
     if not (workdir / ORIGINAL).exists():
         raise ValueError(
@@ -160,7 +160,7 @@ def load(workdir: Path, which: str = "best"):
     import ml_collections
     from flax import nnx
 
-    from training.restore import restore
+    from headcount.training.restore import restore
 
     config = ml_collections.ConfigDict(read_json(workdir / "config.json"))
     graph, abstract = split(config)
@@ -170,7 +170,7 @@ def load(workdir: Path, which: str = "best"):
 
 def config_of(settings: dict):
     """The config with these settings."""
-    from configs.base import get_config
+    from headcount.configs.base import get_config
 
     config = get_config()
     config.update_from_flattened_dict(settings)
@@ -184,8 +184,8 @@ def split(config):
     """
     from flax import nnx
 
-    from models.counting import abstract
-    from models.transformer import Transformer
+    from headcount.models.cost import abstract
+    from headcount.models.transformer import Transformer
 
     settings = config.model.to_dict()
     return nnx.split(abstract(partial(Transformer, config.data.vocab_size, **settings)))
@@ -230,7 +230,7 @@ def named_file(path: Path):
 
 def order_of(path: Path, original: dict) -> list[int]:
     """Marian's ids in the order of our ids from 1 on, by its vocab.json."""
-    from data.tokenizer import marian_order
+    from headcount.data.tokenizer import marian_order
 
     vocabulary = read_json(path)
     order = marian_order(vocabulary)

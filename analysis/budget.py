@@ -3,9 +3,9 @@
 import json
 from functools import cache, partial
 
-from models import counting
-from models.counting import LENGTH, abstract, multiply_adds
-from models.transformer import Transformer
+from headcount.models import cost as counting
+from headcount.models.cost import LENGTH, abstract, multiply_adds
+from headcount.models.transformer import Transformer
 
 WITHIN = 0.005  # of the budget
 MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, friendliest to hardware first
@@ -25,7 +25,7 @@ def parameters(config: dict) -> int:
 def flops(config: dict) -> int:
     """Multiply-adds of the matrix products, forward, for a source and a target token.
 
-    Of one pair of LENGTH tokens each, see `models.counting.multiply_adds`.
+    Of one pair of LENGTH tokens each, see `models.cost.multiply_adds`.
     """
     return count_flops(*what_counts(config))
 

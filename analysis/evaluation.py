@@ -8,12 +8,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from analysis.scores import scores, untied
-from data.pipeline import evaluation_batches
-from models.decoding import translate_trials
-from training import hosts, sharding
-from training.metrics import say, spread
-from training.step import eval_step, keep_best
+from headcount.data.batches import evaluation_batches
+from headcount.decoding.generate import translate_trials
+from headcount.runtime import distributed as hosts
+from headcount.runtime import sharding
+from headcount.runtime.logging import say
+from headcount.tasks.scores import scores, untied
+from headcount.training.metrics import spread
+from headcount.training.step import eval_step, keep_best
 
 NOTHING = [([], 0.0)]  # the n best translations of a sentence without a token
 
@@ -33,7 +35,7 @@ class Dev(NamedTuple):
 
 
 def sentences(encoded) -> list[list[int]]:
-    """Token ids a sentence, as `models.decoding.translate` takes them."""
+    """Token ids a sentence, as `decoding.generate.translate` takes them."""
     return [ids.tolist() for ids in encoded]
 
 
@@ -67,11 +69,11 @@ def translations(
     there is a list of (token ids, score) for each sentence.
 
     Args:
-        graph, params, head_gates: see `models.decoding.translate_trials`. Several
+        graph, params, head_gates: see `decoding.generate.translate_trials`. Several
             processes share the sentences of the trials that they hold, and all get all.
         sources: token ids, each ending in EOS.
         trials: which to translate with.
-        n_best, options: see `models.decoding.translate_trials`.
+        n_best, options: see `decoding.generate.translate_trials`.
     """
     texts, full = [], [i for i, ids in enumerate(sources) if len(ids) > 1]
     for shares, some in sharding.trials_here(params, jax.sharding.get_mesh()):

@@ -10,14 +10,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from rich.progress import track
 
-import attention
-from analysis.trained import Pairs, Trained
-from attention.masks import EMPTY
-from data.packing import Sentences
-from data.pipeline import evaluation_batches, sentence_batches
-from models.multi_head import Seen
-from training.metrics import console
-from training.step import batch_loss
+from headcount import attention
+from headcount.attention.masks import EMPTY
+from headcount.data.batches import evaluation_batches, sentence_batches
+from headcount.data.packing import Sentences
+from headcount.models.attention import Seen
+from headcount.runtime.logging import console
+from headcount.training.run import Pairs, Trained
+from headcount.training.step import batch_loss
 
 SIDES = {"encoder": "source", "decoder": "target", "cross": "target"}  # of the queries
 

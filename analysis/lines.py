@@ -2,9 +2,9 @@
 
 import sys
 
-import data.lines
-from analysis.trained import Trained, listed
-from training.metrics import say
+from headcount.runtime import stdin
+from headcount.runtime.logging import say
+from headcount.training.run import Trained, listed
 
 
 def translate_lines(
@@ -13,10 +13,10 @@ def translate_lines(
     """Print the translation of every line, or a list of its n best.
 
     Args:
-        batch_size, options: see `models.decoding.translate_trials`.
+        batch_size, options: see `decoding.generate.translate_trials`.
     """
     number = 0
-    for lines in data.lines.lines_at_hand(sys.stdin.fileno(), batch_size):
+    for lines in stdin.lines_at_hand(sys.stdin.fileno(), batch_size):
         _tell_long(run, lines, number)
         options |= {"n_best": n_best, "batch_size": batch_size, "first": number}
         found = run.translate(lines, trial, **options)
@@ -32,8 +32,8 @@ def score_lines(run: Trained, trial: int, batch_size: int) -> None:
     The lines are taken so many at a time.
     """
     number = 0
-    for lines in data.lines.lines_at_hand(sys.stdin.fileno(), batch_size):
-        pairs = data.lines.pairs_of(lines, number)
+    for lines in stdin.lines_at_hand(sys.stdin.fileno(), batch_size):
+        pairs = stdin.pairs_of(lines, number)
         for side, sentences in enumerate(pairs):
             _tell_long(run, sentences, number, side)
         for log_prob, tokens in run.score(*pairs, trial):

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from analysis.cells import heads_of, score_without
-from analysis.significance import summary
-from analysis.trained import Trained
-from data.tokenizer import EOS
-from models.multi_head import full_map
+from headcount.analysis.formatting import heads_of, score_without
+from headcount.analysis.significance import summary
+from headcount.data.tokenizer import EOS
+from headcount.models.attention import full_map
+from headcount.training.run import Trained
 
 
 def attention_maps(

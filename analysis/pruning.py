@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
-from analysis.heads import measure, shown
-from analysis.trained import Pairs, Trained, decoded, scored
+from headcount.analysis.heads import measure, shown
+from headcount.training.run import Pairs, Trained, decoded, scored
 
 ORDERS = ("importance", "normalized_importance", "added_loss", "random")
 DRAWS = 5  # random orders of all trials together, at least: chance has a spread too
@@ -77,7 +77,7 @@ def curve(
     """Rows: the scores of each trial with ever fewer heads, in every order.
 
     A row has the trial, the order, how many heads were removed and which, the loss
-    (nats a token), and the scores of `analysis.trained.scored`. Of few trials each has
+    (nats a token), and the scores of `training.run.scored`. Of few trials each has
     several random orders, numbered by `draw`.
 
     Args:
@@ -85,7 +85,7 @@ def curve(
         pairs: what is scored.
         trials: which of the run's.
         site: whose heads may go, "encoder", "decoder" or "cross"; None: all.
-        options: see `models.decoding.translate_trials`.
+        options: see `decoding.generate.translate_trials`.
     """
     R = len(run.step)
     ones = nnx.merge(run.graph, run.of(0)[0]).head_gates()

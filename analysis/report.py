@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from analysis.cells import (
+from headcount.analysis.formatting import (
     NOTHING,
     counted,
     number,
@@ -16,7 +16,7 @@ from analysis.cells import (
     signed,
     span,
 )
-from analysis.significance import (
+from headcount.analysis.significance import (
     LEVEL,
     SEEN,
     Bootstrap,

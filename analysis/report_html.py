@@ -2,7 +2,7 @@
 
 import html
 
-from analysis.report import (
+from headcount.analysis.report import (
     Comparison,
     Report,
     costs_table,
@@ -10,13 +10,13 @@ from analysis.report import (
     scores_table,
     verdict,
 )
-from analysis.report_legends import (
+from headcount.analysis.report_legends import (
     HOW_TO_READ_COSTS,
     how_to_read_examples,
     how_to_read_others,
     how_to_read_scores,
 )
-from analysis.report_plots import themed_svg
+from headcount.analysis.report_plots import themed_svg
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c1d21; --muted: #6a6d75;

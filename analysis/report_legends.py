@@ -2,8 +2,8 @@
 
 import math
 
-from analysis.report import NAMES, Comparison, Report, bootstrapped
-from analysis.significance import LEVEL
+from headcount.analysis.report import NAMES, Comparison, Report, bootstrapped
+from headcount.analysis.significance import LEVEL
 
 CHECKPOINTS = {
     "best": "Checkpoints were chosen on dev",

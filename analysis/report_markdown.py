@@ -1,6 +1,6 @@
 """A report as Markdown, with its pictures as PNG beside it."""
 
-from analysis.report import (
+from headcount.analysis.report import (
     Comparison,
     Report,
     costs_table,
@@ -8,8 +8,8 @@ from analysis.report import (
     scores_table,
     verdict,
 )
-from analysis.report_html import paragraphs
-from analysis.report_legends import (
+from headcount.analysis.report_html import paragraphs
+from headcount.analysis.report_legends import (
     HOW_TO_READ_COSTS,
     how_to_read_examples,
     how_to_read_others,

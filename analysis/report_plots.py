@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from analysis.report import NAMES, Comparison, Report
+from headcount.analysis.report import NAMES, Comparison, Report
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402, once the backend is chosen

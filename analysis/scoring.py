@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from data.packing import Sentences
-from data.pipeline import sentence_batches
-from training.step import batch_loss
+from headcount.data.batches import sentence_batches
+from headcount.data.packing import Sentences
+from headcount.training.step import batch_loss
 
 BATCH_TOKENS = 2048  # whose logits are held at once: 66 MB of 8000 pieces
 

@@ -1,6 +1,6 @@
 """Multi-head attention as functions on arrays: exact, any head shape, O(T) memory."""
 
-from attention.api import (
+from headcount.attention.api import (
     IMPLEMENTATIONS,
     attention_weights,
     dot_product_attention,
@@ -8,9 +8,12 @@ from attention.api import (
     head_statistics,
     resolve_implementation,
 )
-from attention.merge import MERGE_RULES, MergeRule
-from attention.statistics import HeadStatistics
-from attention.talking_heads import talking_heads_attention, talking_heads_weights
+from headcount.attention.merge import MERGE_RULES, MergeRule
+from headcount.attention.statistics import HeadStatistics
+from headcount.attention.talking_heads import (
+    talking_heads_attention,
+    talking_heads_weights,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",

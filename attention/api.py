@@ -45,26 +45,26 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from attention import jax_nn, masks, native_build, reference
-from attention.arguments import normalise, require
-from attention.platform import compute_capability
-from attention.platform import platform as current_platform
-from attention.statistics import HeadStatistics, mean_over_queries
+from headcount.attention import jax_nn, masks, native_build, reference
+from headcount.attention.arguments import normalise, require
+from headcount.attention.platform import compute_capability
+from headcount.attention.platform import platform as current_platform
+from headcount.attention.statistics import HeadStatistics, mean_over_queries
 
 # name: the module that implements it, and what it is told beyond the arguments.
 # Modules load when first used: Pallas is slow to import.
 IMPLEMENTATIONS = {
-    "reference": ("attention.reference", {}),
-    "blockwise": ("attention.blockwise", {}),
-    "native": ("attention.native", {}),
-    "xla": ("attention.jax_nn", {"backend": "xla"}),
-    "cudnn": ("attention.jax_nn", {"backend": "cudnn"}),
-    "pallas": ("attention.pallas_{platform}", {}),
-    "pallas_tpu_interpret": ("attention.pallas_tpu", {"interpret": True}),
-    "pallas_hopper": ("attention.pallas_gpu", {"hopper": True}),
-    "pallas_gpu_interpret": ("attention.pallas_gpu", {"interpret": True}),
+    "reference": ("headcount.attention.reference", {}),
+    "blockwise": ("headcount.attention.blockwise", {}),
+    "native": ("headcount.attention.native", {}),
+    "xla": ("headcount.attention.jax_nn", {"backend": "xla"}),
+    "cudnn": ("headcount.attention.jax_nn", {"backend": "cudnn"}),
+    "pallas": ("headcount.attention.pallas_{platform}", {}),
+    "pallas_tpu_interpret": ("headcount.attention.pallas_tpu", {"interpret": True}),
+    "pallas_hopper": ("headcount.attention.pallas_gpu", {"hopper": True}),
+    "pallas_gpu_interpret": ("headcount.attention.pallas_gpu", {"interpret": True}),
     "pallas_hopper_interpret": (
-        "attention.pallas_gpu",
+        "headcount.attention.pallas_gpu",
         {"hopper": True, "interpret": True},
     ),
 }

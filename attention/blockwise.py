@@ -13,11 +13,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from attention import blockwise_heads as heads
-from attention.arguments import present
-from attention.partition import axes_of, partitioned
-from attention.platform import platform
-from attention.statistics import HeadStatistics
+from headcount.attention import blockwise_heads as heads
+from headcount.attention.arguments import present
+from headcount.attention.partition import axes_of, partitioned
+from headcount.attention.platform import platform
+from headcount.attention.statistics import HeadStatistics
 
 SHORT = 128  # rows of up to so many queries and keys are one block
 LONG = (512, 1024)  # queries, keys of a block, when heads go one by one

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attention import masks
+from headcount.attention import masks
 
 # Summed row by row for the statistics: their sum over total is what they are.
 OFFSETS = {"previous": -1, "current": 0, "following": 1}

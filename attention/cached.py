@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from attention import masks
-from attention.talking_heads import mix
+from headcount.attention import masks
+from headcount.attention.talking_heads import mix
 
 
 def cached_attention(

@@ -10,8 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from attention import masks
-from attention.platform import platform
+from headcount.attention import masks
+from headcount.attention.platform import platform
 
 
 def attend(

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attention import masks, native_build
-from attention.arguments import FAR, present
-from attention.partition import axes_of, partitioned, varying_alike
-from attention.statistics import HeadStatistics
+from headcount.attention import masks, native_build
+from headcount.attention.arguments import FAR, present
+from headcount.attention.partition import axes_of, partitioned, varying_alike
+from headcount.attention.statistics import HeadStatistics
 
 # What the kernel adds up of a row for its statistics, in this order.
 SUMS = ("energy", "distance", "previous", "current", "following")

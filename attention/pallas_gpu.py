@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from attention import masks, pallas_hopper
-from attention import pallas_gpu_kernels as kernels
-from attention.arguments import present
-from attention.fused import check, refuse_gradient
-from attention.pallas_gpu_blocks import choose_tiles, padded, visits
-from attention.partition import axes_of, partitioned
-from attention.statistics import HeadStatistics
+from headcount.attention import masks, pallas_hopper
+from headcount.attention import pallas_gpu_kernels as kernels
+from headcount.attention.arguments import present
+from headcount.attention.fused import check, refuse_gradient
+from headcount.attention.pallas_gpu_blocks import choose_tiles, padded, visits
+from headcount.attention.partition import axes_of, partitioned
+from headcount.attention.statistics import HeadStatistics
 
 DTYPES = ("float32", "bfloat16", "float16")
 

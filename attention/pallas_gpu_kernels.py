@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from attention import masks
-from attention.pallas_gpu_blocks import Tiles
+from headcount.attention import masks
+from headcount.attention.pallas_gpu_blocks import Tiles
 
 LOG2E = math.log2(math.e)
 # What the backward pass reads of each query.

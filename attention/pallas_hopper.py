@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attention import pallas_hopper_kernels as kernels
-from attention.pallas_gpu_blocks import Tiles
-from attention.pallas_gpu_kernels import ROWS
-from attention.pallas_hopper_kernels import HEIGHT
-from attention.pallas_hopper_rings import Ring
-from attention.partition import varying_alike
+from headcount.attention import pallas_hopper_kernels as kernels
+from headcount.attention.pallas_gpu_blocks import Tiles
+from headcount.attention.pallas_gpu_kernels import ROWS
+from headcount.attention.pallas_hopper_kernels import HEIGHT
+from headcount.attention.pallas_hopper_rings import Ring
+from headcount.attention.partition import varying_alike
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = 128  # head size, of which the backward pass fits into registers

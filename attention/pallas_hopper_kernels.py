@@ -18,9 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attention import masks
-from attention.pallas_gpu_kernels import LOG2E, Problem, unit_of, visit
-from attention.pallas_hopper_rings import fetch, fetch_own, release, store, wait
+from headcount.attention import masks
+from headcount.attention.pallas_gpu_kernels import LOG2E, Problem, unit_of, visit
+from headcount.attention.pallas_hopper_rings import (
+    fetch,
+    fetch_own,
+    release,
+    store,
+    wait,
+)
 
 HEIGHT = 64  # of a block that one warpgroup computes, as one wgmma does
 SUPPLIER = 24  # registers of a thread that only fetches

@@ -20,13 +20,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from attention import masks
-from attention import pallas_tpu_kernels as kernels
-from attention.arguments import present
-from attention.fused import check, refuse_gradient
-from attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
-from attention.partition import axes_of, partitioned
-from attention.statistics import HeadStatistics
+from headcount.attention import masks
+from headcount.attention import pallas_tpu_kernels as kernels
+from headcount.attention.arguments import present
+from headcount.attention.fused import check, refuse_gradient
+from headcount.attention.pallas_tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
+from headcount.attention.partition import axes_of, partitioned
+from headcount.attention.statistics import HeadStatistics
 
 DTYPES = ("float32", "bfloat16")
 # The most queries and keys of a block.

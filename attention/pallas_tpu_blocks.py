@@ -14,8 +14,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attention import masks
-from attention.pallas_tpu_kernels import LANES, Block
+from headcount.attention import masks
+from headcount.attention.pallas_tpu_kernels import LANES, Block
 
 # The axes that kernels see of each array, one letter each: R trials, B batch, N heads,
 # K key/value heads, T and S positions; other letters are not divided into blocks.

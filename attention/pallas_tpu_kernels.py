@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from attention import masks
-from attention.statistics import HeadStatistics
+from headcount.attention import masks
+from headcount.attention.statistics import HeadStatistics
 
 LANES = 128
 F32 = jnp.float32

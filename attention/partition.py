@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attention.platform import platform
+from headcount.attention.platform import platform
 
 INDEPENDENT = ("B", "N", "K")
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float
 
-from attention import masks
-from attention.statistics import from_weights
+from headcount.attention import masks
+from headcount.attention.statistics import from_weights
 
 
 def attend(query, key, value, bias, mask, *, scale, statistics=False, **structure):

@@ -10,10 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from attention import masks
-from attention.api import head_gated
-from attention.arguments import normalise
-from attention.reference import scaled_logits, softmax
+from headcount.attention import masks
+from headcount.attention.api import head_gated
+from headcount.attention.arguments import normalise
+from headcount.attention.reference import scaled_logits, softmax
 
 
 def talking_heads_attention(

@@ -23,10 +23,10 @@ import time
 import jax
 import jax.numpy as jnp
 
-import attention
-from attention import pallas_gpu_blocks, pallas_hopper
-from attention.pallas_gpu_blocks import Tiles
-from attention.platform import compute_capability
+from headcount import attention
+from headcount.attention import pallas_gpu_blocks, pallas_hopper
+from headcount.attention.pallas_gpu_blocks import Tiles
+from headcount.attention.platform import compute_capability
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS, WIDTH = 16384, 2048

@@ -80,11 +80,11 @@ def trained(workdir: Path | None):
     import numpy as np
     from flax import nnx
 
-    from configs import multi30k
-    from models.transformer import Transformer
+    from headcount.configs import multi30k
+    from headcount.models.transformer import Transformer
 
     if workdir is not None:
-        from analysis.trained import load, read
+        from headcount.training.run import load, read
 
         run = load(workdir, "best")
         encoded = [ids.tolist() for ids in read(run, "val").source]
@@ -99,10 +99,10 @@ def trained(workdir: Path | None):
 
 
 def ours(model, forced: int | None):
-    """`models.decoding.translate`."""
+    """`decoding.generate.translate`."""
     from flax import nnx
 
-    from models.decoding import translate
+    from headcount.decoding.generate import translate
 
     graph, params = nnx.split(model)
     limit = {"max_length_factor": 0.0, "max_length_extra": forced or LONGEST + 1}
@@ -152,7 +152,7 @@ def convert(model, folder: Path) -> None:
     import ctranslate2
     import numpy as np
 
-    from models.positions import sinusoidal
+    from headcount.models.positions import sinusoidal
 
     def array(param):
         return np.asarray(param[...], np.float32)

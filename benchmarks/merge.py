@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from attention.merge import MERGE_RULES
-from models.counting import parameters
-from models.multi_head import Attention
-from training import targets
+from headcount.attention.merge import MERGE_RULES
+from headcount.models.attention import Attention
+from headcount.models.cost import parameters
+from headcount.runtime import topology as targets
 
 # B, T, D, N; V = D / N
 SIZES = {

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import multi30k
+from headcount.configs import multi30k
 
 STEPS = 8  # updates a round
 
@@ -129,8 +129,8 @@ def config_of(arguments):
 
 def corpus(arguments):
     """Encoded source and target sentences, and where they are from."""
-    from data import corpora, tokenizer
-    from data.packing import Sentences
+    from headcount.data import corpora, tokenizer
+    from headcount.data.packing import Sentences
 
     config = config_of(arguments)
     if arguments.data.is_dir():
@@ -210,7 +210,7 @@ def ask(process: subprocess.Popen, request: str) -> dict | None:
 
 def serve(arguments) -> None:
     """Be a contestant: answer requests until standard input ends."""
-    from data.packing import Sentences
+    from headcount.data.packing import Sentences
 
     arrays = list(np.load(arguments.folder / "corpus.npz").values())
     sides = Sentences(*arrays[:2]), Sentences(*arrays[2:])
@@ -233,7 +233,7 @@ class Ours:
     """R trials and their batches, as train.py has them."""
 
     def __init__(self, name, config, source, target, num_trials=1):
-        from training import platform
+        from headcount.runtime import platform
 
         platform.setup()
         from functools import partial
@@ -241,12 +241,12 @@ class Ours:
         import jax
         import jax.numpy as jnp
 
-        from configs.commandline import flat
-        from data.pipeline import Batches
-        from models.counting import abstract
-        from models.transformer import Transformer
-        from training.step import init, static_of, train_steps
-        from training.trials import numbers, trials_of
+        from headcount.configs.commandline import flat
+        from headcount.data.batches import Batches
+        from headcount.models.cost import abstract
+        from headcount.models.transformer import Transformer
+        from headcount.training.step import init, static_of, train_steps
+        from headcount.training.trials import numbers, trials_of
 
         settings = flat(config.to_dict()) | {"seeds": num_trials}
         trials = trials_of(settings)
@@ -269,7 +269,7 @@ class Ours:
 
     def input(self, steps: int) -> dict:
         """The batches of the next updates."""
-        from data.pipeline import stacked
+        from headcount.data.batches import stacked
 
         return stacked(self.batches, self.step, steps, steps)
 

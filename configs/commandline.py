@@ -136,7 +136,7 @@ def path_of(flag) -> Path:
 
 def check_keys(config) -> None:
     """Raise a ValueError where a config file adds a key, which nothing would read."""
-    from configs.base import get_config
+    from headcount.configs.base import get_config
 
     given, known = flat(config.to_dict()), flat(get_config().to_dict())
     for key in given.keys() - known.keys():
@@ -189,7 +189,7 @@ def flag_error(error: Exception, argv: list[str]) -> str:
 
 def near_miss(path: str) -> str:
     """Config keys that look like the unknown one, or end like it."""
-    from configs.base import get_config
+    from headcount.configs.base import get_config
 
     keys = list(flat(get_config().to_dict()))
     last = path.rsplit(".", 1)[-1]

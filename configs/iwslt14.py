@@ -15,7 +15,7 @@ translates with the best, and divides a hypothesis' log probability by its lengt
 (eval.py: --length_penalty).
 """
 
-from configs import base
+from headcount.configs import base
 
 
 def get_config():

@@ -28,7 +28,7 @@ One seed took 16 minutes on two cores of an AMD EPYC (2026-11-21) and scored wha
 results/multi30k_short holds: 35.3 in the published protocol, 34.9 cased sacreBLEU.
 """
 
-from configs import base
+from headcount.configs import base
 
 
 def get_config(recipe: str = "full"):

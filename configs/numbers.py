@@ -6,7 +6,7 @@ python eval.py --workdir=runs/numbers --split=test
 `:short` sees a seventh of the tokens, for sweeps on two cores.
 """
 
-from configs import base
+from headcount.configs import base
 
 
 def get_config(recipe: str = "full"):

@@ -14,7 +14,7 @@ transformer_tiny: Multi30k as Wu et al. 2021; the same as configs/multi30k.py.
 train.py trains the translation models; weights.py reads the weights of the others.
 """
 
-from configs import base, multi30k, wmt14
+from headcount.configs import base, multi30k, wmt14
 
 
 def get_config(name: str = ""):

@@ -8,7 +8,7 @@
 import json
 from pathlib import Path
 
-from configs import base
+from headcount.configs import base
 
 
 def get_config(workdir: str = ""):

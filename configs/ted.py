@@ -10,7 +10,7 @@ not been run here. The corpus is published lowercased and tokenised, so that BLE
 does not compare with BLEU of plain text.
 """
 
-from configs import iwslt14
+from headcount.configs import iwslt14
 
 LANGUAGES = ("pt", "az", "be", "gl", "ru", "tr")
 

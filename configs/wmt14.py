@@ -16,7 +16,7 @@ not some 25,000; pieces are SentencePiece's, of plain text; pairs of over 128 to
 left out; and a translation may have twice the tokens of its source and 16, not 50 more.
 """
 
-from configs import base
+from headcount.configs import base
 
 
 def get_config(model: str = "base"):

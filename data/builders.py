@@ -6,7 +6,7 @@ import itertools
 import num2words
 import tensorflow_datasets as tfds
 
-from data import multi30k, numbers
+from headcount.data import multi30k, numbers
 
 
 def _info(builder, languages, description: str, **more) -> tfds.core.DatasetInfo:

@@ -15,7 +15,7 @@ import zlib
 
 from absl import logging
 
-from data import multi30k, numbers
+from headcount.data import multi30k, numbers
 
 
 def prepared_in(data_dir=None) -> pathlib.Path:
@@ -130,7 +130,7 @@ def _catalogue(name, source, target, split, directory, data_dir):
 def _numbers(name, source, target, split, directory, data_dir):
     numbers.check(source)
     numbers.check(target)
-    from data import builders
+    from headcount.data import builders
 
     make = functools.partial(
         builders.Numbers,
@@ -150,7 +150,7 @@ def _multi30k(name, source, target, split, directory, data_dir):
             multi30k.sentences(language, split, directory=directory)
             for language in (source, target)
         )
-    from data import builders
+    from headcount.data import builders
 
     make = functools.partial(
         builders.Multi30k, data_dir=data_dir, file_format="array_record"

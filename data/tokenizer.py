@@ -12,7 +12,7 @@ import re
 
 from absl import logging
 
-from data.packing import Sentences
+from headcount.data.packing import Sentences
 
 PAD, BOS, EOS, UNK = range(4)
 

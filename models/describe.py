@@ -18,9 +18,10 @@ from ml_collections import config_flags
 from rich.console import Console
 from rich.table import Table
 
-from configs.commandline import fail, flat, one_sentence, run
-from models.checks import check_counts
-from models.counting import (
+from headcount.configs.commandline import fail, flat, one_sentence, run
+from headcount.models.attention import Attention
+from headcount.models.checks import check_counts
+from headcount.models.cost import (
     LENGTH,
     abstract,
     multiply_adds,
@@ -28,9 +29,8 @@ from models.counting import (
     plain,
     products_of,
 )
-from models.linear import project
-from models.multi_head import Attention
-from models.transformer import Transformer
+from headcount.models.linear import project
+from headcount.models.transformer import Transformer
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file.", lock_config=True

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.checks import choose
-from models.dropout import Dropout, dropout
-from models.linear import linear
-from models.multi_head import Attention
+from headcount.models.attention import Attention
+from headcount.models.checks import choose
+from headcount.models.dropout import Dropout, dropout
+from headcount.models.linear import linear
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,

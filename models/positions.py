@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.precision import lookup
+from headcount.models.precision import lookup
 
 SINUSOIDAL = ("sinusoidal", "sinusoidal_paper")
 POSITIONS = (*SINUSOIDAL, "learned", "rotary", "relative", "none")

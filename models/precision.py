@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from attention.platform import compute_capability, platform
-from models.checks import choose
+from headcount.attention.platform import compute_capability, platform
+from headcount.models.checks import choose
 
 DTYPES = ("bfloat16", "float32")
 

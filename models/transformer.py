@@ -7,12 +7,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.checks import check_gates, check_layers, check_rotary, choose
-from models.dropout import Dropout, dropout, fold
-from models.layers import Layer, OutputTransform, Pooler, layer_norm
-from models.positions import BUCKETS, POSITIONS, SINUSOIDAL, relative_bias, sinusoidal
-from models.precision import apply, compute_dtype, lookup
-from models.sites import at_site, gates_of, watch_of
+from headcount.models.checks import check_gates, check_layers, check_rotary, choose
+from headcount.models.dropout import Dropout, dropout, fold
+from headcount.models.layers import Layer, OutputTransform, Pooler, layer_norm
+from headcount.models.positions import (
+    BUCKETS,
+    POSITIONS,
+    SINUSOIDAL,
+    relative_bias,
+    sinusoidal,
+)
+from headcount.models.precision import apply, compute_dtype, lookup
+from headcount.models.sites import at_site, gates_of, watch_of
 
 
 class Transformer(nnx.Module):
@@ -42,7 +48,7 @@ class Transformer(nnx.Module):
         output_transform: a linear map, the activation and a norm before the output.
         output_bias: a number a piece, added to the logits.
         bos: id of the token that stands before the first of the target.
-        attention: arguments of `models.multi_head.Attention`.
+        attention: arguments of `models.attention.Attention`.
         encoder_attention, decoder_attention, cross_attention: those in which the
             encoder's self-, the decoder's self- or its cross-attention differs; None
             where it doesn't.

@@ -14,13 +14,13 @@ import socket
 import subprocess
 import sys
 
-from configs.commandline import describe, one_sentence
-from sweeps.optional import package
-from sweeps.plan import Group
-from sweeps.runner import ROOT, Runner, Stopped, workers_here
-from sweeps.store import Sweep
-from training import cluster
-from training.metrics import Progress, say
+from headcount.configs.commandline import describe, one_sentence
+from headcount.runtime import cluster
+from headcount.runtime.logging import Progress, say
+from headcount.sweeps.optional import package
+from headcount.sweeps.plan import Group
+from headcount.sweeps.runner import ROOT, Runner, Stopped, workers_here
+from headcount.sweeps.store import Sweep
 
 RETRIES = 3  # of a task whose worker was lost
 

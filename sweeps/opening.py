@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from configs.commandline import flat
-from data import corpora
-from sweeps.optional import package
-from sweeps.plan import (
+from headcount.configs.commandline import flat
+from headcount.data import corpora
+from headcount.runtime import cluster
+from headcount.runtime.workdir import differing, summary, write_json
+from headcount.sweeps.optional import package
+from headcount.sweeps.plan import (
     DEFAULTS,
     NO_RESULT_DEPENDS_ON,
     Group,
@@ -20,12 +22,10 @@ from sweeps.plan import (
     expand,
     nuisance_keys,
 )
-from sweeps.questions import arms_of, find_ablation, naming
-from sweeps.records import read_json
-from sweeps.search import Search, make_search
-from sweeps.store import SCORES, Sweep, locked
-from training import cluster
-from training.workdir import differing, summary, write_json
+from headcount.sweeps.questions import arms_of, find_ablation, naming
+from headcount.sweeps.records import read_json
+from headcount.sweeps.search import Search, make_search
+from headcount.sweeps.store import SCORES, Sweep, locked
 
 TEST_SPLITS = {"multi30k": "test_2016_flickr"}  # else "test"
 IDENTITY = (

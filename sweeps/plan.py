@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from analysis.budget import flops, parameters, solve_mlp_dim
-from configs.ablations import grid
-from configs.base import get_config
-from configs.commandline import describe, flat, near_miss
-from models.sites import at_site
-from training.checks import check_config
-from training.trials import SITES, check_numbers, variable
-from training.workdir import completed
+from headcount.analysis.budget import flops, parameters, solve_mlp_dim
+from headcount.configs.ablations import grid
+from headcount.configs.base import get_config
+from headcount.configs.commandline import describe, flat, near_miss
+from headcount.models.sites import at_site
+from headcount.runtime.workdir import completed
+from headcount.training.checks import check_config
+from headcount.training.trials import SITES, check_numbers, variable
 
 DEFAULTS = get_config().to_dict()
 NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")

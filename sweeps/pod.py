@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from sweeps.records import read_json
-from sweeps.runner import WAIT, Runner, Stopped, Worker, script
-from sweeps.store import Sweep, locked
-from training.metrics import say
-from training.workdir import write_json
+from headcount.runtime.logging import say
+from headcount.runtime.workdir import write_json
+from headcount.sweeps.records import read_json
+from headcount.sweeps.runner import WAIT, Runner, Stopped, Worker, script
+from headcount.sweeps.store import Sweep, locked
 
 
 class Place(NamedTuple):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from configs import ablations
-from configs.commandline import describe
-from sweeps.plan import nuisance_keys
+from headcount.configs import ablations
+from headcount.configs.commandline import describe
+from headcount.sweeps.plan import nuisance_keys
 
 
 def find_ablation(name: str):

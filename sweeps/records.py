@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from sweeps.plan import Group, Trial
-from training.workdir import differing, is_like, summary
-from training.workdir import read_json as read_whole
+from headcount.runtime.workdir import differing, is_like, summary
+from headcount.runtime.workdir import read_json as read_whole
+from headcount.sweeps.plan import Group, Trial
 
 DECODING = {"beam_size": 5, "length_penalty": 0.6}  # of every group alike
 OF_RUN = {"num_parameters": 0, "devices": [""], "attention": {}, "versions": {}}

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.anchors import ANCHORS, published
-from analysis.cells import counted, of_100
-from analysis.report import ArmResult, Example, Report, bootstrapped, compare
-from analysis.report_html import page
-from analysis.report_markdown import document
-from analysis.report_plots import figures, plt, save_png
-from analysis.significance import paired_bootstrap
-from configs.commandline import flat
-from data import corpora
-from sweeps.plan import Arm, letter
-from sweeps.records import read_record, read_result
-from sweeps.store import COLUMNS, SCORES, TOLD, Sweep, unfinished
-from training.metrics import metrics_of
+from headcount.analysis.anchors import ANCHORS, published
+from headcount.analysis.formatting import counted, of_100
+from headcount.analysis.report import ArmResult, Example, Report, bootstrapped, compare
+from headcount.analysis.report_html import page
+from headcount.analysis.report_markdown import document
+from headcount.analysis.report_plots import figures, plt, save_png
+from headcount.analysis.significance import paired_bootstrap
+from headcount.configs.commandline import flat
+from headcount.data import corpora
+from headcount.sweeps.plan import Arm, letter
+from headcount.sweeps.records import read_record, read_result
+from headcount.sweeps.store import COLUMNS, SCORES, TOLD, Sweep, unfinished
+from headcount.training.metrics import metrics_of
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:

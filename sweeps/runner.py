@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from sweeps.plan import Group, differences
-from sweeps.records import DECODING, read_json
-from sweeps.store import TRAINED, Sweep, last_step, locked
-from training.metrics import Progress, say
-from training.workdir import commit, write_json
+from headcount.runtime.logging import Progress, say
+from headcount.runtime.workdir import commit, write_json
+from headcount.sweeps.plan import Group, differences
+from headcount.sweeps.records import DECODING, read_json
+from headcount.sweeps.store import TRAINED, Sweep, last_step, locked
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT = 0.5  # seconds between looks at processes and at groups that others work on

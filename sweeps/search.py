@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configs.ablations import grid, over
-from configs.commandline import flat, near_miss
-from sweeps.optional import package
-from sweeps.plan import Arm, Trial, trials_of
-from training.trials import check, variable
+from headcount.configs.ablations import grid, over
+from headcount.configs.commandline import flat, near_miss
+from headcount.sweeps.optional import package
+from headcount.sweeps.plan import Arm, Trial, trials_of
+from headcount.training.trials import check, variable
 
 FIRST_SEED = 1_000_000  # after the config's seed: far from those that are reported
 ROUNDS = 5  # that Optuna proposes its settings in; a round trains as one program

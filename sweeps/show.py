@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from analysis.cells import settings
-from analysis.table import print_table
-from sweeps.runner import train_command
-from sweeps.store import Sweep, last_step, unfinished
-from training.metrics import clock, metrics_of, say
+from headcount.analysis.formatting import settings
+from headcount.analysis.tables import print_table
+from headcount.runtime.logging import clock, say
+from headcount.sweeps.runner import train_command
+from headcount.sweeps.store import Sweep, last_step, unfinished
+from headcount.training.metrics import metrics_of
 
 STATUSES = (
     "done",

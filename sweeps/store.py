@@ -16,12 +16,12 @@ import sqlite3
 from pathlib import Path
 from typing import NamedTuple
 
-from analysis.scores import untied
-from sweeps.plan import Arm, Group, Plan, Trial, grouped
-from sweeps.records import read_group, read_record, read_result
-from sweeps.search import LOST, Search, known_trials
-from training.metrics import metrics_of
-from training.workdir import write_json
+from headcount.runtime.workdir import write_json
+from headcount.sweeps.plan import Arm, Group, Plan, Trial, grouped
+from headcount.sweeps.records import read_group, read_record, read_result
+from headcount.sweeps.search import LOST, Search, known_trials
+from headcount.tasks.scores import untied
+from headcount.training.metrics import metrics_of
 
 SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
 TOLD = (*SCORES, "loss")  # what is reported; arms are ranked by one of the scores

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attention
-from attention import masks, native_build
+from headcount import attention
+from headcount.attention import masks, native_build
 
 # The largest difference to the reference in float32 at HIGHEST precision, relative to
 # the reference's largest value or 1. bfloat16 has 8 bits of precision, and rounds the
@@ -228,7 +228,9 @@ def supports(implementation, function, *arguments):
     """Whether it traces: a dash where it refuses."""
     call = functools.partial(function, implementation, arguments=arguments[1])
     try:
-        with mock.patch("attention.pallas_hopper.THREADS", 0):  # nothing will run
+        with mock.patch(
+            "headcount.attention.pallas_hopper.THREADS", 0
+        ):  # nothing will run
             jax.eval_shape(lambda inputs: call(inputs=inputs), arguments[0])
     except NotImplementedError:
         return "–"

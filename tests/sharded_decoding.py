@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from analysis.evaluation import translations
-from models.decoding import programs, translate
-from models.decoding_queue import Queue
-from models.decoding_search import complete
-from models.transformer import Transformer
-from training import sharding
-from training.program import Program
+from headcount.analysis.evaluation import translations
+from headcount.decoding.generate import programs, translate
+from headcount.decoding.queue import Queue
+from headcount.decoding.search import complete
+from headcount.models.transformer import Transformer
+from headcount.runtime import sharding
+from headcount.training.hlo_cost import Program
 
 
 def main():

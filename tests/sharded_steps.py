@@ -10,14 +10,15 @@ from functools import partial
 import jax
 import numpy as np
 
-from configs.base import get_config
-from configs.commandline import flat
-from models.counting import abstract
-from models.transformer import Transformer
-from training import hosts, sharding
-from training.step import begin, init, static_of, train_steps
-from training.trials import numbers
-from training.utilisation import CompileClock
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.models.cost import abstract
+from headcount.models.transformer import Transformer
+from headcount.runtime import distributed as hosts
+from headcount.runtime import sharding
+from headcount.runtime.profiling import CompileClock
+from headcount.training.step import begin, init, static_of, train_steps
+from headcount.training.trials import numbers
 
 STEPS = 4
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.pallas.mosaic.interpret import thread_map
 
-from attention import pallas_gpu, pallas_hopper_kernels, pallas_hopper_rings
+from headcount.attention import pallas_gpu, pallas_hopper_kernels, pallas_hopper_rings
 from tests import attention_cases, test_pallas_gpu
 
 HOPPER = {"interpret": True, "hopper": True}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from analysis.anchors import published
+from headcount.analysis.anchors import published
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from attention_cases import (
 )
 from processes import with_devices
 
-import attention
-from attention import blockwise, masks
+from headcount import attention
+from headcount.attention import blockwise, masks
 from tests.programs import shapes
 
 attend = attention.dot_product_attention
@@ -353,7 +353,7 @@ def test_refusals_name_the_reason():
     with pytest.raises(NotImplementedError, match="needs a GPU or TPU"):
         attend(*inputs, implementation="pallas")
     with (
-        mock.patch("attention.api.current_platform", lambda: "gpu"),
+        mock.patch("headcount.attention.api.current_platform", lambda: "gpu"),
         pytest.raises(NotImplementedError, match="needs a CPU, the platform is 'gpu'"),
     ):
         attend(*inputs, implementation="native")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attention
+from headcount import attention
 
 attend = attention.dot_product_attention
 B, T, S, N, K, H = 1, 5, 7, 4, 2, 8

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attention import attention_weights, dot_product_attention, masks
+from headcount.attention import attention_weights, dot_product_attention, masks
 
 
 def inputs(T, dtype, N=2, H=16):

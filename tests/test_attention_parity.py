@@ -19,8 +19,8 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attention
-from attention import blockwise, masks
+from headcount import attention
+from headcount.attention import blockwise, masks
 
 
 @pytest.fixture

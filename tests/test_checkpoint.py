@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.base import get_config
-from training import hosts
-from training.checkpoint import Checkpoints, Damaged, SaveError
-from training.restore import begun_from, restore, with_parameters
-from training.step import TrainState
+from headcount.configs.base import get_config
+from headcount.runtime import distributed as hosts
+from headcount.training.checkpoint import Checkpoints, Damaged, SaveError
+from headcount.training.restore import begun_from, restore, with_parameters
+from headcount.training.step import TrainState
 
 TREE = {
     "kernel": jnp.arange(5000.0).reshape(50, 100),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from data import corpora, multi30k, numbers, tokenizer
-from data.pipeline import Batches
+from headcount.data import corpora, multi30k, numbers, tokenizer
+from headcount.data.batches import Batches
 
 ROOT = pathlib.Path(__file__).parent.parent
 MULTI30K = ROOT.parent / "shared" / "data" / "multi30k"

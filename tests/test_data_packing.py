@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing import Layout, Sentences, fill_rows, pack, row_shape
+from headcount.data.packing import Layout, Sentences, fill_rows, pack, row_shape
 
 lengths = st.lists(
     st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=300

@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from data.packing import Sentences, num_rows
-from data.pipeline import (
+from headcount.data.batches import (
     Batches,
     evaluation_batches,
     portions,
     training_batches,
 )
+from headcount.data.packing import Sentences, num_rows
 from tests.test_data_packing import caption_lengths
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import multi30k, numbers, tokenizer
+from headcount.data import multi30k, numbers, tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAIRS = {

@@ -11,10 +11,13 @@ import scipy.special
 import scipy.stats
 from flax import nnx
 
-from attention import dot_product_attention
-from attention.cached import cached_attention
-from models import decoding, decoding_search, decoding_step, decoding_stream
-from models.transformer import Transformer
+from headcount.attention import dot_product_attention
+from headcount.attention.cached import cached_attention
+from headcount.decoding import generate as decoding
+from headcount.decoding import scheduling as decoding_stream
+from headcount.decoding import search as decoding_search
+from headcount.decoding import step as decoding_step
+from headcount.models.transformer import Transformer
 
 SHAPES = {
     "post": {},

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.base import get_config
-from configs.commandline import flat
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import layers, transformer
-from models.dropout import dropout, random_bits
+from headcount.models import layers, transformer
+from headcount.models.dropout import dropout, random_bits
 from tests.test_transformer import PACKED, tiny
 
 SHAPE = (64, 64, 128)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from analysis import evaluation
-from analysis.evaluation import Dev, dev_scores, evaluate
+from headcount.analysis import evaluation
+from headcount.analysis.evaluation import Dev, dev_scores, evaluate
 
 
 def test_every_trial_is_scored_by_its_own_translations(monkeypatch):

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from analysis import pruning
-from analysis.cells import score_without
-from analysis.heads import SIDES, by_rank, measure, merging, share_on_sink
-from analysis.plots import attention_maps, plot_maps
-from analysis.pruning import curve, orders
-from analysis.table import print_heads
-from analysis.trained import Pairs, Trained
-from attention import MERGE_RULES, HeadStatistics, attention_weights
-from configs.base import get_config
-from data.packing import Sentences
-from data.pipeline import sentence_batches
-from models.multi_head import Seen, full_map
-from models.transformer import Transformer
-from training.step import batch_loss
+from headcount.analysis import pruning
+from headcount.analysis.formatting import score_without
+from headcount.analysis.heads import SIDES, by_rank, measure, merging, share_on_sink
+from headcount.analysis.plots import attention_maps, plot_maps
+from headcount.analysis.pruning import curve, orders
+from headcount.analysis.tables import print_heads
+from headcount.attention import MERGE_RULES, HeadStatistics, attention_weights
+from headcount.configs.base import get_config
+from headcount.data.batches import sentence_batches
+from headcount.data.packing import Sentences
+from headcount.models.attention import Seen, full_map
+from headcount.models.transformer import Transformer
+from headcount.training.run import Pairs, Trained
+from headcount.training.step import batch_loss
 
 VOCAB, EOS = 40, 2
 LENGTHS = (3, 9, 1, 40), (5, 7, 2, 33)  # of sources and targets

@@ -8,10 +8,11 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from headcount.runtime import cluster, sharding
+from headcount.runtime import distributed as hosts
+from headcount.runtime.workdir import environment
+from headcount.training.checkpoint import is_sound, place
 from tests.test_data_pipeline import batches_of
-from training import cluster, hosts, sharding
-from training.checkpoint import is_sound, place
-from training.workdir import environment
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.programs import shapes
-from training import loss as loss_module
-from training.loss import (
+from headcount.models import cross_entropy as loss_module
+from headcount.models.cross_entropy import (
     MIB,
     TRIALS,
     _chunk_tokens_tpu,
@@ -15,6 +14,7 @@ from training.loss import (
     _num_trials,
     cross_entropy,
 )
+from tests.programs import shapes
 
 VOCAB, WIDTH = 37, 8
 

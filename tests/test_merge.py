@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from attention.merge import MERGE_RULES
+from headcount.attention.merge import MERGE_RULES
 
 B, T, N, V, D = 2, 3, 4, 5, 6
 SIZES = {"N": N, "V": V, "D": D}

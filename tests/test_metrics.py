@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from training import metrics
-from training.metrics import MetricsWriter, Progress, Window, clock, spread
+from headcount.runtime.logging import Progress, clock
+from headcount.training import metrics
+from headcount.training.metrics import MetricsWriter, Window, spread
 
 
 def rows_of(path):

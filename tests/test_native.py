@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import with_devices
 
-import attention
-from attention import masks
+from headcount import attention
+from headcount.attention import masks
 
 pytestmark = needs_kernels
 attend = attention.dot_product_attention

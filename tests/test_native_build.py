@@ -8,7 +8,7 @@ import sys
 import pytest
 from processes import with_devices
 
-from attention import native_build
+from headcount.attention import native_build
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="no c++ on this machine"

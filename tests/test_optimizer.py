@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from training.optimizer import SCHEDULES, learning_rate_at, make_optimizer
+from headcount.training.optimizer import SCHEDULES, learning_rate_at, make_optimizer
 
 NUMBERS = {
     "learning_rate": 0.01,

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import masks, pallas_gpu, pallas_gpu_blocks, reference
-from attention.pallas_gpu_blocks import Tiles, visits
+from headcount.attention import masks, pallas_gpu, pallas_gpu_blocks, reference
+from headcount.attention.pallas_gpu_blocks import Tiles, visits
 from tests.programs import equations, shapes
 
 # Largest difference to the float32 reference, relative to its largest value. bfloat16

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attention import dot_product_attention, pallas_hopper
+from headcount.attention import dot_product_attention, pallas_hopper
 from tests.processes import ROOT, with_devices
 
 CASES = ["feature:everything", "blocks:causal segments", "long:"]
@@ -57,7 +57,7 @@ def arrays(T=16, H=16, V=16, dtype=jnp.bfloat16):
     ],
 )
 def test_refusals(sizes, options, match, monkeypatch):
-    monkeypatch.setattr("attention.api.current_platform", lambda: "gpu")
+    monkeypatch.setattr("headcount.attention.api.current_platform", lambda: "gpu")
 
     def attend(*arrays):
         return dot_product_attention(*arrays, implementation="pallas_hopper", **options)
@@ -77,11 +77,13 @@ def test_needs_a_hopper(monkeypatch):
         )
 
     for here in (None, 9.0):  # also beside one, on a mesh of other devices
-        monkeypatch.setattr("attention.api.compute_capability", lambda here=here: here)
+        monkeypatch.setattr(
+            "headcount.attention.api.compute_capability", lambda here=here: here
+        )
         with pytest.raises(NotImplementedError, match="9.0 .*the platform is 'cpu'"):
             attend()
-    monkeypatch.setattr("attention.api.current_platform", lambda: "gpu")
-    monkeypatch.setattr("attention.api.compute_capability", lambda: 8.0)
+    monkeypatch.setattr("headcount.attention.api.current_platform", lambda: "gpu")
+    monkeypatch.setattr("headcount.attention.api.compute_capability", lambda: 8.0)
     with pytest.raises(NotImplementedError, match="9.0 .*this GPU has 8.0; use 'pal"):
         attend()
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attention
-from attention import masks, pallas_tpu
+from headcount import attention
+from headcount.attention import masks, pallas_tpu
 from tests.attention_cases import allowed, check, ids, lengths, normal
 
 TPU = "pallas_tpu_interpret"

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import with_devices
 
-import attention
-from attention import masks, pallas_gpu, partition, reference
+from headcount import attention
+from headcount.attention import masks, pallas_gpu, partition, reference
 
 CASES = [
     (axis_type, num_kv_heads, trials)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.program import Program, array_bytes
+from headcount.training.hlo_cost import Program, array_bytes
 
 
 @pytest.mark.parametrize(

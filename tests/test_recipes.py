@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs import iwslt14, multi30k, wmt14
-from configs.commandline import flat
+from headcount.configs import iwslt14, multi30k, wmt14
+from headcount.configs.commandline import flat
 
 ADAM = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.98}
 SMOOTHED = {"optimizer.label_smoothing": 0.1}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis import report_html, report_markdown
-from analysis.report_plots import curves, plt
-from analysis.table import print_pruning, print_scores
-from sweeps import reporting, show
-from sweeps.opening import open_sweep
-from sweeps.plan import trials_of
-from sweeps.search import known_trials, tries_of
+from headcount.analysis import report_html, report_markdown
+from headcount.analysis.report_plots import curves, plt
+from headcount.analysis.tables import print_pruning, print_scores
+from headcount.sweeps import reporting, show
+from headcount.sweeps.opening import open_sweep
+from headcount.sweeps.plan import trials_of
+from headcount.sweeps.search import known_trials, tries_of
 from tests.test_sweeps import RATE, finish, options, own, three_splits
 
 

@@ -7,10 +7,10 @@ import pytest
 from rich.table import Table
 from sacrebleu.metrics import BLEU, CHRF
 
-from analysis.scores import moses, published_scores, scores
-from analysis.table import heading, print_table
-from data import numbers
-from data.tokenizer import Tokenizer, train
+from headcount.analysis.tables import heading, print_table
+from headcount.data import numbers
+from headcount.data.tokenizer import Tokenizer, train
+from headcount.tasks.scores import moses, published_scores, scores
 
 MULTI30K = Path(__file__).resolve().parents[2] / "shared/data/multi30k"
 needs_multi30k = pytest.mark.skipif(

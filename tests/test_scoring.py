@@ -5,9 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from analysis import lines, scoring, trained
-from data.lines import pairs_of
-from data.packing import Sentences
+from headcount.analysis import lines, scoring
+from headcount.data.packing import Sentences
+from headcount.runtime.stdin import pairs_of
+from headcount.training import run as trained
 from tests import test_decoding
 from tests.test_trained import run_of
 

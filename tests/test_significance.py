@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis.report import (
-    Comparison,
-    Report,
-    compare,
-    scores_table,
-    verdict,
-)
-from analysis.report_legends import how_to_read_others, how_to_read_scores
-from analysis.significance import (
+from headcount.analysis.report import Comparison, Report, compare, scores_table, verdict
+from headcount.analysis.report_legends import how_to_read_others, how_to_read_scores
+from headcount.analysis.significance import (
     difference,
     holm,
     paired_bootstrap,

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from attention_cases import NATIVE
 
-from attention import (
+from headcount.attention import (
     attention_weights,
     dot_product_attention,
     head_statistics,
     masks,
 )
-from attention.statistics import from_weights, mean_over_queries
+from headcount.attention.statistics import from_weights, mean_over_queries
 
 B, T, S, N, K = 2, 5, 6, 4, 2
 

@@ -9,15 +9,15 @@ import pytest
 import scipy.special
 from flax import nnx
 
-from analysis.evaluation import ranking
-from configs.base import get_config
-from configs.commandline import flat
-from data.packing import Sentences
-from data.pipeline import Batches, stacked
-from models.counting import abstract
-from models.transformer import Transformer
-from training.step import init, keep_best, static_of, stop_late, train_steps
-from training.trials import numbers
+from headcount.analysis.evaluation import ranking
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.data.batches import Batches, stacked
+from headcount.data.packing import Sentences
+from headcount.models.cost import abstract
+from headcount.models.transformer import Transformer
+from headcount.training.step import init, keep_best, static_of, stop_late, train_steps
+from headcount.training.trials import numbers
 
 VOCAB, EOS = 40, 2
 

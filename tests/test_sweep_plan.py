@@ -2,11 +2,11 @@
 
 import pytest
 
-from analysis.budget import flops, solve_mlp_dim
-from configs import base
-from configs.ablations import chain, matched, over
-from sweeps.opening import open_sweep
-from sweeps.plan import expand, name_arms, nuisance_keys, trials_of
+from headcount.analysis.budget import flops, solve_mlp_dim
+from headcount.configs import base
+from headcount.configs.ablations import chain, matched, over
+from headcount.sweeps.opening import open_sweep
+from headcount.sweeps.plan import expand, name_arms, nuisance_keys, trials_of
 from tests.test_sweeps import RATE, options, own, three_splits
 
 

@@ -19,17 +19,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from analysis.report_plots import looks
-from configs import base
-from configs import run as config_of_run
-from data import corpora
-from sweeps import launchers, opening, pod, reporting, show
-from sweeps.opening import Options, chosen, open_sweep
-from sweeps.records import DECODING
-from sweeps.runner import Runner, Stopped, eval_command, train_command, workers_here
-from sweeps.search import FIRST_SEED
-from sweeps.store import TRAINED, Sweep, locked, pace
-from training.workdir import write_json
+from headcount.analysis.report_plots import looks
+from headcount.configs import base
+from headcount.configs import run as config_of_run
+from headcount.data import corpora
+from headcount.runtime.workdir import write_json
+from headcount.sweeps import launchers, opening, pod, reporting, show
+from headcount.sweeps.opening import Options, chosen, open_sweep
+from headcount.sweeps.records import DECODING
+from headcount.sweeps.runner import (
+    Runner,
+    Stopped,
+    eval_command,
+    train_command,
+    workers_here,
+)
+from headcount.sweeps.search import FIRST_SEED
+from headcount.sweeps.store import TRAINED, Sweep, locked, pace
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -1000,7 +1006,7 @@ def test_what_was_stopped_is_not_trained_whatever_is_said_after(tmp_path, corpus
 def test_trials_of_other_code_than_the_rest_are_told(
     tmp_path, corpus, monkeypatch, capsys, now, told
 ):
-    monkeypatch.setattr("sweeps.runner.commit", lambda: now)
+    monkeypatch.setattr("headcount.sweeps.runner.commit", lambda: now)
     sweep = open_sweep(options(tmp_path / "s", corpus))
     finish(sweep, 0)
     runner = Runner(sweep, sweep.groups[1:2])
@@ -1060,7 +1066,9 @@ def test_a_group_can_take_no_more_cores_than_there_are(cores):
 
 
 def test_a_group_takes_a_gpu_or_cores(monkeypatch):
-    monkeypatch.setattr("sweeps.runner.devices", lambda: [{"CUDA_VISIBLE_DEVICES": 0}])
+    monkeypatch.setattr(
+        "headcount.sweeps.runner.devices", lambda: [{"CUDA_VISIBLE_DEVICES": 0}]
+    )
     assert len(workers_here()) == 1
     with pytest.raises(ValueError, match="without GPUs; with JAX_PLATFORMS=cpu"):
         workers_here(1)

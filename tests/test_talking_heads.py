@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.special
 
-from attention import dot_product_attention, talking_heads_attention
-from attention import talking_heads_weights as weights_of
+from headcount.attention import dot_product_attention, talking_heads_attention
+from headcount.attention import talking_heads_weights as weights_of
 
 N = 4
 EYE = {"logits_mix": jnp.eye(N), "weights_mix": jnp.eye(N)}

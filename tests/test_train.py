@@ -23,13 +23,12 @@ from absl.testing import flagsaver
 from flax import nnx
 from ml_collections import config_flags
 
-from analysis.evaluation import ranking, sentences, translations
-from analysis.heads import loss_of, measure
-from analysis.pruning import ORDERS, counts
-from analysis.trained import Trained, load, read
-from configs import run as config_of_run
-from configs.base import get_config
-from configs.commandline import (
+from headcount.analysis.evaluation import ranking, sentences, translations
+from headcount.analysis.heads import loss_of, measure
+from headcount.analysis.pruning import ORDERS, counts
+from headcount.configs import run as config_of_run
+from headcount.configs.base import get_config
+from headcount.configs.commandline import (
     check_keys,
     check_none,
     flat,
@@ -37,13 +36,14 @@ from configs.commandline import (
     path_of,
     take_none,
 )
-from data import numbers, tokenizer
-from data.pipeline import evaluation_batches
-from models.decoding import translate
-from sweeps.store import locked
-from training.checkpoint import Checkpoints
-from training.checks import check_config
-from training.workdir import check_data, environment, processor
+from headcount.data import numbers, tokenizer
+from headcount.data.batches import evaluation_batches
+from headcount.decoding.generate import translate
+from headcount.runtime.workdir import check_data, environment, processor
+from headcount.sweeps.store import locked
+from headcount.training.checkpoint import Checkpoints
+from headcount.training.checks import check_config
+from headcount.training.run import Trained, load, read
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -779,7 +779,7 @@ def test_ten_pairs_are_learnt_by_heart_and_translated(tmp_path):
 @pytest.fixture
 def evaluated(capfd, monkeypatch):
     """eval.py in this process, for it to trace once; what it prints and says."""
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
     for module, name in ((script.platform, "setup"), (script, "show_log")):
         monkeypatch.setattr(module, name, lambda: None)  # these change the process
 
@@ -847,7 +847,7 @@ def test_what_eval_cannot_do_is_refused_before_a_run_is_read(
     ],
 )
 def test_the_flags_of_decoding_that_count_are_told(given):
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
     with flagsaver.flagsaver():
         flags.FLAGS(command("eval.py", **given)[1:])
         assert script.decoding_options() | {"n_best": given.get("n_best")} == (
@@ -866,12 +866,12 @@ def test_the_flags_of_decoding_that_count_are_told(given):
 def test_a_trial_that_diverged_is_pruned_if_it_is_named_or_all_did(
     monkeypatch, tmp_path, diverged_at, given, trials
 ):
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
 
     def curve(run, dev, pairs, trials, site, **options):
         return [{"trial": trial, "bleu": 1.0} for trial in trials]
 
-    monkeypatch.setattr("analysis.pruning.curve", curve)
+    monkeypatch.setattr("headcount.analysis.pruning.curve", curve)
     for shown in ("table.print_pruning", "plots.plot_pruning"):
         monkeypatch.setattr(f"analysis.{shown}", lambda *_: None)
     config, count = get_config(), len(diverged_at)
@@ -888,7 +888,7 @@ def test_a_trial_that_diverged_is_pruned_if_it_is_named_or_all_did(
 
 def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, capsys):
     """Of white space, or of what the vocabulary's normalisation takes away."""
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
     side = tokenizer.Tokenizer(tokenizer.train(["a b c", "d e f"], 17))
     asked = []
 
@@ -897,8 +897,10 @@ def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, 
         return [ids[:-1] for ids in sentences], None
 
     lines = ["a b", " ", "\ufeff", "\x01", "", "d e"]
-    monkeypatch.setattr("analysis.trained.translate", translate)
-    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: [lines])
+    monkeypatch.setattr("headcount.training.run.translate", translate)
+    monkeypatch.setattr(
+        "headcount.runtime.stdin.lines_at_hand", lambda file, most: [lines]
+    )
     nothing = {name: {} for name in ("graph", "head_gates", "diverged_at")}
     trained = Trained(
         config=get_config(),
@@ -920,9 +922,11 @@ def test_lines_without_a_token_stay_empty_and_batches_are_as_asked(monkeypatch, 
 
 def test_lists_of_the_n_best_are_numbered_on(monkeypatch, capsys):
     """From batch to batch; a sentence has as many lines as translations."""
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
     batches = [["a", "b"], ["c"]]
-    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: batches)
+    monkeypatch.setattr(
+        "headcount.runtime.stdin.lines_at_hand", lambda file, most: batches
+    )
 
     def translate(lines, trial, *, n_best, first, batch_size):
         best = [(line, -1.0 - first) for line in lines]
@@ -950,9 +954,11 @@ def test_lists_of_the_n_best_are_numbered_on(monkeypatch, capsys):
 
 def test_pairs_are_scored_by_the_trial_that_is_asked_for(monkeypatch, capsys):
     """A line each, flushed when its batch is done; a bad line is told by its number."""
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
     batches = [["a\tb", "c\t"], ["d"]]
-    monkeypatch.setattr("data.lines.lines_at_hand", lambda file, most: batches)
+    monkeypatch.setattr(
+        "headcount.runtime.stdin.lines_at_hand", lambda file, most: batches
+    )
     flushed = []
 
     def score(sources, targets, trial):
@@ -1006,7 +1012,9 @@ def test_a_picture_is_of_the_sentence_and_the_site_asked_for(
     trained, evaluated, tmp_path, monkeypatch
 ):
     drawn = []
-    monkeypatch.setattr("analysis.plots.plot_maps", lambda *given: drawn.append(given))
+    monkeypatch.setattr(
+        "headcount.analysis.plots.plot_maps", lambda *given: drawn.append(given)
+    )
     options = {"workdir": trained, "split": "val", "checkpoint": "last"}
     options |= {"beam_size": 1, "plot": tmp_path / "SPLIT.pdf", "sentence": 3}
     evaluated(**options, site="decoder", trial=1, output=tmp_path / "SPLIT.txt")
@@ -1028,7 +1036,7 @@ def test_the_n_best_are_written_and_the_best_are_scored(
         lists = [[(ids[:-1].tolist(), -0.25), ([], -1.5)] for ids in pairs.target]
         return np.ones(len(trials)), dict.fromkeys(trials, lists)
 
-    monkeypatch.setattr("analysis.trained.decoded", decoded)
+    monkeypatch.setattr("headcount.training.run.decoded", decoded)
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
     out = tmp_path / "SPLIT.txt"
@@ -1076,14 +1084,16 @@ def test_the_heads_of_a_trial_are_told(trained, evaluated, tmp_path):
 def test_the_heads_of_all_trials_are_told_but_of_those_that_diverged(
     given, told, tmp_path, monkeypatch
 ):
-    script = importlib.import_module("eval")
+    script = importlib.import_module("headcount.eval")
 
     def measure(graph, params, *_):
         return [{"params": int(params)}]
 
     printed = []
-    monkeypatch.setattr("analysis.heads.measure", measure)
-    monkeypatch.setattr("analysis.table.print_heads", lambda *a: printed.append(a))
+    monkeypatch.setattr("headcount.analysis.heads.measure", measure)
+    monkeypatch.setattr(
+        "headcount.analysis.tables.print_heads", lambda *a: printed.append(a)
+    )
     made = dict.fromkeys(Trained._fields) | {"config": get_config(), "step": [9, 9, 9]}
     made |= {"params": np.array([10, 11, 12]), "diverged_at": [None, 7, None]}
     pairs = SimpleNamespace(split="val", source=None, target=None)

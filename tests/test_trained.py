@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from analysis import trained
-from analysis.scores import published_scores
-from analysis.trained import Trained, read, scored
-from configs.base import get_config
-from data import corpora
+from headcount.configs.base import get_config
+from headcount.data import corpora
+from headcount.runtime.workdir import write_json
+from headcount.tasks.scores import published_scores
+from headcount.training import run as trained
+from headcount.training.run import Trained, read, scored
 from tests.test_scores import MULTI30K, needs_multi30k
 from tests.test_train import write_corpus
-from training.workdir import write_json
 
 
 def run_of(name, directory):

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import attention
-from configs.ablations import equal_gain
-from configs.base import get_config
-from configs.commandline import flat
-from models import precision
-from models.checks import check_counts
-from models.counting import abstract, parameters
-from models.multi_head import Attention
-from models.positions import BUCKETS, relative_bias, sinusoidal
-from models.sites import implementations
-from models.transformer import Transformer
-from training.step import batch_loss
+from headcount import attention
+from headcount.configs.ablations import equal_gain
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.models import precision
+from headcount.models.attention import Attention
+from headcount.models.checks import check_counts
+from headcount.models.cost import abstract, parameters
+from headcount.models.positions import BUCKETS, relative_bias, sinusoidal
+from headcount.models.sites import implementations
+from headcount.models.transformer import Transformer
+from headcount.training.step import batch_loss
 
 VOCAB = 40
 

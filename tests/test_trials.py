@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from configs.base import get_config
-from configs.commandline import flat
-from training import workdir as workdir_module
-from training.trials import named, numbers, trials_of
-from training.workdir import changes, claim, record, write_json
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.runtime import workdir as workdir_module
+from headcount.runtime.workdir import changes, claim, record, write_json
+from headcount.training.trials import named, numbers, trials_of
 
 RATE = "optimizer.learning_rate"
 

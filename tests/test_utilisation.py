@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from processes import ROOT, with_devices
 
-from configs.base import get_config
-from models.counting import abstract, update_flops
-from models.transformer import Transformer
-from training import dry_run, platform, targets
-from training.utilisation import (
+from headcount.configs.base import get_config
+from headcount.models.cost import abstract, update_flops
+from headcount.models.transformer import Transformer
+from headcount.runtime import platform
+from headcount.runtime import topology as targets
+from headcount.runtime.profiling import (
     CompileClock,
     Profile,
     peak_flops,
     steps_to_profile,
 )
+from headcount.training import dry_run
 
 
 def test_an_update_has_the_flops_of_its_products():

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from training import hosts
-from training.metrics import say
+from headcount.runtime import distributed as hosts
+from headcount.runtime.logging import say
 
 CHECKSUMS = "checksums"
 

@@ -4,12 +4,12 @@ from functools import partial
 
 from flax.traverse_util import flatten_dict
 
-from models import checks
-from models.counting import abstract
-from models.precision import REMAT
-from models.transformer import Transformer
-from training.optimizer import SCHEDULES
-from training.sharding import SHARD
+from headcount.models import checks
+from headcount.models.cost import abstract
+from headcount.models.precision import REMAT
+from headcount.models.transformer import Transformer
+from headcount.runtime.sharding import SHARD
+from headcount.training.optimizer import SCHEDULES
 
 # What train.best_metric may be.
 METRICS = ("dev_loss", "dev_bleu", "dev_chrf", "dev_exact_match")

@@ -1,6 +1,6 @@
 """What a training step would need on chips that are not here, from their own compiler.
 
-The step is compiled for a described topology (`training.targets`) with the shardings it
+The step is compiled for a described topology (`runtime.topology`) with the shardings it
 would run with; nothing is computed. What is printed of memory and communication is the
 compiler's answer, not a formula's.
 """
@@ -11,12 +11,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models import counting
-from models.transformer import Transformer
-from training import sharding, targets
-from training.platform import GPU_MEMORY
-from training.program import Program
-from training.step import init, static_of, train_steps
+from headcount.models import cost as counting
+from headcount.models.transformer import Transformer
+from headcount.runtime import sharding
+from headcount.runtime import topology as targets
+from headcount.runtime.platform import GPU_MEMORY
+from headcount.training.hlo_cost import Program
+from headcount.training.step import init, static_of, train_steps
 
 GIB = 2**30
 

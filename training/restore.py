@@ -6,11 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from training import hosts, sharding
-from training.checkpoint import Checkpoints
-from training.metrics import say
-from training.step import TrainState
-from training.workdir import completed, differing, read_json, summary
+from headcount.runtime import distributed as hosts
+from headcount.runtime import sharding
+from headcount.runtime.logging import say
+from headcount.runtime.workdir import completed, differing, read_json, summary
+from headcount.training.checkpoint import Checkpoints
+from headcount.training.step import TrainState
 
 
 def restore(workdir, which: str, num_trials: int, abstract):

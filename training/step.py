@@ -13,12 +13,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from attention.platform import platform
-from models import precision
-from training import sharding
-from training.loss import TRIALS, cross_entropy
-from training.optimizer import learning_rate_at, make_optimizer
-from training.zero import gathered, scattered
+from headcount.attention.platform import platform
+from headcount.models import precision
+from headcount.models.cross_entropy import TRIALS, cross_entropy
+from headcount.runtime import sharding
+from headcount.training.optimizer import learning_rate_at, make_optimizer
+from headcount.training.zero import gathered, scattered
 
 
 class TrainState(NamedTuple):

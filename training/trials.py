@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.workdir import parsed
+from headcount.runtime.workdir import parsed
 
 LEAST = float(np.finfo(np.float32).smallest_normal)  # what is below it counts as 0
 MOST = 3.4e38  # and above it infinite

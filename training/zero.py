@@ -7,7 +7,7 @@ conclude that it divides activations likewise, which costs far more to move.
 import jax
 from jax.sharding import PartitionSpec
 
-from training import sharding
+from headcount.runtime import sharding
 
 
 def gathered(params, shard: str):

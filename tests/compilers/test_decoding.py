@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.counting import abstract
-from models.decoding import programs
-from models.decoding_queue import Queue
-from models.decoding_search import complete
-from models.transformer import Transformer
-from training import sharding, targets
-from training.program import Program
+from headcount.decoding.generate import programs
+from headcount.decoding.queue import Queue
+from headcount.decoding.search import complete
+from headcount.models.cost import abstract
+from headcount.models.transformer import Transformer
+from headcount.runtime import sharding
+from headcount.runtime import topology as targets
+from headcount.training.hlo_cost import Program
 
 R, B, S, L = 8, 16, 16, 32
 SIZES = {"width": 64, "mlp_dim": 128, "num_encoder_layers": 1, "num_decoder_layers": 1}

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from configs.commandline import flat
-from data.packing import largest_rows
-from training import dry_run, targets
-from training.trials import numbers
+from headcount.configs.commandline import flat
+from headcount.data.packing import largest_rows
+from headcount.runtime import topology as targets
+from headcount.training import dry_run
+from headcount.training.trials import numbers
 
 NOT_TRAINED = ("__init__", "ablations", "base", "commandline", "presets", "run")
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -36,7 +37,7 @@ def planned(name, target, seeds=1, implementation=None, parts=1, **mesh):
     Layers repeat: they add memory, and communicate as the first does. With WHOLE=1 in
     the environment they all are compiled.
     """
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = importlib.import_module(f"headcount.configs.{name}").get_config()
     if "WHOLE" not in os.environ:
         config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     config.mesh.update(mesh)
@@ -135,7 +136,7 @@ def test_the_command_prints_a_plan_and_nothing_else():
 
 
 def test_what_is_too_large_is_told_with_a_mend():
-    config = importlib.import_module("configs.numbers").get_config()
+    config = importlib.import_module("headcount.configs.numbers").get_config()
     chip = targets.CHIPS["v5e"]
     mesh = {"trial": 1, "data": 2, "model": 1}
     plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 2, mesh, (8, 64))

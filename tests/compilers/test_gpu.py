@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from attention import pallas_gpu, pallas_gpu_blocks
-from training import targets
+from headcount.attention import pallas_gpu, pallas_gpu_blocks
+from headcount.runtime import topology as targets
 
 T = 16384  # a map of one head in float32 is 1 GiB
 MIB = 2**20

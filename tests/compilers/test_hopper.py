@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attention import pallas_gpu
+from headcount.attention import pallas_gpu
 from tests.compilers import test_gpu
 from tests.compilers.test_gpu import (
     BACKWARD,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from attention.merge import MERGE_RULES
 from benchmarks.merge import programs
-from training import targets
-from training.targets import compile_for
+from headcount.attention.merge import MERGE_RULES
+from headcount.runtime import topology as targets
+from headcount.runtime.topology import compile_for
 
 SIZE = 8, 128, 256, 8  # B, T, D, N
 TARGETS = ("v5e:2x2", "h200:1")

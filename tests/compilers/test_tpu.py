@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attention
-from attention import partition
+from headcount import attention
+from headcount.attention import partition
 
 P = jax.P
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")

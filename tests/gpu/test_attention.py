@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attention
-from attention.platform import compute_capability
+from headcount import attention
+from headcount.attention.platform import compute_capability
 from tests import attention_cases as cases
 
 if jax.default_backend() != "gpu":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-import attention
+from headcount import attention
 
 # Both in float32; torch sums in another order.
 TOLERANCE = 1e-5

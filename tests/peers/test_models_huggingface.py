@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from configs.presets import get_config as preset
-from data import tokenizer
-from models.counting import parameters
-from models.decoding import decode
+from headcount.configs.presets import get_config as preset
+from headcount.data import tokenizer
+from headcount.decoding.generate import decode
+from headcount.models.cost import parameters
 from weights import bring_in, load, split, take_out
 
 TOLERANCE = 1e-4

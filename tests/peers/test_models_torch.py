@@ -14,12 +14,12 @@ import torch
 from flax import nnx
 
 from benchmarks.peers_training import Model
-from configs import multi30k
-from models.counting import abstract, parameters
-from models.layers import Layer
-from models.multi_head import Attention, full_map
-from models.positions import bucket, rotate
-from models.transformer import Transformer
+from headcount.configs import multi30k
+from headcount.models.attention import Attention, full_map
+from headcount.models.cost import abstract, parameters
+from headcount.models.layers import Layer
+from headcount.models.positions import bucket, rotate
+from headcount.models.transformer import Transformer
 
 TOLERANCE = 2e-5  # of sums of 512 products in another order
 SIZES = {"small": (3, 7, 5, 24, 4, 40), "large": (32, 100, 60, 512, 8, 2048)}

@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from analysis.budget import LENGTH, WITHIN, flops, parameters, solve_mlp_dim
-from configs import ablations, base, iwslt14, multi30k, numbers, presets, ted, wmt14
-from configs.ablations import chain, grid, matched, over, seeds, zipped
-from configs.commandline import flat
-from sweeps.plan import differences, expand, grouped, name_arms, nuisance_keys
-from sweeps.questions import find_ablation, names_of
-from sweeps.search import Search, known_trials
+from headcount.analysis.budget import LENGTH, WITHIN, flops, parameters, solve_mlp_dim
+from headcount.configs import (
+    ablations,
+    base,
+    iwslt14,
+    multi30k,
+    numbers,
+    presets,
+    ted,
+    wmt14,
+)
+from headcount.configs.ablations import chain, grid, matched, over, seeds, zipped
+from headcount.configs.commandline import flat
+from headcount.sweeps.plan import differences, expand, grouped, name_arms, nuisance_keys
+from headcount.sweeps.questions import find_ablation, names_of
+from headcount.sweeps.search import Search, known_trials
 
 CONFIGS = {
     "base": base.get_config(),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from configs.presets import get_config as preset
-from models.counting import (
+from headcount.configs.presets import get_config as preset
+from headcount.models.cost import (
     abstract,
     batch_of,
     multiply_adds,
@@ -18,8 +18,8 @@ from models.counting import (
     plain,
     products,
 )
-from models.describe import parts
-from models.transformer import Transformer
+from headcount.models.describe import parts
+from headcount.models.transformer import Transformer
 from tests.slow.test_heads import SETTINGS, config_of
 from tests.test_transformer import VOCAB
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.base import get_config
-from configs.presets import PRESETS
-from configs.presets import get_config as preset
-from models.checks import check_encoder_decoder
-from models.counting import abstract, parameters
-from models.multi_head import full_map
-from models.sites import implementations
-from models.transformer import Transformer
+from headcount.configs.base import get_config
+from headcount.configs.presets import PRESETS
+from headcount.configs.presets import get_config as preset
+from headcount.models.attention import full_map
+from headcount.models.checks import check_encoder_decoder
+from headcount.models.cost import abstract, parameters
+from headcount.models.sites import implementations
+from headcount.models.transformer import Transformer
 from tests.slow.test_heads import config_of
 from tests.test_transformer import ALONE, PACKED, VOCAB
 

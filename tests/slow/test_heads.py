@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from attention import talking_heads_attention, talking_heads_weights
-from attention.merge import MERGE_RULES
-from attention.reference import attend
-from configs.base import get_config
-from configs.commandline import flat
-from models.counting import abstract, parameters
-from models.multi_head import Attention
-from models.positions import POSITIONS, bucket, relative_bias, rotate
-from models.sites import implementations
-from models.transformer import Transformer
+from headcount.attention import talking_heads_attention, talking_heads_weights
+from headcount.attention.merge import MERGE_RULES
+from headcount.attention.reference import attend
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.models.attention import Attention
+from headcount.models.cost import abstract, parameters
+from headcount.models.positions import POSITIONS, bucket, relative_bias, rotate
+from headcount.models.sites import implementations
+from headcount.models.transformer import Transformer
+from headcount.training.step import Static, init, train_steps
+from headcount.training.trials import numbers
 from tests.test_transformer import ALONE, PACKED, VOCAB
-from training.step import Static, init, train_steps
-from training.trials import numbers
 
 # Every merge rule and every kind of positions at least once.
 SETTINGS = {

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.base import get_config
-from data.packing import Sentences
-from data.pipeline import Batches
-from models.precision import compute_dtype
-from models.transformer import Transformer
+from headcount.configs.base import get_config
+from headcount.data.batches import Batches
+from headcount.data.packing import Sentences
+from headcount.models.precision import compute_dtype
+from headcount.models.transformer import Transformer
+from headcount.training.step import Static, loss_and_gradient
 from tests.programs import equations
-from training.step import Static, loss_and_gradient
 
 VOCAB, EOS = 40, 2
 

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from processes import FAST, ROOT, free_address, with_devices
 
-from configs.base import get_config
-from configs.commandline import flat
-from training.sharding import make_mesh, specs, warn_of_whole
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.runtime.sharding import make_mesh, specs, warn_of_whole
 
 RUNS = [
     (2, {}),

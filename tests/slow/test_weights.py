@@ -12,10 +12,10 @@ import sentencepiece
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from analysis.trained import load as load_run
-from data import tokenizer
-from models import huggingface
-from models.huggingface_config import settings_of
+from headcount.data import tokenizer
+from headcount.models import huggingface
+from headcount.models.huggingface_config import settings_of
+from headcount.training.run import load as load_run
 from weights import bring_in, config_of, load, order_of, split, take_out
 
 ROOT = Path(__file__).resolve().parents[2]

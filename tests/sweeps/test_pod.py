@@ -7,7 +7,7 @@ import time
 import pytest
 from sweep_cases import finish, metrics, rows, start, started, sweep
 
-from sweeps.store import locked
+from headcount.sweeps.store import locked
 from tests.processes import free_address
 
 

@@ -9,10 +9,10 @@ import time
 import pytest
 from sweep_cases import SMALL, finish, rows, start, started, sweep
 
-from configs import base
-from sweeps.opening import Options, open_sweep
-from sweeps.records import DECODING
-from sweeps.search import FIRST_SEED, ROUNDS
+from headcount.configs import base
+from headcount.sweeps.opening import Options, open_sweep
+from headcount.sweeps.records import DECODING
+from headcount.sweeps.search import FIRST_SEED, ROUNDS
 
 RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from models.decoding_step import Decoded, Encoded, Rows, State, decoded, run, start
+from headcount.decoding.step import Decoded, Encoded, Rows, State, decoded, run, start
 
 
 class Queue(NamedTuple):

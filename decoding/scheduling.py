@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from attention.platform import cores
-from models.decoding_queue import Queue
-from models.decoding_step import Encoded, State, of_width, with_own
+from headcount.attention.platform import cores
+from headcount.decoding.queue import Queue
+from headcount.decoding.step import Encoded, State, of_width, with_own
 
 OF_TRIALS = State(clock=None, rows=0, cache=0)  # which leaves have the trial axis R
 

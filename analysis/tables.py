@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.cells import heads_of, score_without
-from analysis.significance import summary
-from attention import HeadStatistics
+from headcount.analysis.formatting import heads_of, score_without
+from headcount.analysis.significance import summary
+from headcount.attention import HeadStatistics
 
 
 def print_table(table: Table) -> Console:
@@ -86,7 +86,7 @@ def print_sentences(pairs, hypotheses: list[str], count: int) -> None:
     """The first so many translations beside their sources and references.
 
     Args:
-        pairs: `analysis.trained.Pairs`.
+        pairs: `training.run.Pairs`.
     """
     for index in range(min(count, len(hypotheses))):
         print(f"\nsource       {pairs.sources[index]}")
@@ -151,7 +151,7 @@ def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:
 
 def each_rank(rows: list[dict], names) -> Iterator[tuple[str, list]]:
     """Two lines a rank, mean and standard deviation over the trials."""
-    from analysis.heads import by_rank, over_trials
+    from headcount.analysis.heads import by_rank, over_trials
 
     for (_, layer, rank), trials in by_rank(rows).items():
         found = [over_trials(trials, name) for name in names]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from attention.platform import platform
+from headcount.attention.platform import platform
 
 MIB = 2**20
 # Bytes of one chunk's logits: on a CPU they should stay in the last-level cache; on a

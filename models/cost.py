@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.multi_head import Attention
+from headcount.models.attention import Attention
 
 LENGTH = 32  # tokens of a source and of a target, where nothing else is said
 

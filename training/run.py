@@ -15,19 +15,19 @@ import ml_collections
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from analysis.evaluation import NOTHING, losses, sentences, translations
-from analysis.scores import published_scores, scores
-from analysis.scoring import log_probs
-from data import corpora, tokenizer
-from data.packing import Sentences
-from models.checks import check_encoder_decoder, choose
-from models.counting import abstract
-from models.decoding import translate
-from models.transformer import Transformer
-from training import sharding
-from training.restore import READ, restore
-from training.trials import head_gates
-from training.workdir import read_json
+from headcount.analysis.evaluation import NOTHING, losses, sentences, translations
+from headcount.analysis.scoring import log_probs
+from headcount.data import corpora, tokenizer
+from headcount.data.packing import Sentences
+from headcount.decoding.generate import translate
+from headcount.models.checks import check_encoder_decoder, choose
+from headcount.models.cost import abstract
+from headcount.models.transformer import Transformer
+from headcount.runtime import sharding
+from headcount.runtime.workdir import read_json
+from headcount.tasks.scores import published_scores, scores
+from headcount.training.restore import READ, restore
+from headcount.training.trials import head_gates
 
 
 class Trained(NamedTuple):
@@ -71,7 +71,7 @@ class Trained(NamedTuple):
             first: number of the first line; samples of equal lines differ by it.
             n_best: how many translations of each line to return with their scores, the
                 best first; None: the best alone, without.
-            options: see `models.decoding.translate_trials`; default: greedy,
+            options: see `decoding.generate.translate_trials`; default: greedy,
                 and `length_penalty` 0, where eval.py has a beam of 5 and 0.6.
         """
         check_listed("lines", lines)
@@ -222,7 +222,7 @@ def decoded(run: Trained, pairs: Pairs, trials, head_gates: dict, **options) -> 
     Args:
         trials: which translate.
         head_gates: of every trial, R L N by site, in place of the run's.
-        options: see `models.decoding.translate_trials`.
+        options: see `decoding.generate.translate_trials`.
     """
     run.set_mesh()
     model = run.graph, run.params, head_gates

@@ -23,8 +23,8 @@ RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def connect() -> None:
-    """Meet the other processes as the flags say, see `training.hosts.connect`."""
-    from training import hosts
+    """Meet the other processes as the flags say, see `runtime.distributed.connect`."""
+    from headcount.runtime import distributed as hosts
 
     hosts.connect(*(flag.value for flag in FLAGS))
 

@@ -230,7 +230,7 @@ def environment() -> dict:
 
     import jax
 
-    from attention.platform import cores
+    from headcount.attention.platform import cores
 
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     return {
@@ -269,7 +269,7 @@ def _native_attention() -> str:
     """Whether a CPU has the kernels that attention picks there, or why not."""
     import jax
 
-    from attention.native_build import why_not
+    from headcount.attention.native_build import why_not
 
     yes, no_cpu = HAS_KERNELS
     return (why_not() or yes) if jax.default_backend() == "cpu" else no_cpu

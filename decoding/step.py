@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from attention.cached import cached_attention
-from models.decoding_search import EOS, NEVER, next_pieces, penalty
-from models.positions import relative_bias
-from models.sites import gates_of
+from headcount.attention.cached import cached_attention
+from headcount.decoding.search import EOS, NEVER, next_pieces, penalty
+from headcount.models.positions import relative_bias
+from headcount.models.sites import gates_of
 
 
 class Encoded(NamedTuple):

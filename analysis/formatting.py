@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from analysis.significance import MOST_SEEDS
+from headcount.analysis.significance import MOST_SEEDS
 
 NOTHING = "–"
 

@@ -32,7 +32,7 @@ def complete(
     top_p: float = 1.0,
     return_scores: bool = True,
 ) -> dict[str, int | float]:
-    """All options of `models.decoding.decode`; ValueError for one out of its range."""
+    """All options of `decoding.generate.decode`; ValueError where one is out of range."""
     for name, value, valid, wanted in (
         ("beam_size", beam_size, beam_size >= 1, "at least 1"),
         ("length_penalty", length_penalty, length_penalty >= 0, "at least 0"),
@@ -82,7 +82,7 @@ def next_pieces(
 ) -> Found:
     """Choose how the hypotheses go on, whose log-probabilities so far are given.
 
-    See `models.decoding.decode`. Where it is the `last` step, all end.
+    See `decoding.generate.decode`. Where it is the `last` step, all end.
     """
     B, W, vocab = logits.shape
     ranked, pieces = top_pieces(logits, min(W, vocab), EOS + 1)

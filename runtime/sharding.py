@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from attention.merge import MERGE_RULES
-from attention.partition import MESH_AXES
-from attention.platform import platform
-from models.counting import batch_of
-from training.metrics import say
-from training.trials import SITES, setting_at
+from headcount.attention.merge import MERGE_RULES
+from headcount.attention.partition import MESH_AXES
+from headcount.attention.platform import platform
+from headcount.models.cost import batch_of
+from headcount.runtime.logging import say
+from headcount.training.trials import SITES, setting_at
 
 AXES = tuple(MESH_AXES)  # trial, data, model
 SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from training.metrics import say
-from training.workdir import HAS_KERNELS, differing, environment, summary
+from headcount.runtime.logging import say
+from headcount.runtime.workdir import HAS_KERNELS, differing, environment, summary
 
 HEARTBEAT = 20  # seconds without a sign of life after which a process is given up
 SHUTDOWN = 60  # seconds that a process waits for the others to end too

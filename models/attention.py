@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-import attention
-from attention.api import IMPLEMENTATIONS
-from models.checks import choose
-from models.linear import linear, project
-from models.positions import rotate
+from headcount import attention
+from headcount.attention.api import IMPLEMENTATIONS
+from headcount.models.checks import choose
+from headcount.models.linear import linear, project
+from headcount.models.positions import rotate
 
 INITS = {"xavier": "fan_avg", "fan_in": "fan_in"}  # as JAX calls their variance
 

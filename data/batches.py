@@ -6,7 +6,14 @@ import zlib
 import numpy as np
 from absl import logging
 
-from data.packing import Layout, Sentences, fill_rows, num_rows, pack, row_shape
+from headcount.data.packing import (
+    Layout,
+    Sentences,
+    fill_rows,
+    num_rows,
+    pack,
+    row_shape,
+)
 
 # A block of the step sequence passes over the data once or, where that makes fewer
 # batches than this, several times: what is left out at its end is then little.

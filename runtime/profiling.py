@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from training.metrics import say
-from training.targets import CHIPS
+from headcount.runtime.logging import say
+from headcount.runtime.topology import CHIPS
 
 SIZE = 1024  # of the square matrices that tell a CPU's rate, a device
 

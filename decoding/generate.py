@@ -21,11 +21,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from models import precision
-from models.checks import check_gates
-from models.decoding_queue import Queue, serve
-from models.decoding_search import check_n_best, complete
-from models.decoding_step import (
+from headcount.decoding.queue import Queue, serve
+from headcount.decoding.scheduling import (
+    OF_TRIALS,
+    lanes,
+    num_lanes,
+    on_each,
+    over_trials,
+    power_of_two,
+    slots,
+)
+from headcount.decoding.search import check_n_best, complete
+from headcount.decoding.step import (
     Decoded,
     Encoded,
     State,
@@ -36,16 +43,9 @@ from models.decoding_step import (
     run,
     start,
 )
-from models.decoding_stream import (
-    OF_TRIALS,
-    lanes,
-    num_lanes,
-    on_each,
-    over_trials,
-    power_of_two,
-    slots,
-)
-from models.transformer import Transformer
+from headcount.models import precision
+from headcount.models.checks import check_gates
+from headcount.models.transformer import Transformer
 
 
 def decode(

@@ -1,0 +1,101 @@
+"""Log lines and progress: a rich bar on a terminal, plain lines elsewhere."""
+
+import functools
+import logging
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Progress:
+    """A rich bar on a terminal; elsewhere a plain line every `seconds`."""
+
+    def __init__(self, total: int, done: int = 0, unit: str = "step", seconds=10.0):
+        self.total, self.done, self.unit, self.seconds = total, done, unit, seconds
+        self.first, self.start = done, time.monotonic()
+        self.last_line = self.start
+        self.bar = None
+        if sys.stderr.isatty() and not say.muted:
+            from rich import progress
+
+            self.bar = progress.Progress(
+                progress.TextColumn(f"{unit} {{task.completed}}/{{task.total}}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.fields[text]}"),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("left"),
+                progress.TimeRemainingColumn(),
+                console=console(),
+            )
+            self.task = self.bar.add_task("", total=total, completed=done, text="")
+            self.bar.start()
+
+    def update(self, done: int, text: str = "") -> None:
+        """Report `done` of the total."""
+        self.done = done
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, text=text)
+            return
+        now = time.monotonic()
+        if now - self.last_line >= self.seconds or done == self.total:
+            self.last_line = now
+            rate = (done - self.first) / max(now - self.start, 1e-9)
+            left = (self.total - done) / rate if rate else float("inf")
+            say(f"{self.unit} {done}/{self.total}  {text}  {clock(left)} left")
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+@functools.cache
+def console():
+    """Rich's console on standard error, one for the bar and the lines above it."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """A line for the user, above the bar where there is one."""
+    if say.muted:
+        return
+    if sys.stderr.isatty():
+        console().print(text, markup=False, soft_wrap=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+say.muted = False  # set where another process of the run speaks
+
+
+class SayHandler(logging.Handler):
+    """Shows what our packages log, and others' warnings; Orbax's failures we report."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        ours = record.pathname.startswith(str(ROOT / "data"))
+        others = record.levelno >= logging.WARNING and "orbax" not in record.pathname
+        if ours or others:
+            say(record.getMessage())
+
+
+def show_log() -> None:
+    """Show the log (absl's, which our packages write to) as plain lines."""
+    from absl import logging as absl_logging
+
+    logger = absl_logging.get_absl_logger()
+    logger.handlers = [SayHandler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    if seconds == float("inf"):
+        return "?"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,167 @@
+"""What a model learns: the contract between a task and everything else.
+
+The trainer, trials, checkpoints, sweeps, statistics and reports are written against
+this file and know no task by name.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from flax import nnx
+
+from headcount.data.examples import ArraySpec, Examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A number that a trained model is scored by.
+
+    Values are stored as they are computed; a metric of unit "%" is stored as a fraction
+    and shown times 100.
+    """
+
+    name: str  # in rows and files: "exact_match"
+    label: str  # in tables and figures: "exact match"
+    unit: str = ""  # "nats per token", "%", "points"
+    higher_is_better: bool = True
+    format: str = ".2f"  # of a value as it is shown
+    bounds: tuple[float | None, float | None] = (
+        None,
+        None,
+    )  # of a value as it is shown
+    margin: float | None = None  # of equivalence, as it is shown; None: no default
+
+    @property
+    def scale(self) -> float:
+        """What a stored value is multiplied by to be shown."""
+        return 100.0 if self.unit == "%" else 1.0
+
+    def show(self, value: float | None) -> str:
+        """A stored value as a table has it."""
+        if value is None:
+            return "–"
+        text = format(value * self.scale, self.format)
+        return text + "%" if self.unit == "%" else text
+
+
+LOSS = Metric(
+    "loss", "loss", "nats per token", False, ".4f", bounds=(0.0, None), margin=0.005
+)
+
+
+class Run(NamedTuple):
+    """The models of all trials of a run, while it trains or afterwards."""
+
+    config: Any  # ml_collections.ConfigDict
+    graph: nnx.GraphDef
+    params: nnx.State  # leaves with the trial axis R
+    trials: list[dict]  # what each trial differs in, with its seed
+    head_gates: dict  # R L N by site, where a trial has other gates than 1
+    step: list[int]  # of every trial's parameters
+    diverged_at: list[int | None]
+    task: "Task"
+    mesh: jax.sharding.Mesh | None = None  # of the parameters; None: what is set
+
+    def of(self, trial: int) -> tuple:
+        """The parameters and the head gates of a trial.
+
+        Raises:
+            ValueError: the run has no such trial.
+        """
+        count = len(self.trials)
+        if not 0 <= trial < count:
+            raise ValueError(f"trial must be from 0 to {count - 1}, got {trial}.")
+        return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
+
+
+class Batches(Protocol):
+    """The training batches of R trials, a function of the seeds and the step alone."""
+
+    spec: dict[str, ArraySpec]  # of one trial's batch, B in front
+    steps_per_epoch: float
+
+    def part(self, step: int, trials: slice, rows: slice) -> dict:
+        """Some trials' rows of the batch of a step; each array R B ..."""
+
+
+class Task:
+    """A task; see `tasks.translation` for one that is complete.
+
+    Args:
+        config: the whole config. What does not fit the task raises a ValueError that
+            names the key.
+        folder: where vocabularies are kept: WORKDIR/tokenizer. None: there is no data;
+            `spec` and `build` then take vocabularies to have their full size.
+    """
+
+    metrics: tuple[Metric, ...]  # the first is what models are selected by, by default
+    corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: whose text
+    test_split: str = "test"  # that final scores are of, by default
+
+    def __init__(self, config, folder: Path | None = None):
+        self.config, self.folder = config, folder
+
+    def read(self, split: str) -> dict[str, list[str]]:
+        """The raw text of a split by field; ValueError or OSError if there is none."""
+        raise NotImplementedError
+
+    def load(self, split: str) -> Examples:
+        """A split, tokenised. The split "train" makes the vocabulary if there is none."""
+        raise NotImplementedError
+
+    def spec(self, rows: int, length: int) -> dict[str, ArraySpec]:
+        """What a batch of so many rows of so many tokens consists of."""
+        raise NotImplementedError
+
+    def build(self, *, rngs: nnx.Rngs) -> nnx.Module:
+        """A new model of the config; its vocabularies are those in `folder`, if any."""
+        raise NotImplementedError
+
+    def batches(self, examples: Examples, seeds: list[int]) -> Batches:
+        """The training batches of trials with these seeds."""
+        raise NotImplementedError
+
+    def evaluation_batches(self, examples: Examples) -> Iterable[dict]:
+        """Every example once, in batches without a trial axis."""
+        raise NotImplementedError
+
+    def loss(self, model, batch: dict, **options) -> tuple[jax.Array, jax.Array]:
+        """The loss summed over a batch, and the summed weight that it is divided by.
+
+        Args:
+            model: of one trial, in the dtype that it computes in.
+            batch: of one trial.
+            options: `label_smoothing`, and those of `models.Transformer.hidden`.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, run: Run, examples: Examples, **options) -> list[dict]:
+        """Score every trial: one row each, from the name of a metric to its value.
+
+        A row may also have `predictions` (one string per example) and `signatures`.
+
+        Args:
+            options: `trials`, which to score (default: all); `quick`, as during training;
+                and the task's own, such as `beam_size`.
+        """
+        raise NotImplementedError
+
+    def predict(self, run: Run, lines: Iterable[str], **options) -> Iterator[str]:
+        """Answer lines of text with one trial (`trial`), a line each."""
+        raise NotImplementedError
+
+    def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
+        """Intervals and p-values over test examples, by system; None: the task has none.
+
+        Args:
+            systems: predictions by name; the first is the baseline.
+            text: as `read` gives it.
+
+        Returns:
+            None, or by system (value, half width of its 95 % interval, p of no
+            difference to the baseline or None for the baseline itself), as stored.
+        """
+        return None
