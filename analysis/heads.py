@@ -1,4 +1,4 @@
-"""What the heads of a trained model attend to, and what it loses without them."""
+"""Statistics of every head of a trained model, and what the loss is without it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,97 +12,51 @@ from rich.progress import track
 
 from headcount import attention
 from headcount.attention.masks import EMPTY
-from headcount.data.batches import evaluation_batches, sentence_batches
-from headcount.data.packing import Sentences
+from headcount.data.examples import Examples
+from headcount.models import precision
 from headcount.models.attention import Seen
+from headcount.runtime import sharding
 from headcount.runtime.logging import console
-from headcount.training.run import Pairs, Trained
-from headcount.training.step import batch_loss
+from headcount.tasks import Run
 
 SIDES = {"encoder": "source", "decoder": "target", "cross": "target"}  # of the queries
 
 
-def measure(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    head_gates: dict,
-    source: Sentences,
-    target: Sentences,
-    batch_tokens: int,
-    *,
-    alone: bool = True,
-) -> list[dict]:
-    """A row for every head of one trial: site, layer, head, gate, and
+def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
+    """Return a row for every head: site, layer, head, gate, and
 
-    - the fields of `attention.HeadStatistics`, the mean over all tokens of the side
-      that asks, of the weights that a learned sink leaves, divided by their sum; None
-      where heads talk, whose mixed maps are no distributions;
-    - importance (Michel et al. 2019, equation 2): how fast a sentence's loss changes
-      with the head's gate, in absolute value, summed over the sentences;
-    - added_loss: the loss without this head alone, less that with all;
-    - alone (their table 2): the loss with this head as the only one of its layer and
-      site, less that with all; None where its gate is 0;
-    - sink: the weight on the source's EOS, in the decoder on BOS, the mean over the
-      same tokens as that of the statistics; None where heads talk;
-    - learned_sink: the weight that `model.attention.sink` takes, likewise; None
-      without. The one on EOS or BOS is a share of what is left and it together.
-    - share: the norm of what the head, times its gate, adds to the layer's output, the
-      mean over the same tokens, divided by the sum over the layer's heads at the site;
-      None where all are 0;
-    - merge_weight: what the merge rule multiplies the head by, the mean over the same
-      tokens, and merge_weight_sd their standard deviation; of a weight an element the
-      mean over the head's. None where the rule has no such number, or one for all
-      tokens has no deviation.
-
-    Importance and the losses are in nats a target token. Importance is one backward
-    pass, added_loss and alone a forward pass a head each: added_loss is the one to
-    believe, where it and importance differ.
-
-    Args:
-        graph, params: of one trial.
-        head_gates: of sites that have others than 1; a head whose gate is 0 adds
-            nothing to the loss.
-        source, target: encoded sentences, see `data.tokenizer`.
-        batch_tokens: target tokens at a time.
-        alone: False leaves that None, and half of the forward passes out.
+    - the fields of `attention.HeadStatistics`, averaged over all query tokens, of the
+      weights without a learned sink's, renormalised; None with talking heads, whose
+      mixed maps are not distributions;
+    - sink: the mean weight on the source's EOS, in the decoder on BOS; None with
+      talking heads;
+    - learned_sink: the mean weight on `model.attention.sink`; None without one;
+    - share: the norm of what the head, times its gate, adds to the layer's output,
+      averaged over tokens and divided by the sum over the heads of the layer and site;
+    - merge_weight, merge_weight_sd: mean and standard deviation over tokens of the
+      factor that the merge rule applies to the head (over its elements, if each has its
+      own). None where the rule has no such factor; no deviation if it is constant.
     """
-    head_gates = nnx.merge(graph, params).head_gates() | {
-        site: jnp.asarray(gates) for site, gates in head_gates.items()
-    }
+    params, gates = run.of(trial)
+    gates = all_gates(run, params, gates)
     sums = None
-    for _, batch in sentence_batches(source, target, batch_tokens=batch_tokens):
-        found = jax.device_get(look(graph, params, head_gates, batch))
-        sums = found if sums is None else jax.tree.map(np.add, sums, found)
-    slopes, seen, counts = sums
-    batches = evaluation_batches(source, target, batch_tokens=batch_tokens)
-
-    def loss(gates):
-        gates = head_gates | gates
-        total = sum(float(loss_of(graph, params, gates, batch)) for batch in batches)
-        return total / float(counts["target"])
-
-    whole, rows = loss({}), []
-    heads = [
-        (s, *at) for s, gates in head_gates.items() for at in np.ndindex(gates.shape)
-    ]
-    for site, layer, head in shown(heads):
-        row = {"site": site, "layer": layer, "head": head}
-        gates = head_gates[site]
-        row["gate"] = float(gates[layer, head])
+    with sharding.using(run.mesh):
+        for _, batch in run.task.evaluation_batches(examples, packed=False):
+            found = observe(run.graph, run.task.loss, params, gates, batch)
+            found = jax.device_get(found)
+            sums = found if sums is None else jax.tree.map(np.add, sums, found)
+    seen, counts = sums
+    rows = []
+    for site, layer, head in heads_of(gates):
+        totals = seen[site][layer]
         means = {
-            name: float(total[head] / counts[SIDES[site]])
-            for name, total in seen[site][layer].items()
+            name: float(x[head] / counts[SIDES[site]]) for name, x in totals.items()
         }
+        row = {"site": site, "layer": layer, "head": head}
+        row["gate"] = float(gates[site][layer, head])
         row |= {name: means.get(name) for name in attention.HeadStatistics._fields}
-        row["importance"] = float(slopes[site][layer, head] / counts["target"])
-        row |= {"added_loss": 0.0, "alone": None}
-        if row["gate"]:
-            row["added_loss"] = loss({site: gates.at[layer, head].set(0)}) - whole
-        if row["gate"] and alone:
-            only = gates.at[layer].set(0).at[layer, head].set(row["gate"])
-            row["alone"] = loss({site: only}) - whole
         row |= {name: means.get(name) for name in ("sink", "learned_sink")}
-        norms = seen[site][layer]["norm"]
+        norms = totals["norm"]
         row["share"] = float(norms[head] / norms.sum()) if norms.any() else None
         weight, square = means.get("weight"), means.get("weight_square")
         row |= {"merge_weight": weight, "merge_weight_sd": None}
@@ -112,24 +66,79 @@ def measure(
     return rows
 
 
-def measure_trials(run: Trained, pairs: Pairs, trials: list[int]) -> Iterator[dict]:
-    """The rows of `measure` of each of the trials, with its number."""
-    tokens = run.config.data.batch_tokens
-    for trial in trials:
-        model = run.graph, *run.of(trial)
-        for row in measure(*model, pairs.source, pairs.target, tokens):
-            yield {"trial": trial} | row
+def importance(
+    run: Run, examples: Examples, trial: int, alone: bool = True
+) -> list[dict]:
+    """Return a row for every head: site, layer, head, gate, and
 
+    - importance (Michel et al. 2019, equation 2): the absolute derivative of an
+      example's loss by the head's gate, summed over the examples;
+    - added_loss: the loss without this head, minus the loss with all;
+    - alone (their table 2): the loss with this head as the only one of its layer and
+      site, minus the loss with all; None where its gate is 0.
 
-def by_rank(rows: list[dict]) -> dict[tuple, list[list[dict]]]:
-    """Heads of several trials side by side: by site, layer and rank a list a trial.
-
-    A head has no identity across seeds: head 0 of one is not head 0 of another. So rank
-    1 is the head of a trial's layer whose loss would grow most without it, and heads
-    that are gone are the last. The rank "all" has every head of the layer.
+    All in the unit of the task's loss. Importance takes one backward pass in all,
+    added_loss and alone a forward pass per head: where importance and added_loss
+    disagree, believe added_loss.
 
     Args:
-        rows: of `measure`, with the trial of each.
+        alone: False leaves `alone` out, which halves the forward passes.
+    """
+    params, gates = run.of(trial)
+    gates = all_gates(run, params, gates)
+    slopes, weight = None, 0.0
+    with sharding.using(run.mesh):
+        for _, batch in run.task.evaluation_batches(examples, packed=False):
+            found = slopes_of(run.graph, run.task.loss, params, gates, batch)
+            found, of_batch = jax.device_get(found)
+            weight += float(of_batch)
+            slopes = found if slopes is None else jax.tree.map(np.add, slopes, found)
+        batches = run.task.evaluation_batches(examples)
+
+        def loss(changed):
+            now = gates | changed
+            sums = (
+                loss_of(run.graph, run.task.loss, params, now, batch)
+                for batch in batches
+            )
+            return sum(map(float, sums)) / weight
+
+        whole, rows = loss({}), []
+        for site, layer, head in with_progress(heads_of(gates)):
+            row = {"site": site, "layer": layer, "head": head}
+            own = gates[site]
+            row["gate"] = float(own[layer, head])
+            row["importance"] = float(slopes[site][layer, head] / weight)
+            row |= {"added_loss": 0.0, "alone": None}
+            if row["gate"]:
+                row["added_loss"] = loss({site: own.at[layer, head].set(0)}) - whole
+            if row["gate"] and alone:
+                only = own.at[layer].set(0).at[layer, head].set(row["gate"])
+                row["alone"] = loss({site: only}) - whole
+            rows.append(row)
+    return rows
+
+
+def all_gates(run: Run, params, gates: dict) -> dict:
+    """Return the gates of every head of one trial, L N by site."""
+    ones = nnx.merge(run.graph, params).head_gates()
+    return ones | {site: jnp.asarray(own) for site, own in gates.items()}
+
+
+def heads_of(gates: dict) -> list[tuple[str, int, int]]:
+    """List site, layer and number of every head."""
+    return [(s, *at) for s, own in gates.items() for at in np.ndindex(own.shape)]
+
+
+def by_rank(rows: list[dict], key: str) -> dict[tuple, list[list[dict]]]:
+    """Match heads of several trials by rank: lists of heads by site, layer and rank.
+
+    A head has no identity across seeds: head 0 of one is not head 0 of another. So rank
+    1 is the head of each trial's layer with the highest value of `key`; heads whose
+    gate is 0 come last. The rank "all" has every head of the layer.
+
+    Args:
+        rows: of `describe` or `importance`, with the `trial` of each.
     """
     layers = {}
     for row in rows:
@@ -137,81 +146,97 @@ def by_rank(rows: list[dict]) -> dict[tuple, list[list[dict]]]:
         trials.setdefault(row["trial"], []).append(row)
     found = {}
     for at, trials in layers.items():
-        every = [
-            sorted(heads, key=lambda row: (row["gate"] == 0, -row["added_loss"]))
+        ranked = [
+            sorted(heads, key=lambda row: (row["gate"] == 0, -(row[key] or 0)))
             for heads in trials.values()
         ]
-        for rank, heads in enumerate(zip(*every, strict=True), 1):
+        for rank, heads in enumerate(zip(*ranked, strict=True), 1):
             found[*at, rank] = [[head] for head in heads]
-        found[*at, "all"] = every
+        found[*at, "all"] = ranked
     return found
 
 
-def over_trials(trials: list[list[dict]], name: str) -> np.ndarray:
-    """The mean over the heads of each trial, of those that have such a number."""
+def mean_per_trial(trials: list[list[dict]], name: str) -> np.ndarray:
+    """Return each trial's mean over its heads, leaving out heads without a value."""
     values = [[row[name] for row in heads if row[name] is not None] for heads in trials]
     return np.array([np.mean(each) for each in values if each])
 
 
-def shown(heads: list):
-    """The heads, with a bar on a terminal."""
-    at = console()
-    return track(heads, "heads", console=at, transient=True, disable=not at.is_terminal)
+def with_progress(heads: list) -> Iterator:
+    """Iterate with a progress bar on a terminal."""
+    on = console()
+    return track(heads, "heads", console=on, transient=True, disable=not on.is_terminal)
 
 
-@partial(jax.jit, static_argnames="graph")
-def look(graph, params, head_gates: dict, batch: dict):
-    """Sums over a batch of sentences, one a row: of the absolute gradients by gates,
-    L N by site; of the statistics and of `merging`, N a layer by site; and of the
-    tokens, by side.
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def observe(graph, loss, params, head_gates: dict, batch: dict):
+    """Return sums over the tokens of a batch with one example per row.
+
+    They are the statistics and `contributions` of every head, N per layer by site, and
+    the number of tokens by side.
     """
-    B = len(batch["source"])
     counts = {
-        side: (batch[f"{side}_segments"] > 0).sum(1) for side in ("source", "target")
+        name.removesuffix("_segments"): (array > 0).sum(1)
+        for name, array in batch.items()
+        if name.endswith("_segments")
     }
+    seen = {site: [] for site in head_gates}
 
-    def loss(gates):
-        seen = {site: [] for site in gates}
+    def watch(site, layer):
+        real = batch[f"{SIDES[site]}_segments"] > 0
+        sums = {
+            name: jnp.where(real[..., None], each, 0).sum((0, 1))
+            for name, each in contributions(layer).items()
+        }
+        sink = layer.parameters.get("sink")
+        if sink is not None or not layer.parameters:
+            arrays, masks = (layer.query, layer.key), layer.masks
+            means = attention.head_statistics(*arrays, **masks)._asdict()
+            sums |= jax.tree.map(partial(jnp.matmul, counts[SIDES[site]]), means)
+            shares = weight_on_special_token(site, *arrays, sink=sink, **masks)
+            sums["sink"] = shares.sum((0, 1))
+            if sink is not None:
+                shares = weight_on_learned_sink(*arrays, sink, **masks)
+                sums["learned_sink"] = shares.sum((0, 1))
+        seen[site].append(sums)
 
-        def watch(site, layer):
-            real = batch[f"{SIDES[site]}_segments"] > 0
-            sums = {
-                name: jnp.where(real[..., None], each, 0).sum((0, 1))
-                for name, each in merging(layer).items()
-            }
-            sink = layer.parameters.get("sink")
-            if sink is not None or not layer.parameters:
-                arrays, masks = (layer.query, layer.key), layer.masks
-                means = attention.head_statistics(*arrays, **masks)._asdict()
-                weigh = partial(jnp.matmul, counts[SIDES[site]])
-                sums |= jax.tree.map(weigh, means)
-                shares = share_on_sink(site, *arrays, sink=sink, **masks)
-                sums["sink"] = shares.sum((0, 1))
-                if sink is not None:
-                    shares = share_on_learned_sink(*arrays, sink, **masks)
-                    sums["learned_sink"] = shares.sum((0, 1))
-            seen[site].append(sums)
+    watches = {site: partial(watch, site) for site in head_gates}
+    model = precision.merge(graph, params)
+    loss(model, batch, head_gates=head_gates, watch=watches)
+    return seen, {side: count.sum() for side, count in counts.items()}
 
-        watches = {site: partial(watch, site) for site in gates}
-        total, _ = batch_loss(
-            graph, params, batch, 0.0, head_gates=gates, watch=watches
-        )
-        return total, seen
 
-    # gates of every row: the gradient of the sum is that of each sentence
-    rows = {
-        site: jnp.repeat(gates[:, None], B, 1) for site, gates in head_gates.items()
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
+    """Return the absolute gradients by gates, summed over examples, L N by site.
+
+    The batch has one example per row. Its summed weight comes with it.
+    """
+
+    def total(gates):
+        model = precision.merge(graph, params)
+        return loss(model, batch, head_gates=gates)
+
+    # with gates of their own for every row, the gradient of the sum is that of each
+    rows = len(jax.tree.leaves(batch)[0])
+    repeated = {
+        site: jnp.repeat(gates[:, None], rows, 1) for site, gates in head_gates.items()
     }
-    slopes, seen = jax.grad(loss, has_aux=True)(rows)
-    slopes = {site: jnp.abs(slope).sum(1) for site, slope in slopes.items()}
-    return slopes, seen, {side: count.sum() for side, count in counts.items()}
+    slopes, weight = jax.grad(total, has_aux=True)(repeated)
+    return {site: jnp.abs(slope).sum(1) for site, slope in slopes.items()}, weight
 
 
-def merging(layer: Seen) -> dict[str, Float[Array, "B T N"]]:
-    """Of every token: the norm of what each head adds, its weight and that squared.
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def loss_of(graph, loss, params, head_gates: dict, batch: dict):
+    """Return the summed loss of a batch."""
+    return loss(precision.merge(graph, params), batch, head_gates=head_gates)[0]
 
-    A rule without weights has no weight, one whose weights know no token no square.
-    What a head adds is the merge of this head and zeros.
+
+def contributions(layer: Seen) -> dict[str, Float[Array, "B T N"]]:
+    """Return the norm of what each head adds, its merge weight, and that squared.
+
+    What a head adds is the merge of this head with zeros for the others. Rules without
+    weights have none, and weights that do not depend on the token have no square.
     """
     rule, arguments = layer.rule, layer.arguments
     heads, x = jax.lax.stop_gradient((layer.heads, layer.x))
@@ -233,7 +258,7 @@ def merging(layer: Seen) -> dict[str, Float[Array, "B T N"]]:
     return found
 
 
-def share_on_sink(
+def weight_on_special_token(
     site: str,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -241,10 +266,11 @@ def share_on_sink(
     key_value_segment_ids: Int[Array, "B S"],
     **arguments,
 ) -> Float[Array, "B T N"]:
-    """The weight of each query on the special token of its sentence, in O(T) memory.
+    """Return the weight of each query on the special token of its segment.
 
-    That is EOS, the source's last token; of a decoder BOS, the first that it reads:
-    where heads may look that have nothing to look for, a sink (Xiao et al. 2024).
+    That is the last token (EOS), or in a decoder the first one that it reads (BOS):
+    where heads that have nothing to look for often look, a sink (Xiao et al. 2024).
+    Takes O(T) memory.
     """
     end = {"prepend": 0} if site == "decoder" else {"append": 0}
     special = jnp.diff(key_value_segment_ids, **end) != 0
@@ -261,21 +287,15 @@ def share_on_sink(
     return shares[..., 0].astype(jnp.float32)
 
 
-def share_on_learned_sink(
+def weight_on_learned_sink(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     sink: Float[Array, "N"],
     **arguments,
 ) -> Float[Array, "B T N"]:
-    """The weight of each query on its head's sink, in O(T) memory; 0 of padding."""
+    """Return the weight of each query on its head's sink in O(T) memory; 0 if padding."""
     query, key = jax.lax.stop_gradient((query, key))
     _, lse = attention.dot_product_attention(
         query, key, key[..., :1], **arguments, return_residual=True
     )
     return jnp.where(lse > EMPTY, jax.nn.sigmoid(sink - lse), 0)
-
-
-@partial(jax.jit, static_argnames="graph")
-def loss_of(graph, params, head_gates: dict, batch: dict):
-    """The summed loss of a batch, nats."""
-    return batch_loss(graph, params, batch, 0.0, head_gates=head_gates)[0]

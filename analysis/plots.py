@@ -1,50 +1,36 @@
-"""Pictures of what heads attend to."""
+"""Figures of attention maps and of pruning."""
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 from flax import nnx
 
-from headcount.analysis.formatting import heads_of, score_without
 from headcount.analysis.significance import summary
-from headcount.data.tokenizer import EOS
+from headcount.analysis.tables import heads_label, scores_without
 from headcount.models.attention import full_map
-from headcount.training.run import Trained
+from headcount.runtime import sharding
+from headcount.tasks import Metric, Run
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 
 
-def attention_maps(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    head_gates: dict,
-    source: list[int],
-    target: list[int],
-    site: str,
-) -> np.ndarray:
-    """Weights of every layer and head of a site, L N T S, of one pair of sentences.
+def attention_maps(run: Run, trial: int, batch: dict, site: str) -> np.ndarray:
+    """Return the weights of every layer and head of a site, L N T S.
 
     Args:
-        graph, params, head_gates: of one trial.
-        source, target: both end in EOS.
-        site: "encoder" (from source to source), "decoder" (to what the decoder reads:
-            BOS and the target but for its end), or "cross".
+        batch: of one example; see `single_example`.
+        site: a site of the model: "encoder" (from source to source), "decoder" (to what
+            the decoder reads: BOS and the target without its last token), or "cross".
     """
+    params, gates = run.of(trial)
 
     @jax.jit
-    def maps_of(params, gates, source, target):
-        model = nnx.merge(graph, params)
-        made = {
-            "": jnp.asarray,
-            "_segments": jnp.ones_like,
-            "_positions": lambda x: jnp.arange(x.size)[None],
-        }
-        batch = {
-            f"{side}{what}": make(tokens)
-            for side, tokens in (("source", source), ("target", target))
-            for what, make in made.items()
-        }
-        maps = []
+    def maps_of(params, gates, batch):
+        model, maps = nnx.merge(run.graph, params), []
 
         def watch(seen):
             maps.append(full_map(seen))
@@ -52,55 +38,53 @@ def attention_maps(
         model.hidden(batch, head_gates=gates, watch={site: watch})
         return jnp.concatenate(maps)
 
-    def row(tokens):
-        return jnp.asarray([tokens], jnp.int32)
-
-    return np.asarray(maps_of(params, head_gates, row(source), row(target)))
+    with sharding.using(run.mesh):
+        return np.asarray(maps_of(params, gates, batch))
 
 
-def plot_sentence(
-    run: Trained, trial: int, ids: list[int], translation: list[int], site: str, path
-) -> None:
-    """Save what the heads of a site attend to in a sentence and its translation.
+def single_example(fields: dict[str, list[int]]) -> dict:
+    """Return a batch of one example from the token ids of its fields."""
+    batch = {}
+    for name, ids in fields.items():
+        tokens = jnp.asarray([ids], jnp.int32)
+        batch[name] = tokens
+        batch[f"{name}_segments"] = jnp.ones_like(tokens)
+        batch[f"{name}_positions"] = jnp.arange(tokens.size)[None]
+    return batch
+
+
+def plot_example(run: Run, trial: int, fields: dict, site: str, path: Path) -> None:
+    """Save what the heads of a site attend to in one example.
 
     Args:
-        trial: whose heads.
-        ids, translation: of the sentence, ending in EOS, and of its translation, not.
+        fields: the example's token ids by field.
         site: see `attention_maps`.
-        path: where the picture goes.
+        path: of the picture; its suffix says the format.
     """
-    translation = [*translation, EOS]
-    maps = attention_maps(run.graph, *run.of(trial), ids, translation, site)
-    source, target = run.tokenizers
-    sides = {
-        "source": source.pieces(ids),
-        "translation": target.pieces(translation),
-        "before it": target.pieces([run.config.model.bos, *translation[:-1]]),
-    }
+    maps = attention_maps(run, trial, single_example(fields), site)
+    labels = {name: run.task.token_strings(name, ids) for name, ids in fields.items()}
+    if "target" in fields:
+        shifted = [run.config.model.bos, *fields["target"][:-1]]
+        labels["decoder input"] = run.task.token_strings("target", shifted)
     axes = {
         "encoder": ("source", "source"),
-        "decoder": ("translation", "before it"),
-        "cross": ("translation", "source"),
+        "decoder": ("target", "decoder input"),
+        "cross": ("target", "source"),
     }[site]
-    plot_maps(maps, *(sides[axis] for axis in axes), axes, path)
+    plot_maps(maps, *(labels[axis] for axis in axes), axes, path)
 
 
 def plot_maps(
     maps: np.ndarray, queries: list[str], keys: list[str], axes: tuple, path: Path
 ) -> None:
-    """Save a grid of maps, a row a layer and a column a head.
+    """Save a grid of maps, a row per layer and a column per head.
 
     Args:
-        maps: L N T S, as of `attention_maps`.
+        maps: L N T S; see `attention_maps`.
         queries, keys: T and S labels.
         axes: what the queries are, and the keys.
-        path: where the picture goes; its suffix says the format.
+        path: of the picture; its suffix says the format.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     queries, keys = (
         [p.replace("▁", "") or p for p in side] for side in (queries, keys)
     )
@@ -132,32 +116,26 @@ def plot_maps(
     plt.close(figure)
 
 
-def plot_pruning(rows: list[dict], metric: str, path: Path) -> None:
-    """Save the scores with ever fewer heads, a line an order.
+def plot_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
+    """Save the scores with fewer and fewer heads, a line per order of removal.
 
     Args:
-        rows: of `analysis.pruning.curve`. Means are drawn, with their 95 % interval
-            over the trials; of one trial, over its random orders.
+        rows: of `analysis.pruning.curve`. Means are drawn with their 95 % interval over
+            the trials; with one trial, over its random orders.
         metric: which score.
-        path: where the picture goes; its suffix says the format.
+        path: of the picture; its suffix says the format.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
     counts = list(dict.fromkeys(row["removed"] for row in rows))
     for order in dict.fromkeys(row["order"] for row in rows):
-        scores = [score_without(rows, order, count, metric) for count in counts]
+        scores = [scores_without(rows, order, count, metric) for count in counts]
         mean, _, low, high = summary(np.array(scores))
         style = "--" if order == "random" else "-"
         label = order.replace("_", " ")
         (line,) = ax.plot(counts, mean, style, marker="o", ms=3, label=label)
         ax.fill_between(counts, low, high, color=line.get_color(), alpha=0.15, lw=0)
-    ax.set(xlabel=f"{heads_of(rows)} removed, of {rows[0]['heads']}", ylim=(0, None))
-    unit = ", %" if metric == "exact_match" else ""
-    ax.set_ylabel(metric.replace("_", " ") + unit)
+    ax.set(xlabel=f"{heads_label(rows)} removed, of {rows[0]['heads']}", ylim=(0, None))
+    ax.set_ylabel(f"{metric.label}, {metric.unit}" if metric.unit else metric.label)
     ax.set_title(f"{rows[0]['split']}, by order of removal", fontsize=9)
     ax.legend(frameon=False)
     figure.savefig(path, dpi=150)

@@ -1,17 +1,18 @@
-"""What is left of a model as its heads are removed, the least important first."""
+"""Score a model with fewer and fewer heads, the least important removed first."""
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from flax import nnx
 
-from headcount.analysis.heads import measure, shown
-from headcount.training.run import Pairs, Trained, decoded, scored
+from headcount.analysis.heads import all_gates, importance, with_progress
+from headcount.data.examples import Examples
+from headcount.runtime import sharding
+from headcount.tasks import Run
 
 ORDERS = ("importance", "normalized_importance", "added_loss", "random")
-DRAWS = 5  # random orders of all trials together, at least: chance has a spread too
+DRAWS = 5  # random orders over all trials, at least
 
 
 class Head(NamedTuple):
@@ -23,14 +24,14 @@ class Head(NamedTuple):
 
 
 def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
-    """All heads in the orders in which they may go, the least important first.
+    """Return all heads in several orders of removal, the least important first.
 
-    The normalised importance is Michel's within a layer: divided by the l2 norm of the
-    importance of its heads, so that layers of large gradients lose heads too.
+    Normalised importance (Michel et al. 2019) is divided by the l2 norm of the
+    importance of the layer's heads, so that layers with large gradients lose heads too.
 
     Args:
-        rows: of every head of a trial, see `analysis.heads.measure`. Those whose gate
-            is 0 are gone already, and come first.
+        rows: of every head of a trial; see `analysis.heads.importance`. Those whose
+            gate is 0 are removed already, and come first.
         seed: of the random order, which the others have to beat.
     """
     draws = np.random.default_rng(seed).random(len(rows))
@@ -53,50 +54,48 @@ def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
 
 
 def counts(num_heads: int) -> list[int]:
-    """How many heads go: none, a tenth, ..., all."""
+    """Return how many heads to remove: none, a tenth, ..., all."""
     return sorted({round(num_heads * tenth / 10) for tenth in range(11)})
 
 
-def without(head_gates: dict, gone: dict[int, list[Head]]) -> dict:
-    """Gates of every trial, R L N by site, 0 where a head of a trial is gone."""
+def without(head_gates: dict, removed: dict[int, list[Head]]) -> dict:
+    """Return gates of every trial, R L N by site, that are 0 for the removed heads."""
     gates = {site: np.array(each) for site, each in head_gates.items()}
-    for trial, heads in gone.items():
+    for trial, heads in removed.items():
         for site, layer, head in heads:
             gates[site][trial, layer, head] = 0
     return gates
 
 
 def curve(
-    run: Trained,
-    dev: Pairs,
-    pairs: Pairs,
+    run: Run,
+    dev: Examples,
+    examples: Examples,
     trials: list[int],
     site: str | None = None,
     **options,
 ) -> Iterator[dict]:
-    """Rows: the scores of each trial with ever fewer heads, in every order.
+    """Yield a row of scores for each trial, order and number of removed heads.
 
-    A row has the trial, the order, how many heads were removed and which, the loss
-    (nats a token), and the scores of `training.run.scored`. Of few trials each has
-    several random orders, numbered by `draw`.
+    A row has the trial, the order, how many heads were removed and which, and what
+    `Task.evaluate` gives. With few trials each has several random orders, numbered by
+    `draw`.
 
     Args:
         dev: what the heads are ranked on.
-        pairs: what is scored.
+        examples: what is scored.
         trials: which of the run's.
-        site: whose heads may go, "encoder", "decoder" or "cross"; None: all.
-        options: see `decoding.generate.translate_trials`.
+        site: whose heads may be removed; None: of all sites.
+        options: of `Task.evaluate`.
     """
-    R = len(run.step)
-    ones = nnx.merge(run.graph, run.of(0)[0]).head_gates()
+    R = len(run.trials)
+    ones = all_gates(run, run.of(0)[0], {})
     gates = {site: np.repeat(np.asarray(x)[None], R, 0) for site, x in ones.items()}
     gates |= run.head_gates
-    batch_tokens = run.config.data.batch_tokens
     draws = -(-DRAWS // len(trials))
     ranked = {}  # by trial and draw
     for trial in trials:
-        model = run.graph, *run.of(trial)
-        rows = measure(*model, dev.source, dev.target, batch_tokens, alone=False)
+        rows = importance(run, dev, trial, alone=False)
         rows = [row for row in rows if site in (None, row["site"])]
         for draw in range(draws):
             ranked[trial, draw] = orders(rows, seed=(trial, draw))
@@ -107,19 +106,17 @@ def curve(
         for name in ORDERS
         for draw in range(draws if name == "random" else 1)
     ]
-    same = {}  # what all orders have in common: no head gone, and all
-    for count, name, draw in shown(todo):
-        gone = {trial: ranked[trial, draw][name][:count] for trial in trials}
-        if count in same:
-            found = same[count]
-        else:
-            left = without(gates, gone)
-            loss, texts = decoded(run, pairs, trials, left, **options)
-            found = {}
-            for trial in trials:
-                hypotheses = run.tokenizers[1].decode_many(texts[trial])
-                found[trial] = {"loss": float(loss[trial])}
-                found[trial] |= scored(run, pairs, hypotheses)
+    same = {}  # scores with no head removed and with all, equal in every order
+    for count, name, draw in with_progress(todo):
+        removed = {trial: ranked[trial, draw][name][:count] for trial in trials}
+        found = same.get(count)
+        if found is None:
+            fewer = run._replace(head_gates=without(gates, removed))
+            with sharding.using(run.mesh):
+                scores = run.task.evaluate(fewer, examples, trials=trials, **options)
+            found = dict(zip(trials, scores, strict=True))
+            for row in scores:
+                row.pop("predictions", None)
             if count in (0, num_heads):
                 same[count] = found
         for trial in trials:
@@ -129,6 +126,6 @@ def curve(
                 "draw": draw,
                 "removed": count,
                 "heads": num_heads,
-                "gone": [".".join(map(str, head)) for head in gone[trial]],
+                "removed_heads": [".".join(map(str, head)) for head in removed[trial]],
             }
             yield row | found[trial] | {"site": site}

@@ -1,4 +1,4 @@
-"""The tables that eval.py and a dry run print."""
+"""Tables on the terminal."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,16 +9,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from headcount.analysis.formatting import heads_of, score_without
+from headcount.analysis.heads import by_rank, mean_per_trial
 from headcount.analysis.significance import summary
-from headcount.attention import HeadStatistics
+from headcount.tasks.base import LOSS, Metric
 
 
 def print_table(table: Table) -> Console:
-    """Print a table with nothing cut off, and return the console that did.
+    """Print a table without cutting anything off, and return the console used.
 
-    A terminal has a width, and longer cells are folded; a file's lines are as long as
-    they must be.
+    On a terminal long cells are folded; in a file lines are as long as they need to be.
     """
     console = Console(highlight=False)
     for column in table.columns:
@@ -30,174 +29,223 @@ def print_table(table: Table) -> Console:
     return console
 
 
-def print_scores(rows: list[dict], differs: list[str], path: Path) -> None:
-    """A table of the scores, with the signatures that define them.
+def print_scores(
+    rows: list[dict], metrics: tuple[Metric, ...], settings: list[str], path: Path
+) -> None:
+    """Print the scores of every trial, with signatures and decoding options.
 
-    Of many trials it has only what differs, and ends in the mean and the standard
-    deviation (of a sample) of those that differ in nothing but their seed.
+    With several trials, only settings that differ are shown, and trials that differ in
+    nothing but their seed are followed by their mean and sample standard deviation.
+
+    Args:
+        rows: of result-SPLIT.json.
+        metrics: of the task.
+        settings: keys of what trials may differ in.
+        path: where the rows were written.
     """
     if len(rows) > 1:
-        differs = [name for name in differs if len({row[name] for row in rows}) > 1]
-    arm = [name for name in differs if name != "seed"]
-    scored = {
-        "bleu": "{:.2f}",
-        "published_bleu": "{:.2f}",
-        "chrf": "{:.2f}",
-        "published_chrf": "{:.2f}",
-        "exact_match": "{:.2%}",
-        "loss": "{:.4f}",
-    }
-    scored = {name: form for name, form in scored.items() if name in rows[0]}
-    columns = {"trial": "{}", **dict.fromkeys(differs, "{:g}"), "step": "{}"}
+        settings = [name for name in settings if len({row[name] for row in rows}) > 1]
+    metrics = [metric for metric in metrics if metric.name in rows[0]]
+    columns = ["trial", *settings, "step"]
     if any(row["diverged_at"] for row in rows):
-        columns["diverged_at"] = "{}"
+        columns.append("diverged_at")
     table = Table(
-        *map(heading, columns | scored),
-        title=rows[0]["split"],
+        *map(heading, columns),
+        *(metric.label for metric in metrics),
+        title=f"{rows[0]['split']}, {rows[0]['checkpoint']} checkpoint",
     )
     for row in rows:
-        cells = [form.format(row[name]) for name, form in (columns | scored).items()]
-        table.add_row(*["" if cell == "None" else cell for cell in cells])
+        cells = ["" if row[name] is None else number(row[name]) for name in columns]
+        table.add_row(*cells, *(metric.show(row[metric.name]) for metric in metrics))
     arms = {}
+    own = [name for name in settings if name != "seed"]
     for row in rows:
         if row["diverged_at"] is None:
-            arms.setdefault(tuple(row[name] for name in arm), []).append(row)
-    for settings, sound in arms.items():
+            arms.setdefault(tuple(row[name] for name in own), []).append(row)
+    for values, sound in arms.items():
         if len(sound) == 1:
             continue
         table.add_section()
-        told = dict(zip(arm, settings, strict=True))
-        of_arm = [f"{told[name]:g}" if name in told else "" for name in columns]
-        stdev = partial(np.std, ddof=1)
-        for name, of in ((f"mean of {len(sound)}", np.mean), ("sd", stdev)):
-            cells = [
-                form.format(of([row[score] for row in sound]))
-                for score, form in scored.items()
-            ]
-            table.add_row(name, *of_arm[1:], *cells)
+        shown = dict(zip(own, map(number, values), strict=True))
+        of_arm = [shown.get(name, "") for name in columns[1:]]
+        sd = partial(np.std, ddof=1)
+        for name, of in ((f"mean of {len(sound)}", np.mean), ("sd", sd)):
+            cells = [m.show(of([row[m.name] for row in sound])) for m in metrics]
+            table.add_row(name, *of_arm, *cells)
     console = print_table(table)
-    for name, of in rows[0].items():
-        if name.endswith("signature"):
-            console.print(f"{name}: {of}", soft_wrap=True)
-    console.print(f"decoding: {rows[0]['decoding']}; written to {path}", soft_wrap=True)
+    for name, signature in rows[0]["signatures"].items():
+        console.print(f"{name}: {signature}", soft_wrap=True)
+    if rows[0]["options"]:
+        console.print(f"decoding: {rows[0]['options']}", soft_wrap=True)
+    console.print(f"Wrote {path}", soft_wrap=True)
 
 
-def print_sentences(pairs, hypotheses: list[str], count: int) -> None:
-    """The first so many translations beside their sources and references.
+def number(value) -> str:
+    """Format a setting: whole numbers in full, others with six digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def print_examples(text: dict[str, list[str]], predictions: list[str], count: int):
+    """Print the first examples, field by field, with their predictions."""
+    width = max(map(len, [*text, "prediction"])) + 2
+    for index in range(min(count, len(predictions))):
+        fields = {name: lines[index] for name, lines in text.items()}
+        print()
+        for name, line in (fields | {"prediction": predictions[index]}).items():
+            print(f"{name:{width}}{line}")
+
+
+FORMATS = {
+    "gate": "{:g}",
+    **dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}"),
+}
+SHORT = {
+    "previous": "i-1",
+    "current": "i",
+    "following": "i+1",
+    "added_loss": "added\nloss",
+    "learned_sink": "learned\nsink",
+    "merge_weight": "merge\nweight",
+    "merge_weight_sd": "its\nsd",
+}
+LEGEND = {
+    "entropy": "entropy (nats), confidence (largest weight), distance (tokens) and "
+    "i-1, i, i+1 (weight on the token before, itself, after): means over tokens",
+    "sink": "sink: weight on EOS, in the decoder on BOS; the other columns count it",
+    "learned_sink": "learned sink: weight on it; the other columns leave it out",
+    "share": "share: of the norms of what the heads of a layer add to its output",
+    "merge_weight": "merge weight: the factor that the merge rule applies to the head",
+    "importance": "importance: mean absolute derivative of an example's loss by the "
+    "head's gate",
+    "added_loss": "added loss: loss without this head, minus loss with all heads",
+    "alone": "alone: loss with this head as the only one of its layer, likewise",
+}
+
+
+def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
+    """Print a table per site of what was measured for each head.
+
+    With several trials heads are matched by their rank in the layer, and the table has
+    mean and standard deviation over the trials.
 
     Args:
-        pairs: `training.run.Pairs`.
+        rows: of `analysis.heads.describe` or `importance`, with the trial of each.
+        split: what was measured on.
+        rank_by: the column that heads are ranked by.
+        path: where the rows were written.
     """
-    for index in range(min(count, len(hypotheses))):
-        print(f"\nsource       {pairs.sources[index]}")
-        print(f"reference    {pairs.references[index]}")
-        print(f"translation  {hypotheses[index]}")
-
-
-def print_heads(rows: list[dict], split: str, path: Path) -> None:
-    """A table a site of the heads, see `analysis.heads.measure`.
-
-    Of several trials it has the mean and standard deviation over them, by the rank of
-    the head in its layer.
-    """
-    forms = {"gate": "{:g}", **dict.fromkeys(HeadStatistics._fields, "{:.2f}")}
-    forms |= dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}")
-    own = dict.fromkeys(("merge_weight", "merge_weight_sd"), "{:.2f}")
-    forms |= dict.fromkeys(("sink", "learned_sink", "share"), "{:.2f}") | own
-    own["learned_sink"] = forms["learned_sink"]  # where a site has them
+    names = [n for n in rows[0] if n not in ("trial", "site", "layer", "head")]
     if all(row["gate"] == 1 for row in rows):
-        del forms["gate"]
-    names = {"previous": "i-1", "current": "i", "following": "i+1"}
-    names |= {"added_loss": "added\nloss", "learned_sink": "learned\nsink"}
-    names |= {"merge_weight": "merge\nweight", "merge_weight_sd": "its\nsd"}
+        names.remove("gate")
     trials = list(dict.fromkeys(row["trial"] for row in rows))
     one = len(trials) == 1
     whose = f"trial {trials[0]}" if one else f"mean of {len(trials)} trials"
+    shown = set()
     for site in dict.fromkeys(row["site"] for row in rows):
-        title = f"{site}, {whose}, {split}"
-        label = "head" if one else "layer,\nrank"
-        table = Table(label, box=box.SIMPLE, title=title, padding=0)
         of_site = [row for row in rows if row["site"] == site]
-        columns = {
-            name: form
-            for name, form in forms.items()
-            if name not in own or any(row[name] is not None for row in of_site)
-        }
+        columns = [n for n in names if any(row[n] is not None for row in of_site)]
+        shown |= set(columns)
+        table = Table(
+            "head" if one else "layer,\nrank",
+            box=box.SIMPLE,
+            title=f"{site}, {whose}, {split}",
+            padding=0,
+        )
         for name in columns:
-            table.add_column(names.get(name, heading(name)), justify="right")
-        for label, numbers in (each_head if one else each_rank)(of_site, columns):
+            table.add_column(SHORT.get(name, heading(name)), justify="right")
+        lines = (
+            each_head(of_site, columns) if one else each_rank(of_site, columns, rank_by)
+        )
+        for label, values in lines:
             cells = (
-                "–" if number is None else form.format(number)
-                for number, form in zip(numbers, columns.values(), strict=True)
+                "–" if value is None else FORMATS.get(name, "{:.2f}").format(value)
+                for name, value in zip(columns, values, strict=True)
             )
             table.add_row(label, *cells)
         console = print_table(table)
-    legend = "sink: the share on EOS, in the decoder on BOS; entropy to i+1 count it"
-    if any(row["learned_sink"] is not None for row in rows):
-        legend += ", but not the learned sink"
-    legend += "\nshare: of the norms of what the layer's heads add to its output"
-    if any(row["merge_weight"] is not None for row in rows):
-        legend += "\nmerge weight: what the rule multiplies the head by"
+    for name, text in LEGEND.items():
+        if name in shown:
+            console.print(text, soft_wrap=True)
     if not one:
-        legend += "\nrank: by added loss, in each trial and layer; sd: over the trials"
-    console.print(f"{legend}\nwritten to {path}", soft_wrap=True)
+        ranked = f"rank: by {heading(rank_by)} within each trial and layer"
+        console.print(f"{ranked}; sd: over the trials", soft_wrap=True)
+    console.print(f"Wrote {path}", soft_wrap=True)
 
 
 def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:
-    """A line a head."""
+    """Yield a line per head."""
     for row in rows:
         yield f"{row['layer']}.{row['head']}", [row[name] for name in names]
 
 
-def each_rank(rows: list[dict], names) -> Iterator[tuple[str, list]]:
-    """Two lines a rank, mean and standard deviation over the trials."""
-    from headcount.analysis.heads import by_rank, over_trials
-
-    for (_, layer, rank), trials in by_rank(rows).items():
-        found = [over_trials(trials, name) for name in names]
+def each_rank(rows: list[dict], names, rank_by: str) -> Iterator[tuple[str, list]]:
+    """Yield two lines per rank: mean and standard deviation over the trials."""
+    for (_, layer, rank), trials in by_rank(rows, rank_by).items():
+        found = [mean_per_trial(trials, name) for name in names]
         yield f"{layer}, {rank}", [x.mean() if len(x) else None for x in found]
         yield "sd", [x.std(ddof=1) if len(x) > 1 else None for x in found]
 
 
-def print_pruning(rows: list[dict], metric: str, path: Path) -> None:
-    """A table of the scores with ever fewer heads, see `analysis.pruning.curve`.
+def print_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
+    """Print the scores with fewer and fewer heads; see `analysis.pruning.curve`.
 
-    It has means, with half of Student's 95 % interval over the trials; of one trial,
+    Means come with half of Student's 95 % interval over the trials; with one trial,
     over its random orders.
     """
-    orders = dict.fromkeys(row["order"] for row in rows)
     trials = list(dict.fromkeys(row["trial"] for row in rows))
-    whose = (
-        f"trial {trials[0]}" if len(trials) == 1 else f"mean of {len(trials)} trials"
-    )
+    one = len(trials) == 1
+    whose = f"trial {trials[0]}" if one else f"mean of {len(trials)} trials"
     split, ranked_on = rows[0]["split"], rows[0]["ranked_on"]
-    title = f"without {heads_of(rows)}, {whose}, {split} (ranked on {ranked_on})"
+    title = f"{heads_label(rows)} removed, {whose}, {split} (ranked on {ranked_on})"
     table = Table("\nremoved", title=title)
+    orders = dict.fromkeys(row["order"] for row in rows)
+    metrics = [metric] if metric.name == LOSS.name else [metric, LOSS]
     for order in orders:
-        for name in (metric, "loss"):
-            above = heading(order) if name == metric else ""
-            table.add_column(f"{above}\n{heading(name)}", justify="right")
+        for each in metrics:
+            above = heading(order) if each == metrics[0] else ""
+            table.add_column(f"{above}\n{each.label}", justify="right")
     for count in dict.fromkeys(row["removed"] for row in rows):
         cells = [f"{count} of {rows[0]['heads']}"]
         for order in orders:
-            for name, form in ((metric, ".2f"), ("loss", ".3f")):
-                found = summary(score_without(rows, order, count, name))
-                cells.append(f"{found.mean:{form}}")
+            for each in metrics:
+                found = summary(scores_without(rows, order, count, each))
+                cells.append(format(found.mean, each.format))
                 if np.isfinite(found.high):
-                    cells[-1] += f" ± {found.high - found.mean:{form}}"
+                    cells[-1] += f" ± {found.high - found.mean:{each.format}}"
         table.add_row(*cells)
-    print_table(table).print(f"written to {path}", soft_wrap=True)
+    print_table(table).print(f"Wrote {path}", soft_wrap=True)
+
+
+def scores_without(
+    rows: list[dict], order: str, removed: int, metric: Metric
+) -> np.ndarray:
+    """Return a metric, as it is shown, with so many heads removed.
+
+    One number per trial, the mean of its draws; with one trial, one per draw. The rows
+    are of `analysis.pruning.curve`.
+    """
+    trials = {}
+    for row in rows:
+        if (row["order"], row["removed"]) == (order, removed):
+            trials.setdefault(row["trial"], []).append(row[metric.name])
+    found = metric.scale * np.array(list(trials.values()), float)
+    return found[0] if len(found) == 1 else found.mean(1)
+
+
+def heads_label(rows: list[dict]) -> str:
+    """Return which heads may be removed in pruning rows: "heads", "decoder heads"."""
+    return " ".join(filter(None, (rows[0]["site"], "heads")))
 
 
 def heading(name: str) -> str:
-    """Of a column: the last part of a key, or which head a gate is of."""
+    """Return a column's heading: the last part of a key, or which head a gate is of."""
     if name.startswith("head_gates."):
         return name.removeprefix("head_gates.").replace(".", " ")
     return name.rsplit(".")[-1].replace("_", " ")
 
 
 def print_pairs(title: str, rows: list[tuple[str, str]]) -> None:
-    """A table of names and values."""
+    """Print a table of names and values."""
     table = Table(title=title, show_header=False)
     table.add_column()
     table.add_column(justify="right")

@@ -1,6 +1,6 @@
-"""Every key, its default, its meaning and its unit; the experiments change some.
+"""Every config key with its default, unit and meaning; experiments change some.
 
-Override any of them on the command line: --config.model.attention.num_heads=8
+Set any of them on the command line: --config.model.attention.num_heads=8
 """
 
 import ml_collections
@@ -12,6 +12,9 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.seed = 0  # of the initial values, the data order and dropout
     config.seeds = 1  # trials, which train as one program: seed, seed + 1, ...
+
+    config.task = task = ml_collections.ConfigDict()
+    task.name = "translation"  # a name in headcount.tasks.TASKS
 
     config.data = data = ml_collections.ConfigDict()
     data.name = "numbers"  # numbers, multi30k, text, or a TFDS translation set
@@ -90,9 +93,10 @@ def get_config() -> ml_collections.ConfigDict:
     train.remat = "none"  # or "block", "dots": compute again what would fill the memory
     train.log_every_steps = 50  # a row of metrics: means since the last
     train.eval_every_steps = 250  # dev loss, and scores of greedy translations
-    # Or dev_exact_match, dev_loss, dev_chrf, which is scored only then, for it is slow;
-    # the lower loss decides between equal ones.
-    train.best_metric = "dev_bleu"
+    # Dev metric that selects the best parameters, by the task's names, such as loss,
+    # bleu, chrf (slow: computed only if it selects), exact_match; ties are broken by
+    # the loss. None: the task's first.
+    train.best_metric = placeholder(str)
     train.patience = placeholder(int)  # evaluations without a better one; None: never
     train.checkpoint_every_steps = 250  # from which a run goes on
     train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages

@@ -8,6 +8,19 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
+from absl import app, flags
+from ml_collections.config_flags import register_flag_parser_for_type
+
+from headcount.configs.base import get_config
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (or sweep).")
+DIRECTORY = flags.DEFINE_string(
+    "directory", None, "Folder of local data files; default: the run's data.directory."
+)
+TASK_FILE = flags.DEFINE_string(
+    "task_file", None, "Python file that adds a task of your own to headcount.tasks."
+)
+
 WANTED = {  # what the parsers of flags say, and what they mean
     "invalid literal for int()": "a whole number",
     "could not convert string to float": "a number",
@@ -66,8 +79,6 @@ def describe(error: BaseException) -> str:
 
 def run(main) -> None:
     """Parse the flags, then call `main()`; a bad flag ends in one sentence."""
-    from absl import app, flags
-
     replace_closed()
     app.define_help_flags()
     take_none()
@@ -107,9 +118,6 @@ def replace_closed() -> None:
 
 def take_none() -> None:
     """Let flags of a config's keys take None, which only some keys may be."""
-    from absl import flags
-    from ml_collections.config_flags import register_flag_parser_for_type
-
     parsers = {
         int: flags.IntegerParser,
         float: flags.FloatParser,
@@ -136,8 +144,6 @@ def path_of(flag) -> Path:
 
 def check_keys(config) -> None:
     """Raise a ValueError where a config file adds a key, which nothing would read."""
-    from headcount.configs.base import get_config
-
     given, known = flat(config.to_dict()), flat(get_config().to_dict())
     for key in given.keys() - known.keys():
         raise ValueError(
@@ -189,8 +195,6 @@ def flag_error(error: Exception, argv: list[str]) -> str:
 
 def near_miss(path: str) -> str:
     """Config keys that look like the unknown one, or end like it."""
-    from headcount.configs.base import get_config
-
     keys = list(flat(get_config().to_dict()))
     last = path.rsplit(".", 1)[-1]
     names = [key for key in keys if key.endswith(f".{last}")]

@@ -1,136 +1,142 @@
-"""Batches of packed rows: batch = f(seed, step), prefetched in the background."""
+"""Training and evaluation batches: batch = f(seed, step), prefetched in the background.
+
+A batch is a dict of int32 arrays: for each side of an example (such as "source" and
+"target") its tokens, `SIDE_segments` (1, 2, ... within a row; 0 is padding) and
+`SIDE_positions`, and the fields that are aligned with a side.
+"""
 
 import functools
-import zlib
 
 import numpy as np
 from absl import logging
 
-from headcount.data.packing import (
-    Layout,
-    Sentences,
-    fill_rows,
-    num_rows,
-    pack,
-    row_shape,
-)
+from headcount.data.examples import ArraySpec, Ragged
+from headcount.data.packing import Layout, fill_rows, num_rows, pack, row_shape
 
-# A block of the step sequence passes over the data once or, where that makes fewer
-# batches than this, several times: what is left out at its end is then little.
+# The step sequence is laid out in blocks of at least this many batches: a small corpus
+# is repeated within a block, so that few examples are left out at the end of one.
 BLOCK_BATCHES = 8
 
 
-def _select(sentences: Sentences, keep: np.ndarray) -> Sentences:
-    if keep.all():
-        return sentences
-    return Sentences.of([sentences[i] for i in np.flatnonzero(keep)])
-
-
-def _usable(source: Sentences, target: Sentences, max_length: int | None):
-    """The pairs to train on: neither side empty (eos alone) nor over-long."""
-    shorter = np.minimum(source.lengths, target.lengths)
-    longer = np.maximum(source.lengths, target.lengths)
-    empty = shorter <= 1
-    keep = ~empty
-    if empty.any():
-        logging.info("dropped %d pairs with an empty side", empty.sum())
-    if max_length is not None:
-        long = keep & (longer > max_length)
-        keep &= ~long
-        if long.any():
-            logging.info("dropped %d pairs of over %d tokens", long.sum(), max_length)
-    if not keep.any():
-        raise ValueError(
-            f"no training pair is left of {len(source)}: {empty.sum()} have an empty "
-            f"side, the others have more than data.max_length={max_length} tokens"
-        )
-    return _select(source, keep), _select(target, keep)
-
-
-def _assemble(source, target, pairs, sizes, shape) -> dict[str, np.ndarray]:
-    B, S, T = shape
+def assemble(fields, aligned, indices, sizes, num_rows, widths) -> dict:
+    """Fill rows of every field with examples; see `data.packing.fill_rows`."""
     batch = {}
-    for name, sentences, width in (("source", source, S), ("target", target, T)):
-        arrays = fill_rows(sentences, pairs, sizes, B, width)
+    for name, field in fields.items():
+        side = aligned.get(name, name)
+        arrays = fill_rows(field, indices, sizes, num_rows, widths[side])
+        if name in aligned:
+            batch[name] = arrays[0]
+            continue
         for suffix, array in zip(("", "_segments", "_positions"), arrays, strict=True):
             batch[name + suffix] = array
     return batch
 
 
-class Batches:
-    """The training batches of R trials: `batches[step]`, for any step from 0 on.
+def batch_spec(
+    fields, num_rows: int, widths: dict[str, int], aligned: dict[str, str] | None = None
+) -> dict[str, ArraySpec]:
+    """Return the arrays of a batch by name, for `fields` that may be names alone."""
+    aligned, spec = aligned or {}, {}
+    for name in fields:
+        shape = num_rows, widths[aligned.get(name, name)]
+        for suffix in ("",) if name in aligned else ("", "_segments", "_positions"):
+            spec[name + suffix] = ArraySpec(shape)
+    return spec
 
-    Each is a dict of int32 arrays: source, source_segments, source_positions of shape
-    (R, B, S) and target, ... of (R, B, T), a function of the seeds and the step alone,
-    the same for a trial in a group and by itself. An epoch passes over every pair
-    once, in a new composition, less what is short of a whole batch at its end: other
-    pairs each time. A corpus too small for BLOCK_BATCHES batches is repeated first.
+
+def _select(fields, aligned, max_length, min_length):
+    """Leave out examples with a side that is too short or too long to train on."""
+    lengths = np.stack([f.lengths for name, f in fields.items() if name not in aligned])
+    empty = lengths.min(0) < min_length
+    keep = ~empty
+    if empty.any():
+        logging.info("Skipped %d examples with an empty side.", empty.sum())
+    if max_length is not None:
+        long = keep & (lengths.max(0) > max_length)
+        keep &= ~long
+        if long.any():
+            logging.info(
+                "Skipped %d examples of over %d tokens.", long.sum(), max_length
+            )
+    if not keep.any():
+        raise ValueError(
+            f"no training example is left of {keep.size}: {empty.sum()} have an empty "
+            f"side, the others more than data.max_length={max_length} tokens"
+        )
+    if keep.all():
+        return fields
+    return {name: field.take(np.flatnonzero(keep)) for name, field in fields.items()}
+
+
+class PackedBatches:
+    """The training batches of R trials, with several examples packed into each row.
+
+    A batch is a function of the seeds and the step alone, and the same for a trial in a
+    group and by itself. An epoch passes over every example once, in a new composition,
+    except for what is left over at its end, which differs from epoch to epoch.
 
     Args:
-      source, target: Sentences, each ending in eos; sentence i of one is the
-        translation of sentence i of the other.
-      batch_tokens: target tokens a batch and trial; B: see `num_rows`.
-      seeds: one a trial.
-      max_length: longer pairs (in tokens, eos included, on either side) are dropped,
-        as are those with an empty side; the log says how many.
+        fields: one or two sides of the examples, the last being the one whose tokens
+            are counted; and fields aligned with a side.
+        aligned: the side that each other field is aligned with, token by token.
+        batch_tokens: tokens per batch and trial; see `data.packing.num_rows`.
+        seeds: one per trial.
+        max_length, min_length: examples with a side longer or shorter than this many
+            tokens are left out; the log says how many.
+
+    Raises:
+        ValueError: no example is left.
     """
 
     def __init__(
         self,
-        source: Sentences,
-        target: Sentences,
+        fields: dict[str, Ragged],
         *,
         batch_tokens: int,
         seeds,
         max_length: int | None = None,
+        min_length: int = 2,
+        aligned: dict[str, str] | None = None,
     ):
-        if len(source) != len(target):
-            raise ValueError(f"{len(source)} sources but {len(target)} targets")
-        self._source, self._target = _usable(source, target, max_length)
-        s, t = self._source.lengths, self._target.lengths
+        self._aligned = aligned or {}
+        self._fields = _select(fields, self._aligned, max_length, min_length)
+        sides = [name for name in fields if name not in self._aligned]
+        s, t = (self._fields[sides[i]].lengths for i in (0, -1))
         S, T = row_shape(s, t)
-        B = num_rows(batch_tokens, T)
-        self.shape = (B, S, T)
+        self._widths = dict(zip((sides[0], sides[-1]), (S, T), strict=True))
+        self._B = B = num_rows(batch_tokens, T)
+        self.spec = batch_spec(fields, B, self._widths, self._aligned)
         self._seeds = tuple(seeds)
-        passes_rows = max(s.sum() / S, t.sum() / T)  # the fewest that a pass can take
+        passes_rows = max(s.sum() / S, t.sum() / T)  # the fewest rows per pass
         self._passes = max(1, int(np.ceil(BLOCK_BATCHES * B / passes_rows)))
         self._layout = pack(np.tile(s, self._passes), np.tile(t, self._passes), S, T)
         self._block_steps = self._layout.num_rows // B
-        # Of each slot and each pair (both sorted by lengths): which go together.
+        # Examples of equal lengths are interchangeable between slots of their lengths.
         classes = np.tile(s * (T + 1) + t, self._passes)
         self._classes = np.unique(classes, return_inverse=True)[1].astype(np.int32)
         slot_classes = self._classes[self._layout.slots]
         self._slots_by_class = np.argsort(slot_classes, kind="stable")
-        self._plan = functools.lru_cache(maxsize=2 * len(self._seeds))(self._plan)
+        self._num_examples = len(s)
+        self._order = functools.lru_cache(maxsize=2 * len(self._seeds))(self._order)
 
     @property
     def steps_per_epoch(self) -> float:
         """Steps that one pass over the data takes; below 1 for a tiny corpus."""
         return self._block_steps / self._passes
 
-    @property
-    def crc32(self) -> int:
-        """A checksum of the pairs, to tell whether they have changed."""
-        checksum = 0
-        for sentences in (self._source, self._target):
-            for array in (sentences.tokens, sentences.offsets):
-                checksum = zlib.crc32(array.tobytes(), checksum)
-        return checksum
-
-    def _plan(self, seed: int, block: int) -> Layout:
-        """A block's rows in order: pairs of equal lengths dealt out anew, rows
-        shuffled."""
+    def _order(self, seed: int, block: int) -> Layout:
+        """Return a block's rows in order: examples reassigned, rows shuffled."""
         rng = np.random.default_rng([seed, block])
         order = rng.permutation(len(self._classes))
         order = order[np.argsort(self._classes[order], kind="stable")]
-        pairs = np.empty_like(order)
-        pairs[self._slots_by_class] = order % len(self._source)
+        indices = np.empty_like(order)
+        indices[self._slots_by_class] = order % self._num_examples
         rows = rng.permutation(self._layout.num_rows)
         starts = self._layout.row_offsets[rows]
         sizes = self._layout.row_offsets[rows + 1] - starts
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         slots = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-        return Layout(pairs[slots], offsets)
+        return Layout(indices[slots], offsets)
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self.part(step)
@@ -138,49 +144,49 @@ class Batches:
     def part(
         self, step: int, trials: slice = slice(None), rows: slice = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Some trials' rows of a batch, and nothing done for the others."""
-        B, S, T = self.shape
+        """Return some trials' rows of a batch, arrays R B ..., computing only those."""
         block, index = divmod(step, self._block_steps)
-        first, last, _ = rows.indices(B)
-        pairs, sizes = [], []
+        first, last, _ = rows.indices(self._B)
+        indices, sizes = [], []
         for seed in self._seeds[trials]:
-            plan = self._plan(seed, block)
-            offsets = plan.row_offsets[index * B + first : index * B + last + 1]
-            pairs.append(plan.slots[offsets[0] : offsets[-1]])
+            layout = self._order(seed, block)
+            ends = index * self._B + first, index * self._B + last + 1
+            offsets = layout.row_offsets[slice(*ends)]
+            indices.append(layout.slots[offsets[0] : offsets[-1]])
             sizes.append(np.diff(offsets))
-        shape = len(pairs), last - first
-        batch = _assemble(
-            self._source,
-            self._target,
-            np.concatenate(pairs),
+        R, B = len(indices), last - first
+        batch = assemble(
+            self._fields,
+            self._aligned,
+            np.concatenate(indices),
             np.concatenate(sizes),
-            (shape[0] * shape[1], S, T),
+            R * B,
+            self._widths,
         )
-        return {name: array.reshape(*shape, -1) for name, array in batch.items()}
+        return {name: array.reshape(R, B, -1) for name, array in batch.items()}
 
 
-def portions(
+def dispatch_spans(
     start: int, end: int, most: int, intervals, once=()
 ) -> list[tuple[int, int]]:
-    """Cut the steps from start to end into (first, number) of at most `most` steps.
+    """Cut the steps from start to end into spans (first, number) of at most `most`.
 
-    Each multiple of an interval ends a portion, and so does each step in `once`.
+    A span ends at each multiple of an interval, and at each step in `once`.
     """
-    found = []
+    spans = []
     while start < end:
         due = [start - start % interval + interval for interval in intervals]
         due += [step for step in once if step > start]
         number = min(most, min(due) - start, end - start)
-        found.append((start, number))
+        spans.append((start, number))
         start += number
-    return found
+    return spans
 
 
-def stacked(batches: Batches, first: int, number: int, most: int, *part: slice):
-    """Batches of successive steps, (R, most, B, S) and (R, most, B, T).
+def stack_steps(batches, first: int, number: int, most: int, *part: slice) -> dict:
+    """Stack the batches of successive steps: arrays R `most` B ...
 
-    Those beyond the number are padding. `part` is of trials and rows, see
-    `Batches.part`; R and B are then as many as these.
+    Those beyond `number` are padding. `part` are slices of trials and rows.
     """
     out = {}
     for index in range(number):
@@ -192,64 +198,72 @@ def stacked(batches: Batches, first: int, number: int, most: int, *part: slice):
     return out
 
 
-def training_batches(
-    batches: Batches,
-    portions: list[tuple[int, int]],
+def prefetched(
+    batches,
+    spans: list[tuple[int, int]],
     most: int = 1,
     part: tuple[slice, slice] = (slice(None), slice(None)),
 ):
-    """Iterates over portions of batches, see `stacked`, made ahead in the background.
+    """Iterate over `stack_steps` of the spans, prepared in background threads.
 
     `.close()` ends the threads; so does the end of the program.
     """
-    import grain  # half a second that evaluation need not wait for
+    import grain  # takes half a second, which evaluation need not wait for
 
-    dataset = grain.MapDataset.range(len(portions)).map(
-        lambda index: stacked(batches, *portions[index], most, *part)
+    dataset = grain.MapDataset.range(len(spans)).map(
+        lambda index: stack_steps(batches, *spans[index], most, *part)
     )
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     return iter(dataset.to_iter_dataset(options))
 
 
-def sentence_batches(
-    source: Sentences, target: Sentences, *, batch_tokens: int
+def unpacked_batches(
+    fields: dict[str, Ragged],
+    *,
+    batch_tokens: int,
+    aligned: dict[str, str] | None = None,
 ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Every pair once, one a row, without a trial axis; the shortest first.
+    """Batch every example once, one per row, the shortest first.
 
-    Each batch has the numbers of its pairs beside it. The keys are those of a training
-    batch, the shapes (B, T) on both sides, where T is a multiple of 32 and B the most
-    rows that batch_tokens hold, of fewer pairs the next power of 2. The last batch of a
-    T is filled up with padding.
+    Each batch comes with the indices of its examples. All sides have the width T, a
+    multiple of 32, and B is the most rows that batch_tokens allows; the last batch of
+    each T is filled up with padding.
     """
-    longest = np.maximum(source.lengths, target.lengths)
+    aligned = aligned or {}
+    longest = np.max([field.lengths for field in fields.values()], axis=0)
     sizes = -(-longest // 32) * 32
     batches = []
     for T in np.unique(sizes):
-        pairs = np.flatnonzero(sizes == T)
-        B = min(max(1, batch_tokens // T), 1 << (len(pairs) - 1).bit_length())
-        for start in range(0, len(pairs), B):
-            chosen = pairs[start : start + B]
-            ones = np.ones_like(chosen)
-            batch = _assemble(source, target, chosen, ones, (B, T, T))
+        examples = np.flatnonzero(sizes == T)
+        B = min(max(1, batch_tokens // T), 1 << (len(examples) - 1).bit_length())
+        for start in range(0, len(examples), B):
+            chosen = examples[start : start + B]
+            ones, widths = np.ones_like(chosen), dict.fromkeys(fields, T)
+            batch = assemble(fields, aligned, chosen, ones, B, widths)
             batches.append((chosen, batch))
     return batches
 
 
-def evaluation_batches(
-    source: Sentences, target: Sentences, *, batch_tokens: int
+def packed_evaluation_batches(
+    fields: dict[str, Ragged],
+    *,
+    batch_tokens: int,
+    aligned: dict[str, str] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Every pair once in packed batches of one shape, without a trial axis.
+    """Batch every example once, packed into rows that hold the longest example.
 
-    The keys are those of a training batch, the shapes (B, S) and (B, T). Nothing is
-    dropped: rows hold the longest pair. The last batch is filled up with padding.
+    Nothing is left out. All batches have one shape; the last is filled with padding.
     """
-    s, t = source.lengths, target.lengths
+    aligned = aligned or {}
+    sides = [name for name in fields if name not in aligned]
+    s, t = (fields[sides[i]].lengths for i in (0, -1))
     S, T = row_shape(s, t)
     layout = pack(s, t, S, T)
+    widths = dict(zip((sides[0], sides[-1]), (S, T), strict=True))
     B = min(max(1, batch_tokens // T), layout.num_rows)
     batches = []
     for row in range(0, layout.num_rows, B):
         offsets = layout.row_offsets[row : row + B + 1]
-        pairs = layout.slots[offsets[0] : offsets[-1]]
-        batches.append(_assemble(source, target, pairs, np.diff(offsets), (B, S, T)))
+        chosen, sizes = layout.slots[offsets[0] : offsets[-1]], np.diff(offsets)
+        batches.append(assemble(fields, aligned, chosen, sizes, B, widths))
     return batches

@@ -1,54 +1,26 @@
-"""Several sentence pairs in a row: which go together, and the arrays they make.
+"""Pack several examples into one row, so that little of a batch is padding.
 
-A row holds S source and T target tokens. Both sides must fill, so this is bin packing
-in two dimensions. It is solved once for the *lengths* of a corpus: the result, a
-layout, says for every row which lengths it holds. Each epoch then deals the pairs of
-equal lengths out to the slots of their lengths at random and shuffles the rows, in a
-few milliseconds, always with the same number of rows.
+A row holds S source and T target tokens, so this is bin packing in two dimensions. It
+is solved once, for the *lengths* of a corpus: the resulting layout says which lengths
+each row holds. Each epoch then assigns examples of equal length to the slots of that
+length at random and shuffles the rows, which takes milliseconds and always gives the
+same number of rows.
 """
 
 import dataclasses
-import itertools
 
 import numpy as np
 
-ROW_TOKENS = 64  # target tokens of the shortest row
+from headcount.data.examples import Ragged
 
-
-@dataclasses.dataclass(frozen=True)
-class Sentences:
-    """Tokenized sentences end to end: sentence i is tokens[offsets[i]:offsets[i+1]]."""
-
-    tokens: np.ndarray  # int32
-    offsets: np.ndarray  # int64, one more than there are sentences
-
-    @classmethod
-    def of(cls, sequences) -> "Sentences":
-        """Joins sequences of token ids."""
-        sizes = np.fromiter((len(s) for s in sequences), np.int64, len(sequences))
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        flat = itertools.chain.from_iterable(sequences)
-        return cls(np.fromiter(flat, np.int32, offsets[-1]), offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        if not -len(self) <= i < len(self):
-            raise IndexError(i)
-        i %= len(self)
-        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
+ROW_TOKENS = 64  # target tokens in the shortest row
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Rows of slots: `slots[row_offsets[r]:row_offsets[r + 1]]` are row r's pairs."""
+    """Rows of slots: `slots[row_offsets[r]:row_offsets[r + 1]]` are row r's examples."""
 
-    slots: np.ndarray  # the pair in each slot, int64
+    slots: np.ndarray  # the example in each slot, int64
     row_offsets: np.ndarray  # int64
 
     @property
@@ -57,11 +29,11 @@ class Layout:
 
 
 def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
-    """Chooses the row lengths (S, T) so that both sides of a row fill together.
+    """Choose the row lengths (S, T) so that both sides of a row fill up together.
 
-    T is the first multiple of 8 from ROW_TOKENS on that holds the longest pair and
-    whose S, in the corpus's ratio of source to target tokens and rounded up to an even
-    number, exceeds that ratio by at most 3.5 %; the best one below 2 T if none does.
+    T is the first multiple of 8 from ROW_TOKENS on that holds the longest example and
+    for which S (the corpus's ratio of source to target tokens, rounded up to an even
+    number) exceeds that ratio by at most 3.5 %. If there is none below 2 T, the best.
     """
     ratio = source_lengths.sum() / target_lengths.sum()
     longest = max(target_lengths.max(), source_lengths.max() / ratio, ROW_TOKENS)
@@ -73,17 +45,17 @@ def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
 
 
 def num_rows(batch_tokens: int, T: int) -> int:
-    """Rows B of a training batch: as many of T tokens as batch_tokens hold.
+    """Return the rows B of a training batch: as many of T tokens as fit.
 
-    From 32 on less up to a sixteenth, so that a power of two of at least B / 32 divides
-    them, as devices are to.
+    From 32 rows on B is rounded down, by at most a sixteenth, to a multiple of a power
+    of two of at least B / 32, so that it can be divided over devices.
 
     Raises:
-        ValueError: batch_tokens hold no row.
+        ValueError: batch_tokens is less than one row.
     """
     if batch_tokens < T:
         raise ValueError(
-            f"data.batch_tokens={batch_tokens} must hold a row of {T} target tokens"
+            f"data.batch_tokens={batch_tokens} must be at least one row of {T} tokens"
         )
     B = batch_tokens // T
     bits = max(0, B.bit_length() - 5)
@@ -91,17 +63,20 @@ def num_rows(batch_tokens: int, T: int) -> int:
 
 
 def largest_rows(batch_tokens: int, max_length: int) -> tuple[int, int]:
-    """(B, T) of a batch whose rows are as long as the longest sentence may be.
+    """Return (B, T) for rows as long as the longest example that is allowed.
 
-    What a corpus needs is only known with it: see `row_shape`.
+    The lengths that a corpus really needs follow from its text: see `row_shape`.
     """
     T = max(ROW_TOKENS, -(-max_length // 8) * 8)
     return num_rows(batch_tokens, T), T
 
 
 def _completion(counts: np.ndarray) -> tuple[int, int] | None:
-    """The most plentiful pair of lengths that fills a remainder (almost) exactly,
-    as one of the two; the other fills it too. `counts[s, t]` are those that fit."""
+    """Find two examples that together fill the rest of a row (almost) exactly.
+
+    `counts[s, t]` is how many examples of each length are left. Returns the lengths of
+    one of the two: those for which most such couples are left.
+    """
     for slack in ((0, 0), (1, 0), (0, 1), (1, 1)):
         fitting = counts[: counts.shape[0] - slack[0], : counts.shape[1] - slack[1]]
         both = fitting * fitting[::-1, ::-1]
@@ -112,10 +87,11 @@ def _completion(counts: np.ndarray) -> tuple[int, int] | None:
 
 
 def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
-    """Packs lengths, yielding (the (s, t) of a row, how many rows are filled so).
+    """Pack lengths; yield (the (s, t) of a row, how many rows are filled that way).
 
-    The longest first; then long ones that keep the two sides in proportion; when about
-    two are still missing, the two that fill the row exactly and of which most are left.
+    Each row starts with the longest example left and goes on with long ones that keep
+    the two sides in proportion. When about two more fit, it takes the two that fill it
+    exactly and of which most are left.
     """
     counts = np.zeros((S + 1, T + 1), np.int64)
     np.add.at(counts, (source_lengths, target_lengths), 1)
@@ -148,8 +124,8 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
                 best = int(score.argmax())
                 if fits[best]:
                     pair = (int(s[first + best]), int(t[first + best]))
-        # A pattern of plentiful lengths serves many rows: millions of pairs take
-        # little longer than thousands.
+        # Reuse a pattern of common lengths for many rows: packing millions of examples
+        # then takes little longer than thousands.
         spare = min(counts[pair] // row.count(pair) for pair in row) // 64
         for pair in row:
             counts[pair] -= spare
@@ -158,15 +134,15 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
 
 
 def pack(source_lengths, target_lengths, S: int, T: int) -> Layout:
-    """Packs all pairs into rows of S source and T target tokens; every pair once.
+    """Pack all examples, each once, into rows of S source and T target tokens.
 
-    The lengths are in tokens, eos included, and may not exceed S and T. Deterministic.
+    Lengths are in tokens and may not exceed S and T. Deterministic.
     """
     if len(source_lengths) == 0:
         return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
     if source_lengths.max() > S or target_lengths.max() > T:
         raise ValueError(
-            f"a pair of {source_lengths.max()} source and {target_lengths.max()} "
+            f"an example of {source_lengths.max()} source and {target_lengths.max()} "
             f"target tokens does not fit a row of {S} and {T}"
         )
     classes, sizes = [], []
@@ -187,25 +163,25 @@ def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def fill_rows(
-    sentences: Sentences, pairs: np.ndarray, sizes: np.ndarray, num_rows: int, width
+    field: Ragged, indices: np.ndarray, sizes: np.ndarray, num_rows: int, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, segments and positions of rows: three int32 arrays (num_rows, width).
+    """Return tokens, segment ids and positions: three int32 arrays (num_rows, width).
 
-    Row r takes the next sizes[r] of `pairs` (indices of sentences); rows beyond
-    len(sizes) are padding. Segments count 1, 2, ... in a row and positions restart at
-    each; all three are 0 where a row is empty.
+    Row r takes the next sizes[r] of `indices` (of sequences of the field); rows beyond
+    len(sizes) are padding. Segments count from 1 within a row, positions restart at 0
+    in each segment, and all three are 0 where a row is empty.
     """
     tokens, segments, positions = np.zeros((3, num_rows * width), np.int32)
-    if len(pairs):
-        lengths = sentences.offsets[pairs + 1] - sentences.offsets[pairs]
+    if len(indices):
+        lengths = field.offsets[indices + 1] - field.offsets[indices]
         before = np.cumsum(lengths) - lengths
-        first = np.cumsum(sizes) - sizes  # each row's first pair
-        # A pair starts where those before it in its row end.
+        first = np.cumsum(sizes) - sizes  # each row's first example
+        # An example starts where the one before it in its row ends.
         starts = before + np.repeat(
             np.arange(len(sizes)) * width - before[first], sizes
         )
         place = _spans(starts, lengths)
-        tokens[place] = sentences.tokens[_spans(sentences.offsets[pairs], lengths)]
+        tokens[place] = field.tokens[_spans(field.offsets[indices], lengths)]
         segments[place] = np.repeat(_spans(np.ones_like(sizes), sizes), lengths)
         positions[place] = _spans(np.zeros_like(lengths), lengths)
     shape = (num_rows, width)

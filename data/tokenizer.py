@@ -12,7 +12,7 @@ import re
 
 from absl import logging
 
-from headcount.data.packing import Sentences
+from headcount.data.examples import Ragged
 
 PAD, BOS, EOS, UNK = range(4)
 
@@ -34,10 +34,10 @@ class Tokenizer:
         """What ids mean: the same for tokenizers that share an embedding."""
         return self._processor.serialized_model_proto()
 
-    def encode(self, sentences: list[str]) -> Sentences:
+    def encode(self, sentences: list[str]) -> Ragged:
         """Token ids of each sentence, eos at the end; an empty one is eos alone."""
         threads = min(16, os.cpu_count() or 1)
-        return Sentences.of(
+        return Ragged.of(
             self._processor.encode(sentences, add_eos=True, num_threads=threads)
         )
 
@@ -79,9 +79,9 @@ class MarianTokenizer:
     def vocab_size(self) -> int:
         return len(self._pieces)
 
-    def encode(self, sentences: list[str]) -> Sentences:
+    def encode(self, sentences: list[str]) -> Ragged:
         """Token ids of each sentence, eos at the end; an empty one is eos alone."""
-        return Sentences.of([self._encode(sentence) for sentence in sentences])
+        return Ragged.of([self._encode(sentence) for sentence in sentences])
 
     def _encode(self, sentence: str) -> list[int]:
         code = re.match(r">>.*?<<", sentence)
@@ -237,7 +237,7 @@ def _damaged(path: pathlib.Path) -> ValueError:
 FILES = ("joint.model", "source.model", "target.model", "vocab.json")
 
 
-def forget(folder) -> None:
+def remove(folder) -> None:
     """Remove what `load_or_train` or `copy` wrote into a folder, and nothing else."""
     for name in FILES:
         (pathlib.Path(folder) / name).unlink(missing_ok=True)
@@ -250,7 +250,7 @@ def copy(folder, to) -> None:
         FileNotFoundError, ValueError: see `load`.
     """
     load(folder)
-    forget(to)
+    remove(to)
     for path in (pathlib.Path(folder) / name for name in FILES):
         if path.is_file():
             _write(pathlib.Path(to) / path.name, path.read_bytes())

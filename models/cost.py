@@ -35,31 +35,19 @@ def parameters(params) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
 
-def multiply_adds(model, S: int, T: int) -> int:
-    """Multiply-adds of the matrix products, forward, of one pair of sentences.
-
-    They are those of attention by plain einsums, which every implementation has to do
-    (causal ones may leave out half of the maps). Lookups and sums count nothing.
-
-    Args:
-        model: may be abstract.
-        S, T: tokens of the source and of the target; a stack that isn't there takes
-            none.
-    """
-    return products_of(plain(model), batch_of(S, T))
+def multiply_adds(model, spec: dict) -> int:
+    """Return the multiply-adds of a forward pass's matrix products for a batch spec."""
+    batch = {
+        name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        for name, x in spec.items()
+    }
+    rows = next(iter(spec.values())).shape[0]
+    return rows * products_of(plain(model), batch)
 
 
-def update_flops(model, B: int, S: int, T: int) -> float:
-    """Floating-point operations of the products of one update, backward twice forward.
-
-    Padding counts, and so do keys that the mask rules out; what is computed again
-    (`train.remat`) does not: the model's operations, as PaLM counts them.
-
-    Args:
-        model: may be abstract.
-        B, S, T: rows of a batch and their tokens.
-    """
-    return 6.0 * B * multiply_adds(model, S, T)
+def update_flops(model, spec: dict) -> float:
+    """Return the floating-point operations of one update, backward twice forward."""
+    return 6.0 * multiply_adds(model, spec)
 
 
 def plain(model):

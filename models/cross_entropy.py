@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from headcount.attention.platform import platform
+from headcount.models.trial_axis import TRIALS
 
 MIB = 2**20
 # Bytes of one chunk's logits: on a CPU they should stay in the last-level cache; on a
 # GPU a few large products beat many small ones. For a TPU see _chunk_tokens_tpu.
 CHUNK_BYTES = {"cpu": 16 * MIB, "gpu": 512 * MIB}
-TRIALS = "trials"  # the axis along which trials are computed side by side
 
 
 def cross_entropy(

@@ -24,12 +24,14 @@ def watch_of(watch: dict | None, **sites: str) -> dict:
     return {name: given[site] for name, site in sites.items() if site in given}
 
 
-def implementations(model, B: int, S: int, T: int) -> dict[str, str]:
+def implementations(model, spec: dict) -> dict[str, str]:
     """Which attention implementation each site of a (abstract) model runs, by size.
 
     Raises:
         NotImplementedError: one that was named can't, with the reason.
     """
+    B = next(iter(spec.values())).shape[0]
+    S, T = (spec[x].shape[1] if x in spec else 0 for x in ("source", "target"))
     relative = model.positions == "relative"
     both = model.decoder if model.encoder else ()
     sites = {

@@ -1,41 +1,43 @@
-"""The flags of a run of several processes, alike in train.py, eval.py and sweep.py."""
+"""Flags with which the processes of one run find each other; the same in all scripts."""
 
 import os
 
 from absl import flags
 
+from headcount.runtime import distributed
+
 COORDINATOR = flags.DEFINE_string(
     "coordinator",
     None,
-    "HOST:PORT of process 0, where several processes make one run; auto: as Slurm, "
-    "Open MPI, Kubernetes or a TPU pod tells.",
+    "Of a run of several processes: HOST:PORT of process 0; auto: as detected from "
+    "Slurm, Open MPI, Kubernetes or a TPU pod.",
 )
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.")
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this one, from 0 on.")
+NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Number of processes of the run."
+)
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
 COORDINATOR_TIMEOUT = flags.DEFINE_integer(
-    "coordinator_timeout", 300, "Seconds in which all processes must have come.", 1
+    "coordinator_timeout", 300, "Seconds to wait for all processes to connect.", 1
 )
 
 
 FLAGS = COORDINATOR, NUM_PROCESSES, PROCESS_ID, COORDINATOR_TIMEOUT
-# How clusters that start several processes on a host number them; others start one.
+# Environment variables that number several processes on one host.
 RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def connect() -> None:
-    """Meet the other processes as the flags say, see `runtime.distributed.connect`."""
-    from headcount.runtime import distributed as hosts
-
-    hosts.connect(*(flag.value for flag in FLAGS))
+    """Connect as the flags say; see `runtime.distributed.connect`."""
+    distributed.connect(*(flag.value for flag in FLAGS))
 
 
 def arguments() -> list[str]:
-    """The flags that were given, for another script that this process starts."""
+    """Return the flags that were given, for a script that this process starts."""
     return [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
 
 
 def process() -> str:
-    """A name for this process among those of its host."""
+    """Return a name for this process among those of its host."""
     if PROCESS_ID.value is not None:
         return str(PROCESS_ID.value)
     return next((os.environ[name] for name in RANKS if name in os.environ), "only")

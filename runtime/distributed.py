@@ -1,14 +1,14 @@
-"""Several processes of one run: how they meet, what they agree on, how they end.
+"""Several processes of one run: connecting, agreeing on decisions, ending together.
 
-Every process runs the same program on its own devices, so all must take the same
-decisions: what one of them alone knows is shared. What needs only one, process 0 does.
+Every process runs the same program on its own devices, so all of them must take the
+same decisions: what only one of them knows is shared. What needs to be done once is
+done by process 0.
 """
 
 import contextlib
 import ctypes
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -21,22 +21,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from headcount.runtime.logging import say
-from headcount.runtime.workdir import HAS_KERNELS, differing, environment, summary
+from headcount.runtime.workdir import differences, environment, summarize
 
 HEARTBEAT = 20  # seconds without a sign of life after which a process is given up
-SHUTDOWN = 60  # seconds that a process waits for the others to end too
-# The runtime's words where a process does not answer; there is no type of error for it.
-LOST = re.compile(
-    r"gloo|nccl|barrier|coordination|heartbeat|unavailable|deadline.exceeded|"
-    r"connection (closed|reset)|socket closed",
-    re.IGNORECASE,
-)
+SHUTDOWN = 60  # seconds that a process waits for the others at its end
 
 
 def check_flags(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Raise a ValueError unless the flags of these names go together."""
+    """Raise a ValueError unless the three flags go together."""
     counts = {"--num_processes": num_processes, "--process_id": process_id}
     given = [name for name, value in counts.items() if value is not None]
     if coordinator is None or coordinator == "auto":
@@ -70,14 +64,14 @@ def connect(
     process_id: int | None,
     seconds: int,
 ) -> None:
-    """Meet the other processes of the run; do nothing where there are none.
+    """Connect to the other processes of the run, if there are any.
 
     Args:
-        coordinator: HOST:PORT of process 0; "auto": as the cluster tells (Slurm, Open
-            MPI, Kubernetes, TPU pods: what `jax.distributed` detects); None: alone, but
-            on a TPU pod that names its hosts in TPU_WORKER_HOSTNAMES as with "auto".
+        coordinator: HOST:PORT of process 0. "auto": detected by `jax.distributed` from
+            Slurm, Open MPI, Kubernetes or a TPU pod. None: a single process, except on
+            a TPU pod that lists its hosts in TPU_WORKER_HOSTNAMES.
         num_processes, process_id: None with "auto".
-        seconds: in which all must have come.
+        seconds: timeout for all processes to connect.
 
     Raises:
         ValueError: the flags don't go together, or process 0 doesn't answer.
@@ -96,8 +90,8 @@ def connect(
         await_address(coordinator, seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     on_abort(
-        f"Not all processes of the run have come to {coordinator or 'their first'} "
-        f"within {seconds} seconds, or it is not process 0 that answers there.",
+        f"Not all processes of the run connected to {coordinator or 'process 0'} within "
+        f"{seconds} seconds, or something else answers at that address.",
         status=2,
     )
     try:
@@ -120,8 +114,8 @@ def connect(
             f"--coordinator={coordinator or 'auto'} can't be used here ({why}); {mend}."
         ) from error
     on_abort(
-        "Another process of this run has stopped; its log says why. So does this one; "
-        "the same command in all processes goes on from the last checkpoint.",
+        "Another process of this run stopped (its log says why), so this one stops too. "
+        "Rerun the same command in all processes to resume from the last checkpoint.",
         status=1,
     )
     say.muted = not is_first()
@@ -129,11 +123,7 @@ def connect(
 
 
 def await_address(address: str, seconds: float) -> None:
-    """Wait until something listens there.
-
-    Raises:
-        ValueError: nothing did in time.
-    """
+    """Wait until something listens at HOST:PORT; ValueError after a timeout."""
     host, _, port = address.rpartition(":")
     end = time.monotonic() + seconds
     while True:
@@ -150,9 +140,9 @@ def await_address(address: str, seconds: float) -> None:
 
 
 def on_abort(sentence: str, status: int) -> None:
-    """End with a sentence where the runtime aborts, as it does when a process is lost.
+    """Print a sentence and exit when JAX's runtime aborts because a process was lost.
 
-    From a thread of its own and with no error that Python could catch.
+    The runtime aborts from a thread of its own, without an error that Python can catch.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -160,25 +150,25 @@ def on_abort(sentence: str, status: int) -> None:
         os.write(2, f"{sys.argv[0].rsplit('/', 1)[-1]}: {sentence}\n".encode())
         os._exit(status)
 
-    on_abort.kept = receive  # C does not count as a reference
+    on_abort.callback = receive  # ctypes keeps no reference to it
     ctypes.CDLL(None).signal(signal.SIGABRT, receive)
 
 
 def is_first() -> bool:
-    """Whether this process writes and speaks for all."""
+    """Whether this is process 0, which writes files and logs for all."""
     return jax.process_index() == 0
 
 
-def share(value) -> list:
-    """What every process has, in their order; anything that JSON holds.
+def gather(value) -> list:
+    """Gather a value (anything JSON can hold) from every process, in their order.
 
-    All processes must call it at the same place.
+    Every process must call this at the same point of the program.
     """
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(text.size)).ravel()
-    # few lengths, since each is a program
+    # few different lengths, since each is compiled
     padded = np.zeros(max(256, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: text.size] = text
     rows = multihost_utils.process_allgather(padded)
@@ -188,50 +178,56 @@ def share(value) -> list:
 
 
 @contextlib.contextmanager
-def together():
-    """Around what a process does by itself: where one of them fails, all do.
+def fail_together():
+    """Fail in all processes if the block fails in one of them.
 
     Raises:
-        ValueError: another process can't do it; the sentence is its own.
+        ValueError: the block failed in another process; the message is its own.
     """
     own = None
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
         own = error
-    said = share(None if own is None else str(own))
+    said = gather(None if own is None else str(own))
     bad = [index for index, sentence in enumerate(said) if sentence is not None]
     if not bad:
         return
     leave()
     if own is None:
-        own = ValueError(f"Process {bad[0]} can't go on: {said[bad[0]]}")
+        own = ValueError(f"Process {bad[0]} failed: {said[bad[0]]}")
     raise own
 
 
-def check_same_run(workdir: Path, config: dict, trials: list[dict]) -> None:
-    """Raise a ValueError unless all processes train this, in one workdir."""
+def check_same_run(
+    workdir: Path, config: dict, trials: list[dict], no_cpu_kernel: str | None
+) -> None:
+    """Raise a ValueError unless all processes train the same thing in one workdir.
+
+    Args:
+        no_cpu_kernel: why this process can't use the CPU attention kernels, if so.
+    """
     token = workdir / ".hosts"
-    with together():
+    with fail_together():
         if is_first():
             token.write_text(os.urandom(8).hex())
     here = environment()
     software = here["versions"] | {"commit": here["commit"]}
-    has_commits = None not in share(here["commit"])  # not so where one lacks git
+    has_commits = None not in gather(here["commit"])  # not so where one lacks git
     check_same("software", software, may_differ=() if has_commits else ("commit",))
-    kernels = share(here["native_attention"])
-    without = [index for index, told in enumerate(kernels) if told not in HAS_KERNELS]
-    if 0 < len(without) < len(kernels):
+    reasons = gather(no_cpu_kernel)
+    without = [index for index, reason in enumerate(reasons) if reason is not None]
+    if 0 < len(without) < len(reasons):
         leave()
         raise ValueError(
-            f"process {without[0]} can't compile the kernels of attention on CPUs "
-            f"({kernels[without[0]]}), and others can; install a C++ compiler there, "
-            f"or set CXX=none for all."
+            f"Process {without[0]} can't compile the CPU attention kernels "
+            f"({reasons[without[0]]}), and others can; install a C++ compiler there, or "
+            f"set CXX=none in all processes."
         )
     check_same("config", config, may_differ=("data.directory",))
     check_same("list of trials", trials)
-    mark = share(is_first() and token.read_text())[0]
-    with together():
+    mark = gather(is_first() and token.read_text())[0]
+    with fail_together():
         if not token.exists() or token.read_text() != mark:
             raise ValueError(
                 f"{workdir} is not the folder of process 0; --workdir must lie on a "
@@ -241,40 +237,40 @@ def check_same_run(workdir: Path, config: dict, trials: list[dict]) -> None:
 
 def check_same(what: str, value, may_differ: tuple[str, ...] = ()) -> None:
     """Raise a ValueError unless all processes have the same value."""
-    first = share(value)[0]
-    with together():
-        if differences := differing(first, value, may_change=may_differ):
-            differences = summary(differences).replace("there", "in process 0")
-            raise ValueError(
-                f"the {what} differs from that of process 0: {differences}."
-            )
+    first = gather(value)[0]
+    with fail_together():
+        if differ := differences(first, value, may_change=may_differ):
+            listed = summarize(differ).replace("there", "in process 0")
+            raise ValueError(f"The {what} differs from that of process 0: {listed}.")
 
 
 def leave() -> None:
-    """End the run with the other processes, which come here too."""
+    """Disconnect from the other processes, which must call this too."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
 
 
 @contextlib.contextmanager
-def given_up():
-    """Wait for the runtime's verdict where an error says that a process was lost.
+def wait_for_abort():
+    """Let the runtime end this process if an error comes from losing another one.
 
-    The runtime then aborts this process, see `on_abort`; any other error goes on.
+    A collective operation fails in several ways when a process is lost, and no type of
+    error says so. The runtime notices within a heartbeat and aborts (`on_abort`), so
+    wait for that before raising any runtime error.
     """
     try:
         yield
-    except Exception as error:
-        if jax.distributed.is_initialized() and LOST.search(str(error)):
+    except RuntimeError:
+        if jax.distributed.is_initialized():
             time.sleep(2 * HEARTBEAT)
         raise
 
 
 @contextlib.contextmanager
-def at_once():
-    """End this process at once where it fails alone.
+def exit_at_once():
+    """End this process at once if it fails alone.
 
-    Python would wait for the others at its end, and they for what this one owes them.
+    At a normal exit JAX would wait for the others, while they wait for this one.
     """
     try:
         yield
@@ -282,7 +278,7 @@ def at_once():
         if not jax.distributed.is_initialized():
             raise
         status = 1
-        if isinstance(error, SystemExit):  # has said why
+        if isinstance(error, SystemExit):  # has printed why
             status = error.code
         else:
             traceback.print_exc()

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Progress:
-    """A rich bar on a terminal; elsewhere a plain line every `seconds`."""
+    """Show progress: a rich bar on a terminal, else a plain line every `seconds`."""
 
     def __init__(self, total: int, done: int = 0, unit: str = "step", seconds=10.0):
         self.total, self.done, self.unit, self.seconds = total, done, unit, seconds
@@ -33,7 +33,7 @@ class Progress:
             self.bar.start()
 
     def update(self, done: int, text: str = "") -> None:
-        """Report `done` of the total."""
+        """Show that `done` of the total are done."""
         self.done = done
         if self.bar is not None:
             self.bar.update(self.task, completed=done, text=text)
@@ -46,21 +46,21 @@ class Progress:
             say(f"{self.unit} {done}/{self.total}  {text}  {clock(left)} left")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it on the screen."""
         if self.bar is not None:
             self.bar.stop()
 
 
 @functools.cache
 def console():
-    """Rich's console on standard error, one for the bar and the lines above it."""
+    """Return the console on standard error that bars and log lines share."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:
-    """A line for the user, above the bar where there is one."""
+    """Log a line for the user, above the progress bar if there is one."""
     if say.muted:
         return
     if sys.stderr.isatty():
@@ -69,11 +69,14 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-say.muted = False  # set where another process of the run speaks
+say.muted = False  # True in all but the first of several processes
 
 
 class SayHandler(logging.Handler):
-    """Shows what our packages log, and others' warnings; Orbax's failures we report."""
+    """Show what our packages log and others' warnings, except Orbax's.
+
+    What Orbax warns of, `training.checkpoint` raises or reports itself.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         ours = record.pathname.startswith(str(ROOT / "data"))
@@ -83,7 +86,7 @@ class SayHandler(logging.Handler):
 
 
 def show_log() -> None:
-    """Show the log (absl's, which our packages write to) as plain lines."""
+    """Show absl's log, which our packages write to, as plain lines."""
     from absl import logging as absl_logging
 
     logger = absl_logging.get_absl_logger()
@@ -93,7 +96,7 @@ def show_log() -> None:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Format seconds as hours, minutes and seconds."""
     if seconds == float("inf"):
         return "?"
     minutes, seconds = divmod(int(seconds), 60)

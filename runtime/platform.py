@@ -1,4 +1,4 @@
-"""What is set before JAX starts: memory, and the cache of compiled programs."""
+"""Process settings for JAX: memory, and the cache of compiled programs."""
 
 import contextlib
 import ctypes
@@ -7,32 +7,31 @@ import os
 import platform
 from pathlib import Path
 
-GPU_MEMORY = 0.9  # the share of a GPU's that JAX takes at its start, and no more later
+GPU_MEMORY = 0.9  # share of a GPU's memory that JAX allocates at its start
 # malloc.h of glibc
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def setup() -> None:
-    """Keep compiled programs from one start to the next; call before using JAX.
+    """Cache compiled programs between starts, and set memory limits.
 
-    They lie in $JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder if
-    there is one, apart for each kind of processor: a program made for another one may
-    not run.
+    The cache is $JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder, with
+    a subfolder per kind of processor: a program compiled for another one may crash.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        with contextlib.suppress(RuntimeError):  # a user without a home folder
+        with contextlib.suppress(RuntimeError):  # the user has no home folder
             root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             folder = root / "headcount" / fingerprint()
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    # also what compiles fast: there are many small programs before the first step
+    # cache small programs too: many are compiled before the first step
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the variable's old name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
     keep_memory()
 
 
 def fingerprint() -> str:
-    """Of this machine's kind of processor."""
+    """Return a hash that identifies the kind of processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     of_kind = {line for line in lines if line.startswith(("model name", "flags"))}
@@ -40,14 +39,14 @@ def fingerprint() -> str:
 
 
 def keep_memory() -> None:
-    """Let the C library keep what is freed, for the next step to use again.
+    """Let the C library keep freed memory for the next step.
 
-    Every step takes and frees hundreds of MB. glibc gives such blocks back to the
-    kernel at once, which has to zero each page anew: a fifth of a step on CPU.
+    Every step allocates and frees hundreds of MB. By default glibc returns such blocks
+    to the kernel at once, which then zeroes each page again: a fifth of a step on CPU.
     """
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_ARENA_MAX, 1)  # other arenas than the first cannot grow so far
-    mallopt(M_MMAP_MAX, 0)  # no blocks of their own, which would be unmapped
+    mallopt(M_ARENA_MAX, 1)  # arenas other than the first can't grow as far
+    mallopt(M_MMAP_MAX, 0)  # no blocks of their own, which free() would unmap
     mallopt(M_TRIM_THRESHOLD, -1)  # never shrink

@@ -1,4 +1,4 @@
-"""How much of its device a run uses, how long it compiles, and a trace of it."""
+"""Peak FLOP/s of the devices, compilation time, and profiler traces."""
 
 import time
 from pathlib import Path
@@ -11,13 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from headcount.runtime.logging import say
 from headcount.runtime.topology import CHIPS
 
-SIZE = 1024  # of the square matrices that tell a CPU's rate, a device
+SIZE = 1024  # of the square matrices that a CPU's peak is measured with, per device
 
 
 def peak_flops() -> float | None:
-    """FLOP/s of all devices together at their peak; None: not known.
+    """Return the peak FLOP/s of all devices together; None if it is not known.
 
-    A CPU's is the rate of a large float32 product, measured here, times the processes.
+    A CPU's peak is measured with a large float32 matrix product.
     """
     kind = jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
@@ -27,7 +27,7 @@ def peak_flops() -> float | None:
 
 
 def measured_flops() -> float:
-    """FLOP/s of a product of matrices in float32 by all devices here, best of five."""
+    """Measure float32 matrix products on all local devices; return the best of five."""
     devices = jax.local_devices()
     mesh = Mesh(devices, ("data",))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*of)) for of in (["data"], []))
@@ -35,7 +35,7 @@ def measured_flops() -> float:
     y = jax.device_put(np.ones((SIZE, SIZE), np.float32), whole)
     product = jax.jit(jnp.matmul)
     seconds = []
-    with jax.set_mesh(mesh):  # training's may have devices of other processes
+    with jax.set_mesh(mesh):  # the training mesh may have devices of other processes
         product(x, y).block_until_ready()
         for _ in range(5):
             start = time.perf_counter()
@@ -45,26 +45,26 @@ def measured_flops() -> float:
 
 
 class CompileClock:
-    """Seconds that XLA has compiled, or read programs from its cache, so far."""
+    """Count the seconds spent compiling, or reading programs from the cache."""
 
     def __init__(self):
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self.add)
 
     def add(self, event: str, seconds: float, **_) -> None:
-        """Take in an event of JAX."""
+        """Receive an event of `jax.monitoring`."""
         if event == "/jax/core/compile/backend_compile_duration":
             self.seconds += seconds
 
 
 class Profile:
-    """Traces some steps into WORKDIR/profile, for XProf, TensorBoard and Perfetto.
+    """Trace some steps into WORKDIR/profile, for XProf, TensorBoard and Perfetto.
 
-    Of several processes the first one does.
+    Of several processes only the first one is traced.
 
     Args:
         workdir: of the run.
-        steps: the step after which the trace begins, and how many it holds.
+        steps: the step after which the trace begins, and its length; None: no trace.
     """
 
     def __init__(self, workdir: Path, steps: tuple[int, int] | None):
@@ -72,21 +72,21 @@ class Profile:
         self.start, self.stop = (steps[0], sum(steps)) if steps else (None, None)
 
     def ends(self, step: int) -> list[int]:
-        """The steps where it begins and ends, of a run that goes on from `step`."""
+        """Return the steps where the trace begins and ends, of a run now at `step`."""
         if self.stop is None:
             return []
         if step >= self.stop:
-            say(f"There is no trace: the steps of --profile were done before {step}.")
+            say(f"No trace: the run is past the steps of --profile (now at {step}).")
         return [self.start, self.stop]
 
     def is_due(self, step: int) -> bool:
-        """Whether it begins or ends there."""
+        """Whether the trace begins or ends at a step."""
         if self.stop is None or jax.process_index() != 0:
             return False
         return self.running != (self.start <= step < self.stop)
 
     def at(self, step: int, state) -> None:
-        """Begin or end where it is due; `state` is what the steps before make."""
+        """Begin or end the trace if that is due, once `state` is computed."""
         if not self.is_due(step):
             return
         jax.block_until_ready(state)
@@ -97,24 +97,20 @@ class Profile:
             self.running = True
 
     def close(self) -> None:
-        """Write what there is, if it runs; training outlives a trace that can't be."""
+        """End the trace, if it is running; log it if the trace can't be written."""
         if not self.running:
             return
         self.running = False
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
-            say(f"{self.folder} has no trace, for it can't be written: {error}")
+            say(f"The trace could not be written to {self.folder}: {error}")
         else:
-            say(f"A trace for XProf and Perfetto: {self.folder}")
+            say(f"Wrote a trace for XProf and Perfetto to {self.folder}")
 
 
 def steps_to_profile(text: str | None, num_steps: int) -> tuple[int, int] | None:
-    """START:STEPS as two numbers; training ends after `num_steps`.
-
-    Raises:
-        ValueError: it is something else, or begins too late.
-    """
+    """Parse START:STEPS; ValueError if it is something else or starts too late."""
     if text is None:
         return None
     parts = text.split(":")

@@ -8,6 +8,7 @@ Every leaf of the state has the trial axis R in front. What the other axes divid
 told by `LETTERS`; the compiler derives the rest from it.
 """
 
+import contextlib
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from headcount.attention.merge import MERGE_RULES
 from headcount.attention.partition import MESH_AXES
 from headcount.attention.platform import platform
-from headcount.models.cost import batch_of
 from headcount.runtime.logging import say
 from headcount.training.trials import SITES, setting_at
 
@@ -215,12 +215,11 @@ def abstract(tree, shardings):
     )
 
 
-def abstract_batches(mesh: Mesh, num_trials: int, k: int, shape: tuple) -> dict:
-    """The batches that `place_batch` makes of R, k, and the shape B, S, T."""
-    B, S, T = shape
+def abstract_batches(mesh: Mesh, num_trials: int, k: int, spec: dict) -> dict:
+    """Return the shapes of what `place_batch` makes: R k B ... for a spec of B ..."""
     batches = {
-        name: jax.ShapeDtypeStruct((num_trials, k, B, x.shape[1]), x.dtype)
-        for name, x in batch_of(S, T).items()
+        name: jax.ShapeDtypeStruct((num_trials, k, *x.shape), x.dtype)
+        for name, x in spec.items()
     }
     return abstract(batches, dict.fromkeys(batches, named(mesh, *BATCH)))
 
@@ -279,15 +278,15 @@ def part_here(mesh: Mesh, num_trials: int, num_rows: int, here=None) -> Part:
 
 
 def place_batch(batch, part: Part):
-    """Put a part of batches, R k B S and R k B T, on the devices of the mesh set."""
+    """Put this process's part of batches, R k B ..., on the devices of the mesh set."""
     sharding = named(jax.sharding.get_mesh(), *BATCH)
-    first = part.trials.start, 0, part.rows.start, 0
 
     def place(array):
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
-        (R, B), (_, k, _, length) = part.shape, array.shape
-        whole = R, k, B, length
+        (R, B), (_, k, _, *rest) = part.shape, array.shape
+        whole = R, k, B, *rest
+        first = part.trials.start, 0, part.rows.start, *[0] * len(rest)
 
         def piece(at):
             ends = [x.indices(n)[:2] for x, n in zip(at, whole, strict=True)]
@@ -390,3 +389,42 @@ def of_devices(mesh: Mesh, array):
 def shard(array, device):
     """What a device of this process has of an array."""
     return next(x.data for x in array.addressable_shards if x.device == device)
+
+
+def gathered(params, shard: str):
+    """Gather one trial's parameters along `data` before they are used (ZeRO, FSDP).
+
+    `specs` says what of the state `data` divides. From that alone the compiler would
+    divide activations the same way, which moves far more data.
+    """
+    return params if shard == "none" else _lying(params, "none")
+
+
+def scattered(gradient, shard: str):
+    """Scatter one trial's gradient along `data`, as the optimizer's state is."""
+    return gradient if shard == "none" else _lying(gradient, shard)
+
+
+def _lying(tree, shard: str):
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1 or not mesh.axis_names:
+        return tree
+    of_trials = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree
+    )
+
+    def constrain(leaf, spec):
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*spec[1:]))
+
+    parts = specs(of_trials, mesh, shard=shard)
+    return jax.tree.map(constrain, tree, parts)
+
+
+@contextlib.contextmanager
+def using(mesh: Mesh | None):
+    """Compute on a mesh in this block; None: on the one that is set."""
+    if mesh is None:
+        yield
+        return
+    with jax.set_mesh(mesh):
+        yield

@@ -1,37 +1,54 @@
-"""The request to stop: SIGTERM or Ctrl-C, in one process of a run or in all."""
+"""Stop on SIGTERM, SIGINT or SIGHUP: remember the signal, so that the loop can save."""
 
 import os
 import signal
+import time
+
+import jax
+from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+REPEAT_SECONDS = 5.0  # a signal that comes again within this time changes nothing
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 class StopSignal:
-    """Remembers a SIGTERM or Ctrl-C, so that the loop can save and end."""
+    """Remember the first signal; a later one ends the process at once.
+
+    A signal to a process group often arrives twice, directly and from a parent process,
+    so repeats within `REPEAT_SECONDS` are ignored.
+    """
 
     def __init__(self):
-        self.name, self.is_passed_on = None, False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self.number, self.received_at, self.is_passed_on = None, None, False
+        for number in SIGNALS:
             signal.signal(number, self.receive)
 
+    @property
+    def exit_code(self) -> int:
+        """What the process should exit with once everything is saved."""
+        return 128 + self.number
+
     def receive(self, number, frame):
-        """Note the signal; a second one ends the process at once."""
-        self.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        """Handle a signal."""
+        if self.number is None:
+            self.number, self.received_at = number, time.monotonic()
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: saving, then exiting.\n".encode())
+        elif time.monotonic() - self.received_at > REPEAT_SECONDS:
+            os._exit(128 + number)
 
     def reached(self, count: int) -> bool:
-        """Whether to stop here, at the count-th call.
+        """Whether to stop at the count-th call, the same in all processes.
 
-        Of several processes all stop at the same count, whichever was asked. There JAX
-        takes the signals (and what else its preemption notice is) from `receive`.
+        With several processes JAX's preemption notice tells the others; it takes over
+        the signal handlers, so the signal is sent to this process again.
         """
-        import jax
-        from jax.experimental.multihost_utils import reached_preemption_sync_point
-
         if not jax.distributed.is_initialized():
-            return self.name is not None
-        if self.name is not None and not self.is_passed_on:
+            return self.number is not None
+        if self.number is not None and not self.is_passed_on:
             self.is_passed_on = True
             os.kill(os.getpid(), signal.SIGTERM)
         if not reached_preemption_sync_point(count):
             return False
-        self.name = self.name or signal.SIGTERM.name
+        self.number = self.number or signal.SIGTERM
         return True

@@ -1,10 +1,14 @@
-"""Sentences to translate, or pairs to score, as they come in."""
+"""Read standard input in batches of the lines that are available."""
 
 import os
+from collections.abc import Iterator
 
 
-def lines_at_hand(file: int, most: int):
+def available_lines(file: int, most: int) -> Iterator[list[str]]:
     """Yield lists of lines: those that can be read without waiting, `most` at a time.
+
+    Args:
+        file: a file descriptor.
 
     Raises:
         ValueError: a line is not UTF-8.
@@ -23,25 +27,9 @@ def lines_at_hand(file: int, most: int):
                     decoded.append(line.decode())
                 except UnicodeDecodeError:
                     raise ValueError(
-                        f"Line {number} of the input is not UTF-8; convert it, as with "
-                        f"iconv -f latin1 -t utf-8."
+                        f"Line {number} of the input is not UTF-8; convert it, for "
+                        f"example with iconv -f latin1 -t utf-8."
                     ) from None
             yield decoded
         if not chunk:
             return
-
-
-def pairs_of(lines: list[str], first: int = 0) -> tuple[list[str], list[str]]:
-    """The sources and the targets of lines of two columns; `first` lines were before.
-
-    Raises:
-        ValueError: a line has not two.
-    """
-    pairs = [line.split("\t") for line in lines]
-    for number, fields in enumerate(pairs, first + 1):
-        if len(fields) != 2:
-            raise ValueError(
-                f"Line {number} of the input has {len(fields)} tab-separated fields "
-                f"instead of 2, source and target; mend it, or take it out."
-            )
-    return [source for source, _ in pairs], [target for _, target in pairs]

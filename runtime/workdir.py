@@ -1,16 +1,24 @@
-"""A run's folder: whose it is, and what is recorded there."""
+"""A run's folder: which run it holds, its status, and the JSON files in it."""
 
 import contextlib
 import fcntl
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
+import jax
+
+FORMAT_VERSION = 1  # of the files in a workdir; raise it when their meaning changes
+STATUSES = ("running", "stopped", "finished", "diverged", "failed")
+# Config keys that a resumed run may change: they do not change what is learned.
 MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
@@ -20,35 +28,31 @@ MAY_CHANGE = (
     "mesh.model",
     "mesh.shard",
 )
-HAS_KERNELS = "yes", "no CPU"  # what run.json says where attention lacks none
-# Of run.json: what bits depend on.
-BITS = ("attention", "dtype", "versions", "mesh", "processes", "cores")
-CODE = ("*.py", "*.cc", "*.h")
-# What eval.py reads: a file without it is damaged, or of another program.
-LIKE = {
+# Facts of run.json that the bits of a result depend on.
+AFFECTS_BITS = ("attention", "dtype", "versions", "mesh", "processes", "cores")
+SOURCES = ("*.py", "*.cc", "*.h")
+# What our own JSON files must contain, by name: values are examples of the type.
+SCHEMAS = {
     "config.json": {
-        "data": {"name": "", "source": "", "target": "", "batch_tokens": 0},
-        "model": {"width": 0, "num_encoder_layers": 0, "num_decoder_layers": 0},
+        "task": {"name": ""},
+        "data": {"name": ""},
+        "model": {"width": 0},
         "train": {},
     },
     "trials.json": [{"seed": 0}],
-    "run.json": {},
+    "run.json": {"format_version": 0, "status": ""},
 }
 
 
 @contextlib.contextmanager
-def claim(
-    workdir: Path, config: dict, trials: list[dict], defaults: dict | None = None
-):
-    """Keep the workdir for this process, if these may train there; record nothing.
-
-    A run of before a key existed is taken to have its value in `defaults`, a config.
+def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
+    """Lock the workdir for training this config and these trials; write nothing else.
 
     Raises:
-        ValueError: it holds another run, or what is none of ours, or another process
-            is at it.
+        ValueError: the folder holds another run, files that are not ours, or another
+            process is training in it.
     """
-    recorded(workdir)  # before a lock is left in a folder that is none of ours
+    recorded(workdir)  # fail before a lock file is left in a folder that is not ours
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / ".lock").open("w") as lock:
         try:
@@ -58,74 +62,64 @@ def claim(
                 f"Another process is training in {workdir}; wait for it, or choose "
                 f"another --workdir."
             ) from None
-        differences = changes(workdir, config, trials, defaults)
-        if differences and has_begun(workdir):
+        now = {"config.json": config, "trials.json": trials}
+        there = recorded(workdir)
+        changed = [
+            phrase for name in there for phrase in differences(there[name], now[name])
+        ]
+        if changed and has_started(workdir):
             raise ValueError(
-                f"{workdir} holds a run of another config: {summary(differences)}; "
-                f"choose another --workdir, or the settings of that run."
+                f"{workdir} holds a run with another config: {summarize(changed)}. "
+                f"Choose another --workdir, or use the settings of that run."
             )
         yield
 
 
-def has_begun(workdir: Path) -> bool:
-    """Whether anything was trained there; what is not begun may become another run."""
+def has_started(workdir: Path) -> bool:
+    """Whether anything was trained there; if not, another run may take the folder."""
     return (workdir / "metrics.jsonl").exists() or any(
         path.name.isdigit() for path in workdir.glob("checkpoints/*")
     )
 
 
 def recorded(workdir: Path) -> dict:
-    """The config and the trials that are recorded in a workdir, by their files."""
+    """Return the config and the trials that a workdir records, by file name."""
+    if (workdir / "run.json").exists():
+        read_json(workdir / "run.json")  # checks the format version
     paths = workdir / "config.json", workdir / "trials.json"
     return {path.name: read_json(path) for path in paths if path.exists()}
 
 
 def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
-    """Record what is trained there, for the next start and for eval.py.
+    """Record what is being trained, with status "running".
 
-    Returns in words what of that on which bits depend has changed since the last start.
-
-    Args:
-        facts: of run.json, which also keeps the time of the first start.
+    Returns:
+        What has changed since the last start that the bits of the result depend on, in
+        words; empty if nothing.
     """
     path = workdir / "run.json"
     started = datetime.now(UTC).isoformat(timespec="seconds")
     changed = ""
-    if has_begun(workdir):  # None: of a run of before that was recorded
-        before = read_json(path) if path.exists() else {}
+    if has_started(workdir) and path.exists():
+        before = read_json(path)
         started = before.get("started")
-        both = [name for name in BITS if name in before and name in facts]
-        there, now = ({name: of[name] for name in both} for of in (before, facts))
-        changed = summary(differing(there, now, may_change=()))
+        there, now = ({k: of.get(k) for k in AFFECTS_BITS} for of in (before, facts))
+        changed = summarize(differences(there, now, may_change=()))
     write_json(workdir / "config.json", config)
     write_json(workdir / "trials.json", trials)
-    write_json(path, {"started": started, **facts})
+    head = {"format_version": FORMAT_VERSION, "status": "running", "started": started}
+    write_json(path, head | facts)
     return changed
 
 
-def changes(
-    workdir: Path, config: dict, trials: list[dict], defaults: dict | None = None
-) -> list[str]:
-    """What differs from what is recorded in the workdir, but for what may."""
-    now = {"config.json": config, "trials.json": trials}
-    there = recorded(workdir)
-    if "config.json" in there:
-        there["config.json"] = completed(there["config.json"], defaults or {})
-    return [phrase for name in there for phrase in differing(there[name], now[name])]
+def set_status(workdir: Path, status: str) -> None:
+    """Record how a run ended; see `STATUSES`."""
+    path = workdir / "run.json"
+    write_json(path, read_json(path) | {"status": status})
 
 
-def completed(there: dict, defaults: dict) -> dict:
-    """A config that was recorded before some keys existed, with their defaults."""
-    return defaults | {
-        key: completed(value, defaults[key])
-        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
-        else value
-        for key, value in there.items()
-    }
-
-
-def differing(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
-    """What differs between two trees of JSON, but for what may: a phrase a place."""
+def differences(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
+    """List where two JSON trees differ, except in what may change: a phrase each."""
     if isinstance(there, list) and isinstance(now, list):
         there, now = (
             {f"trials[{i}]": x for i, x in enumerate(t)} for t in (there, now)
@@ -134,7 +128,7 @@ def differing(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
         return [
             phrase
             for key in there | now
-            for phrase in differing(
+            for phrase in differences(
                 there.get(key, "unset"),
                 now.get(key, "unset"),
                 f"{path}.{key}" if path else key,
@@ -146,42 +140,48 @@ def differing(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
     return [f"{path} (there {there!r}, now {now!r})"]
 
 
-def summary(phrases: list[str], most: int = 5) -> str:
-    """The first few, and how many there are more."""
+def summarize(phrases: list[str], most: int = 5) -> str:
+    """Join the first few phrases, and say how many more there are."""
     rest = len(phrases) - most
     return ", ".join(phrases[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def read_json(path: Path):
-    """What a file of JSON holds, which is checked where `LIKE` has its name.
+    """Read a JSON file, checked against `SCHEMAS` if it is one of ours.
 
     Raises:
-        ValueError: it is damaged, or not ours.
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, not ours, or has another format version.
     """
     try:
-        value = parsed(path.read_text())
+        value = parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged ({error}); restore it, or train anew in another "
+            f"{path} is damaged ({error}); restore it, or train again in another "
             f"--workdir."
         ) from None
-    if path.name in LIKE and not is_like(value, LIKE[path.name]):
+    if path.name in SCHEMAS and not matches(value, SCHEMAS[path.name]):
         raise ValueError(
-            f"{path} is not what train.py writes there; restore it, or choose another "
+            f"{path} is not a file that train.py writes; restore it, or choose another "
             f"--workdir."
+        )
+    if path.name == "run.json" and value["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version {value['format_version']}, and this version of "
+            f"Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or choose "
+            f"another --workdir."
         )
     return value
 
 
-def parsed(text: str):
-    """What a text of JSON holds.
+def parse_json(text: str):
+    """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, or can't be read as one tree: nested too deeply, or
-            with a key that an object has twice.
+        ValueError: it is not JSON, is nested too deeply, or repeats a key.
     """
 
-    def once(pairs):
+    def unique(pairs):
         found = dict(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -190,29 +190,31 @@ def parsed(text: str):
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def is_like(value, like) -> bool:
-    """Whether a tree of JSON has the keys and the types of another; None: or words."""
-    if like is None:
+def matches(value, schema) -> bool:
+    """Whether a JSON tree has the keys and types of a schema; see `SCHEMAS`.
+
+    None in a schema stands for a string or null.
+    """
+    if schema is None:
         return value is None or isinstance(value, str)
-    if not isinstance(value, type(like)):
+    if not isinstance(value, type(schema)):
         return False
-    if isinstance(like, dict):
-        return all(key in value and is_like(value[key], like[key]) for key in like)
-    if isinstance(like, list):
-        return bool(value) and all(is_like(each, like[0]) for each in value)
+    if isinstance(schema, dict):
+        return all(k in value and matches(value[k], schema[k]) for k in schema)
+    if isinstance(schema, list):
+        return bool(value) and all(matches(each, schema[0]) for each in value)
     return True
 
 
 def write_json(path: Path, value) -> None:
-    """Write a file whole or not at all; a number that is not finite is null in it."""
+    """Write a JSON file atomically; numbers that are not finite become null."""
     part = path.with_name(path.name + ".part")
-    text = json.dumps(_finite(value), indent=1, allow_nan=False)
-    part.write_text(text + "\n")
+    part.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
     part.replace(path)
 
 
@@ -225,21 +227,15 @@ def _finite(value):
 
 
 def environment() -> dict:
-    """What a result depends on besides the config: versions, device, commit."""
-    from importlib.metadata import version
-
-    import jax
-
-    from headcount.attention.platform import cores
-
+    """Return what a result depends on besides the config: versions, devices, commit."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
+    on_cpu = jax.default_backend() == "cpu"
     return {
         "commit": commit(),
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in packages},
-        "native_attention": _native_attention(),
         "processes": jax.process_count(),
-        "cores": cores() if jax.default_backend() == "cpu" else None,
+        "cores": num_cores() if on_cpu else None,
         "devices": [
             f"{d.platform}: {processor() if d.platform == 'cpu' else d.device_kind}"
             for d in jax.local_devices()
@@ -247,36 +243,36 @@ def environment() -> dict:
     }
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def commit() -> str | None:
-    """Of this code; with a checksum of what is changed in it; None: not known."""
+    """Return the commit of this code, and a checksum of uncommitted changes if any.
+
+    None where it is not known, as in an installed package or without git.
+    """
+    root = Path(__file__).parents[1]
 
     def git(*arguments):
-        there = Path(__file__).parents[1]
-        return subprocess.run(
-            ["git", *arguments], cwd=there, capture_output=True
-        ).stdout
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True).stdout
 
-    with contextlib.suppress(OSError):  # a container of a cluster may lack git
+    if not (root / ".git").exists():
+        return None
+    with contextlib.suppress(FileNotFoundError):  # no git, as in some containers
         found = git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
         if found.endswith("-dirty"):
-            plain = "--no-ext-diff", "--no-color", "--full-index"  # whoever's git it is
-            changed = git("diff", *plain, "HEAD", "--", *CODE)
+            plain = "--no-ext-diff", "--no-color", "--full-index"  # whatever git config
+            changed = git("diff", *plain, "HEAD", "--", *SOURCES)
             found += f"-{zlib.crc32(changed):08x}"
         return found or None
 
 
-def _native_attention() -> str:
-    """Whether a CPU has the kernels that attention picks there, or why not."""
-    import jax
-
-    from headcount.attention.native_build import why_not
-
-    yes, no_cpu = HAS_KERNELS
-    return (why_not() or yes) if jax.default_backend() == "cpu" else no_cpu
-
-
 def processor() -> str:
-    """The name of this machine's processor, which JAX calls "cpu"."""
+    """Return the name of this machine's processor, which JAX just calls "cpu"."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -286,28 +282,25 @@ def processor() -> str:
 
 
 def check_data(workdir: Path, data: dict) -> None:
-    """Raise a ValueError where the run in the workdir had other pairs, or another dev.
+    """Raise a ValueError if the run in the workdir was trained on other data.
 
-    Runs of before there was a checksum of dev have none.
+    Args:
+        data: examples and checksum of the training and dev splits, as in run.json.
     """
     path = workdir / "run.json"
-    if not path.exists() or not has_begun(workdir):
+    if not path.exists() or not has_started(workdir):
         return
     before = read_json(path).get("data")
-    if not is_like(before, {"pairs": 0, "crc32": 0}):
+    if not matches(before, {"examples": 0, "crc32": 0, "dev_crc32": 0}):
         raise ValueError(
-            f"{path} does not tell what the run was trained on; restore it, or choose "
+            f"{path} does not say what the run was trained on; restore it, or choose "
             f"another --workdir."
         )
-    if any(before[key] != data[key] for key in ("pairs", "crc32")):
-        raise ValueError(
-            f"The training data are not those that {workdir} began with: "
-            f"{before['pairs']} pairs there, {data['pairs']} now"
-            f"{', of other words' * (before['pairs'] == data['pairs'])}; restore them, "
-            f"or choose another --workdir."
-        )
-    if before.get("dev_crc32", data["dev_crc32"]) != data["dev_crc32"]:
-        raise ValueError(
-            f"The dev set is not that which {workdir} began with, so its scores would "
-            f"not compare; restore it, or choose another --workdir."
-        )
+    for keys, what in ((("examples", "crc32"), "training"), (("dev_crc32",), "dev")):
+        if any(before[key] != data[key] for key in keys):
+            counts = f"{before['examples']} examples there, {data['examples']} now; "
+            raise ValueError(
+                f"The {what} data changed since {workdir} was started: "
+                f"{counts * (what == 'training')}restore them, or choose another "
+                f"--workdir."
+            )

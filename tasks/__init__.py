@@ -1,0 +1,73 @@
+"""What a model can be trained to do. `TASKS` has every task by name.
+
+A task of your own is a file that adds itself to `TASKS`, named on the command line as
+--task_file=FILE.py; or a config file that does.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.translation import Translation
+
+TASKS: dict[str, type[Task]] = {"translation": Translation}
+
+
+def make_task(config, folder: Path | None = None) -> Task:
+    """Return the task of a config; see `Task` for the folder.
+
+    Raises:
+        ValueError: there is no such task, or the config does not fit it.
+    """
+    name = config.task.name
+    if name not in TASKS:
+        raise ValueError(
+            f"task.name must be one of {', '.join(TASKS)}, got {name!r}; a task of "
+            f"your own needs --task_file=FILE.py."
+        )
+    task = TASKS[name](config, folder)
+    best, metrics = config.train.best_metric, [m.name for m in task.metrics]
+    if best is not None and best not in metrics:
+        raise ValueError(
+            f"train.best_metric must be one of {', '.join(metrics)}, got {best!r}."
+        )
+    return task
+
+
+def best_metric(task: Task) -> Metric:
+    """Return the metric that models are selected by on dev (train.best_metric)."""
+    name = task.config.train.best_metric
+    return next(m for m in task.metrics if name in (None, m.name))
+
+
+def import_file(path: Path) -> None:
+    """Execute a Python file that adds a task to `TASKS`.
+
+    Only for files that the user names on the command line: never for a path that was
+    read from a file.
+
+    Raises:
+        ValueError: it is not a Python file, or fails.
+    """
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"--task_file={path} is not a Python file.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(
+            f"--task_file={path}: {type(error).__name__}: {error}"
+        ) from error
+
+
+__all__ = [
+    "LOSS",
+    "TASKS",
+    "Metric",
+    "Run",
+    "Task",
+    "best_metric",
+    "import_file",
+    "make_task",
+]

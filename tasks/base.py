@@ -5,7 +5,7 @@ this file and know no task by name.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -53,7 +53,7 @@ LOSS = Metric(
 
 
 class Run(NamedTuple):
-    """The models of all trials of a run, while it trains or afterwards."""
+    """The models of all trials of a run, during training or afterwards."""
 
     config: Any  # ml_collections.ConfigDict
     graph: nnx.GraphDef
@@ -84,7 +84,7 @@ class Batches(Protocol):
     steps_per_epoch: float
 
     def part(self, step: int, trials: slice, rows: slice) -> dict:
-        """Some trials' rows of the batch of a step; each array R B ..."""
+        """Return some trials' rows of the batch of a step; each array R B ..."""
 
 
 class Task:
@@ -100,36 +100,63 @@ class Task:
     metrics: tuple[Metric, ...]  # the first is what models are selected by, by default
     corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: whose text
     test_split: str = "test"  # that final scores are of, by default
+    options: tuple[str, ...] = ()  # of `evaluate` and `predict`: decoding flags
 
     def __init__(self, config, folder: Path | None = None):
         self.config, self.folder = config, folder
 
     def read(self, split: str) -> dict[str, list[str]]:
-        """The raw text of a split by field; ValueError or OSError if there is none."""
+        """Return the raw text of a split by field; ValueError, OSError if there is none."""
         raise NotImplementedError
 
     def load(self, split: str) -> Examples:
-        """A split, tokenised. The split "train" makes the vocabulary if there is none."""
+        """Return a tokenised split; "train" makes the vocabulary if there is none."""
         raise NotImplementedError
 
-    def spec(self, rows: int, length: int) -> dict[str, ArraySpec]:
-        """What a batch of so many rows of so many tokens consists of."""
+    def check_scoring(self, split: str) -> None:
+        """Raise a ValueError or OSError unless a split can be read and scored."""
+        self.read(split)
+
+    def check_options(self, options: dict) -> None:
+        """Raise a ValueError for a decoding option that the task does not have."""
+        for name in options:
+            if name not in self.options:
+                raise ValueError(
+                    f"--{name} has no meaning for the task {self.config.task.name}."
+                )
+
+    def set_directory(self, directory: str) -> None:
+        """Read local data files from another folder than data.directory."""
+        with self.config.unlocked():
+            self.config.data.directory = directory
+
+    def spec(
+        self, rows: int | None = None, length: int | None = None
+    ) -> dict[str, ArraySpec]:
+        """Return the arrays of a batch of so many rows and tokens per row.
+
+        By default the largest batch that the config allows.
+        """
         raise NotImplementedError
 
     def build(self, *, rngs: nnx.Rngs) -> nnx.Module:
-        """A new model of the config; its vocabularies are those in `folder`, if any."""
+        """Return a new model of the config, with the vocabulary sizes of `folder`."""
         raise NotImplementedError
 
     def batches(self, examples: Examples, seeds: list[int]) -> Batches:
-        """The training batches of trials with these seeds."""
+        """Return the training batches of trials with these seeds."""
         raise NotImplementedError
 
-    def evaluation_batches(self, examples: Examples) -> Iterable[dict]:
-        """Every example once, in batches without a trial axis."""
+    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
+        """Return every example once, in batches without a trial axis.
+
+        With `packed` False each row holds one example, and the items of the list are
+        (indices of the examples, batch).
+        """
         raise NotImplementedError
 
     def loss(self, model, batch: dict, **options) -> tuple[jax.Array, jax.Array]:
-        """The loss summed over a batch, and the summed weight that it is divided by.
+        """Return the loss summed over a batch, and the weight that it is divided by.
 
         Args:
             model: of one trial, in the dtype that it computes in.
@@ -141,20 +168,43 @@ class Task:
     def evaluate(self, run: Run, examples: Examples, **options) -> list[dict]:
         """Score every trial: one row each, from the name of a metric to its value.
 
-        A row may also have `predictions` (one string per example) and `signatures`.
+        A row may also have `predictions` (one string per example), `signatures` of the
+        metrics, and the decoding `options` that were used.
 
         Args:
-            options: `trials`, which to score (default: all); `quick`, as during training;
-                and the task's own, such as `beam_size`.
+            options: `trials`, which to score (default: all); `quick`: as during training;
+                and those in the task's `options`.
         """
         raise NotImplementedError
 
-    def predict(self, run: Run, lines: Iterable[str], **options) -> Iterator[str]:
-        """Answer lines of text with one trial (`trial`), a line each."""
+    def predict(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
+        """Answer lines of text.
+
+        Args:
+            options: `trial`, which to use; `first`, the number of the first line; and
+                those in the task's `options`.
+        """
         raise NotImplementedError
 
+    def score_lines(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
+        """Return log-probability (nats), tab, number of tokens for each line."""
+        raise ValueError(f"The task {self.config.task.name} has no --score.")
+
+    def token_strings(self, field: str, ids) -> list[str]:
+        """Return the text of each token of a field, as labels in figures."""
+        raise NotImplementedError
+
+    def fields_to_plot(
+        self, run: Run, examples: Examples, index: int, trial: int, **options
+    ) -> dict[str, list[int]]:
+        """Return the token ids by field of an example whose attention is drawn.
+
+        What the model generates is its own output, not the reference.
+        """
+        return {name: field[index].tolist() for name, field in examples.fields.items()}
+
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
-        """Intervals and p-values over test examples, by system; None: the task has none.
+        """Return intervals and p-values over test examples, by system, or None.
 
         Args:
             systems: predictions by name; the first is the baseline.

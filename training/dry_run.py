@@ -1,8 +1,8 @@
-"""What a training step would need on chips that are not here, from their own compiler.
+"""What a training step needs on chips that are not here, by their own compiler.
 
 The step is compiled for a described topology (`runtime.topology`) with the shardings it
-would run with; nothing is computed. What is printed of memory and communication is the
-compiler's answer, not a formula's.
+would run with; nothing is computed. Memory and communication are the compiler's
+answers, not a formula's.
 """
 
 from functools import partial
@@ -11,19 +11,17 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from headcount.models import cost as counting
-from headcount.models.transformer import Transformer
-from headcount.runtime import sharding
-from headcount.runtime import topology as targets
+from headcount.models import cost
+from headcount.runtime import sharding, topology
 from headcount.runtime.platform import GPU_MEMORY
 from headcount.training.hlo_cost import Program
-from headcount.training.step import init, static_of, train_steps
+from headcount.training.step import init, make_static, train_steps
 
 GIB = 2**30
 
 
 class Plan(NamedTuple):
-    """Per chip, bytes: what a compiled step holds and moves."""
+    """What a compiled step holds and moves, per chip, in bytes."""
 
     parameters: int
     optimizer: int
@@ -34,10 +32,10 @@ class Plan(NamedTuple):
     traffic: int  # to and from the chip's memory, a step
     operations: int  # of the compiled step: kernels, on a GPU
     flops: float  # a step's, of this chip's share of the model
-    chip: targets.Chip
+    chip: topology.Chip
     num_trials: int  # whose states this chip holds a part of
     mesh: dict[str, int]
-    rows: tuple[int, int]  # B and T of a trial's batch
+    batch: dict  # the spec of a trial's batch
 
     @property
     def fits(self) -> bool:
@@ -50,46 +48,44 @@ class Plan(NamedTuple):
         return int(self.num_trials * self.capacity / self.peak)
 
 
-def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
-    """Compile the step of a config for a target, and read off what it needs.
+def plan(config, task, arrays: dict, target: str) -> Plan:
+    """Compile the step of a config for a target, and return what it needs.
 
-    The vocabulary is taken to be of its full size.
+    The vocabulary is taken to have its full size, and rows the longest length.
 
     Args:
         config: as train.py has it.
-        arrays: the numbers of its trials, see `training.step.train_steps`.
-        target: see `targets.devices`.
-        shape: B and T of a trial's batch, see `data.packing.largest_rows`.
+        task: of the config, without a folder.
+        arrays: hyperparameters of its trials; see `training.step.train_steps`.
+        target: see `topology.devices`.
 
     Raises:
-        ValueError: no such target, a mesh that does not fit it, no row in a batch, or
-            rows that can't be computed in parts.
+        ValueError: there is no such target, the mesh does not fit it, or batch_tokens
+            or accumulate_steps do not fit the rows.
     """
-    num_trials = len(arrays["seed"])
-    B, T = shape
+    num_trials, spec = len(arrays["seed"]), task.spec()
+    B = next(iter(spec.values())).shape[0]
     rows = sharding.rows_of_part(B, config.train.accumulate_steps)
     mesh = sharding.make_mesh(
-        config.mesh, num_trials, rows, targets.devices(target).ravel()
+        config.mesh, num_trials, rows, topology.devices(target).ravel()
     )
-    vocabularies = [config.data.vocab_size] * (2 - config.data.joint_vocabulary)
-    build = partial(Transformer, *vocabularies, **config.model.to_dict())
     with jax.set_mesh(mesh):
-        model = counting.abstract(build)
-        static = static_of(model, config)
-        state = jax.eval_shape(partial(init, arrays, static=static, build=build))
+        model = cost.abstract(task.build)
+        static = make_static(model, config, task.loss)
+        state = jax.eval_shape(partial(init, arrays, static=static, build=task.build))
         lie = sharding.state_shardings(state, mesh, config.mesh.shard)
         of_trials = sharding.named(mesh, "trial")
         arguments = (
             sharding.abstract(state, lie),
             sharding.abstract(arrays, jax.tree.map(lambda _: of_trials, arrays)),
-            sharding.abstract_batches(mesh, num_trials, 1, (B, T, T)),
+            sharding.abstract_batches(mesh, num_trials, 1, spec),
             1,
         )
         chip = target.split(":")[0]
-        platform = "cuda" if chip in targets.GPUS else "tpu"
+        platform = "cuda" if chip in topology.GPUS else "tpu"
         traced = train_steps.trace(*arguments, static=static)
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
-    known = targets.CHIPS[chip]
+    known = topology.CHIPS[chip]
     memory, program = compiled.memory_analysis(), Program(compiled.as_text())
     traffic, operations = program.traffic()
     parameters = _bytes_of(state.params, lie.params)
@@ -106,11 +102,11 @@ def plan(config, arrays: dict, target: str, shape: tuple[int, int]) -> Plan:
         collectives=program.collectives(),
         traffic=traffic,
         operations=operations,
-        flops=counting.update_flops(model, B, T, T) * num_trials / mesh.size,
+        flops=cost.update_flops(model, spec) * num_trials / mesh.size,
         chip=known,
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),
-        rows=(B, T),
+        batch=spec,
     )
 
 
@@ -142,6 +138,15 @@ def advice(plan: Plan, config) -> str | None:
     return f"It does not fit; try {', '.join(changes)}."
 
 
+def shapes_of(spec: dict) -> str:
+    """Format the shapes of a batch's token fields."""
+    return ", ".join(
+        f"{name.removesuffix('_segments')} {' x '.join(map(str, array.shape))}"
+        for name, array in spec.items()
+        if name.endswith("_segments")
+    )
+
+
 def rows(plan: Plan) -> list[tuple[str, str]]:
     """The plan as lines of a table."""
 
@@ -151,7 +156,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
     at_peak = 1e3 * plan.flops / plan.chip.flops
     lines = [
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())),
-        ("batch of a trial", "{} rows of {} tokens a side".format(*plan.rows)),
+        ("batch of a trial", shapes_of(plan.batch)),
         ("parameters", gib(plan.parameters)),
         ("optimizer state", gib(plan.optimizer)),
         ("activations and gradients", gib(plan.activations)),
@@ -165,7 +170,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
         ("memory traffic a step", gib(plan.traffic)),
         ("that at its bandwidth", f"{1e3 * plan.traffic / plan.chip.bandwidth:.3f} ms"),
     ]
-    if plan.chip in (targets.CHIPS[name] for name in targets.GPUS):
+    if plan.chip in (topology.CHIPS[name] for name in topology.GPUS):
         lines.append(("kernels a step", str(plan.operations)))
     for kind, (count, size) in sorted(plan.collectives.items()):
         lines.append((kind, f"{count}, {size / 2**20:.3f} MiB"))

@@ -1,4 +1,4 @@
-"""The parameters of a run: its best, its last, or the mean of its checkpoints."""
+"""Read a run's parameters: the best, the last, or the mean of its checkpoints."""
 
 from functools import partial
 from pathlib import Path
@@ -6,29 +6,29 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from headcount.runtime import distributed as hosts
-from headcount.runtime import sharding
+from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
-from headcount.runtime.workdir import completed, differing, read_json, summary
+from headcount.runtime.workdir import differences, read_json, summarize
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.step import TrainState
 
 
-def restore(workdir, which: str, num_trials: int, abstract):
-    """The parameters of a run's trials, and of when they are.
+def restore_parameters(workdir: Path, which: str, num_trials: int, abstract):
+    """Read the parameters of a run's trials.
 
     Args:
         workdir: the run's folder.
-        which: a name in `READ`.
+        which: a name in `READERS`.
         num_trials: R.
-        abstract: what one trial's parameters look like.
+        abstract: one trial's parameters, as shapes.
 
     Returns:
-        The parameters with the trial axis R, on the host; of every trial the step that
-        they are of, and the step at which it diverged, 0: it didn't.
+        The parameters with the trial axis R, on the host; for every trial the step that
+        they are from, and the step at which it diverged (0: it did not).
 
     Raises:
-        ValueError, OSError: no checkpoint yet, a damaged one, or of another model.
+        ValueError, OSError: there is no checkpoint yet, it is damaged, or it is of
+            another model.
     """
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((num_trials, *leaf.shape), leaf.dtype),
@@ -37,59 +37,59 @@ def restore(workdir, which: str, num_trials: int, abstract):
     checkpoints = Checkpoints(workdir)
     like = np.zeros(num_trials)
     items = checkpoints.restore_last(trials={"step": like, "diverged_at": like})
-    marks = found(items, checkpoints)[1]["trials"]
-    params, steps = READ[which](checkpoints, abstract, marks)
+    trials = _required(items, checkpoints)[1]["trials"]
+    params, steps = READERS[which](checkpoints, abstract, trials)
     checkpoints.close()
-    return params, steps, marks["diverged_at"]
+    return params, steps, trials["diverged_at"]
 
 
-def begun_from(
-    workdir: str, config, trials: list[dict], params, defaults: dict | None = None
-):
-    """The best parameters of another run, to begin with; see `with_parameters`.
+def parameters_to_start_from(workdir: str, config, trials: list[dict], params):
+    """Read the best parameters of another run (train.init_from).
 
-    A run of one trial is where all begin; one of as many trials gives each its own.
-    What else the runs' models differ in is said, and so are gates on heads. A run of
-    before a key existed is taken to have its value in `defaults`, a config.
+    If that run has one trial, all trials start from it; otherwise it needs as many, and
+    each starts from its own. Differences between the models' configs are logged, and so
+    are head gates that the new trials don't have.
+
+    Args:
+        params: of the new run, R in front; may be abstract.
 
     Raises:
-        ValueError, OSError: there is no such run, or its parameters do not fit
-            `params`, which may be abstract.
+        ValueError, OSError: there is no such run, or its parameters do not fit.
     """
-    with hosts.together():  # each reads it; a relative path may be of one alone
-        there = run_at(workdir)
+    with distributed.fail_together():  # a relative path may exist on some hosts only
+        there = run_folder(workdir)
         theirs = read_json(there / "trials.json")
         count, num_trials = len(theirs), len(trials)
         if count not in (1, num_trials):
             raise ValueError(
-                f"train.init_from={workdir} has {count} trials, and {num_trials} are "
-                f"to begin with them; it must have 1 or as many."
+                f"train.init_from={workdir} has {count} trials and this run has "
+                f"{num_trials}; it must have 1 or as many."
             )
-        settings = completed(read_json(there / "config.json"), defaults or {})
-    other = summary(differing(settings["model"], config.model.to_dict(), "model"))
-    like = jax.tree.map(
+        settings = read_json(there / "config.json")
+    other = summarize(differences(settings["model"], config.model.to_dict(), "model"))
+    abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params
     )
     try:
-        found, steps, _ = restore(there, "best", count, like)
+        found, steps, _ = restore_parameters(there, "best", count, abstract)
     except ValueError as error:
         differs = f" Its config differs in {other}." if other else ""
         raise ValueError(f"train.init_from={workdir}: {error}{differs}") from None
     if other:
-        say(f"{workdir}, from which this begins, differs in {other}.")
+        say(f"The model of {workdir}, whose parameters this starts from, has {other}.")
     for index, trial in enumerate(trials):
         for key, gate in theirs[index % count].items():
             if key.startswith("head_gates.") and gate != trial.get(key, 1):
                 say(
-                    f"Trial {index} begins with parameters that were trained with "
+                    f"Trial {index} starts from parameters that were trained with "
                     f"{key}={gate}, and has {trial.get(key, 1)}; --trials sets it."
                 )
-    say(f"Beginning with {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
+    say(f"Starting from {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
     return found
 
 
 def with_parameters(state: TrainState, params) -> TrainState:
-    """A state with the parameters of one trial, or of as many, instead of its own."""
+    """Replace a state's parameters by those of one trial, or of as many trials."""
 
     def put(ours, theirs):
         theirs = np.broadcast_to(theirs, ours.shape)
@@ -98,8 +98,8 @@ def with_parameters(state: TrainState, params) -> TrainState:
     return state._replace(params=jax.tree.map(put, state.params, params))
 
 
-def run_at(workdir: str) -> Path:
-    """The folder that train.init_from names; FileNotFoundError if no run is there."""
+def run_folder(workdir: str) -> Path:
+    """Return the folder that train.init_from names; FileNotFoundError if no run."""
     if not (Path(workdir) / "config.json").exists():
         raise FileNotFoundError(
             f"train.init_from={workdir} holds no run (there is no config.json in it)."
@@ -107,65 +107,60 @@ def run_at(workdir: str) -> Path:
     return Path(workdir)
 
 
-def read_best(checkpoints, abstract, marks: dict):
-    """Every trial's parameters at its best evaluation, by train.best_metric."""
-    like = np.zeros(len(marks["step"]))
+def _read_best(checkpoints, abstract, trials: dict):
+    like = np.zeros(len(trials["step"]))
     best = {"params": abstract, "score": like, "step": like}
-    best = found(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
-    # what had no finite loss at any evaluation has its initial values here
-    without = ~np.isfinite(best["score"]) & (marks["diverged_at"] == 0)
+    best = _required(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
+    # a trial without a finite score at any evaluation still has its initial values
+    without = ~np.isfinite(best["score"]) & (trials["diverged_at"] == 0)
     if without.any() and not np.isfinite(best["score"]).any():
         raise ValueError(
-            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py go "
-            f"on to train.eval_every_steps, or use --checkpoint=last."
+            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py run "
+            f"until train.eval_every_steps, or use --checkpoint=last."
         )
-    marks["diverged_at"] = np.where(without, marks["step"], marks["diverged_at"])
+    trials["diverged_at"] = np.where(without, trials["step"], trials["diverged_at"])
     return best["params"], best["step"]
 
 
-def read_last(checkpoints, abstract, marks: dict):
-    """The parameters of the last checkpoint; a frozen trial's are older."""
-    step, items = found(checkpoints.restore_last(params=abstract), checkpoints)
-    return items["params"], np.minimum(step, marks["step"])
+def _read_last(checkpoints, abstract, trials: dict):
+    step, items = _required(checkpoints.restore_last(params=abstract), checkpoints)
+    return items["params"], np.minimum(step, trials["step"])
 
 
-def read_average(checkpoints, abstract, marks: dict):
-    """The mean of the parameters of all checkpoints that are kept.
-
-    A trial that stopped early counts once as it ended, however often that was saved.
-    """
+def _read_average(checkpoints, abstract, trials: dict):
+    """Average all kept checkpoints; a trial that stopped early counts its end once."""
     total, before = None, -1
     for step in checkpoints.steps_of_all():
         items, damage = checkpoints.read_all(step, params=abstract)
         if damage is not None:
-            say(f"The checkpoint of step {step} is left out: {damage}.")
+            say(f"Left out the checkpoint of step {step}, which is damaged: {damage}.")
             continue
-        counts = np.float64((step <= marks["step"]) | (before < marks["step"]))
-        add = {"params": jax.tree.map(partial(each_times, counts), items["params"])}
+        counts = np.float64((step <= trials["step"]) | (before < trials["step"]))
+        add = {"params": jax.tree.map(partial(_scale, counts), items["params"])}
         add["counts"], before = counts, step
         total = add if total is None else jax.tree.map(np.add, total, add)
-    counts = found(total, checkpoints)["counts"]
-    mean = jax.tree.map(partial(each_times, 1 / counts), total["params"])
-    say(f"Averaged {counts.max():g} checkpoints, the last of step {before}.")
+    counts = _required(total, checkpoints)["counts"]
+    mean = jax.tree.map(partial(_scale, 1 / counts), total["params"])
+    say(f"Averaged {counts.max():g} checkpoints, the last one from step {before}.")
     for trial in np.flatnonzero(counts < counts.max()):
-        ended = f"Trial {trial} ended at step {marks['step'][trial]:g}"
-        say(f"{ended}: its average is of the {counts[trial]:g} that are left of it.")
-    return jax.tree.map(np.float32, mean), np.minimum(before, marks["step"])
+        say(
+            f"Trial {trial} ended at step {trials['step'][trial]:g}: its average is "
+            f"over the {counts[trial]:g} checkpoints that are left of it."
+        )
+    return jax.tree.map(np.float32, mean), np.minimum(before, trials["step"])
 
 
-def each_times(factors, leaf):
-    """A leaf with the trial axis R in front, each trial's times its factor, float64."""
+def _scale(factors, leaf):
     return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
-READ = {"best": read_best, "last": read_last, "average": read_average}
+READERS = {"best": _read_best, "last": _read_last, "average": _read_average}
 
 
-def found(value, checkpoints):
-    """The value, or a sentence where there was no checkpoint to read it from."""
+def _required(value, checkpoints):
     if value is None:
         raise FileNotFoundError(
-            f"{checkpoints.directory} holds no checkpoint that can be read; "
-            f"let train.py go on until it has saved one."
+            f"{checkpoints.directory} holds no checkpoint that can be read; let train.py "
+            f"run until it has saved one."
         )
     return value

@@ -1,9 +1,9 @@
-"""What the trials of a group differ in: numbers that enter a program as data.
+"""The trials of a group: what they differ in enters their common program as data.
 
-A trial is a dict from dotted config path to number: its seed, and whatever else some
-trial of the group differs from the config in. The config is flat here too. Beside the
-config's keys there is `head_gates.SITE.LAYER.HEAD`, what the output of one head is
-multiplied by: 1 if not given, and 0 trains the model without that head.
+A trial is a dict from dotted config key to number: its seed, and whatever else differs
+from the config in some trial of the group. Configs are flat here, too. In addition to
+the config's keys there is `head_gates.SITE.LAYER.HEAD`, a factor on the output of one
+head: 1 by default, and 0 trains the model without that head.
 """
 
 import re
@@ -12,36 +12,36 @@ from pathlib import Path
 
 import numpy as np
 
-from headcount.runtime.workdir import parsed
+from headcount.runtime.workdir import parse_json
 
-LEAST = float(np.finfo(np.float32).smallest_normal)  # what is below it counts as 0
-MOST = 3.4e38  # and above it infinite
-# From the first number to below the second; the other numbers start at 0.
+SMALLEST = float(np.finfo(np.float32).smallest_normal)  # below it XLA flushes to 0
+LARGEST = 3.4e38  # above it float32 is infinite
+# Ranges [low, high) of hyperparameters; the others are [0, LARGEST).
 RANGES = {
     "seed": (0, 2**32),
     "model.dropout": (0, 1),
     "optimizer.beta1": (0, 1),
     "optimizer.beta2": (0, 1),
-    "optimizer.epsilon": (1e-37, MOST),  # in float32 less is 0, and 0 / 0 follows
+    "optimizer.epsilon": (1e-37, LARGEST),  # less is 0 in float32, and leads to 0 / 0
     "optimizer.label_smoothing": (0, 1),
 }
 SITES = ("encoder", "decoder", "cross")
 GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 
-def variable(config: dict) -> list[str]:
-    """The config's keys that trials of one program may differ in."""
+def trial_keys(config: dict) -> list[str]:
+    """Return the config keys that trials of one program may differ in."""
     optimizer = [key for key in config if key.startswith("optimizer.")]
     optimizer.remove("optimizer.schedule")  # part of the program
     return ["seed", "model.dropout", *optimizer]
 
 
-def trials_of(config: dict, path: Path | None = None) -> list[dict]:
-    """The trials of a config: those that a file lists, or `seeds` of them.
+def make_trials(config: dict, path: Path | None = None) -> list[dict]:
+    """Return the trials of a config: those listed in a file, or one per seed.
 
     Raises:
-        ValueError, OSError: the file is none of trials, or a number of the config or
-            of the file is out of its range; the sentence names it.
+        ValueError, OSError: the file is not a list of trials, or a number in it or in
+            the config is out of range.
     """
     if config["seeds"] < 1:
         raise ValueError(f"seeds must be at least 1, got {config['seeds']}.")
@@ -49,29 +49,29 @@ def trials_of(config: dict, path: Path | None = None) -> list[dict]:
     if path is None:
         first = config["seed"]
         trials = [{"seed": seed} for seed in range(first, first + config["seeds"])]
-        check("the last seed", "seed", trials[-1]["seed"])
+        check_value("the last seed", "seed", trials[-1]["seed"])
         return trials
     if config["seeds"] > 1:
         raise ValueError(
-            f"--trials={path} lists every trial with its seed, so config.seeds must "
-            f"stay 1, got {config['seeds']}."
+            f"--trials={path} lists every trial with its seed, so config.seeds must be "
+            f"1, got {config['seeds']}."
         )
-    return listed(path, config)
+    return read_trials(path, config)
 
 
-def listed(path: Path, config: dict) -> list[dict]:
-    """The trials of a file, all with the same keys, the seed first."""
+def read_trials(path: Path, config: dict) -> list[dict]:
+    """Read a file of trials; give all of them the same keys, the seed first."""
     try:
-        found = parsed(path.read_text())
+        found = parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} can't be read as JSON: {error}.") from None
     if not isinstance(found, list) or not found:
-        raise ValueError(f"{path} must hold a list of trials, one at least.")
+        raise ValueError(f"{path} must contain a list of at least one trial.")
     for index, trial in enumerate(found):
         place = f"trial {index} of {path}"
         if not isinstance(trial, dict):
             raise ValueError(
-                f"{place} must be an object from config path to number, got {trial!r}."
+                f"{place} must be an object from config key to number, got {trial!r}."
             )
         for key, value in trial.items():
             if key.startswith("head_gates."):
@@ -80,39 +80,42 @@ def listed(path: Path, config: dict) -> list[dict]:
                 near = get_close_matches(key, config, n=1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ValueError(f"{place}: there is no config key {key}.{hint}")
-            elif key not in variable(config):
+            elif key not in trial_keys(config):
                 raise ValueError(
                     f"{place}: {key} changes the program, so it needs a run of its "
-                    f"own; trials may differ in {', '.join(variable(config))} and "
+                    f"own; trials may differ in {', '.join(trial_keys(config))} and "
                     f"head_gates.SITE.LAYER.HEAD."
                 )
-            check(f"{place}: {key}", key, value)
+            check_value(f"{place}: {key}", key, value)
     keys = dict.fromkeys(["seed", *(key for trial in found for key in trial)])
-    usual = {key: 1 if GATE.fullmatch(key) else config[key] for key in keys}
-    trials = [usual | trial for trial in found]
+    default = {key: 1 if GATE.fullmatch(key) else config[key] for key in keys}
+    trials, first = [default | trial for trial in found], {}
     for index, trial in enumerate(trials):
-        if trial in trials[:index]:
+        values = tuple(np.float32(v) if k != "seed" else v for k, v in trial.items())
+        if values in first:
             raise ValueError(
-                f"trial {index} of {path} is the same as trial {trials.index(trial)}."
+                f"trial {index} of {path} is the same as trial {first[values]} (in "
+                f"float32, which is what is trained with)."
             )
+        first[values] = index
     return trials
 
 
 def setting_at(config: dict, site: str, name: str):
-    """A setting of the attention at a site: its own where set, else that of all."""
+    """Return a setting of the attention at a site: its own, or that of all sites."""
     own = config[f"model.{site}_attention.{name}"]
     return config[f"model.attention.{name}"] if own is None else own
 
 
 def heads_at(config: dict, site: str) -> tuple[int, int]:
-    """L and N of a site, "encoder", "decoder" or "cross"."""
+    """Return L and N of a site, "encoder", "decoder" or "cross"."""
     stack = "encoder" if site == "encoder" else "decoder"
     layers = config[f"model.num_{stack}_layers"]
     return layers, setting_at(config, site, "num_heads")
 
 
 def check_gate(place: str, key: str, config: dict) -> None:
-    """Raise a ValueError unless the key is that of a head of the model."""
+    """Raise a ValueError unless the key names a head of the model."""
     match = GATE.fullmatch(key)
     if match is None:
         raise ValueError(
@@ -122,13 +125,13 @@ def check_gate(place: str, key: str, config: dict) -> None:
     L, N = heads_at(config, match[1])
     if int(match[2]) >= L or int(match[3]) >= N:
         raise ValueError(
-            f"{place}: {key} is no head: {match[1]} has {L} layers of {N} heads, "
+            f"{place}: {key} is not a head: {match[1]} has {L} layers of {N} heads, "
             f"counted from 0."
         )
 
 
 def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
-    """The gates of every head, R L N, of the sites where a trial has one."""
+    """Return the gates of every head, R L N by site, where some trial has one."""
     gates = {}
     for index, trial in enumerate(trials):
         for key, value in trial.items():
@@ -140,40 +143,40 @@ def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
 
 
 def check_numbers(config: dict) -> None:
-    """Raise a ValueError unless what trials may differ in is in its range."""
-    for key in variable(config):
-        check(f"config.{key}", key, config[key])
+    """Raise a ValueError unless every `trial_keys` value of a config is in range."""
+    for key in trial_keys(config):
+        check_value(f"config.{key}", key, config[key])
 
 
-def check(name: str, key: str, value) -> None:
-    """Raise a ValueError unless the value is a number that the key may have.
+def check_value(name: str, key: str, value) -> None:
+    """Raise a ValueError unless a value is a number in the range of a config key.
 
-    But for the seed in float32, which is what the program computes with.
+    Also in float32, which is what the program computes with (except for seeds).
     """
-    low, high = RANGES.get(key, (0, MOST))
+    low, high = RANGES.get(key, (0, LARGEST))
     kinds = (int,) if key == "seed" else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         kind = "a whole number" if key == "seed" else "a number"
         raise ValueError(f"{name} must be {kind}, got {value!r}.")
     if not low <= value < high:
         raise ValueError(f"{name} must be from {low} to below {high}, got {value}.")
-    single = 0.0 if abs(value) < LEAST else float(np.float32(value))
+    single = 0.0 if abs(value) < SMALLEST else float(np.float32(value))
     if key != "seed" and (single >= high or value and not single):
         raise ValueError(
-            f"{name} must be from {low} to below {high} in float32 too, and {value} is "
+            f"{name} must be from {low} to below {high} in float32, and {value} becomes "
             f"{single} there."
         )
 
 
-def numbers(config: dict, trials: list[dict]) -> dict:
-    """What `training.step` takes of the trials: arrays of shape R, gates R L N."""
+def hyperparameters(config: dict, trials: list[dict]) -> dict:
+    """Return what `train_steps` takes of the trials: arrays of shape R, gates R L N."""
 
     def column(key, dtype=np.float32):
         return np.array([trial.get(key, config[key]) for trial in trials], dtype)
 
     optimizer = {
         key.removeprefix("optimizer."): column(key)
-        for key in variable(config)
+        for key in trial_keys(config)
         if key.startswith("optimizer.")
     }
     return {
@@ -185,20 +188,10 @@ def numbers(config: dict, trials: list[dict]) -> dict:
     }
 
 
-def named(trials: list[dict], index: int) -> str:
-    """A trial by its number and what it differs in."""
+def describe_trial(trials: list[dict], index: int) -> str:
+    """Return a trial's number and what it differs in, in words."""
     text = ", ".join(
         f"{key} {value if isinstance(value, int) else format(value, 'g')}"
         for key, value in trials[index].items()
     )
     return f"trial {index} ({text})"
-
-
-def divergence(step: int, num_trials: int, saved: Path) -> str:
-    """What to say when no trial is left, and where the last good parameters are."""
-    where = "" if num_trials == 1 else f" in all {num_trials} trials, in the last one"
-    return (
-        f"The loss or its gradient stopped being finite{where} at step {step}; {saved} "
-        f"holds the parameters before. A lower optimizer.learning_rate or a longer "
-        f"optimizer.warmup_steps may help."
-    )

@@ -1,0 +1,173 @@
+"""Analyse the heads of a trained run.
+
+python heads.py describe --workdir=runs/numbers
+python heads.py importance --workdir=runs/numbers
+python heads.py prune --workdir=runs/numbers --split=test
+python heads.py plot --workdir=runs/numbers --site=cross --output=cross.png
+
+`describe`: what each head attends to. `importance`: the loss without each head.
+`prune`: scores with fewer and fewer heads. `plot`: attention maps of one example.
+"""
+
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
+import sys
+from pathlib import Path
+
+from absl import flags
+from matplotlib.backend_bases import FigureCanvasBase
+
+from headcount.analysis.heads import all_gates, describe, importance
+from headcount.analysis.plots import plot_example, plot_pruning
+from headcount.analysis.pruning import curve
+from headcount.analysis.tables import print_heads, print_pruning
+from headcount.configs.commandline import (
+    DIRECTORY,
+    TASK_FILE,
+    WORKDIR,
+    fail,
+    one_sentence,
+    path_of,
+    run,
+)
+from headcount.decoding import flags as decoding
+from headcount.runtime.logging import show_log
+from headcount.runtime.workdir import write_json
+from headcount.tasks import best_metric, import_file
+from headcount.training.run import CHECKPOINT, choose_trial, choose_trials, load
+
+SPLIT = flags.DEFINE_string("split", "val", "Split to analyse the heads on.")
+SITE = flags.DEFINE_string(
+    "site",
+    None,
+    "Site of attention: encoder, decoder or cross. What to plot (default: cross), or "
+    "the only one to prune (default: all).",
+)
+EXAMPLE = flags.DEFINE_integer("example", 0, "plot: number of the example, from 0.", 0)
+OUTPUT = flags.DEFINE_string("output", None, "plot: the picture (.png, .pdf, .svg).")
+TRIAL = flags.DEFINE_integer(
+    "trial", 0, "Analyse this trial alone; by default all (plot: the first)."
+)
+
+
+def main():
+    """Check the flags, load the run, and do what the verb says."""
+    if WORKDIR.value is None:
+        fail(
+            f"--workdir is needed, as in python heads.py {VERB} --workdir=runs/numbers"
+        )
+    show_log()
+    with one_sentence():
+        if TASK_FILE.value:
+            import_file(path_of(TASK_FILE))
+        options = decoding.options()
+        if VERB == "plot":
+            check_picture()
+        workdir = path_of(WORKDIR)
+        found = load(workdir, CHECKPOINT.value)
+        found.task.check_options(options)
+        sites = list(all_gates(found, found.of(0)[0], {}))
+        if SITE.value is not None and SITE.value not in sites:
+            raise ValueError(
+                f"--site must be one of {', '.join(sites)}, got {SITE.value!r}."
+            )
+        if DIRECTORY.value is not None:
+            found.task.set_directory(DIRECTORY.value)
+        examples = found.task.load(SPLIT.value)
+        VERBS[VERB](workdir, found, examples, options)
+
+
+def describe_heads(workdir, found, examples, options) -> None:
+    """Print and write the statistics of every head."""
+    rows = [
+        {"trial": trial} | row
+        for trial in choose_trials(found, TRIAL)
+        for row in describe(found, examples, trial)
+    ]
+    path = workdir / f"heads-describe-{examples.split}.json"
+    write_json(path, rows)
+    print_heads(rows, examples.split, "entropy", path)
+
+
+def rank_heads(workdir, found, examples, options) -> None:
+    """Print and write the importance of every head."""
+    rows = [
+        {"trial": trial} | row
+        for trial in choose_trials(found, TRIAL)
+        for row in importance(found, examples, trial)
+    ]
+    path = workdir / f"heads-importance-{examples.split}.json"
+    write_json(path, rows)
+    print_heads(rows, examples.split, "added_loss", path)
+
+
+def prune(workdir, found, examples, options) -> None:
+    """Print, write and draw the scores with fewer and fewer heads, ranked on val."""
+    dev, trials = found.task.load("val"), choose_trials(found, TRIAL)
+    about = {"split": examples.split, "ranked_on": dev.split}
+    about["checkpoint"] = CHECKPOINT.value
+    rows = [
+        {**about, **found.trials[row["trial"]], "step": found.step[row["trial"]], **row}
+        for row in curve(found, dev, examples, trials, SITE.value, **options)
+    ]
+    name = "-".join(filter(None, ("heads-prune", examples.split, SITE.value)))
+    path = workdir / f"{name}.json"
+    write_json(path, rows)
+    metric = best_metric(found.task)
+    print_pruning(rows, metric, path)
+    plot_pruning(rows, metric, path.with_suffix(".png"))
+    print(f"Wrote {path.with_suffix('.png')}")
+
+
+def plot(workdir, found, examples, options) -> None:
+    """Draw the attention maps of one example and the model's own output for it."""
+    if EXAMPLE.value >= len(examples):
+        raise ValueError(
+            f"--example={EXAMPLE.value} is not in {examples.split}, whose last example "
+            f"is number {len(examples) - 1}."
+        )
+    trial, site = choose_trial(found, TRIAL), SITE.value or "cross"
+    fields = found.task.fields_to_plot(found, examples, EXAMPLE.value, trial, **options)
+    path = path_of(OUTPUT)
+    plot_example(found, trial, fields, site, path)
+    print(f"Wrote the attention ({site}) in example {EXAMPLE.value} to {path}")
+
+
+def check_picture() -> None:
+    """Raise a ValueError if --output can't be a picture."""
+    if OUTPUT.value is None:
+        raise ValueError("plot needs --output=FILE.png.")
+    path: Path = path_of(OUTPUT)
+    formats = [f".{name}" for name in FigureCanvasBase.filetypes]
+    if path.suffix.lower() not in formats:
+        raise ValueError(
+            f"--output={OUTPUT.value} must end in one of {', '.join(formats)}."
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--output={OUTPUT.value} must be in an existing folder.")
+
+
+VERBS = {
+    "describe": describe_heads,
+    "importance": rank_heads,
+    "prune": prune,
+    "plot": plot,
+}
+
+
+def cli():
+    """Run as a script: the verb comes first."""
+    global VERB
+    if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help"):
+        fail(
+            f"The first argument must be one of {', '.join(VERBS)}, as in python "
+            f"heads.py describe --workdir=runs/numbers"
+        )
+    VERB = sys.argv.pop(1) if sys.argv[1] in VERBS else None
+    run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,70 @@
+"""Apply a trained run to standard input, line by line: translate, complete, tag, ...
+
+echo "two hundred and six" | python predict.py --workdir=runs/numbers
+python predict.py --workdir=runs/multi30k --score < pairs.tsv > log_probabilities.tsv
+"""
+
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
+import sys
+
+from absl import flags
+
+from headcount.configs.commandline import (
+    TASK_FILE,
+    WORKDIR,
+    fail,
+    one_sentence,
+    path_of,
+    run,
+)
+from headcount.decoding import flags as decoding
+from headcount.runtime import stdin
+from headcount.runtime.logging import show_log
+from headcount.tasks import import_file
+from headcount.training.run import CHECKPOINT, choose_trial, load
+
+SCORE = flags.DEFINE_bool(
+    "score",
+    False,
+    "Print log-probability (nats) and number of tokens of each line instead; for "
+    "translation a line is source, tab, target.",
+)
+TRIAL = flags.DEFINE_integer("trial", 0, "Which trial of the run to use.", 0)
+
+
+def main():
+    """Check the flags, then answer lines as they come."""
+    if WORKDIR.value is None:
+        fail(
+            "--workdir is needed, as in "
+            "python predict.py --workdir=runs/numbers < sentences.txt"
+        )
+    show_log()
+    with one_sentence():
+        if TASK_FILE.value:
+            import_file(path_of(TASK_FILE))
+        options = decoding.options()
+        for name in options if SCORE.value else ():
+            raise ValueError(f"--{name} is for decoding, and --score decodes nothing.")
+        found = load(path_of(WORKDIR), CHECKPOINT.value)
+        found.task.check_options(options)
+        task, trial = found.task, choose_trial(found, TRIAL)
+        answer = task.score_lines if SCORE.value else task.predict
+        number, size = 0, decoding.BATCH_SIZE.value
+        for lines in stdin.available_lines(sys.stdin.fileno(), size):
+            for line in answer(found, lines, trial=trial, first=number, **options):
+                print(line)
+            sys.stdout.flush()
+            number += len(lines)
+
+
+def cli():
+    """Run as a script."""
+    run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,5 @@
+"""Import this before JAX, in scripts: it sets what JAX reads when it is imported."""
+
+from headcount.runtime import platform
+
+platform.setup()

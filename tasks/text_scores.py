@@ -1,0 +1,125 @@
+"""Scores of generated text against references, with the signatures that define them."""
+
+import logging
+import unicodedata
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+
+from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.significance import PairedTest
+
+
+def score(
+    hypotheses: Sequence[str], references: Sequence[str], names: Collection[str]
+) -> tuple[dict, dict]:
+    """Return sacreBLEU and chrF (0 to 100) and the share of exact matches.
+
+    A hypothesis is exact if it equals its reference after NFKC normalisation and with
+    any white space as one blank: a vocabulary decodes to such text only. BLEU and chrF
+    are computed on the text as it is.
+
+    Args:
+        names: of "bleu", "chrf" and "exact_match"; chrF takes most of the time.
+
+    Returns:
+        Scores and signatures by name.
+
+    Raises:
+        ValueError: the numbers of hypotheses and references differ.
+    """
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"There are {len(hypotheses)} hypotheses but {len(references)} references."
+        )
+    scores, signatures = {}, {}
+    for name in ("bleu", "chrf"):
+        if name in names:
+            metric = _metric(name, tuple(references))
+            scores[name] = metric.corpus_score(hypotheses, None).score
+            signatures[name] = str(metric.get_signature())
+    if "exact_match" in names:
+        exact = map(str.__eq__, map(normalize, hypotheses), map(normalize, references))
+        scores["exact_match"] = sum(exact) / len(references)
+    return scores, signatures
+
+
+@lru_cache(maxsize=4)
+def _metric(name: str, references: tuple[str, ...]):
+    """Return a sacreBLEU metric that has counted the references, for many trials."""
+    return {"bleu": BLEU, "chrf": CHRF}[name](references=[references])
+
+
+def normalize(sentence: str) -> str:
+    """Apply NFKC, as SentencePiece does, and turn any white space into one blank."""
+    return " ".join(unicodedata.normalize("NFKC", sentence).split())
+
+
+def published(
+    hypotheses: Sequence[str], tokenized_references: Sequence[str], language: str
+) -> tuple[dict, dict]:
+    """Return BLEU and chrF in Multi30k's published protocol, and their signatures.
+
+    The hypotheses are lowercased, punctuation-normalised and tokenised as Moses does,
+    as the publisher made the references.
+    """
+    bleu = BLEU(tokenize="none", force=True)  # tokenised on purpose: no warning
+    chrf = CHRF()
+    tokenized, references = moses(hypotheses, language), [tokenized_references]
+    metrics = {"published_bleu": bleu, "published_chrf": chrf}
+    scores = {
+        name: metric.corpus_score(tokenized, references).score
+        for name, metric in metrics.items()
+    }
+    signatures = {
+        name: f"{metric.get_signature()}|moses:lc.norm.tok"
+        for name, metric in metrics.items()
+    }
+    return scores, signatures
+
+
+def moses(sentences: Sequence[str], language: str) -> list[str]:
+    """Lowercase, normalise punctuation and tokenise, in the order that Multi30k uses."""
+    from sacremoses import MosesPunctNormalizer, MosesTokenizer  # slow to import
+
+    normalizer, tokenizer = MosesPunctNormalizer(language), MosesTokenizer(language)
+    return [
+        tokenizer.tokenize(normalizer.normalize(sentence.lower()), return_str=True)
+        for sentence in sentences
+    ]
+
+
+def paired_bootstrap(
+    systems: dict[str, Sequence[str]],
+    references: Sequence[str],
+    metric: str,
+    samples: int = 1000,
+) -> dict[str, tuple[float, float, float | None]]:
+    """Run sacreBLEU's paired bootstrap over sentences (Koehn 2004).
+
+    Args:
+        systems: hypotheses by name; the first is the baseline.
+        references: one per sentence.
+        metric: "bleu" or "chrf", with sacreBLEU's defaults.
+        samples: how often the test set is resampled.
+
+    Returns:
+        By system its score, half the width of the score's 95 % interval, and p of no
+        difference to the baseline (None for the baseline).
+    """
+    logging.getLogger("sacrebleu").setLevel(logging.WARNING)  # it logs every step
+    named = [(name, list(lines)) for name, lines in systems.items()]
+    if len(named) == 1:  # the test needs two systems
+        named.append((named[0][0] + " again", named[0][1]))
+    name, of = {"bleu": ("BLEU", BLEU), "chrf": ("chrF2", CHRF)}[metric]
+    test = PairedTest(named, {name: of()}, [list(references)], "bs", n_samples=samples)
+    found = test()[1]
+    results = {
+        system: (result.score, float(result.ci), result.p_value)
+        for system, result in zip(systems, found[name], strict=False)
+    }
+    baseline = results[named[0][0]][0]
+    # sacreBLEU reports equal scores as different: no resampled difference exceeds 0
+    return {
+        system: (score, half, 1.0 if p is not None and score == baseline else p)
+        for system, (score, half, p) in results.items()
+    }

@@ -1,0 +1,414 @@
+"""Translation, or any other map from text to text, with an encoder-decoder model."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headcount.data import batches, corpora, tokenizer
+from headcount.data.examples import Examples, Ragged
+from headcount.data.packing import largest_rows
+from headcount.decoding.generate import translate, translate_trials
+from headcount.models import precision
+from headcount.models.cross_entropy import cross_entropy
+from headcount.models.transformer import Transformer
+from headcount.runtime import distributed, sharding
+from headcount.runtime.logging import say
+from headcount.tasks import text_scores
+from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.heldout_loss import heldout_loss
+
+BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
+CHRF = Metric("chrf", "chrF", "points", bounds=(0, 100), margin=0.3)
+EXACT_MATCH = Metric("exact_match", "exact match", "%", bounds=(0, 100))
+PUBLISHED = (
+    Metric(
+        "published_bleu",
+        "BLEU, published protocol",
+        "points",
+        bounds=(0, 100),
+        margin=0.3,
+    ),
+    Metric(
+        "published_chrf",
+        "chrF, published protocol",
+        "points",
+        bounds=(0, 100),
+        margin=0.3,
+    ),
+)
+SIDES = ("source", "target")
+SCORING_TOKENS = 2048  # of a batch in `score`: bounds the memory of its logits
+NOTHING = [([], 0.0)]  # the n-best list of a sentence without a token
+
+
+class Translation(Task):
+    """Pairs of texts, `source` and `target`, each side with its vocabulary."""
+
+    corpus_keys = ("name", "source", "target", "directory")
+    options = (
+        *("beam_size", "length_penalty", "n_best"),
+        *("temperature", "top_k", "top_p", "seed", "batch_size"),
+    )
+
+    def __init__(self, config, folder=None):
+        super().__init__(config, folder)
+        counts = config.model.num_encoder_layers, config.model.num_decoder_layers
+        if 0 in counts:
+            raise ValueError(
+                "The task translation needs an encoder and a decoder: "
+                "model.num_encoder_layers and model.num_decoder_layers must be at "
+                f"least 1, got {counts[0]} and {counts[1]}."
+            )
+        self.metrics = (BLEU, CHRF, EXACT_MATCH, LOSS)
+        if config.data.name == "multi30k":
+            self.metrics += PUBLISHED
+            self.test_split = "test_2016_flickr"
+
+    def read(self, split: str) -> dict[str, list[str]]:
+        """Return the raw sentences of a split; sentence i of both sides is a pair."""
+        data = self.config.data
+        texts = corpora.load(data.name, data.source, data.target, split, data.directory)
+        return dict(zip(SIDES, texts, strict=True))
+
+    def check_scoring(self, split: str) -> None:
+        """Raise a ValueError or OSError unless a split can be read and scored."""
+        self.read(split)
+        self.published_references(split)
+
+    def published_references(self, split: str) -> list[str] | None:
+        """Return Multi30k's own tokenised references; None for any other corpus."""
+        data = self.config.data
+        if data.name != "multi30k":
+            return None
+        return corpora.tokenized_references(
+            data.name, data.target, split, data.directory
+        )
+
+    @cached_property
+    def tokenizers(self) -> tuple:
+        """The tokenizers of source and target, from the run's folder."""
+        return tokenizer.load(self.folder)
+
+    def load(self, split: str) -> Examples:
+        """Return a split with its token ids; "train" makes the vocabulary if needed."""
+        text, data = self.read(split), self.config.data
+        if split == "train":
+            self.tokenizers = tokenizer.load_or_train(
+                self.folder,
+                text["source"],
+                text["target"],
+                data.vocab_size,
+                joint=data.joint_vocabulary,
+            )
+        encoders = zip(SIDES, self.tokenizers, strict=True)
+        return Examples(
+            split, {side: of.encode(text[side]) for side, of in encoders}, text
+        )
+
+    def spec(self, rows: int | None = None, length: int | None = None) -> dict:
+        """See `Task.spec`; both sides have the same length."""
+        if rows is None:
+            data = self.config.data
+            rows, length = largest_rows(data.batch_tokens, data.max_length)
+        return batches.batch_spec(SIDES, rows, dict.fromkeys(SIDES, length))
+
+    def build(self, *, rngs) -> Transformer:
+        """See `Task.build`."""
+        if self.folder is None:
+            data = self.config.data
+            sizes = [data.vocab_size] * (2 - data.joint_vocabulary)
+        else:
+            sizes = tokenizer.vocab_sizes(self.tokenizers)
+        return Transformer(*sizes, **self.config.model.to_dict(), rngs=rngs)
+
+    def batches(self, examples: Examples, seeds: list[int]) -> batches.PackedBatches:
+        """See `Task.batches`."""
+        data = self.config.data
+        return batches.PackedBatches(
+            examples.fields,
+            batch_tokens=data.batch_tokens,
+            max_length=data.max_length,
+            seeds=seeds,
+        )
+
+    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
+        """See `Task.evaluation_batches`."""
+        tokens = self.config.data.batch_tokens
+        if packed:
+            return batches.packed_evaluation_batches(
+                examples.fields, batch_tokens=tokens
+            )
+        return batches.unpacked_batches(examples.fields, batch_tokens=tokens)
+
+    def loss(self, model, batch: dict, label_smoothing=0.0, **options):
+        """Return the label-smoothed cross-entropy of the target, EOS included."""
+        hidden = model.hidden(batch, **options)
+        features, table = model.output(hidden)
+        weights = (batch["target_segments"] > 0).astype(jnp.float32)
+        loss = cross_entropy(
+            features.reshape(-1, features.shape[-1]),
+            table,
+            batch["target"].reshape(-1),
+            weights.reshape(-1),
+            label_smoothing,
+        )
+        return loss, weights.sum()
+
+    def evaluate(
+        self,
+        run: Run,
+        examples: Examples,
+        trials: Sequence[int] | None = None,
+        quick: bool = False,
+        **options,
+    ) -> list[dict]:
+        """Score the loss and the translations; see `Task.evaluate`.
+
+        Args:
+            quick: greedy translations, and chrF only if it selects the best model.
+            options: of `decoding.generate.translate_trials`. Default: beam search with 5
+                hypotheses and a length penalty of 0.6. With `n_best`, `predictions`
+                are the lines of n-best lists.
+        """
+        trials = range(len(run.trials)) if trials is None else trials
+        if quick:
+            options = {"beam_size": 1} | options
+            names = {EXACT_MATCH.name, BLEU.name, self.config.train.best_metric}
+        else:
+            options = search_defaults(options)
+            names = {metric.name for metric in self.metrics}
+        n_best = options.get("n_best")
+        loss = heldout_loss(run, self.evaluation_batches(examples))
+        found = translations(run, examples.fields["source"], trials, **options)
+        published = None
+        if {metric.name for metric in PUBLISHED} & names:
+            published = self.published_references(examples.split)
+        rows = []
+        mine = list(trials)[jax.process_index() :: jax.process_count()]
+        for trial in mine:
+            lists = found[trial]
+            best = [each[0][0] for each in lists] if n_best else lists
+            hypotheses = self.tokenizers[1].decode_many(best)
+            scores, signatures = text_scores.score(
+                hypotheses, examples.text["target"], names
+            )
+            if published is not None:
+                more = text_scores.published(
+                    hypotheses, published, self.config.data.target
+                )
+                scores, signatures = scores | more[0], signatures | more[1]
+            if n_best:
+                hypotheses = n_best_lines(decode_lists(self.tokenizers[1], lists))
+            row = {
+                "loss": float(loss[trial]),
+                **scores,
+                "signatures": signatures,
+                "options": {k: v for k, v in options.items() if k != "batch_size"},
+                "predictions": hypotheses,
+            }
+            rows.append((trial, row))
+        everyone = dict(row for rows in distributed.gather(rows) for row in rows)
+        return [everyone[trial] for trial in trials]
+
+    def predict(
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
+    ) -> Iterator[str]:
+        """Translate lines; those without a token stay empty.
+
+        Args:
+            first: number of the first line; samples of equal lines differ by it.
+            options: as in `evaluate`.
+        """
+        options = search_defaults(options)
+        self.warn_of_long(lines, first)
+        found = self.translate(run, lines, trial, first, **options)
+        yield from n_best_lines(found, first) if options.get("n_best") else found
+
+    def translate(
+        self,
+        run: Run,
+        lines: Sequence[str],
+        trial: int = 0,
+        first: int = 0,
+        n_best: int | None = None,
+        **options,
+    ) -> list[str] | list[list[tuple[str, float]]]:
+        """Translate lines; with n_best, return each one's n best with their scores.
+
+        Options are those of `decoding.generate.translate_trials`; greedy by default.
+        """
+        check_lines("lines", lines)
+        source, target = self.tokenizers
+        encoded = [ids.tolist() for ids in source.encode(lines)]
+        # a line of which normalisation leaves nothing is EOS alone
+        full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
+        params, gates = run.of(trial)
+        options |= {"sample_numbers": [first + index for index in full]}
+        options |= {"return_scores": n_best is not None, "head_gates": gates}
+        with sharding.using(run.mesh):
+            chosen = [encoded[index] for index in full]
+            out = translate(run.graph, params, chosen, n_best=n_best, **options)
+        found = dict(zip(full, out if n_best else out[0], strict=True))
+        nothing = NOTHING if n_best else []
+        everything = [found.get(index, nothing) for index in range(len(lines))]
+        if n_best:
+            return decode_lists(target, everything)
+        return target.decode_many(everything)
+
+    def score_lines(
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
+    ) -> Iterator[str]:
+        """Yield log-probability and token count of each line: source, tab, target."""
+        pairs = [line.split("\t") for line in lines]
+        for number, fields in enumerate(pairs, first + 1):
+            if len(fields) != 2:
+                raise ValueError(
+                    f"Line {number} of the input has {len(fields)} tab-separated "
+                    f"fields instead of 2, source and target; fix or remove it."
+                )
+        sides = [[pair[i] for pair in pairs] for i in (0, 1)]
+        for side, lines in enumerate(sides):
+            self.warn_of_long(lines, first, side)
+        for log_prob, tokens in self.score(run, *sides, trial):
+            yield f"{log_prob:.4f}\t{tokens}"
+
+    def score(
+        self, run: Run, sources: Sequence[str], targets: Sequence[str], trial: int = 0
+    ) -> list[tuple[float, int]]:
+        """Return the log-probability (nats) of each target given its source.
+
+        The number of its tokens comes with it; EOS counts in both.
+        """
+        check_lines("sources", sources)
+        check_lines("targets", targets)
+        if len(sources) != len(targets):
+            raise ValueError(
+                f"each source needs a target, got {len(sources)} and {len(targets)}."
+            )
+        texts = zip(SIDES, self.tokenizers, (sources, targets), strict=True)
+        fields = {side: of.encode(lines) for side, of, lines in texts}
+        found = np.zeros((2, len(sources)))
+        params, gates = run.of(trial)
+        with sharding.using(run.mesh):
+            for indices, batch in batches.unpacked_batches(
+                fields, batch_tokens=SCORING_TOKENS
+            ):
+                sums = row_losses(run.graph, self.loss, params, gates, batch)
+                found[:, indices] = np.stack(sums)[:, : len(indices)]
+        return list(
+            zip((-found[0]).tolist(), found[1].astype(int).tolist(), strict=True)
+        )
+
+    def warn_of_long(self, lines: Sequence[str], first: int, side: int = 0) -> None:
+        """Log the lines that are longer than any training example."""
+        longest = self.config.data.max_length
+        for index, ids in enumerate(self.tokenizers[side].encode(lines)):
+            if len(ids) > longest:
+                which = ("", "'s target")[side]
+                say(
+                    f"Line {first + index + 1}{which} has {len(ids)} tokens, more than "
+                    f"the {longest} of any training example: expect a poor result."
+                )
+
+    def token_strings(self, field: str, ids) -> list[str]:
+        """Return the text of each token of a field, as labels."""
+        return self.tokenizers[SIDES.index(field)].pieces(ids)
+
+    def fields_to_plot(self, run, examples, index, trial, **options):
+        """See `Task.fields_to_plot`: a source and its translation."""
+        source = Ragged.of([examples.fields["source"][index]])
+        options = search_defaults(options)
+        options.pop("n_best", None)
+        with sharding.using(run.mesh):
+            (target,) = translations(run, source, [trial], **options)[trial]
+        return {"source": source[0].tolist(), "target": [*target, tokenizer.EOS]}
+
+    def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
+        """See `Task.bootstrap`: BLEU's, or chrF's for the metrics that are nearer it."""
+        near_chrf = metric.name in ("chrf", "published_chrf", "exact_match")
+        return text_scores.paired_bootstrap(
+            systems, text["target"], "chrf" if near_chrf else "bleu"
+        )
+
+
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def row_losses(graph, loss, params, head_gates: dict, batch: dict):
+    """Return the summed loss and weight of every row of a batch, by one trial."""
+
+    def one(row):
+        row = jax.tree.map(lambda x: x[None], row)
+        return loss(precision.merge(graph, params), row, head_gates=head_gates)
+
+    return jax.vmap(one)(batch)
+
+
+def search_defaults(options: dict) -> dict:
+    """Return decoding options: beam search with 5 hypotheses unless they say more."""
+    if options.get("temperature"):
+        return options
+    options = {"beam_size": 5, "length_penalty": 0.6} | options
+    if options["beam_size"] == 1 and not options.get("n_best"):
+        del options["length_penalty"]  # it only changes scores, which nobody sees
+    return options
+
+
+def translations(
+    run: Run, sources, trials: Sequence[int], n_best: int | None = None, **options
+) -> dict[int, list]:
+    """Return the token ids of every sentence's translation, by trial.
+
+    A sentence without a token has an empty translation. With n_best, each sentence has
+    a list of (token ids, score). Several processes share the sentences of the trials
+    that they hold, and all get all translations.
+    """
+    sentences = [ids.tolist() for ids in sources]
+    found, full = [], [i for i, ids in enumerate(sentences) if len(ids) > 1]
+    for shares, params in sharding.trials_here(run.params, jax.sharding.get_mesh()):
+        chosen = [
+            list(full[share.place :: share.count]) if share.trial in trials else []
+            for share in shares
+        ]
+        rows = np.array([share.trial for share in shares])
+        lists = translate_trials(
+            run.graph,
+            params,
+            sentences,
+            chosen,
+            head_gates=jax.tree.map(lambda x, rows=rows: x[rows], run.head_gates),
+            n_best=n_best,
+            return_scores=n_best is not None,
+            **options,
+        )
+        lists = [each[0] for each in lists] if n_best is None else lists
+        found += [(*share, each) for share, each in zip(shares, lists, strict=True)]
+    nothing = [] if n_best is None else NOTHING
+    whole = {trial: [nothing for _ in sentences] for trial in trials}
+    for part in distributed.gather(found):
+        for trial, place, count, each in part:
+            if trial in whole:
+                for index, one in zip(full[place::count], each, strict=True):
+                    whole[trial][index] = one
+    return whole
+
+
+def decode_lists(target, lists: list) -> list[list[tuple[str, float]]]:
+    """Return n-best lists of token ids as text, with their scores."""
+    return [[(target.decode(ids), score) for ids, score in each] for each in lists]
+
+
+def n_best_lines(lists: list, first: int = 0) -> list[str]:
+    """Return a line per hypothesis, in the format of Moses and Marian."""
+    return [
+        f"{index} ||| {text} ||| {score:.4f}"
+        for index, each in enumerate(lists, first)
+        for text, score in each
+    ]
+
+
+def check_lines(name: str, lines: Sequence[str]) -> None:
+    """Raise a TypeError for a single string instead of a list of them."""
+    if isinstance(lines, str):
+        raise TypeError(f"{name} must be a list of strings, as in [{lines!r}]")

@@ -1,0 +1,224 @@
+"""The training loop: update, and call hooks at intervals, until there is no more to do."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from headcount.data.batches import dispatch_spans, prefetched
+from headcount.data.examples import Examples
+from headcount.runtime import sharding
+from headcount.runtime.logging import Progress, clock, say
+from headcount.runtime.profiling import CompileClock, Profile, peak_flops
+from headcount.runtime.signals import StopSignal
+from headcount.tasks import Run, Task, best_metric
+from headcount.tasks.base import Batches
+from headcount.training import selection
+from headcount.training.checkpoint import Checkpoints
+from headcount.training.metrics import MetricsWriter, Window, mean_and_sd
+from headcount.training.step import Static, TrainState, checkpoint_items, train_steps
+from headcount.training.trials import describe_trial
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A run in training: what it trains, on what, and how far it is."""
+
+    config: ConfigDict
+    workdir: Path
+    task: Task
+    trials: list[dict]  # what each trial differs in
+    hyperparameters: dict  # arrays of shape R; see `train_steps`
+    static: Static
+    batches: Batches
+    dev: Examples
+    state: TrainState
+    best: dict  # see `selection.initial_best`
+    step: int  # updates done
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    flops: Callable[[], float]  # of an update of one trial
+    compile_clock: CompileClock
+    started: float  # time.monotonic() at the launch
+    window: Window = None
+    frozen: np.ndarray = None  # R: trials that are no longer updated
+    unread: list = dataclasses.field(default_factory=list)  # (first step, number, ...)
+
+    def __post_init__(self):
+        self.window = Window(self.batches.spec)
+        self.frozen = np.array(sharding.fetch(self.state.frozen))
+
+    @property
+    def num_steps(self) -> int:
+        """How many updates the run is to have in the end."""
+        return self.config.train.num_steps
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every so many steps happens now."""
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def update(self, batch: dict, number: int) -> None:
+        """Start the updates of a span; read the metrics of the span before it."""
+        self.state, metrics = train_steps(
+            self.state, self.hyperparameters, batch, number, static=self.static
+        )
+        self.unread.append((self.step, number, sharding.to_all(metrics)))
+        self.step += number
+        self.read_metrics(keep=1)  # one late, so that the device never waits for Python
+        if self.window.compiling:
+            self.read_metrics()
+            say(f"First step {clock(time.monotonic() - self.started)} after launch.")
+            if peak := peak_flops():
+                self.window.ideal_seconds = self.flops() / peak
+            self.window.start_clock()
+
+    def read_metrics(self, keep: int = 0) -> None:
+        """Read the metrics of all but the last `keep` spans; waits for their updates."""
+        while len(self.unread) > keep:
+            first, number, metrics = self.unread.pop(0)
+            metrics = jax.tree.map(np.asarray, metrics)
+            for index in range(number):
+                of_step = jax.tree.map(lambda x, i=index: x[:, i], metrics)
+                diverged, at = self.window.add(of_step), first + index + 1
+                why = "diverged: its loss or gradient is not finite"
+                self.freeze(diverged, at, why, diverged_at=at)
+
+    def freeze(self, trials, at: int, why: str, **row) -> None:
+        """Record that trials are not updated any more."""
+        for trial in trials.tolist():
+            self.frozen[trial] = True
+            self.writer.write(at, trial, **row)
+            say(f"step {at}: {describe_trial(self.trials, trial)} {why}; now frozen.")
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Exclude this block from throughput timing, after pending steps finish."""
+        self.read_metrics()
+        with self.window.paused():
+            yield
+
+    def run(self) -> Run:
+        """Return the models as they are now."""
+        R = len(self.trials)
+        return Run(
+            config=self.config,
+            graph=self.static.graph,
+            params=self.state.params,
+            trials=self.trials,
+            head_gates=self.hyperparameters["head_gates"],
+            step=[self.step] * R,
+            diverged_at=[None] * R,
+            task=self.task,
+        )
+
+
+class Hook(NamedTuple):
+    """Something that happens every so many steps, and at the end."""
+
+    every: int
+    call: Callable[[Trainer], Any]
+
+
+def fit(
+    trainer: Trainer, hooks: list[Hook], stop: StopSignal, profile: Profile
+) -> None:
+    """Train until num_steps, a signal, or no trial is left to update; then save."""
+    settings = trainer.config.train
+    k, ends = settings.steps_per_dispatch, profile.ends(trainer.step)
+    # the first step alone shows at once that everything works
+    once, intervals = {trainer.step + 1, *ends}, [hook.every for hook in hooks]
+    spans = dispatch_spans(trainer.step, trainer.num_steps, k, intervals, once)
+    mesh, R = jax.sharding.get_mesh(), len(trainer.trials)
+    num_rows = next(iter(trainer.batches.spec.values())).shape[0]
+    part = sharding.part_here(mesh, R, num_rows)
+    feed = prefetched(trainer.batches, spans, k, part[:2])
+    try:
+        for count, (_, number) in enumerate(spans):
+            if stop.reached(count) or trainer.frozen.all():
+                break
+            if profile.is_due(trainer.step):
+                with trainer.paused():  # writing a trace takes many seconds
+                    profile.at(trainer.step, trainer.state)
+            with trainer.window.waiting():
+                batch = sharding.place_batch(next(feed), part)
+            trainer.update(batch, number)
+            for hook in hooks:
+                if trainer.is_due(hook.every):
+                    hook.call(trainer)
+        trainer.read_metrics()
+        save(trainer)
+        trainer.checkpoints.wait()
+    finally:
+        profile.close()
+        feed.close()
+
+
+def default_hooks(config: ConfigDict, progress: Progress) -> list[Hook]:
+    """Return the hooks of a config: log, evaluate, save, in this order."""
+
+    def log_and_show(trainer):
+        log(trainer)
+        progress.update(trainer.step, trainer.window.text)
+
+    return [
+        Hook(config.train.log_every_steps, log_and_show),
+        Hook(config.train.eval_every_steps, evaluate),
+        Hook(config.train.checkpoint_every_steps, save),
+    ]
+
+
+def log(trainer: Trainer) -> None:
+    """Write a row of training metrics for every trial."""
+    trainer.read_metrics()
+    compiled = trainer.compile_clock.seconds
+    for trial, row in trainer.window.rows().items():
+        trainer.writer.write(trainer.step, trial, **row, compile_seconds=compiled)
+
+
+def evaluate(trainer: Trainer) -> None:
+    """Score the trials on dev, keep the best parameters, and apply patience."""
+    config, step, R = trainer.config.train, trainer.step, len(trainer.trials)
+    with trainer.paused():
+        alive = np.flatnonzero(~trainer.frozen).tolist()
+        rows = trainer.task.evaluate(
+            trainer.run(), trainer.dev, trials=alive, quick=True
+        )
+        rows = dict(zip(alive, rows, strict=True))
+        metrics = [
+            m for m in trainer.task.metrics if all(m.name in r for r in rows.values())
+        ]
+        for trial, row in rows.items():
+            scores = {f"dev_{m.name}": row[m.name] for m in metrics}
+            trainer.writer.write(step, trial, **scores)
+        shown = [
+            mean_and_sd(f"dev {m.label}", [row[m.name] for row in rows.values()])
+            for m in metrics
+        ]
+        if rows:
+            of = f" ({len(rows)} of {R} trials)" * (len(rows) < R)
+            say(f"step {step}{of}: " + "  ".join(shown))
+        metric = best_metric(trainer.task)
+        scores = selection.ranks(rows, metric, R)
+        trainer.best = selection.keep_best(
+            trainer.best, trainer.state.params, step, scores
+        )
+        if config.patience is not None:
+            since = config.patience * config.eval_every_steps
+            trainer.state, late = selection.stop_without_progress(
+                trainer.state, trainer.best, step - since, step
+            )
+            why = f"had no better dev {metric.label} in {since} steps"
+            trainer.freeze(late, step, why, stopped_at=step)
+
+
+def save(trainer: Trainer) -> None:
+    """Write a checkpoint in the background."""
+    with trainer.paused():
+        items = checkpoint_items(trainer.state, trainer.best)
+        trainer.checkpoints.save(trainer.step, **items)

@@ -1,0 +1,77 @@
+"""Selection on dev scores: the best parameters so far, patience, ranking."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from headcount.runtime import sharding
+from headcount.tasks.base import LOSS, Metric
+from headcount.training.step import TrainState
+
+
+def rank(value: float, loss: float, metric: Metric) -> float:
+    """Return a score to compare by: higher is better, ties are broken by the loss.
+
+    The loss counts for less than any difference of scores that is more than rounding.
+    """
+    if not metric.higher_is_better:
+        return -value if np.isfinite(value) else -np.inf
+    return value - 1e-9 * (loss if loss < 1e3 else 1e3)
+
+
+def ranks(rows: dict[int, dict], metric: Metric, num_trials: int) -> np.ndarray:
+    """Return `rank` of every trial, R; -inf where it has no row."""
+    found = np.full(num_trials, -np.inf)
+    for trial, row in rows.items():
+        found[trial] = rank(row[metric.name], row[LOSS.name], metric)
+    return found
+
+
+def initial_best(params: nnx.State, num_trials: int) -> dict:
+    """Return the best before any evaluation: `params`, `score` and `step` per trial."""
+    return {
+        "params": params,
+        "score": np.full(num_trials, -np.inf),
+        "step": np.zeros(num_trials, np.int32),
+    }
+
+
+def keep_best(best: dict, params: nnx.State, step: int, scores: np.ndarray) -> dict:
+    """Replace the best parameters of the trials that score higher than ever before.
+
+    Args:
+        best: see `initial_best`; its parameters are donated.
+        params: of now.
+        step: of now.
+        scores: R, higher is better.
+    """
+    better = scores > best["score"]
+    return {
+        "params": _replace(best["params"], params, better),
+        "score": np.where(better, scores, best["score"]),
+        "step": np.where(better, step, best["step"]).astype(np.int32),
+    }
+
+
+@partial(jax.jit, donate_argnames="old")
+def _replace(old: nnx.State, new: nnx.State, which: jax.Array) -> nnx.State:
+    def choose(old, new):
+        return jnp.where(which.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, old, new)
+
+
+def stop_without_progress(
+    state: TrainState, best: dict, before: int, step: int
+) -> tuple[TrainState, np.ndarray]:
+    """Freeze the trials whose best evaluation was at step `before` or earlier.
+
+    Returns:
+        The state, and the trials that this froze.
+    """
+    late = ~sharding.fetch(state.frozen) & (best["step"] <= before)
+    stopped_at = jnp.where(late, step, state.stopped_at)
+    return state._replace(stopped_at=stopped_at), np.flatnonzero(late)
