@@ -34,7 +34,7 @@ from headcount.configs.commandline import (
     path_of,
     run,
 )
-from headcount.data import tokenizer
+from headcount.data import tokenizers
 from headcount.models import cost
 from headcount.models.sites import implementations
 from headcount.runtime import cluster, distributed, sharding
@@ -247,9 +247,9 @@ def read_data(task, workdir: Path):
     """Read the training and dev splits; a new run makes its vocabulary first."""
     with distributed.fail_together():
         if distributed.is_first() and not has_started(workdir):
-            tokenizer.remove(task.folder)  # of a start that failed
+            tokenizers.remove(task.folder)  # of a start that failed
             if other := task.config.train.init_from:
-                tokenizer.copy(run_folder(other) / "tokenizer", task.folder)
+                tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
         if distributed.is_first():
             examples = task.load("train")
     with distributed.fail_together():

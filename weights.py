@@ -230,7 +230,7 @@ def named_file(path: Path):
 
 def order_of(path: Path, original: dict) -> list[int]:
     """Marian's ids in the order of our ids from 1 on, by its vocab.json."""
-    from headcount.data.tokenizer import marian_order
+    from headcount.data.tokenizers import marian_order
 
     vocabulary = read_json(path)
     order = marian_order(vocabulary)

@@ -9,7 +9,7 @@ from headcount.attention.api import (
     resolve_implementation,
 )
 from headcount.attention.merge import MERGE_RULES, MergeRule
-from headcount.attention.native_build import why_not as cpu_kernel_unavailable
+from headcount.attention.native_build import why_not as cpu_kernel_unavailable  # noqa: F401
 from headcount.attention.statistics import HeadStatistics
 from headcount.attention.talking_heads import (
     talking_heads_attention,

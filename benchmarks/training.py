@@ -129,7 +129,8 @@ def config_of(arguments):
 
 def corpus(arguments):
     """Encoded source and target sentences, and where they are from."""
-    from headcount.data import corpora, tokenizer
+    from headcount.data import pairs as corpora
+    from headcount.data import tokenizers as tokenizer
     from headcount.data.packing import Sentences
 
     config = config_of(arguments)

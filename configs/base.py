@@ -17,15 +17,22 @@ def get_config() -> ml_collections.ConfigDict:
     task.name = "translation"  # a name in headcount.tasks.TASKS
 
     config.data = data = ml_collections.ConfigDict()
-    data.name = "numbers"  # numbers, multi30k, text, or a TFDS translation set
-    data.source = "en"  # language translated from
-    data.target = "de"  # language translated into
-    # Folder of local files, of text or of multi30k, which None downloads; for no other.
+    # Pairs: numbers, multi30k, text, or a TFDS translation set. Documents: shakespeare,
+    # recall, text, or a TFDS text set.
+    data.name = "numbers"
+    data.source = "en"  # translation: language translated from
+    data.target = "de"  # translation: language translated into
+    # Folder of local files, for text, multi30k and shakespeare; None: download them.
     data.directory = placeholder(str)
-    data.vocab_size = 8000  # SentencePiece pieces (BPE)
-    data.joint_vocabulary = True  # one for both languages; else one each
-    data.max_length = 128  # tokens; pairs with a longer side are left out
-    data.batch_tokens = 4096  # target tokens an update
+    # Of documents: sentencepiece, characters, words, bytes, gpt2 (imported weights).
+    data.tokenizer = "sentencepiece"
+    data.vocab_size = 8000  # size of a SentencePiece vocabulary
+    data.joint_vocabulary = True  # translation: one for both languages; else one each
+    # Tokens. Pairs with a longer side are left out; documents are cut into windows.
+    data.max_length = 128
+    data.cross_documents = True  # windows: may a token attend to the document before?
+    data.stride = placeholder(int)  # windows in evaluation; None: max_length
+    data.batch_tokens = 4096  # target tokens per update
 
     config.model = model = ml_collections.ConfigDict()
     model.width = 128  # D
@@ -45,7 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.pooler = False  # tanh of a linear map of the first token; encoder-only
     model.output_transform = False  # linear map, activation and norm before the output
     model.output_bias = False  # a number a piece
-    model.bos = 1  # id of the token before the first, see data/tokenizer.py
+    model.bos = 1  # id of the token before the first, see data/tokenizers.py
     model.dtype = placeholder(str)  # bfloat16, float32; None: bfloat16 if it is fast
     model.attention = attention = ml_collections.ConfigDict()
     attention.num_heads = 4  # N
@@ -75,9 +82,15 @@ def get_config() -> ml_collections.ConfigDict:
     mesh.shard = "none"  # data also divides: "optimizer" (ZeRO-1), "parameters" (FSDP)
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
-    optimizer.schedule = "inverse_sqrt"  # or "noam", "constant"
+    # inverse_sqrt, noam, constant, cosine, linear, warmup_stable_decay
+    optimizer.schedule = "inverse_sqrt"
     optimizer.learning_rate = 3e-3  # at its peak; with noam the factor before D^-0.5
     optimizer.warmup_steps = 400  # updates
+    # Where cosine, linear and warmup_stable_decay end: update (0: train.num_steps),
+    # and share of the peak; the last one decays over decay_share of the updates.
+    optimizer.decay_steps = 0
+    optimizer.final_share = 0.1
+    optimizer.decay_share = 0.2
     optimizer.beta1 = 0.9  # decay of the mean of gradients (Adam)
     optimizer.beta2 = 0.98  # and of that of their squares
     optimizer.epsilon = 1e-9  # added to the root of the latter

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-EOS = 2  # ends every sentence, see data/tokenizer.py; 0 and 1 are padding and BOS
+EOS = 2  # ends every sentence, see data/tokenizers.py; 0 and 1 are padding and BOS
 NEVER = -1e9  # log-probability of what is ruled out; finite, so that sums of it are
 LEAST = 1e-37  # temperature; what is less is 0 in float32
 BLOCK = 64  # pieces that are ranked by their largest first

@@ -251,12 +251,15 @@ class Transformer(nnx.Module):
         head_gates: dict | None = None,
         watch: dict | None = None,
         remat: str = "none",
+        inputs: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """What is known before each target token: causal in the tokens before it.
 
-        Without an encoder there is no memory; see `hidden`.
+        Without an encoder there is no memory; see `hidden`. The inputs are by default
+        the target shifted by one, with BOS at the start of each segment.
         """
-        inputs = shift_right(target, positions, self.bos)
+        if inputs is None:
+            inputs = shift_right(target, positions, self.bos)
         x = self.embed(inputs, positions, target.shape[1])
         x = dropout(x, drop, 0)
         where = self.where(positions, is_source=False)
@@ -365,6 +368,7 @@ class Transformer(nnx.Module):
             head_gates,
             watch,
             remat,
+            batch.get("target_inputs"),
         )
 
     def __call__(

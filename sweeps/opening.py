@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from headcount.configs.commandline import flat
-from headcount.data import corpora
+from headcount.data import pairs as corpora
 from headcount.runtime import cluster
 from headcount.runtime.workdir import differing, summary, write_json
 from headcount.sweeps.optional import package

@@ -14,7 +14,7 @@ from headcount.analysis.report_markdown import document
 from headcount.analysis.report_plots import figures, plt, save_png
 from headcount.analysis.significance import paired_bootstrap
 from headcount.configs.commandline import flat
-from headcount.data import corpora
+from headcount.data import pairs as corpora
 from headcount.sweeps.plan import Arm, letter
 from headcount.sweeps.records import read_record, read_result
 from headcount.sweeps.store import COLUMNS, SCORES, TOLD, Sweep, unfinished

@@ -8,9 +8,13 @@ import importlib.util
 from pathlib import Path
 
 from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.language_model import LanguageModel
 from headcount.tasks.translation import Translation
 
-TASKS: dict[str, type[Task]] = {"translation": Translation}
+TASKS: dict[str, type[Task]] = {
+    "translation": Translation,
+    "language_model": LanguageModel,
+}
 
 
 def make_task(config, folder: Path | None = None) -> Task:

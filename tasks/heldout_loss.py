@@ -30,6 +30,17 @@ def summed_loss(
     return over_trials(one)(params, head_gates)
 
 
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def row_losses(graph, loss: Callable, params, head_gates: dict, batch: dict):
+    """Return the summed loss and weight of every row of a batch, by one trial."""
+
+    def one(row):
+        row = jax.tree.map(lambda x: x[None], row)
+        return loss(precision.merge(graph, params), row, head_gates=head_gates)
+
+    return jax.vmap(one)(batch)
+
+
 def heldout_loss(run, batches: Iterable[dict]) -> np.ndarray:
     """Return the mean loss of every trial over batches, R."""
     sums = [

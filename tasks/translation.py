@@ -1,24 +1,23 @@
 """Translation, or any other map from text to text, with an encoder-decoder model."""
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headcount.data import batches, corpora, tokenizer
+from headcount.data import batches, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import largest_rows
 from headcount.decoding.generate import translate, translate_trials
-from headcount.models import precision
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
 from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.tasks import text_scores
 from headcount.tasks.base import LOSS, Metric, Run, Task
-from headcount.tasks.heldout_loss import heldout_loss
+from headcount.tasks.heldout_loss import heldout_loss, row_losses
 
 BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
 CHRF = Metric("chrf", "chrF", "points", bounds=(0, 100), margin=0.3)
@@ -70,7 +69,7 @@ class Translation(Task):
     def read(self, split: str) -> dict[str, list[str]]:
         """Return the raw sentences of a split; sentence i of both sides is a pair."""
         data = self.config.data
-        texts = corpora.load(data.name, data.source, data.target, split, data.directory)
+        texts = pairs.load(data.name, data.source, data.target, split, data.directory)
         return dict(zip(SIDES, texts, strict=True))
 
     def check_scoring(self, split: str) -> None:
@@ -83,20 +82,18 @@ class Translation(Task):
         data = self.config.data
         if data.name != "multi30k":
             return None
-        return corpora.tokenized_references(
-            data.name, data.target, split, data.directory
-        )
+        return pairs.tokenized_references(data.name, data.target, split, data.directory)
 
     @cached_property
     def tokenizers(self) -> tuple:
         """The tokenizers of source and target, from the run's folder."""
-        return tokenizer.load(self.folder)
+        return tokenizers.load_pair(self.folder)
 
     def load(self, split: str) -> Examples:
         """Return a split with its token ids; "train" makes the vocabulary if needed."""
         text, data = self.read(split), self.config.data
         if split == "train":
-            self.tokenizers = tokenizer.load_or_train(
+            self.tokenizers = tokenizers.load_or_train_pair(
                 self.folder,
                 text["source"],
                 text["target"],
@@ -121,7 +118,7 @@ class Translation(Task):
             data = self.config.data
             sizes = [data.vocab_size] * (2 - data.joint_vocabulary)
         else:
-            sizes = tokenizer.vocab_sizes(self.tokenizers)
+            sizes = tokenizers.pair_vocab_sizes(self.tokenizers)
         return Transformer(*sizes, **self.config.model.to_dict(), rngs=rngs)
 
     def batches(self, examples: Examples, seeds: list[int]) -> batches.PackedBatches:
@@ -262,14 +259,14 @@ class Translation(Task):
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
         """Yield log-probability and token count of each line: source, tab, target."""
-        pairs = [line.split("\t") for line in lines]
-        for number, fields in enumerate(pairs, first + 1):
+        columns = [line.split("\t") for line in lines]
+        for number, fields in enumerate(columns, first + 1):
             if len(fields) != 2:
                 raise ValueError(
                     f"Line {number} of the input has {len(fields)} tab-separated "
                     f"fields instead of 2, source and target; fix or remove it."
                 )
-        sides = [[pair[i] for pair in pairs] for i in (0, 1)]
+        sides = [[fields[i] for fields in columns] for i in (0, 1)]
         for side, lines in enumerate(sides):
             self.warn_of_long(lines, first, side)
         for log_prob, tokens in self.score(run, *sides, trial):
@@ -324,7 +321,7 @@ class Translation(Task):
         options.pop("n_best", None)
         with sharding.using(run.mesh):
             (target,) = translations(run, source, [trial], **options)[trial]
-        return {"source": source[0].tolist(), "target": [*target, tokenizer.EOS]}
+        return {"source": source[0].tolist(), "target": [*target, tokenizers.EOS]}
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
         """See `Task.bootstrap`: BLEU's, or chrF's for the metrics that are nearer it."""
@@ -332,17 +329,6 @@ class Translation(Task):
         return text_scores.paired_bootstrap(
             systems, text["target"], "chrf" if near_chrf else "bleu"
         )
-
-
-@partial(jax.jit, static_argnames=("graph", "loss"))
-def row_losses(graph, loss, params, head_gates: dict, batch: dict):
-    """Return the summed loss and weight of every row of a batch, by one trial."""
-
-    def one(row):
-        row = jax.tree.map(lambda x: x[None], row)
-        return loss(precision.merge(graph, params), row, head_gates=head_gates)
-
-    return jax.vmap(one)(batch)
 
 
 def search_defaults(options: dict) -> dict:

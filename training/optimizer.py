@@ -1,36 +1,72 @@
-"""Adam with warm-up and clipping, every number of it data that trials may differ in."""
+"""Optimizers and learning-rate schedules, whose numbers may differ between trials."""
 
 import jax.numpy as jnp
 import optax
 
 
-def inverse_sqrt(step, learning_rate, warmup_steps, width):
-    """Linear to the peak, then falling as 1 / sqrt(step) (fairseq)."""
-    del width
-    return learning_rate * jnp.minimum(
-        step / warmup_steps, jnp.sqrt(warmup_steps / step)
-    )
+def inverse_sqrt(step, *, warmup_steps, **_):
+    """Linear warm-up, then 1 / sqrt(step) (fairseq)."""
+    return jnp.minimum(step / warmup_steps, jnp.sqrt(warmup_steps / step))
 
 
-def noam(step, learning_rate, warmup_steps, width):
-    """The same curve with the peak tied to width and warm-up (Vaswani et al. 2017)."""
-    peak = learning_rate * (width * warmup_steps) ** -0.5
-    return inverse_sqrt(step, peak, warmup_steps, width)
+def noam(step, *, warmup_steps, width, **_):
+    """The same curve with a peak that depends on the width (Vaswani et al. 2017)."""
+    peak = (width * warmup_steps) ** -0.5
+    return peak * inverse_sqrt(step, warmup_steps=warmup_steps)
 
 
-def constant(step, learning_rate, warmup_steps, width):
-    """Linear to the peak, then level."""
-    del width
-    return learning_rate * jnp.minimum(step / warmup_steps, 1.0)
+def constant(step, *, warmup_steps, **_):
+    """Linear warm-up, then constant."""
+    return jnp.minimum(step / warmup_steps, 1.0)
 
 
-SCHEDULES = {"inverse_sqrt": inverse_sqrt, "noam": noam, "constant": constant}
+def cosine(step, *, warmup_steps, decay_steps, final_share, **_):
+    """Linear warm-up, then half a cosine down to final_share."""
+    progress = (step - warmup_steps) / jnp.maximum(decay_steps - warmup_steps, 1)
+    curve = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0, 1)))
+    decayed = final_share + (1 - final_share) * curve
+    return jnp.minimum(step / warmup_steps, decayed)
 
 
-def learning_rate_at(schedule, step, learning_rate, warmup_steps, width):
-    """The rate of update number `step` (from 0)."""
+def linear(step, *, warmup_steps, decay_steps, final_share, **_):
+    """Linear warm-up, then linear decay to final_share."""
+    progress = (step - warmup_steps) / jnp.maximum(decay_steps - warmup_steps, 1)
+    decayed = 1 - (1 - final_share) * jnp.clip(progress, 0, 1)
+    return jnp.minimum(step / warmup_steps, decayed)
+
+
+def warmup_stable_decay(
+    step, *, warmup_steps, decay_steps, final_share, decay_share, **_
+):
+    """Linear warm-up, constant, then linear decay over the last decay_share."""
+    length = jnp.maximum(decay_share * decay_steps, 1)
+    progress = (step - (decay_steps - length)) / length
+    decayed = 1 - (1 - final_share) * jnp.clip(progress, 0, 1)
+    return jnp.minimum(step / warmup_steps, decayed)
+
+
+SCHEDULES = {  # the learning rate as a share of its peak, at update `step` from 1 on
+    "inverse_sqrt": inverse_sqrt,
+    "noam": noam,
+    "constant": constant,
+    "cosine": cosine,
+    "linear": linear,
+    "warmup_stable_decay": warmup_stable_decay,
+}
+SCHEDULE_KEYS = (
+    *("learning_rate", "warmup_steps"),
+    *("decay_steps", "final_share", "decay_share"),
+)
+NEED_DECAY_STEPS = ("cosine", "linear", "warmup_stable_decay")
+
+
+def learning_rate_at(schedule, step, learning_rate, warmup_steps, width, **decay):
+    """Return the learning rate of update number `step`, from 0 on."""
     warmup_steps = jnp.maximum(warmup_steps, 1)
-    return SCHEDULES[schedule](step + 1.0, learning_rate, warmup_steps, width)
+    share = SCHEDULES[schedule](
+        step + 1.0, warmup_steps=warmup_steps, width=width, **decay
+    )
+    return learning_rate * share
 
 
 def make_optimizer(
@@ -38,6 +74,9 @@ def make_optimizer(
     schedule: str,
     learning_rate,
     warmup_steps,
+    decay_steps,
+    final_share,
+    decay_share,
     beta1,
     beta2,
     epsilon,
@@ -45,13 +84,22 @@ def make_optimizer(
     clip_norm,
     width: int,
 ) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm; 0 does not clip.
+    """Return AdamW after clipping the gradient's global norm (clip_norm 0: no clipping).
 
-    All but `schedule` and `width` may be traced scalars.
+    All arguments but `schedule` and `width` may be traced scalars.
     """
 
     def rate(step):
-        return learning_rate_at(schedule, step, learning_rate, warmup_steps, width)
+        return learning_rate_at(
+            schedule,
+            step,
+            learning_rate,
+            warmup_steps,
+            width,
+            decay_steps=decay_steps,
+            final_share=final_share,
+            decay_share=decay_share,
+        )
 
     return optax.chain(
         optax.clip_by_global_norm(jnp.where(clip_norm > 0, clip_norm, jnp.inf)),

@@ -16,7 +16,11 @@ from flax import nnx
 from headcount.models import precision
 from headcount.models.trial_axis import in_turn, over_trials
 from headcount.runtime import sharding
-from headcount.training.optimizer import learning_rate_at, make_optimizer
+from headcount.training.optimizer import (
+    SCHEDULE_KEYS,
+    learning_rate_at,
+    make_optimizer,
+)
 
 
 class TrainState(NamedTuple):
@@ -218,9 +222,8 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
         "learning_rate": learning_rate_at(
             static.schedule,
             state.step,
-            trial["optimizer"]["learning_rate"],
-            trial["optimizer"]["warmup_steps"],
-            static.width,
+            width=static.width,
+            **{key: trial["optimizer"][key] for key in SCHEDULE_KEYS},
         ),
         "tokens": tokens_per_field(batch),
         "updated": updated,

@@ -24,6 +24,8 @@ RANGES = {
     "optimizer.beta2": (0, 1),
     "optimizer.epsilon": (1e-37, LARGEST),  # less is 0 in float32, and leads to 0 / 0
     "optimizer.label_smoothing": (0, 1),
+    "optimizer.final_share": (0, 1.0000001),
+    "optimizer.decay_share": (0, 1.0000001),
 }
 SITES = ("encoder", "decoder", "cross")
 GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
@@ -179,6 +181,9 @@ def hyperparameters(config: dict, trials: list[dict]) -> dict:
         for key in trial_keys(config)
         if key.startswith("optimizer.")
     }
+    steps = optimizer["decay_steps"]
+    optimizer["decay_steps"] = np.where(steps > 0, steps, config["train.num_steps"])
+    optimizer["decay_steps"] = optimizer["decay_steps"].astype(np.float32)
     return {
         "seed": column("seed", np.uint32),
         "dropout": column("model.dropout"),

@@ -1,0 +1,168 @@
+"""Corpora of documents by name: the texts of a split, for language models.
+
+`shakespeare`, `recall` and `stories` are ours, `text` reads files of your own, and any
+other name is a text data set of TensorFlow Datasets that prepares without TensorFlow.
+"""
+
+import functools
+import gzip
+import hashlib
+import json
+import urllib.error
+import urllib.request
+import zlib
+from pathlib import Path
+
+from absl import logging
+
+from headcount.data import recall
+from headcount.data.pairs import prepared_in
+
+SHAKESPEARE_URL = (
+    "https://github.com/karpathy/char-rnn/raw/6f9487a/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
+
+
+def load(name: str, split: str, directory: str | None = None, **options) -> list[str]:
+    """Return the documents of a split.
+
+    Args:
+        name: `shakespeare`, `recall`, `text`, or a TFDS text set.
+        split: "train", "val" or "test".
+        directory: of local files, for `text` and optionally `shakespeare`.
+        options: `max_length` and `vocab_size` of the config, which generated corpora
+            are made for.
+
+    Raises:
+        ValueError, OSError: there is no such corpus or split, or it can't be read.
+    """
+    loader = LOADERS.get(name, _tfds)
+    documents = loader(name, split, directory, **options)
+    if not documents:
+        raise ValueError(f"The split {split!r} of {name} has no documents.")
+    logging.info("%s %s: %d documents", name, split, len(documents))
+    return documents
+
+
+def _shakespeare(name, split, directory, **_) -> list[str]:
+    """Return the complete text of a split, cut 90 % to 10 % as nanoGPT does."""
+    if split not in ("train", "val"):
+        raise ValueError(f"shakespeare has no split {split!r}; it has train and val.")
+    content = _shakespeare_file(directory)
+    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+        raise ValueError(
+            "The file is not char-rnn's tinyshakespeare input.txt (its SHA-256 "
+            "differs); fetch it again, or read a text of your own with data.name=text."
+        )
+    text = content.decode()
+    cut = int(0.9 * len(text))
+    return [text[:cut] if split == "train" else text[cut:]]
+
+
+def _shakespeare_file(directory: str | None) -> bytes:
+    if directory is not None:
+        path = Path(directory).expanduser() / "input.txt"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"The folder {directory} (data.directory) holds no input.txt."
+            )
+        return path.read_bytes()
+    path = prepared_in() / "downloads" / "tinyshakespeare" / "input.txt"
+    if not path.is_file():
+        try:
+            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
+                content = response.read()
+        except (urllib.error.URLError, OSError) as error:
+            raise FileNotFoundError(
+                f"{SHAKESPEARE_URL} can't be downloaded "
+                f"({getattr(error, 'reason', error)}); set data.directory to a folder "
+                f"that holds input.txt."
+            ) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(content)
+        part.replace(path)
+    return path.read_bytes()
+
+
+def _recall(name, split, directory, *, max_length, vocab_size, **_) -> list[str]:
+    return recall.documents(split, max_length, vocab_size)
+
+
+def _text(name, split, directory, **_) -> list[str]:
+    """Return the documents of SPLIT.txt, SPLIT.jsonl, or of the files in SPLIT/."""
+    if directory is None:
+        raise ValueError(
+            "data.name=text needs data.directory, the folder of your files."
+        )
+    folder = Path(directory).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
+    if (folder / split).is_dir():
+        paths = sorted(
+            p for p in (folder / split).iterdir() if p.name.endswith(SUFFIXES)
+        )
+    else:
+        names = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
+        paths = [path for path in names if path.is_file()][:1]
+    if not paths:
+        raise FileNotFoundError(
+            f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each may "
+            f"be gzipped), nor a folder {split}/ of such files."
+        )
+    one_per_file = (folder / split).is_dir()
+    return [text for path in paths for text in _documents_of(path, one_per_file)]
+
+
+def _documents_of(path: Path, one_per_file: bool) -> list[str]:
+    """Return the documents of a file: JSON lines, blocks of lines, or the whole."""
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{path} is not a complete gzip file ({error})."
+            ) from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.start}); convert it, for example "
+            f"with iconv -f latin1 -t utf-8."
+        ) from error
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
+        return [_json_text(path, n, x) for n, x in enumerate(text.splitlines(), 1) if x]
+    if one_per_file:
+        return [text] if text.strip() else []
+    blocks = text.replace("\r\n", "\n").split("\n\n")
+    return [block.strip("\n") for block in blocks if block.strip()]
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(
+            f'{path}, line {number}, is not an object with a string "text".'
+        )
+    return text
+
+
+def _tfds(name, split, directory, **_) -> list[str]:
+    """Return the field `text` of a TFDS data set."""
+    from headcount.data import tfds_sets  # takes a second to import
+
+    make = functools.partial(tfds_sets.from_catalogue, name, prepared_in())
+    features = make().info.features
+    if "text" not in features:
+        raise ValueError(f"{name} has no field `text`; it has {', '.join(features)}.")
+    builder = tfds_sets.prepare(make, prepared_in())
+    return [row["text"].decode("utf-8") for row in tfds_sets.rows(builder, split)]
+
+
+LOADERS = {"shakespeare": _shakespeare, "recall": _recall, "text": _text}

@@ -1,0 +1,463 @@
+"""Tokenizers: text to token ids and back, kept in WORKDIR/tokenizer.
+
+Those of pairs (translation) are SentencePiece models (Kudo & Richardson 2018; byte-pair
+encoding, case kept), one for both languages unless told otherwise. Those of documents
+are one of `KINDS`. All are made from the training split. Ids: pad 0, bos 1, eos 2, unk
+3, then the vocabulary; only GPT-2's own tokenizer differs.
+"""
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from absl import logging
+
+from headcount.data.examples import Ragged
+
+PAD, BOS, EOS, UNK = range(4)
+NUM_SPECIAL = 4
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model.
+
+    Args:
+        model: the model's bytes.
+    """
+
+    def __init__(self, model: bytes):
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return self._processor.vocab_size()
+
+    @property
+    def vocabulary(self):
+        """What ids mean; equal for tokenizers that can share an embedding."""
+        return self._processor.serialized_model_proto()
+
+    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
+        """Return the token ids of each text, followed by EOS unless `eos` is False."""
+        threads = min(16, os.cpu_count() or 1)
+        return Ragged.of(
+            self._processor.encode(texts, add_eos=eos, num_threads=threads)
+        )
+
+    def pieces(self, ids) -> list[str]:
+        """Return the text of every token, including EOS, as labels."""
+        return [self._processor.id_to_piece(int(i)) for i in ids]
+
+    def decode(self, ids) -> str:
+        """Return the text of token ids up to the first EOS, without PAD and BOS."""
+        return self._processor.decode(
+            [i for i in until_eos(ids) if i not in (PAD, BOS)]
+        )
+
+    def decode_many(self, sequences) -> list[str]:
+        """Return the text of each sequence."""
+        return [self.decode(ids) for ids in sequences]
+
+
+class TableTokenizer:
+    """A tokenizer with a table of units: characters or words.
+
+    Args:
+        units: all of them, in the order of their ids from NUM_SPECIAL on.
+        separator: between units: "" for characters, " " for words.
+    """
+
+    def __init__(self, units: list[str], separator: str):
+        self.units, self.separator = units, separator
+        self._ids = {unit: NUM_SPECIAL + i for i, unit in enumerate(units)}
+        self._names = ["<pad>", "<s>", "</s>", "<unk>", *units]
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return len(self._names)
+
+    @property
+    def vocabulary(self):
+        """What ids mean."""
+        return self.units
+
+    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
+        """See `SentencePieceTokenizer.encode`; unknown units become UNK."""
+        end = [EOS] if eos else []
+        split = list if self.separator == "" else str.split
+        return Ragged.of(
+            [[self._ids.get(u, UNK) for u in split(x)] + end for x in texts]
+        )
+
+    def pieces(self, ids) -> list[str]:
+        """See `SentencePieceTokenizer.pieces`."""
+        return [self._names[int(i)] for i in ids]
+
+    def decode(self, ids) -> str:
+        """See `SentencePieceTokenizer.decode`."""
+        units = [self._names[i] for i in until_eos(ids) if i >= UNK]
+        return self.separator.join(units)
+
+    def decode_many(self, sequences) -> list[str]:
+        """Return the text of each sequence."""
+        return [self.decode(ids) for ids in sequences]
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8, 256 of them after the special ids."""
+
+    vocab_size = NUM_SPECIAL + 256
+    vocabulary = "bytes"
+
+    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
+        """See `SentencePieceTokenizer.encode`."""
+        end = [EOS] if eos else []
+        encoded = (np.frombuffer(text.encode(), np.uint8) for text in texts)
+        return Ragged.of(
+            [np.append(x.astype(np.int32) + NUM_SPECIAL, end) for x in encoded]
+        )
+
+    def pieces(self, ids) -> list[str]:
+        """See `SentencePieceTokenizer.pieces`."""
+        names = ("<pad>", "<s>", "</s>", "<unk>")
+        return [
+            names[i] if i < NUM_SPECIAL else bytes([i - NUM_SPECIAL]).decode("latin-1")
+            for i in map(int, ids)
+        ]
+
+    def decode(self, ids) -> str:
+        """See `SentencePieceTokenizer.decode`; broken UTF-8 becomes U+FFFD."""
+        values = [i - NUM_SPECIAL for i in until_eos(ids) if i >= NUM_SPECIAL]
+        return bytes(values).decode(errors="replace")
+
+    def decode_many(self, sequences) -> list[str]:
+        """Return the text of each sequence."""
+        return [self.decode(ids) for ids in sequences]
+
+
+class ByteLevelBPE:
+    """GPT-2's byte-level BPE, from a tokenizer.json, with ids of its own.
+
+    Needs the package `tokenizers`.
+    """
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self.end = self._tokenizer.token_to_id("<|endoftext|>")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
+    def vocabulary(self):
+        """What ids mean."""
+        return self._tokenizer.to_str()
+
+    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
+        """See `SentencePieceTokenizer.encode`; EOS is <|endoftext|>."""
+        end = [self.end] if eos else []
+        return Ragged.of(
+            [x.ids + end for x in self._tokenizer.encode_batch(list(texts))]
+        )
+
+    def pieces(self, ids) -> list[str]:
+        """See `SentencePieceTokenizer.pieces`."""
+        return [
+            self._tokenizer.decode([int(i)], skip_special_tokens=False) for i in ids
+        ]
+
+    def decode(self, ids) -> str:
+        """Return the text of token ids up to the first <|endoftext|>."""
+        return self._tokenizer.decode(until_eos(ids, self.end))
+
+    def decode_many(self, sequences) -> list[str]:
+        """Return the text of each sequence."""
+        return [self.decode(ids) for ids in sequences]
+
+
+def until_eos(ids, eos: int = EOS) -> list[int]:
+    """Return token ids up to the first EOS, without it."""
+    ids = [int(i) for i in ids]
+    return ids[: ids.index(eos)] if eos in ids else ids
+
+
+class MarianTokenizer:
+    """Marian's tokenizer: the pieces of a SentencePiece model, with ids from a file.
+
+    A source may start with the code of a language to translate into, as `>>fra<<`.
+
+    Args:
+        model: the bytes of a SentencePiece model, whose own ids are not used.
+        vocabulary: Marian's id of each piece; see `marian_order`.
+    """
+
+    def __init__(self, model: bytes, vocabulary: dict[str, int]):
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocabulary = vocabulary
+        names = {number: piece for piece, number in vocabulary.items()}
+        self._pieces = ["<pad>", *(names[i] for i in marian_order(vocabulary))]
+        self._ids = {piece: i for i, piece in enumerate(self._pieces) if i > BOS}
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return len(self._pieces)
+
+    def encode(self, texts: list[str]) -> Ragged:
+        """See `SentencePieceTokenizer.encode`."""
+        return Ragged.of([self._encode(text) for text in texts])
+
+    def _encode(self, sentence: str) -> list[int]:
+        code = re.match(r">>.*?<<", sentence)
+        start = code.end() if code else 0
+        pieces = self._processor.encode(sentence[start:], out_type=str)
+        pieces = [code.group(), *pieces] if code else pieces
+        return [*(self._ids.get(piece, UNK) for piece in pieces), EOS]
+
+    def pieces(self, ids) -> list[str]:
+        """See `SentencePieceTokenizer.pieces`."""
+        return [self._pieces[int(i)] for i in ids]
+
+    def decode(self, ids) -> str:
+        """See `SentencePieceTokenizer.decode`."""
+        pieces = self.pieces(i for i in until_eos(ids) if i not in (PAD, BOS, UNK))
+        return self._processor.decode_pieces(pieces)
+
+    def decode_many(self, sequences) -> list[str]:
+        """Return the text of each sequence."""
+        return [self.decode(ids) for ids in sequences]
+
+
+def marian_order(vocabulary: dict[str, int]) -> list[int]:
+    """Return Marian's ids in the order of ours, from 1 on.
+
+    Its padding, which it starts decoding from, is our BOS; EOS and UNK follow, then the
+    rest.
+
+    Raises:
+        ValueError: a special piece is missing, or the ids are not 0, 1, 2, ...
+    """
+    special = ("<pad>", "</s>", "<unk>")
+    for piece in special:
+        if piece not in vocabulary:
+            raise ValueError(f"vocab.json has no {piece}.")
+    numbers = sorted(vocabulary.values())
+    if numbers != list(range(len(numbers))):
+        raise ValueError(
+            f"vocab.json must number its {len(numbers)} pieces 0 to "
+            f"{len(numbers) - 1}, each once."
+        )
+    first = [vocabulary[piece] for piece in special]
+    return first + [number for number in numbers if number not in first]
+
+
+def pair_vocab_sizes(pair: tuple) -> list[int]:
+    """Return the size of the target's vocabulary, and of the source's if it differs."""
+    source, target = pair
+    if source.vocabulary == target.vocabulary:
+        return [target.vocab_size]
+    return [target.vocab_size, source.vocab_size]
+
+
+def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
+    """Train a BPE model; the same input gives the same bytes.
+
+    A corpus that does not support `vocab_size` pieces gets a smaller vocabulary, and
+    the log says so.
+
+    Raises:
+        ValueError: there is no text, or more characters than `vocab_size`.
+    """
+    lines = [sentence for sentence in sentences if sentence.strip()]
+    if not lines:
+        raise ValueError(
+            "There is no text to train a vocabulary on: every line is empty."
+        )
+    needed = len(set("".join(lines))) + NUM_SPECIAL + 1  # one for the space
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            max_sentence_length=1 << 30,  # bytes; longer lines would be ignored
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"No vocabulary can be trained with data.vocab_size={vocab_size}: the text "
+            f"needs about {needed} for its characters alone."
+        ) from error
+    trained = SentencePieceTokenizer(model.getvalue()).vocab_size
+    if trained != vocab_size:
+        logging.warning(
+            "The corpus supports a vocabulary of %d, not %d.", trained, vocab_size
+        )
+    return model.getvalue()
+
+
+def _write(path: Path, content: bytes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def load_pair(folder: Path) -> tuple:
+    """Return the tokenizers of source and target from a folder.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a file is damaged.
+    """
+    joint = folder / "joint.model"
+    if joint.is_file():
+        tokenizer = _read(SentencePieceTokenizer, joint)
+        return tokenizer, tokenizer
+    sides = [folder / "source.model", folder / "target.model"]
+    numbered = folder / "vocab.json"
+    for path in sides:
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no tokenizer in {folder}; train first.")
+    if numbered.is_file():
+        try:
+            vocabulary = json.loads(numbered.read_text())
+        except (ValueError, RecursionError):
+            raise _damaged(numbered) from None
+        return tuple(_read(MarianTokenizer, path, vocabulary) for path in sides)
+    return tuple(_read(SentencePieceTokenizer, path) for path in sides)
+
+
+def _read(kind, path: Path, *vocabulary):
+    try:
+        tokenizer = kind(path.read_bytes(), *vocabulary)
+    except RuntimeError:
+        tokenizer = None
+    if tokenizer is None or not tokenizer.vocab_size:  # 0 if the file is empty
+        raise _damaged(path)
+    return tokenizer
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} is damaged; restore it, or train again in another --workdir."
+    )
+
+
+FILES = (
+    *("joint.model", "source.model", "target.model", "vocab.json"),
+    *("text.model", "characters.json", "words.json", "tokenizer.json"),
+)
+
+
+def remove(folder: Path) -> None:
+    """Remove the tokenizers in a folder, and nothing else."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Copy the tokenizers of a run to another."""
+    remove(to)
+    for path in (folder / name for name in FILES):
+        if path.is_file():
+            _write(to / path.name, path.read_bytes())
+
+
+def load_or_train_pair(
+    folder: Path, sources: list[str], targets: list[str], vocab_size: int, joint: bool
+) -> tuple:
+    """Return the tokenizers in a folder; train them if there are none.
+
+    Args:
+        folder: WORKDIR/tokenizer.
+        sources, targets: of the training split.
+        vocab_size: of each vocabulary.
+        joint: one vocabulary for both sides, returned twice; else one each.
+    """
+    try:
+        return load_pair(folder)
+    except FileNotFoundError:
+        pass
+    if joint:
+        _write(
+            folder / "joint.model", train_sentencepiece(sources + targets, vocab_size)
+        )
+    else:
+        _write(folder / "source.model", train_sentencepiece(sources, vocab_size))
+        _write(folder / "target.model", train_sentencepiece(targets, vocab_size))
+    return load_pair(folder)
+
+
+def load_or_make(folder: Path, kind: str, texts, vocab_size: int):
+    """Return the tokenizer of documents in a folder; make it if there is none.
+
+    Args:
+        folder: WORKDIR/tokenizer.
+        kind: a name in `KINDS`.
+        texts: documents of the training split; None: only load.
+        vocab_size: of a SentencePiece model.
+
+    Raises:
+        FileNotFoundError: there is none, and no texts to make it from.
+        ValueError: a file is damaged, or the tokenizer can't be made.
+    """
+    name, read, make = KINDS[kind]
+    path = folder / name if name else None
+    if path is not None and not path.is_file():
+        if texts is None or make is None:
+            raise FileNotFoundError(f"There is no {path}; train first.")
+        _write(path, make(texts, vocab_size))
+    try:
+        return read(path)
+    except (RuntimeError, ValueError, TypeError, RecursionError):
+        raise _damaged(path) from None
+
+
+def _characters(texts, vocab_size: int) -> bytes:
+    return json.dumps(sorted(set().union(*texts))).encode()
+
+
+def _words(texts, vocab_size: int) -> bytes:
+    return json.dumps(sorted(set().union(*map(str.split, texts)))).encode()
+
+
+def _read_table(path: Path, separator: str) -> TableTokenizer:
+    units = json.loads(path.read_text())
+    if not isinstance(units, list) or not all(isinstance(u, str) for u in units):
+        raise ValueError(path)
+    return TableTokenizer(units, separator)
+
+
+# File, reader, and maker of the tokenizers of documents (data.tokenizer).
+KINDS = {
+    "sentencepiece": (
+        "text.model",
+        lambda path: _read(SentencePieceTokenizer, path),
+        train_sentencepiece,
+    ),
+    "characters": ("characters.json", lambda path: _read_table(path, ""), _characters),
+    "words": ("words.json", lambda path: _read_table(path, " "), _words),
+    "bytes": (None, lambda path: ByteTokenizer(), None),
+    "gpt2": ("tokenizer.json", ByteLevelBPE, None),
+}

@@ -1,0 +1,269 @@
+"""Language modelling: predict each token of documents with a decoder-only model.
+
+The documents of a split are joined into one stream, with the token `model.bos` before
+each, and cut into windows of `data.max_length` tokens (see `data.windows`). The corpus
+`recall` is different: every document is a row, and only some tokens are scored.
+
+The loss is in nats per predicted token; a token before a document counts as one, as
+the end of the document before it. Bits per byte are the same sum over the number of
+bytes of the documents in UTF-8, and can be compared between tokenizers. Every token of
+a split is scored exactly once, in windows that start `data.stride` tokens apart.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headcount.data import batches, documents, recall, tokenizers, windows
+from headcount.data.examples import Examples, Ragged
+from headcount.data.packing import num_rows
+from headcount.models import precision
+from headcount.models.cross_entropy import cross_entropy
+from headcount.models.transformer import Transformer
+from headcount.models.trial_axis import over_trials
+from headcount.runtime import sharding
+from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.heldout_loss import row_losses
+
+BITS_PER_BYTE = Metric(
+    "bits_per_byte", "bits per byte", "bits", False, ".4f", (0, None), margin=0.005
+)
+PERPLEXITY = Metric("perplexity", "perplexity", "", False, ".3f", (1, None))
+RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
+
+
+class LanguageModel(Task):
+    """Documents, and a model that predicts each token from those before it."""
+
+    options = ("temperature", "top_k", "top_p", "seed", "batch_size")
+
+    def __init__(self, config, folder=None):
+        super().__init__(config, folder)
+        counts = config.model.num_encoder_layers, config.model.num_decoder_layers
+        if counts[0] != 0 or counts[1] < 1:
+            raise ValueError(
+                "The task language_model needs a decoder alone: "
+                "model.num_encoder_layers must be 0 and model.num_decoder_layers at "
+                f"least 1, got {counts[0]} and {counts[1]}."
+            )
+        data = config.data
+        if data.tokenizer not in tokenizers.KINDS:
+            raise ValueError(
+                f"data.tokenizer must be one of {', '.join(tokenizers.KINDS)}, got "
+                f"{data.tokenizer!r}."
+            )
+        stride = data.max_length if data.stride is None else data.stride
+        if not 1 <= stride <= data.max_length:
+            raise ValueError(
+                f"data.stride must be from 1 to data.max_length={data.max_length}, got "
+                f"{stride}."
+            )
+        self.stride = stride
+        self.is_recall = data.name == "recall"
+        self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY)
+        if self.is_recall:
+            self.metrics = (LOSS, RECALL)
+        if data.name == "shakespeare":
+            self.test_split = "val"  # it has no other
+
+    def read(self, split: str) -> dict[str, list[str]]:
+        """See `Task.read`."""
+        data = self.config.data
+        sizes = {"max_length": data.max_length, "vocab_size": data.vocab_size}
+        return {"text": documents.load(data.name, split, data.directory, **sizes)}
+
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer in the run's folder."""
+        return tokenizers.load_or_make(self.folder, self.config.data.tokenizer, None, 0)
+
+    def load(self, split: str) -> Examples:
+        """See `Task.load`."""
+        text, data = self.read(split), self.config.data
+        if split == "train":
+            words = recall.vocabulary(data.vocab_size) if self.is_recall else None
+            self.tokenizer = tokenizers.load_or_make(
+                self.folder, data.tokenizer, words or text["text"], data.vocab_size
+            )
+            bos, size = self.config.model.bos, self.tokenizer.vocab_size
+            if not 0 <= bos < size:
+                raise ValueError(
+                    f"model.bos must be from 0 to below {size}, the size of the "
+                    f"vocabulary, got {bos}."
+                )
+        return Examples(
+            split, {"target": self.tokenizer.encode(text["text"], eos=False)}, text
+        )
+
+    def spec(self, rows: int | None = None, length: int | None = None) -> dict:
+        """See `Task.spec`."""
+        data = self.config.data
+        if rows is None:
+            rows, length = num_rows(data.batch_tokens, data.max_length), data.max_length
+        if self.is_recall:
+            return batches.batch_spec(
+                ("target", "target_weights"), rows, {"target": length}, ALIGNED
+            )
+        return windows.window_spec(rows, length)
+
+    def build(self, *, rngs) -> Transformer:
+        """See `Task.build`."""
+        size = self.config.data.vocab_size
+        if self.folder is not None:
+            size = self.tokenizer.vocab_size
+        return Transformer(size, **self.config.model.to_dict(), rngs=rngs)
+
+    def batches(self, examples: Examples, seeds: list[int]):
+        """See `Task.batches`."""
+        data = self.config.data
+        if self.is_recall:
+            return batches.PackedBatches(
+                self.scored_fields(examples),
+                aligned=ALIGNED,
+                batch_tokens=data.batch_tokens,
+                seeds=seeds,
+            )
+        return windows.WindowBatches(
+            self.stream(examples),
+            length=data.max_length,
+            batch_tokens=data.batch_tokens,
+            seeds=seeds,
+            separator=self.config.model.bos,
+            cross=data.cross_documents,
+        )
+
+    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
+        """See `Task.evaluation_batches`; unpacked, a window is an example."""
+        tokens = self.config.data.batch_tokens
+        if self.is_recall:
+            fields = self.scored_fields(examples)
+            of = batches.packed_evaluation_batches
+            if not packed:
+                of = batches.unpacked_batches
+            return of(fields, aligned=ALIGNED, batch_tokens=tokens)
+        found = windows.evaluation_windows(
+            self.stream(examples),
+            length=self.config.data.max_length,
+            stride=self.stride,
+            batch_tokens=tokens,
+            separator=self.config.model.bos,
+            cross=self.config.data.cross_documents,
+        )
+        if packed:
+            return found
+        rows = len(found[0]["target"])
+        return [(np.arange(rows) + i * rows, batch) for i, batch in enumerate(found)]
+
+    def stream(self, examples: Examples) -> np.ndarray:
+        """Return the documents as one stream; see `data.windows.make_stream`."""
+        return windows.make_stream(examples.fields["target"], self.config.model.bos)
+
+    def scored_fields(self, examples: Examples) -> dict[str, Ragged]:
+        """Return the documents of `recall`, and which of their tokens are scored."""
+        target = examples.fields["target"]
+        scored = recall.is_scored(self.config.data.max_length).astype(np.int32)
+        weights = Ragged(np.tile(scored, len(target)), target.offsets)
+        return {"target": target, "target_weights": weights}
+
+    def loss(self, model, batch: dict, label_smoothing=0.0, **options):
+        """Return the label-smoothed cross-entropy of the scored tokens."""
+        hidden = model.hidden(batch, **options)
+        features, table = model.output(hidden)
+        weights = scored_tokens(batch).astype(jnp.float32)
+        loss = cross_entropy(
+            features.reshape(-1, features.shape[-1]),
+            table,
+            batch["target"].reshape(-1),
+            weights.reshape(-1),
+            label_smoothing,
+        )
+        return loss, weights.sum()
+
+    def evaluate(
+        self,
+        run: Run,
+        examples: Examples,
+        trials: Sequence[int] | None = None,
+        quick: bool = False,
+        **options,
+    ) -> list[dict]:
+        """Score the loss, and what follows from it; see `Task.evaluate`."""
+        trials = range(len(run.trials)) if trials is None else trials
+        sums = [
+            sharding.fetch(
+                score_batch(run.graph, self, run.params, run.head_gates, batch)
+            )
+            for batch in self.evaluation_batches(examples)
+        ]
+        loss, weight, correct = (np.sum(x, axis=0) for x in zip(*sums, strict=True))
+        num_bytes = sum(len(text.encode()) for text in examples.text["text"])
+        rows = []
+        for trial in trials:
+            mean = float(loss[trial] / weight[trial])
+            if self.is_recall:
+                share = float(correct[trial] / weight[trial])
+                rows.append({"loss": mean, "recall": share})
+                continue
+            bits = float(loss[trial] / np.log(2) / num_bytes)
+            perplexity = float(np.exp(min(mean, 700.0)))
+            rows.append({"loss": mean, "bits_per_byte": bits, "perplexity": perplexity})
+        return rows
+
+    def score_lines(
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
+    ) -> Iterator[str]:
+        """Yield log-probability (nats) and token count of each line, as a document."""
+        fields = {"target": self.tokenizer.encode(list(lines), eos=False)}
+        longest = self.config.model.max_positions
+        for number, size in enumerate(fields["target"].lengths, first + 1):
+            if self.config.model.positions == "learned" and size > longest:
+                raise ValueError(
+                    f"Line {number} has {size} tokens, more than "
+                    f"model.max_positions={longest}."
+                )
+        found = np.zeros((2, len(lines)))
+        params, gates = run.of(trial)
+        with sharding.using(run.mesh):
+            for indices, batch in batches.unpacked_batches(
+                fields, batch_tokens=SCORING_TOKENS
+            ):
+                sums = row_losses(run.graph, self.loss, params, gates, batch)
+                found[:, indices] = np.stack(sums)[:, : len(indices)]
+        for loss, tokens in found.T:
+            yield f"{-loss:.4f}\t{tokens:.0f}"
+
+    def token_strings(self, field: str, ids) -> list[str]:
+        """See `Task.token_strings`."""
+        return self.tokenizer.pieces(ids)
+
+
+ALIGNED = {"target_weights": "target"}
+SCORING_TOKENS = 2048  # of a batch in `score_lines`: bounds the memory of its logits
+
+
+def scored_tokens(batch: dict):
+    """Return which tokens of a batch count, B T."""
+    real = batch["target_segments"] > 0
+    if "target_weights" in batch:
+        real &= batch["target_weights"] > 0
+    return real
+
+
+@partial(jax.jit, static_argnames=("graph", "task"))
+def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dict):
+    """Return summed loss, weight, and number of exact predictions of a batch, all R."""
+
+    def one(params, head_gates):
+        model = precision.merge(graph, params)
+        loss, weight = task.loss(model, batch, head_gates=head_gates)
+        correct = jnp.zeros(())
+        if task.is_recall:
+            logits = model.logits(model.hidden(batch, head_gates=head_gates))
+            exact = logits.argmax(-1) == batch["target"]
+            correct = (exact & scored_tokens(batch)).sum().astype(jnp.float32)
+        return loss, weight, correct
+
+    return over_trials(one)(params, head_gates)
