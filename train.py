@@ -221,7 +221,8 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         changed = record(workdir, config.to_dict(), trials, facts)
         if changed and step:
             say(
-                f"The result will not be bit-identical to an uninterrupted run: {changed}."
+                "The result will not be bit-identical to an uninterrupted run: "
+                f"{changed}."
             )
     return Trainer(
         config=config,

@@ -293,7 +293,7 @@ def weight_on_learned_sink(
     sink: Float[Array, "N"],
     **arguments,
 ) -> Float[Array, "B T N"]:
-    """Return the weight of each query on its head's sink in O(T) memory; 0 if padding."""
+    """Return the weight of each query on its head's sink, in O(T) memory."""
     query, key = jax.lax.stop_gradient((query, key))
     _, lse = attention.dot_product_attention(
         query, key, key[..., :1], **arguments, return_residual=True

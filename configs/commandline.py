@@ -1,4 +1,4 @@
-"""From the command line to a config, and from an error to one sentence."""
+"""The command line: flags that scripts share, config overrides, one-line errors."""
 
 import contextlib
 import functools
@@ -21,12 +21,12 @@ TASK_FILE = flags.DEFINE_string(
     "task_file", None, "Python file that adds a task of your own to headcount.tasks."
 )
 
-WANTED = {  # what the parsers of flags say, and what they mean
+WANTED = {  # what the flag parsers say, and what they want
     "invalid literal for int()": "a whole number",
     "could not convert string to float": "a number",
     "('Non-boolean argument": "true or false",
 }
-MEMORY = {  # what needs less of it, by script
+LESS_MEMORY = {  # what needs less memory, by script
     "train.py": "Fewer trials (seeds, or --group_size of a sweep), a lower "
     "data.batch_tokens, a higher train.accumulate_steps or train.remat=block needs",
     "eval.py": "A lower --beam_size or --batch_size needs",
@@ -36,28 +36,27 @@ EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(out of memory|allocat)", re.I | re
 
 @contextlib.contextmanager
 def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
-    """Turn an error that the user can mend into one line and exit code 2.
+    """Turn errors that the user can fix into one line and exit code 2.
 
-    Around what meets the outside: flags, config values, files. Inside, an error is
-    ours, and its traceback is wanted; but for one that says that memory is exhausted,
-    on the host or on a device.
+    For code that reads flags, configs and files. Errors elsewhere are bugs, and their
+    traceback is wanted, except when memory is exhausted.
     """
     try:
         yield
     except BrokenPipeError:
-        raise  # to `run`
+        raise  # `run` handles it
     except kinds as error:
         fail(describe(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not EXHAUSTED.search(str(error)):
             raise
         why = str(error).removeprefix("RESOURCE_EXHAUSTED: ").split("\n")[0].rstrip(".")
-        less = MEMORY.get(script(), "A smaller model needs")
-        fail(f"The memory is exhausted ({why or 'of the host'}). {less} less.")
+        less = LESS_MEMORY.get(script(), "A smaller model needs")
+        fail(f"Out of memory ({why or 'on the host'}). {less} less.")
 
 
 def script() -> str:
-    """The name of what runs."""
+    """Return the name of the running script."""
     return sys.argv[0].rsplit("/", 1)[-1]
 
 
@@ -68,9 +67,9 @@ def fail(sentence: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return what an error says, in one line."""
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename}: a file is where a folder must be; choose another."
+        return f"{error.filename} is a file where a folder is needed; choose another."
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}."
@@ -78,14 +77,15 @@ def describe(error: BaseException) -> str:
 
 
 def run(main) -> None:
-    """Parse the flags, then call `main()`; a bad flag ends in one sentence."""
+    """Parse the flags, then call `main()`; report a bad flag in one sentence."""
     replace_closed()
+    sys.argv[1:] = map(find_config, sys.argv[1:])
     app.define_help_flags()
     take_none()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
         if "config" in flags.FLAGS and flags.FLAGS.config is not None:
-            flags.FLAGS.config.keys()  # one that can't be read says so only now
+            flags.FLAGS.config.keys()  # a config that can't be read fails here
             check_keys(flags.FLAGS.config)
             check_none(flags.FLAGS.config, flags.FLAGS["config"].override_values)
     except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
@@ -97,19 +97,28 @@ def run(main) -> None:
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has enough; nor may Python's own flush complain
+    except BrokenPipeError:  # the reader has enough; avoid an error at exit, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:  # where nobody is to save anything
-        print(f"{script()}: stopped by Ctrl-C.", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:  # in scripts that have nothing to save
+        print(f"{script()}: interrupted.", file=sys.stderr, flush=True)
         sys.exit(130)
 
 
-def replace_closed() -> None:
-    """Let a standard stream that was closed before the start, as by `<&-`, be empty.
+def find_config(argument: str) -> str:
+    """Point --config=configs/X.py to the package's own file where there is no other."""
+    found = re.fullmatch(r"(--?config=)(configs/\w+\.py)(:.*)?", argument)
+    ours = Path(__file__).parent.parent
+    if found is None or Path(found[2]).exists() or not (ours / found[2]).exists():
+        return argument
+    return f"{found[1]}{ours / found[2]}{found[3] or ''}"
 
-    Else Python has None there, and the next file that is opened gets its number, into
-    which libraries write their warnings.
+
+def replace_closed() -> None:
+    """Open standard streams that were closed before the start (`<&-`) as empty ones.
+
+    Otherwise the next file that is opened gets their number, and libraries write their
+    warnings into it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -117,7 +126,7 @@ def replace_closed() -> None:
 
 
 def take_none() -> None:
-    """Let flags of a config's keys take None, which only some keys may be."""
+    """Let flags of config keys accept None; `check_none` says which keys may."""
     parsers = {
         int: flags.IntegerParser,
         float: flags.FloatParser,
@@ -127,7 +136,7 @@ def take_none() -> None:
     for kind, parser in parsers.items():
 
         class OrNone(parser):
-            """The parser of a type, but for None."""
+            """Parse a type, or None."""
 
             def parse(self, argument):
                 return None if argument == "None" else super().parse(argument)
@@ -136,65 +145,65 @@ def take_none() -> None:
 
 
 def path_of(flag) -> Path:
-    """The file or folder that a flag names; ~ is the user's own."""
-    if not flag.value:  # as of a variable of the shell that is not set
+    """Return the file or folder that a flag names; ~ is the user's home."""
+    if not flag.value:  # for example from an unset shell variable
         fail(f"--{flag.name} is empty; name a file or folder.")
     return Path(os.path.expanduser(flag.value))
 
 
 def check_keys(config) -> None:
-    """Raise a ValueError where a config file adds a key, which nothing would read."""
+    """Raise a ValueError if a config file adds or lacks a key."""
     given, known = flat(config.to_dict()), flat(get_config().to_dict())
     for key in given.keys() - known.keys():
         raise ValueError(
-            f"The config file sets {key}, which is no config key.{near_miss(key)}"
+            f"The config file sets {key}, which is not a config key.{near_miss(key)}"
         )
     for key in known.keys() - given.keys():
         raise ValueError(
-            f"The config file lacks {key}; begin with get_config() of configs/base.py."
+            f"The config file lacks {key}; start from get_config() of configs/base.py."
         )
 
 
 def check_none(config, given: dict) -> None:
-    """Raise a ValueError where a key was given None and has a default."""
+    """Raise a ValueError if a key that needs a value was set to None."""
     for path, value in given.items():
         *sections, key = path.split(".")
         section = functools.reduce(getattr, sections, config)
-        # a placeholder keeps the type of what it may be
+        # only a placeholder, which may be None, keeps another type than NoneType
         if value is None and section.get_type(key) is type(None):
             raise ValueError(f"config.{path} must have a value, got None.")
 
 
 def flag_error(error: Exception, argv: list[str]) -> str:
-    """Name the flag that absl or ml_collections refused, and what may be meant."""
+    """Return a sentence that names the wrong flag or key, and what may be meant."""
     text = str(error)
-    if isinstance(error, KeyError | AttributeError):  # a locked config's unknown key
+    if isinstance(error, KeyError | AttributeError):  # an unknown key of a config
         if "no attribute 'get_config'" in text:
             return "The config file has no function get_config(); see configs/base.py."
         key = re.findall(r"\w+", text.replace("\\n", " "))[0]
         names = [arg.split("=")[0].lstrip("-") for arg in argv]
         name = next((name for name in names if f".{key}" in name), None)
         if name is None:
-            return f"The config file uses {key}, no config key.{near_miss(key)}"
+            return f"The config file uses {key}, not a config key.{near_miss(key)}"
         return f"There is no config key {name}.{near_miss(name.split('.', 1)[-1])}"
     if isinstance(error, OSError):
         path = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
         path += [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
-        return f"There is no config file {path[-1]}; configs/ holds those there are."
+        return f"There is no config file {path[-1]}; see the folder configs/."
     for words, kind in WANTED.items():
         flag, found, _ = text.partition(f": {words}")
         if found and "\n" not in flag:
             name, value = flag.removeprefix("flag ").split("=", 1)
             return f"{name} must be {kind}, got {value!r}."
-    last = text.splitlines()[-1]  # before it stands a traceback of the config file
+    last = text.splitlines()[-1]  # after a traceback of the config file
     head = text.splitlines()[0].split(": Error whilst")[0]
     if "get_config() takes 0 positional arguments" in last:
-        return f"{head}: this config has no variants; leave out the colon and the rest."
+        return f"{head}: this config has no variants; leave out the colon."
     return last if last.startswith(head) else f"{head}: {last.split(': ', 1)[-1]}"
 
 
 def near_miss(path: str) -> str:
-    """Config keys that look like the unknown one, or end like it."""
+    """Return a hint with config keys that look like an unknown one."""
     keys = list(flat(get_config().to_dict()))
     last = path.rsplit(".", 1)[-1]
     names = [key for key in keys if key.endswith(f".{last}")]
@@ -205,7 +214,7 @@ def near_miss(path: str) -> str:
 
 
 def flat(tree: dict, prefix: str = "") -> dict:
-    """A nested dict as one of dotted paths."""
+    """Flatten a nested dict to dotted keys."""
     out = {}
     for name, value in tree.items():
         if isinstance(value, dict):

@@ -3,11 +3,11 @@
     python train.py --config=configs/shakespeare.py:short --workdir=runs/shakespeare
     python eval.py --workdir=runs/shakespeare --split=val
 
-The full recipe (6 layers, 6 heads, width 384, context 256, batch 64, 5,000 steps, dropout
-0.2) is for a GPU or a night; nanoGPT's README gives 1.4697. `:short` (4 layers, 4 heads,
-width 128, context 64, batch 12, 2,000 steps, no dropout) is its recipe for a laptop's
-CPU; its README gives 1.88. Validation is the last 10 % of the text, in windows that do
-not overlap.
+The full recipe (6 layers, 6 heads, width 384, context 256, batch 64, 5,000 steps,
+dropout 0.2) is for a GPU or a night; nanoGPT's README gives 1.4697. `:short` (4 layers,
+4 heads, width 128, context 64, batch 12, 2,000 steps, no dropout) is its recipe for a
+laptop's CPU; its README gives 1.88. Validation is the last 10 % of the text, in windows
+that do not overlap.
 """
 
 from headcount.configs import base

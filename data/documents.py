@@ -109,8 +109,8 @@ def _text(name, split, directory, **_) -> list[str]:
         paths = [path for path in names if path.is_file()][:1]
     if not paths:
         raise FileNotFoundError(
-            f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each may "
-            f"be gzipped), nor a folder {split}/ of such files."
+            f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each "
+            f"may be gzipped), nor a folder {split}/ of such files."
         )
     one_per_file = (folder / split).is_dir()
     return [text for path in paths for text in _documents_of(path, one_per_file)]

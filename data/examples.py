@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """Sequences of token ids end to end: number i is tokens[offsets[i]:offsets[i+1]]."""
+    """Sequences of token ids: number i is tokens[offsets[i]:offsets[i+1]]."""
 
     tokens: np.ndarray  # int32
     offsets: np.ndarray  # int64, one more than there are sequences

@@ -18,7 +18,7 @@ ROW_TOKENS = 64  # target tokens in the shortest row
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Rows of slots: `slots[row_offsets[r]:row_offsets[r + 1]]` are row r's examples."""
+    """Rows of slots: row r has slots[row_offsets[r]:row_offsets[r + 1]]."""
 
     slots: np.ndarray  # the example in each slot, int64
     row_offsets: np.ndarray  # int64

@@ -149,8 +149,8 @@ LOADERS = {"numbers": _numbers, "multi30k": _multi30k, "text": _text_files}
 def _check_directory(name: str, directory) -> None:
     if directory is not None and name not in ("multi30k", "text"):
         raise ValueError(
-            f"data.directory (--directory) is for multi30k and text, not for {name}; set "
-            f"$TFDS_DATA_DIR to choose where that is prepared."
+            f"data.directory (--directory) is for multi30k and text, not for {name}; "
+            f"set $TFDS_DATA_DIR to choose where that is prepared."
         )
 
 

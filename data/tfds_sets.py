@@ -62,7 +62,8 @@ def prepare(make_builder, data_dir: Path):
             )
         except ImportError as error:
             raise NotImplementedError(
-                f"TFDS can't prepare {name} here because it needs {error.name}; prepare "
+                f"TFDS can't prepare {name} here because it needs {error.name}; "
+                "prepare "
                 f"it elsewhere with file_format=array_record and copy it to {data_dir}."
             ) from error
         except (OSError, tfds.download.DownloadError) as error:
@@ -127,7 +128,7 @@ class Languages(tfds.core.BuilderConfig):
 
 
 class Numbers(tfds.core.GeneratorBasedBuilder):
-    """Numbers in words; see data/numbers.py. One config per pair of languages: de_en."""
+    """Numbers in words (data/numbers.py), one config per pair of languages: de_en."""
 
     VERSION = tfds.core.Version("1.0.0")
     BUILDER_CONFIGS = [

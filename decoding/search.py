@@ -32,7 +32,7 @@ def complete(
     top_p: float = 1.0,
     return_scores: bool = True,
 ) -> dict[str, int | float]:
-    """All options of `decoding.generate.decode`; ValueError where one is out of range."""
+    """All options of `decoding.generate.decode`; ValueError if out of range."""
     for name, value, valid, wanted in (
         ("beam_size", beam_size, beam_size >= 1, "at least 1"),
         ("length_penalty", length_penalty, length_penalty >= 0, "at least 0"),

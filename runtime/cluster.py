@@ -1,4 +1,4 @@
-"""Flags with which the processes of one run find each other; the same in all scripts."""
+"""Flags by which the processes of a run find each other; the same in all scripts."""
 
 import os
 

@@ -90,8 +90,8 @@ def connect(
         await_address(coordinator, seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     on_abort(
-        f"Not all processes of the run connected to {coordinator or 'process 0'} within "
-        f"{seconds} seconds, or something else answers at that address.",
+        f"Not all processes of the run connected to {coordinator or 'process 0'} "
+        f"within {seconds} seconds, or something else answers at that address.",
         status=2,
     )
     try:
@@ -114,7 +114,8 @@ def connect(
             f"--coordinator={coordinator or 'auto'} can't be used here ({why}); {mend}."
         ) from error
     on_abort(
-        "Another process of this run stopped (its log says why), so this one stops too. "
+        "Another process of this run stopped (its log says why), so this one stops "
+        "too. "
         "Rerun the same command in all processes to resume from the last checkpoint.",
         status=1,
     )
@@ -221,6 +222,7 @@ def check_same_run(
         leave()
         raise ValueError(
             f"Process {without[0]} can't compile the CPU attention kernels "
+            ""
             f"({reasons[without[0]]}), and others can; install a C++ compiler there, or "
             f"set CXX=none in all processes."
         )

@@ -168,8 +168,8 @@ def read_json(path: Path):
     if path.name == "run.json" and value["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version {value['format_version']}, and this version of "
-            f"Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or choose "
-            f"another --workdir."
+            f"Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or "
+            f"choose another --workdir."
         )
     return value
 

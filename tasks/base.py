@@ -106,7 +106,7 @@ class Task:
         self.config, self.folder = config, folder
 
     def read(self, split: str) -> dict[str, list[str]]:
-        """Return the raw text of a split by field; ValueError, OSError if there is none."""
+        """Return the raw text of a split by field; ValueError or OSError if none."""
         raise NotImplementedError
 
     def load(self, split: str) -> Examples:
@@ -172,7 +172,7 @@ class Task:
         metrics, and the decoding `options` that were used.
 
         Args:
-            options: `trials`, which to score (default: all); `quick`: as during training;
+            options: `trials`, which to score (default: all); `quick`, as in training;
                 and those in the task's `options`.
         """
         raise NotImplementedError

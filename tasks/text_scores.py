@@ -78,7 +78,7 @@ def published(
 
 
 def moses(sentences: Sequence[str], language: str) -> list[str]:
-    """Lowercase, normalise punctuation and tokenise, in the order that Multi30k uses."""
+    """Lowercase, normalise punctuation and tokenise, in Multi30k's order."""
     from sacremoses import MosesPunctNormalizer, MosesTokenizer  # slow to import
 
     normalizer, tokenizer = MosesPunctNormalizer(language), MosesTokenizer(language)

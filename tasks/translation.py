@@ -166,8 +166,8 @@ class Translation(Task):
 
         Args:
             quick: greedy translations, and chrF only if it selects the best model.
-            options: of `decoding.generate.translate_trials`. Default: beam search with 5
-                hypotheses and a length penalty of 0.6. With `n_best`, `predictions`
+            options: of `decoding.generate.translate_trials`. Default: beam search with
+                5 hypotheses and a length penalty of 0.6. With `n_best`, `predictions`
                 are the lines of n-best lists.
         """
         trials = range(len(run.trials)) if trials is None else trials
@@ -324,7 +324,7 @@ class Translation(Task):
         return {"source": source[0].tolist(), "target": [*target, tokenizers.EOS]}
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
-        """See `Task.bootstrap`: BLEU's, or chrF's for the metrics that are nearer it."""
+        """See `Task.bootstrap`: by BLEU, or by chrF for metrics nearer to it."""
         near_chrf = metric.name in ("chrf", "published_chrf", "exact_match")
         return text_scores.paired_bootstrap(
             systems, text["target"], "chrf" if near_chrf else "bleu"

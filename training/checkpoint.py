@@ -251,7 +251,8 @@ class Checkpoints:
         with distributed.fail_together():
             if self.keep is not None and self.damaged.exists():
                 raise ValueError(
-                    f"{self.directory} holds no sound checkpoint to resume from; those in "
+                    f"{self.directory} holds no sound checkpoint to resume from; "
+                    "those in "
                     f"{self.damaged} are damaged. Restore one, or choose another "
                     f"--workdir."
                 )

@@ -1,4 +1,4 @@
-"""The training loop: update, and call hooks at intervals, until there is no more to do."""
+"""The training loop: update and call hooks at intervals until the run is done."""
 
 import contextlib
 import dataclasses
@@ -79,7 +79,7 @@ class Trainer:
             self.window.start_clock()
 
     def read_metrics(self, keep: int = 0) -> None:
-        """Read the metrics of all but the last `keep` spans; waits for their updates."""
+        """Wait for and read the metrics of all but the last `keep` spans."""
         while len(self.unread) > keep:
             first, number, metrics = self.unread.pop(0)
             metrics = jax.tree.map(np.asarray, metrics)

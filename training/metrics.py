@@ -141,7 +141,7 @@ class Window:
         self.pause += time.monotonic() - start
 
     def add(self, metrics: dict) -> np.ndarray:
-        """Add the metrics of a step, each of shape R; return the trials that diverged."""
+        """Add the metrics of a step, each R; return the trials that diverged."""
         self.metrics.append(metrics)
         return np.flatnonzero(metrics["diverged"])
 
@@ -205,7 +205,7 @@ class Window:
 
 
 def mean_and_sd(name: str, values: list[float], form: str = ".3f") -> str:
-    """Format a number over trials: its mean, and with several the standard deviation."""
+    """Format a number over trials: its mean and, with several, its deviation."""
     if not values:
         return ""
     text = f"{name} {np.mean(values):{form}}"

@@ -84,7 +84,7 @@ def make_optimizer(
     clip_norm,
     width: int,
 ) -> optax.GradientTransformation:
-    """Return AdamW after clipping the gradient's global norm (clip_norm 0: no clipping).
+    """Return AdamW behind a clip of the gradient's global norm (clip_norm 0: none).
 
     All arguments but `schedule` and `width` may be traced scalars.
     """

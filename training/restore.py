@@ -115,8 +115,8 @@ def _read_best(checkpoints, abstract, trials: dict):
     without = ~np.isfinite(best["score"]) & (trials["diverged_at"] == 0)
     if without.any() and not np.isfinite(best["score"]).any():
         raise ValueError(
-            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py run "
-            f"until train.eval_every_steps, or use --checkpoint=last."
+            f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py "
+            f"run until train.eval_every_steps, or use --checkpoint=last."
         )
     trials["diverged_at"] = np.where(without, trials["step"], trials["diverged_at"])
     return best["params"], best["step"]
@@ -160,7 +160,7 @@ READERS = {"best": _read_best, "last": _read_last, "average": _read_average}
 def _required(value, checkpoints):
     if value is None:
         raise FileNotFoundError(
-            f"{checkpoints.directory} holds no checkpoint that can be read; let train.py "
-            f"run until it has saved one."
+            f"{checkpoints.directory} holds no checkpoint that can be read; let "
+            f"train.py run until it has saved one."
         )
     return value

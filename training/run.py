@@ -91,8 +91,8 @@ def choose_trial(run: Run, flag) -> int:
     """Return the trial that the flag --trial names; ValueError if the run has none."""
     if not 0 <= flag.value < len(run.trials):
         raise ValueError(
-            f"--trial must be below {len(run.trials)}, the number of trials in the run, "
-            f"got {flag.value}."
+            f"--trial must be below {len(run.trials)}, the number of trials in the "
+            f"run, got {flag.value}."
         )
     return flag.value
 

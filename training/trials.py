@@ -165,8 +165,8 @@ def check_value(name: str, key: str, value) -> None:
     single = 0.0 if abs(value) < SMALLEST else float(np.float32(value))
     if key != "seed" and (single >= high or value and not single):
         raise ValueError(
-            f"{name} must be from {low} to below {high} in float32, and {value} becomes "
-            f"{single} there."
+            f"{name} must be from {low} to below {high} in float32, and {value} "
+            f"becomes {single} there."
         )
 
 

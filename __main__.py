@@ -1,0 +1,24 @@
+"""The command `headcount`: headcount train --config=configs/numbers.py --workdir=..."""
+
+import importlib
+import sys
+
+SCRIPTS = ("train", "eval", "predict", "heads", "sweep", "weights")
+
+
+def main() -> None:
+    """Run the script named by the first argument, with the others as its flags."""
+    if len(sys.argv) < 2 or sys.argv[1] not in SCRIPTS:
+        print(
+            f"headcount: the first argument must be one of {', '.join(SCRIPTS)}; "
+            f"headcount train --help shows its flags.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    sys.argv = [f"{sys.argv[1]}.py", *sys.argv[2:]]
+    name = sys.argv[0].removesuffix(".py")
+    importlib.import_module(f"headcount.{name}").cli()
+
+
+if __name__ == "__main__":
+    main()
