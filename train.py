@@ -276,9 +276,8 @@ def report_trained(trainer: Trainer) -> None:
     """Log that there is nothing left to train."""
     workdir, step = trainer.workdir, trainer.step
     for trial in np.flatnonzero(diverged_at := diverged(trainer)).tolist():
-        say(
-            f"step {diverged_at[trial]}: {describe_trial(trainer.trials, trial)} diverged."
-        )
+        name = describe_trial(trainer.trials, trial)
+        say(f"step {diverged_at[trial]}: {name} diverged.")
     say(f"{workdir} is trained already: {step} of {trainer.num_steps} steps.")
     if not trainer.frozen.all() and not is_evaluated(workdir, step):
         say(

@@ -222,9 +222,8 @@ def check_same_run(
         leave()
         raise ValueError(
             f"Process {without[0]} can't compile the CPU attention kernels "
-            ""
-            f"({reasons[without[0]]}), and others can; install a C++ compiler there, or "
-            f"set CXX=none in all processes."
+            f"({reasons[without[0]]}), and others can; install a C++ compiler there, "
+            f"or set CXX=none in all processes."
         )
     check_same("config", config, may_differ=("data.directory",))
     check_same("list of trials", trials)
