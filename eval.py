@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags
 
-from headcount.analysis.tables import print_examples, print_scores
+from headcount.analysis.tables import print_examples, print_report, print_scores
 from headcount.configs.commandline import (
     DIRECTORY,
     TASK_FILE,
@@ -126,6 +126,8 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
                 **row,
             }
         )
+        if trial == TRIAL.value and "report" in row:
+            print_report(row["report"], row["confusions"])
         if predictions is not None:
             write_predictions(predictions, examples.split, trial, len(scores))
             shown = predictions if trial == TRIAL.value else shown

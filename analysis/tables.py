@@ -80,6 +80,21 @@ def print_scores(
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
+def print_report(report: list[dict], confusions: list[dict]) -> None:
+    """Print precision, recall and F1 per class, and the most frequent confusions."""
+    table = Table(title="classes")
+    for name in ("class", "precision", "recall", "F1", "support"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for row in report:
+        shares = (f"{row[name]:.2%}" for name in ("precision", "recall", "f1"))
+        table.add_row(row["class"], *shares, str(int(row["support"] or 0)))
+    print_table(table)
+    table = Table("true", "predicted", "count", title="most frequent confusions")
+    for row in confusions:
+        table.add_row(row["true"], row["predicted"], str(row["count"]))
+    print_table(table)
+
+
 def number(value) -> str:
     """Format a setting: whole numbers in full, others with six digits."""
     return str(value) if isinstance(value, int) else f"{value:g}"

@@ -15,17 +15,23 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.task = task = ml_collections.ConfigDict()
     task.name = "translation"  # a name in headcount.tasks.TASKS
+    task.entities = False  # tagging: tags are BIO tags of entities
+    task.pooling = "mean"  # classification: first, mean or attention
 
     config.data = data = ml_collections.ConfigDict()
     # Pairs: numbers, multi30k, text, or a TFDS translation set. Documents: shakespeare,
-    # recall, text, or a TFDS text set.
+    # recall, text, or a TFDS text set. Tagged words: conll, conllu. Labelled texts:
+    # labelled, movie_reviews.
     data.name = "numbers"
     data.source = "en"  # translation: language translated from
     data.target = "de"  # translation: language translated into
-    # Folder of local files, for text, multi30k and shakespeare; None: download them.
+    # Folder of local files; None: download multi30k, shakespeare.
     data.directory = placeholder(str)
     # Of documents: sentencepiece, characters, words, bytes, gpt2 (imported weights).
     data.tokenizer = "sentencepiece"
+    data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
+    data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
+    data.num_classes = 16  # assumed where no data is read, as by --dry_run
     data.vocab_size = 8000  # size of a SentencePiece vocabulary
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.

@@ -3,7 +3,7 @@
     python train.py --config=configs/recall.py --workdir=runs/recall
     python eval.py --workdir=runs/recall --split=test
 
-A document is 16 key-value pairs, then the 16 keys in another order, each of which is
+A document is 8 key-value pairs, then the 8 keys in another order, each of which is
 to be answered with its value. Two layers can do it (a head that looks at the previous
 token, then one that looks for a match: an induction head), one can't.
 """
@@ -12,13 +12,13 @@ from headcount.configs import base
 
 
 def get_config():
-    """Return two layers of four heads on documents of 64 words."""
+    """Return two layers of four heads on documents of 32 words."""
     config = base.get_config()
     config.task.name = "language_model"
     config.data.name = "recall"
     config.data.tokenizer = "words"
-    config.data.vocab_size = 132  # 64 keys, 64 values, four special tokens
-    config.data.max_length = 64
+    config.data.vocab_size = 36  # 16 keys, 16 values, four special tokens
+    config.data.max_length = 32
     config.data.batch_tokens = 64 * 64
     config.model.width = 64
     config.model.mlp_dim = 128
@@ -26,13 +26,14 @@ def get_config():
     config.model.num_decoder_layers = 2
     config.model.attention.num_heads = 4
     config.model.dropout = 0.0
-    config.model.positions = "rotary"
+    config.model.positions = "learned"
+    config.model.max_positions = 32
     config.model.norm = "pre"
-    config.optimizer.learning_rate = 3e-3
+    config.optimizer.learning_rate = 2e-3
     config.optimizer.schedule = "cosine"
     config.optimizer.warmup_steps = 100
     config.optimizer.label_smoothing = 0.0
-    config.train.num_steps = 1500
+    config.train.num_steps = 1000
     config.train.eval_every_steps = 100
     config.train.checkpoint_every_steps = 500
     config.train.best_metric = "recall"

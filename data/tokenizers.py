@@ -313,7 +313,7 @@ def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def _write(path: Path, content: bytes):
+def write(path: Path, content: bytes):
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with part.open("wb") as file:
@@ -367,11 +367,12 @@ def _damaged(path: Path) -> ValueError:
 FILES = (
     *("joint.model", "source.model", "target.model", "vocab.json"),
     *("text.model", "characters.json", "words.json", "tokenizer.json"),
+    "classes.json",
 )
 
 
 def remove(folder: Path) -> None:
-    """Remove the tokenizers in a folder, and nothing else."""
+    """Remove the vocabularies in a folder, and nothing else."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
 
@@ -381,7 +382,7 @@ def copy(folder: Path, to: Path) -> None:
     remove(to)
     for path in (folder / name for name in FILES):
         if path.is_file():
-            _write(to / path.name, path.read_bytes())
+            write(to / path.name, path.read_bytes())
 
 
 def load_or_train_pair(
@@ -400,12 +401,12 @@ def load_or_train_pair(
     except FileNotFoundError:
         pass
     if joint:
-        _write(
+        write(
             folder / "joint.model", train_sentencepiece(sources + targets, vocab_size)
         )
     else:
-        _write(folder / "source.model", train_sentencepiece(sources, vocab_size))
-        _write(folder / "target.model", train_sentencepiece(targets, vocab_size))
+        write(folder / "source.model", train_sentencepiece(sources, vocab_size))
+        write(folder / "target.model", train_sentencepiece(targets, vocab_size))
     return load_pair(folder)
 
 
@@ -427,7 +428,7 @@ def load_or_make(folder: Path, kind: str, texts, vocab_size: int):
     if path is not None and not path.is_file():
         if texts is None or make is None:
             raise FileNotFoundError(f"There is no {path}; train first.")
-        _write(path, make(texts, vocab_size))
+        write(path, make(texts, vocab_size))
     try:
         return read(path)
     except (RuntimeError, ValueError, TypeError, RecursionError):

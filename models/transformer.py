@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from headcount.models.checks import check_gates, check_layers, check_rotary, choose
 from headcount.models.dropout import Dropout, dropout, fold
 from headcount.models.layers import Layer, OutputTransform, Pooler, layer_norm
+from headcount.models.output_heads import Classifier
 from headcount.models.positions import (
     BUCKETS,
     POSITIONS,
@@ -52,6 +53,8 @@ class Transformer(nnx.Module):
         encoder_attention, decoder_attention, cross_attention: those in which the
             encoder's self-, the decoder's self- or its cross-attention differs; None
             where it doesn't.
+        num_classes: C, of an output head for classes; None: none. Encoder-only.
+        pooling: of that head; see `models.output_heads.Classifier`.
         dtype: that `models.precision.merge` has it compute in; None: by the device.
 
     Raises:
@@ -86,6 +89,8 @@ class Transformer(nnx.Module):
         decoder_attention: dict | None = None,
         cross_attention: dict | None = None,
         dtype: str | None = None,
+        num_classes: int | None = None,
+        pooling: str | None = None,
         rngs: nnx.Rngs,
     ):
         self.dtype = compute_dtype(dtype)
@@ -164,6 +169,9 @@ class Transformer(nnx.Module):
         made = partial(OutputTransform, width, activation, norm_epsilon, rngs=rngs)
         self.output_transform = made() if output_transform else None
         self.output_bias = nnx.Param(jnp.zeros(vocab_size)) if output_bias else None
+        self.classifier = (
+            Classifier(width, num_classes, pooling, rngs=rngs) if num_classes else None
+        )
 
     def embed(
         self,
@@ -299,6 +307,14 @@ class Transformer(nnx.Module):
         """Scores of every piece, float32; the embedding serves as the output kernel."""
         features, table = self.output(hidden)
         return jnp.matmul(features, table.T, preferred_element_type=jnp.float32)
+
+    def class_logits(self, batch: dict, **options) -> Float[Array, "B S C"]:
+        """Return the logits of classes of an encoder with `num_classes`.
+
+        Args:
+            batch, options: see `hidden`.
+        """
+        return self.classifier(self.hidden(batch, **options), batch["source_segments"])
 
     def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
         """tanh of a linear map of each row's first token, as BERT.

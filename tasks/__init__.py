@@ -8,12 +8,16 @@ import importlib.util
 from pathlib import Path
 
 from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.classification import Classification
 from headcount.tasks.language_model import LanguageModel
+from headcount.tasks.tagging import Tagging
 from headcount.tasks.translation import Translation
 
 TASKS: dict[str, type[Task]] = {
     "translation": Translation,
     "language_model": LanguageModel,
+    "tagging": Tagging,
+    "classification": Classification,
 }
 
 

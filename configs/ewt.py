@@ -1,0 +1,37 @@
+"""Parts of speech of English words: UD English-EWT, tagged with an encoder.
+
+    python train.py --config=configs/ewt.py --workdir=runs/ewt \\
+      --config.data.directory=FOLDER
+    python eval.py --workdir=runs/ewt --split=test
+
+FOLDER holds the CoNLL-U files of github.com/UniversalDependencies/UD_English-EWT
+(CC BY-SA 4.0).
+"""
+
+from headcount.configs import base
+
+
+def get_config():
+    """Return two layers of four heads on subwords."""
+    config = base.get_config()
+    config.task.name = "tagging"
+    config.data.name = "conllu"
+    config.data.tag = "upos"
+    config.data.num_classes = 17
+    config.data.vocab_size = 8000
+    config.data.max_length = 256
+    config.data.batch_tokens = 4096
+    config.model.width = 128
+    config.model.mlp_dim = 256
+    config.model.num_encoder_layers = 2
+    config.model.num_decoder_layers = 0
+    config.model.dropout = 0.3
+    config.model.positions = "relative"
+    config.model.norm = "pre"
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 200
+    config.optimizer.schedule = "cosine"
+    config.train.num_steps = 1000
+    config.train.eval_every_steps = 200
+    config.train.checkpoint_every_steps = 200
+    return config

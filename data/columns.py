@@ -1,0 +1,134 @@
+"""Words with a tag each: CoNLL columns and CoNLL-U files.
+
+A file has a word per line, and blank lines between sentences. In CoNLL files the tag is
+the last column. In CoNLL-U files (universaldependencies.org) it is chosen by name.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from absl import logging
+
+CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag; or feature:NAME
+FEATURES = 5
+NO_FEATURE = "_"
+# Other names of our splits in published files.
+SPLITS = {"train": ("train",), "val": ("val", "dev", "valid"), "test": ("test",)}
+SUFFIXES = (".conllu", ".conll", ".txt", ".annotated", ".tsv")
+
+
+class Sentence(NamedTuple):
+    """A sentence: words, and a tag for each."""
+
+    words: list[str]
+    tags: list[str]
+
+
+def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentence]:
+    """Return the sentences of a split.
+
+    Args:
+        name: "conll" or "conllu".
+        split: "train", "val" or "test".
+        directory: with one file per split, whose name contains the split's.
+        tag: of CoNLL-U files "upos", "xpos", "relation" or "feature:NAME".
+
+    Raises:
+        ValueError, OSError: there is no such file or tag, or a line is malformed.
+    """
+    if directory is None:
+        raise ValueError(
+            f"data.name={name} needs data.directory, the folder of your files."
+        )
+    path = find_file(Path(directory).expanduser(), split)
+    read = read_conllu if path.suffix == ".conllu" or name == "conllu" else read_conll
+    sentences = read(path, tag)
+    if not sentences:
+        raise ValueError(f"{path} has no sentences.")
+    logging.info("%s %s: %d sentences", name, split, len(sentences))
+    return sentences
+
+
+def find_file(folder: Path, split: str) -> Path:
+    """Return the file of a split; ValueError or OSError unless there is just one."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
+    names = SPLITS.get(split, (split,))
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix in SUFFIXES and any(name in path.name for name in names)
+    ]
+    if not found:
+        raise FileNotFoundError(
+            f"The folder {folder} has no file for the split {split!r}: its name must "
+            f"contain {' or '.join(names)} and end in {', '.join(SUFFIXES)}."
+        )
+    if len(found) > 1:
+        listed = ", ".join(path.name for path in found)
+        raise ValueError(
+            f"{folder} has several files for the split {split!r}: {listed}."
+        )
+    return found[0]
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a UTF-8 file; ValueError with the line if it is not."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}, is not UTF-8 text.") from error
+
+
+def read_conll(path: Path, tag: str) -> list[Sentence]:
+    """Read columns: the word is the first and its tag the last; `tag` is not used."""
+    sentences, words, tags = [], [], []
+    for number, line in enumerate([*read_lines(path), ""], 1):
+        fields = line.split()
+        if not fields or fields[0] == "-DOCSTART-":
+            if words:
+                sentences.append(Sentence(words, tags))
+            words, tags = [], []
+            continue
+        if len(fields) < 2:
+            raise ValueError(
+                f"{path}, line {number}, has one column; it needs a word and its tag."
+            )
+        words.append(fields[0])
+        tags.append(fields[-1])
+    return sentences
+
+
+def read_conllu(path: Path, tag: str) -> list[Sentence]:
+    """Read CoNLL-U; multiword tokens and empty nodes are left out."""
+    if tag not in CONLLU and not tag.startswith("feature:"):
+        raise ValueError(
+            f"data.tag must be one of {', '.join(CONLLU)} or feature:NAME, got {tag!r}."
+        )
+    sentences, words, tags = [], [], []
+    for number, line in enumerate([*read_lines(path), ""], 1):
+        if line.startswith("#"):
+            continue
+        if not line.strip():
+            if words:
+                sentences.append(Sentence(words, tags))
+            words, tags = [], []
+            continue
+        fields = line.rstrip("\r").split("\t")
+        if len(fields) != 10:
+            raise ValueError(
+                f"{path}, line {number}, has {len(fields)} columns; CoNLL-U has 10."
+            )
+        if not fields[0].isdecimal():
+            continue
+        words.append(fields[1])
+        if tag in CONLLU:
+            tags.append(fields[CONLLU[tag]])
+        else:
+            features = dict(
+                f.split("=", 1) for f in fields[FEATURES].split("|") if "=" in f
+            )
+            tags.append(features.get(tag.removeprefix("feature:"), NO_FEATURE))
+    return sentences

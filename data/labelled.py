@@ -1,0 +1,89 @@
+"""Texts with a label each: TSV files, and Movie Reviews polarity."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from headcount.data.columns import find_file, read_lines
+
+FOLDS = 10
+SEED = 2005
+REVIEWS = {"neg": "rt-polarity.neg", "pos": "rt-polarity.pos"}
+
+
+class Labelled(NamedTuple):
+    """Texts, or pairs of texts, with a label each."""
+
+    texts: list[tuple[str, ...]]  # one or two each
+    labels: list[str]
+
+
+def load(name: str, split: str, directory: str | None, fold: int) -> Labelled:
+    """Return the texts of a split.
+
+    Args:
+        name: "labelled" (TSV files: label, tab, text; or label and two texts) or
+            "movie_reviews" (Pang and Lee 2005).
+        split: "train", "val" or "test".
+        directory: of the files.
+        fold: of `movie_reviews`, 0 to 9: which tenth is the test split; the next one is
+            the dev split.
+
+    Raises:
+        ValueError, OSError: there is no such file, or a line is malformed.
+    """
+    if directory is None:
+        raise ValueError(
+            f"data.name={name} needs data.directory, the folder of your files."
+        )
+    folder = Path(directory).expanduser()
+    if name == "movie_reviews":
+        found = _movie_reviews(folder, split, fold)
+    else:
+        found = _tsv(find_file(folder, split))
+    if not found.labels:
+        raise ValueError(f"The split {split!r} of {name} has no texts.")
+    logging.info("%s %s: %d texts", name, split, len(found.labels))
+    return found
+
+
+def _tsv(path: Path) -> Labelled:
+    texts, labels = [], []
+    lines = read_lines(path)
+    for number, line in enumerate(lines, 1):
+        fields = line.rstrip("\r").split("\t")
+        if number == len(lines) and fields == [""]:
+            break
+        if not 2 <= len(fields) <= 3 or not fields[0].strip():
+            raise ValueError(
+                f"{path}, line {number}, has {len(fields)} columns; it needs a label, "
+                f"a tab and a text (or two texts)."
+            )
+        labels.append(fields[0].strip())
+        texts.append(tuple(fields[1:]))
+    if len({len(text) for text in texts}) > 1:
+        raise ValueError(f"{path} has lines with one text and lines with two.")
+    return Labelled(texts, labels)
+
+
+def _movie_reviews(folder: Path, split: str, fold: int) -> Labelled:
+    if not 0 <= fold < FOLDS:
+        raise ValueError(f"data.fold must be from 0 to {FOLDS - 1}, got {fold}.")
+    texts, labels = [], []
+    for label, name in REVIEWS.items():
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"The folder {folder} holds no {name}.")
+        lines = (folder / name).read_bytes().decode("latin-1").split("\n")
+        lines = [line.strip() for line in lines if line.strip()]
+        texts += [(line,) for line in lines]
+        labels += [label] * len(lines)
+    order = np.random.default_rng(SEED).permutation(len(texts))
+    part = np.arange(len(order)) * FOLDS // len(order)
+    of_split = {"test": part == fold, "val": part == (fold + 1) % FOLDS}
+    of_split["train"] = ~(of_split["test"] | of_split["val"])
+    if split not in of_split:
+        raise ValueError(f"movie_reviews has no split {split!r}.")
+    chosen = order[of_split[split]]
+    return Labelled([texts[i] for i in chosen], [labels[i] for i in chosen])

@@ -1,0 +1,59 @@
+"""Output heads of encoders: classes for every token, or for every text."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+POOLING = ("first", "mean", "attention")
+
+
+class Classifier(nnx.Module):
+    """A linear map to classes, of every token or of a pooled vector per segment.
+
+    Args:
+        width: D.
+        num_classes: C.
+        pooling: None: classify every token by itself. "first": each segment by its
+            first token. "mean": by the mean of its tokens. "attention": by a mean with
+            learned weights.
+    """
+
+    def __init__(
+        self, width: int, num_classes: int, pooling: str | None, *, rngs: nnx.Rngs
+    ):
+        if pooling is not None and pooling not in POOLING:
+            raise ValueError(
+                f"task.pooling must be one of {', '.join(POOLING)}, got {pooling!r}."
+            )
+        self.pooling = pooling
+        self.linear = nnx.Linear(width, num_classes, rngs=rngs)
+        init = nnx.initializers.zeros_init()
+        self.scores = (
+            nnx.Linear(width, 1, use_bias=False, kernel_init=init, rngs=rngs)
+            if pooling == "attention"
+            else None
+        )
+
+    def __call__(
+        self, hidden: Float[Array, "B T D"], segments: Int[Array, "B T"]
+    ) -> Float[Array, "B T C"]:
+        """Return logits; every token of a segment has those of its pooled vector."""
+        return self.linear(self.pool(hidden, segments))
+
+    def pool(
+        self, hidden: Float[Array, "B T D"], segments: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Replace every token's vector by its segment's."""
+        if self.pooling is None:
+            return hidden
+        same = segments[:, :, None] == segments[:, None, :]
+        if self.pooling == "first":
+            weights = jax.nn.one_hot(same.argmax(-1), same.shape[-1])
+        else:
+            scores = jnp.zeros(hidden.shape[:2])
+            if self.scores is not None:
+                scores = self.scores(hidden)[..., 0].astype(jnp.float32)
+            scores = jnp.where(same, scores[:, None, :], -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1)
+        return jnp.einsum("BTS,BSD->BTD", weights.astype(hidden.dtype), hidden)
