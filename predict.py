@@ -1,5 +1,8 @@
 """Apply a trained run to standard input, line by line: translate, complete, tag, ...
 
+What is printed depends on the task: a translation per line; prompts with their
+continuations; words with their tags; labels with probabilities as JSON.
+
 echo "two hundred and six" | python predict.py --workdir=runs/numbers
 python predict.py --workdir=runs/multi30k --score < pairs.tsv > log_probabilities.tsv
 """
@@ -54,9 +57,17 @@ def main():
         task, trial = found.task, choose_trial(found, TRIAL)
         answer = task.score_lines if SCORE.value else task.predict
         number, size = 0, decoding.BATCH_SIZE.value
+        streams = hasattr(task, "stream") and not SCORE.value
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
-            for line in answer(found, lines, trial=trial, first=number, **options):
-                print(line)
+            about = {"trial": trial, "first": number, **options}
+            if streams and len(lines) == 1 and options.get("samples", 1) == 1:
+                print(lines[0], end="", flush=True)
+                for piece in task.stream(found, lines[0], **about):
+                    print(piece, end="", flush=True)
+                print()
+            else:
+                for line in answer(found, lines, **about):
+                    print(line)
             sys.stdout.flush()
             number += len(lines)
 

@@ -18,7 +18,7 @@ def cached_attention(
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S V"],
     mask: Bool[Array, "B #W S"],
-    bias: Float[Array, "N S"] | None = None,
+    bias: Float[Array, "*B N S"] | None = None,
     *,
     logits_mix: Float[Array, "N N"] | None = None,
     weights_mix: Float[Array, "N N"] | None = None,
@@ -41,9 +41,10 @@ def cached_attention(
     if logits_mix is not None:
         logits = mixed(logits, logits_mix)
 
-    def of_queries(x):  # what is a head's, for each of its queries
-        x = jnp.broadcast_to(x.reshape(K, 1, G, -1), (K, W, G, x.shape[-1]))
-        return x.reshape(K, W * G, -1)
+    def of_queries(x):  # repeat what belongs to a head for each of its queries
+        shape = (*x.shape[:-2], K, 1, G, x.shape[-1])
+        x = jnp.repeat(x.reshape(shape), W, axis=-3)
+        return x.reshape(*shape[:-3], W * G, shape[-1])
 
     if bias is not None:
         logits = logits + of_queries(bias)

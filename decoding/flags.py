@@ -26,6 +26,15 @@ SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", 0, 2**31 - 1)
 BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 128, "Hypotheses decoded at a time; fewer need less memory.", 1, 2**31
 )
+MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", 256, "Language models: most tokens of a continuation.", 1, 2**20
+)
+STOP = flags.DEFINE_string(
+    "stop", None, "Language models: text that ends a continuation."
+)
+SAMPLES = flags.DEFINE_integer(
+    "samples", 1, "Language models: continuations per prompt.", 1, 2**16
+)
 SEARCH = BEAM_SIZE, LENGTH_PENALTY, N_BEST
 SAMPLING = TEMPERATURE, TOP_K, TOP_P, SEED
 
@@ -41,7 +50,7 @@ def options() -> dict:
             raise ValueError(f"--{flag.name} must be finite, got {flag.value}.")
     given = {
         flag.name: flag.value
-        for flag in (*SEARCH, *SAMPLING, BATCH_SIZE)
+        for flag in (*SEARCH, *SAMPLING, BATCH_SIZE, MAX_NEW_TOKENS, STOP, SAMPLES)
         if flag.present
     }
     if TEMPERATURE.value == 0 and (TOP_K.value or TOP_P.value < 1 or SEED.value):

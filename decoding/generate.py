@@ -1,17 +1,16 @@
-"""Decoding on the device: greedy, beam search and sampling with a key-value cache.
+"""Generate token sequences: the functions that tasks call.
 
-    decode(model, source, segments, positions, max_length=L, ...) -> Decoded
-    translate(graph, params, sentences, ...) -> tokens, scores; or lists of the n best
-    translate_trials(graph, params, sentences, ...) -> the same of every trial
+    generate(graph, params, prompts, ...) -> tokens, scores; or lists of the n best
+    generate_trials(graph, params, prompts, ...) -> the same of every trial
+    stream(graph, params, prompt, ...) -> tokens one by one, as they are decoded
+    decode(model, prompts, lengths, ...) -> Decoded, a pure function of a batch
 
-`decode` is a pure function of one model (one trial) and a batch of sentences, to be
-jitted and vmapped over trials. The others are what scripts call: any number of lists
-of token ids in, lists out. All are made of the same parts: `encode` reads sentences,
-`start` begins them, `run` decodes them token by token.
+For an encoder-decoder a prompt is a source sentence, for a decoder alone the beginning
+of a text, starting with BOS.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -21,26 +20,27 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from headcount.decoding.queue import Queue, serve
 from headcount.decoding.scheduling import (
-    OF_TRIALS,
-    lanes,
+    TRIAL_AXES,
+    Queue,
+    decode_in_lanes,
     num_lanes,
-    on_each,
-    over_trials,
+    per_device,
     power_of_two,
+    serve,
     slots,
+    squeeze_trials,
 )
-from headcount.decoding.search import check_n_best, complete
+from headcount.decoding.search import check_n_best, check_options
 from headcount.decoding.step import (
     Decoded,
-    Encoded,
+    Prompt,
     State,
     advance,
     decoded,
-    empty,
-    encode,
-    run,
+    empty_state,
+    prefill,
+    run_until,
     start,
 )
 from headcount.models import precision
@@ -50,133 +50,137 @@ from headcount.models.transformer import Transformer
 
 def decode(
     model: Transformer,
-    source: Int[Array, "B S"],
-    segments: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
+    prompts: Int[Array, "B S"],
+    lengths: Int[Array, "B"],
     keys: Key[Array, "B"] | None = None,
     limits: Int[Array, "B"] | None = None,
     head_gates: dict | None = None,
     *,
     max_length: int,
     n_best: int | None = None,
-    **options: int | float,
+    **options,
 ) -> Decoded:
-    """Translate a batch of sentences, one a row (not packed).
+    """Continue a batch of prompts, one per row (not packed).
 
-    A hypothesis of log-probability p and n tokens (EOS included) is worth
+    A hypothesis of log-probability p and n tokens (EOS included) has the score
     p / ((5 + n) / 6)^length_penalty (Wu et al. 2016, section 7). The search keeps
-    beam_size live hypotheses; one ends when its EOS is among the beam_size best
-    continuations of the step. A sentence is finished when beam_size hypotheses have
-    ended and no live one is worth more than the best of them at its present length, or
-    none can be at any length. At its limit only EOS is allowed; padding and BOS never
-    are. With beam_size 1 this is greedy decoding.
+    beam_size live hypotheses; one finishes when its EOS is among the beam_size best
+    continuations of the step. A prompt is done when beam_size hypotheses have finished
+    and no live one has a higher score than the best of them at its present length, or
+    none can at any length. At its limit only EOS is allowed. With beam_size 1 this is
+    greedy decoding.
 
     Args:
-        keys: one a sentence, for sampling: what a sentence samples depends on its own
-            key only, not on the batch.
-        limits: tokens that each sentence's translation may have, EOS included; None:
-            max_length. A sentence with a higher limit than max_length may come back
-            unfinished, also if a shorter hypothesis has ended but may not be best.
-        head_gates: see `models.Transformer.__call__`, of a number a layer and head.
+        prompts, lengths: token ids and their number; 0: padding.
+        keys: one per prompt, for sampling: what a prompt samples depends on its own key
+            only, not on the batch.
+        limits: tokens that each result may have, EOS included; None: max_length. If a
+            limit is higher than max_length the result may be unfinished, also if a
+            shorter hypothesis has finished but may not be the best.
+        head_gates: see `models.Transformer.__call__`; one number per layer and head.
         max_length: L, static: slots of the cache.
-        n_best: N, of how many hypotheses that have ended to give lists, in the order
-            of their scores; None: the best alone. The search then goes on until no
-            live one can be among them, or ends as it would without; so the first of
-            them is the best alone.
+        n_best: N, how many finished hypotheses to return, in the order of their scores;
+            None: only the best. The search then goes on until no live one can be among
+            them, or ends as it would without; so the first is the same.
         options: of
-            beam_size: W; 1 if not given.
-            length_penalty: the exponent, at least 0; 0 if not given.
-            temperature: 0, if not given, searches for the best; above it samples from
+            beam_size: W; default 1.
+            length_penalty: the exponent, at least 0; default 0.
+            temperature: default 0: search; above 0: sample from
                 softmax(logits / temperature).
-            top_k: sample among the k best pieces; 0, if not given: all.
-            top_p: sample among the fewest best pieces whose probabilities sum to at
-                least top_p (Holtzman et al. 2020); 1 if not given.
-            return_scores: False leaves out the softmax where the search needs none,
-                with beam_size 1; the scores then mean nothing. True if not given.
+            top_k: sample from the k most probable tokens; default 0: all.
+            top_p: sample from the fewest tokens whose probabilities sum to at least
+                top_p (Holtzman et al. 2020); default 1.
+            return_scores: False leaves out the softmax where the search does not need
+                it, with beam_size 1; scores then mean nothing. Default True.
+            vocabulary: EOS and the tokens that are never produced; see
+                `search.Vocabulary`.
 
     Raises:
-        ValueError: an option out of its range, or sampling with a beam.
+        ValueError: an option is out of range, or samples with a beam.
     """
-    options = complete(**options)
+    options = check_options(**options)
     beam_size = options["beam_size"]
     check_n_best(n_best, beam_size)
     check_gates(head_gates, model.head_gates())
-    B, L = source.shape[0], max_length
+    B, L = prompts.shape[0], max_length
     if keys is None:
         keys = jnp.broadcast_to(jax.random.key(0), (B,))
     if limits is None:
         limits = jnp.full(B, L)
     sizes = {"max_length": L, "beam_size": beam_size, "n_best": n_best}
-    state = empty(model, source, keys, **sizes)
-    encoded = encode(model, source, segments, positions, head_gates)
-    rows = start(encoded, keys, limits, 0, **sizes)
+    state = empty_state(model, prompts, keys, **sizes)
+    rows = start(prefill(model, prompts, lengths, head_gates), keys, limits, 0, **sizes)
     state = state._replace(rows=rows)
     step = partial(advance, model, head_gates=head_gates, **options)
-    return decoded(run(step, state, B).rows)
+    return decoded(run_until(step, state, B).rows)
 
 
 class Programs(NamedTuple):
-    """How a model decodes many sentences; compiled for every shape they meet."""
+    """A model's jitted programs; each is compiled once per shape."""
 
-    idle: Callable  # (leaves, shape=(B, S), max_length=L, n_best=N) -> State
-    encode: Callable  # (leaves, head_gates, source) -> Encoded
-    go_on: Callable  # (state, leaves, head_gates, queue, seeds, enough), see `serve`
+    make_idle: Callable  # (leaves, shape=(B, S), max_length=L, n_best=N) -> State
+    prefill: Callable  # (leaves, head_gates, tokens, lengths) -> Prompt
+    serve: Callable  # (state, leaves, head_gates, queue, seeds, enough); see `serve`
 
 
 @lru_cache(maxsize=64)
 def programs(graph, structure, options) -> Programs:
-    """Those of a model of any parameters, for the options of a search.
+    """Return the programs of a model for any parameters, for the options of a search.
 
-    Looked up once a translation: to hash a graph takes a millisecond, a step two.
+    They are looked up once per call: hashing a graph takes as long as half a step.
     """
     fixed = {"graph": graph, "structure": structure}
     options = dict(options)
 
     @partial(jax.jit, static_argnames=("shape", "max_length", "n_best"))
-    def begin(leaves, **sizes):
+    def make_idle(leaves, **sizes):
         sizes["beam_size"] = options["beam_size"]
-        return on_each(partial(idle, **fixed, **sizes))(leaves)
+        return per_device(partial(_idle, **fixed, **sizes))(leaves)
 
     @jax.jit
-    def encode_all(*arrays):
-        return on_each(partial(read, **fixed))(*arrays)
+    def prefill_all(*arrays):
+        return per_device(partial(_prefill, **fixed))(*arrays)
 
     @partial(jax.jit, donate_argnums=0)
-    def continued(*arrays):
-        return on_each(partial(go_on, **fixed, options=options))(*arrays)
+    def serve_all(*arrays):
+        return per_device(partial(_serve, **fixed, options=options))(*arrays)
 
-    return Programs(begin, encode_all, continued)
+    return Programs(make_idle, prefill_all, serve_all)
 
 
-def idle(leaves, *, graph, structure, shape, **sizes) -> State:
-    """`empty` of every trial, for B and S of `shape`."""
+def _idle(leaves, *, graph, structure, shape, **sizes) -> State:
+    """Return `empty_state` of every trial, for B and S of `shape`."""
 
     def one(leaves):
         model = precision.merge(graph, jax.tree.unflatten(structure, leaves))
         keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
-        return empty(model, jnp.zeros(shape, jnp.int32), keys, **sizes)
+        return empty_state(model, jnp.zeros(shape, jnp.int32), keys, **sizes)
 
-    state = jax.vmap(one, out_axes=OF_TRIALS)(leaves)
+    state = jax.vmap(one, out_axes=TRIAL_AXES)(leaves)
     return state._replace(clock=state.clock[None])
 
 
-def read(
-    leaves, head_gates, source: Int[Array, "R Q S"], *, graph, structure
-) -> Encoded:
-    """`encode` of every trial's sentences."""
+def _prefill(
+    leaves,
+    head_gates,
+    tokens: Int[Array, "R Q S"],
+    lengths: Int[Array, "R Q"],
+    *,
+    graph,
+    structure,
+) -> Prompt:
+    """Return `prefill` of every trial's prompts."""
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
 
-    def one(params, source, head_gates):
+    def one(params, tokens, lengths, head_gates):
         model = nnx.merge(graph, params)
         check_gates(head_gates, model.head_gates())
-        segments = (source > 0).astype(jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(source.shape[1]), source.shape)
-        return encode(model, source, segments, positions, head_gates)
+        return prefill(model, tokens, lengths, head_gates)
 
-    return over_trials(one)(params, source, head_gates)
+    return squeeze_trials(one)(params, tokens, lengths, head_gates)
 
 
-def go_on(
+def _serve(
     state: State,
     leaves,
     head_gates,
@@ -188,7 +192,7 @@ def go_on(
     structure,
     options,
 ) -> tuple[State, Decoded, Array, Array, Array]:
-    """`serve` of every trial. All trials of a device decode in step."""
+    """Call `serve` for every trial; all trials of a device step together."""
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
 
     def step(params, head_gates, state):
@@ -197,107 +201,106 @@ def go_on(
 
     def all_steps(params, head_gates, state, queue, seeds, enough):
         each = jax.vmap if enough.ndim else lambda function, *_: function
-        steps = each(step, (0, 0, OF_TRIALS), OF_TRIALS)
+        steps = each(step, (0, 0, TRIAL_AXES), TRIAL_AXES)
         steps = partial(steps, params, head_gates)
         return serve(steps, each, state, queue, seeds, enough)
 
     state = state._replace(clock=state.clock[0])
     arrays = params, head_gates, state, queue, seeds, enough
-    state, *found = over_trials(all_steps, lambda function: function)(*arrays)
+    state, *found = squeeze_trials(all_steps, lambda function: function)(*arrays)
     return state._replace(clock=state.clock[None]), *found
 
 
-def translate(
+def generate(
     graph: nnx.GraphDef,
     params,
-    sentences: list[list[int]],
+    prompts: list[list[int]],
     *,
     head_gates: dict | None = None,
     sample_numbers: Sequence[int] | None = None,
     n_best: int | None = None,
-    **options: int | float,
+    **options,
 ) -> tuple[list[list[int]], list[float]] | list[list[tuple[list[int], float]]]:
-    """Translate sentences of token ids with one model.
+    """Continue prompts with the model of one trial.
 
     Args:
         graph, params: a model as `nnx.split` gives it, of one trial.
-        sentences: token ids, each ending in EOS.
+        prompts: token ids.
         head_gates: see `decode`.
-        sample_numbers, n_best, options: see `translate_trials`.
+        sample_numbers, n_best, options: see `generate_trials`.
 
     Returns:
-        The token ids of each translation without EOS, and the scores; with n_best
-        instead, for each sentence, a list of (token ids, score), the best first.
+        The generated token ids of each prompt, without EOS, and their scores. With
+        n_best instead a list of (token ids, score) per prompt, the best first.
     """
     params, head_gates = jax.tree.map(lambda x: x[None], (params, head_gates))
     options |= {"head_gates": head_gates, "sample_numbers": sample_numbers}
-    return translate_trials(graph, params, sentences, n_best=n_best, **options)[0]
+    return generate_trials(graph, params, prompts, n_best=n_best, **options)[0]
 
 
-def translate_trials(
+def generate_trials(
     graph: nnx.GraphDef,
     params,
-    sentences: list[list[int]],
+    prompts: list[list[int]],
     chosen: list[list[int]] | None = None,
     *,
     batch_size: int = 128,
-    max_length_factor: float = 2.0,
-    max_length_extra: int = 16,
+    limits: Sequence[int] | None = None,
     seed: int = 0,
     sample_numbers: Sequence[int] | None = None,
     head_gates: dict | None = None,
     n_best: int | None = None,
-    **options: int | float,
+    **options,
 ) -> list:
-    """Translate sentences of token ids with every trial, all trials at once.
+    """Continue prompts with every trial, all trials at once.
 
-    The sentences may be of any number and length. No translation depends on the other
-    sentences or trials (a sample: on its number). The longest are begun
-    first, and a sentence that is finished makes room for the next, which waits on the
-    device. On a CPU the cores decode sentences of their own, batch_size hypotheses
-    each. Programs are compiled for all rows and an eighth of them, of up to 16
-    sentences for 16 and 1, and for lengths of 16, 24, 32, 48, 64, ...; to encode many,
-    for closer ones.
+    There may be any number of prompts of any length. No result depends on the other
+    prompts or trials (a sample depends on its number). The longest prompts begin first,
+    and one that is done makes room for the next, which waits on the device. On a CPU
+    every core decodes prompts of its own, batch_size hypotheses each. Programs are
+    compiled for all rows and for an eighth of them (for up to 16 prompts for 16 and 1),
+    and for lengths of 16, 24, 32, 48, 64, ...
 
     Args:
-        graph, params: a model as `nnx.split` gives it, the leaves with the trial axis R
-            in front.
-        sentences: token ids, each ending in EOS.
-        chosen: of every trial, the numbers of the sentences that it is to translate;
-            default: all.
-        batch_size: hypotheses of a trial decoded at a time, beam_size a sentence; and
-            sentences of a trial that are sent to the device at a time.
-        max_length_factor, max_length_extra: a translation has at most
-            factor · source length + extra tokens, EOS included.
+        graph, params: a model as `nnx.split` gives it, leaves with the trial axis R.
+        prompts: token ids. A source sentence ends in EOS; the start of a text begins
+            with BOS.
+        chosen: the numbers of the prompts for each trial; default: all.
+        batch_size: hypotheses of a trial that are decoded at a time, beam_size per
+            prompt; and prompts of a trial that are sent to the device at a time.
+        limits: tokens that each result may have, EOS included; default: twice the
+            prompt and 16.
         seed: of the samples.
-        sample_numbers: of the sentences, which make the samples of equal ones differ;
+        sample_numbers: of the prompts, by which samples of equal prompts differ;
             default: their places in the list.
         head_gates: see `decode`, but R L N.
         n_best, options: see `decode`.
 
     Returns:
-        Of every trial what `translate` returns, in the order of `chosen`.
+        For every trial what `generate` returns, in the order of `chosen`.
     """
-    options = complete(**options)
+    options = check_options(**options)
     beam_size = options["beam_size"]
     check_n_best(n_best, beam_size)
-    limits = [int(max_length_factor * len(x)) + max_length_extra for x in sentences]
+    is_decoder_only = limits is not None
+    if limits is None:
+        limits = [2 * len(x) + 16 for x in prompts]
     leaves, structure = jax.tree.flatten(params)
     if chosen is None:
-        chosen = [list(range(len(sentences)))] * len(leaves[0])
+        chosen = [list(range(len(prompts)))] * len(leaves[0])
     most = max(1, batch_size // beam_size)
     few = max(map(len, chosen)) <= 16
-    # At the end of many, one row alone saves less than it takes to compile.
+    # at the end of many prompts a single row saves less than it takes to compile
     sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
-        sample_numbers = range(len(sentences))
+        sample_numbers = range(len(prompts))
     known = np.array(sample_numbers, np.int32)
-    idle, encode, go_on = programs(graph, structure, tuple(options.items()))
+    make_idle, prefill, serve = programs(graph, structure, tuple(options.items()))
     parts = (
-        partial(idle, leaves, n_best=n_best),
-        partial(encode, leaves, head_gates),
-        lambda state, queue, enough: go_on(
+        partial(make_idle, leaves, n_best=n_best),
+        partial(prefill, leaves, head_gates),
+        lambda state, queue, enough: serve(
             state,
             leaves,
             head_gates,
@@ -308,23 +311,26 @@ def translate_trials(
     )
     found: list[dict] = [{} for _ in chosen]
     # A translation is seldom longer than its source by a third. Those that are come
-    # back unfinished, and are begun again with more room.
-    factor = 1
+    # back unfinished and are started again with more room. The length of a text says
+    # nothing of its continuation's, so that has all the room at once.
+    factor = max(limits, default=1) if is_decoder_only else 1
     while True:
         waiting = [
-            sorted(set(numbers) - done.keys(), key=lambda i: len(sentences[i]))
+            sorted(set(numbers) - done.keys(), key=lambda i: len(prompts[i]))
             for numbers, done in zip(chosen, found, strict=True)
         ]
         if not any(waiting):
             break
         count = max(map(len, waiting))
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
-        if factor > 1:  # few, as a rule: as many rows as they need, with all the room
-            a_lane = -(-count // num_lanes(len(chosen)))
-            sizes = [min(most, 1 << (a_lane - 1).bit_length())]
+        if factor > 1 and not is_decoder_only:  # few: all the room for just their rows
+            per_lane = -(-count // num_lanes(len(chosen)))
+            sizes = [min(most, 1 << (per_lane - 1).bit_length())]
             factor = longest if count <= most else factor
         room = partial(slots, factor=factor, longest=longest)
-        finished = lanes(parts, sentences, limits, waiting, sizes, room, batch_size)
+        finished = decode_in_lanes(
+            parts, prompts, limits, waiting, sizes, room, batch_size
+        )
         for done, new in zip(found, finished, strict=True):
             done |= new
         factor *= 3
@@ -334,3 +340,71 @@ def translate_trials(
     if n_best is not None:
         return each
     return [([ids for ids, _ in some], [score for _, score in some]) for some in each]
+
+
+def stream(
+    graph: nnx.GraphDef,
+    params,
+    prompt: list[int],
+    *,
+    limit: int,
+    head_gates: dict | None = None,
+    seed: int = 0,
+    number: int = 0,
+    **options,
+) -> Iterator[int]:
+    """Yield the tokens that continue a prompt as they are decoded, without EOS.
+
+    They are those that `generate` gives for the same options; beams can't be streamed.
+
+    Args:
+        graph, params: a model as `nnx.split` gives it, of one trial.
+        prompt: token ids, starting with BOS.
+        limit: of tokens, EOS included.
+        number: of the sample; see `sample_numbers` of `generate_trials`.
+        head_gates, seed, options: see `generate_trials`.
+    """
+    options = check_options(return_scores=False, **options)
+    if options["beam_size"] > 1:
+        raise ValueError("Tokens of a beam search can't be streamed.")
+    step, begin = _stream_programs(graph, tuple(options.items()))
+    S, L = power_of_two(len(prompt)), power_of_two(limit)
+    tokens = np.zeros((1, S), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    key = jax.random.fold_in(jax.random.key(seed), number)[None]
+    sizes = np.array([len(prompt)]), np.array([limit])
+    state = begin(params, head_gates, tokens, *sizes, key, max_length=L)
+    eos = options["vocabulary"].eos
+    for _ in range(limit):
+        state, token = step(state, params, head_gates)
+        if int(token) == eos:
+            return
+        yield int(token)
+        if bool(state.rows.done[0]):
+            return
+
+
+@lru_cache(maxsize=16)
+def _stream_programs(graph, options) -> tuple[Callable, Callable]:
+    options = dict(options)
+    beam_size = options["beam_size"]
+
+    @partial(jax.jit, static_argnames="max_length")
+    def begin(params, head_gates, tokens, lengths, limits, keys, max_length):
+        model = precision.merge(graph, params)
+        sizes = {"max_length": max_length, "beam_size": beam_size}
+        state = empty_state(model, tokens, keys, **sizes)
+        prompt = prefill(model, tokens, lengths, head_gates)
+        return state._replace(rows=start(prompt, keys, limits, 0, **sizes))
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state, params, head_gates):
+        model = precision.merge(graph, params)
+        clock, L = state.clock, state.rows.tokens.shape[2]
+        state = advance(model, state, head_gates=head_gates, **options)
+        token = state.rows.tokens[0, 0, clock % L]
+        return state, jnp.where(
+            state.rows.num_finished[0] > 0, options["vocabulary"].eos, token
+        )
+
+    return step, begin

@@ -1,9 +1,12 @@
-"""One step of decoding: the live hypotheses of a batch, and their cache.
+"""Prefill and one step of decoding with a key-value cache.
 
-The beams of a sentence stand on the query axis of attention, so that they share its
-keys and values: those of the source are held once a sentence, and those of the
-target where they were written. A beam that goes on from another's hypothesis copies
-no cache; the mask of the self-attention (`sees`) tells which beam wrote each step.
+Prompts are computed once (`prefill`): what a decoder-only model's own layers attend to,
+or what a decoder's cross-attention attends to in the encoder's output. Both are kept
+per row and do not change. Generated tokens have a cache of their own.
+
+The hypotheses (beams) of a row are on the query axis of attention, so that they share
+its keys and values. A hypothesis that continues another one copies no cache: the mask
+of self-attention (`visible`) tells which hypothesis wrote each slot.
 """
 
 from functools import partial
@@ -14,31 +17,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from headcount.attention.cached import cached_attention
-from headcount.decoding.search import EOS, NEVER, next_pieces, penalty
+from headcount.decoding.search import NEVER, continue_hypotheses, length_penalty_at
 from headcount.models.positions import relative_bias
 from headcount.models.sites import gates_of
 
 
-class Encoded(NamedTuple):
-    """Sentences as every layer of the decoder looks at them."""
+class Prompt(NamedTuple):
+    """Prompts as the decoder's layers attend to them."""
 
     memory: list  # of (key, value) of each layer, B K H S and B K S V
     mask: Bool[Array, "B 1 S"]
+    first: Int[Array, "B"]  # the token that the first step reads
+    offset: Int[Array, "B"]  # and its position
+    real: Bool[Array, "B"]  # False: padding
 
 
 class Best(NamedTuple):
-    """The best hypothesis that has ended; or N of them, the best first."""
+    """The best finished hypothesis of each row; or N of them, the best first."""
 
     tokens: Int[Array, "B *N L"]  # by slot
-    length: Int[Array, "B *N"]  # 0 where none has ended
+    length: Int[Array, "B *N"]  # 0 if none has finished
     score: Float[Array, "B *N"]
 
 
 class Rows(NamedTuple):
-    """Sentences on the way, one a row; `W` live hypotheses each.
+    """Prompts that are being continued, one per row, with W live hypotheses each.
 
-    The slots of the cache are used in turn, by all rows at once: slot `clock % L` at a
-    time. A row may begin at any time (`begin`).
+    All rows write to the same slot of the cache, `clock % L`. A row may begin at any
+    time (`begin`).
     """
 
     begin: Int[Array, "B"]  # the clock at its first token
@@ -46,11 +52,11 @@ class Rows(NamedTuple):
     key: Key[Array, "B"]  # of its samples
     done: Bool[Array, "B"]
     tokens: Int[Array, "B W L"]  # of the live hypotheses, by slot
-    sees: Bool[Array, "B W L W"]  # what each of them sees, by slot and beam
+    visible: Bool[Array, "B W L W"]  # to each of them, by slot and hypothesis
     log_probs: Float[Array, "B W"]
-    num_ended: Int[Array, "B"]  # hypotheses
+    num_finished: Int[Array, "B"]  # hypotheses
     best: Best
-    source: Encoded
+    prompt: Prompt
 
 
 class State(NamedTuple):
@@ -62,89 +68,135 @@ class State(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The best hypothesis of every sentence, or the n best, the best first.
+    """The best hypothesis of every row, or the n best, the best first.
 
-    Where fewer have ended, the others have no token and the score -inf.
+    If fewer have finished, the others have length 0 and the score -inf.
     """
 
-    tokens: Int[Array, "B *N L"]  # up to EOS and including it, then 0
+    tokens: Int[Array, "B *N L"]  # up to and including EOS, then 0
+    length: Int[Array, "B *N"]  # with EOS
     scores: Float[Array, "B *N"]  # log-probability (nats) over the length penalty
-    finished: Bool[Array, "B"]  # False: the best may be longer than L, see `limits`
+    finished: Bool[Array, "B"]  # False: the best may be longer than L; see `limits`
 
 
-def empty(model, source, keys, *, max_length, beam_size, n_best=None) -> State:
-    """A state whose rows are all done, for sentences of the shape of the source."""
-    nothing = jnp.zeros_like(source)
-    B, L, W = source.shape[0], max_length, beam_size
+def empty_state(model, prompts, keys, *, max_length, beam_size, n_best=None) -> State:
+    """Return a state whose rows are all done, for prompts of this shape, B S."""
+    zeros = jnp.zeros_like(prompts)
+    B, L, W = prompts.shape[0], max_length, beam_size
+
+    def make_zeros(tree):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
     def cache(layer):
         x = jax.ShapeDtypeStruct((B, L * W, model.width), model.embedding.dtype)
-        return zeros(jax.eval_shape(partial(remembered, layer.self_attention), x))
+        return make_zeros(jax.eval_shape(partial(keys_values, layer.self_attention), x))
 
-    def zeros(tree):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-
-    # of the shapes alone: XLA would fold an encoding of zeros, for seconds
+    # from shapes alone: XLA would fold a prefill of zeros at compile time, for seconds
     def rows():
-        encoded = encode(model, nothing, nothing, nothing)
+        prompt = prefill(model, zeros, zeros[:, 0])
         sizes = {"max_length": L, "beam_size": W, "n_best": n_best}
-        return start(encoded, keys, nothing[:, 0], 0, **sizes)
+        return start(prompt, keys, zeros[:, 0], 0, **sizes)
 
-    rows = zeros(jax.eval_shape(rows)._replace(key=None))
+    rows = make_zeros(jax.eval_shape(rows)._replace(key=None))
     rows = rows._replace(key=keys, done=jnp.ones(B, bool))
     return State(
         jnp.zeros((), jnp.int32), rows, [cache(layer) for layer in model.decoder]
     )
 
 
-def encode(model, source, segments, positions, head_gates=None) -> Encoded:
-    """What the decoder needs to know of sentences, one a row."""
-    hidden = model.encode(source, segments, positions, head_gates=head_gates)
-    memory = [remembered(layer.cross_attention, hidden) for layer in model.decoder]
-    return Encoded(memory, (segments > 0)[:, None])
+def prefill(
+    model, prompts: Int[Array, "B S"], lengths: Int[Array, "B"], head_gates=None
+) -> Prompt:
+    """Compute what decoding needs of prompts; those of length 0 are padding.
+
+    For an encoder-decoder a prompt is a source sentence. For a decoder alone it starts
+    with BOS; its last token is not computed here but read by the first step.
+    """
+    S = prompts.shape[1]
+    place = jnp.arange(S)
+    if model.encoder:
+        real = place < lengths[:, None]
+        positions = jnp.broadcast_to(place, prompts.shape)
+        hidden = model.encode(
+            prompts, real.astype(jnp.int32), positions, head_gates=head_gates
+        )
+        memory = [keys_values(layer.cross_attention, hidden) for layer in model.decoder]
+        first = jnp.full(len(prompts), model.bos, jnp.int32)
+        offset = jnp.zeros(len(prompts), jnp.int32)
+        return Prompt(memory, real[:, None], first, offset, lengths > 0)
+    offset = jnp.maximum(lengths - 1, 0)
+    real = place < offset[:, None]
+    memory = decoder_memory(model, prompts, real.astype(jnp.int32), head_gates)
+    first = jnp.take_along_axis(prompts, offset[:, None], axis=1)[:, 0]
+    return Prompt(memory, real[:, None], first, offset, lengths > 0)
 
 
-def of_width(encoded: Encoded, S: int) -> Encoded:
-    """The same in S columns: padding is added, or left out."""
+def decoder_memory(model, tokens, segments, head_gates=None) -> list:
+    """Return the keys and values of a decoder-only model's layers for its inputs."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = model.embed(tokens, positions, tokens.shape[1])
+    where = model.where(positions, is_source=False)
+    memory = []
+    for index, layer in enumerate(model.decoder):
+        gates = gates_of(head_gates, index, self="decoder")
+
+        def to_self(x, attention=layer.self_attention, gates=gates):
+            memory.append(keys_values(attention, x, where.get("positions")))
+            return attention(
+                x,
+                is_causal=True,
+                query_segment_ids=segments,
+                key_value_segment_ids=segments,
+                gate=gates.get("self"),
+                **where,
+            )
+
+        x = layer.sublayer(to_self, layer.self_norm, x)
+        x = layer.sublayer(layer.mlp, layer.mlp_norm, x)
+    return memory
+
+
+def fit_width(prompt: Prompt, S: int) -> Prompt:
+    """Pad or cut prompts to S columns."""
 
     def fit(x, axis):
         missing = [(0, 0)] * x.ndim
         missing[axis] = (0, max(0, S - x.shape[axis]))
         return jax.lax.slice_in_dim(jnp.pad(x, missing), 0, S, axis=axis)
 
-    memory = [(fit(key, 3), fit(value, 2)) for key, value in encoded.memory]
-    return Encoded(memory, fit(encoded.mask, 2))
+    memory = [(fit(key, 3), fit(value, 2)) for key, value in prompt.memory]
+    return prompt._replace(memory=memory, mask=fit(prompt.mask, 2))
 
 
 def start(
-    encoded: Encoded, keys, limits, clock, *, max_length, beam_size, n_best=None
+    prompt: Prompt, keys, limits, clock, *, max_length, beam_size, n_best=None
 ) -> Rows:
-    """Sentences that begin at the clock. A row without tokens is done."""
-    B, L, W = len(encoded.mask), max_length, beam_size
+    """Return rows in which prompts begin at the clock; padding is done at once."""
+    B, L, W = len(prompt.mask), max_length, beam_size
     kept = (B,) if n_best is None else (B, n_best)
     return Rows(
         begin=jnp.full(B, clock, jnp.int32),
         limit=limits,
         key=keys,
-        done=~encoded.mask.any((1, 2)),
+        done=~prompt.real,
         tokens=jnp.zeros((B, W, L), jnp.int32),
-        sees=with_own(jnp.zeros((B, W, L, W), bool), clock),
-        # The beams are alike at first: only one may have continuations.
+        visible=see_own_slot(jnp.zeros((B, W, L, W), bool), clock),
+        # hypotheses are identical at first: only one may have continuations
         log_probs=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (B, W)),
-        num_ended=jnp.zeros(B, jnp.int32),
+        num_finished=jnp.zeros(B, jnp.int32),
         best=Best(
             tokens=jnp.zeros((*kept, L), jnp.int32),
             length=jnp.zeros(kept, jnp.int32),
             score=jnp.full(kept, -jnp.inf),
         ),
-        source=encoded,
+        prompt=prompt,
     )
 
 
-def run(step, state: State, enough: Int[Array, "*R"] | int) -> State:
-    """Decode until that many rows are done; of several trials, in every one of them.
+def run_until(step, state: State, enough: Int[Array, "*R"] | int) -> State:
+    """Step until so many rows are done; of several trials, in every one of them.
 
-    `step` is `advance` with all but the state.
+    `step` is `advance` with all arguments but the state.
     """
     return jax.lax.while_loop(
         lambda state: (state.rows.done.sum(-1) < enough).any(), step, state
@@ -152,7 +204,7 @@ def run(step, state: State, enough: Int[Array, "*R"] | int) -> State:
 
 
 def advance(
-    model, state: State, *, length_penalty, head_gates=None, **options
+    model, state: State, *, length_penalty, vocabulary, head_gates=None, **options
 ) -> State:
     """Decode one token of every live hypothesis."""
     clock, rows = state.clock, state.rows
@@ -160,43 +212,46 @@ def advance(
     hidden, cache = next_hidden(model, state, head_gates)
     length = clock - rows.begin + 1  # with the token decoded now
     is_slot = jnp.arange(L) == clock % L
-    found = next_pieces(
+    found = continue_hypotheses(
         model.logits(hidden).astype(jnp.float32),
         rows.log_probs,
         length,
         length >= rows.limit,
         rows.key,
+        vocabulary=vocabulary,
         **options,
     )
 
     score = jnp.where(found.ends, found.eos_log_probs, -jnp.inf)
-    score /= penalty(length, length_penalty)[:, None]
+    score /= length_penalty_at(length, length_penalty)[:, None]
     several = rows.best.score.ndim == 2
-    best = (with_several if several else with_one)(rows, score, length, is_slot)
-    num_ended = rows.num_ended + found.ends.sum(1, dtype=jnp.int32)
+    update = update_n_best if several else update_best
+    best = update(rows, score, length, is_slot, vocabulary.eos)
+    num_finished = rows.num_finished + found.ends.sum(1, dtype=jnp.int32)
     live = found.log_probs.max(1)
     first, last = best.score, best.score
     if several:
         first = best.score[:, 0]
-        # where none goes on, fewer have ended than are wanted
+        # if no hypothesis continues, fewer have finished than are wanted
         last = jnp.where(live > NEVER / 2, best.score[:, -1], jnp.inf)
-    hope = live / penalty(rows.limit, length_penalty)
-    # W poor hypotheses may end before a better one does: look at the live ones too
-    enough = (num_ended >= W) & (live / penalty(length, length_penalty) <= first)
-    settled = enough | (hope <= last)
-    cut = ~settled & ~rows.done & (length >= L)  # something better may be longer than L
+    hope = live / length_penalty_at(rows.limit, length_penalty)
+    # W poor hypotheses may finish before a better one: look at the live ones too
+    now = live / length_penalty_at(length, length_penalty)
+    settled = (num_finished >= W) & (now <= first)
+    settled |= hope <= last
+    cut = ~settled & ~rows.done & (length >= L)  # a better one may be longer than L
 
     tokens = pick(rows.tokens, found.parents)
-    tokens = jnp.where(is_slot, found.pieces[..., None], tokens)
-    sees = pick(rows.sees.reshape(B, W, -1), found.parents).reshape(B, W, L, W)
+    tokens = jnp.where(is_slot, found.tokens[..., None], tokens)
+    visible = pick(rows.visible.reshape(B, W, -1), found.parents).reshape(B, W, L, W)
     written = found.parents[:, :, None, None] == jnp.arange(W)
-    sees = with_own(jnp.where(is_slot[:, None], written, sees), clock + 1)
+    visible = jnp.where(is_slot[:, None], written, visible)
     rows = rows._replace(
         done=rows.done | settled | (length >= L),
         tokens=tokens,
-        sees=sees,
+        visible=see_own_slot(visible, clock + 1),
         log_probs=found.log_probs,
-        num_ended=num_ended,
+        num_finished=num_finished,
         best=best._replace(
             length=jnp.where(cut[:, None] if several else cut, 0, best.length)
         ),
@@ -204,12 +259,14 @@ def advance(
     return State(clock + 1, rows, cache)
 
 
-def with_one(rows: Rows, score: Float[Array, "B W"], length, is_slot) -> Best:
-    """The best that has ended, with the hypotheses that end now and their scores."""
+def update_best(
+    rows: Rows, score: Float[Array, "B W"], length, is_slot, eos: int
+) -> Best:
+    """Return the best finished hypothesis, including those that end now."""
     winner = score.argmax(1)
     score = jnp.where(rows.done, -jnp.inf, score.max(1))
     better = score > rows.best.score
-    ended = jnp.where(is_slot, EOS, pick(rows.tokens, winner[:, None])[:, 0])
+    ended = jnp.where(is_slot, eos, pick(rows.tokens, winner[:, None])[:, 0])
     return Best(
         tokens=jnp.where(better[:, None], ended, rows.best.tokens),
         length=jnp.where(better, length, rows.best.length),
@@ -217,89 +274,108 @@ def with_one(rows: Rows, score: Float[Array, "B W"], length, is_slot) -> Best:
     )
 
 
-def with_several(rows: Rows, score: Float[Array, "B W"], length, is_slot) -> Best:
-    """The same of the n best; of equal scores those come first that ended first."""
+def update_n_best(
+    rows: Rows, score: Float[Array, "B W"], length, is_slot, eos: int
+) -> Best:
+    """Do the same for the n best; of equal scores those that ended first win."""
     score = jnp.where(rows.done[:, None], -jnp.inf, score)
     length = jnp.broadcast_to(length[:, None], score.shape)
-    ended = Best(jnp.where(is_slot, EOS, rows.tokens), length, score)
-    every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), rows.best, ended)
-    score, choice = jax.lax.top_k(every.score, rows.best.score.shape[1])
-    length = jnp.take_along_axis(every.length, choice, axis=1)
-    return Best(pick(every.tokens, choice), length, score)
+    ended = Best(jnp.where(is_slot, eos, rows.tokens), length, score)
+    both = jax.tree.map(lambda *x: jnp.concatenate(x, 1), rows.best, ended)
+    score, choice = jax.lax.top_k(both.score, rows.best.score.shape[1])
+    length = jnp.take_along_axis(both.length, choice, axis=1)
+    return Best(pick(both.tokens, choice), length, score)
 
 
-def with_own(sees: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
-    """`sees`, but at the clock's slot every hypothesis sees its own place only."""
-    _, W, L, _ = sees.shape
+def see_own_slot(visible: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
+    """Let every hypothesis see only its own entry of the clock's slot."""
+    _, W, L, _ = visible.shape
     beams, is_slot = jnp.arange(W), jnp.arange(L) == clock % L
-    return jnp.where(is_slot[:, None], (beams[:, None] == beams)[:, None], sees)
+    return jnp.where(is_slot[:, None], (beams[:, None] == beams)[:, None], visible)
 
 
 def next_hidden(
     model, state: State, head_gates: dict | None = None
 ) -> tuple[Float[Array, "B W D"], list]:
-    """What is known before the next token of every hypothesis, and the grown cache."""
+    """Return the last layer's output for every hypothesis, and the extended cache."""
     clock, rows = state.clock, state.rows
     B, W, L = rows.tokens.shape
     step = jnp.minimum(clock - rows.begin, L - 1)[:, None]  # a done row may be older
     before = jax.lax.dynamic_index_in_dim(
         rows.tokens, (clock - 1) % L, axis=2, keepdims=False
     )
-    positions = jnp.broadcast_to(step, (B, W))
-    x = model.embed(jnp.where(step == 0, model.bos, before), positions, L)
-    turn = positions if model.positions == "rotary" else None
-    past = rows.sees.reshape(B, W, L * W)
+    first = rows.prompt.first[:, None]
+    offset = 0 if model.encoder else rows.prompt.offset[:, None]
+    positions = jnp.broadcast_to(offset + step, (B, W))
+    longest = L if model.encoder else L + rows.prompt.mask.shape[-1]
+    x = model.embed(jnp.where(step == 0, first, before), positions, longest)
+    rotation = positions if model.positions == "rotary" else None
+    past = rows.visible.reshape(B, W, L * W)
     bias = None
-    if model.positions == "relative":  # slots grow old in step, in whatever row
+    if model.positions == "relative":  # all rows' slots have the same age
         table, age = model.decoder_positions[...], (clock - jnp.arange(L)) % L
         bias = jnp.repeat(relative_bias(table, -age, is_causal=True), W, axis=1)
+        if not model.encoder:
+            place = jnp.arange(rows.prompt.mask.shape[-1])
+            distance = place - positions[:, :1]  # B S, equal for all hypotheses
+            far = jnp.moveaxis(relative_bias(table, distance, is_causal=True), 0, 1)
+            near = jnp.broadcast_to(bias, (B, *bias.shape))
+            bias = jnp.concatenate([far, near], axis=-1)
+    if not model.encoder:
+        seen = jnp.broadcast_to(rows.prompt.mask, (B, W, rows.prompt.mask.shape[-1]))
+        past = jnp.concatenate([seen, past], axis=-1)
     cache = []
     for index, (layer, grown, memory) in enumerate(
-        zip(model.decoder, state.cache, rows.source.memory, strict=True)
+        zip(model.decoder, state.cache, rows.prompt.memory, strict=True)
     ):
         gates = gates_of(head_gates, index, self="decoder", cross="cross")
 
-        def to_self(x, attention=layer.self_attention, grown=grown, gates=gates):
-            query, *new = attention.queries_keys_values(x, turn)
+        def to_self(
+            x, attention=layer.self_attention, grown=grown, memory=memory, gates=gates
+        ):
+            query, *new = attention.queries_keys_values(x, rotation)
             at = clock % L * W
-            cache.append(
-                tuple(
-                    jax.lax.dynamic_update_slice_in_dim(old, x, at, axis)
-                    for old, x, axis in zip(grown, by_head(*new), (3, 2), strict=True)
-                )
+            key, value = (
+                jax.lax.dynamic_update_slice_in_dim(old, x, at, axis)
+                for old, x, axis in zip(grown, by_head(*new), (3, 2), strict=True)
             )
+            cache.append((key, value))
+            if not model.encoder:
+                key = jnp.concatenate([memory[0], key], axis=3)
+                value = jnp.concatenate([memory[1], value], axis=2)
             parameters = attention.softmax_parameters()
-            heads = cached_attention(query, *cache[-1], past, bias, **parameters)
+            heads = cached_attention(query, key, value, past, bias, **parameters)
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
             query, parameters = attention.queries(x), attention.softmax_parameters()
-            heads = cached_attention(query, *memory, rows.source.mask, **parameters)
+            heads = cached_attention(query, *memory, rows.prompt.mask, **parameters)
             return attention.merged(heads, x, gates.get("cross"))
 
         x = layer.sublayer(to_self, layer.self_norm, x)
-        x = layer.sublayer(to_memory, layer.cross_norm, x)
+        if model.encoder:
+            x = layer.sublayer(to_memory, layer.cross_norm, x)
         x = layer.sublayer(layer.mlp, layer.mlp_norm, x)
     return x if model.decoder_norm is None else model.decoder_norm(x), cache
 
 
-def remembered(attention, x: Float[Array, "B S D"]):
-    """What is kept of x to be attended to."""
-    return by_head(*attention.keys_values(x))
+def keys_values(attention, x: Float[Array, "B S D"], positions=None):
+    """Return the keys and values of x in the cache's layout."""
+    return by_head(*attention.keys_values(x, positions))
 
 
 def by_head(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]):
-    """Keys B K H S and values B K S V: a head's are read together."""
+    """Return keys B K H S and values B K S V: a head's are contiguous."""
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 
 def pick(x: Shaped[Array, "B W L"], beams: Int[Array, "B X"]) -> Shaped[Array, "B X L"]:
-    """The given beams of each sentence."""
+    """Return the given hypotheses of each row."""
     return jnp.take_along_axis(x, beams[..., None], axis=1)
 
 
 def decoded(rows: Rows) -> Decoded:
-    """The best hypotheses that have ended, from the order of the slots to their own."""
+    """Return the finished hypotheses, with tokens in their order instead of by slot."""
     tokens, length, score = rows.best
     L = tokens.shape[-1]
     place = jnp.arange(L)
@@ -308,4 +384,4 @@ def decoded(rows: Rows) -> Decoded:
         slot, finished = slot[:, None], finished[:, 0]
     tokens = jnp.take_along_axis(tokens, slot, axis=-1)
     tokens = jnp.where(place < length[..., None], tokens, 0)
-    return Decoded(tokens, score, finished)
+    return Decoded(tokens, length, score, finished)

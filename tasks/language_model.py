@@ -20,6 +20,9 @@ import numpy as np
 from headcount.data import batches, documents, recall, tokenizers, windows
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import num_rows
+from headcount.decoding import generate as decoding
+from headcount.decoding.generate import generate
+from headcount.decoding.search import Vocabulary
 from headcount.models import precision
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
@@ -38,7 +41,10 @@ RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
 class LanguageModel(Task):
     """Documents, and a model that predicts each token from those before it."""
 
-    options = ("temperature", "top_k", "top_p", "seed", "batch_size")
+    options = (
+        *("beam_size", "length_penalty", "temperature", "top_k", "top_p", "seed"),
+        *("batch_size", "max_new_tokens", "stop", "samples"),
+    )
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
@@ -127,7 +133,7 @@ class LanguageModel(Task):
                 seeds=seeds,
             )
         return windows.WindowBatches(
-            self.stream(examples),
+            self.token_stream(examples),
             length=data.max_length,
             batch_tokens=data.batch_tokens,
             seeds=seeds,
@@ -145,7 +151,7 @@ class LanguageModel(Task):
                 of = batches.unpacked_batches
             return of(fields, aligned=ALIGNED, batch_tokens=tokens)
         found = windows.evaluation_windows(
-            self.stream(examples),
+            self.token_stream(examples),
             length=self.config.data.max_length,
             stride=self.stride,
             batch_tokens=tokens,
@@ -157,7 +163,7 @@ class LanguageModel(Task):
         rows = len(found[0]["target"])
         return [(np.arange(rows) + i * rows, batch) for i, batch in enumerate(found)]
 
-    def stream(self, examples: Examples) -> np.ndarray:
+    def token_stream(self, examples: Examples) -> np.ndarray:
         """Return the documents as one stream; see `data.windows.make_stream`."""
         return windows.make_stream(examples.fields["target"], self.config.model.bos)
 
@@ -211,6 +217,120 @@ class LanguageModel(Task):
             perplexity = float(np.exp(min(mean, 700.0)))
             rows.append({"loss": mean, "bits_per_byte": bits, "perplexity": perplexity})
         return rows
+
+    def predict(
+        self,
+        run: Run,
+        lines: Sequence[str],
+        trial: int = 0,
+        first: int = 0,
+        max_new_tokens: int = 256,
+        stop: str | None = None,
+        samples: int = 1,
+        **options,
+    ) -> Iterator[str]:
+        """Continue prompts; each result is the prompt and its continuation.
+
+        Args:
+            max_new_tokens: the most that a continuation may have.
+            stop: text that ends a continuation, and is left out of it.
+            samples: continuations per prompt, one after another.
+            options: of `decoding.generate.generate_trials`; greedy by default.
+        """
+        prompts, limits = self.prompts(lines, first, max_new_tokens)
+        repeated = range(len(lines) * samples)
+        params, gates = run.of(trial)
+        with sharding.using(run.mesh):
+            found, _ = generate(
+                run.graph,
+                params,
+                [prompts[i // samples] for i in repeated],
+                limits=[limits[i // samples] for i in repeated],
+                sample_numbers=[first * samples + i for i in repeated],
+                head_gates=gates,
+                vocabulary=self.vocabulary,
+                **options,
+            )
+        for i, ids in enumerate(found):
+            text = self.tokenizer.decode(ids)
+            yield lines[i // samples] + (text.split(stop)[0] if stop else text)
+
+    def stream(
+        self,
+        run: Run,
+        line: str,
+        trial: int = 0,
+        first: int = 0,
+        max_new_tokens: int = 256,
+        stop: str | None = None,
+        seed: int = 0,
+        **options,
+    ) -> Iterator[str]:
+        """Yield the pieces of one continuation as its tokens are decoded.
+
+        The arguments are those of `predict`, which gives the same text.
+        """
+        (prompt,), (limit,) = self.prompts([line], first, max_new_tokens)
+        params, gates = run.of(trial)
+        options = {
+            k: v for k, v in options.items() if k not in ("batch_size", "samples")
+        }
+        ids, shown = [], 0
+        with sharding.using(run.mesh):
+            for token in decoding.stream(
+                run.graph,
+                params,
+                prompt,
+                limit=limit,
+                head_gates=gates,
+                seed=seed,
+                number=first,
+                vocabulary=self.vocabulary,
+                **options,
+            ):
+                ids.append(token)
+                text = self.tokenizer.decode(ids)
+                if stop and stop in text:
+                    yield text.split(stop)[0][shown:]
+                    return
+                held = max(len(stop) - 1, 0) if stop else 0
+                if text.endswith("\ufffd"):  # an incomplete character of UTF-8
+                    continue
+                piece = text[shown : len(text) - held]
+                if piece:
+                    yield piece
+                    shown += len(piece)
+        yield self.tokenizer.decode(ids)[shown:]
+
+    def prompts(self, lines: Sequence[str], first: int, max_new_tokens: int):
+        """Return the token ids of prompts, and how many tokens each may get."""
+        if isinstance(lines, str):
+            raise TypeError(f"lines must be a list of strings, as in [{lines!r}]")
+        model = self.config.model
+        encoded = self.tokenizer.encode(list(lines), eos=False)
+        prompts = [[model.bos, *ids.tolist()] for ids in encoded]
+        limits = [max_new_tokens] * len(prompts)
+        if model.positions == "learned":
+            limits = [
+                min(max_new_tokens, model.max_positions - len(p) + 1) for p in prompts
+            ]
+            for number, limit in enumerate(limits, first + 1):
+                if limit < 1:
+                    raise ValueError(
+                        f"Line {number} has {len(prompts[number - first - 1])} tokens, "
+                        f"more than the model's context (model.max_positions="
+                        f"{model.max_positions})."
+                    )
+        return prompts, limits
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What may be generated: text, ended by the token that separates documents."""
+        bos = self.config.model.bos
+        if self.config.data.tokenizer == "gpt2":
+            return Vocabulary(eos=bos, banned=())
+        special = range(tokenizers.NUM_SPECIAL)
+        return Vocabulary(eos=bos, banned=tuple(i for i in special if i != bos))
 
     def score_lines(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0

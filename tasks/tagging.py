@@ -90,7 +90,7 @@ class EncoderTask(Task):
         if unknown:
             count = sum(label in set(unknown) for label in labels)
             logging.warning(
-                "%s has %d examples of classes that training has not: %s. They count as "
+                "%s has %d examples of classes unknown in training: %s. They count as "
                 "wrong.",
                 split,
                 count,

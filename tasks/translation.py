@@ -10,7 +10,7 @@ import numpy as np
 from headcount.data import batches, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import largest_rows
-from headcount.decoding.generate import translate, translate_trials
+from headcount.decoding.generate import generate, generate_trials
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
 from headcount.runtime import distributed, sharding
@@ -166,7 +166,7 @@ class Translation(Task):
 
         Args:
             quick: greedy translations, and chrF only if it selects the best model.
-            options: of `decoding.generate.translate_trials`. Default: beam search with
+            options: of `decoding.generate.generate_trials`. Default: beam search with
                 5 hypotheses and a length penalty of 0.6. With `n_best`, `predictions`
                 are the lines of n-best lists.
         """
@@ -235,7 +235,7 @@ class Translation(Task):
     ) -> list[str] | list[list[tuple[str, float]]]:
         """Translate lines; with n_best, return each one's n best with their scores.
 
-        Options are those of `decoding.generate.translate_trials`; greedy by default.
+        Options are those of `decoding.generate.generate_trials`; greedy by default.
         """
         check_lines("lines", lines)
         source, target = self.tokenizers
@@ -247,7 +247,7 @@ class Translation(Task):
         options |= {"return_scores": n_best is not None, "head_gates": gates}
         with sharding.using(run.mesh):
             chosen = [encoded[index] for index in full]
-            out = translate(run.graph, params, chosen, n_best=n_best, **options)
+            out = generate(run.graph, params, chosen, n_best=n_best, **options)
         found = dict(zip(full, out if n_best else out[0], strict=True))
         nothing = NOTHING if n_best else []
         everything = [found.get(index, nothing) for index in range(len(lines))]
@@ -358,7 +358,7 @@ def translations(
             for share in shares
         ]
         rows = np.array([share.trial for share in shares])
-        lists = translate_trials(
+        lists = generate_trials(
             run.graph,
             params,
             sentences,

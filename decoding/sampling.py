@@ -1,0 +1,45 @@
+"""Sampling a token from the model's distribution: temperature, top-k, top-p."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+SMALLEST = 1e-37  # temperature; anything lower is 0 in float32
+
+
+def sample(
+    logits: Float[Array, "B vocab"],
+    keys: Key[Array, "B"],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> Int[Array, "B"]:
+    """Draw a token of each row from softmax(logits / temperature).
+
+    Args:
+        logits: -inf for tokens that may not be drawn.
+        keys: one per row.
+        top_k: draw from the k most probable tokens; 0: all.
+        top_p: draw from the fewest most probable tokens whose probabilities sum to at
+            least top_p (Holtzman et al. 2020).
+    """
+    # subtracting the largest keeps 0 / 0 away from low temperatures
+    logits = logits - logits.max(-1, keepdims=True)
+    logits = logits / max(temperature, SMALLEST)
+    if top_k:
+        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = probabilities.cumsum(-1) - probabilities
+        before = before.at[:, 0].set(-1.0)  # keep the most probable token at any top_p
+        least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    # one uniform number per row instead of a Gumbel per token: random bits are slow
+    cumulative = jax.nn.softmax(logits, axis=-1).cumsum(-1)
+    draw = partial(jax.random.uniform, dtype=cumulative.dtype)
+    uniform = jax.vmap(draw)(keys)[:, None]
+    return (cumulative <= uniform * cumulative[:, -1:]).sum(-1, dtype=jnp.int32)

@@ -1,0 +1,174 @@
+"""Decoding of decoder-only models: with the cache as without it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from headcount.configs.base import get_config
+from headcount.decoding.generate import generate, generate_trials, stream
+from headcount.decoding.search import Vocabulary
+from headcount.models.transformer import Transformer
+
+VOCAB, BOS = 24, 1
+VOCABULARY = Vocabulary(eos=BOS, banned=(0, 2, 3))
+KINDS = {
+    "learned": {"model.positions": "learned", "model.max_positions": 64},
+    "sinusoidal": {"model.positions": "sinusoidal"},
+    "rotary, grouped": {
+        "model.positions": "rotary",
+        "model.attention.num_kv_heads": 2,
+    },
+    "relative, one key head": {
+        "model.positions": "relative",
+        "model.attention.num_kv_heads": 1,
+    },
+    "none, pre-norm": {"model.positions": "none", "model.norm": "pre"},
+    "talking heads": {"model.attention.talking_heads": True},
+    "sink, QK norm": {"model.attention.sink": True, "model.attention.qk_norm": True},
+    "gated, other sizes": {
+        "model.attention.merge": "gated",
+        "model.attention.head_dim": 6,
+        "model.attention.value_dim": 10,
+    },
+}
+
+
+def make_model(changes: dict, seed: int = 0):
+    config = get_config()
+    config.model.num_encoder_layers, config.model.width = 0, 32
+    config.model.mlp_dim = 48
+    config.update_from_flattened_dict(changes)
+    model = Transformer(
+        VOCAB, **config.model.to_dict(), rngs=nnx.Rngs(jax.random.key(seed))
+    )
+    # parameters that start at 0 or as the identity would hide mistakes
+    graph, params = nnx.split(model)
+    keys = iter(jax.random.split(jax.random.key(seed + 1), 1000))
+    params = jax.tree.map(
+        lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params
+    )
+    return graph, params
+
+
+def next_logits(graph, params, tokens: list[int]):
+    """Logits after a text, computed from scratch."""
+    inputs = jnp.array([tokens])
+    batch = {
+        "target": jnp.zeros_like(inputs),
+        "target_inputs": inputs,
+        "target_segments": jnp.ones_like(inputs),
+        "target_positions": jnp.arange(len(tokens))[None],
+    }
+    return nnx.merge(graph, params)(batch)[0, -1]
+
+
+def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
+    """Continue a prompt without a cache."""
+    found = []
+    while len(found) < limit - 1:
+        logits = next_logits(graph, params, prompt + found)
+        token = int(logits.at[jnp.array(VOCABULARY.banned)].set(-jnp.inf).argmax())
+        if token == BOS:
+            return found
+        found.append(token)
+    return found
+
+
+PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_with_the_cache_equals_greedy_without(kind):
+    seed = 4 if kind == "talking heads" else 0  # one that does not end at once
+    graph, params = make_model(KINDS[kind], seed)
+    limits = [12, 7, 9, 1]
+    found, _ = generate(graph, params, PROMPTS, limits=limits, vocabulary=VOCABULARY)
+    assert found == [
+        greedy(graph, params, prompt, limit)
+        for prompt, limit in zip(PROMPTS, limits, strict=True)
+    ]
+    assert any(len(ids) > 5 for ids in found)
+
+
+def test_scores_are_log_probabilities_of_the_uncached_model():
+    graph, params = make_model(KINDS["rotary, grouped"])
+    options = {"limits": [8] * 4, "vocabulary": VOCABULARY, "beam_size": 3}
+    for prompt, hypotheses in zip(
+        PROMPTS, generate(graph, params, PROMPTS, n_best=3, **options), strict=True
+    ):
+        assert len(hypotheses) == 3
+        for ids, score in hypotheses:
+            total, text = 0.0, list(prompt)
+            for token in [*ids, BOS]:
+                total += jax.nn.log_softmax(next_logits(graph, params, text))[token]
+                text.append(token)
+            np.testing.assert_allclose(score, total, rtol=1e-4)
+
+
+def test_stream_gives_what_generate_does():
+    graph, params = make_model(KINDS["learned"])
+    for number, options in enumerate(
+        [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 5}]
+    ):
+        options |= {"vocabulary": VOCABULARY}
+        (whole,), _ = generate(
+            graph,
+            params,
+            [PROMPTS[2]],
+            limits=[20],
+            sample_numbers=[number],
+            **options,
+        )
+        pieces = stream(graph, params, PROMPTS[2], limit=20, number=number, **options)
+        assert list(pieces) == whole
+
+
+def test_many_prompts_refill_rows_and_do_not_depend_on_each_other():
+    graph, params = make_model(KINDS["relative, one key head"])
+    rng = np.random.default_rng(0)
+    prompts = [
+        [BOS, *rng.integers(4, VOCAB, size=rng.integers(0, 30)).tolist()]
+        for _ in range(40)
+    ]
+    options = {"vocabulary": VOCABULARY, "temperature": 1.0, "seed": 5}
+    limits = rng.integers(2, 20, size=40).tolist()
+    many, _ = generate(graph, params, prompts, limits=limits, batch_size=8, **options)
+    for number in (0, 7, 39):
+        (alone,), _ = generate(
+            graph,
+            params,
+            [prompts[number]],
+            limits=[limits[number]],
+            sample_numbers=[number],
+            **options,
+        )
+        assert alone == many[number]
+
+
+def test_trials_are_each_as_alone():
+    models = [make_model(KINDS["learned"], seed) for seed in (0, 1)]
+    graph = models[0][0]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(params for _, params in models))
+    options = {"limits": [10] * 4, "vocabulary": VOCABULARY}
+    both = generate_trials(graph, stacked, PROMPTS, **options)
+    for (graph, params), (tokens, _) in zip(models, both, strict=True):
+        assert generate(graph, params, PROMPTS, **options)[0] == tokens
+
+
+def test_a_gate_of_zero_removes_a_head_in_prefill_and_steps():
+    graph, params = make_model(KINDS["learned"])
+    ones = nnx.merge(graph, params).head_gates()
+    gates = {site: gate.at[0, 1].set(0) for site, gate in ones.items()}
+    options = {"limits": [10] * 4, "vocabulary": VOCABULARY}
+    gated, _ = generate(graph, params, PROMPTS, head_gates=gates, **options)
+    plain, _ = generate(graph, params, PROMPTS, **options)
+    assert gated != plain
+
+    model = nnx.merge(graph, params)
+    model.decoder[0].self_attention.merge["kernel"][...] = (
+        model.decoder[0].self_attention.merge["kernel"][...].at[1].set(0)
+    )
+    removed, _ = generate(graph, nnx.split(model)[1], PROMPTS, **options)
+    assert gated == removed
