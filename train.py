@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import flags
+from flax import nnx
 from ml_collections import config_flags
 
 from headcount.analysis.tables import print_pairs
@@ -36,7 +37,7 @@ from headcount.configs.commandline import (
 )
 from headcount.data import tokenizers
 from headcount.models import cost
-from headcount.models.sites import implementations
+from headcount.models.transformer import implementations
 from headcount.runtime import cluster, distributed, sharding
 from headcount.runtime.logging import Progress, say, show_log
 from headcount.runtime.profiling import CompileClock, Profile, steps_to_profile
@@ -164,10 +165,10 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         rows = sharding.rows_of_part(rows, config.train.accumulate_steps)
         mesh = sharding.make_mesh(config.mesh, R, rows)
     jax.set_mesh(mesh)
-    sharding.warn_of_whole(flat(config.to_dict()), mesh.shape)
 
     model = cost.abstract(task.build)
     static = make_static(model, config, task.loss)
+    sharding.warn_of_undivided(nnx.state(model), flat(config.to_dict()), mesh.shape)
     make_state = partial(init, static=static, build=task.build)
     arrays = hyperparameters(flat(config.to_dict()), trials)
     abstract = jax.eval_shape(make_state, arrays)
@@ -333,8 +334,10 @@ def plan(config, target: str, trials_file: Path | None) -> None:
         check_config(config)
         trials = make_trials(flat(config.to_dict()), trials_file)
         arrays = hyperparameters(flat(config.to_dict()), trials)
-        found = dry_run.plan(config, make_task(config), arrays, target)
-    sharding.warn_of_whole(flat(config.to_dict()), found.mesh)
+        task = make_task(config)
+        found = dry_run.plan(config, task, arrays, target)
+    params = nnx.state(cost.abstract(task.build))
+    sharding.warn_of_undivided(params, flat(config.to_dict()), found.mesh)
     print_pairs(f"{target}, per chip", dry_run.rows(found))
     if advice := dry_run.advice(found, config):
         print(advice)

@@ -62,8 +62,8 @@ def bring_in(folder: Path, workdir: Path) -> None:
     import jax
     import numpy as np
 
+    from headcount.configs.validation import check_counts
     from headcount.models import huggingface
-    from headcount.models.checks import check_counts
     from headcount.models.huggingface_config import settings_of
     from headcount.runtime.workdir import environment
     from headcount.training.checkpoint import Checkpoints

@@ -14,7 +14,7 @@ from headcount import attention
 from headcount.attention.masks import EMPTY
 from headcount.data.examples import Examples
 from headcount.models import precision
-from headcount.models.attention import Seen
+from headcount.models.attention import Intermediates
 from headcount.runtime import sharding
 from headcount.runtime.logging import console
 from headcount.tasks import Run
@@ -182,7 +182,7 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
     }
     seen = {site: [] for site in head_gates}
 
-    def watch(site, layer):
+    def add(site, layer):
         real = batch[f"{SIDES[site]}_segments"] > 0
         sums = {
             name: jnp.where(real[..., None], each, 0).sum((0, 1))
@@ -200,9 +200,9 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
                 sums["learned_sink"] = shares.sum((0, 1))
         seen[site].append(sums)
 
-    watches = {site: partial(watch, site) for site in head_gates}
+    observers = {site: partial(add, site) for site in head_gates}
     model = precision.merge(graph, params)
-    loss(model, batch, head_gates=head_gates, watch=watches)
+    loss(model, batch, head_gates=head_gates, observe=observers)
     return seen, {side: count.sum() for side, count in counts.items()}
 
 
@@ -232,7 +232,7 @@ def loss_of(graph, loss, params, head_gates: dict, batch: dict):
     return loss(precision.merge(graph, params), batch, head_gates=head_gates)[0]
 
 
-def contributions(layer: Seen) -> dict[str, Float[Array, "B T N"]]:
+def contributions(layer: Intermediates) -> dict[str, Float[Array, "B T N"]]:
     """Return the norm of what each head adds, its merge weight, and that squared.
 
     What a head adds is the merge of this head with zeros for the others. Rules without

@@ -10,7 +10,7 @@ from flax import nnx
 
 from headcount.analysis.significance import summary
 from headcount.analysis.tables import heads_label, scores_without
-from headcount.models.attention import full_map
+from headcount.models.attention import attention_map
 from headcount.runtime import sharding
 from headcount.tasks import Metric, Run
 
@@ -32,10 +32,10 @@ def attention_maps(run: Run, trial: int, batch: dict, site: str) -> np.ndarray:
     def maps_of(params, gates, batch):
         model, maps = nnx.merge(run.graph, params), []
 
-        def watch(seen):
-            maps.append(full_map(seen))
+        def observe(layer):
+            maps.append(attention_map(layer))
 
-        model.hidden(batch, head_gates=gates, watch={site: watch})
+        model.hidden(batch, head_gates=gates, observe={site: observe})
         return jnp.concatenate(maps)
 
     with sharding.using(run.mesh):

@@ -50,9 +50,13 @@ def get_config() -> ml_collections.ConfigDict:
     model.positions = "sinusoidal"
     model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
-    model.norm_epsilon = 1e-6  # of every layer norm, added to the variance
+    model.norm_type = "layer_norm"  # or rms_norm
+    model.norm_epsilon = 1e-6  # of every norm, added to the variance
+    model.use_bias = True  # in feed-forwards and norms; attention has its own
+    model.mlp = "plain"  # or "gated": times another linear map (SwiGLU with silu)
     model.activation = "relu"  # of the feed-forward; or gelu, gelu_tanh, silu
     model.scale_embeddings = True  # times sqrt(D)
+    model.tie_embeddings = True  # the embedding is the output's table, too
     model.embedding_norm = False  # after the sum of the embeddings
     model.token_types = 0  # kinds of tokens with an embedding each; encoder-only
     model.pooler = False  # tanh of a linear map of the first token; encoder-only

@@ -44,8 +44,8 @@ from headcount.decoding.step import (
     start,
 )
 from headcount.models import precision
-from headcount.models.checks import check_gates
 from headcount.models.transformer import Transformer
+from headcount.models.validation import check_gates
 
 
 def decode(

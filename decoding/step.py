@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from headcount.attention.cached import cached_attention
 from headcount.decoding.search import NEVER, continue_hypotheses, length_penalty_at
 from headcount.models.positions import relative_bias
-from headcount.models.sites import gates_of
+from headcount.models.transformer import layer_gates
 
 
 class Prompt(NamedTuple):
@@ -135,20 +135,20 @@ def decoder_memory(model, tokens, segments, head_gates=None) -> list:
     """Return the keys and values of a decoder-only model's layers for its inputs."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = model.embed(tokens, positions, tokens.shape[1])
-    where = model.where(positions, is_source=False)
+    arguments = model.position_arguments(positions, is_source=False)
     memory = []
     for index, layer in enumerate(model.decoder):
-        gates = gates_of(head_gates, index, self="decoder")
+        gates = layer_gates(head_gates, index, self="decoder")
 
         def to_self(x, attention=layer.self_attention, gates=gates):
-            memory.append(keys_values(attention, x, where.get("positions")))
+            memory.append(keys_values(attention, x, arguments.get("positions")))
             return attention(
                 x,
                 is_causal=True,
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 gate=gates.get("self"),
-                **where,
+                **arguments,
             )
 
         x = layer.sublayer(to_self, layer.self_norm, x)
@@ -328,7 +328,7 @@ def next_hidden(
     for index, (layer, grown, memory) in enumerate(
         zip(model.decoder, state.cache, rows.prompt.memory, strict=True)
     ):
-        gates = gates_of(head_gates, index, self="decoder", cross="cross")
+        gates = layer_gates(head_gates, index, self="decoder", cross="cross")
 
         def to_self(
             x, attention=layer.self_attention, grown=grown, memory=memory, gates=gates

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections, head shapes and the merge."""
+"""Multi-head attention as a module: projections, head shapes and the merge."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,43 +11,44 @@ from jaxtyping import Array, Float, Int
 
 from headcount import attention
 from headcount.attention.api import IMPLEMENTATIONS
-from headcount.models.checks import choose
+from headcount.configs.validation import choose
 from headcount.models.linear import linear, project
 from headcount.models.positions import rotate
 
-INITS = {"xavier": "fan_avg", "fan_in": "fan_in"}  # as JAX calls their variance
+INITS = {"xavier": "fan_avg", "fan_in": "fan_in"}  # modes of variance_scaling
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with free head shapes and a choice of merge rule.
+    """Multi-head attention with free head shapes and a choice of merge rules.
 
     Args:
-        width: D, the size of its input and output.
+        width: D, the size of input and output.
         num_heads: N.
         num_kv_heads: K, a divisor of N; None: N.
         head_dim: H, the size of a query and a key; None: D / N.
         value_dim: V, the size of a value; None: D / N.
         merge: a name in `attention.MERGE_RULES`.
-        merge_gain: what the merge's kernel, no other parameter, begins times.
-        init: the kernels begin uniform with the variance 2 / (into + out of), "xavier"
-            (Glorot & Bengio 2010), or 1 / into, "fan_in" (LeCun et al. 1998), by which
-            logits, and outputs of "concat", begin at one scale whatever N, K, H, V are.
+        merge_gain: factor on the initial values of the merge's kernel.
+        init: initial distribution of the kernels, uniform with variance
+            2 / (fan_in + fan_out), "xavier" (Glorot & Bengio 2010), or 1 / fan_in,
+            "fan_in" (LeCun et al. 1998). With the latter, logits and outputs of
+            "concat" start at one scale whatever N, K, H and V are.
         mixture_heads: k of the rule "mixture", at most N.
-        talking_heads: mix the heads' maps before and after the softmax, see
+        talking_heads: mix the heads' maps before and after the softmax; see
             `attention.talking_heads_attention`.
-        sink: learn a logit for each head to attend to nothing, at first 0, see
-            `attention.dot_product_attention`; not with talking heads.
-        qk_norm: RMS-normalise queries and keys, with learned scales of size H; of the
-            kind of Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
-        scale: what query · key is multiplied by; None: 1 / sqrt(H). Tensor Programs V
-            (Yang et al. 2022) has a constant / H. At 0 a head averages what it may see.
+        sink: learn a logit per head to attend to nothing, initially 0; see
+            `attention.dot_product_attention`. Not with talking heads.
+        qk_norm: RMS-normalise queries and keys, with learned scales of size H, like
+            Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
+        scale: factor on query · key; None: 1 / sqrt(H). Tensor Programs V (Yang et al.
+            2022) uses a constant / H. At 0 a head averages what it may attend to.
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
-        path: the config keys above, to name them in errors.
+        path: the section of the config, to name keys in errors.
 
     Raises:
-        ValueError: a head count that does not divide, an unknown merge rule, or a
-            number out of its range.
+        ValueError: a head count does not divide, a merge rule is unknown, or a number
+            is out of range.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
             width, num_heads, num_kv_heads, head_dim, value_dim, path=path
         )
         choose(f"{path}.merge", merge, attention.MERGE_RULES)
-        if not 1e-18 <= merge_gain <= 1e18:  # its square must be a float32
+        if not 1e-18 <= merge_gain <= 1e18:  # its square must fit into float32
             raise ValueError(
                 f"{path}.merge_gain must be from 1e-18 to 1e18, got {merge_gain}."
             )
@@ -89,8 +90,8 @@ class Attention(nnx.Module):
             )
         if sink and talking_heads:
             raise ValueError(
-                f"{path}.sink must be False with talking_heads, whose mixed maps are "
-                f"no one head's, got {sink}."
+                f"{path}.sink must be False with talking_heads, whose mixed maps do "
+                f"not belong to single heads, got {sink}."
             )
         if implementation is not None:
             choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
@@ -103,60 +104,66 @@ class Attention(nnx.Module):
         self.mixture_heads = mixture_heads
         self.implementation = implementation
 
-        def projection(heads, size):
+        def projection(heads, size, axes):
             initial = initializer(init, 1, 3)
-            kernel = nnx.Param(initial(rngs.params(), (width, heads, size)))
-            bias = nnx.Param(jnp.zeros((heads, size))) if use_bias else None
-            return kernel, bias
+            values = initial(rngs.params(), (width, heads, size))
+            kernel = nnx.Param(values, axes=f"D {axes}")
+            zeros = jnp.zeros((heads, size))
+            return kernel, nnx.Param(zeros, axes=axes) if use_bias else None
 
-        self.query, self.query_bias = projection(num_heads, head_dim)
-        self.key, self.key_bias = projection(num_kv_heads, head_dim)
-        self.value, self.value_bias = projection(num_kv_heads, value_dim)
+        self.query, self.query_bias = projection(num_heads, head_dim, "N H")
+        self.key, self.key_bias = projection(num_kv_heads, head_dim, "K H")
+        self.value, self.value_bias = projection(num_kv_heads, value_dim, "K V")
 
         sizes = {"N": num_heads, "V": value_dim, "D": width}
 
-        def parameter(name, letters):  # of the merge: vectors start neutral
-            shape = tuple(sizes[letter] for letter in letters.split())
-            if len(shape) == 1:
-                return nnx.Param(jnp.zeros(shape))
-            into = 1 if letters.startswith("D") else len(shape) - 1
+        def parameter(name, axes):
+            shape = tuple(sizes[letter] for letter in axes.split())
+            if len(shape) == 1:  # vectors start neutral
+                return nnx.Param(jnp.zeros(shape), axes=axes)
+            num_inputs = 1 if axes.startswith("D") else len(shape) - 1
             gain = merge_gain if name == "kernel" else 1.0
-            initial = initializer(init, into, len(shape), gain)
-            return nnx.Param(initial(rngs.params(), shape))
+            initial = initializer(init, num_inputs, len(shape), gain)
+            return nnx.Param(initial(rngs.params(), shape), axes=axes)
 
         shapes = attention.MERGE_RULES[merge].shapes
         self.merge = nnx.Dict({name: parameter(name, shapes[name]) for name in shapes})
-        self.merge_bias = nnx.Param(jnp.zeros(width)) if use_bias else None
+        self.merge_bias = nnx.Param(jnp.zeros(width), axes="D") if use_bias else None
         self.talking_heads = (
             nnx.Dict(
-                logits_mix=nnx.Param(jnp.eye(num_heads)),
-                weights_mix=nnx.Param(jnp.eye(num_heads)),
+                logits_mix=nnx.Param(jnp.eye(num_heads), axes="heads heads"),
+                weights_mix=nnx.Param(jnp.eye(num_heads), axes="heads heads"),
             )
             if talking_heads
             else None
         )
-        self.sink = nnx.Param(jnp.zeros(num_heads)) if sink else None
-        self.query_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
-        self.key_norm = nnx.RMSNorm(head_dim, rngs=rngs) if qk_norm else None
-        # Queries are longer by this, so that whatever reads them need not know of it.
-        self.stretch = None if scale is None else scale * head_dim**0.5
+        self.sink = nnx.Param(jnp.zeros(num_heads), axes="N") if sink else None
+
+        def norm():
+            return nnx.RMSNorm(head_dim, scale_metadata={"axes": "H"}, rngs=rngs)
+
+        self.query_norm = norm() if qk_norm else None
+        self.key_norm = norm() if qk_norm else None
+        # Every reader of queries divides by sqrt(H): a different scale is applied here.
+        self.query_factor = None if scale is None else scale * head_dim**0.5
 
     def queries(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T N H"]:
-        """Project to queries, scaled; with positions, rotated by them."""
+        """Project to queries, normalise them, rotate them by positions, scale them."""
         query = project(x, self.query, self.query_bias)
-        return self.stretched(turned(query, self.query_norm, positions))
+        return self.scaled(normalize_and_rotate(query, self.query_norm, positions))
 
-    def stretched(self, query: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """Queries whose logits have the layer's scale, times those of 1 / sqrt(H)."""
-        return query if self.stretch is None else query * self.stretch
+    def scaled(self, query: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Scale queries so that logits / sqrt(H) have the layer's own scale."""
+        return query if self.query_factor is None else query * self.query_factor
 
     def keys_values(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-        """Project to keys, with positions rotated by them, and to values."""
-        key = turned(project(x, self.key, self.key_bias), self.key_norm, positions)
+        """Project to keys (normalised, rotated by positions) and to values."""
+        key = project(x, self.key, self.key_bias)
+        key = normalize_and_rotate(key, self.key_norm, positions)
         return key, project(x, self.value, self.value_bias)
 
     def queries_keys_values(
@@ -164,10 +171,10 @@ class Attention(nnx.Module):
     ) -> tuple[
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]
     ]:
-        """`queries` and `keys_values` of one input, by one product with all kernels.
+        """Return `queries` and `keys_values` of one input by a single matrix product.
 
-        For decoding, where kernels are many and rows few. In training the kernels'
-        heads are sharded, and would have to be moved to stand side by side.
+        For decoding, where there are many kernels and few rows. In training heads may
+        be sharded, and joining the kernels would move them.
         """
         kernels = [param[...] for param in (self.query, self.key, self.value)]
         biases = [self.query_bias, self.key_bias, self.value_bias]
@@ -186,18 +193,18 @@ class Attention(nnx.Module):
             )
         )
         return (
-            self.stretched(turned(query, self.query_norm, positions)),
-            turned(key, self.key_norm, positions),
+            self.scaled(normalize_and_rotate(query, self.query_norm, positions)),
+            normalize_and_rotate(key, self.key_norm, positions),
             value,
         )
 
     def resolve(
         self, B: int, T: int, S: int, *, dtype="float32", has_bias: bool = False
     ) -> str:
-        """The implementation that runs on such a batch; see docs/attention.md.
+        """Return the implementation that runs for these sizes.
 
         Raises:
-            NotImplementedError: the one that was named can't.
+            NotImplementedError: the named implementation can't.
         """
         if self.talking_heads is not None:
             return "talking_heads_attention"
@@ -208,24 +215,26 @@ class Attention(nnx.Module):
 
         arrays = like(T, self.query), like(S, self.key), like(S, self.value)
         if self.implementation is not None:
-            learnt, N = {}, self.query.shape[1]
+            learned, N = {}, self.query.shape[1]
             if has_bias:
-                learnt["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
+                learned["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
             if self.sink is not None:
-                learnt["sink"] = jax.ShapeDtypeStruct((N,), dtype)
+                learned["sink"] = jax.ShapeDtypeStruct((N,), dtype)
 
-            def total(arrays, learnt):
-                named = {"implementation": self.implementation}
-                return attention.dot_product_attention(*arrays, **learnt, **named).sum()
+            def total(arrays, learned):
+                name = self.implementation
+                return attention.dot_product_attention(
+                    *arrays, **learned, implementation=name
+                ).sum()
 
-            run = jax.grad(total, (0, 1)) if learnt else total
-            jax.eval_shape(run, arrays, learnt)
+            run = jax.grad(total, (0, 1)) if learned else total
+            jax.eval_shape(run, arrays, learned)
             return self.implementation
         bias = jnp.float32 if has_bias else None
         return attention.resolve_implementation(*arrays, bias)
 
     def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:
-        """The two mixes of talking heads, or the sink, by name; empty without."""
+        """Return the mixes of talking heads or the sink, by argument name."""
         given = dict(self.talking_heads or {})
         if self.sink is not None:
             given["sink"] = self.sink
@@ -237,13 +246,13 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         gate: Float[Array, "*B N"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Merge the heads' outputs, each times its gate, by the layer's rule."""
+        """Merge the heads' outputs, times their gates, by the layer's rule."""
         rule, arguments = self.rule()
         out = rule.function(attention.head_gated(heads, gate), x, **arguments)
         return out if self.merge_bias is None else out + self.merge_bias[...]
 
     def rule(self) -> tuple[attention.MergeRule, dict]:
-        """The merge rule, and its parameters and settings by name."""
+        """Return the merge rule, and its parameters and settings by name."""
         rule = attention.MERGE_RULES[self.merge_rule]
         arguments = {name: param[...] for name, param in self.merge.items()}
         return rule, arguments | {name: getattr(self, name) for name in rule.settings}
@@ -255,17 +264,18 @@ class Attention(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         gate: Float[Array, "*B N"] | None = None,
-        watch: Callable | None = None,
+        observe: Callable | None = None,
         **masks,
     ) -> Float[Array, "B T D"]:
         """Attend from x to the memory, or to x itself.
 
         Args:
-            x, memory: the layer's input; what keys and values are made of.
+            x: the layer's input.
+            memory: what keys and values are computed from; None: x.
             positions: to rotate queries and keys by.
-            gate: a number a head, `N` or `B N`, times its output.
-            watch: called with what it has `Seen`.
-            masks: bias and masks as `attention.dot_product_attention` takes them.
+            gate: factor on each head's output, `N` or `B N`.
+            observe: called with `Intermediates`.
+            masks: bias and masks; see `attention.dot_product_attention`.
         """
         query = self.queries(x, positions)
         key, value = self.keys_values(x if memory is None else memory, positions)
@@ -277,46 +287,54 @@ class Attention(nnx.Module):
             heads = attention.dot_product_attention(
                 query, key, value, **arguments, implementation=self.implementation
             )
-        if watch is not None:
+        if observe is not None:
             gated = attention.head_gated(heads, gate)
-            watch(Seen(query, key, masks, parameters, gated, x, *self.rule()))
+            observe(
+                Intermediates(query, key, masks, parameters, gated, x, *self.rule())
+            )
         return self.merged(heads, x, gate)
 
 
-def initializer(name: str, into: int, rank: int, gain: float = 1.0):
-    """The initializer of that name, of an array whose first `into` axes go in."""
+def initializer(name: str, num_inputs: int, rank: int, gain: float = 1.0):
+    """Return an initializer of arrays whose first `num_inputs` axes are inputs."""
     axes = tuple(range(rank))
     return nnx.initializers.variance_scaling(
-        gain**2, INITS[name], "uniform", in_axis=axes[:into], out_axis=axes[into:]
+        gain**2,
+        INITS[name],
+        "uniform",
+        in_axis=axes[:num_inputs],
+        out_axis=axes[num_inputs:],
     )
 
 
-class Seen(NamedTuple):
-    """What attention computed, for the function that watches it."""
+class Intermediates(NamedTuple):
+    """What attention computed, for functions that observe it."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
-    masks: dict  # and bias, as `attention.dot_product_attention` takes them
-    parameters: dict  # of the softmax: the mixes of talking heads, or a sink, or none
-    heads: Float[Array, "B T N V"]  # times their gates
+    masks: dict  # and bias; see `attention.dot_product_attention`
+    parameters: dict  # see `Attention.softmax_parameters`
+    heads: Float[Array, "B T N V"]  # outputs times their gates
     x: Float[Array, "B T D"]  # the layer's input
     rule: attention.MergeRule
     arguments: dict  # of the rule: its parameters and settings
 
 
-def full_map(seen: Seen) -> Float[Array, "B N T S"]:
-    """The weights of every head."""
-    talk = "logits_mix" in seen.parameters
-    weights = attention.talking_heads_weights if talk else attention.attention_weights
-    return weights(seen.query, seen.key, **seen.masks, **seen.parameters)
+def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
+    """Return the attention weights of every head."""
+    talking = "logits_mix" in layer.parameters
+    weights = attention.attention_weights
+    if talking:
+        weights = attention.talking_heads_weights
+    return weights(layer.query, layer.key, **layer.masks, **layer.parameters)
 
 
-def turned(
+def normalize_and_rotate(
     heads: Float[Array, "B T N H"],
     norm: nnx.RMSNorm | None,
     positions: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N H"]:
-    """Queries or keys, normalised and rotated where the model does so."""
+    """Normalise and rotate queries or keys, if the model does so."""
     heads = heads if norm is None else norm(heads)
     return heads if positions is None else rotate(heads, positions)
 
@@ -329,7 +347,7 @@ def head_shape(
     value_dim: int | None,
     path: str,
 ) -> tuple[int, int, int]:
-    """Resolve K, H and V, which default to N, D / N and D / N."""
+    """Return K, H and V, which default to N, D / N and D / N."""
     if num_heads < 1:
         raise ValueError(f"{path}.num_heads must be at least 1, got {num_heads}.")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headcount.configs.commandline import fail, flat, one_sentence, run
+from headcount.configs.validation import check_counts
 from headcount.models.attention import Attention
-from headcount.models.checks import check_counts
 from headcount.models.cost import (
     LENGTH,
     abstract,

@@ -1,14 +1,13 @@
-"""A layer of a Transformer, and what BERT has between the last one and its output."""
+"""Layers of a Transformer: linear maps, norms, feed-forward, and the layer itself."""
 
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from headcount.configs.validation import choose
 from headcount.models.attention import Attention
-from headcount.models.checks import choose
 from headcount.models.dropout import Dropout, dropout
 from headcount.models.linear import linear
 
@@ -18,41 +17,98 @@ ACTIVATIONS = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "silu": jax.nn.silu,
 }
+NORM_TYPES = ("layer_norm", "rms_norm")
+MLPS = ("plain", "gated")
 
 
-def layer_norm(width: int, epsilon: float, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """A layer norm with a scale and a bias."""
-    return nnx.LayerNorm(width, epsilon=epsilon, rngs=rngs)
+def make_norm(
+    width: int, kind: str, epsilon: float, use_bias: bool, rngs: nnx.Rngs
+) -> nnx.LayerNorm | nnx.RMSNorm:
+    """Return a norm of the model width, with a learned scale."""
+    axes = {"axes": "D"}
+    if kind == "rms_norm":
+        return nnx.RMSNorm(width, epsilon=epsilon, scale_metadata=axes, rngs=rngs)
+    return nnx.LayerNorm(
+        width,
+        epsilon=epsilon,
+        use_bias=use_bias,
+        scale_metadata=axes,
+        bias_metadata=axes,
+        rngs=rngs,
+    )
+
+
+def make_linear(
+    size_in: int, size_out: int, axes: str, rngs: nnx.Rngs, use_bias: bool = True
+) -> nnx.Linear:
+    """Return a linear map with Xavier's uniform initial values."""
+    return nnx.Linear(
+        size_in,
+        size_out,
+        use_bias=use_bias,
+        kernel_init=nnx.initializers.xavier_uniform(),
+        kernel_metadata={"axes": axes},
+        bias_metadata={"axes": axes.split()[-1]},
+        rngs=rngs,
+    )
 
 
 class MLP(nnx.Module):
-    """Two linear maps with an activation between them: D to F to D."""
+    """The feed-forward: D to F, an activation, and back to D.
 
-    def __init__(self, width: int, mlp_dim: int, activation: str, *, rngs: nnx.Rngs):
+    With `gated`, the activated hidden units are multiplied by another linear map of the
+    input (GLU variants, Shazeer 2020); with silu that is SwiGLU.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mlp_dim: int,
+        activation: str,
+        *,
+        gated: bool = False,
+        use_bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
         choose("model.activation", activation, ACTIVATIONS)
         self.activation = activation
-        init = nnx.initializers.xavier_uniform()
-        self.up = nnx.Linear(width, mlp_dim, kernel_init=init, rngs=rngs)
-        self.down = nnx.Linear(mlp_dim, width, kernel_init=init, rngs=rngs)
+        self.up = make_linear(width, mlp_dim, "D F", rngs, use_bias)
+        self.gate = (
+            make_linear(width, mlp_dim, "D F", rngs, use_bias) if gated else None
+        )
+        self.down = make_linear(mlp_dim, width, "F D", rngs, use_bias)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x = linear(x, self.up.kernel[...], self.up.bias[...])
-        x = ACTIVATIONS[self.activation](x)
-        return linear(x, self.down.kernel[...], self.down.bias[...])
+        """Apply the feed-forward to every token."""
+        activate = ACTIVATIONS[self.activation]
+        hidden = apply_linear(self.up, x)
+        if self.gate is None:
+            hidden = activate(hidden)
+        else:
+            hidden = activate(apply_linear(self.gate, x)) * hidden
+        return apply_linear(self.down, hidden)
+
+
+def apply_linear(layer: nnx.Linear, x: Float[Array, "B T D"]):
+    """Apply a linear map as a product of two matrices; see `linear`."""
+    bias = None if layer.bias is None else layer.bias[...]
+    return linear(x, layer.kernel[...], bias)
 
 
 class Layer(nnx.Module):
-    """Self-attention, cross-attention where it is a decoder's, and feed-forward.
+    """Self-attention, cross-attention if it is a decoder's, and feed-forward.
 
-    Each is followed by dropout and a residual sum, with the layer norm after the sum
-    ("post", Vaswani et al. 2017) or before the sublayer ("pre").
+    Each is followed by dropout and a residual sum, with the norm after the sum ("post",
+    Vaswani et al. 2017) or before the sublayer ("pre").
 
     Args:
         width: D.
         mlp_dim: F.
         norm: "post" or "pre".
-        norm_epsilon: added to the variance.
+        make_norm: returns a norm of the width.
         activation: a name in `ACTIVATIONS`.
+        gated: whether the feed-forward is gated; see `MLP`.
+        use_bias: in the feed-forward.
         self_attention: arguments of `Attention`.
         cross_attention: likewise; None: no cross-attention.
     """
@@ -63,8 +119,10 @@ class Layer(nnx.Module):
         mlp_dim: int,
         *,
         norm: str,
-        norm_epsilon: float,
+        make_norm,
         activation: str,
+        gated: bool,
+        use_bias: bool,
         self_attention: dict,
         cross_attention: dict | None,
         rngs: nnx.Rngs,
@@ -72,13 +130,15 @@ class Layer(nnx.Module):
         cross = cross_attention is not None
         self.pre = norm == "pre"
         self.self_attention = Attention(width, **self_attention, rngs=rngs)
-        self.self_norm = layer_norm(width, norm_epsilon, rngs)
+        self.self_norm = make_norm(rngs=rngs)
         self.cross_attention = (
             Attention(width, **cross_attention, rngs=rngs) if cross else None
         )
-        self.cross_norm = layer_norm(width, norm_epsilon, rngs) if cross else None
-        self.mlp = MLP(width, mlp_dim, activation, rngs=rngs)
-        self.mlp_norm = layer_norm(width, norm_epsilon, rngs)
+        self.cross_norm = make_norm(rngs=rngs) if cross else None
+        self.mlp = MLP(
+            width, mlp_dim, activation, gated=gated, use_bias=use_bias, rngs=rngs
+        )
+        self.mlp_norm = make_norm(rngs=rngs)
 
     def sublayer(self, function, norm, x, drop=None, index=0):
         """Apply a sublayer with its dropout, residual sum and norm."""
@@ -94,25 +154,24 @@ class Layer(nnx.Module):
         segments: Int[Array, "B T"],
         memory_segments: Int[Array, "B S"] | None = None,
         is_causal: bool = False,
-        where: dict | None = None,
+        position_arguments: dict | None = None,
         gates: dict | None = None,
         drop: Dropout | None = None,
-        watch: dict | None = None,
+        observe: dict | None = None,
     ) -> Float[Array, "B T D"]:
-        """Encode x, or decode it with a look at the memory.
+        """Apply the layer.
 
         Args:
-            x, memory: the layer's input, and what cross-attention looks at.
-            segments, memory_segments: they keep the packed sentences of a row apart; 0
-                is padding.
-            is_causal: see no later token.
-            where: what self-attention knows of positions: `positions` or a `bias`.
-            gates: numbers by head, `self` and `cross`, `N` or `B N` each; or some of
-                them, the others are 1.
-            drop: of this layer.
-            watch: functions of `Attention`, `self` and `cross`, or some of them.
+            x: its input.
+            memory: the encoder's output, which cross-attention attends to.
+            segments, memory_segments: ids that keep packed examples apart; 0: padding.
+            is_causal: attend to no later token.
+            position_arguments: of self-attention: `positions` to rotate by, or `bias`.
+            gates: head gates by `self` and `cross`, `N` or `B N` each; 1 if missing.
+            drop: dropout of this layer.
+            observe: functions by `self` and `cross`; see `Attention`.
         """
-        gates, watch = gates or {}, watch or {}
+        gates, observe = gates or {}, observe or {}
 
         def to_self(x):
             return self.self_attention(
@@ -121,8 +180,8 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 gate=gates.get("self"),
-                watch=watch.get("self"),
-                **(where or {}),
+                observe=observe.get("self"),
+                **(position_arguments or {}),
             )
 
         def to_memory(x):
@@ -132,36 +191,10 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
                 gate=gates.get("cross"),
-                watch=watch.get("cross"),
+                observe=observe.get("cross"),
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)
         if self.cross_attention is not None:
             x = self.sublayer(to_memory, self.cross_norm, x, drop, 1)
         return self.sublayer(self.mlp, self.mlp_norm, x, drop, 2)
-
-
-class Pooler(nnx.Module):
-    """One vector a row from its first token, as BERT: tanh of a linear map."""
-
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        init = nnx.initializers.xavier_uniform()
-        self.linear = nnx.Linear(width, width, kernel_init=init, rngs=rngs)
-
-    def __call__(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
-        return jnp.tanh(self.linear(hidden[:, 0]))
-
-
-class OutputTransform(nnx.Module):
-    """A linear map, an activation and a norm before the output, as BERT."""
-
-    def __init__(
-        self, width: int, activation: str, norm_epsilon: float, *, rngs: nnx.Rngs
-    ):
-        self.activation = activation
-        init = nnx.initializers.xavier_uniform()
-        self.linear = nnx.Linear(width, width, kernel_init=init, rngs=rngs)
-        self.norm = layer_norm(width, norm_epsilon, rngs)
-
-    def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        return self.norm(ACTIVATIONS[self.activation](self.linear(hidden)))

@@ -1,9 +1,11 @@
-"""Output heads of encoders: classes for every token, or for every text."""
+"""What follows the last layer: classes, and BERT's pooler and output transform."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+
+from headcount.models.layers import ACTIVATIONS, make_linear
 
 POOLING = ("first", "mean", "attention")
 
@@ -27,7 +29,7 @@ class Classifier(nnx.Module):
                 f"task.pooling must be one of {', '.join(POOLING)}, got {pooling!r}."
             )
         self.pooling = pooling
-        self.linear = nnx.Linear(width, num_classes, rngs=rngs)
+        self.linear = make_linear(width, num_classes, "D C", rngs)
         init = nnx.initializers.zeros_init()
         self.scores = (
             nnx.Linear(width, 1, use_bias=False, kernel_init=init, rngs=rngs)
@@ -57,3 +59,27 @@ class Classifier(nnx.Module):
             scores = jnp.where(same, scores[:, None, :], -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1)
         return jnp.einsum("BTS,BSD->BTD", weights.astype(hidden.dtype), hidden)
+
+
+class Pooler(nnx.Module):
+    """One vector per row from its first token, as BERT: tanh of a linear map."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.linear = make_linear(width, width, "D features", rngs)
+
+    def __call__(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
+        """Pool each row."""
+        return jnp.tanh(self.linear(hidden[:, 0]))
+
+
+class OutputTransform(nnx.Module):
+    """A linear map, an activation and a norm before the output, as BERT."""
+
+    def __init__(self, width: int, activation: str, make_norm, *, rngs: nnx.Rngs):
+        self.activation = activation
+        self.linear = make_linear(width, width, "D features", rngs)
+        self.norm = make_norm(rngs=rngs)
+
+    def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Transform every token."""
+        return self.norm(ACTIVATIONS[self.activation](self.linear(hidden)))

@@ -1,6 +1,7 @@
-"""The type that a model computes in; its parameters are float32 wherever it is trained.
+"""The dtype that a model computes in, lookups, and rematerialization.
 
-Softmax, the statistics of norms, the loss and the optimizer stay in float32.
+Parameters are float32 during training. Softmax, the statistics of norms, the loss and
+the optimizer also compute in float32.
 """
 
 from functools import partial
@@ -11,18 +12,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from headcount.attention.platform import compute_capability, platform
-from headcount.models.checks import choose
+from headcount.configs.validation import choose
 
 DTYPES = ("bfloat16", "float32")
 
 
 def compute_dtype(name: str | None) -> str:
-    """The type by name; None: bfloat16 where the device multiplies it, else float32.
+    """Return a dtype's name; None: bfloat16 if the device has units for it.
 
     TPUs do, and NVIDIA's GPUs from compute capability 8 on.
 
     Raises:
-        ValueError: there is no such type here.
+        ValueError: the name is not in `DTYPES`.
     """
     if name is not None:
         choose("model.dtype", name, DTYPES)
@@ -33,12 +34,12 @@ def compute_dtype(name: str | None) -> str:
 
 
 def merge(graph: nnx.GraphDef, params):
-    """The model of a graph, with its parameters rounded to the type it computes in."""
+    """Return a model with its parameters in the dtype that it computes in."""
     return nnx.merge(graph, rounded(graph, params))
 
 
 def rounded(graph: nnx.GraphDef, params):
-    """Parameters in the type that the model of the graph computes in."""
+    """Return parameters in the dtype that the model computes in."""
     dtype = nnx.merge(graph, params).dtype
 
     def one(x):
@@ -51,10 +52,10 @@ def rounded(graph: nnx.GraphDef, params):
 def lookup(
     table: Float[Array, "rows D"], indices: Int[Array, "*X"]
 ) -> Float[Array, "*X D"]:
-    """Rows of a table, whose gradients are added up in float32 for each row.
+    """Return rows of a table; gradients of a row are summed in float32.
 
-    A piece that stands in a batch a thousand times has as many to add, and in bfloat16
-    256 + 1 is 256.
+    A token that occurs a thousand times in a batch has as many gradients, and in
+    bfloat16 256 + 1 is 256.
     """
     return table[indices]
 
@@ -80,13 +81,14 @@ SAVED = {
 REMAT = ("none", *SAVED)
 
 
-def apply(remat: str, function, *arrays, **fixed):
-    """Call a function, whose inner values the gradient may compute again.
+def rematerialize(remat: str, function, *arrays, **fixed):
+    """Call a function whose intermediate values the backward pass may recompute.
 
     Args:
-        remat: "none" saves them all, "block" none of them, "dots" the results of
-            products with parameters.
-        function, arrays, fixed: what is called, and with what.
+        remat: "none" saves all of them, "block" none, "dots" the results of products
+            with parameters.
+        function: what is called.
+        arrays, fixed: its arguments.
     """
     function = partial(function, **fixed)
     if remat != "none":

@@ -1,16 +1,18 @@
-"""The Transformer (Vaswani et al. 2017): both stacks, or one of them; one module."""
+"""The Transformer (Vaswani et al. 2017): encoder, decoder, or both, in one module."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from headcount.models.checks import check_gates, check_layers, check_rotary, choose
+from headcount.configs.validation import choose
+from headcount.models.attention import Attention
 from headcount.models.dropout import Dropout, dropout, fold
-from headcount.models.layers import Layer, OutputTransform, Pooler, layer_norm
-from headcount.models.output_heads import Classifier
+from headcount.models.layers import MLPS, NORM_TYPES, Layer, make_norm
+from headcount.models.output_heads import Classifier, OutputTransform, Pooler
 from headcount.models.positions import (
     BUCKETS,
     POSITIONS,
@@ -18,8 +20,19 @@ from headcount.models.positions import (
     relative_bias,
     sinusoidal,
 )
-from headcount.models.precision import apply, compute_dtype, lookup
-from headcount.models.sites import at_site, gates_of, watch_of
+from headcount.models.precision import compute_dtype, lookup, rematerialize
+from headcount.models.validation import check_gates, check_layers, check_rotary
+
+SITES = ("encoder", "decoder", "cross")
+
+
+class Site(NamedTuple):
+    """A place of attention in the model: all its layers."""
+
+    attentions: list[Attention]  # by layer
+    queries: str  # the field that queries come from, "source" or "target"
+    keys: str  # and that keys and values come from
+    is_causal: bool
 
 
 class Transformer(nnx.Module):
@@ -29,37 +42,40 @@ class Transformer(nnx.Module):
     source; without encoder layers a decoder without cross-attention, as GPT-2.
 
     Args:
-        vocab_size: pieces of the target's vocabulary, or of the joint one.
-        source_vocab_size: pieces of the source's where it has its own; None: joint.
+        vocab_size: of the target's vocabulary, or of the joint one.
+        source_vocab_size: of the source's, if it has its own; None: joint.
         width: D.
         num_encoder_layers, num_decoder_layers: how many of each.
         mlp_dim: F.
-        dropout: rate, where the call names none.
+        mlp: "plain" or "gated"; see `models.layers.MLP`.
+        dropout: rate, if the call does not give one.
         positions: a name in `models.positions.POSITIONS`.
-        max_positions: rows of the table of "learned" positions; later tokens have the
+        max_positions: rows of the table of "learned" positions; later tokens use the
             last.
         norm: "post" or "pre".
-        norm_epsilon: of every layer norm, added to the variance.
+        norm_type: "layer_norm" or "rms_norm".
+        norm_epsilon: of every norm, added to the variance.
+        use_bias: in feed-forwards and norms; attention has its own `use_bias`.
         activation: a name in `models.layers.ACTIVATIONS`.
-        scale_embeddings: multiply the token embeddings by sqrt(D).
-        embedding_norm: a layer norm after the sum of the embeddings.
-        token_types: kinds of source tokens that have an embedding each, see
+        scale_embeddings: multiply token embeddings by sqrt(D).
+        tie_embeddings: use the embedding as the output's table, too.
+        embedding_norm: a norm after the sum of the embeddings.
+        token_types: number of types of source tokens, with an embedding each, see
             `source_types` of a batch; 0: none. Encoder-only.
         pooler: the map from the first token of `pooled`. Encoder-only.
         output_transform: a linear map, the activation and a norm before the output.
-        output_bias: a number a piece, added to the logits.
-        bos: id of the token that stands before the first of the target.
+        output_bias: a bias on the logits.
+        bos: id of the token before the first target token.
         attention: arguments of `models.attention.Attention`.
-        encoder_attention, decoder_attention, cross_attention: those in which the
-            encoder's self-, the decoder's self- or its cross-attention differs; None
-            where it doesn't.
+        encoder_attention, decoder_attention, cross_attention: those in which a site
+            differs; None where it doesn't.
+        dtype: that `models.precision.merge` computes in; None: by the device.
         num_classes: C, of an output head for classes; None: none. Encoder-only.
         pooling: of that head; see `models.output_heads.Classifier`.
-        dtype: that `models.precision.merge` has it compute in; None: by the device.
 
     Raises:
-        ValueError: a setting that is unknown or does not fit, by its config key. That
-            sizes are positive is left to `models.checks.check_counts`.
+        ValueError: a setting is unknown or does not fit; the config key is named. That
+            sizes are positive is checked by `configs.validation.check_counts`.
     """
 
     def __init__(
@@ -71,13 +87,17 @@ class Transformer(nnx.Module):
         num_encoder_layers: int,
         num_decoder_layers: int,
         mlp_dim: int,
+        mlp: str = "plain",
         dropout: float,
         positions: str,
         max_positions: int = 512,
         norm: str,
+        norm_type: str = "layer_norm",
         norm_epsilon: float = 1e-6,
+        use_bias: bool = True,
         activation: str = "relu",
         scale_embeddings: bool = True,
+        tie_embeddings: bool = True,
         embedding_norm: bool = False,
         token_types: int = 0,
         pooler: bool = False,
@@ -96,6 +116,8 @@ class Transformer(nnx.Module):
         self.dtype = compute_dtype(dtype)
         choose("model.positions", positions, POSITIONS)
         choose("model.norm", norm, ("post", "pre"))
+        choose("model.norm_type", norm_type, NORM_TYPES)
+        choose("model.mlp", mlp, MLPS)
         if not 0 <= dropout < 1:
             raise ValueError(f"model.dropout must be from 0 to below 1, got {dropout}.")
         encoder_only = {"token_types": token_types, "pooler": pooler}
@@ -107,20 +129,25 @@ class Transformer(nnx.Module):
         self.positions = positions
         self.max_positions = max_positions
         init = nnx.initializers.normal(width**-0.5)
-        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, width)))
-        if source_vocab_size is None:
-            self.source_embedding = None
-        else:
-            shape = (source_vocab_size, width)
-            self.source_embedding = nnx.Param(init(rngs.params(), shape))
+
+        def table(rows, axes):
+            return nnx.Param(init(rngs.params(), (rows, width)), axes=axes)
+
+        self.embedding = table(vocab_size, "vocab D")
+        self.source_embedding = None
+        if source_vocab_size is not None:
+            self.source_embedding = table(source_vocab_size, "vocab D")
 
         own = {
             "encoder": encoder_attention,
             "decoder": decoder_attention,
             "cross": cross_attention,
         }
-        heads = {site: at_site(site, attention, own[site]) for site in own}
+        arguments = {
+            site: attention_arguments(site, attention, own[site]) for site in SITES
+        }
         stacks = {"encoder": num_encoder_layers, "decoder": num_decoder_layers}
+        a_norm = partial(make_norm, width, norm_type, norm_epsilon, use_bias)
 
         def layers(site, cross):
             return nnx.List(
@@ -128,9 +155,11 @@ class Transformer(nnx.Module):
                     width,
                     mlp_dim,
                     norm=norm,
-                    norm_epsilon=norm_epsilon,
+                    make_norm=a_norm,
                     activation=activation,
-                    self_attention=heads[site],
+                    gated=mlp == "gated",
+                    use_bias=use_bias,
+                    self_attention=arguments[site],
                     cross_attention=cross,
                     rngs=rngs,
                 )
@@ -138,40 +167,59 @@ class Transformer(nnx.Module):
             )
 
         self.encoder = layers("encoder", None)
-        self.decoder = layers("decoder", heads["cross"] if self.encoder else None)
+        self.decoder = layers("decoder", arguments["cross"] if self.encoder else None)
         if positions == "rotary":
-            check_rotary(self.encoder, heads["encoder"]["path"])
-            check_rotary(self.decoder, heads["decoder"]["path"])
+            check_rotary(self.encoder, arguments["encoder"]["path"])
+            check_rotary(self.decoder, arguments["decoder"]["path"])
 
-        def table(site):
-            """What a stack learns about positions."""
+        def position_table(site):
             if positions == "learned":
-                return nnx.Param(init(rngs.params(), (max_positions, width)))
+                return table(max_positions, "positions D")
             if positions == "relative":
-                return nnx.Param(jnp.zeros((BUCKETS, heads[site]["num_heads"])))
+                shape = BUCKETS, arguments[site]["num_heads"]
+                return nnx.Param(jnp.zeros(shape), axes="buckets heads")
             return None
 
         def norms(wanted):
             return [
-                layer_norm(width, norm_epsilon, rngs) if wanted and count else None
+                a_norm(rngs=rngs) if wanted and count else None
                 for count in stacks.values()
             ]
 
         self.encoder_positions, self.decoder_positions = (
-            table(site) if count else None for site, count in stacks.items()
+            position_table(site) if count else None for site, count in stacks.items()
         )
-        # a pre-norm stack ends without a norm of its own
+        # the last layer of a pre-norm stack is not followed by a norm of its own
         self.encoder_norm, self.decoder_norm = norms(norm == "pre")
         self.encoder_embedding_norm, self.decoder_embedding_norm = norms(embedding_norm)
-        shape = (token_types, width)
-        self.types = nnx.Param(init(rngs.params(), shape)) if token_types else None
+        self.types = table(token_types, "types D") if token_types else None
         self.pooler = Pooler(width, rngs=rngs) if pooler else None
-        made = partial(OutputTransform, width, activation, norm_epsilon, rngs=rngs)
-        self.output_transform = made() if output_transform else None
-        self.output_bias = nnx.Param(jnp.zeros(vocab_size)) if output_bias else None
+        self.output_transform = (
+            OutputTransform(width, activation, a_norm, rngs=rngs)
+            if output_transform
+            else None
+        )
+        self.output_bias = None
+        if output_bias:
+            self.output_bias = nnx.Param(jnp.zeros(vocab_size), axes="vocab")
+        self.output_table = None if tie_embeddings else table(vocab_size, "vocab D")
         self.classifier = (
             Classifier(width, num_classes, pooling, rngs=rngs) if num_classes else None
         )
+
+    def sites(self) -> dict[str, Site]:
+        """Return the sites of attention that the model has, by name."""
+        found = {}
+        if self.encoder:
+            layers = [layer.self_attention for layer in self.encoder]
+            found["encoder"] = Site(layers, "source", "source", False)
+        if self.decoder:
+            layers = [layer.self_attention for layer in self.decoder]
+            found["decoder"] = Site(layers, "target", "target", True)
+        if self.encoder and self.decoder:
+            layers = [layer.cross_attention for layer in self.decoder]
+            found["cross"] = Site(layers, "target", "source", False)
+        return found
 
     def embed(
         self,
@@ -182,16 +230,16 @@ class Transformer(nnx.Module):
         is_source: bool = False,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Scaled token embeddings plus positions, which are below num_positions.
+        """Return scaled token embeddings plus positions, all below num_positions.
 
-        `types` are the tokens', where the model knows types; None: all are of type 0.
+        `types` are the tokens' types, if the model has some; None: all have type 0.
         """
         embedding = self.source_embedding if is_source else None
         embedding = self.embedding if embedding is None else embedding
         table = embedding[...]
         if is_source:
-            # or XLA makes one list of the gradients of both sides' tokens, and moves
-            # tokens between devices for it
+            # otherwise XLA joins the gradients of both sides' tokens into one list, and
+            # moves tokens between devices for that
             table = jax.lax.optimization_barrier(table)
         x = lookup(table, tokens) * self.scale
         if self.positions in SINUSOIDAL:
@@ -207,13 +255,15 @@ class Transformer(nnx.Module):
         norm = norms[0 if is_source else 1]
         return x if norm is None else norm(x)
 
-    def where(self, positions: Int[Array, "B T"], *, is_source: bool) -> dict:
-        """What self-attention knows of positions: to rotate by, or a bias `1 N T T`."""
+    def position_arguments(
+        self, positions: Int[Array, "B T"], *, is_source: bool
+    ) -> dict:
+        """Return what self-attention takes: `positions`, `bias` (1 N T T), or none."""
         if self.positions == "rotary":
             return {"positions": positions}
         if self.positions == "relative":
             table = self.encoder_positions if is_source else self.decoder_positions
-            # Within a sentence the distance of indices is that of positions.
+            # within a segment, distances of indices are those of positions
             index = jnp.arange(positions.shape[1])
             distance = index - index[:, None]
             bias = relative_bias(table[...], distance, is_causal=not is_source)
@@ -227,24 +277,24 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B S"],
         drop: Dropout | None = None,
         head_gates: dict | None = None,
-        watch: dict | None = None,
+        observe: dict | None = None,
         types: Int[Array, "B S"] | None = None,
         remat: str = "none",
     ) -> Float[Array, "B S D"]:
-        """The memory that the decoder looks at; see `hidden`."""
+        """Return the encoder's output; see `hidden`."""
         x = self.embed(source, positions, source.shape[1], is_source=True, types=types)
         x = dropout(x, drop, 0)
-        where = self.where(positions, is_source=True)
+        arguments = self.position_arguments(positions, is_source=True)
         for index, layer in enumerate(self.encoder):
-            x = apply(
+            x = rematerialize(
                 remat,
                 layer,
                 x,
                 segments=segments,
-                where=where,
-                gates=gates_of(head_gates, index, self="encoder"),
+                position_arguments=arguments,
+                gates=layer_gates(head_gates, index, self="encoder"),
                 drop=fold(drop, 1 + index),
-                watch=watch_of(watch, self="encoder"),
+                observe=select(observe, self="encoder"),
             )
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
@@ -257,11 +307,11 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         drop: Dropout | None = None,
         head_gates: dict | None = None,
-        watch: dict | None = None,
+        observe: dict | None = None,
         remat: str = "none",
         inputs: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """What is known before each target token: causal in the tokens before it.
+        """Return the decoder's output at each target token, from the tokens before it.
 
         Without an encoder there is no memory; see `hidden`. The inputs are by default
         the target shifted by one, with BOS at the start of each segment.
@@ -270,9 +320,9 @@ class Transformer(nnx.Module):
             inputs = shift_right(target, positions, self.bos)
         x = self.embed(inputs, positions, target.shape[1])
         x = dropout(x, drop, 0)
-        where = self.where(positions, is_source=False)
+        arguments = self.position_arguments(positions, is_source=False)
         for index, layer in enumerate(self.decoder):
-            x = apply(
+            x = rematerialize(
                 remat,
                 layer,
                 x,
@@ -280,21 +330,22 @@ class Transformer(nnx.Module):
                 segments=segments,
                 memory_segments=memory_segments,
                 is_causal=True,
-                where=where,
-                gates=gates_of(head_gates, index, self="decoder", cross="cross"),
+                position_arguments=arguments,
+                gates=layer_gates(head_gates, index, self="decoder", cross="cross"),
                 drop=fold(drop, 1 + index),
-                watch=watch_of(watch, self="decoder", cross="cross"),
+                observe=select(observe, self="decoder", cross="cross"),
             )
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
     def output(
         self, hidden: Float[Array, "*B D"]
     ) -> tuple[Float[Array, "*B features"], Float[Array, "vocab features"]]:
-        """Features and table whose products are the logits; the table is the embedding.
+        """Return features and a table whose products are the logits.
 
         A bias is a column of the table, whose feature is 1.
         """
-        table = self.embedding[...]
+        table = self.embedding if self.output_table is None else self.output_table
+        table = table[...]
         if self.output_transform is not None:
             hidden = self.output_transform(hidden)
         if self.output_bias is not None:
@@ -304,7 +355,7 @@ class Transformer(nnx.Module):
         return hidden, table
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
-        """Scores of every piece, float32; the embedding serves as the output kernel."""
+        """Return the logits of every token of the vocabulary, float32."""
         features, table = self.output(hidden)
         return jnp.matmul(features, table.T, preferred_element_type=jnp.float32)
 
@@ -317,26 +368,14 @@ class Transformer(nnx.Module):
         return self.classifier(self.hidden(batch, **options), batch["source_segments"])
 
     def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
-        """tanh of a linear map of each row's first token, as BERT.
-
-        Raises:
-            ValueError: the model has no pooler.
-        """
-        if self.pooler is None:
-            raise ValueError("pooled needs a model with model.pooler=True.")
+        """Return tanh of a linear map of each row's first token, as BERT."""
         return self.pooler(hidden)
 
     def head_gates(self) -> dict[str, Float[Array, "L N"]]:
-        """A gate of 1 for every head of every layer, by site."""
-        sites = {
-            "encoder": [layer.self_attention for layer in self.encoder],
-            "decoder": [layer.self_attention for layer in self.decoder],
-            "cross": [layer.cross_attention for layer in self.decoder if self.encoder],
-        }
+        """Return a gate of 1 for every head of every layer, by site."""
         return {
-            site: jnp.ones((len(layers), layers[0].query.shape[1]))
-            for site, layers in sites.items()
-            if layers
+            name: jnp.ones((len(site.attentions), site.attentions[0].query.shape[1]))
+            for name, site in self.sites().items()
         }
 
     def hidden(
@@ -346,16 +385,16 @@ class Transformer(nnx.Module):
         rate: Float[Array, ""] | float | None = None,
         key=None,
         head_gates: dict | None = None,
-        watch: dict | None = None,
+        observe: dict | None = None,
         remat: str = "none",
     ) -> Float[Array, "B T D"]:
-        """The last layer's output: the target's, or without a decoder the source's.
+        """Return the last layer's output, of the target, or of an encoder's source.
 
         Args:
             batch, rate, key, head_gates: see `__call__`.
-            watch: functions by site, `encoder`, `decoder` and `cross`, or some of them,
-                called for each layer in turn: see `Attention`.
-            remat: what the gradient computes again, see `models.precision`.
+            observe: functions by site, called for each layer in turn with its
+                `Intermediates`; see `Attention`.
+            remat: what the backward pass recomputes; see `models.precision`.
         """
         check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
@@ -368,7 +407,7 @@ class Transformer(nnx.Module):
                 batch["source_positions"],
                 fold(drop, 0),
                 head_gates,
-                watch,
+                observe,
                 batch.get("source_types"),
                 remat,
             )
@@ -382,7 +421,7 @@ class Transformer(nnx.Module):
             batch["target_positions"],
             fold(drop, 1),
             head_gates,
-            watch,
+            observe,
             remat,
             batch.get("target_inputs"),
         )
@@ -395,29 +434,65 @@ class Transformer(nnx.Module):
         key=None,
         head_gates: dict | None = None,
     ) -> Float[Array, "B T vocab"]:
-        """Logits of every target token of a batch of (packed) rows.
+        """Return the logits of every target token of a batch of (packed) rows.
 
-        Without a decoder they are of every source token.
+        Of an encoder alone, those of every source token.
 
         Args:
             batch: int arrays `source`, `source_segments`, `source_positions` (B S) and
                 `target`, `target_segments`, `target_positions` (B T), where `target`
-                holds the labels and segment 0 is padding. One stack needs its own
-                three alone. `source_types` (B S) may be added with token types.
+                has the labels and segment 0 is padding. An encoder or decoder alone
+                needs only its own three. Optional: `source_types` (B S), and
+                `target_inputs` (B T), what the decoder reads instead of the target
+                shifted by one.
             rate: dropout rate; None: the model's own.
             key: of dropout; None: no dropout.
-            head_gates: what each head's output is multiplied by: arrays `encoder`,
-                `decoder` and `cross`, of a number a layer and head, L N, or for each
-                row of the batch, L B N; 1 for sites that are left out. Zero removes
-                a head. `head_gates()` gives ones.
+            head_gates: factors on each head's output, arrays by site: one per layer and
+                head, L N, or also per row of the batch, L B N; 1 for sites that are
+                missing. 0 removes a head. `head_gates()` returns ones.
         """
         return self.logits(
             self.hidden(batch, rate=rate, key=key, head_gates=head_gates)
         )
 
 
+def attention_arguments(site: str, attention: dict, own: dict | None) -> dict:
+    """Return the arguments of a site's `Attention`, its own before those of all."""
+    own = {key: value for key, value in (own or {}).items() if value is not None}
+    path = f"model.{site}_attention" if own else "model.attention"
+    return attention | own | {"path": path}
+
+
+def layer_gates(head_gates: dict | None, layer: int, **sites: str) -> dict:
+    """Return the gates of a layer by `self` and `cross`, from those by site."""
+    return {k: gates[layer] for k, gates in select(head_gates, **sites).items()}
+
+
+def select(by_site: dict | None, **sites: str) -> dict:
+    """Return what there is by site under other names, as select(x, self="encoder")."""
+    by_site = by_site or {}
+    return {name: by_site[site] for name, site in sites.items() if site in by_site}
+
+
+def implementations(model: Transformer, spec: dict) -> dict[str, str]:
+    """Return the attention implementation that each site runs for a batch spec.
+
+    Raises:
+        NotImplementedError: an implementation that was named can't run.
+    """
+    found = {}
+    for name, site in model.sites().items():
+        B, T = spec[site.queries].shape
+        S = spec[site.keys].shape[1]
+        has_bias = model.positions == "relative" and name != "cross"
+        found[name] = site.attentions[0].resolve(
+            B, T, S, dtype=model.dtype, has_bias=has_bias
+        )
+    return found
+
+
 def shift_right(
     target: Int[Array, "B T"], positions: Int[Array, "B T"], bos: int
 ) -> Int[Array, "B T"]:
-    """The decoder's input: the token before, at a sentence's first position `bos`."""
+    """Return the decoder's input: the token before, and `bos` at position 0."""
     return jnp.where(positions == 0, bos, jnp.roll(target, 1, axis=1))

@@ -1,11 +1,11 @@
-"""Where the arrays of a training step lie: a mesh of trial × data × model.
+"""How the arrays of a training step are laid out over a mesh of trial × data × model.
 
     trial  whole trials; needs no communication at all
-    data   rows of each trial's batch; the gradients are added up
+    data   rows of each trial's batch; gradients are summed over it
     model  heads and the feed-forward's hidden units of each trial
 
-Every leaf of the state has the trial axis R in front. What the other axes divide is
-told by `LETTERS`; the compiler derives the rest from it.
+Every leaf of the state has the trial axis R in front. `specs` lays out parameters and
+optimizer state; the compiler derives the rest.
 """
 
 import contextlib
@@ -14,43 +14,22 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from headcount.attention.merge import MERGE_RULES
-from headcount.attention.partition import MESH_AXES
-from headcount.attention.platform import platform
 from headcount.runtime.logging import say
-from headcount.training.trials import SITES, setting_at
 
-AXES = tuple(MESH_AXES)  # trial, data, model
+AXES = ("trial", "data", "model")
 SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
-BATCH = ("trial", None, "data")  # what divides the axes R, k and B of batches
-SMALL = 2**14  # numbers; arrays below stay whole, for to gather them costs more
-
-# The axes of a parameter by the end of its path; of N, K and F the mesh divides.
-LETTERS = {
-    ("query", 3): "D N H",
-    ("key", 3): "D K H",
-    ("value", 3): "D K V",
-    ("query_bias", 2): "N H",
-    ("key_bias", 2): "K H",
-    ("value_bias", 2): "K V",
-    ("sink", 1): "N",
-    ("up.kernel", 2): "D F",
-    ("up.bias", 1): "F",
-    ("down.kernel", 2): "F D",
-} | {
-    (f"merge.{name}", len(letters.split())): letters
-    for rule in MERGE_RULES.values()
-    for name, letters in rule.shapes.items()
-}
+BATCH = ("trial", None, "data")  # mesh axes of the axes R, k and B of batches
+SMALL = 2**14  # elements; gathering arrays below costs more than it saves
 
 
 def rows_of_part(B: int, parts: int) -> int:
-    """Rows of a batch that are computed at a time, which a mesh divides.
+    """Return how many rows are computed at a time (train.accumulate_steps parts).
 
     Raises:
-        ValueError: the parts, train.accumulate_steps, do not divide the rows.
+        ValueError: the parts do not divide the rows.
     """
     if parts < 1 or B % parts:
         raise ValueError(
@@ -62,18 +41,18 @@ def rows_of_part(B: int, parts: int) -> int:
 def make_mesh(
     shape: dict[str, int | None], num_trials: int, num_rows: int, devices=None
 ) -> Mesh:
-    """The mesh of a config.
+    """Return the mesh of a config.
 
     Args:
-        shape: config.mesh: sizes by the names of `AXES`; one of them may be -1, what
-            the others leave (trial and data: data is 1). trial None: the most that
-            divide the trials and what the other axes leave of the devices.
-        num_trials: R, which trial must divide.
-        num_rows: B, which data must divide.
+        shape: config.mesh: sizes by the names of `AXES`. One may be -1, the rest of the
+            devices (if trial and data both are, data is 1). trial None: the most that
+            divide both the trials and the rest of the devices.
+        num_trials: R, a multiple of trial.
+        num_rows: B, a multiple of data.
         devices: default: all.
 
     Raises:
-        ValueError: sizes that don't fit the devices, the trials or the rows.
+        ValueError: the sizes do not fit the devices, the trials or the rows.
     """
     devices = np.array(jax.devices() if devices is None else devices)
     sizes = {axis: shape[axis] for axis in AXES}
@@ -93,8 +72,8 @@ def make_mesh(
     sizes = {a: devices.size // known if n == -1 else n for a, n in sizes.items()}
     if np.prod(list(sizes.values())) != devices.size:
         raise ValueError(
-            f"{text} does not make the {devices.size} devices there are; choose sizes "
-            f"whose product they are, one of them -1 for what the others leave."
+            f"{text} does not fit the {devices.size} devices; choose sizes whose "
+            f"product they are, or -1 for the rest."
         )
     for axis, count, of in (
         ("trial", num_trials, "trials"),
@@ -116,21 +95,33 @@ def make_mesh(
     )
 
 
+def _is_variable(node) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
 def specs(tree, mesh: Mesh, *, shard: str = "none", is_state: bool = True):
-    """The PartitionSpec of every leaf of a (part of a) TrainState.
+    """Return the PartitionSpec of every leaf of (a part of) a TrainState.
+
+    Parameters declare their axes where they are made, as the metadata `axes` of their
+    Variable: of the letters N, K and F the mesh axis `model` takes a share.
 
     Args:
-        tree: of arrays or `jax.ShapeDtypeStruct`s with the trial axis R in front.
+        tree: arrays or `jax.ShapeDtypeStruct`s with the trial axis R in front.
         mesh: of `make_mesh`.
         shard: what `data` divides besides the rows, a name of `SHARD`.
-        is_state: of the optimizer, not parameters.
+        is_state: whether the tree is the optimizer's state, not parameters.
     """
     divides = shard == "parameters" or shard == "optimizer" and is_state
 
-    def spec(path, leaf):
-        # A Variable's leaf stands under an attribute of it, which is no part's name.
-        names = [str(key.key) for key in path if hasattr(key, "key")]
-        parts = _model_parts(names, leaf.shape[1:], mesh)
+    def spec(leaf, axes: str | None):
+        parts = [None] * (leaf.ndim - 1)
+        if axes is not None:
+            parts = [
+                "model" if letter in "NKF" and size % mesh.shape["model"] == 0 else None
+                for letter, size in zip(axes.split(), leaf.shape[1:], strict=True)
+            ]
+            if mesh.shape["model"] == 1:
+                parts = [None] * len(parts)
         if divides and mesh.shape["data"] > 1 and np.prod(leaf.shape[1:]) >= SMALL:
             sizes = [
                 size if part is None and size % mesh.shape["data"] == 0 else 0
@@ -140,29 +131,21 @@ def specs(tree, mesh: Mesh, *, shard: str = "none", is_state: bool = True):
                 parts[sizes.index(max(sizes))] = "data"
         return PartitionSpec("trial", *parts)
 
-    return jax.tree.map_with_path(spec, tree)
+    def of_variable(node):
+        if not isinstance(node, nnx.Variable):
+            return spec(node, None)
+        return jax.tree.map(lambda x: spec(x, node.get_metadata().get("axes")), node)
 
-
-def _model_parts(names: list[str], shape: tuple[int, ...], mesh: Mesh) -> list:
-    size = mesh.shape["model"]
-    ends = (names[-1:], names[-2:]) if size > 1 else ()
-    for end in ends:
-        letters = LETTERS.get((".".join(end), len(shape)))
-        if letters is not None:
-            return [
-                "model" if letter in "NKF" and length % size == 0 else None
-                for letter, length in zip(letters.split(), shape, strict=True)
-            ]
-    return [None] * len(shape)
+    return jax.tree.map(of_variable, tree, is_leaf=_is_variable)
 
 
 def named(mesh: Mesh, *parts) -> NamedSharding:
-    """A sharding by the mesh axes that divide an array's, first to last."""
+    """Return a sharding from the mesh axes of an array's axes."""
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
 def state_shardings(state, mesh: Mesh, shard: str):
-    """The NamedSharding of every leaf of a TrainState."""
+    """Return the NamedSharding of every leaf of a TrainState."""
     parts = state._replace(
         params=specs(state.params, mesh, shard=shard, is_state=False),
         opt_state=specs(state.opt_state, mesh, shard=shard),
@@ -179,35 +162,32 @@ def state_shardings(state, mesh: Mesh, shard: str):
     )
 
 
-def warn_of_whole(config: dict, shape: dict[str, int]) -> None:
-    """Say what a mesh leaves whole: what `model` or mesh.shard does not divide.
+def warn_of_undivided(params, config: dict, shape: dict[str, int]) -> None:
+    """Log what stays whole: parameters that `model` can't divide, an idle mesh.shard.
 
     Args:
+        params: of a trial, may be abstract; see `specs`.
         config: flat.
         shape: of the mesh.
     """
-    size = shape["model"]
-    counts = {f"heads of {s}": setting_at(config, s, "num_heads") for s in SITES}
-    for site in SITES:
-        K = setting_at(config, site, "num_kv_heads")
-        if K is not None and K > 1:  # one head is needed by all in any case
-            counts[f"key and value heads of {site}"] = K
-    counts["hidden units (model.mlp_dim)"] = config["model.mlp_dim"]
-    for what, count in counts.items():
-        if count % size:
-            say(
-                f"mesh.model={size} does not divide the {count} {what}: each device "
-                f"of that axis computes all of them."
-            )
-    if config["mesh.shard"] != "none" and shape["data"] == 1:
+    size, names = shape["model"], {"N": "heads", "K": "key/value heads", "F": "units"}
+    undivided = set()
+    for variable in jax.tree.leaves(params, is_leaf=_is_variable):
+        axes = variable.get_metadata().get("axes", "")
+        for letter, count in zip(axes.split(), variable.shape, strict=False):
+            if letter in names and count > 1 and count % size:
+                undivided.add(f"{count} {names[letter]}")
+    for what in sorted(undivided):
         say(
-            f"mesh.shard={config['mesh.shard']} divides nothing: it does so over "
-            f"mesh.data, which is 1 here."
+            f"mesh.model={size} does not divide the {what}: each device of that axis "
+            f"computes all of them."
         )
+    if config["mesh.shard"] != "none" and shape["data"] == 1:
+        say(f"mesh.shard={config['mesh.shard']} has no effect: mesh.data is 1.")
 
 
 def abstract(tree, shardings):
-    """Shapes of arrays that lie somewhere."""
+    """Return shapes with shardings."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         tree,
@@ -225,28 +205,30 @@ def abstract_batches(mesh: Mesh, num_trials: int, k: int, spec: dict) -> dict:
 
 
 def initial(make, arrays, mesh: Mesh, shard: str):
-    """The TrainState `make(arrays)`; each device computes what it will hold of it."""
-    # It runs once: on a CPU, to make it fast takes a second longer than it saves.
-    options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
-    with jax.set_mesh(mesh):  # also in a thread that does not know of it
+    """Return the TrainState `make(arrays)`; each device computes its own part."""
+    # it runs once: on CPUs optimizing the program takes longer than it saves
+    options = (
+        {"xla_backend_optimization_level": 1} if platform_of(mesh) == "cpu" else {}
+    )
+    with jax.set_mesh(mesh):  # threads don't inherit the mesh
         shardings = state_shardings(jax.eval_shape(make, arrays), mesh, shard)
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(arrays)
 
 
 def place(state, mesh: Mesh, shard: str):
-    """Put the arrays of a TrainState where they belong; each host its part."""
+    """Put a TrainState on the devices; each process puts its part."""
     return jax.tree.map(put, state, state_shardings(state, mesh, shard))
 
 
 def put(array, sharding: NamedSharding):
-    """Put an array, which every process has whole, on the devices of all."""
+    """Put an array that every process has on the devices of all processes."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
 
 
 def keep(state, shard: str):
-    """Inside a program: let a TrainState stay where it was, see `place`."""
+    """Constrain a TrainState inside a program to stay where `place` put it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1 or not mesh.axis_names:
         return state
@@ -254,7 +236,7 @@ def keep(state, shard: str):
 
 
 class Part(NamedTuple):
-    """What this process needs of batches of R trials and B rows."""
+    """What a process needs of batches of R trials and B rows."""
 
     trials: slice
     rows: slice
@@ -262,9 +244,9 @@ class Part(NamedTuple):
 
 
 def part_here(mesh: Mesh, num_trials: int, num_rows: int, here=None) -> Part:
-    """The trials and rows whose losses the devices of a process compute.
+    """Return the trials and rows that the devices of a process compute.
 
-    At least: what its devices have need not be a box, and this one is around it.
+    It is the bounding box: what the devices hold need not be a box.
     """
     here = jax.process_index() if here is None else here
     places = np.argwhere(
@@ -299,49 +281,48 @@ def place_batch(batch, part: Part):
 
 
 def to_all(tree):
-    """Begin to give every process the whole of arrays, so that each can read them."""
+    """Start copying arrays to every process as a whole, so that each can read them."""
     if jax.process_count() == 1:
         return tree
     return moved(tree, named(jax.sharding.get_mesh()))
 
 
 def moved(tree, where: NamedSharding):
-    """Put arrays that lie on devices of several processes elsewhere on these."""
-    if platform() != "cpu":
+    """Move arrays between the devices of several processes."""
+    if platform_of(where.mesh) != "cpu":
         return jax.device_put(tree, where)
-    # One at a time: with many on their way at once, CPUs of several processes may
-    # wait for each other forever.
+    # one at a time: with many transfers at once, CPU processes may deadlock
     return jax.tree.map(
         lambda leaf: jax.device_put(leaf, where).block_until_ready(), tree
     )
 
 
 def fetch(tree):
-    """Arrays on the host, whole, in every process."""
+    """Return arrays as a whole on the host, in every process."""
     return jax.tree.map(np.asarray, to_all(tree))
 
 
 class Share(NamedTuple):
-    """What this process has of the work on a trial."""
+    """The share that a process has in the work on a trial."""
 
     trial: int
-    place: int  # among the processes that hold the trial
-    count: int  # of these
+    place: int  # of this process among those that hold the trial
+    count: int  # of these processes
 
 
 def trials_here(params, mesh: Mesh):
-    """Yield the trials that this process can compute with on devices of its own.
+    """Yield the trials that this process can compute on devices of its own.
 
-    Accelerators take all at once, each those that it holds; CPUs one after another. Of
-    the devices that hold a trial one computes.
+    Accelerators compute all trials at once, each its own; CPUs one after another. Of
+    the devices that hold a trial one computes it.
 
     Args:
         params: leaves with the trial axis R in front.
-        mesh: of `make_mesh`, the one set.
+        mesh: of `make_mesh`, the one that is set.
 
     Yields:
-        A Share of each of some trials, and their parameters. What is computed until the
-        next ones is computed on the devices of the parameters.
+        The `Share` in each of some trials, and their parameters. The mesh is set to the
+        devices of these parameters until the next ones.
     """
     here, whole = jax.process_index(), params
     if mesh.size > 1:
@@ -356,13 +337,13 @@ def trials_here(params, mesh: Mesh):
             of_part = processes.index(here), len(processes)
             trials = range(part * size, (part + 1) * size)
             shares.append([Share(trial, *of_part) for trial in trials])
-    if platform() != "cpu":
-        mesh = line(devices)
+    if platform_of(mesh) != "cpu":
+        mesh = trial_mesh(devices)
         with jax.set_mesh(mesh):
             yield sum(shares, []), jax.tree.map(partial(of_devices, mesh), whole)
         return
     for device, of_device in zip(devices, shares, strict=True):
-        with jax.set_mesh(line([device])):
+        with jax.set_mesh(trial_mesh([device])):
             for index, share in enumerate(of_device):
                 one = slice(index, index + 1)
                 yield (
@@ -371,15 +352,20 @@ def trials_here(params, mesh: Mesh):
                 )
 
 
-def line(devices: list) -> Mesh:
-    """A mesh that divides trials alone."""
+def platform_of(mesh: Mesh) -> str:
+    """Return "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
+
+
+def trial_mesh(devices: list) -> Mesh:
+    """Return a mesh that divides only trials."""
     return Mesh(
         np.array(devices).reshape(-1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3
     )
 
 
 def of_devices(mesh: Mesh, array):
-    """What the devices of a `line` have of an array, as an array of theirs alone."""
+    """Return the parts of an array on the devices of a `trial_mesh`, as one array."""
     parts = [shard(array, device) for device in mesh.devices.ravel()]
     shape = (sum(map(len, parts)), *array.shape[1:])
     where = named(mesh, "trial")
@@ -387,7 +373,7 @@ def of_devices(mesh: Mesh, array):
 
 
 def shard(array, device):
-    """What a device of this process has of an array."""
+    """Return the part of an array on a device of this process."""
     return next(x.data for x in array.addressable_shards if x.device == device)
 
 

@@ -18,7 +18,7 @@ from headcount.analysis.budget import flops, parameters, solve_mlp_dim
 from headcount.configs.ablations import grid
 from headcount.configs.base import get_config
 from headcount.configs.commandline import describe, flat, near_miss
-from headcount.models.sites import at_site
+from headcount.models.transformer import attention_arguments as at_site
 from headcount.runtime.workdir import completed
 from headcount.training.checks import check_config
 from headcount.training.trials import SITES, check_numbers, variable

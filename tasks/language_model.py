@@ -27,6 +27,7 @@ from headcount.models import precision
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
 from headcount.models.trial_axis import over_trials
+from headcount.models.validation import check_bos
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, Task
 from headcount.tasks.heldout_loss import row_losses
@@ -94,12 +95,7 @@ class LanguageModel(Task):
             self.tokenizer = tokenizers.load_or_make(
                 self.folder, data.tokenizer, words or text["text"], data.vocab_size
             )
-            bos, size = self.config.model.bos, self.tokenizer.vocab_size
-            if not 0 <= bos < size:
-                raise ValueError(
-                    f"model.bos must be from 0 to below {size}, the size of the "
-                    f"vocabulary, got {bos}."
-                )
+            check_bos(self.config.model.bos, self.tokenizer.vocab_size)
         return Examples(
             split, {"target": self.tokenizer.encode(text["text"], eos=False)}, text
         )

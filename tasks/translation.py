@@ -13,6 +13,7 @@ from headcount.data.packing import largest_rows
 from headcount.decoding.generate import generate, generate_trials
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
+from headcount.models.validation import check_bos
 from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.tasks import text_scores
@@ -100,6 +101,8 @@ class Translation(Task):
                 data.vocab_size,
                 joint=data.joint_vocabulary,
             )
+            size = tokenizers.pair_vocab_sizes(self.tokenizers)[0]
+            check_bos(self.config.model.bos, size)
         encoders = zip(SIDES, self.tokenizers, strict=True)
         return Examples(
             split, {side: of.encode(text[side]) for side, of in encoders}, text

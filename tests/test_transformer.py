@@ -13,9 +13,9 @@ from headcount import attention
 from headcount.configs.ablations import equal_gain
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
+from headcount.configs.validation import check_counts
 from headcount.models import precision
 from headcount.models.attention import Attention
-from headcount.models.checks import check_counts
 from headcount.models.cost import abstract, parameters
 from headcount.models.positions import BUCKETS, relative_bias, sinusoidal
 from headcount.models.sites import implementations

@@ -2,9 +2,10 @@
 
 from flax.traverse_util import flatten_dict
 
-from headcount.models import checks
+from headcount.configs.validation import check_counts, choose
 from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
+from headcount.models.validation import check_positions
 from headcount.runtime.sharding import SHARD
 from headcount.tasks import make_task
 from headcount.training.optimizer import SCHEDULES
@@ -13,12 +14,12 @@ from headcount.training.optimizer import SCHEDULES
 def check_config(config) -> None:
     """Raise a ValueError that names the key if a config can't be trained."""
     model = config.model.to_dict()
-    checks.check_counts(flatten_dict(config.to_dict(), sep="."))
+    check_counts(flatten_dict(config.to_dict(), sep="."))
     make_task(config)
-    checks.choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
-    checks.choose("train.remat", config.train.remat, REMAT)
-    checks.choose("mesh.shard", config.mesh.shard, SHARD)
-    checks.check_positions(model, config.data.max_length)
+    choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
+    choose("train.remat", config.train.remat, REMAT)
+    choose("mesh.shard", config.mesh.shard, SHARD)
+    check_positions(model, config.data.max_length)
     shallow = config.copy_and_resolve_references()
     for stack in ("num_encoder_layers", "num_decoder_layers"):
         shallow.model[stack] = min(1, shallow.model[stack])

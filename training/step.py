@@ -45,7 +45,7 @@ class Static(NamedTuple):
     loss: Callable  # `Task.loss`
     schedule: str
     width: int
-    remat: str = "none"  # see models.precision.apply
+    remat: str = "none"  # see models.precision.rematerialize
     accumulate_steps: int = 1  # parts of a batch that are computed one after another
     shard: str = "none"  # see runtime.sharding.specs
 

@@ -81,7 +81,7 @@ PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_with_the_cache_equals_greedy_without(kind):
-    seed = 4 if kind == "talking heads" else 0  # one that does not end at once
+    seed = 9 if kind == "talking heads" else 0  # one that does not end at once
     graph, params = make_model(KINDS[kind], seed)
     limits = [12, 7, 9, 1]
     found, _ = generate(graph, params, PROMPTS, limits=limits, vocabulary=VOCABULARY)

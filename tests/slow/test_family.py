@@ -12,10 +12,10 @@ from headcount.configs.base import get_config
 from headcount.configs.presets import PRESETS
 from headcount.configs.presets import get_config as preset
 from headcount.models.attention import full_map
-from headcount.models.checks import check_encoder_decoder
 from headcount.models.cost import abstract, parameters
 from headcount.models.sites import implementations
 from headcount.models.transformer import Transformer
+from headcount.models.validation import check_encoder_decoder
 from tests.slow.test_heads import config_of
 from tests.test_transformer import ALONE, PACKED, VOCAB
 
