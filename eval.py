@@ -70,6 +70,8 @@ def main():
             if DIRECTORY.value is not None:
                 found.task.set_directory(DIRECTORY.value)
             with distributed.fail_together():
+                for name in names:  # fails before the first split is decoded
+                    found.task.check_scoring(name)
                 examples = [found.task.load(name) for name in names]
             for split in examples:
                 evaluate(workdir, found, split, options)

@@ -108,8 +108,14 @@ def prune(workdir, found, examples, options) -> None:
     dev, trials = found.task.load("val"), choose_trials(found, TRIAL)
     about = {"split": examples.split, "ranked_on": dev.split}
     about["checkpoint"] = CHECKPOINT.value
+    of_trials = [
+        {**about, **settings, "step": step, "diverged_at": at}
+        for settings, step, at in zip(
+            found.trials, found.step, found.diverged_at, strict=True
+        )
+    ]
     rows = [
-        {**about, **found.trials[row["trial"]], "step": found.step[row["trial"]], **row}
+        of_trials[row["trial"]] | row
         for row in curve(found, dev, examples, trials, SITE.value, **options)
     ]
     name = "-".join(filter(None, ("heads-prune", examples.split, SITE.value)))

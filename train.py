@@ -248,12 +248,20 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
 def read_data(task, workdir: Path):
     """Read the training and dev splits; a new run makes its vocabulary first."""
     with distributed.fail_together():
-        if distributed.is_first() and not has_started(workdir):
-            tokenizers.remove(task.folder)  # of a start that failed
-            if other := task.config.train.init_from:
-                tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
         if distributed.is_first():
+            other = None if has_started(workdir) else task.config.train.init_from
+            if not has_started(workdir):
+                tokenizers.remove(task.folder)  # of a start that failed
+            if other:
+                tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
+            copied = tokenizer_files(task.folder)
             examples = task.load("train")
+            if other and tokenizer_files(task.folder) != copied:
+                raise ValueError(
+                    f"train.init_from={other}: {run_folder(other) / 'tokenizer'} has "
+                    f"no vocabulary for this config, and its parameters mean nothing "
+                    f"with another; restore it."
+                )
     with distributed.fail_together():
         if not distributed.is_first():
             examples = task.load("train")
@@ -262,6 +270,11 @@ def read_data(task, workdir: Path):
             check_data(workdir, checksums(examples, dev))
     distributed.check_same("data", checksums(examples, dev))
     return examples, dev
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of the tokenizer files in a folder."""
+    return [name for name in tokenizers.FILES if (folder / name).exists()]
 
 
 def checksums(examples, dev) -> dict:

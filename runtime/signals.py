@@ -21,6 +21,8 @@ class StopSignal:
     def __init__(self):
         self.number, self.received_at, self.is_passed_on = None, None, False
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup, to outlive the terminal
             signal.signal(number, self.receive)
 
     @property

@@ -337,7 +337,7 @@ class Translation(Task):
 def search_defaults(options: dict) -> dict:
     """Return decoding options: beam search with 5 hypotheses unless they say more."""
     if options.get("temperature"):
-        return options
+        return {"top_k": 0, "top_p": 1.0, "seed": 0} | options
     options = {"beam_size": 5, "length_penalty": 0.6} | options
     if options["beam_size"] == 1 and not options.get("n_best"):
         del options["length_penalty"]  # it only changes scores, which nobody sees

@@ -1,18 +1,145 @@
-"""The environment of every test: CPU, and programs compiled once for all processes."""
+"""The environment of every test, and the runs that many tests look at."""
 
 import atexit
+import importlib
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from tests.runs import (
+    ROOT,
+    arguments,
+    exclusively,
+    start,
+    succeed,
+    training,
+    write_corpus,
+)
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers have their session's
     folder = tempfile.mkdtemp(prefix="headcount-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Also what compiles fast: thousands of small programs are met by several processes.
+# Cache fast compilations too: several processes compile thousands of small programs.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("TFDS_DATA_DIR", str(ROOT / ".cache" / "tfds"))
+
+NO_CROSS = {"head_gates.cross.0.0": 0, "head_gates.cross.0.1": 0}
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory, worker_id):
+    """A folder that all workers of this test session share."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session")
+def corpus(shared):
+    """Config keys of a corpus that is small enough to be read and scored at once."""
+    from headcount.data import numbers
+
+    with exclusively(shared / "corpus.lock"):
+        if not (shared / "corpus").exists():
+            texts = (numbers.phrases(range(2000), name) for name in ("en", "de"))
+            write_corpus(shared / "corpus", *texts, held_out=200)
+    return {"data.name": "text", "data.directory": shared / "corpus"}
+
+
+@pytest.fixture(scope="session")
+def trained(shared, corpus, tmp_path_factory):
+    """The workdir of an uninterrupted run of two trials; each worker has a copy."""
+    first = shared / "trained"
+    with exclusively(shared / "trained.lock"):
+        if not (first / "log.txt").exists():
+            environment = os.environ | {"JAX_LOG_COMPILES": "1"}
+            process = start(training(first, **corpus), env=environment)
+            log = process.communicate()[1]
+            assert process.returncode == 0, log
+            (first / "log.txt").write_text(log)
+    return shutil.copytree(first, tmp_path_factory.mktemp("trained") / "run")
+
+
+@pytest.fixture
+def workdir(shared, trained, tmp_path):
+    """A copy of `trained`, as it was left, that a test may change."""
+    return shutil.copytree(shared / "trained", tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def initialized(shared, trained, corpus):
+    """The workdir of a run that starts from `trained` and learns nothing.
+
+    Its second trial has no cross-attention. log.txt has what it logged.
+    """
+    workdir = shared / "initialized"
+    with exclusively(shared / "initialized.lock"):
+        if not (workdir / "log.txt").exists():
+            path = shared / "initialized.json"
+            path.write_text(json.dumps([{"seed": 7}, {"seed": 8, **NO_CROSS}]))
+            changes = {
+                "seeds": 1,
+                "model.dropout": 0.3,
+                "optimizer.learning_rate": 0,
+                "train.init_from": trained,
+                "train.num_steps": 20,
+                "train.eval_every_steps": 2,
+                "train.patience": 2,
+            }
+            args = training(workdir, **corpus | changes)
+            ran = succeed([*args, f"--trials={path}"])
+            (workdir / "log.txt").write_text(ran.stderr)
+    return workdir
+
+
+SCRIPTS = {}  # the modules of scripts, each with the flags that it defines
+
+
+def load_script(name: str):
+    """Import a script, and keep its flags apart from those of the other scripts."""
+    if name not in SCRIPTS:
+        for library in ("decoding.flags", "runtime.cluster", "training.run"):
+            importlib.import_module(f"headcount.{library}")  # flags that scripts share
+        before = set(flags.FLAGS)
+        module = importlib.import_module(f"headcount.{name.removesuffix('.py')}")
+        SCRIPTS[name] = module, {n: flags.FLAGS[n] for n in set(flags.FLAGS) - before}
+        for flag in SCRIPTS[name][1]:
+            delattr(flags.FLAGS, flag)
+    return SCRIPTS[name]
+
+
+@pytest.fixture
+def call(capfd, monkeypatch):
+    """Run a script in this process, so that it traces and compiles its programs once.
+
+    call(script, *words, **flags) takes what `tests.runs.arguments` takes and returns
+    what `tests.runs.run` does.
+    """
+
+    def call(*words, **given):
+        args = list(map(str, arguments(*words, **given)))
+        module, own = load_script(args[0])
+        monkeypatch.setattr(module, "show_log", lambda: None)  # changes the process
+        monkeypatch.setattr(sys, "argv", args)
+        for name, flag in own.items():
+            flags.FLAGS[name] = flag
+        code = 0
+        try:
+            with flagsaver.flagsaver():
+                module.cli()
+        except SystemExit as stopped:
+            code = stopped.code
+        finally:
+            for name in own:
+                delattr(flags.FLAGS, name)
+        return subprocess.CompletedProcess(args, code, *capfd.readouterr())
+
+    return call
