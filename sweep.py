@@ -9,8 +9,8 @@
     status   show how far a sweep is; writes nothing
     report   write report.html and report.md
 
---config.KEY=VALUE sets any config key, as in train.py. A workdir remembers its sweep, so
-later calls need only --workdir.
+--config.KEY=VALUE sets any config key, as in train.py. A workdir remembers its sweep,
+so later calls need only --workdir.
 """
 
 import re
@@ -101,14 +101,14 @@ LAUNCHER = flags.DEFINE_enum(
 ADDRESS = flags.DEFINE_string(
     "address",
     None,
-    "HOST:PORT of a Ray cluster. Default: start one here. With --launcher=slurm: local, "
-    "to try it without Slurm.",
+    "HOST:PORT of a Ray cluster. Default: start one here. With --launcher=slurm: "
+    "local, to try it without Slurm.",
 )
 RESOURCES = flags.DEFINE_multi_string(
     "resources",
     [],
-    "KEY=VALUE: resources per group, for Ray (num_gpus=1) or submitit (timeout_min=600, "
-    "slurm_partition=gpu); or cores=1, on a machine without GPUs.",
+    "KEY=VALUE: resources per group, for Ray (num_gpus=1) or submitit "
+    "(timeout_min=600, slurm_partition=gpu); or cores=1, on a machine without GPUs.",
 )
 NOTE = flags.DEFINE_string("note", None, "A sentence to show in the report.")
 EXAMPLES = flags.DEFINE_integer(
@@ -192,9 +192,7 @@ def choose_workdir(temporary: Path) -> Path:
         return workdir
     for flag, example in ((CONFIG, "configs/numbers.py"), (ABLATION, "heads")):
         if flag.value is None:
-            raise ValueError(
-                f"--{flag.name} is needed, as in --{flag.name}={example}."
-            )
+            raise ValueError(f"--{flag.name} is needed, as in --{flag.name}={example}.")
     return temporary
 
 

@@ -165,15 +165,16 @@ def best_mean(metric: Metric, means: list[float]) -> float:
     return max(means) if metric.higher_is_better else min(means)
 
 
-def label_with_unit(metric: Metric) -> str:
-    """Return a metric's label with its unit, for a heading."""
-    is_said = not metric.unit or metric.unit == "points"
-    return metric.label if is_said else f"{metric.label}, {metric.unit}"
+def with_unit(text: str, metric: Metric) -> str:
+    """Append the unit of a metric to a heading that names it, if it adds anything."""
+    is_clear = metric.unit in ("", "points")
+    return text if is_clear else f"{text}, {metric.unit}"
 
 
 def margin_text(metric: Metric) -> str:
-    """Return the metric's margin with its unit: 0.3 points BLEU."""
-    return f"{metric.margin:g} {metric.unit} {metric.label}".replace(" % ", "% ")
+    """Return the metric's margin with its unit: 0.3 points of BLEU."""
+    unit = "percentage points" if metric.unit == "%" else metric.unit
+    return " ".join(filter(None, [f"{metric.margin:g}", unit, "of", metric.label]))
 
 
 def format_seeds(needed: float | None) -> str:
@@ -191,12 +192,13 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     """
     metric, baseline = report.metric, report.baseline.name
     best = best_mean(metric, [c.summary.mean for c in comparisons])
+    label = with_unit(metric.label, metric)
     winners = [c.arm.name for c in comparisons if math.isclose(c.summary.mean, best)]
     trainings = sum(len(c.arm.seeds) for c in comparisons)
     sentences = [
         f"{count(trainings, 'training')} of {count(len(comparisons), 'arm')}. The best "
-        f"mean test score is {number(best, metric.format)} ({label_with_unit(metric)}), "
-        f"with {'; '.join(winners)}."
+        f"mean test score is {number(best, metric.format)} ({label}), with "
+        f"{'; '.join(winners)}."
     ]
     others = [c for c in comparisons if c.difference is not None]
     tested = [c for c in others if not math.isnan(c.p)]
@@ -236,9 +238,7 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"one: {'; '.join(untested)}."
         )
     paired = {c.arm.name: len(common_seeds(report, c.arm)) for c in comparisons}
-    uneven = [
-        c.arm.name for c in comparisons if c.arm.seeds != report.baseline.seeds
-    ]
+    uneven = [c.arm.name for c in comparisons if c.arm.seeds != report.baseline.seeds]
     if uneven:
         counts = "; ".join(f"{name}: {paired[name]}" for name in uneven)
         sentences.append(
@@ -317,7 +317,7 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
     bootstrap = report.bootstrap_metric
     if not metrics and bootstrap is None:
         return []
-    header = ["arm", *map(label_with_unit, metrics)]
+    header = ["arm", *(with_unit(m.label, m) for m in metrics)]
     header += ["test set's ±", "p (bootstrap)"] if bootstrap else []
     rows = [header]
     for arm in (c.arm for c in comparisons):

@@ -18,7 +18,7 @@ from headcount.analysis.report import (
     Comparison,
     Report,
     compare,
-    label_with_unit,
+    with_unit,
 )
 from headcount.analysis.report_markdown import curve_metrics
 from headcount.analysis.significance import MIN_SEEDS
@@ -84,8 +84,8 @@ def make_figures(report: Report) -> dict[str, tuple]:
 def arm_styles(arms: list[ArmResult]) -> dict[str, tuple]:
     """Return a colour, a line style and a marker for every arm, by name.
 
-    Arms whose names begin alike, as "mean" and "mean, equal parameters", share a colour.
-    The baseline has the colour of the text.
+    Arms whose names begin alike, as "mean" and "mean, equal parameters", share one. The
+    baseline has the colour of the text.
     """
     families = {arm.name: arm.name.split(", ")[0] for arm in arms}
     neutral = {families[arm.name] for arm in arms if arm.is_baseline}
@@ -172,7 +172,7 @@ def scores_by_value(report: Report, metric: Metric):
     for i, comparison in enumerate(comparisons):
         draw_arm(ax, i, comparison, metric, styles, vertical=True, width=0.06)
     baseline_line(ax.axhline, report, metric)
-    ax.set_title(f"Test {label_with_unit(metric)}")
+    ax.set_title(with_unit(f"Test {metric.label}", metric))
     caption = scores_caption(metric, comparisons)
     if rows == 2:
         below = axes[1, 0]
@@ -205,7 +205,7 @@ def scores_by_arm(report: Report, metric: Metric):
     ax.set_ylim(len(comparisons) - 0.5, -0.5)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.grid(axis="y", visible=False)
-    ax.set_title(f"Test {label_with_unit(metric)}")
+    ax.set_title(with_unit(f"Test {metric.label}", metric))
     return figure, scores_caption(metric, comparisons)
 
 
@@ -240,7 +240,7 @@ def learning_curves(report: Report, metric: Metric):
             low, high = scores.min(0), scores.max(0)
             ax.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
     ax.set_xlabel("updates")
-    ax.set_title(f"Dev {label_with_unit(metric)} during training")
+    ax.set_title(with_unit(f"Dev {metric.label} during training", metric))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     legend_below(figure, ax)
     return figure, (
@@ -287,7 +287,7 @@ def costs(report: Report):
         ax.margins(x=0.15)
         ax.xaxis.set_major_locator(MaxNLocator(3))
         ax.xaxis.set_minor_locator(NullLocator())
-    axes[0, 0].set_title(f"Test {label_with_unit(metric)}")
+    axes[0, 0].set_title(with_unit(f"Test {metric.label}", metric))
     if not is_direct:
         legend_below(figure, axes[0, 0])
     caption = f"Test {metric.label} against the cost of an arm."

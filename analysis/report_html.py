@@ -38,7 +38,8 @@ ul { padding-left: 1.2rem; margin: 1rem 0; }
   background-attachment: local, local, scroll, scroll; }
 table { border-collapse: collapse; font-size: .875rem; line-height: 1.4;
   font-variant-numeric: tabular-nums; min-width: 100%; }
-th, td { padding: .45rem .6rem; text-align: left; border-bottom: 1px solid var(--grid); }
+th, td { padding: .45rem .6rem; text-align: left;
+  border-bottom: 1px solid var(--grid); }
 td[style] { white-space: nowrap; }
 th { font-weight: 500; color: var(--muted); vertical-align: bottom; min-width: 4.2rem; }
 td { overflow-wrap: anywhere; }

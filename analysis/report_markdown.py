@@ -8,11 +8,11 @@ from headcount.analysis.report import (
     Report,
     compare,
     costs_table,
-    label_with_unit,
     margin_text,
     others_table,
     scores_table,
     verdict,
+    with_unit,
 )
 from headcount.analysis.significance import LEVEL
 from headcount.tasks.base import Metric
@@ -23,10 +23,10 @@ CHECKPOINTS = {
     "average": "The mean of the checkpoints that every trial kept is scored",
 }
 COSTS = (
-    "F: feed-forward width, solved where arms are matched. Multiply-adds: of the matrix "
-    "products of a forward pass, per token of each side. Seconds: of the updates alone, "
-    "without compilation, evaluation and saving; a group's time divided by its trials. "
-    "Tokens/s: of a whole group, all sides."
+    "F: feed-forward width, solved where arms are matched. Multiply-adds: of the "
+    "matrix products of a forward pass, per token of each side. Seconds: of the "
+    "updates alone, without compilation, evaluation and saving; a group's time divided "
+    "by its trials. Tokens/s: of a whole group, all sides."
 )
 
 
@@ -51,7 +51,7 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
     for metric in report.outcomes:
         rows = scores_table(report, metric, by_outcome[metric.name])
         direction = "" if metric.higher_is_better else " (lower is better)"
-        parts.append(f"### {escape(label_with_unit(metric))}{direction}")
+        parts.append(f"### {escape(with_unit(metric.label, metric))}{direction}")
         parts.append(table(rows, report.baseline.name))
     parts.append(escape(explain_scores(report, comparisons)))
     if report.anchor:
@@ -71,8 +71,8 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
     parts.append(table([["", ""], *environment], is_numbers=False))
     parts += ["## Command", f"```\n{report.command}\n```"]
     parts.append(
-        "Rerunning it resumes or repeats the sweep. `sweep.csv` and `sweep.sqlite` have "
-        "a row for every trial."
+        "Rerunning it resumes or repeats the sweep. `sweep.csv` and `sweep.sqlite` "
+        "have a row for every trial."
     )
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -85,13 +85,9 @@ def escape(text: str) -> str:
     text = " ".join(text.split())
     text = re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", text)
     text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
-    return re.sub(r"^(#|[-+=](?=\s|$|[-=]))|^(\d+)([.)])", _escape_start, text)
-
-
-def _escape_start(found: re.Match) -> str:
-    if found.group(1):
-        return f"\\{found.group(1)}"
-    return f"{found.group(2)}\\{found.group(3)}"
+    # what would start a heading, a list or a rule
+    text = re.sub(r"^(#|[-+=](?=\s|$|[-=]))", r"\\\1", text)
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", text)
 
 
 def paragraphs(text: str) -> list[str]:
@@ -104,7 +100,9 @@ def paragraphs(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def table(rows: list[list[str]], bold: str = "", is_numbers: bool = True) -> str:
+def table(
+    rows: list[list[str]], bold: str | None = None, is_numbers: bool = True
+) -> str:
     """Return a table; the first row is its header.
 
     Args:
@@ -146,18 +144,18 @@ def explain_scores(report: Report, comparisons: list[Comparison]) -> str:
     is_even = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
     sentences = ["All arms are trained with the same seeds."] if is_even else []
     sentences += [
-        "Mean ± sd: over seeds. Intervals: Student's, 95%. Difference: to the baseline, "
-        "paired by seed. p: two-sided t-test, corrected (Holm) for the number of tested "
-        "arms, in each table separately; arms whose seeds all differ by the same amount "
-        "are not tested. The intervals are not corrected."
+        "Mean ± sd: over seeds. Intervals: Student's, 95%. Difference: to the "
+        "baseline, paired by seed. p: two-sided t-test, corrected (Holm) for the "
+        "number of tested arms, in each table separately; arms whose seeds all differ "
+        "by the same amount are not tested. The intervals are not corrected."
     ]
     margins = [margin_text(m) for m in report.outcomes if m.margin is not None]
     if margins:
         sentences.append(
-            f"Seeds to see {' or '.join(margins)}: how many a paired test needs to find "
-            f"a true difference of that size with a power of 80% at the level {level}, "
-            f"which Holm requires of the smallest p-value, at the spread of the "
-            f"differences seen here; rough if that comes from few seeds."
+            f"Seeds to see {' or '.join(margins)}: how many a paired test needs to "
+            f"find a true difference of that size with a power of 80% at the level "
+            f"{level}, which Holm requires of the smallest p-value, at the spread of "
+            f"the differences seen here; rough if that comes from few seeds."
         )
     sentences.append(
         f"{CHECKPOINTS[report.checkpoint]}; test was scored once, after that."

@@ -1,7 +1,7 @@
 """What a few seeds can say: intervals, differences to a baseline, seeds needed.
 
-Scores are arrays with seeds as their last axis, `... R`. Seeds are paired: score i of an
-arm and score i of the baseline have the same seed, so what a seed does to both (the
+Scores are arrays with seeds as their last axis, `... R`. Seeds are paired: score i of
+an arm and score i of the baseline have the same seed, so what a seed does to both (the
 order of the data, the initial values) cancels in their difference.
 """
 

@@ -59,7 +59,7 @@ def find_ablation(name: str) -> Callable:
     has_text = re.search(rf"Nuisance:\s*(?!{none})\S", function.__doc__)
     if has_text and not nuisance_keys(function.__doc__):
         raise ValueError(
-            f'--ablation: the docstring of {name} in {file} must list config keys '
+            f"--ablation: the docstring of {name} in {file} must list config keys "
             f'after "Nuisance:", such as optimizer.learning_rate. Otherwise arms that '
             f"differ only in those settings would be compared with each other."
         )

@@ -15,7 +15,7 @@ LETTERS = {
 
 
 def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
-    """Return short distinct names of arms, and the key that they vary if it is a number.
+    """Return short distinct names of arms, and the key that they vary if numeric.
 
     A setting that is not needed to tell the arms apart is left out, the last one first.
 

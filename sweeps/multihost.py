@@ -1,8 +1,8 @@
 """Sweeps in which every group is one program over several hosts.
 
 All hosts call `sweep.py run` with the same workdir and --coordinator. The first one
-leads: it runs the sweep, and writes down each process that it starts. The others follow:
-they start the same process with their own flags, until the leader has finished.
+leads: it runs the sweep, and writes down each process that it starts. The others
+follow: they start the same process with their own flags, until the leader is done.
 """
 
 import os
@@ -51,7 +51,8 @@ def run(
     Raises:
         Stopped: a signal was received here or by the leader.
     """
-    meeting = Meeting(*(sweep.workdir / f".{part}.{x}" for x in ("leader", "order.json")))
+    names = (f".{part}.leader", f".{part}.order.json")
+    meeting = Meeting(*(sweep.workdir / name for name in names))
     for _ in range(3):  # a follower locks the file for a moment to see if it is led
         with locked(meeting.leader, wait=False) as lead:
             if lead is not None:

@@ -29,7 +29,7 @@ IGNORED = ("data.directory", "train.log_every_steps")  # results don't depend on
 
 
 class Arm(NamedTuple):
-    """One side of a comparison. Its trials differ only in seed and nuisance settings."""
+    """What is compared: trials that differ only in seed and nuisance settings."""
 
     name: str
     overrides: dict  # of the base config, as the ablation yields them

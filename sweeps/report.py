@@ -380,7 +380,7 @@ def search_text(sweep: Sweep) -> str | None:
     seeds = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     if sweep.search.count is None:
         most = max(len(arm.candidates) for arm in sweep.plan.arms)
-        return f"every combination of the listed values, up to {most}, with seed {seeds}"
+        return f"all combinations of the listed values, at most {most}, seed {seeds}"
     space = "; ".join(
         f"{key} from {', '.join(map(str, values))}"
         if isinstance(values, list)

@@ -364,7 +364,7 @@ def is_trained(folder: Path) -> bool:
 
 
 def modified_at(path: Path) -> int | None:
-    """Return when a file was written, by the file system's clock; None if it is gone."""
+    """Return when a file was written, by its own clock; None if it is gone."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -3,8 +3,8 @@
 An arm with a choice of settings first tries them, with seeds that are never reported,
 and is scored on dev. Only then are its reported trials trained, with the best setting;
 the other settings are never tested. The settings to try come from --tune, from the
-ablation itself, or from Optuna (--search=optuna:30). The trials that follow from what is
-on disk are a pure function of it, so a killed search resumes where it was.
+ablation itself, or from Optuna (--search=optuna:30). The next trials are a pure
+function of what is on disk, so a killed search resumes where it was.
 """
 
 import ast

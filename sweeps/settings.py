@@ -142,9 +142,9 @@ def read_settings(path: Path) -> dict | None:
     known = stored if isinstance(stored, dict) else {}
     if known.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format_version {known['format_version']}, and this version of "
-            f"Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or choose "
-            f"another --workdir."
+            f"{path} has format_version {known['format_version']}, and this version "
+            f"of Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or "
+            f"choose another --workdir."
         )
     if missing := [key for key in SETTINGS if key not in known]:
         raise ValueError(

@@ -214,7 +214,7 @@ def read_run(folder: Path) -> dict | None:
     Raises:
         ValueError: it is damaged.
     """
-    hint = "restore it, or move its folder away and sweep.py run trains its group again."
+    hint = "restore it, or move its folder away, and sweep.py run trains it again."
     return _read_record(folder / "run.json", RUN, hint)
 
 
