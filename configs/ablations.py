@@ -85,9 +85,9 @@ def heads(base) -> Iterator[dict]:
 def head_dim(base) -> Iterator[dict]:
     """What is the size of a head worth: of its keys alone, and of keys and values?
 
-    First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H independent
-    of the width (Bhojanapalli et al. 2020). With model.attention.init = "xavier" the
-    arms' logits start at different scales, with "fan_in" at the same.
+    First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H
+    independent of the width (Bhojanapalli et al. 2020). With model.attention.init =
+    "xavier" the arms' logits start at different scales, with "fan_in" at the same.
 
     Scientific: model.attention.head_dim, model.attention.value_dim.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -153,7 +153,7 @@ def merge_start(base) -> list[dict]:
 def equal_gain(
     rule: str, N: int, V: int, D: int, mixture_heads: int, init: str = "xavier"
 ) -> float:
-    """Return the merge_gain that gives a rule's outputs the initial variance of concat's.
+    """Return the merge_gain with which a rule starts with the variance of concat.
 
     A rule computes Σ_n w_n o_n W_n. At initialisation the heads' outputs o_n are
     uncorrelated; if they have variance 1, the rule's outputs have variance
