@@ -26,7 +26,7 @@ from headcount.tasks.base import Metric
 
 matplotlib.use("agg")
 
-WIDTH = 5.0  # inches: about 360 pixels
+WIDTH = 4.8  # inches: about 345 pixels
 INK, MUTED, GRID = "#1c1d21", "#6a6d75", "#dfe1e6"
 # In an SVG these become variables of the page, which has a dark set of them.
 THEME = {INK: "ink", MUTED: "muted", GRID: "grid"}
@@ -216,11 +216,13 @@ def baseline_line(draw, report: Report, metric: Metric) -> None:
 
 
 def legend_below(figure, ax) -> None:
-    """Put a legend below the axes, in as many columns as its names allow."""
+    """Add a legend below the axes, in as many columns as its names allow."""
     handles, labels = ax.get_legend_handles_labels()
     longest = max(map(len, labels))
-    columns = 4 if longest <= 8 else 3 if longest <= 14 else 2 if longest <= 30 else 1
+    columns = 4 if longest <= 8 else 3 if longest <= 14 else 2 if longest <= 28 else 1
     figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    rows = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.18 * rows)
 
 
 def learning_curves(report: Report, metric: Metric):
@@ -229,9 +231,7 @@ def learning_curves(report: Report, metric: Metric):
     if not drawn:
         return None
     styles = arm_styles(report.arms)
-    figure, ax = plt.subplots(
-        figsize=(WIDTH, 3.0 + 0.06 * len(drawn)), layout="constrained"
-    )
+    figure, ax = plt.subplots(figsize=(WIDTH, 2.7), layout="constrained")
     for arm in drawn:
         steps, scores = arm.curves[metric.name]
         colour, line, _ = styles[arm.name]
@@ -268,7 +268,7 @@ def costs(report: Report):
     figure, axes = plt.subplots(
         1,
         len(panels),
-        figsize=(WIDTH, 2.9 if is_direct else 3.0 + 0.08 * len(comparisons)),
+        figsize=(WIDTH, 2.7),
         sharey=True,
         squeeze=False,
         layout="constrained",
@@ -282,7 +282,7 @@ def costs(report: Report):
             if is_direct:
                 place = {"xytext": (5, 4), "textcoords": "offset points"}
                 name = comparison.arm.name
-                ax.annotate(name, (value, mean), **place, fontsize=7.5, color=MUTED)
+                ax.annotate(name, (value, mean), **place, fontsize=8, color=MUTED)
         ax.set_xlabel(label)
         ax.margins(x=0.15)
         ax.xaxis.set_major_locator(MaxNLocator(3))

@@ -42,7 +42,8 @@ th, td { padding: .45rem .6rem; text-align: left;
   border-bottom: 1px solid var(--grid); }
 td[style] { white-space: nowrap; }
 th { font-weight: 500; color: var(--muted); vertical-align: bottom; min-width: 4.2rem; }
-td { overflow-wrap: anywhere; }
+td { overflow-wrap: break-word; }
+td:last-child { overflow-wrap: anywhere; }
 th:first-child, td:first-child { padding-left: 0; white-space: nowrap;
   position: sticky; left: 0; background: var(--page); }
 tr:has(td:first-child > strong) td { background: var(--soft); }
@@ -54,7 +55,7 @@ p:has(.figure) { max-width: none; margin-bottom: .3rem; }
 pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
   overflow-x: auto; font-size: .85rem; line-height: 1.5; }
 @media (max-width: 40rem) { main { padding: 2rem 1rem 3rem; }
-  th:first-child, td:first-child { white-space: normal; min-width: 0;
+  th:first-child, td:first-child { white-space: normal; min-width: 5rem;
     max-width: 10rem; } }
 @media print {
   :root { --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --accent: #1f5fb8;
