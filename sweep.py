@@ -1,13 +1,16 @@
-"""Train every arm of an ablation with many seeds, and report what can be believed.
+"""Train every arm of an ablation with many seeds, and report the differences.
 
     python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \\
       --workdir=runs/heads
     python sweep.py report --workdir=runs/heads
 
-`list` shows what would run and how long it would take, `run` runs it, `status` shows
-how far it is, `report` writes report.html and report.md. The same command again goes
-on where a sweep was stopped or killed. Any key of the config can be set, as in
-train.py. A workdir remembers its sweep: later calls need --workdir alone.
+    list     show the arms, their cost, and how long training would take
+    run      train and score every trial; rerun the same command to resume
+    status   show how far a sweep is; writes nothing
+    report   write report.html and report.md
+
+--config.KEY=VALUE sets any config key, as in train.py. A workdir remembers its sweep,
+so later calls need only --workdir.
 """
 
 import re
@@ -15,179 +18,193 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
-from headcount.configs.commandline import describe, fail, one_sentence, path_of, run
-from headcount.runtime import cluster
+from headcount.configs.commandline import (
+    TASK_FILE,
+    WORKDIR,
+    describe,
+    fail,
+    one_sentence,
+    path_of,
+    run,
+)
+from headcount.runtime import cluster, distributed
+from headcount.sweeps import launchers, multihost, preview, report, settings, status
+from headcount.sweeps.runner import Stopped
+from headcount.sweeps.store import Sweep
+from headcount.sweeps.table import collect, make_rows
+from headcount.tasks import TASKS, import_file
 
 VERBS = ("list", "run", "status", "report")
+VERB = ""  # which of them, set by `cli`
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that every arm starts from.", lock_config=True
 )
 ABLATION = flags.DEFINE_string(
-    "ablation", None, "Function in configs/ablations.py, or FILE.py:FUNCTION."
+    "ablation",
+    None,
+    "What to compare: a function of configs/ablations.py, or FILE.py:FUNCTION.",
 )
 SEEDS = flags.DEFINE_integer(
-    "seeds", None, "Seeds of every arm; default: the config's seeds."
+    "seeds", None, "Seeds per arm. Default: the config's seeds."
 )
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder that the sweep is kept in.")
 MATCH = flags.DEFINE_enum(
     "match",
     None,
     ["parameters", "flops"],
-    "Give every arm the baseline's parameters or multiply-adds by model.mlp_dim.",
+    "Give every arm the baseline's parameters or multiply-adds, by model.mlp_dim.",
 )
 TUNE = flags.DEFINE_multi_string(
     "tune",
     [],
-    "KEY=VALUE,VALUE,...: try a nuisance setting in every arm and keep the value that "
-    "is best on dev, as in --tune=optimizer.learning_rate=0.002,0.005; with --search "
+    "KEY=VALUE,VALUE,...: try nuisance settings in every arm and keep those with the "
+    "best dev score, as in --tune=optimizer.learning_rate=0.002,0.005; with --search "
     "also KEY=LOW:HIGH.",
 )
 SEARCH = flags.DEFINE_string(
     "search",
     None,
-    "optuna:N: let Optuna propose N nuisance settings for every arm, of --tune or of "
-    "all keys that the ablation names.",
+    "optuna:N: let Optuna propose N nuisance settings per arm, for the keys of --tune "
+    "or all keys that the ablation lists.",
 )
 SEARCH_SEEDS = flags.DEFINE_integer(
     "search_seeds",
     None,
-    "Seeds that a nuisance setting is tried with, none reported; default: 1.",
+    "Seeds per nuisance setting that is tried; they are never reported. Default: 1.",
     1,
 )
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
     None,
     ["best", "last", "average"],
-    "Parameters that are scored: best on dev (the default), last, or the mean of those "
-    "kept.",
+    "Parameters to score: best on dev (default), last, or the mean of those kept.",
 )
 METRIC = flags.DEFINE_string(
     "metric",
     None,
-    "Score that arms are compared by; default: train.best_metric's, for dev_loss bleu.",
+    "Metric of the task to compare arms by. Default: train.best_metric.",
 )
 TEST_SPLIT = flags.DEFINE_string(
-    "test_split", None, "Split of the final scores; default: the corpus's test split."
+    "test_split", None, "Split of the final scores. Default: the task's test split."
 )
 GROUP_SIZE = flags.DEFINE_integer(
-    "group_size", None, "Trials that train as one program, at most; default: 16.", 1
+    "group_size", None, "Trials per program, at most. Default: 16.", 1
 )
 GROUP = flags.DEFINE_string("group", None, "Run only the group of this number or name.")
-SHARD = flags.DEFINE_string("shard", None, "i/n: run every n-th group from i on.")
+SHARD = flags.DEFINE_string("shard", None, "i/n: run every n-th group, from group i.")
 LAUNCHER = flags.DEFINE_enum(
-    "launcher", "local", ["local", "ray", "slurm"], "Where groups run."
+    "launcher", "local", ["local", "ray", "slurm"], "Where to run groups."
 )
 ADDRESS = flags.DEFINE_string(
     "address",
     None,
-    "HOST:PORT of a Ray cluster; default: one on this machine. With --launcher=slurm: "
-    "local, to try a sweep out without Slurm.",
+    "HOST:PORT of a Ray cluster. Default: start one here. With --launcher=slurm: "
+    "local, to try it without Slurm.",
 )
 RESOURCES = flags.DEFINE_multi_string(
     "resources",
     [],
-    "KEY=VALUE of what a group takes, for Ray (num_gpus=1) or submitit "
-    "(timeout_min=600, slurm_partition=gpu); or cores=1, of a machine without GPUs.",
+    "KEY=VALUE: resources per group, for Ray (num_gpus=1) or submitit "
+    "(timeout_min=600, slurm_partition=gpu); or cores=1, on a machine without GPUs.",
 )
-NOTE = flags.DEFINE_string("note", None, "A sentence that the report repeats.")
+NOTE = flags.DEFINE_string("note", None, "A sentence to show in the report.")
 EXAMPLES = flags.DEFINE_integer(
-    "examples", 5, "Sentences in the report with their translations.", 0
+    "examples", 5, "Test examples to show in the report, with their predictions.", 0
 )
 CALIBRATE = flags.DEFINE_bool(
-    "calibrate", True, "Train a few steps for the expected time that `list` shows."
+    "calibrate", True, "With `list`: train a few steps to estimate the time."
 )
-flags.adopt_module_key_flags(cluster)  # so that --help has them
+for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
+    flags.declare_key_flag(flag.name)  # so that --help lists it
 
 
-def main():
-    """Put the sweep together, then do what the verb says."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # the devices are for the trials
-
-    from headcount.runtime import distributed as hosts
-    from headcount.sweeps import launchers, opening, pod, runner, show
-
-    with one_sentence(), tempfile.TemporaryDirectory() as nowhere:
-        hosts.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
-        if cluster.arguments() and LAUNCHER.value == "ray":
-            raise ValueError(
-                "A Ray task is one process; --coordinator goes with --launcher=local, "
-                "or with slurm and jobs of several tasks."
-            )
-        others = [x for x in RESOURCES.value if not x.startswith("cores=")]
-        resources = RESOURCES.value if cluster.arguments() else others
-        given = ["address"] * bool(ADDRESS.value) + ["resources"] * bool(resources)
-        if given and LAUNCHER.value == "local":
-            raise ValueError(
-                f"--{given[0]} says nothing of groups that run here, but for "
-                f"--resources=cores=1 on one machine; it goes with --launcher=ray or "
-                f"--launcher=slurm."
-            )
-        if WORKDIR.value is None and VERB != "list":
-            raise ValueError("--workdir is needed: the folder that the sweep is in.")
-        workdir = Path(nowhere) if WORKDIR.value is None else path_of(WORKDIR)
-        if VERB == "list" and CONFIG.value and not (workdir / "sweep.json").exists():
-            workdir = Path(nowhere)  # or run would have to keep what was only listed
-        if workdir == Path(nowhere):
-            for flag, value in ((CONFIG, "configs/numbers.py"), (ABLATION, "heads")):
-                if flag.value is None:
-                    raise ValueError(
-                        f"--{flag.name} is needed, as in --{flag.name}={value}."
-                    )
-        sweep = opening.open_sweep(options(workdir))
-        groups = opening.chosen(sweep, GROUP.value, SHARD.value)
+def main() -> None:
+    """Open the sweep, then do what the verb says."""
+    jax.config.update("jax_platforms", "cpu")  # devices are for the trials
+    with one_sentence(), tempfile.TemporaryDirectory() as temporary:
+        check_flags()
+        workdir = choose_workdir(Path(temporary))
+        sweep = settings.open_sweep(options(workdir, import_task()))
+        groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
         if VERB == "list":
-            show.print_list(sweep, CALIBRATE.value)
+            preview.print_list(sweep, CALIBRATE.value)
         elif VERB == "status":
-            show.print_status(sweep, sweep.rows())
-        else:
-            rows = sweep.collect()
-        if VERB == "report":
-            from headcount.sweeps import reporting
+            status.print_status(sweep, make_rows(sweep))
+        elif VERB == "report":
+            report.write(sweep, collect(sweep), EXAMPLES.value)
+    if VERB == "run":
+        run_groups(sweep, groups)
 
-            reporting.write(sweep, rows, EXAMPLES.value)
-    if VERB != "run":
-        return
-    try:
-        arguments = cluster.arguments()
-        if arguments and LAUNCHER.value == "local":
-            part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
-            rows = pod.run(sweep, groups, part, cluster.process(), arguments)
-        else:
-            launch = launchers.LAUNCHERS[LAUNCHER.value]
-            rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
-    except runner.Stopped as stopped:
-        print(f"sweep.py: {stopped}: the same command goes on.", file=sys.stderr)
-        sys.exit(1)
-    except BrokenPipeError:
-        raise  # to `run`
-    except OSError as error:  # as on a full disk
-        fail(
-            f"{describe(error)} What is done in {workdir} is kept: mend that, and the "
-            f"same command goes on."
+
+def check_flags() -> None:
+    """Raise a ValueError if flags are missing or don't go together."""
+    distributed.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
+    if cluster.arguments() and LAUNCHER.value == "ray":
+        raise ValueError(
+            "--coordinator: a Ray task is a single process; use --launcher=local, or "
+            "slurm with jobs of several tasks."
         )
-    # with the trials that a search has chosen, which are among the rows
-    show.print_status(sweep.extended(propose=False), rows)
-    if any(row["status"] == "failed" for row in rows):
-        sys.exit(1)
+    if WORKDIR.value is None and VERB != "list":
+        raise ValueError("--workdir is needed: the folder of the sweep.")
+    remote = [x for x in RESOURCES.value if not x.startswith("cores=")]
+    unused = [("address", ADDRESS.value)]
+    unused.append(("resources", RESOURCES.value if cluster.arguments() else remote))
+    for name, value in unused:
+        if value and LAUNCHER.value == "local":
+            raise ValueError(
+                f"--{name} needs --launcher=ray or --launcher=slurm (except for "
+                f"--resources=cores=N, on one machine without GPUs)."
+            )
 
 
-def options(workdir: Path):
-    """The flags that say which sweep it is."""
-    from headcount.sweeps.opening import Options
+def import_task() -> Path | None:
+    """Execute --task_file; return the file that registers a task of the user's own.
 
-    return Options(
+    That may be the config file, too, which has been executed already. The processes of
+    groups need it, and get it as their --task_file.
+    """
+    if TASK_FILE.value is not None:
+        file = path_of(TASK_FILE).resolve()
+        import_file(file)
+        return file
+    if CONFIG.value is None or CONFIG.value.task.name not in TASKS:
+        return None
+    is_ours = TASKS[CONFIG.value.task.name].__module__.startswith("headcount.")
+    return None if is_ours else Path(config_file().partition(":")[0]).resolve()
+
+
+def config_file() -> str:
+    """Return the value of --config."""
+    return config_flags.get_config_filename(flags.FLAGS["config"])
+
+
+def choose_workdir(temporary: Path) -> Path:
+    """Return the workdir; `list` of a new sweep gets a temporary one.
+
+    Otherwise a `run` with other settings could not use the workdir any more.
+    """
+    workdir = None if WORKDIR.value is None else path_of(WORKDIR)
+    is_new = workdir is None or not (workdir / "sweep.json").exists()
+    if VERB != "list" or not is_new or (workdir is not None and not CONFIG.value):
+        return workdir
+    for flag, example in ((CONFIG, "configs/numbers.py"), (ABLATION, "heads")):
+        if flag.value is None:
+            raise ValueError(f"--{flag.name} is needed, as in --{flag.name}={example}.")
+    return temporary
+
+
+def options(workdir: Path, task_file: Path | None) -> settings.Options:
+    """Return the flags that say which sweep it is."""
+    overrides = {}
+    if CONFIG.value is not None:
+        overrides = dict(config_flags.get_override_values(flags.FLAGS["config"]))
+    return settings.Options(
         config=CONFIG.value,
-        config_file=config_flags.get_config_filename(flags.FLAGS["config"])
-        if CONFIG.value is not None
-        else None,
-        overrides=dict(config_flags.get_override_values(flags.FLAGS["config"]))
-        if CONFIG.value is not None
-        else {},
+        config_file=None if CONFIG.value is None else config_file(),
+        overrides=overrides,
         ablation=ABLATION.value,
         seeds=SEEDS.value,
         workdir=workdir,
@@ -200,17 +217,55 @@ def options(workdir: Path):
         test_split=TEST_SPLIT.value,
         group_size=GROUP_SIZE.value,
         note=NOTE.value,
+        task_file=task_file,
         verb=VERB,
         proposes=VERB in ("list", "run") and GROUP.value is None,
     )
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help"):
+def run_groups(sweep: Sweep, groups: list | None) -> None:
+    """Run groups, print the status, and exit with 1 if any failed.
+
+    Exits with 128 + signal number if a signal stopped it; see `sweeps.runner`.
+    """
+    try:
+        arguments = cluster.arguments()
+        if arguments and LAUNCHER.value == "local":
+            part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
+            rows = multihost.run(sweep, groups, part, cluster.process(), arguments)
+        else:
+            launch = launchers.LAUNCHERS[LAUNCHER.value]
+            rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
+    except Stopped as stopped:
+        print(
+            f"sweep.py: {stopped}. Rerun the same command to resume.", file=sys.stderr
+        )
+        sys.exit(1 if stopped.number is None else 128 + stopped.number)
+    except BrokenPipeError:
+        raise  # handled by `run`
+    except OSError as error:  # for example, the disk is full
         fail(
-            f"Say what to do first, one of {', '.join(VERBS)}, as in python sweep.py "
-            f"list --config=configs/numbers.py --ablation=heads --seeds=3"
+            f"{describe(error)} What is done in {sweep.workdir} is safe; fix this and "
+            f"rerun the same command."
+        )
+    # with the trials that a search has chosen, which the rows contain
+    status.print_status(sweep.extended(propose=False), rows)
+    if any(row["status"] == "failed" for row in rows):
+        sys.exit(1)
+
+
+def cli() -> None:
+    """Run as a script."""
+    global VERB
+    if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help", "-h"):
+        fail(
+            f"The first argument must be one of {', '.join(VERBS)}, as in python "
+            f"sweep.py list --config=configs/numbers.py --ablation=heads --seeds=3"
         )
     if sys.argv[1] in VERBS:
         VERB = sys.argv.pop(1)
     run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,6 +1,6 @@
-"""Published scores of ablations like ours, to stand beside ours: other data, same arms.
+"""Published scores of ablations like ours: other data and larger models, same arms.
 
-Only what the papers print; see the sources for their settings.
+Only what the papers print; their settings are in the sources.
 """
 
 from collections.abc import Callable
@@ -10,49 +10,57 @@ from typing import Any, NamedTuple
 class Anchor(NamedTuple):
     """One published table."""
 
+    ablation: str  # of configs/ablations.py
+    task: str  # that the scores are of
     source: str
     unit: str
-    key: Callable[[dict], Any]  # from the `model` part of a config to what scores has
+    key: Callable[[dict], Any]  # from the `model` section of a config to a key below
     scores: dict
 
 
-def as_wide_as_the_model(model: dict) -> int | None:
-    """N, where N·H is the width."""
+def heads_at_model_width(model: dict) -> int | None:
+    """Return N if N·H is the width."""
     N, H = model["attention"]["num_heads"], model["attention"]["head_dim"]
     return N if H is None or model["width"] == N * H else None
 
 
-def key_size(model: dict) -> float | None:
-    """H / V, where N·V is the width."""
+def relative_key_size(model: dict) -> float | None:
+    """Return H / V if N·V is the width."""
     heads = model["attention"]
     H, V = heads["head_dim"], heads["value_dim"]
     return H / V if H and V and V * heads["num_heads"] == model["width"] else None
 
 
-def shape(model: dict) -> tuple | None:
-    """N, K, and how many times H goes into the width."""
+def head_shape(model: dict) -> tuple | None:
+    """Return N, K, and D / H."""
     heads = model["attention"]
     H = heads["head_dim"]
     return (heads["num_heads"], heads["num_kv_heads"], model["width"] / H if H else 0)
 
 
-ANCHORS = {
-    "heads": Anchor(
+ANCHORS = (
+    Anchor(
+        "heads",
+        "translation",
         "Vaswani et al. 2017, Table 3, rows A",
         "BLEU, WMT14 En→De dev",
-        as_wide_as_the_model,
+        heads_at_model_width,
         {1: 24.9, 4: 25.5, 8: 25.8, 16: 25.8, 32: 25.4},
     ),
-    "head_dim": Anchor(
+    Anchor(
+        "head_dim",
+        "translation",
         "Vaswani et al. 2017, Table 3, rows B (V = 64, N = 8)",
         "BLEU, WMT14 En→De dev",
-        key_size,
+        relative_key_size,
         {0.25: 25.1, 0.5: 25.4, 1.0: 25.8},
     ),
-    "shazeer": Anchor(
+    Anchor(
+        "shazeer",
+        "translation",
         "Shazeer 2019, Table 1",
         "BLEU, WMT14 En→De dev",
-        shape,
+        head_shape,
         {
             (8, 8, 8): 26.7,
             (8, 1, 8): 26.5,
@@ -62,13 +70,33 @@ ANCHORS = {
             (8, 8, 64): 25.8,
         },
     ),
-}
+    Anchor(
+        "shazeer",
+        "language_model",
+        "Shazeer 2019, Table 3",
+        "perplexity, Billion Word dev",
+        head_shape,
+        {
+            (8, 8, 8): 29.9,
+            (8, 1, 8): 30.2,
+            (1, 1, 8): 31.2,
+            (2, 2, 16): 31.1,
+            (4, 4, 32): 31.0,
+            (8, 8, 64): 30.9,
+        },
+    ),
+)
 
 
-def published(ablation: str, model: dict) -> float | None:
-    """What was published for an arm like this one, if anything.
+def find_anchor(ablation: str, task: str) -> Anchor | None:
+    """Return the published table of an ablation, if there is one.
 
-    Of the ablations of configs/ablations.py alone: FILE.py:NAME is none of them.
+    Only for those of configs/ablations.py: FILE.py:NAME never matches.
     """
-    anchor = ANCHORS.get(ablation)
+    found = (a for a in ANCHORS if (a.ablation, a.task) == (ablation, task))
+    return next(found, None)
+
+
+def published_score(anchor: Anchor | None, model: dict) -> float | None:
+    """Return what was published for an arm with this `model` section, if anything."""
     return anchor.scores.get(anchor.key(model)) if anchor else None

@@ -1,66 +1,73 @@
-"""What a config costs in parameters and multiply-adds, and configs of equal cost."""
+"""Parameters and multiply-adds of a config's model, and configs of equal cost."""
 
 import json
-from functools import cache, partial
 
-from headcount.models import cost as counting
-from headcount.models.cost import LENGTH, abstract, multiply_adds
-from headcount.models.transformer import Transformer
+from flax import nnx
+from ml_collections import ConfigDict
 
-WITHIN = 0.005  # of the budget
+from headcount.models import cost
+from headcount.models.cost import LENGTH
+from headcount.tasks import make_task
+
+TOLERANCE = 0.005  # of the budget
 MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, friendliest to hardware first
+_counts: dict[tuple, int] = {}  # by budget and config
 
 
 def parameters(config: dict) -> int:
-    """Parameters of a config's model (nested, as of `ConfigDict.to_dict`).
+    """Count the parameters of a config's model.
 
-    The vocabulary is taken to have `data.vocab_size` pieces; a corpus may give fewer.
+    The vocabulary is taken to have its full `data.vocab_size`; a corpus may give fewer.
+
+    Args:
+        config: nested, as from `ConfigDict.to_dict`.
 
     Raises:
         ValueError: the model can't be built.
     """
-    return count_parameters(*what_counts(config))
+    return _cached("parameters", config)
 
 
 def flops(config: dict) -> int:
-    """Multiply-adds of the matrix products, forward, for a source and a target token.
+    """Count the multiply-adds of matrix products in a forward pass, per token.
 
-    Of one pair of LENGTH tokens each, see `models.cost.multiply_adds`.
+    Per token of each field of the batch (per pair of tokens, if it has two fields), for
+    sequences of `models.cost.LENGTH` tokens.
     """
-    return count_flops(*what_counts(config))
+    return _cached("flops", config)
 
 
-BUDGETS = {"parameters": parameters, "flops": flops}
+def _cached(budget: str, config: dict) -> int:
+    sections = {k: config[k] for k in ("task", "data", "model")}
+    sections["model"] = sections["model"] | {"dropout": 0.0}
+    key = (budget, json.dumps(sections, sort_keys=True))
+    if key not in _counts:
+        _counts[key] = BUDGETS[budget](config)
+    return _counts[key]
 
 
-def what_counts(config: dict) -> tuple[tuple[int, ...], str]:
-    """The vocabularies, and the model's settings without those that cost nothing."""
-    sizes = (config["data"]["vocab_size"],) * (2 - config["data"]["joint_vocabulary"])
-    return sizes, json.dumps(config["model"] | {"dropout": 0.0}, sort_keys=True)
+def _count_parameters(config: dict) -> int:
+    return cost.parameters(abstract_model(config))
 
 
-@cache
-def count_parameters(vocab_sizes: tuple[int, ...], model: str) -> int:
-    """Build the model abstractly and count."""
-    return counting.parameters(built(vocab_sizes, model))
+def _count_flops(config: dict) -> int:
+    spec = make_task(ConfigDict(config)).spec(1, LENGTH)
+    return round(cost.multiply_adds(abstract_model(config), spec) / LENGTH)
 
 
-@cache
-def count_flops(vocab_sizes: tuple[int, ...], model: str) -> int:
-    """Trace the model abstractly and count."""
-    return round(multiply_adds(built(vocab_sizes, model), LENGTH, LENGTH) / LENGTH)
+BUDGETS = {"parameters": _count_parameters, "flops": _count_flops}
 
 
-def built(vocab_sizes: tuple[int, ...], model: str) -> Transformer:
-    """The model, without numbers."""
-    return abstract(partial(Transformer, *vocab_sizes, **json.loads(model)))
+def abstract_model(config: dict) -> nnx.Module:
+    """Return the model of a config with shapes instead of values."""
+    return cost.abstract(make_task(ConfigDict(config)).build)
 
 
 def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
-    """The feed-forward width F that gives a config the baseline's budget.
+    """Return the feed-forward width F that gives a config the baseline's budget.
 
-    The baseline's own where that has it exactly, else of those within 0.5 % of it the
-    one that is a multiple of the highest power of two.
+    The baseline's own F if that has exactly the budget. Else, of those within 0.5 % of
+    it, the one that is a multiple of the highest power of two.
 
     Args:
         config: nested; its own `model.mlp_dim` does not matter.
@@ -73,20 +80,20 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
     if budget not in BUDGETS:
         raise ValueError(f"match must be one of {', '.join(BUDGETS)}, got {budget!r}.")
 
-    def cost(of, F):
-        return BUDGETS[budget](of | {"model": of["model"] | {"mlp_dim": F}})
+    def count(of, F):
+        return _cached(budget, of | {"model": of["model"] | {"mlp_dim": F}})
 
     near = baseline["model"]["mlp_dim"]
-    goal, here = cost(baseline, near), cost(config, near)
+    goal, here = count(baseline, near), count(config, near)
     if goal == here:
         return near
-    slope = cost(config, near + 1) - here  # of its own layers and width
+    slope = count(config, near + 1) - here  # depends on its own layers and width
     exact = near + (goal - here) / slope
     for multiple in MULTIPLES:
         F = multiple * round(exact / multiple)
-        if F > 0 and abs(slope * (F - exact)) <= WITHIN * goal:
+        if F > 0 and abs(slope * (F - exact)) <= TOLERANCE * goal:
             return F
     raise ValueError(
         f"model.mlp_dim can't give it the baseline's {goal:,} {budget} within "
-        f"{WITHIN:.1%}: it would have to be {exact:,.0f}."
+        f"{TOLERANCE:.1%}: it would have to be {exact:,.0f}."
     )

@@ -1,78 +1,45 @@
-"""Numbers as a report's cells and sentences have them."""
+"""Numbers as cells of a table and parts of a sentence."""
 
 import math
-from functools import partial
-
-import numpy as np
-
-from headcount.analysis.significance import MOST_SEEDS
 
 NOTHING = "–"
 
 
-def counted(count: int, noun: str) -> str:
-    """How many there are of something."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+def count(number: int, noun: str) -> str:
+    """Format a number of things: 1 arm, 2 arms."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def seeds_told(needed: float | None) -> str:
-    """How many seeds are needed, in a cell or a sentence."""
-    if needed is None:
-        return NOTHING
-    return f"> {MOST_SEEDS:,}" if math.isinf(needed) else str(needed)
+def format_settings(values: dict) -> str:
+    """Format config settings: learning_rate=0.002, dropout=0.1."""
+
+    def text(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"{value:g}" if is_number else value
+
+    parts = (f"{key.split('.')[-1]}={text(value)}" for key, value in values.items())
+    return ", ".join(parts) or NOTHING
 
 
-def settings(values: dict) -> str:
-    """Settings in a cell."""
-
-    def told(value):
-        return f"{value:g}" if isinstance(value, int | float) else value
-
-    cells = (f"{key.split('.')[-1]}={told(value)}" for key, value in values.items())
-    return ", ".join(cells) or NOTHING
-
-
-def number(value, digits: int = 2, sign: str = "") -> str:
-    """A number in a cell; a dash where there is none."""
+def number(value, spec: str = ".2f") -> str:
+    """Format a number; a dash if there is none."""
     if value is None or math.isnan(value):
         return NOTHING
-    return f"{value:{sign}.{digits}f}".replace("-", "−")
+    return format(value, spec).replace("-", "−")
 
 
-signed = partial(number, sign="+")  # a difference
+def signed(value, spec: str = ".2f") -> str:
+    """Format a difference."""
+    return number(value, f"+{spec}")
 
 
-def span(low, high, form=number) -> str:
-    """An interval in a cell."""
-    return NOTHING if math.isnan(low) else f"{form(low)} to {form(high)}"
+def interval(low, high, spec: str = ".2f", form=number) -> str:
+    """Format an interval."""
+    return NOTHING if math.isnan(low) else f"{form(low, spec)} to {form(high, spec)}"
 
 
-def probability(p) -> str:
-    """A p-value in a cell."""
+def p_value(p) -> str:
+    """Format a p-value."""
     if p is None or math.isnan(p):
         return NOTHING
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def of_100(score: str, values):
-    """Values of a score, the share that is exact in per cent as the others are."""
-    return 100 * values if score == "exact_match" else values
-
-
-def score_without(rows: list[dict], order: str, removed: int, score: str) -> np.ndarray:
-    """A score with so many heads removed: a number a trial, the mean of its draws.
-
-    Of one trial a number a draw, for the spread of chance. The rows are of
-    `analysis.pruning.curve`.
-    """
-    trials = {}
-    for row in rows:
-        if (row["order"], row["removed"]) == (order, removed):
-            trials.setdefault(row["trial"], []).append(row[score])
-    found = of_100(score, np.array(list(trials.values()), float))
-    return found[0] if len(found) == 1 else found.mean(1)
-
-
-def heads_of(rows: list[dict]) -> str:
-    """What may go in rows of `analysis.pruning.curve`: "heads", or "decoder heads"."""
-    return " ".join(filter(None, (rows[0]["site"], "heads")))

@@ -1,4 +1,7 @@
-"""The results of a sweep: what its report says, computed, in words and tables."""
+"""What a report says about a sweep: comparisons with the baseline, verdict, tables.
+
+All scores here are as they are shown: stored values times `Metric.scale`.
+"""
 
 import math
 from functools import partial
@@ -8,18 +11,16 @@ import numpy as np
 
 from headcount.analysis.formatting import (
     NOTHING,
-    counted,
+    count,
+    format_settings,
+    interval,
     number,
-    probability,
-    seeds_told,
-    settings,
+    p_value,
     signed,
-    span,
 )
 from headcount.analysis.significance import (
     LEVEL,
-    SEEN,
-    Bootstrap,
+    MAX_SEEDS,
     Difference,
     Summary,
     difference,
@@ -27,74 +28,69 @@ from headcount.analysis.significance import (
     seeds_needed,
     summary,
 )
+from headcount.tasks.base import LOSS, Metric
 
-NAMES = {
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "published_bleu": "BLEU, published protocol",
-    "published_chrf": "chrF, published protocol",
-    "exact_match": "exact match, %",
-}
-UNITS = {  # of a difference, as the unit of SEEN
-    "bleu": "points of BLEU",
-    "chrf": "points of chrF",
-    "published_bleu": "points of published BLEU",
-    "published_chrf": "points of published chrF",
-    "exact_match": "percentage points of exact matches",
-}
-LOSS = "loss"  # in nats a token of the references; lower is better
+
+class Bootstrap(NamedTuple):
+    """How one trained model's score depends on the choice of test examples."""
+
+    half_width: float  # of the 95% interval
+    p: float | None  # of no difference to the baseline; None: it is the baseline
 
 
 class ArmResult(NamedTuple):
-    """One arm: its selected trials that ended well, in order of seeds."""
+    """One arm, with its trials that finished, in the order of their seeds."""
 
     name: str
     is_baseline: bool
-    value: float | None  # of the swept setting, where it is one number
+    value: float | None  # of the swept setting, if it is one number
     mlp_dim: int
     parameters: int
     flops: int
     seeds: list[int]
-    test: dict[str, np.ndarray]  # by score, R
+    test: dict[str, np.ndarray]  # by name of the metric, R
     dev: dict[str, np.ndarray]
     lost: int  # trials that diverged or failed
-    nuisance: dict  # as selected on dev, or as the ablation has them
-    seconds: float | None  # of training, a trial
+    nuisance: dict  # as chosen on dev, or as the ablation sets them
+    seconds: float | None  # of training, per trial
     tokens_per_second: float | None  # of a group
     published: float | None
     bootstrap: Bootstrap | None
-    curve: tuple[np.ndarray, np.ndarray]  # steps; dev scores while training, R steps
+    # by name of the metric: steps, and dev scores during training, R steps
+    curves: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class Example(NamedTuple):
-    """A test sentence, and what two arms made of it."""
+    """A test example, and what two arms predicted."""
 
-    source: str
-    reference: str
+    text: dict[str, str]  # by field
     best: str
     worst: str
 
 
 class Report(NamedTuple):
-    """All that is told; everything in it is read or computed."""
+    """Everything that a report shows, read or computed."""
 
     title: str
     question: str
     details: str  # the rest of the ablation's docstring
-    metric: str
+    metrics: tuple[Metric, ...]  # of the task
+    metric: Metric  # that arms are compared by
+    curve_metric: Metric  # that is evaluated during training
     arms: list[ArmResult]
-    axis: str | None  # what the arms' values are of
+    axis: str | None  # what the arms' values are
     anchor: tuple[str, str] | None  # source and unit
+    bootstrap_metric: Metric | None  # None: there is no bootstrap
     examples: list[Example]
-    best: str  # the arm with the highest mean, whose translations are examples
-    worst: str  # and the one with the lowest
+    best: str  # the arm with the best mean
+    worst: str
     environment: dict[str, str]
     command: str
     note: str | None
-    checkpoint: str  # that is scored, a key of CHECKPOINTS
-    searched: bool  # whether nuisance settings were
+    checkpoint: str  # that is scored, a key of report_markdown.CHECKPOINTS
+    has_search: bool  # whether nuisance settings were searched
     unfinished: int  # trials
-    seed: int | None  # that all arms share, of the translations; None: each's first
+    seed: int | None  # of bootstrap and examples; None: the first of each arm
 
     @property
     def baseline(self) -> ArmResult:
@@ -102,67 +98,61 @@ class Report(NamedTuple):
         return next(arm for arm in self.arms if arm.is_baseline)
 
     @property
-    def name(self) -> str:
-        """The metric's name."""
-        return NAMES[self.metric]
+    def outcomes(self) -> list[Metric]:
+        """The metrics with a table and a figure of their own: the loss comes first.
 
-    @property
-    def seen(self) -> str:
-        """The difference that is not to be missed, with its unit."""
-        return f"{SEEN} {UNITS[self.metric]}"
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether every arm's is known, and of the same tokens."""
-        return all(LOSS in arm.test for arm in self.arms if arm.seeds)
-
-
-def bootstrapped(metric: str) -> str:
-    """The score of sacreBLEU that the test set is drawn anew for."""
-    return "chrf" if metric in ("chrf", "published_chrf", "exact_match") else "bleu"
+        It has far less noise over seeds. It is left out if an arm lacks it, as where
+        arms have other tokens.
+        """
+        has_loss = all(LOSS.name in arm.test for arm in self.arms if arm.seeds)
+        losses = [m for m in self.metrics if m.name == LOSS.name] if has_loss else []
+        return [*losses, *[self.metric] * (self.metric not in losses)]
 
 
 class Comparison(NamedTuple):
-    """An arm beside the baseline."""
+    """An arm beside the baseline, in one metric."""
 
     arm: ArmResult
     summary: Summary
-    difference: Difference | None  # None: it is the baseline
-    p: float  # corrected for the number of arms that are tested; NaN: this one isn't
-    seeds_needed: float | None  # None: unknown; infinity: too many to tell
+    difference: Difference | None  # None: it is the baseline, or has no seed of it
+    p: float  # corrected for the number of tested arms; NaN: not tested
+    seeds_needed: float | None  # None: unknown; infinity: more than MAX_SEEDS
 
 
-def compare(report: Report) -> list[Comparison]:
-    """The statistics of every arm that has scores, paired by the seeds in common."""
-    metric = report.metric
+def compare(report: Report, metric: Metric) -> list[Comparison]:
+    """Compare every arm that has scores with the baseline, paired by seed."""
     arms = [arm for arm in report.arms if arm.seeds]
-    found = [to_baseline(report, arm, metric) for arm in arms]
+    found = [difference_to_baseline(report, arm, metric) for arm in arms]
     p = holm([math.nan if paired is None else paired.p for paired in found])
     tested = max(1, np.sum(~np.isnan(p)))
     return [
         Comparison(
             arm,
-            summary(arm.test[metric]),
+            summary(arm.test[metric.name]),
             paired,
             float(corrected),
-            None if paired is None else seeds_needed(float(paired.sd), tested),
+            None
+            if paired is None or metric.margin is None
+            else seeds_needed(float(paired.sd), metric.margin, tested),
         )
         for arm, paired, corrected in zip(arms, found, p, strict=True)
     ]
 
 
-def in_common(report: Report, arm: ArmResult) -> list[int]:
-    """The seeds that an arm and the baseline both have: those of their difference."""
+def common_seeds(report: Report, arm: ArmResult) -> list[int]:
+    """Return the seeds that an arm and the baseline both have."""
     return [seed for seed in arm.seeds if seed in report.baseline.seeds]
 
 
-def to_baseline(report: Report, arm: ArmResult, metric: str) -> Difference | None:
-    """An arm's difference to the baseline; None: it is that, or has no seed of it."""
+def difference_to_baseline(
+    report: Report, arm: ArmResult, metric: Metric
+) -> Difference | None:
+    """Return an arm's difference to the baseline over the seeds that both have."""
     baseline = report.baseline
-    known = dict(zip(baseline.seeds, baseline.test[metric], strict=True))
+    known = dict(zip(baseline.seeds, baseline.test[metric.name], strict=True))
     pairs = [
         (score, known[seed])
-        for seed, score in zip(arm.seeds, arm.test[metric], strict=True)
+        for seed, score in zip(arm.seeds, arm.test[metric.name], strict=True)
         if seed in known
     ]
     if arm.is_baseline or not pairs:
@@ -170,169 +160,185 @@ def to_baseline(report: Report, arm: ArmResult, metric: str) -> Difference | Non
     return difference(*np.transpose(pairs))
 
 
+def best_mean(metric: Metric, means: list[float]) -> float:
+    """Return the best of some means."""
+    return max(means) if metric.higher_is_better else min(means)
+
+
+def with_unit(text: str, metric: Metric) -> str:
+    """Append the unit of a metric to a heading that names it, if it adds anything."""
+    is_clear = metric.unit in ("", "points")
+    return text if is_clear else f"{text}, {metric.unit}"
+
+
+def margin_text(metric: Metric) -> str:
+    """Return the metric's margin with its unit: 0.3 points of BLEU."""
+    unit = "percentage points" if metric.unit == "%" else metric.unit
+    return " ".join(filter(None, [f"{metric.margin:g}", unit, "of", metric.label]))
+
+
+def format_seeds(needed: float | None) -> str:
+    """Format a number of seeds from `seeds_needed`."""
+    if needed is None:
+        return NOTHING
+    return f"> {MAX_SEEDS:,}" if math.isinf(needed) else str(needed)
+
+
 def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
-    """What the numbers say, in a few sentences."""
-    highest = max(c.summary.mean for c in comparisons)
-    best = [c.arm.name for c in comparisons if math.isclose(c.summary.mean, highest)]
-    scored = sum(len(c.arm.seeds) for c in comparisons)
+    """Return what the comparisons show, in a few sentences.
+
+    Args:
+        comparisons: by `report.metric`.
+    """
+    metric, baseline = report.metric, report.baseline.name
+    best = best_mean(metric, [c.summary.mean for c in comparisons])
+    label = with_unit(metric.label, metric)
+    winners = [c.arm.name for c in comparisons if math.isclose(c.summary.mean, best)]
+    trainings = sum(len(c.arm.seeds) for c in comparisons)
     sentences = [
-        f"{scored} trainings, {len(comparisons)} arms; the highest mean test score is "
-        f"{number(highest)} ({report.name}) with {'; '.join(best)}."
+        f"{count(trainings, 'training')} of {count(len(comparisons), 'arm')}. The best "
+        f"mean test score is {number(best, metric.format)} ({label}), with "
+        f"{'; '.join(winners)}."
     ]
     others = [c for c in comparisons if c.difference is not None]
-    differ = [c for c in others if c.p <= LEVEL]
-    alone = [c for c in others if c.difference.p <= LEVEL]
     tested = [c for c in others if not math.isnan(c.p)]
     untested = [c.arm.name for c in others if math.isnan(c.p)]
-    level = f"{LEVEL * 100:.0f} %, corrected for {counted(len(tested), 'arm')}"
-    if differ:
+    different = [c for c in others if c.p <= LEVEL]
+    uncorrected = [c for c in others if c.difference.p <= LEVEL]
+    level = f"at the {LEVEL:.0%} level, corrected for {count(len(tested), 'arm')}"
+    if different:
         sentences.append(
-            f"Different from the baseline {report.baseline.name} beyond chance at "
-            f"{level}: {told(differ)}."
+            f"Significantly different from the baseline {baseline} {level}: "
+            f"{differences_text(metric, different)}."
+        )
+    elif uncorrected:
+        sentences.append(
+            f"No arm differs significantly from the baseline {baseline} {level}. "
+            f"Without the correction these would: "
+            f"{differences_text(metric, uncorrected)}. So many comparisons need more "
+            f"seeds."
         )
     elif tested:
         sentences.append(
-            f"No arm differs from the baseline {report.baseline.name} beyond chance at "
-            f"{level}"
-            + (
-                f". Without the correction these would: {told(alone)}. So many "
-                f"comparisons take more seeds than there are here."
-                if alone
-                else ": what differences there are may be the seeds'."
-            )
+            f"No arm differs significantly from the baseline {baseline} {level}: the "
+            f"differences may be due to the seeds."
         )
     elif others:
         sentences.append(
-            "Nothing can be told from chance here: that takes two seeds or more whose "
-            "scores differ."
+            "Nothing can be tested: that needs at least two seeds whose scores differ."
         )
     else:
         sentences.append(
-            f"Nothing is compared here: no other arm has a score for a seed of the "
-            f"baseline {report.baseline.name}."
+            f"Nothing can be compared: no other arm has a seed of the baseline "
+            f"{baseline}."
         )
     if tested and untested:
         sentences.append(
-            f"Not tested, for want of a spread of the seeds' differences: "
-            f"{', '.join(untested)}."
+            f"Not tested, because all seeds differ by the same amount or there is only "
+            f"one: {'; '.join(untested)}."
         )
-    paired = {c.arm.name: len(in_common(report, c.arm)) for c in comparisons}
-    uneven = [c.arm for c in comparisons if c.arm.seeds != report.baseline.seeds]
+    paired = {c.arm.name: len(common_seeds(report, c.arm)) for c in comparisons}
+    uneven = [c.arm.name for c in comparisons if c.arm.seeds != report.baseline.seeds]
     if uneven:
-        told_of = "; ".join(f"{arm.name}: {paired[arm.name]}" for arm in uneven)
+        counts = "; ".join(f"{name}: {paired[name]}" for name in uneven)
         sentences.append(
-            f"Not all arms have the baseline's seeds, and differences are of those in "
-            f"common. {told_of}."
+            f"Some arms lack seeds of the baseline; their differences are over the "
+            f"common seeds ({counts})."
         )
     needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
     if needed:
         fewest = min(paired[c.arm.name] for c in tested)
         sentences.append(
-            f"At the spread seen here, a true difference of {report.seen} would need "
-            f"{seeds_told(max(needed))} seeds an arm to be seen in four sweeps of "
-            f"five, so corrected: a rough estimate, from {counted(fewest, 'seed')}."
+            f"Finding a true difference of {margin_text(metric)} with a power of 80% "
+            f"would need {format_seeds(max(needed))} seeds per arm at the spread seen "
+            f"here: a rough estimate, from {count(fewest, 'seed')}."
         )
-    if absent := [arm.name for arm in report.arms if not arm.seeds]:
-        sentences.append(f"Not in the table, for want of a score: {'; '.join(absent)}.")
+    if missing := [arm.name for arm in report.arms if not arm.seeds]:
+        sentences.append(f"Without a score: {'; '.join(missing)}.")
     if report.unfinished:
         sentences.append(
-            f"{report.unfinished} trials are not done yet: this is a report on the way."
+            f"This report is preliminary: {count(report.unfinished, 'trial')} "
+            f"{'is' if report.unfinished == 1 else 'are'} not done yet."
         )
-    lost = sum(arm.lost for arm in report.arms)
-    if lost:
-        sentences.append(f"{lost} trials diverged or failed and are not in the table.")
+    if lost := sum(arm.lost for arm in report.arms):
+        sentences.append(f"{count(lost, 'trial')} diverged or failed.")
     return sentences
 
 
-def told(comparisons: list[Comparison]) -> str:
-    """By how much arms differ from the baseline, in a sentence."""
+def differences_text(metric: Metric, comparisons: list[Comparison]) -> str:
+    """Return by how much arms differ from the baseline."""
+    spec = metric.format
     return "; ".join(
-        f"{c.arm.name} by {signed(c.difference.mean)} "
-        f"({span(c.difference.low, c.difference.high, signed)})"
+        f"{c.arm.name} by {signed(c.difference.mean, spec)} "
+        f"({interval(c.difference.low, c.difference.high, spec, signed)})"
         for c in comparisons
     )
 
 
-def scores_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
-    """The main table, its header first."""
-    has_anchor = any(c.arm.published is not None for c in comparisons)
-    header = [
-        "arm",
-        "seeds",
-        "dev",
-        "test, mean ± sd",
-        "95 % interval",
-        "difference",
-        "95 % interval",
-        "p (Holm)",
-        f"seeds to see {report.seen}",
-        *(["published"] if has_anchor else []),
-    ]
-    rows = []
+def scores_table(
+    report: Report, metric: Metric, comparisons: list[Comparison]
+) -> list[list[str]]:
+    """Return the table of an outcome; its first row is the header."""
+    has_published = metric == report.metric and report.anchor is not None
+    header = ["arm", "seeds", "dev", "test, mean ± sd", "95% interval", "difference"]
+    header += ["95% interval", "p (Holm)"]
+    header += [f"seeds to see {margin_text(metric)}"] if metric.margin else []
+    header += ["published"] if has_published else []
+    spec, rows = metric.format, []
     for c in comparisons:
-        paired, published = c.difference, c.arm.published
-        rows.append(
-            [
-                c.arm.name,
-                str(len(c.arm.seeds)),
-                number(c.arm.dev[report.metric].mean()),
-                f"{number(c.summary.mean)} ± {number(c.summary.sd)}",
-                # seeds that are all alike know no more of the others than one does
-                span(c.summary.low, c.summary.high)
-                if c.summary.sd > 1e-9 * (1 + abs(c.summary.mean))
-                else NOTHING,
-                "baseline" if c.arm.is_baseline else signed(paired and paired.mean),
-                span(paired.low, paired.high, signed) if paired else NOTHING,
-                probability(c.p),
-                seeds_told(c.seeds_needed),
-                *([number(published, 1)] if has_anchor else []),
-            ]
-        )
+        paired = c.difference
+        has_spread = c.summary.sd > 1e-9 * (1 + abs(c.summary.mean))
+        row = [
+            c.arm.name,
+            str(len(c.arm.seeds)),
+            number(c.arm.dev[metric.name].mean(), spec),
+            f"{number(c.summary.mean, spec)} ± {number(c.summary.sd, spec)}",
+            # seeds that are all alike say no more than one
+            interval(c.summary.low, c.summary.high, spec) if has_spread else NOTHING,
+            "baseline" if c.arm.is_baseline else signed(paired and paired.mean, spec),
+            interval(paired.low, paired.high, spec, signed) if paired else NOTHING,
+            p_value(c.p),
+        ]
+        row += [format_seeds(c.seeds_needed)] if metric.margin else []
+        row += [number(c.arm.published, ".1f")] if has_published else []
+        rows.append(row)
     return [header, *rows]
 
 
 def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str]]:
-    """The arms' other scores, the test set's own uncertainty, and the loss."""
+    """Return the table of the other metrics and the bootstrap; [] if there are none."""
     metrics = [
-        name
-        for name in NAMES
-        if name != report.metric
-        and all(name in c.arm.test for c in comparisons)
-        and any(c.arm.test[name].any() for c in comparisons)  # BLEU of words alone is 0
+        metric
+        for metric in report.metrics
+        if metric not in report.outcomes
+        and all(metric.name in c.arm.test for c in comparisons)
+        and any(c.arm.test[metric.name].any() for c in comparisons)  # not 0 everywhere
     ]
-    header = ["arm", *(NAMES[name] for name in metrics)]
-    header += ["test set's ±", "p (bootstrap)"]
-    header += ["loss", "difference", "95 % interval"] if report.has_loss else []
+    bootstrap = report.bootstrap_metric
+    if not metrics and bootstrap is None:
+        return []
+    header = ["arm", *(with_unit(m.label, m) for m in metrics)]
+    header += ["test set's ±", "p (bootstrap)"] if bootstrap else []
     rows = [header]
     for arm in (c.arm for c in comparisons):
-        others = [summary(arm.test[name]) for name in metrics]
-        rows.append(
-            [
-                arm.name,
-                *(f"{number(o.mean)} ± {number(o.sd)}" for o in others),
-                number(arm.bootstrap and arm.bootstrap.half_width),
-                probability(arm.bootstrap and arm.bootstrap.p),
-                *(loss_cells(report, arm) if report.has_loss else []),
-            ]
-        )
+        row = [arm.name]
+        for metric in metrics:
+            form = partial(number, spec=metric.format)
+            mean, sd, *_ = summary(arm.test[metric.name])
+            row.append(f"{form(mean)} ± {form(sd)}")
+        if bootstrap:
+            found = arm.bootstrap
+            row.append(number(found and found.half_width, bootstrap.format))
+            row.append(p_value(found and found.p))
+        rows.append(row)
     return rows
 
 
-def loss_cells(report: Report, arm: ArmResult) -> list[str]:
-    """The mean loss of an arm, and its difference to the baseline with the interval."""
-    exactly, change = partial(number, digits=4), partial(signed, digits=4)
-    mean = exactly(summary(arm.test[LOSS]).mean)
-    paired = to_baseline(report, arm, LOSS)
-    if paired is None:
-        return [mean, "baseline" if arm.is_baseline else NOTHING, NOTHING]
-    return [mean, change(paired.mean), span(paired.low, paired.high, change)]
-
-
 def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
-    """Size and cost of the arms, and the nuisance settings that they had."""
-    tuned = any(c.arm.nuisance for c in comparisons)
-    header = ["arm", "parameters", "F", "multiply-adds a token", "seconds a trial"]
-    rows = [[*header, "tokens/s", *(["nuisance settings"] if tuned else [])]]
+    """Return the table of the arms' size and cost, and of their nuisance settings."""
+    has_nuisance = any(c.arm.nuisance for c in comparisons)
+    header = ["arm", "parameters", "F", "multiply-adds per token", "seconds per trial"]
+    rows = [[*header, "tokens/s", *(["nuisance settings"] if has_nuisance else [])]]
     for arm in (c.arm for c in comparisons):
         rows.append(
             [
@@ -340,9 +346,9 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
                 f"{arm.parameters:,}",
                 str(arm.mlp_dim),
                 f"{arm.flops:,}",
-                number(arm.seconds, 1),
-                f"{arm.tokens_per_second or 0:,.0f}",
-                *([settings(arm.nuisance)] if tuned else []),
+                number(arm.seconds, ".1f"),
+                number(arm.tokens_per_second, ",.0f"),
+                *([format_settings(arm.nuisance)] if has_nuisance else []),
             ]
         )
     return rows

@@ -1,89 +1,217 @@
-"""A report as Markdown, with its pictures as PNG beside it."""
+"""A report as Markdown: the only place where its text is written."""
+
+import math
+import re
 
 from headcount.analysis.report import (
     Comparison,
     Report,
+    compare,
     costs_table,
+    margin_text,
     others_table,
     scores_table,
     verdict,
+    with_unit,
 )
-from headcount.analysis.report_html import paragraphs
-from headcount.analysis.report_legends import (
-    HOW_TO_READ_COSTS,
-    how_to_read_examples,
-    how_to_read_others,
-    how_to_read_scores,
+from headcount.analysis.significance import LEVEL
+from headcount.tasks.base import Metric
+
+CHECKPOINTS = {
+    "best": "Checkpoints were chosen on dev",
+    "last": "The last checkpoint of every trial is scored",
+    "average": "The mean of the checkpoints that every trial kept is scored",
+}
+COSTS = (
+    "F: feed-forward width, solved where arms are matched. Multiply-adds: of the "
+    "matrix products of a forward pass, per token of each side. Seconds: of the "
+    "updates alone, without compilation, evaluation and saving; a group's time divided "
+    "by its trials. Tokens/s: of a whole group, all sides."
 )
 
 
-def document(
-    report: Report, comparisons: list[Comparison], pictures: dict[str, tuple[str, str]]
-) -> str:
-    """The whole text.
+def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
+    """Return the whole document.
 
     Args:
-        report: what it tells.
-        comparisons: of `analysis.report.compare`.
-        pictures: of every figure its path, relative to the document, and its caption.
+        figures: path, relative to the document, and caption of every figure, by name.
     """
-
-    def picture(name):
-        if name not in pictures:
-            return ""
-        path, caption = pictures[name]
-        return f"![{caption}]({path})\n\n*{caption}*"
-
+    by_outcome = {m.name: compare(report, m) for m in report.outcomes}
+    comparisons = by_outcome[report.metric.name]
+    others = others_table(report, comparisons)
     parts = [
-        f"# {report.question}",
-        f"*{report.title}*",
-        *paragraphs(report.details),
-        f"> {' '.join(verdict(report, comparisons))}",
-        report.note or "",
-        picture("scores"),
-        f"## Scores, {report.name}",
-        table(scores_table(report, comparisons)),
-        how_to_read_scores(report, comparisons),
-        f"Published: {', '.join(report.anchor)}." if report.anchor else "",
-        "## Learning curves" if "curves" in pictures else "",
-        picture("curves"),
-        "## Other scores",
-        table(others_table(report, comparisons)),
-        how_to_read_others(report),
-        "## Cost",
-        table(costs_table(comparisons)),
-        HOW_TO_READ_COSTS,
-        picture("costs"),
-        *examples(report),
-        "## Environment",
-        table([["", ""], *map(list, report.environment.items())]),
-        "## The command",
-        f"```\n{report.command}\n```",
+        f"# {escape(report.question)}",
+        f"*{escape(report.title)}*",
+        *map(escape, paragraphs(report.details)),
+        "\n".join(f"> {escape(each)}\n>" for each in verdict(report, comparisons)),
+        escape(report.note or ""),
+        *(figure(figures, f"test_{metric.name}") for metric in report.outcomes),
+        "## Scores",
     ]
+    for metric in report.outcomes:
+        rows = scores_table(report, metric, by_outcome[metric.name])
+        direction = "" if metric.higher_is_better else " (lower is better)"
+        parts.append(f"### {escape(with_unit(metric.label, metric))}{direction}")
+        parts.append(table(rows, report.baseline.name))
+    parts.append(escape(explain_scores(report, comparisons)))
+    if report.anchor:
+        source, unit = report.anchor
+        parts.append(
+            f"Published: {escape(source)}, {escape(unit)}. Other data and a larger "
+            f"model, so compare the shape, not the height."
+        )
+    curves = [figure(figures, f"dev_{m.name}") for m in curve_metrics(report)]
+    parts += ["## Learning curves" if any(curves) else "", *curves]
+    if others:
+        parts += ["## Other scores", table(others, report.baseline.name)]
+        parts.append(escape(explain_others(report)))
+    parts += ["## Cost", table(costs_table(comparisons), report.baseline.name), COSTS]
+    parts += [figure(figures, "costs"), *examples(report), "## Environment"]
+    environment = [[name, value] for name, value in report.environment.items()]
+    parts.append(table([["", ""], *environment], is_numbers=False))
+    parts += ["## Command", f"```\n{report.command}\n```"]
+    parts.append(
+        "Rerunning it resumes or repeats the sweep. `sweep.csv` and `sweep.sqlite` "
+        "have a row for every trial."
+    )
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def table(rows: list[list[str]]) -> str:
-    """A table of strings, its header first; all but the first column to the right."""
-    lines = [
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-        for row in rows
-    ]
-    rule = f"| --- |{' ---: |' * (len(rows[0]) - 1)}"
+def escape(text: str) -> str:
+    r"""Return plain text as Markdown on one line: no character has a meaning.
+
+    Underscores within words mean nothing and stay as they are.
+    """
+    text = " ".join(text.split())
+    text = re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", text)
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
+    # what would start a heading, a list or a rule
+    text = re.sub(r"^(#|[-+=](?=\s|$|[-=]))", r"\\\1", text)
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", text)
+
+
+def paragraphs(text: str) -> list[str]:
+    """Split a docstring into paragraphs, and its settings into one each."""
+    lines = []
+    for block in (" ".join(block.split()) for block in text.split("\n\n")):
+        for word in ("Nuisance:", "Fixed:"):
+            block = block.replace(f" {word}", f"\n{word}")
+        lines += block.split("\n")
+    return [line for line in lines if line]
+
+
+def table(
+    rows: list[list[str]], bold: str | None = None, is_numbers: bool = True
+) -> str:
+    """Return a table; the first row is its header.
+
+    Args:
+        bold: first cell of a row to highlight.
+        is_numbers: align all but the first column right.
+    """
+    lines = []
+    for row in rows:
+        cells = [escape(cell) for cell in row]
+        if row[0] == bold:
+            cells[0] = f"**{cells[0]}**"
+        lines.append(f"| {' | '.join(cells)} |")
+    rest = len(rows[0]) - 1
+    rule = f"| --- |{(' ---: |' if is_numbers else ' --- |') * rest}"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
+def figure(figures: dict[str, tuple[str, str]], name: str) -> str:
+    """Return a figure with its caption; nothing if there is no such figure."""
+    if name not in figures:
+        return ""
+    path, caption = figures[name]
+    return f"![{escape(caption)}]({path})\n\n*{escape(caption)}*"
+
+
+def curve_metrics(report: Report) -> list[Metric]:
+    """Return the metrics whose learning curves are drawn: loss, then the selected one.
+
+    During training not every metric may be evaluated; `report.curve_metric` is.
+    """
+    losses = [metric for metric in report.outcomes if metric != report.metric]
+    return [*losses, *[report.curve_metric] * (report.curve_metric not in losses)]
+
+
+def explain_scores(report: Report, comparisons: list[Comparison]) -> str:
+    """Explain the columns of the tables of outcomes."""
+    tested = sum(not math.isnan(c.p) for c in comparisons)
+    level = f"{LEVEL:.0%}" + (f" / {tested}" if tested > 1 else "")
+    is_even = all(c.arm.seeds == report.baseline.seeds for c in comparisons)
+    sentences = ["All arms are trained with the same seeds."] if is_even else []
+    sentences += [
+        "Mean ± sd: over seeds. Intervals: Student's, 95%. Difference: to the "
+        "baseline, paired by seed. p: two-sided t-test, corrected (Holm) for the "
+        "number of tested arms, in each table separately; arms whose seeds all differ "
+        "by the same amount are not tested. The intervals are not corrected."
+    ]
+    margins = [margin_text(m) for m in report.outcomes if m.margin is not None]
+    if margins:
+        sentences.append(
+            f"Seeds to see {' or '.join(margins)}: how many a paired test needs to "
+            f"find a true difference of that size with a power of 80% at the level "
+            f"{level}, which Holm requires of the smallest p-value, at the spread of "
+            f"the differences seen here; rough if that comes from few seeds."
+        )
+    sentences.append(
+        f"{CHECKPOINTS[report.checkpoint]}; test was scored once, after that."
+    )
+    if report.has_search:
+        sentences.append(
+            "Nuisance settings were chosen on dev before that, with other seeds than "
+            "those in the tables."
+        )
+    elif "Nuisance:" in (report.details or ""):
+        sentences.append(
+            "Nuisance settings were not searched: they are the config's or the "
+            "ablation's, and may suit one arm better than another."
+        )
+    return " ".join(sentences)
+
+
+def explain_others(report: Report) -> str:
+    """Explain the columns of the table of other scores."""
+    sentences = ["Scores: on test, mean ± sd over seeds."]
+    if report.bootstrap_metric is not None:
+        label = report.bootstrap_metric.label
+        sentences.append(
+            f"Test set's ±: half of the 95% interval of {label} when the test examples "
+            f"are resampled (paired bootstrap, {seed_text(report)}): how much another "
+            f"draw of test examples would change, which more seeds would not show. "
+            f"p (bootstrap): of no difference between the arm's {label} and the "
+            f"baseline's under the same resampling. It compares one training of each, "
+            f"says nothing about seeds, and is not corrected."
+        )
+    return " ".join(sentences)
+
+
+def seed_text(report: Report) -> str:
+    """Name the seed of the bootstrap and the examples."""
+    return "each arm's first seed" if report.seed is None else f"seed {report.seed}"
+
+
 def examples(report: Report) -> list[str]:
-    """Translations of the best and the worst arm."""
+    """Return the section with predictions of the best and the worst arm."""
     if not report.examples:
         return []
-    arms = {f"best, {report.best}": "best", f"worst, {report.worst}": "worst"}
-    if report.best == report.worst:  # it is one arm, or all are alike
-        arms = {report.best: "best"}
-    shown = {"source": "source", "reference": "reference"} | arms
-    lists = [
-        "\n".join(f"- {label}: {getattr(e, name)}" for label, name in shown.items())
-        for e in report.examples
+    arms = {"best": f"best, {report.best}", "worst": f"worst, {report.worst}"}
+    if report.best == report.worst:  # there is one arm, or all score the same
+        arms = {"best": report.best}
+    blocks = []
+    for example in report.examples:
+        lines = dict(example.text)
+        lines |= {label: getattr(example, name) for name, label in arms.items()}
+        blocks.append(
+            "\n".join(f"- {escape(k)}: {escape(v)}" for k, v in lines.items())
+        )
+    differ = len(arms) == 2 and all(e.best != e.worst for e in report.examples)
+    return [
+        "## Examples",
+        f"From {seed_text(report)}, spread evenly over the test set"
+        f"{'; only examples on which the arms differ' * differ}.",
+        "\n\n---\n\n".join(blocks),
     ]
-    told = how_to_read_examples(report)
-    return ["## Translations", "\n\n---\n\n".join(lists), told]

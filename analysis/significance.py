@@ -1,44 +1,44 @@
 """What a few seeds can say: intervals, differences to a baseline, seeds needed.
 
-Scores are arrays R (one a seed) or `... R`; seeds are paired: score i of an arm and
-score i of the baseline have the same seed, so that what a seed does to both (the same
-order of the data, the same vocabulary) cancels in their difference.
+Scores are arrays with seeds as their last axis, `... R`. Seeds are paired: score i of
+an arm and score i of the baseline have the same seed, so what a seed does to both (the
+order of the data, the initial values) cancels in their difference.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 from scipy import stats
 
-CONFIDENCE = 0.95
-LEVEL = 0.05  # of false alarms, in all comparisons of a report
-SEEN = 0.3  # points of BLEU: as large as the published effects of head counts
-POWER = 0.8
-MOST_SEEDS = 10_000  # beyond, how many are needed is not told
+CONFIDENCE = 0.95  # of intervals
+LEVEL = 0.05  # family-wise error rate over all comparisons of a metric
+POWER = 0.8  # with which `seeds_needed` finds a difference
+MAX_SEEDS = 10_000  # that `seeds_needed` tries
+MIN_SEEDS = 3  # for an interval in a figure
 
 
 class Summary(NamedTuple):
-    """Of the scores of one arm; NaN where there are too few seeds to tell."""
+    """The scores of one arm; NaN where there are too few seeds."""
 
     mean: np.ndarray
-    sd: np.ndarray  # of a seed, with R - 1
+    sd: np.ndarray  # over seeds, with R - 1
     low: np.ndarray  # of the interval of the mean
     high: np.ndarray
 
 
 class Difference(NamedTuple):
-    """Of an arm to the baseline, seed by seed; NaN with fewer than two seeds."""
+    """An arm minus the baseline, paired by seed; NaN with fewer than two seeds."""
 
     mean: np.ndarray
-    sd: np.ndarray  # of one seed's difference
+    sd: np.ndarray  # of the differences over seeds
     low: np.ndarray  # of the interval of the mean difference
     high: np.ndarray
-    p: np.ndarray  # two-sided, of no difference, not yet corrected
+    p: np.ndarray  # two-sided, of no difference, not corrected
 
 
-def summary(scores: np.ndarray) -> Summary:
-    """Mean, standard deviation and Student's 95 % interval over seeds, `... R`."""
+def summary(scores: Float[np.ndarray, "*batch R"]) -> Summary:
+    """Return mean, standard deviation and Student's 95% interval over seeds."""
     scores = np.asarray(scores, float)
     R = scores.shape[-1]
     mean = scores.mean(-1)
@@ -50,11 +50,13 @@ def summary(scores: np.ndarray) -> Summary:
     return Summary(mean, sd, mean - half, mean + half)
 
 
-def difference(arm: np.ndarray, baseline: np.ndarray) -> Difference:
-    """The paired t-test of an arm and the baseline, both `... R` in order of seeds.
+def difference(
+    arm: Float[np.ndarray, "*batch R"], baseline: Float[np.ndarray, "*batch R"]
+) -> Difference:
+    """Compare an arm with the baseline by a paired t-test, in the same order of seeds.
 
-    Where every seed differs by the very same amount, as scores of few sentences may,
-    there is no spread to judge by: all but the mean is NaN.
+    If every seed differs by exactly the same amount, as scores of few examples may,
+    there is no spread to judge by: everything but the mean is NaN.
     """
     each = np.asarray(arm, float) - np.asarray(baseline, float)
     mean, sd, low, high = summary(each)
@@ -64,12 +66,12 @@ def difference(arm: np.ndarray, baseline: np.ndarray) -> Difference:
     return Difference(mean, *(np.where(varies, x, np.nan) for x in (sd, low, high, p)))
 
 
-def holm(p: np.ndarray) -> np.ndarray:
-    """Correct p-values, `... A`, for A comparisons at once (Holm 1979).
+def holm(p: Float[np.ndarray, "*batch A"]) -> Float[np.ndarray, "*batch A"]:
+    """Correct p-values for A comparisons at once (Holm 1979).
 
-    Rejecting where the result is at most α, the probability of any false alarm is at
-    most α, however the comparisons depend on each other. NaN (an arm that could not
-    be tested) stays NaN and counts for nothing.
+    Rejecting where the result is at most α, the probability of any false rejection is
+    at most α, however the comparisons depend on each other. NaN (an arm that could not
+    be tested) stays NaN and does not count.
     """
     p = np.asarray(p, float)
     order = np.argsort(p, axis=-1)  # NaN last
@@ -80,76 +82,30 @@ def holm(p: np.ndarray) -> np.ndarray:
     return np.take_along_axis(corrected, np.argsort(order, axis=-1), -1)
 
 
-def seeds_needed(sd: float, comparisons: int = 1) -> float | None:
-    """How many seeds a paired t-test needs to see a difference of SEEN, among others.
+def seeds_needed(sd: float, margin: float, comparisons: int = 1) -> float | None:
+    """Return how many seeds a paired t-test needs to find a difference of `margin`.
 
-    The smallest R whose power, by the noncentral t distribution, is 80 % at the level
-    that Holm's correction asks of the smallest p-value, LEVEL / comparisons. That of a
-    later one may be higher: what is seen at this level is seen in any case.
+    The smallest R whose power, by the noncentral t distribution, is 80% at the level
+    that Holm's correction requires of the smallest p-value, LEVEL / comparisons. The
+    levels of the other p-values are higher, so what is found at this level is found.
 
     Args:
-        sd: of one seed's difference to the baseline, as observed.
-        comparisons: arms that are tested, this one among them.
+        sd: of the differences to the baseline over seeds, as observed.
+        margin: the true difference.
+        comparisons: number of arms that are tested, this one included.
 
     Returns:
-        R; infinity beyond MOST_SEEDS; None where sd is unknown.
+        R; infinity beyond MAX_SEEDS; None if sd is unknown.
     """
     if not np.isfinite(sd):
         return None
-    R = np.arange(2, MOST_SEEDS + 1)
+    R = np.arange(2, MAX_SEEDS + 1)
     critical = stats.t.isf(LEVEL / comparisons / 2, R - 1)
-    shift = SEEN * np.sqrt(R) / max(sd, 1e-12)
-    # The other tail holds nothing worth counting, and scipy's nct is unsure there.
-    # Beyond a shift of 30 nct overflows, and the spread is the estimated sd's alone.
+    shift = margin * np.sqrt(R) / max(sd, 1e-12)
+    # The other tail is negligible, and scipy's nct is inaccurate there. Beyond a shift
+    # of 30 nct overflows, and the spread is that of the estimated sd alone.
     near = shift < 30
     power = stats.chi2.cdf((R - 1) * (shift / critical) ** 2, R - 1)
     power[near] = stats.nct.sf(critical[near], R[near] - 1, shift[near])
     enough = np.flatnonzero(power >= POWER)
     return int(R[enough[0]]) if len(enough) else np.inf
-
-
-class Bootstrap(NamedTuple):
-    """Of one trained model's translations: what other test sentences might give."""
-
-    score: float
-    half_width: float  # of the 95 % interval of the score
-    p: float | None  # of no difference to the baseline; None: it is the baseline
-
-
-def paired_bootstrap(
-    systems: dict[str, Sequence[str]],
-    references: Sequence[str],
-    samples: int = 1000,
-    metric: str = "bleu",
-) -> dict[str, Bootstrap]:
-    """sacreBLEU's paired bootstrap over sentences (Koehn 2004), by system.
-
-    Args:
-        systems: the translations of each; the first is the baseline.
-        references: one a sentence.
-        samples: how often the test set is drawn anew.
-        metric: "bleu" or "chrf", as sacreBLEU has them by default.
-    """
-    import logging
-
-    from sacrebleu.metrics import BLEU, CHRF
-    from sacrebleu.significance import PairedTest
-
-    logging.getLogger("sacrebleu").setLevel(logging.WARNING)  # it tells every step
-    named = [(name, list(lines)) for name, lines in systems.items()]
-    if len(named) == 1:  # it refuses one system alone; beside itself it is the same
-        named.append((named[0][0] + " again", named[0][1]))
-    name, of = {"bleu": ("BLEU", BLEU), "chrf": ("chrF2", CHRF)}[metric]
-    metrics = {name: of()}
-    test = PairedTest(named, metrics, [list(references)], "bs", n_samples=samples)
-    found = test()[1]  # before it the signatures
-    bootstraps = {
-        name: Bootstrap(result.score, float(result.ci), result.p_value)
-        for name, result in zip(systems, found[name], strict=False)
-    }
-    score = bootstraps[named[0][0]].score
-    for other, found in bootstraps.items():
-        # sacreBLEU calls equal scores different: no resampled one exceeds 0 by 0
-        if found.p is not None and found.score == score:
-            bootstraps[other] = found._replace(p=1.0)
-    return bootstraps

@@ -1,13 +1,13 @@
-"""The questions: generators of overrides, each a dict from config path to value.
+"""Ablations: functions from the base config to the arms of a sweep.
 
     python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \\
       --workdir=runs/heads
 
-An ablation takes the base config and yields the arms of a sweep. Its docstring opens
-with the question and says which settings are scientific (compared), which nuisance
-(chosen for every arm by its dev score) and that the rest is fixed. The key "match" has
-`model.mlp_dim` solved so that an arm has the baseline's parameters or multiply-adds.
-The baseline is the arm that is the base config, else the first one.
+An arm is a dict from config key to value. The docstring of an ablation opens with the
+question, and says which settings are scientific (compared), which are nuisance (chosen
+for each arm by its dev score) and that the rest is fixed. The key "match" gives an arm
+the baseline's parameters or multiply-adds by solving for `model.mlp_dim`. The baseline
+is the arm that is the base config, else the first one.
 """
 
 import itertools
@@ -28,50 +28,49 @@ RULES = (
     "gated_elementwise",
     "mixture",
 )
-SITES = ("encoder_attention", "decoder_attention", "cross_attention")
 
 
 def over(path: str, *values) -> list[dict]:
-    """An arm for every value of a setting."""
+    """Return an arm for every value of a setting."""
     return [{path: value} for value in values]
 
 
 def grid(*sweeps: Arms) -> list[dict]:
-    """Every combination of an arm of each sweep; later ones win."""
+    """Return every combination of arms, one from each list; later settings win."""
     return [merged(arms) for arms in itertools.product(*map(list, sweeps))]
 
 
 def zipped(*sweeps: Arms) -> list[dict]:
-    """The first arms of all sweeps together, the second, and so on.
+    """Return the first arms of all lists merged, the second, and so on.
 
     Raises:
-        ValueError: one sweep is longer than another.
+        ValueError: the lists have different lengths.
     """
     return [merged(arms) for arms in zip(*sweeps, strict=True)]
 
 
 def chain(*sweeps: Arms) -> list[dict]:
-    """The arms of one sweep after those of another."""
+    """Return the arms of all lists, one after another."""
     return list(itertools.chain(*sweeps))
 
 
 def seeds(arms: Arms, count: int, first: int = 0) -> list[dict]:
-    """Every arm with the seeds first, first + 1, ..."""
+    """Return every arm with the seeds first, first + 1, ..."""
     return grid(arms, over("seed", *range(first, first + count)))
 
 
 def matched(arms: Arms, budget: str = "parameters") -> list[dict]:
-    """Every arm with the baseline's "parameters" or "flops", by its feed-forward."""
+    """Return every arm with the baseline's "parameters" or "flops" (multiply-adds)."""
     return grid(arms, [{"match": budget}])
 
 
 def merged(dicts: Iterable[dict]) -> dict:
-    """One dict of several; later ones win."""
+    """Merge dicts; later ones win."""
     return {key: value for each in dicts for key, value in each.items()}
 
 
 def heads(base) -> Iterator[dict]:
-    """How many heads, when together they are as wide as the model?
+    """How many heads, if together they are as wide as the model?
 
     Vaswani et al. 2017, Table 3, rows A: N heads of H = V = D / N.
 
@@ -84,11 +83,11 @@ def heads(base) -> Iterator[dict]:
 
 
 def head_dim(base) -> Iterator[dict]:
-    """What is a head's size worth: that of its keys alone, and that of all of it?
+    """What is the size of a head worth: of its keys alone, and of keys and values?
 
-    First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H free of
-    the width (Bhojanapalli et al. 2020). By model.attention.init = "xavier" the arms'
-    logits begin at other scales, by "fan_in" at the same.
+    First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H
+    independent of the width (Bhojanapalli et al. 2020). With model.attention.init =
+    "xavier" the arms' logits start at different scales, with "fan_in" at the same.
 
     Scientific: model.attention.head_dim, model.attention.value_dim.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -107,7 +106,7 @@ def head_dim(base) -> Iterator[dict]:
 
 
 def merge(base) -> list[dict]:
-    """By which rule should the heads be merged, as it is and for equal parameters?
+    """Which merge rule is best, as it is and with equal parameters?
 
     Scientific: model.attention.merge; half of N heads in a mixture.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -124,13 +123,14 @@ def merge(base) -> list[dict]:
 
 
 def merge_start(base) -> list[dict]:
-    """Which merge rule learns best where all begin at the same scale?
+    """Which merge rule is best if the outputs of all start at the same scale?
 
-    By `equal_gain` every rule's outputs begin as widely spread as concat's; the last
-    arm is concat, begun as mean does by itself. As they are: the ablation `merge`.
+    With `equal_gain` the outputs of every rule start with the variance of concat's. The
+    last arm is concat, started at the scale of mean. The ablation `merge` compares the
+    rules as they are.
 
     Scientific: model.attention.merge, model.attention.merge_gain; half of N heads in a
-    mixture. The gains are for the sizes of model.attention, not for a site's own.
+    mixture. The gains are for the sizes of model.attention, not for those of a site.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
     """
@@ -153,19 +153,19 @@ def merge_start(base) -> list[dict]:
 def equal_gain(
     rule: str, N: int, V: int, D: int, mixture_heads: int, init: str = "xavier"
 ) -> float:
-    """The merge_gain with which a rule's outputs begin with the variance of concat's.
+    """Return the merge_gain with which a rule starts with the variance of concat.
 
-    A rule is Σ_n w_n o_n W_n. At first the heads' outputs are uncorrelated, by their
-    own kernels; with variance 1 those of the rule have V · Var(W) · Σ_n E[w_n²]. Xavier
-    has Var(W) = 2 / (into + D), fan_in 1 / into, where N·V go into kernels of each
-    head's own, and V into one for all heads. So concat has 2NV / (NV + D), or 1; mean
-    and weighted, whose w_n is 1 / N, have 2V / (N(V + D)), or 1 / N; and the gain is
-    N √((V + D) / (NV + D)), or √N, exactly.
+    A rule computes Σ_n w_n o_n W_n. At initialisation the heads' outputs o_n are
+    uncorrelated; if they have variance 1, the rule's outputs have variance
+    V · Var(W) · Σ_n E[w_n²]. Var(W) is 2 / (into + D) with Xavier and 1 / into with
+    fan_in, where `into` is N·V for a kernel per head and V for one kernel for all. So
+    concat has 2NV / (NV + D), or 1; mean and weighted, with w_n = 1 / N, have
+    2V / (N(V + D)), or 1 / N; and the gain is N √((V + D) / (NV + D)), or √N, exactly.
 
-    For gates and routers it is approximate: E[w_n²] is a mean over 2^14 draws of
-    logits, taken to be normal. They are sums over x, whose D elements have the variance
-    1 where it is normalised, with the init's variance again: Xavier's 2 / (D + N)
-    (N·V: elementwise).
+    For gates and routers it is approximate: E[w_n²] is averaged over 2^14 draws of
+    normal logits. Logits are sums over x, whose D elements have variance 1 if it is
+    normalised, with the variance of the init again: 2 / (D + N) for Xavier (N·V
+    elementwise).
     """
 
     def fan(into, out):  # 1 / Var(W)
@@ -189,16 +189,16 @@ def equal_gain(
         "mixture": ranked / ranked.sum(-1, keepdims=True),
     }[rule]
     squares = np.square(weights).sum(-1).mean()
-    # to three digits, so that the arms of a sweep are the same on every machine
+    # three digits, so that the arms of a sweep are the same on every machine
     return float(f"{(N / fan(N * V, D) * fan(into, D) / squares) ** 0.5:.3g}")
 
 
 def kv_heads(base) -> list[dict]:
     """How many heads may share their keys and values?
 
-    From one of each for every head (multi-head) over groups to one for all of them
-    (multi-query; Shazeer 2019, Ainslie et al. 2023). By model.attention.init = "xavier"
-    fewer begin with larger keys and values, by "fan_in" with the same.
+    From one key/value head per query head (multi-head) over groups (Ainslie et al.
+    2023) to one for all (multi-query; Shazeer 2019). With model.attention.init =
+    "xavier" fewer start with larger keys and values, with "fan_in" with the same.
 
     Scientific: model.attention.num_kv_heads.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -210,9 +210,9 @@ def kv_heads(base) -> list[dict]:
 
 
 def sink(base) -> list[dict]:
-    """Does it help a head that it may attend to nothing?
+    """Does it help a head to be able to attend to nothing?
 
-    By a learned logit beside those of the keys (`attention.dot_product_attention`).
+    By a learned logit beside those of the keys; see `attention.dot_product_attention`.
 
     Scientific: model.attention.sink.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -223,10 +223,10 @@ def sink(base) -> list[dict]:
 
 
 def scale(base) -> Iterator[dict]:
-    """Should the logits of larger keys be divided by the root of their size, or by it?
+    """Should logits be divided by √H or by H?
 
-    By the root, H^-0.5, is usual; by H itself Yang et al. 2022 (Tensor Programs V), for
-    query and key become aligned as they learn. Both are equal at the base config's H.
+    √H is usual. Yang et al. 2022 (Tensor Programs V) divide by H, since query and key
+    become correlated during training. Both are equal at the base config's H.
 
     Scientific: model.attention.head_dim, model.attention.scale; V is the baseline's.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -237,7 +237,7 @@ def scale(base) -> Iterator[dict]:
     value_dim = attention.value_dim or share(base, attention.num_heads)
     for size in sorted({*SIZES, own}):
         by_size = float(f"{own**0.5 / size:.4g}")
-        for number in (None,) if size == own else (None, by_size):  # None: by the root
+        for number in (None,) if size == own else (None, by_size):  # None: 1 / √H
             yield {
                 "model.attention.head_dim": size,
                 "model.attention.value_dim": value_dim,
@@ -246,7 +246,7 @@ def scale(base) -> Iterator[dict]:
 
 
 def positions(base) -> list[dict]:
-    """What does each kind of positions give, and what does having none cost?
+    """Which position encoding is best, and what does having none cost?
 
     Scientific: model.positions.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -258,11 +258,11 @@ def positions(base) -> list[dict]:
 
 
 def shazeer(base) -> list[dict]:
-    """Fewer heads, smaller ones, or one set of keys and values for all?
+    """Is it better to have fewer heads, smaller heads, or multi-query attention?
 
-    The six arms of Shazeer 2019, Table 1, as shares of the width: eight heads of D/8,
-    the same multi-query, then N·H = D/8 in 1, 2, 4 and 8 heads. All have the
-    parameters of the first by their feed-forward width, as his.
+    The six arms of Shazeer 2019, Table 1, relative to the width: eight heads of D/8,
+    the same with one key/value head, then N·H = D/8 with 1, 2, 4 and 8 heads. All have
+    the parameters of the first by their feed-forward width, as in the paper.
 
     Scientific: model.attention.num_heads, model.attention.num_kv_heads,
     model.attention.head_dim, model.attention.value_dim.
@@ -276,9 +276,9 @@ def shazeer(base) -> list[dict]:
 
 
 def gates(base) -> list[dict]:
-    """Do gates help, of whole heads or of their elements, all at once or the best few?
+    """Do gates help: per head, per element, or only for the best few heads?
 
-    `scaled` is a gate of a head that is the same for all tokens.
+    `scaled` has a gate per head that is the same for all tokens.
 
     Scientific: model.attention.merge, and the number of heads in a mixture.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -296,21 +296,30 @@ def gates(base) -> list[dict]:
 
 
 def sites(base) -> list[dict]:
-    """Where do heads matter: in the encoder, the decoder or between them?
+    """Where does the number of heads matter: encoder, decoder or cross-attention?
 
-    Scientific: the number of heads N of one site, with H = V = D / N there.
+    Scientific: the number of heads N at one site, with H = V = D / N there.
     Nuisance: optimizer.learning_rate, model.dropout.
-    Fixed: the heads of the other two sites, and the rest.
+    Fixed: the heads of the other sites, and the rest.
     """
     others = [N for N in (1, 4, 16) if base.model.attention.num_heads != N]
     arms = (
-        heads_of(f"model.{site}", N, share(base, N)) for site in SITES for N in others
+        heads_of(f"model.{site}_attention", N, share(base, N))
+        for site in attention_sites(base)
+        for N in others
     )
     return chain([{}], arms)
 
 
+def attention_sites(base) -> list[str]:
+    """Return the sites of attention that the base config's model has."""
+    encoder, decoder = base.model.num_encoder_layers, base.model.num_decoder_layers
+    sites = {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
+    return [site for site, layers in sites.items() if layers]
+
+
 def heads_of(path: str, N: int, size: int, K: int | None = None) -> dict:
-    """N heads of H = V = size with K of keys and values; None: N."""
+    """Return an arm with N heads of H = V = size, and K key/value heads (None: N)."""
     return {
         f"{path}.num_heads": N,
         f"{path}.num_kv_heads": N if K is None else K,
@@ -320,14 +329,14 @@ def heads_of(path: str, N: int, size: int, K: int | None = None) -> dict:
 
 
 def share(base, parts: int) -> int:
-    """The width of the model, divided.
+    """Return the model's width divided by a number of parts.
 
     Raises:
-        ValueError: it can't be.
+        ValueError: it is not divisible.
     """
     if base.model.width % parts:
         raise ValueError(
-            f"This ablation divides model.width by {parts}, which {base.model.width} "
-            f"is no multiple of."
+            f"This ablation needs a model.width that is divisible by {parts}, got "
+            f"{base.model.width}."
         )
     return base.model.width // parts

@@ -1,1 +1,1 @@
-"""Sweeps: from an ablation to trials, groups, processes, and rows of a table."""
+"""Sweeps: an ablation becomes trials, groups, processes, a table and a report."""

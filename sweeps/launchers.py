@@ -1,8 +1,8 @@
-"""Where groups run: here, as tasks of a Ray cluster, or as a Slurm array.
+"""Run groups on this machine, as tasks of a Ray cluster, or as a Slurm array.
 
-Elsewhere a group is the call `sweep.py run --workdir=... --group=NAME`, on a file
-system that all machines share; only the files in the workdir tell what has happened.
-Ray and submitit are optional: requirements-sweeps.txt.
+On other machines a group is the call `sweep.py run --workdir=... --group=NAME`, on a
+file system that all machines share. Ray and submitit are optional; see
+requirements-sweeps.txt.
 """
 
 import ast
@@ -13,54 +13,58 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from headcount.configs.commandline import describe, one_sentence
 from headcount.runtime import cluster
 from headcount.runtime.logging import Progress, say
-from headcount.sweeps.optional import package
 from headcount.sweeps.plan import Group
-from headcount.sweeps.runner import ROOT, Runner, Stopped, workers_here
+from headcount.sweeps.runner import ROOT, Runner, Stopped, task_flags
+from headcount.sweeps.search import optional_package
 from headcount.sweeps.store import Sweep
+from headcount.sweeps.table import collect
+from headcount.sweeps.workers import local_workers
 
 RETRIES = 3  # of a task whose worker was lost
 
 
 def local(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
-    """Run groups here, on every local device; returns the table's rows.
+    """Run groups on the devices of this machine; return the table's rows.
 
-    `resources` may say how many `cores` a group takes, of a machine without GPUs.
+    `resources` may give the number of `cores` per group, on a machine without GPUs.
 
     Raises:
-        ValueError: a group can't have so many.
-        Stopped: by a signal.
+        ValueError: there are fewer cores.
+        Stopped: a signal was received.
     """
     del address
     with one_sentence():
-        workers = workers_here(**parsed(resources))
+        workers = local_workers(**parse_resources(resources))
     return Runner(sweep, groups, workers).run()
 
 
-def command_of(sweep: Sweep, group: Group) -> list[str]:
-    """The call that runs one group, from the repository's root."""
-    workdir = sweep.workdir.resolve()
+def group_call(sweep: Sweep, group: Group) -> list[str]:
+    """Return the command that runs one group, from any folder of any machine."""
     return [
         sys.executable,
-        "sweep.py",
+        str(ROOT / "sweep.py"),
         "run",
-        f"--workdir={workdir}",
+        *task_flags(sweep),
+        f"--workdir={sweep.workdir.resolve()}",
         f"--group={group.name}",
         *cluster.arguments(),
     ]
 
 
-def run_group(command: list[str], platform: str | None = None) -> int:
-    """Run that call on the machine that this runs on; returns its exit status.
+def run_call(command: list[str], platform: str | None = None) -> int:
+    """Run a command on the machine of a worker; return its exit code.
 
-    Where this process is told to end, so is the call, which saves first.
+    If this process is told to stop, so is the command, which then saves its state.
     """
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = platform
-    child = subprocess.Popen(command, cwd=ROOT)
+    child = subprocess.Popen(command)
     try:
         return child.wait()
     except BaseException:
@@ -69,44 +73,45 @@ def run_group(command: list[str], platform: str | None = None) -> int:
         raise
 
 
-def ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
-    """Run groups as tasks of a Ray cluster; without an address, of one on this machine.
+def on_ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
+    """Run groups as tasks of a Ray cluster; without an address, of one started here.
 
-    A task takes a GPU where the cluster has any, else all the CPUs of a node, unless
-    `resources` says otherwise (num_cpus, num_gpus, resources={"TPU": 4}). One whose
+    A task takes a GPU if the cluster has any, else all CPUs of a node, unless
+    `resources` says otherwise (num_cpus, num_gpus, resources={"TPU": 4}). A task whose
     worker is lost is started again, and resumes.
 
     Raises:
-        ValueError: nothing answers at the address, or Ray knows no such resources.
+        ValueError: nothing answers at the address, or Ray has no such resources.
+        Stopped: by Ctrl-C.
     """
     with one_sentence():
-        engine = package("ray")
+        ray = optional_package("ray")
         if address is not None:
-            answers(address)
-        engine.init(address=address, log_to_driver=False, logging_level="warning")
-        needs = requirements(engine) | parsed(resources)
-        with naming(resources, "Ray"):
-            task = engine.remote(max_retries=RETRIES, **needs)(run_group)
+            check_address(address)
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+        needs = default_needs(ray) | parse_resources(resources)
+        with name_resources_in_errors(resources, "Ray"):
+            task = ray.remote(max_retries=RETRIES, **needs)(run_call)
     platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
     try:
         for wave in waves(sweep, groups):
-            waiting = [task.remote(command_of(sweep, g), platform) for g in wave]
+            waiting = [task.remote(group_call(sweep, g), platform) for g in wave]
             say(f"{len(waiting)} groups as Ray tasks, each with {needs}.")
             progress = Progress(len(waiting), unit="group", seconds=30.0)
             while waiting:
-                done, waiting = engine.wait(waiting, timeout=1.0)
+                done, waiting = ray.wait(waiting, timeout=1.0)
                 for reference in done:
-                    lost_worker(engine, reference)
+                    log_lost_worker(ray, reference)
                 progress.update(len(wave) - len(waiting))
             progress.close()
     except KeyboardInterrupt:
-        raise Stopped("SIGINT") from None
+        raise Stopped("SIGINT", signal.SIGINT) from None
     finally:
-        engine.shutdown()
-    return sweep.extended().collect()
+        ray.shutdown()
+    return collect(sweep.extended())
 
 
-def waves(sweep: Sweep, groups: list[Group] | None):
+def waves(sweep: Sweep, groups: list[Group] | None) -> Iterator[list[Group]]:
     """Yield the groups to run, then those that follow from a search, and so on."""
     wave = sweep.groups if groups is None else groups
     started: set[str] = set()
@@ -117,15 +122,15 @@ def waves(sweep: Sweep, groups: list[Group] | None):
         wave = [group for group in found if group.name not in started]
 
 
-def lost_worker(engine, reference) -> None:
-    """Tell of a task that Ray gave up; what its group has done is on disk."""
+def log_lost_worker(ray, reference) -> None:
+    """Log a task that Ray gave up; what its group has done is on disk."""
     try:
-        engine.get(reference)
-    except engine.exceptions.RayError as error:
+        ray.get(reference)
+    except ray.exceptions.RayError as error:
         say(f"A Ray task ended early: {str(error).splitlines()[0]}")
 
 
-def answers(address: str) -> None:
+def check_address(address: str) -> None:
     """Raise a ValueError unless something listens at HOST:PORT."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address == "auto":
@@ -134,14 +139,14 @@ def answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"No Ray cluster answers at {address} ({error}); start one with `ray start "
-            f"--head`, or leave --address out for one on this machine."
+            f"--address={address}: no Ray cluster answers there ({error}); start one "
+            f"with `ray start --head`, or leave --address out to start one here."
         ) from None
 
 
-def requirements(engine) -> dict:
-    """What a group takes of the cluster."""
-    nodes = [node["Resources"] for node in engine.nodes() if node["Alive"]]
+def default_needs(ray) -> dict:
+    """Return the resources of a task: a GPU, a host's TPU chips, or a node's CPUs."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any("GPU" in node for node in nodes):
         return {"num_gpus": 1}
     chips = [int(node["TPU"]) for node in nodes if "TPU" in node]
@@ -150,51 +155,50 @@ def requirements(engine) -> dict:
     return {"num_cpus": max(1, int(min(node.get("CPU", 1) for node in nodes)))}
 
 
-class GroupJob:
-    """A group as a job that submitit may stop at its time limit and send in again."""
+class SlurmJob:
+    """A group as a job that submitit may stop at its time limit and submit again."""
 
     def __init__(self, command: list[str]):
         self.command = command
 
     def __call__(self) -> int:
-        return run_group(self.command)
+        return run_call(self.command)
 
     def checkpoint(self):
-        """What is to be run next: the same, which goes on from its checkpoint."""
-        return package("submitit").helpers.DelayedSubmission(self)
+        """Return what to submit again: the same command, which resumes."""
+        return optional_package("submitit").helpers.DelayedSubmission(self)
 
 
-def slurm(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
+def on_slurm(
+    sweep: Sweep, groups: list[Group] | None, address, resources
+) -> list[dict]:
     """Run groups as a Slurm array through submitit; with the address `local`, here.
 
     `resources` are submitit's parameters: timeout_min, gpus_per_node, cpus_per_task,
     slurm_partition, slurm_array_parallelism, ...
 
     Raises:
-        ValueError: there is no Slurm here, or submitit knows no such resources.
+        ValueError: there is no Slurm here, or submitit has no such parameters.
     """
     with one_sentence():
-        submitit = package("submitit")
+        submitit = optional_package("submitit")
         if address not in (None, "local"):
             raise ValueError(
-                f"--address={address} is Ray's; with --launcher=slurm it is `local` "
-                f"(to try it out) or left out."
+                f"--address={address} is for Ray; with --launcher=slurm it is `local` "
+                f"(to try it without Slurm) or left out."
             )
         if address is None and shutil.which("sbatch") is None:
             raise ValueError(
-                "--launcher=slurm needs Slurm's sbatch, which is not here; run it on a "
-                "login node."
+                "--launcher=slurm: sbatch was not found; run it on a login node of "
+                "Slurm."
             )
-        sweep = sweep._replace(workdir=sweep.workdir.resolve())
-        executor = submitit.AutoExecutor(
-            sweep.workdir / "slurm", cluster=address or "slurm"
-        )
-        with naming(resources, "submitit"):
-            executor.update_parameters(name="headcount", **parsed(resources))
-        os.chdir(ROOT)  # where a job finds this module
+        folder = Path(sweep.workdir).resolve() / "slurm"
+        executor = submitit.AutoExecutor(folder, cluster=address or "slurm")
+        with name_resources_in_errors(resources, "submitit"):
+            executor.update_parameters(name="headcount", **parse_resources(resources))
     for wave in waves(sweep, groups):
-        with executor.batch():  # an array
-            jobs = [executor.submit(GroupJob(command_of(sweep, g))) for g in wave]
+        with executor.batch():  # as one array
+            jobs = [executor.submit(SlurmJob(group_call(sweep, g))) for g in wave]
         say(f"{len(jobs)} groups as jobs {jobs[0].job_id} to {jobs[-1].job_id}.")
         progress = Progress(len(jobs), unit="group", seconds=30.0)
         for done, job in enumerate(jobs, start=1):
@@ -203,11 +207,11 @@ def slurm(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[
                 say(f"Job {job.job_id} ended early: {job.exception()}".splitlines()[0])
             progress.update(done)
         progress.close()
-    return sweep.extended().collect()
+    return collect(sweep.extended())
 
 
-def parsed(resources: list[str]) -> dict:
-    """KEY=VALUE pairs, the values as Python has them, else strings.
+def parse_resources(resources: list[str]) -> dict:
+    """Parse KEY=VALUE pairs; values are Python literals, else strings.
 
     Raises:
         ValueError: a pair has no "=".
@@ -216,7 +220,7 @@ def parsed(resources: list[str]) -> dict:
     for pair in resources:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--resources takes KEY=VALUE, got {pair!r}.")
+            raise ValueError(f"--resources must be KEY=VALUE, got {pair!r}.")
         try:
             found[key] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -225,17 +229,16 @@ def parsed(resources: list[str]) -> dict:
 
 
 @contextlib.contextmanager
-def naming(resources: list[str], whose: str):
-    """Put --resources before what a launcher's package says of them."""
+def name_resources_in_errors(resources: list[str], package: str) -> Iterator[None]:
+    """Prefix errors of a launcher's package with --resources."""
     try:
         yield
     except (ValueError, TypeError, NameError, AssertionError) as error:
         if not resources:
             raise
-        raise ValueError(
-            f"{' '.join(f'--resources={pair}' for pair in resources)}: {whose} does "
-            f"not take that: {describe(error) or type(error).__name__}"
-        ) from None
+        flags = " ".join(f"--resources={pair}" for pair in resources)
+        reason = describe(error) or type(error).__name__
+        raise ValueError(f"{flags}: {package} does not accept it: {reason}") from None
 
 
-LAUNCHERS = {"local": local, "ray": ray, "slurm": slurm}
+LAUNCHERS = {"local": local, "ray": on_ray, "slurm": on_slurm}

@@ -1,62 +1,52 @@
-"""From a base config and an ablation to arms, trials and groups of them.
+"""From a base config and the arms of an ablation to trials, and groups of trials.
 
-Which trials there are, and when, is `sweeps.search`'s.
+Everything here is a pure function of its arguments, so a sweep can be expanded again at
+any time, also with more seeds. Which trials exist at a given moment is decided in
+`sweeps.search`.
 """
 
 import contextlib
 import copy
 import hashlib
 import json
-import re
+from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
 from typing import NamedTuple
 
+from flax import nnx
 from ml_collections import ConfigDict
 
-from headcount.analysis.budget import flops, parameters, solve_mlp_dim
+from headcount.analysis.budget import abstract_model, flops, parameters, solve_mlp_dim
 from headcount.configs.ablations import grid
-from headcount.configs.base import get_config
 from headcount.configs.commandline import describe, flat, near_miss
-from headcount.models.transformer import attention_arguments as at_site
-from headcount.runtime.workdir import completed
+from headcount.sweeps.labels import MATCH, name_arms
+from headcount.tasks import make_task
 from headcount.training.checks import check_config
-from headcount.training.trials import SITES, check_numbers, variable
+from headcount.training.trials import check_numbers, trial_keys
 
-DEFAULTS = get_config().to_dict()
-NO_RESULT_DEPENDS_ON = ("data.directory", "train.log_every_steps")
-CORPUS = ("name", "source", "target", "directory")  # keys of data: whose sentences
-MATCH = "match"  # the key of an arm that says what budget it shares with the baseline
-LETTERS = {
-    "width": "D",
-    "mlp_dim": "F",
-    "num_heads": "N",
-    "num_kv_heads": "K",
-    "head_dim": "H",
-    "value_dim": "V",
-    "mixture_heads": "k",
-}
+IGNORED = ("data.directory", "train.log_every_steps")  # results don't depend on these
 
 
 class Arm(NamedTuple):
-    """What is compared; its variants differ in nuisance settings alone."""
+    """What is compared: trials that differ only in seed and nuisance settings."""
 
     name: str
-    overrides: dict  # of the base config, as the ablation has them
+    overrides: dict  # of the base config, as the ablation yields them
     config: dict  # resolved and nested, with model.mlp_dim as solved
     is_baseline: bool
     parameters: int
-    candidates: list[dict]  # nuisance settings that it may have; one: no choice
-    seeds: list[int]  # of the trials that are reported
+    candidates: list[dict]  # nuisance settings to choose from; one: nothing to choose
+    seeds: list[int]  # of the reported trials
 
     @property
     def flops(self) -> int:
-        """Of analysis.budget.flops, counted when asked for."""
+        """Multiply-adds of a forward pass per token; see `analysis.budget.flops`."""
         return flops(self.config)
 
     @property
     def training_flops(self) -> float:
-        """Floating-point operations of a training: 3 passes of 2 a multiply-add."""
+        """Floating-point operations of one training: 3 passes, 2 per multiply-add."""
         tokens = self.config["data"]["batch_tokens"] * self.config["train"]["num_steps"]
         return 6.0 * self.flops * tokens
 
@@ -69,38 +59,31 @@ class Trial(NamedTuple):
     nuisance: dict
     seed: int
     config: dict  # resolved, nested
-    attempt: int = 0  # from 1: of a search for the nuisance settings; 0: reported
+    attempt: int = 0  # number of the setting in a search, from 1; 0: reported
 
     @property
     def is_search(self) -> bool:
-        """Whether it only helps to choose, and is never tested."""
+        """Whether the trial only helps to choose settings; it is never tested."""
         return self.attempt > 0
 
 
 class Group(NamedTuple):
-    """Trials of one program, which train as one process."""
+    """Trials that train as one program in one process."""
 
     name: str  # of its folder
     trials: list[Trial]
 
 
 class Plan(NamedTuple):
-    """A sweep, expanded."""
+    """An expanded sweep."""
 
     arms: list[Arm]
-    trials: list[Trial]  # as far as they are known
-    axis: str | None  # the one setting that the arms' names hold, if it is a number
+    trials: list[Trial]  # those known so far
+    axis: str | None  # the config key that the arms vary, if it is one number
 
     def arm(self, name: str) -> Arm:
-        """The arm of that name."""
+        """Return the arm of this name."""
         return next(arm for arm in self.arms if arm.name == name)
-
-
-def nuisance_keys(docstring: str) -> list[str]:
-    """The config keys after "Nuisance:" in an ablation's docstring."""
-    end = r"Fixed:|Scientific:|\n\s*\n|$"
-    found = re.search(f"Nuisance:(.*?)(?:{end})", docstring, re.DOTALL)
-    return re.findall(r"\b[a-z]\w*(?:\.\w+)+", found.group(1)) if found else []
 
 
 def expand(
@@ -112,18 +95,18 @@ def expand(
     tuned: list[dict],
     match: str | None,
 ) -> Plan:
-    """Resolve every arm of a sweep, and build its model abstractly; no trials yet.
+    """Resolve every arm of a sweep and build its model abstractly; make no trials yet.
 
     Args:
         base: locked.
-        arms: what an ablation yields.
-        num_seeds: the base config's seed and those after it, for every arm.
-        nuisance: keys that tell variants of an arm apart, not arms.
-        tuned: nuisance settings that an arm may have; [{}] for none.
-        match: a budget for every arm that names none.
+        arms: overrides, as an ablation yields them.
+        num_seeds: every arm has the base config's seed and the following ones.
+        nuisance: keys that are chosen per arm instead of compared.
+        tuned: nuisance settings that every arm may choose from; [{}] for none.
+        match: budget of every arm that names none; None: its own.
 
     Raises:
-        ValueError: it is empty, or an arm can't be built; the sentence names it.
+        ValueError: the sweep is empty, or an arm can't be built; the message names it.
     """
     arms = list(arms)
     if not arms or num_seeds < 1:
@@ -134,12 +117,12 @@ def expand(
     scientific, candidates, own_seeds = [], [], []
     for each in grid(arms, tuned):
         varied = {k: v for k, v in each.items() if k == "seed" or k in nuisance}
-        of_arm = {k: v for k, v in each.items() if k not in varied}
-        if of_arm not in scientific:
-            scientific.append(of_arm)
+        compared = {k: v for k, v in each.items() if k not in varied}
+        if compared not in scientific:
+            scientific.append(compared)
             candidates.append([])
             own_seeds.append([])
-        index = scientific.index(of_arm)
+        index = scientific.index(compared)
         seed = varied.pop("seed", base.seed)
         for values, value in ((candidates, varied), (own_seeds, seed)):
             if value not in values[index]:
@@ -148,7 +131,7 @@ def expand(
         own_seeds = [[base.seed + i for i in range(num_seeds)]] * len(scientific)
     names, axis = name_arms(scientific)
     resolved = [
-        arm._replace(candidates=unlike(arm, settings, seeds[0]), seeds=seeds)
+        arm._replace(candidates=distinct(arm, settings, seeds[0]), seeds=seeds)
         for arm, settings, seeds in zip(
             resolve_arms(base, scientific, names, match),
             candidates,
@@ -156,57 +139,54 @@ def expand(
             strict=True,
         )
     ]
-    kept, there = [], set()
+    kept, ids = [], set()
     for arm in sorted(resolved, key=lambda arm: not arm.is_baseline):
-        ids = {trial.id for trial in trials_of(arm, arm.candidates, arm.seeds)}
-        # An arm that is matched by changing nothing is the same as the one that isn't.
-        if not ids <= there:
+        own = {trial.id for trial in make_trials(arm, arm.candidates, arm.seeds)}
+        # a matched arm that needs no matching repeats the one that isn't matched
+        if not own <= ids:
             kept.append(arm.name)
-        there |= ids
+        ids |= own
     return Plan([arm for arm in resolved if arm.name in kept], [], axis)
 
 
-def unlike(arm: Arm, settings: list[dict], seed: int) -> list[dict]:
-    """Nuisance settings without those that come to the same trial as one before."""
+def distinct(arm: Arm, settings: list[dict], seed: int) -> list[dict]:
+    """Return nuisance settings without those that resolve to the same config."""
     found = {}
-    for trial in trials_of(arm, settings, [seed]):
-        if not trial.nuisance.keys() <= set(variable(flat(trial.config))):
-            with naming(arm.name):
-                check_trainable(trial.config)
+    for trial in make_trials(arm, settings, [seed]):
+        if not trial.nuisance.keys() <= set(trial_keys(flat(trial.config))):
+            with name_arm_in_errors(arm.name):
+                check_config(ConfigDict(trial.config))
         found.setdefault(trial.id, trial.nuisance)
     return list(found.values())
 
 
-def trials_of(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
-    """The trials of an arm with each of some nuisance settings and each seed."""
+def make_trials(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
+    """Return the trials of an arm with each of the nuisance settings and seeds."""
     found = []
     for nuisance in settings:
         for seed in seeds:
             changes = nuisance | {"seed": seed, "seeds": 1}
-            config = applied(ConfigDict(arm.config), changes, arm.name)
-            with naming(arm.name):
+            config = apply_overrides(ConfigDict(arm.config), changes, arm.name)
+            with name_arm_in_errors(arm.name):
                 check_numbers(flat(config))
-            found.append(Trial(identity(config), arm.name, nuisance, seed, config))
+            found.append(Trial(trial_id(config), arm.name, nuisance, seed, config))
     return found
 
 
 def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[Arm]:
-    """Apply the overrides of every arm, find the baseline, solve the matched."""
+    """Apply the overrides of every arm, find the baseline, solve the matched arms."""
     configs = []
     for overrides, name in zip(scientific, names, strict=True):
         settings = {k: v for k, v in overrides.items() if k != MATCH}
-        configs.append(applied(base, settings, name))
-        with naming(name):
-            check_trainable(configs[-1])
+        configs.append(apply_overrides(base, settings, name))
+        with name_arm_in_errors(name):
+            check_config(ConfigDict(configs[-1]))
             parameters(configs[-1])
-    plain = applied(base, {}, "the base config")
-    exact = [i for i, config in enumerate(configs) if config == plain]
-    same = [i for i, config in enumerate(configs) if is_same(config, plain)]
-    baseline = (exact or same or [0])[0]
+    baseline = find_baseline(apply_overrides(base, {}, "the base config"), configs)
     arms = []
     for i, (overrides, name) in enumerate(zip(scientific, names, strict=True)):
         config, budget = configs[i], overrides.get(MATCH, match)
-        with naming(name):
+        with name_arm_in_errors(name):
             if budget is not None and i != baseline:
                 F = solve_mlp_dim(config, configs[baseline], budget)
                 config = config | {"model": config["model"] | {"mlp_dim": F}}
@@ -215,34 +195,74 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
     return arms
 
 
-def check_trainable(config: dict) -> None:
-    """Raise a ValueError for a config that train.py would refuse."""
-    # a sweep may be of before a key existed
-    check_config(ConfigDict(completed(config, DEFAULTS)))
+def find_baseline(base: dict, configs: list[dict]) -> int:
+    """Return the index of the config that is the base config, else 0.
+
+    A config that only spells out defaults of the base config counts as the same.
+    """
+    for same in (dict.__eq__, is_same_model):
+        for index, config in enumerate(configs):
+            if same(config, base):
+                return index
+    return 0
+
+
+def is_same_model(config: dict, other: dict) -> bool:
+    """Whether two configs differ only where one spells out the other's default.
+
+    A default is None; the abstract models show whether the value is what None means.
+    """
+    a, b = with_site_defaults(config), with_site_defaults(other)
+    differing = [key for key in a if a[key] != b[key] and key not in ("seed", "seeds")]
+    if not all(
+        key.startswith(("model.", "mesh.")) and None in (a[key], b[key])
+        for key in differing
+    ):
+        return False
+    (graph, params), (other_graph, other_params) = (
+        nnx.split(abstract_model(each)) for each in (config, other)
+    )
+    shapes, other_shapes = (
+        [leaf.shape for _, leaf in nnx.to_flat_state(state)]
+        for state in (params, other_params)
+    )
+    return graph == other_graph and shapes == other_shapes
+
+
+def with_site_defaults(config: dict) -> dict:
+    """Flatten a config; attention sites without a value have that of all sites."""
+    model = dict(config["model"])
+    for name, section in model.items():
+        if name.endswith("_attention"):
+            model[name] = {
+                key: model["attention"][key] if value is None else value
+                for key, value in section.items()
+            }
+    return flat(config | {"model": model})
 
 
 @contextlib.contextmanager
-def naming(arm: str):
-    """Put the name of an arm before what is wrong with it."""
+def name_arm_in_errors(arm: str) -> Iterator[None]:
+    """Prefix errors with the arm that can't be built."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(f"Arm {arm} can't be built: {describe(error)}") from error
 
 
-def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
-    """The base config with overrides, nested.
+def apply_overrides(base: ConfigDict, overrides: dict, name: str) -> dict:
+    """Return the base config with overrides, nested.
 
     Raises:
-        ValueError: there is no such key, or its type is another, or it is of the
-            sentences.
+        ValueError: a key does not exist, has another type, or selects another task or
+            corpus: scores on different examples can't be compared.
     """
     config = copy.deepcopy(base)
     known = flat(config.to_dict())
     for key, value in overrides.items():
         if key not in known:
             raise ValueError(
-                f"Arm {name} sets {key}, which is no config key.{near_miss(key)}"
+                f"Arm {name} sets {key}, which is not a config key.{near_miss(key)}"
             )
         try:
             config.update_from_flattened_dict({key: value})
@@ -252,131 +272,56 @@ def applied(base: ConfigDict, overrides: dict, name: str) -> dict:
             raise ValueError(
                 f"Arm {name} sets {key} to {value!r}; it must be of type {kind}."
             ) from None
-    for key in CORPUS:
-        if config.data[key] != base.data[key]:
+    fixed = ["task.name"]
+    if config.task.name == base.task.name:
+        fixed += [f"data.{key}" for key in make_task(base).corpus_keys]
+    after, before = flat(config.to_dict()), flat(base.to_dict())
+    for key in fixed:
+        if after[key] != before[key]:
             raise ValueError(
-                f"Arm {name} sets data.{key}, and scores of other sentences can't be "
-                f"compared with the baseline's; make a sweep of each."
+                f"Arm {name} sets {key}, but scores on different examples can't be "
+                f"compared; run a sweep for each."
             )
     return config.to_dict()
 
 
-def is_same(config: dict, other: dict) -> bool:
-    """Whether two configs are of one model: where they differ, one has a default."""
-    a, b = spelt_out(config), spelt_out(other)
-    free = ("seed", "seeds")
-    differing = [key for key in a if a[key] != b[key] and key not in free]
-    defaults = all(
-        key.startswith(("model.", "mesh.")) and None in (a[key], b[key])
-        for key in differing
-    )
-    return defaults and parameters(config) == parameters(other)
-
-
-def spelt_out(config: dict) -> dict:
-    """A config, flat, with the heads of every site as they are, not as defaults."""
-    model = dict(config["model"])
-    attention = model.pop("attention")
-    for site in SITES:
-        heads = at_site(site, attention, model[f"{site}_attention"])
-        del heads["path"]
-        size = model["width"] // heads["num_heads"]
-        usual = {"num_kv_heads": heads["num_heads"], "head_dim": size}
-        usual |= {"value_dim": size}
-        model[f"{site}_attention"] = {
-            key: usual.get(key) if value is None else value
-            for key, value in heads.items()
-        }
-    return flat(config | {"model": model})
-
-
-def identity(config: dict) -> str:
-    """The id of a trial: of all in its config that a result depends on."""
-    kept = {k: v for k, v in flat(config).items() if k not in NO_RESULT_DEPENDS_ON}
+def trial_id(config: dict) -> str:
+    """Hash everything in a trial's config that its result depends on."""
+    kept = {k: v for k, v in flat(config).items() if k not in IGNORED}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
-    """Short names that tell the arms apart, and the one number they tell, if one.
-
-    A setting that is not needed to tell them apart is left out, the last one first.
-    """
-    keys = list(dict.fromkeys(key for arm in arms for key in arm))
-
-    def told(keys, form=label):
-        return [", ".join(form(k, arm[k]) for k in keys if k in arm) for arm in arms]
-
-    if len(set(told(keys))) < len(arms):  # short names would be taken for each other
-        return told(keys, "{}={}".format), None
-    for key in reversed(keys):
-        fewer = [k for k in keys if k != key]
-        names = told(fewer)
-        nameless = any(arm and not name for arm, name in zip(arms, names, strict=True))
-        if fewer and len(set(names)) == len(arms) and not nameless:
-            keys = fewer
-    values = [arm[keys[0]] for arm in arms if keys[0] in arm] if len(keys) == 1 else []
-    numbers = all(
-        isinstance(v, int | float) and not isinstance(v, bool) for v in values
-    )
-    axis = keys[0] if numbers and len(values) == len(arms) else None
-    return [name or "baseline" for name in told(keys)], axis
-
-
-def label(key: str, value) -> str:
-    """A setting as a table shows it: N=8, encoder N=8, mean, equal parameters."""
-    if key == MATCH:
-        return f"equal {value}"
-    if isinstance(value, str):
-        return f"{site(key)}{value}"
-    number = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{letter(key)}={number}"
-
-
-def letter(key: str) -> str:
-    """A setting's letter, or its name, after the site that it is of alone."""
-    last = key.rsplit(".", 1)[-1]
-    return site(key) + LETTERS.get(last, last)
-
-
-def site(key: str) -> str:
-    """The site of attention that a setting is of alone, and a space; else nothing."""
-    found = re.search(r"\b(encoder|decoder|cross)_attention\.", key)
-    return f"{found.group(1)} " if found else ""
-
-
-def program(trial: Trial) -> str:
-    """What trials of one group have in common."""
-    config = flat(trial.config)
-    free = (*variable(config), *NO_RESULT_DEPENDS_ON)
-    kept = {k: v for k, v in config.items() if k not in free}
-    return json.dumps([trial.is_search, kept], sort_keys=True)
-
-
-def grouped(trials: list[Trial], most: int) -> list[list[Trial]]:
-    """Trials of one program together, at most so many, in order."""
+def group_trials(trials: list[Trial], size: int) -> list[list[Trial]]:
+    """Put trials of the same program together, at most `size` in a group, in order."""
     programs: dict[str, list[Trial]] = {}
     for trial in trials:
-        programs.setdefault(program(trial), []).append(trial)
+        config = flat(trial.config)
+        free = (*trial_keys(config), *IGNORED)
+        fixed = {k: v for k, v in config.items() if k not in free}
+        key = json.dumps([trial.is_search, fixed], sort_keys=True)
+        programs.setdefault(key, []).append(trial)
     return [
-        of_program[start : start + most]
-        for of_program in programs.values()
-        for start in range(0, len(of_program), most)
+        same[start : start + size]
+        for same in programs.values()
+        for start in range(0, len(same), size)
     ]
 
 
-def differences(group: list[Trial], base: dict) -> tuple[dict, list[dict]]:
-    """What a group changes in the base config: its program, and each trial's numbers.
+def program_and_trials(group: list[Trial], base: dict) -> tuple[dict, list[dict]]:
+    """Return how a group differs from the base config, flat.
 
-    Both are flat; the second is what `train.py --trials` takes.
+    Returns:
+        What all trials have in common, for the command line; and what each trial sets
+        besides, as `train.py --trials` reads it.
     """
     base = flat(base)
     changes = [
         {k: v for k, v in flat(trial.config).items() if base[k] != v} for trial in group
     ]
-    free = variable(base)
-    of_program = {k: v for k, v in changes[0].items() if k not in free}
-    numbers = [
+    free = trial_keys(base)
+    program = {k: v for k, v in changes[0].items() if k not in free}
+    trials = [
         {"seed": trial.seed} | {k: v for k, v in change.items() if k in free}
         for trial, change in zip(group, changes, strict=True)
     ]
-    return of_program, numbers
+    return program, trials

@@ -1,8 +1,8 @@
-"""Runs groups: train.py, then eval.py on dev and test, each a process.
+"""Run groups: train.py, then eval.py on dev and test, each in a process of its own.
 
-Whatever stops it, the same call goes on: what a group has finished lies in its folder,
-and its claim is a lock that ends with the processes that hold it. train.py inherits
-the lock, so one that outlives a killed sweep is waited for, not run twice.
+What a group has finished is in its folder, so the same command resumes a sweep whatever
+stopped it. A group is claimed by a lock that train.py and eval.py inherit: if they
+outlive a killed sweep, the next one waits for them instead of starting them twice.
 """
 
 import contextlib
@@ -14,107 +14,144 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from headcount.runtime.logging import Progress, say
 from headcount.runtime.workdir import commit, write_json
-from headcount.sweeps.plan import Group, differences
-from headcount.sweeps.records import DECODING, read_json
-from headcount.sweeps.store import TRAINED, Sweep, last_step, locked
+from headcount.sweeps.plan import Group, program_and_trials
+from headcount.sweeps.store import (
+    TRAINED,
+    Sweep,
+    last_step,
+    locked,
+    read_optional_json,
+    read_run,
+)
+from headcount.sweeps.table import collect
+from headcount.sweeps.workers import Worker, local_workers
 
 ROOT = Path(__file__).resolve().parent.parent
-WAIT = 0.5  # seconds between looks at processes and at groups that others work on
+POLL = 0.5  # seconds between looks at processes, and at groups that others work on
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Exit codes of a process that one of them ended: after saving, or at once.
+STOPPED = {128 + number: number for number in SIGNALS}
+STOPPED |= {-number: number for number in SIGNALS}
 
 
 class Stopped(Exception):
-    """The sweep was asked to stop."""
+    """A signal stopped the sweep, or one of its processes.
+
+    Args:
+        reason: what happened, in words.
+        number: of the signal; None: this process got none.
+    """
+
+    def __init__(self, reason: str, number: int | None = None):
+        super().__init__(reason)
+        self.number = number
 
 
 class Failed(Exception):
-    """A process of a group failed; the message is its last line."""
+    """A process of a group failed; the message is the last line of its output."""
+
+
+def group_command(sweep: Sweep, group: Group, splits: list[str] | None) -> list[str]:
+    """Return the command that scores a group on splits; None: that trains it."""
+    if splits is None:
+        return train_command(sweep, group)
+    return eval_command(sweep, group, splits)
 
 
 def train_command(sweep: Sweep, group: Group) -> list[str]:
-    """The line that trains a group, by itself and from anywhere in the repository."""
+    """Return the command that trains a group.
+
+    It starts from the config that the sweep was started with, as written into the
+    group's folder: the config file may have been edited since.
+    """
     settings, folder = sweep.settings, sweep.folder(group)
-    of_program, numbers = differences(group.trials, settings["base"])
-    # not the file that it was read from, which may be edited before all have begun
+    program, trials = program_and_trials(group.trials, settings["base"])
     base = folder / "base" / "config.json"
     base.parent.mkdir(exist_ok=True)
-    files = {folder / "differences.json": numbers, base: settings["base"]}
+    files = {folder / "trial_settings.json": trials, base: settings["base"]}
     for path, value in files.items():
-        with contextlib.suppress(ValueError):  # a damaged one is written anew
-            if read_json(path) == value:
+        with contextlib.suppress(ValueError):  # a damaged file is replaced
+            if read_optional_json(path) == value:
                 continue
         write_json(path, value)
-    overrides = settings["overrides"] | of_program
+    overrides = settings["overrides"] | program
     return [
         *script("train.py"),
         f"--config={os.path.relpath(ROOT / 'configs/run.py')}:{base.parent}",
         *(f"--config.{key}={value}" for key, value in overrides.items()),
+        *task_flags(sweep),
         f"--workdir={folder}",
-        f"--trials={folder / 'differences.json'}",
+        f"--trials={folder / 'trial_settings.json'}",
     ]
 
 
 def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
-    """The line that scores a group on splits."""
+    """Return the command that scores a group on splits, with the task's defaults."""
     folder = sweep.folder(group)
     return [
         *script("eval.py"),
+        *task_flags(sweep),
         f"--workdir={folder}",
         f"--split={','.join(splits)}",
         f"--checkpoint={sweep.settings['checkpoint']}",
-        *(f"--{name}={value}" for name, value in DECODING.items()),
         f"--output={folder / 'SPLIT.txt'}",
     ]
 
 
 def script(name: str) -> list[str]:
-    """How to call a script of ours."""
+    """Return the command that starts one of our scripts."""
     return [sys.executable, os.path.relpath(ROOT / name)]
 
 
-class Runner:
-    """Works through groups, each of the workers through one at a time.
+def task_flags(sweep: Sweep) -> list[str]:
+    """Return the flag that registers a task of the user's own."""
+    return [] if sweep.task_file is None else [f"--task_file={sweep.task_file}"]
 
-    `groups` None: through all of the sweep, and those that follow from a search.
+
+class Runner:
+    """Works through groups; each worker runs one group at a time.
+
+    Args:
+        sweep: whose groups.
+        groups: which; None: all, and those that follow from a search.
+        workers: default: those of this machine.
     """
 
     def __init__(
         self,
         sweep: Sweep,
         groups: list[Group] | None,
-        workers: list["Worker"] | None = None,
+        workers: list[Worker] | None = None,
     ):
         self.sweep = sweep
         failed = (sweep.workdir / "groups").glob("*/failed.json")
-        self.failed = {path: noted(path) for path in failed}  # of earlier runs
-        self.workers = workers_here() if workers is None else workers
-        self.grows = groups is None and sweep.searches()
+        self.old_failures = {path: modified_at(path) for path in failed}
+        self.workers = local_workers() if workers is None else workers
+        self.extends = groups is None and sweep.has_search
         self.left = list(sweep.groups if groups is None else groups)
-        self.mine = list(self.left)
-        self.stop: str | None = None
+        self.groups = list(self.left)
+        self.signal: int | None = None  # that this process received
+        self.child_signal: int | None = None  # that only one of its children received
+        self.is_stopping = False
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
 
     def run(self) -> list[dict]:
-        """Run until nothing is left to do here; returns the table's rows.
+        """Run until no group is left; return the table's rows.
 
         Raises:
-            Stopped: a signal came; what runs was saved first.
+            Stopped: a signal was received, and the processes have saved their state.
         """
-        before = {
+        handlers = {
             number: signal.signal(number, self.receive)
-            for number in (signal.SIGTERM, signal.SIGINT)
+            for number in SIGNALS
+            # nohup ignores SIGHUP, and so must we
+            if signal.getsignal(number) is not signal.SIG_IGN
         }
-        now, rows = commit(), self.sweep.collect()
-        others = {row.get("commit") for row in rows} - {None, now}
-        if others and self.left and now:
-            say(
-                f"The code has changed: from now on trials are of {now}, those so "
-                f"far of {', '.join(sorted(others))}. What differs may be of that."
-            )
+        self.warn_of_changed_code(collect(self.sweep))
         threads = [
             threading.Thread(target=self.work, args=(worker,))
             for worker in self.workers
@@ -122,140 +159,164 @@ class Runner:
         for thread in threads:
             thread.start()
         try:
-            self.watch(threads)
-        except BaseException as error:  # as where nobody reads any more what is said
+            self.show_progress(threads)
+        except BaseException as error:  # for example, nobody reads our output any more
             self.errors.append(error)
-            self.stop = self.stop or "an error"
+            self.is_stopping = True
             for thread in threads:
                 thread.join()
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         if self.errors:
             raise self.errors[0]
-        rows = self.sweep.collect()
-        if self.stop is None and self.left:
-            self.stop = "A training process was told to stop"
-        if self.stop is not None:
-            raise Stopped(self.stop)
+        rows = collect(self.sweep)
+        if self.signal is not None:
+            raise Stopped(signal.Signals(self.signal).name, self.signal)
+        if self.child_signal is not None:
+            name = signal.Signals(self.child_signal).name
+            raise Stopped(f"{name} in one of its processes")
         return rows
 
-    def receive(self, number, frame):
-        """Note a signal; the processes are told by those that wait for them."""
-        self.stop = signal.Signals(number).name
+    def receive(self, number, frame) -> None:
+        """Remember the first signal; the workers forward it to their processes."""
+        self.signal = self.signal or number
+        self.is_stopping = True
 
-    def watch(self, threads) -> None:
-        """Show the progress of the whole sweep until the threads end."""
-        total = sum(len(group.trials) for group in self.mine)
-        if self.grows:
+    def warn_of_changed_code(self, rows: list[dict]) -> None:
+        """Log if the trials done so far are of another commit."""
+        now = commit()
+        others = {row["commit"] for row in rows} - {None, now}
+        if others and self.left and now:
+            say(
+                f"The code has changed: new trials are of {now}, those so far of "
+                f"{', '.join(sorted(others))}. Differences may come from that."
+            )
+
+    def show_progress(self, threads) -> None:
+        """Show the progress of the sweep until the threads end."""
+        total = sum(len(group.trials) for group in self.groups)
+        if self.extends:
             total = self.sweep.num_trials()
 
         def done():
-            """Trials done, by all processes that share the sweep, in parts too."""
-            return sum(len(group.trials) * self.share(group) for group in self.mine)
+            """Count trials, by all processes that share the sweep, with fractions."""
+            return sum(len(g.trials) * self.fraction_done(g) for g in self.groups)
 
         progress = Progress(total, done(), unit="trial", seconds=30.0)
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
-                thread.join(WAIT / len(threads))
-            finished = len(self.mine) - len(self.left)
-            text = f"{finished} of {len(self.mine)} groups"
+                thread.join(POLL / len(threads))
+            finished = len(self.groups) - len(self.left)
+            text = f"{finished} of {len(self.groups)} groups"
             progress.update(round(min(done(), total - 0.1), 1), text)
         progress.close()
 
-    def share(self, group: Group) -> float:
-        """How much of a group's work is done, roughly: four fifths are training."""
+    def fraction_done(self, group: Group) -> float:
+        """Estimate how much of a group's work is done; four fifths are training."""
         if group not in self.left:
             return 1.0
         folder = self.sweep.folder(group)
         steps = group.trials[0].config["train"]["num_steps"]
-        trained = (folder / TRAINED).exists()
-        return 0.8 * (1.0 if trained else last_step(folder) / steps)
+        return 0.8 * (1.0 if is_trained(folder) else last_step(folder) / steps)
 
-    def work(self, worker: "Worker") -> None:
-        """Take a group that nobody has, do what can be done, and so on."""
+    def work(self, worker: Worker) -> None:
+        """Take groups that nobody else works on, until none is left."""
         try:
-            if worker.cores is not None:  # of this thread, and of what it starts
+            if worker.cores is not None:  # for this thread and its child processes
                 os.sched_setaffinity(0, worker.cores)
-            while self.grow() and self.stop is None:
+            while self.has_groups() and not self.is_stopping:
                 if not any(self.take(g, worker.environment) for g in list(self.left)):
-                    time.sleep(WAIT)
+                    time.sleep(POLL)
         except Stopped:
-            pass
+            self.is_stopping = True
         except BaseException as error:
             self.errors.append(error)
-            self.stop = self.stop or "an error"
+            self.is_stopping = True
+
+    def has_groups(self) -> bool:
+        """Whether groups are left, those included that follow from finished ones."""
+        with self.lock:
+            if self.extends:
+                self.sweep = self.sweep.extended()
+                names = {group.name for group in self.groups}
+                new = [g for g in self.sweep.groups if g.name not in names]
+                self.groups += new
+                self.left += new
+            return bool(self.left)
 
     def take(self, group: Group, environment: dict) -> bool:
-        """Advance a group unless another process or worker has it; whether it did."""
-        if self.stop is not None:
-            raise Stopped
+        """Run what a group still needs; return False if someone else works on it."""
+        if self.is_stopping:
+            raise Stopped("the sweep is stopping")
         folder = self.sweep.folder(group)
         with locked(folder / ".claim", wait=False) as claim:
             if claim is None or group not in self.left:
                 return False
             try:
-                moved = self.advance(group, claim, environment)
+                changed = self.advance(group, claim, environment)
             except Failed as error:
-                self.fail(group, str(error))
-                moved = True
+                self.report_failure(group, str(error))
+                changed = True
             with self.lock:
                 self.left.remove(group)
-            if moved:
-                self.sweep.collect()
+            if changed:
+                collect(self.sweep)
             return True
 
-    def grow(self) -> bool:
-        """Take up the groups that follow from what is done; whether any is left."""
-        with self.lock:
-            if self.grows:
-                self.sweep = self.sweep.extended()
-                names = {group.name for group in self.mine}
-                new = [g for g in self.sweep.groups if g.name not in names]
-                self.mine += new
-                self.left += new
-            return bool(self.left)
-
-    def advance(self, group: Group, claim, environment) -> bool:
-        """Do what a group still needs; whether anything was."""
+    def advance(self, group: Group, claim, environment: dict) -> bool:
+        """Train and score a group as far as needed; return whether anything was."""
         folder = self.sweep.folder(group)
         failed = folder / "failed.json"
         if failed.exists():
-            if noted(failed) != self.failed.get(failed):  # another process's, just now
-                return False
-            failed.unlink()  # of an earlier run: try again
-        moved = False
-        if not (folder / TRAINED).exists():
-            self.process(train_command(self.sweep, group), group, claim, environment)
-            (folder / TRAINED).touch()
-            moved = True
-        splits = [
+            if modified_at(failed) != self.old_failures.get(failed):
+                return False  # another process has just written it
+            failed.unlink()  # from an earlier call: try again
+        changed = False
+        if not is_trained(folder):
+            try:
+                self.run_process(group, None, claim, environment)
+            except Failed:
+                if not is_trained(folder):  # if it is, all trials have diverged
+                    raise
+            changed = True
+        if read_run(folder)["status"] == "diverged":  # nothing to score
+            return changed
+        missing = [
             split
             for split in self.sweep.splits(group)
             if not (folder / f"result-{split}.json").exists()
         ]
-        if splits:
-            command = eval_command(self.sweep, group, splits)
-            self.process(command, group, claim, environment)
-        return moved or bool(splits)
+        if missing:
+            self.run_process(group, missing, claim, environment)
+        return changed or bool(missing)
 
-    def process(self, command: list[str], group: Group, claim, environment) -> None:
-        """Run a process to its end; its words go to the group's log.txt.
+    def run_process(
+        self, group: Group, splits: list[str] | None, claim, environment: dict
+    ) -> None:
+        """Run a process to its end, with its output in the group's log.txt.
+
+        A signal that this process receives is forwarded once. The child may have got it
+        already, as a member of the process group; train.py ignores the repetition.
+
+        Args:
+            splits: to score on; None: train.
 
         Raises:
-            Failed: it did.
-            Stopped: the sweep was to stop; the process was told and waited for.
+            Failed: its exit code is not 0.
+            Stopped: the sweep, or the process, was stopped by a signal.
         """
-        folder = self.sweep.folder(group)
-        what = f"{group.trials[0].arm}, {len(group.trials)} trials"
-        say(f"{what}: {shlex.join(['python', *command[1:]])}")
-        log = folder / "log.txt"
+        command = self.command(group, splits)
+        name = f"{group.trials[0].arm}, {len(group.trials)} trials"
+        say(f"{name}: {shlex.join(['python', *command[1:]])}")
+        log = self.sweep.folder(group) / "log.txt"
         with log.open("a") as file:
             file.write(f"$ {shlex.join(command)}\n")
             file.flush()
-            begin = file.tell()
+            start = file.tell()
             child = self.start(
-                command,
+                group,
+                splits,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -263,83 +324,48 @@ class Runner:
                 pass_fds=(claim.fileno(),),
             )
         while child.poll() is None:
-            if self.stop is not None:
-                child.terminate()
+            if self.is_stopping:
+                child.send_signal(self.signal or signal.SIGTERM)
                 child.wait()
-                raise Stopped
-            time.sleep(WAIT / 5)
-        if self.stop is not None:  # before it is blamed: a signal may reach both
-            raise Stopped
-        said = log.read_bytes()[begin:].decode(errors="replace").strip()
+            time.sleep(POLL / 5)
+        if child.returncode in STOPPED and not self.is_stopping:
+            self.child_signal = STOPPED[child.returncode]
+            raise Stopped("a process was stopped")
+        if self.is_stopping:  # do not blame it: it may have got the signal too
+            raise Stopped("the sweep is stopping")
         if child.returncode:
-            raise Failed((said or f"exit code {child.returncode}").splitlines()[-1])
-        if "the same command goes on from there" in said:
-            raise Stopped
+            output = log.read_bytes()[start:].decode(errors="replace").strip()
+            raise Failed((output or f"exit code {child.returncode}").splitlines()[-1])
 
-    def start(self, command: list[str], **options) -> subprocess.Popen:
+    def command(self, group: Group, splits: list[str] | None) -> list[str]:
+        """Return the command of a process of a group."""
+        return group_command(self.sweep, group, splits)
+
+    def start(
+        self, group: Group, splits: list[str] | None, **options
+    ) -> subprocess.Popen:
         """Start a process of a group."""
-        return subprocess.Popen(command, **options)
+        return subprocess.Popen(self.command(group, splits), **options)
 
-    def fail(self, group: Group, error: str) -> None:
-        """Report a group, and leave it."""
+    def report_failure(self, group: Group, error: str) -> None:
+        """Record and log that a group failed."""
         write_json(self.sweep.folder(group) / "failed.json", {"error": error})
         log = self.sweep.folder(group) / "log.txt"
-        say(f"{group.trials[0].arm} failed, the others go on: {error} (see {log})")
+        say(f"{group.trials[0].arm} failed, the others continue: {error} (see {log})")
 
 
-def noted(failed: Path) -> int | None:
-    """When a failure was written down, by the file's own clock; None: it is gone."""
+def is_trained(folder: Path) -> bool:
+    """Whether train.py has nothing left to do in a group's folder."""
     try:
-        return failed.stat().st_mtime_ns
+        run = read_run(folder)
+    except ValueError:
+        return False  # train.py will say what is wrong with it
+    return run is not None and run["status"] in TRAINED
+
+
+def modified_at(path: Path) -> int | None:
+    """Return when a file was written, by its own clock; None if it is gone."""
+    try:
+        return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-class Worker(NamedTuple):
-    """Where the processes of a group run."""
-
-    environment: dict  # of theirs, besides ours
-    cores: set[int] | None = None  # None: all
-
-
-def workers_here(cores: int | None = None) -> list[Worker]:
-    """One a GPU, else one for all that there is, or one for so many cores.
-
-    Raises:
-        ValueError: there are not so many cores, or a worker has a GPU.
-    """
-    found = [Worker(environment) for environment in devices()]
-    if cores is None:
-        return found
-    if any(worker.environment for worker in found):
-        raise ValueError(
-            "--resources=cores is for machines without GPUs; with JAX_PLATFORMS=cpu a "
-            "sweep leaves them alone."
-        )
-    if not hasattr(os, "sched_getaffinity"):
-        raise ValueError("--resources=cores needs Linux, which gives a process cores.")
-    there = sorted(os.sched_getaffinity(0))
-    if not isinstance(cores, int) or not 1 <= cores <= len(there):
-        raise ValueError(
-            f"--resources=cores must be from 1 to {len(there)}, the cores that there "
-            f"are, got {cores}."
-        )
-    starts = range(0, len(there) - cores + 1, cores)
-    return [Worker({}, set(there[start : start + cores])) for start in starts]
-
-
-def devices() -> list[dict]:
-    """The environment of each worker: one a GPU, else one for all that there is."""
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return [{}]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        try:
-            told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-        except FileNotFoundError:
-            return [{}]
-        lines = [line for line in told.stdout.splitlines() if line.startswith("GPU")]
-        names = [str(index) for index in range(len(lines))]
-    else:
-        names = [name for name in visible.split(",") if name]
-    return [{"CUDA_VISIBLE_DEVICES": name} for name in names] or [{}]

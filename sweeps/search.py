@@ -1,206 +1,254 @@
-"""Which trials follow from those there are: first the search, then what is reported.
+"""Hyperparameter search: each arm's nuisance settings are chosen by its dev scores.
 
-An arm with a choice of nuisance settings first tries them, with seeds that are not
-among those reported, and scores them on dev. What is best becomes the arm's, and only
-then are its trials of the report trained; the others are never tested. The settings are
-those of --tune and of the ablation itself, or --search=optuna:30 proposes them. All
-state is in the groups' folders, so a search that is killed goes on as it was.
+An arm with a choice of settings first tries them, with seeds that are never reported,
+and is scored on dev. Only then are its reported trials trained, with the best setting;
+the other settings are never tested. The settings to try come from --tune, from the
+ablation itself, or from Optuna (--search=optuna:30). The next trials are a pure
+function of what is on disk, so a killed search resumes where it was.
 """
 
 import ast
+import importlib
 import math
 import re
 import zlib
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
 from headcount.configs.ablations import grid, over
 from headcount.configs.commandline import flat, near_miss
-from headcount.sweeps.optional import package
-from headcount.sweeps.plan import Arm, Trial, trials_of
-from headcount.training.trials import check, variable
+from headcount.sweeps.plan import Arm, Trial, make_trials
+from headcount.tasks.base import LOSS, Metric
+from headcount.training.trials import check_value, trial_keys
 
-FIRST_SEED = 1_000_000  # after the config's seed: far from those that are reported
-ROUNDS = 5  # that Optuna proposes its settings in; a round trains as one program
-LOST = -1.0  # the score of a trial that diverged: below every other
-SPACES = {  # from the config's own value, where --tune names none
+FIRST_SEED = 1_000_000  # added to the config's seed: far from the reported seeds
+ROUNDS = 5  # in which Optuna proposes its settings; a round trains as one program
+DEFAULT_RANGES = {  # by the config's own value, if --tune names no range
     "optimizer.learning_rate": lambda value: (value / 4, value * 4),
     "optimizer.label_smoothing": lambda value: (0.0, 0.3),
     "model.dropout": lambda value: (0.0, 0.4),
 }
 
 
+class DevScore(NamedTuple):
+    """A score to rank by, higher is better: the metric, then the loss for ties."""
+
+    value: float
+    negative_loss: float
+
+
+DIVERGED = DevScore(-math.inf, -math.inf)
+
+
+def dev_score(row: dict, metric: Metric) -> DevScore:
+    """Return the score of a row of result-val.json.
+
+    Args:
+        row: values by name of the metric; None where they are not finite.
+    """
+    value, loss = (
+        -math.inf if number is None or not math.isfinite(number) else sign * number
+        for sign, number in (
+            (1 if metric.higher_is_better else -1, row[metric.name]),
+            (-1, row.get(LOSS.name)),
+        )
+    )
+    return DIVERGED if row["diverged_at"] is not None else DevScore(value, loss)
+
+
 class Search(NamedTuple):
-    """How every arm's nuisance settings are found."""
+    """How the nuisance settings of every arm are found."""
 
-    count: int | None  # settings of an arm, by Optuna; None: the arm's candidates, all
-    space: dict[str, list | tuple]  # of Optuna: values, or the ends of a range
-    seeds: list[int]  # that each is tried with
+    count: int | None  # settings per arm from Optuna; None: all candidates of the arm
+    space: dict[str, list | tuple]  # for Optuna: values, or the ends of a range
+    seeds: list[int]  # that each setting is tried with
 
-    def is_for(self, arm: Arm) -> bool:
-        """Whether the arm has a choice."""
+    def has_choice(self, arm: Arm) -> bool:
+        """Whether the arm has more than one setting to choose from."""
         return self.count is not None or len(arm.candidates) > 1
 
-    def size(self, arm: Arm) -> int:
-        """Trials that the arm's search takes, at most."""
-        if not self.is_for(arm):
+    def max_trials(self, arm: Arm) -> int:
+        """Return the number of trials that the search takes for an arm, at most."""
+        if not self.has_choice(arm):
             return 0
         return len(self.seeds) * (self.count or len(arm.candidates))
 
 
-def make_search(text: str | None, tune: list[str], seeds: int, base, nuisance):
-    """The search that the flags ask for, and the settings that an arm may have.
-
-    Args:
-        text: "optuna:30", or None: every combination of the values of `tune`.
-        tune: KEY=VALUE,VALUE or, for Optuna, KEY=LOW:HIGH.
-        seeds: that each setting is tried with.
-        base: the config.
-        nuisance: keys that the ablation names.
+def optional_package(name: str) -> ModuleType:
+    """Import a package of requirements-sweeps.txt.
 
     Raises:
-        ValueError: a flag says nothing sensible.
+        ValueError: it is not installed.
     """
-    tried = [base.seed + FIRST_SEED + i for i in range(seeds)]
-    space = dict(assigned(each, flat(base.to_dict()), nuisance) for each in tune)
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(
+            f"The package {name} is needed: pip install -r requirements-sweeps.txt"
+        ) from None
+
+
+def make_search(
+    text: str | None, tune: list[str], num_seeds: int, base, nuisance: list[str]
+) -> tuple[Search, list[dict]]:
+    """Return the search that the flags ask for, and the candidates of every arm.
+
+    Args:
+        text: --search: "optuna:30"; None: try every combination of the `tune` values.
+        tune: --tune: KEY=VALUE,VALUE or, with Optuna, KEY=LOW:HIGH.
+        num_seeds: --search_seeds: seeds per setting.
+        base: the base config.
+        nuisance: keys that the ablation allows to tune.
+
+    Raises:
+        ValueError: a flag can't be parsed, or names another key.
+    """
+    seeds = [base.seed + FIRST_SEED + i for i in range(num_seeds)]
+    values = flat(base.to_dict())
+    space = dict(parse_tune(each, values, nuisance) for each in tune)
     if text is None:
         ranges = [key for key, values in space.items() if isinstance(values, tuple)]
         if ranges:
             raise ValueError(
-                f"--tune gives a range for {ranges[0]}, which only a search takes, as "
-                f"with --search=optuna:30; else list values with commas between them."
+                f"--tune gives a range for {ranges[0]}, which needs a search, as with "
+                f"--search=optuna:30; otherwise list values separated by commas."
             )
-        return Search(None, {}, tried), grid(*(over(k, *v) for k, v in space.items()))
+        return Search(None, {}, seeds), grid(*(over(k, *v) for k, v in space.items()))
     found = re.fullmatch(r"optuna:(\d+)", text)
     if found is None or int(found.group(1)) < 1:
         raise ValueError(
-            f"--search must be optuna:N, N settings for every arm, as in optuna:30; "
-            f"got {text!r}."
+            f"--search must be optuna:N for N settings per arm, as in optuna:30; got "
+            f"{text!r}."
         )
-    missing = [key for key in nuisance if key not in SPACES]
-    if not space and (missing or not nuisance):
+    missing = [key for key in nuisance if key not in DEFAULT_RANGES]
+    if not space and not nuisance:
+        raise ValueError("--search: the ablation names no nuisance settings.")
+    if not space and missing:
         raise ValueError(
-            f"--search needs to know where to look for "
-            f"{missing[0] if missing else 'settings: the ablation names no nuisance'}; "
-            f"say it with --tune=KEY=LOW:HIGH, where KEY stands after the ablation's "
-            f'"Nuisance:".'
+            f"--search has no default range for {missing[0]}; give one with "
+            f"--tune={missing[0]}=LOW:HIGH."
         )
-    values = flat(base.to_dict())
-    space = space or {key: SPACES[key](values[key]) for key in nuisance}
-    return Search(int(found.group(1)), space, tried), [{}]
+    space = space or {key: DEFAULT_RANGES[key](values[key]) for key in nuisance}
+    return Search(int(found.group(1)), space, seeds), [{}]
 
 
-def assigned(text: str, base: dict, nuisance: list[str]) -> tuple:
-    """The key of a --tune, and its values or the ends of its range.
+def parse_tune(text: str, base: dict, nuisance: list[str]) -> tuple:
+    """Return the key of a --tune, and a list of values or the ends of a range.
 
     Raises:
-        ValueError: a key that the ablation does not name, or no number.
+        ValueError: the ablation does not name the key, or a value is not a number that
+            the key may have.
     """
     key, _, values = text.partition("=")
     if key not in base:
         raise ValueError(f"--tune: there is no config key {key}.{near_miss(key)}")
-    if key not in nuisance or key not in variable(base):
+    if key not in nuisance or key not in trial_keys(base):
         raise ValueError(
-            f"--tune may set what the ablation names as nuisance, "
-            f"{', '.join(nuisance) or 'which is nothing'}; got {key}."
+            f"--tune={key}: only what the ablation lists as nuisance can be tuned: "
+            f"{', '.join(nuisance) or 'nothing'}."
         )
-    kind, sign = (tuple, ":") if ":" in values else (list, ",")
+    kind, separator = (tuple, ":") if ":" in values else (list, ",")
     try:
-        found = kind(map(ast.literal_eval, values.split(sign)))
+        found = kind(map(ast.literal_eval, values.split(separator)))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise ValueError(
-            f"--tune={text} needs numbers with commas between them, as in "
+            f"--tune={text} needs numbers separated by commas, as in "
             f"--tune={key}=0.002,0.005, or for a search a range, as in "
             f"--tune={key}=0.001:0.01"
         ) from None
     for value in found:
-        check(f"--tune={text}: {key}", key, value)
+        check_value(f"--tune={text}: {key}", key, value)
     if kind is tuple and (len(found) != 2 or not found[0] < found[1]):
         raise ValueError(f"--tune={text}: a range is LOW:HIGH, with LOW below HIGH.")
     return key, found
 
 
-def known_trials(
+def next_trials(
     arms: list[Arm],
     search: Search,
-    there: list[tuple[Trial, float | None]],
+    existing: list[tuple[Trial, DevScore | None]],
     propose: bool,
 ) -> list[Trial]:
-    """All trials that a sweep has by now, in order.
+    """Return all trials that the sweep has by now, in order.
 
     Args:
         arms: of the plan.
         search: how their nuisance settings are found.
-        there: the trials on disk, those of searches with their dev score once they
-            have one (`LOST` where they diverged), else None.
-        propose: whether Optuna may be asked for more.
+        existing: the trials on disk; those of searches with their dev score, or None
+            if they have none yet.
+        propose: whether Optuna may start another round.
     """
     found = []
     for arm in arms:
-        if search.is_for(arm):
-            found += searched(arm, search, there, propose)
+        if search.has_choice(arm):
+            found += search_trials(arm, search, existing, propose)
         else:
-            found += trials_of(arm, arm.candidates, arm.seeds)
+            found += make_trials(arm, arm.candidates, arm.seeds)
     return found
 
 
-def searched(arm: Arm, search: Search, there, propose: bool) -> list[Trial]:
-    """The trials of an arm that has a choice."""
-    scores = {trial.id: score for trial, score in there}
+def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Trial]:
+    """Return the trials of an arm that has a choice of settings."""
+    scores = {trial.id: score for trial, score in existing}
     settings = arm.candidates
     if search.count is not None:
-        mine = [t for t, _ in there if t.is_search and t.arm == arm.name]
-        mine.sort(key=lambda trial: trial.attempt)
+        own = [t for t, _ in existing if t.is_search and t.arm == arm.name]
+        own.sort(key=lambda trial: trial.attempt)
         settings = unique(
             [
                 trial.nuisance
-                for trial in mine
-                if trials_of(arm, [trial.nuisance], [trial.seed])[0].id == trial.id
+                for trial in own
+                if make_trials(arm, [trial.nuisance], [trial.seed])[0].id == trial.id
             ]
         )
-    tries = tries_of(arm, settings, search.seeds)
-    if any(scores.get(trial.id) is None for trial in tries):
-        return tries
+    tried = attempts(arm, settings, search.seeds)
+    if any(scores.get(trial.id) is None for trial in tried):
+        return tried
     means = [
-        mean([scores[t.id] for t in tries if t.nuisance == each]) for each in settings
+        mean_score([scores[t.id] for t in tried if t.nuisance == each])
+        for each in settings
     ]
+    best = max(means, default=DIVERGED)
     chosen = []
-    if max(means, default=LOST) > LOST:
-        chosen = trials_of(arm, [settings[int(np.argmax(means))]], arm.seeds)
-    # an earlier call found no more to propose, where what is chosen is on disk
+    if best > DIVERGED:
+        chosen = make_trials(arm, [settings[means.index(best)]], arm.seeds)
+    # if the chosen trials are on disk, an earlier call found nothing more to propose
     is_over = any(trial.id in scores for trial in chosen)
     if search.count is not None and len(settings) < search.count and not is_over:
-        new = proposals(arm, search, settings, means) if propose else []
+        new = propose_settings(arm, search, settings, means) if propose else []
         if new or not propose:
-            return tries_of(arm, settings + new, search.seeds)
-    return tries + chosen
+            return attempts(arm, settings + new, search.seeds)
+    return tried + chosen
 
 
-def tries_of(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
-    """The trials that try settings."""
+def attempts(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
+    """Return the trials that try settings, numbered from 1."""
     return [
         trial._replace(attempt=number)
         for number, each in enumerate(settings, start=1)
-        for trial in trials_of(arm, [each], seeds)
+        for trial in make_trials(arm, [each], seeds)
     ]
 
 
-def mean(scores: list[float]) -> float:
-    """Of a setting's seeds; it is lost if one is."""
-    return LOST if LOST in scores else float(np.mean(scores))
+def mean_score(scores: list[DevScore]) -> DevScore:
+    """Average over the seeds of a setting; diverged if one of them diverged."""
+    if DIVERGED in scores:
+        return DIVERGED
+    return DevScore(*(float(np.mean(column)) for column in zip(*scores, strict=True)))
 
 
-def proposals(
-    arm: Arm, search: Search, settings: list[dict], scores: list[float]
+def propose_settings(
+    arm: Arm, search: Search, settings: list[dict], scores: list[DevScore]
 ) -> list[dict]:
-    """The next round of settings, new ones: by Optuna's TPE, the config's own first.
+    """Return the next round of new settings by Optuna's TPE, the config's own first.
 
-    The first round is drawn at random. Numbers of a range have three digits, on a log
-    scale where the range begins above 0. Fewer are proposed, or none, where the space
-    has no more.
+    The first round is random. Numbers in a range are rounded to three digits, and drawn
+    on a log scale if the range starts above 0. Fewer are returned, or none, when the
+    space is exhausted.
     """
-    optuna = package("optuna")
+    optuna = optional_package("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     size = min(math.ceil(search.count / ROUNDS), search.count - len(settings))
     space = {
@@ -212,37 +260,45 @@ def proposals(
     seed = zlib.crc32(f"{arm.name} {len(settings)}".encode())
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=size)
     study = optuna.create_study(direction="maximize", sampler=sampler)
+    # TPE uses the order of the scores only, so it gets ranks: the loss breaks ties
+    order = sorted(set(scores))
     for each, score in zip(settings, scores, strict=True):
         study.add_trial(
-            optuna.trial.create_trial(params=each, distributions=space, value=score)
+            optuna.trial.create_trial(
+                params=each, distributions=space, value=float(order.index(score))
+            )
         )
     config = flat(arm.config)
     own = {key: config[key] for key in space}
-    found = [own] if all(inside(v, search.space[k]) for k, v in own.items()) else []
-    for _ in range(20 * size):  # it may ask for the same again
+    in_space = all(is_inside(value, search.space[key]) for key, value in own.items())
+    found = [own] if in_space else []
+    for _ in range(20 * size):  # it may propose the same setting again
         if len(new := [s for s in unique(found) if s not in settings]) >= size:
             break
-        asked = study.ask(space).params
+        params = study.ask(space).params
         found.append(
-            {k: rounded(v, search.space[k], config[k]) for k, v in asked.items()}
+            {
+                key: round_like(value, search.space[key], config[key])
+                for key, value in params.items()
+            }
         )
     return new[:size]
 
 
 def unique(settings: list[dict]) -> list[dict]:
-    """Each once, in order."""
+    """Return each setting once, in order."""
     return [each for i, each in enumerate(settings) if each not in settings[:i]]
 
 
-def inside(value, values: list | tuple) -> bool:
-    """Whether a search could come upon the value."""
+def is_inside(value, values: list | tuple) -> bool:
+    """Whether a value is one of a list, or within a range."""
     if isinstance(values, list):
         return value in values
     return values[0] <= value <= values[1]
 
 
-def rounded(value, values: list | tuple, like):
-    """A number of a range with three digits, still in the range; whole like another."""
+def round_like(value, values: list | tuple, like):
+    """Round a number of a range to three digits, or to an integer if `like` is one."""
     if isinstance(values, list):
         return value
     value = round(value) if isinstance(like, int) else float(f"{value:.3g}")

@@ -1,49 +1,58 @@
-"""What a sweep leaves on disk: the truth in its groups' folders, a table made of it.
+"""A sweep on disk: one folder per group, which holds all of the sweep's state.
 
-A group's folder is a workdir of train.py with `group.json` (its trials) beside. The
-table is sweep.sqlite (and sweep.csv), a row a trial, and holds nothing that could not
-be made again: so a process may be killed at any moment, and several may share a sweep.
+    sweep.json            what the sweep is; see `sweeps.settings`
+    groups/NAME/          a workdir of train.py
+      group.json          its trials
+      failed.json         the error, if a process failed
+      result-SPLIT.json   scores, from eval.py
+      log.txt             what its processes printed
+
+Nothing else is state: the table is made from these files, so a process may be killed at
+any moment, and several processes or machines may work on one sweep.
 """
 
 import contextlib
-import csv
 import fcntl
 import hashlib
 import json
-import math
 import re
-import sqlite3
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from headcount.runtime.workdir import write_json
-from headcount.sweeps.plan import Arm, Group, Plan, Trial, grouped
-from headcount.sweeps.records import read_group, read_record, read_result
-from headcount.sweeps.search import LOST, Search, known_trials
-from headcount.tasks.scores import untied
-from headcount.training.metrics import metrics_of
-
-SCORES = ("bleu", "chrf", "published_bleu", "published_chrf", "exact_match")
-TOLD = (*SCORES, "loss")  # what is reported; arms are ranked by one of the scores
-TRAINED = ".trained"  # made when train.py has nothing left to do
-COLUMNS = (
-    *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
-    *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
-    *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
-    *(f"{split}_{score}" for split in ("dev", "test") for score in TOLD),
-    *("test_split", "checkpoint", "decoding"),
-    *("signature", "chrf_signature", "published_signature"),
-    *("published_chrf_signature", "device", "attention", "versions", "python"),
-    *("commit", "folder", "error"),
+from headcount.runtime.workdir import (
+    differences,
+    matches,
+    read_json,
+    summarize,
+    write_json,
 )
+from headcount.sweeps.plan import Group, Plan, Trial, group_trials
+from headcount.sweeps.search import (
+    DIVERGED,
+    DevScore,
+    Search,
+    dev_score,
+    next_trials,
+)
+from headcount.tasks import Metric, Task
+from headcount.training.metrics import read_metrics
+
+TRAINED = ("finished", "diverged")  # statuses of run.json with nothing left to train
+RUN = {  # what the table takes from run.json; see `runtime.workdir.matches`
+    **{"status": "", "num_parameters": 0, "devices": [""], "attention": {}},
+    **{"versions": {}, "python": "", "commit": None},
+}
+RESULT = {"step": 0, "checkpoint": "", "options": {}, "signatures": {}}
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait: bool = True):
-    """Hold a file's lock; yields the file, or None where another process has it.
+def locked(path: Path, wait: bool = True) -> Iterator:
+    """Lock a file; yield it, or None if another process has the lock.
 
-    The system gives the lock back when the last process that has the file open ends,
-    however it ends; a child that the file is passed on to keeps it.
+    The kernel releases the lock when the last process that has the file open ends, in
+    whatever way. A child process that inherits the file keeps the lock.
     """
     with path.open("a") as file:
         try:
@@ -55,103 +64,223 @@ def locked(path: Path, wait: bool = True):
 
 
 class Sweep(NamedTuple):
-    """A sweep with its place on disk."""
+    """A sweep and its place on disk."""
 
     workdir: Path
     plan: Plan
     search: Search
     groups: list[Group]  # in the order of the plan's trials
-    settings: dict  # as in sweep.json
+    settings: dict  # of sweep.json
+    task: Task  # of the base config
+    task_file: Path | None  # that registers the task; from the command line only
+
+    @property
+    def metric(self) -> Metric:
+        """The metric that arms are compared by."""
+        return next(m for m in self.task.metrics if m.name == self.settings["metric"])
+
+    @property
+    def has_search(self) -> bool:
+        """Whether more groups may follow from those that exist."""
+        return any(map(self.search.has_choice, self.plan.arms))
 
     def folder(self, group: Group) -> Path:
-        """Where a group is."""
+        """Return the workdir of a group."""
         return self.workdir / "groups" / group.name
 
-    def searches(self) -> bool:
-        """Whether groups may follow from those there are."""
-        return any(map(self.search.is_for, self.plan.arms))
-
     def num_trials(self) -> int:
-        """Of the whole sweep, also those that are still to be chosen, at most."""
+        """Count the trials of the whole sweep, at most, those of searches included."""
         arms = self.plan.arms
-        return sum(len(arm.seeds) + self.search.size(arm) for arm in arms)
+        return sum(len(arm.seeds) + self.search.max_trials(arm) for arm in arms)
 
     def splits(self, group: Group) -> list[str]:
-        """What a group is scored on: a search on dev alone."""
+        """Return the splits that a group is scored on: a search, on dev alone."""
         is_search = group.trials[0].is_search
         return ["val"] if is_search else ["val", self.settings["test_split"]]
 
-    def extended(self, propose: bool = True, writes: bool = True) -> "Sweep":
-        """With the trials that follow from what is on disk by now, in groups.
+    def extended(self, propose: bool = True, write: bool = True) -> "Sweep":
+        """Return the sweep with the trials that follow from what is on disk by now.
 
-        Groups on disk stay as they are, the rest become new ones. So a sweep that is
-        given more seeds or arms keeps what it has, and an interrupted group resumes
-        with the very trials that it started with. `writes` False puts none there.
+        Groups on disk stay as they are; trials without a group form new ones. So a
+        sweep keeps what it has when it is given more seeds or arms, and an interrupted
+        group resumes with the trials that it was started with.
+
+        Args:
+            propose: whether a search by Optuna may start another round.
+            write: whether to create the folders of new groups.
         """
         folder, lock = self.workdir / "groups", contextlib.nullcontext()
-        if writes:
+        if write:
             folder.mkdir(parents=True, exist_ok=True)
             lock = locked(self.workdir / ".plan")
         with lock:
             groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
-            there = [
-                (trial, dev_score(self, group, index))
-                for group in groups
-                for index, trial in enumerate(group.trials)
-            ]
-            trials = known_trials(self.plan.arms, self.search, there, propose)
-            wanted = {trial.id: index for index, trial in enumerate(trials)}
-            groups = [g for g in groups if any(t.id in wanted for t in g.trials)]
+            existing = self._replace(groups=groups).scored_trials()
+            trials = next_trials(self.plan.arms, self.search, existing, propose)
+            order = {trial.id: index for index, trial in enumerate(trials)}
+            groups = [g for g in groups if any(t.id in order for t in g.trials)]
             placed = {trial.id for group in groups for trial in group.trials}
             left = [trial for trial in trials if trial.id not in placed]
-            for new in grouped(left, self.settings["group_size"]):
+            for new in group_trials(left, self.settings["group_size"]):
                 group = Group(group_name(new), new)
                 groups.append(group)
-                if writes:
+                if write:
                     self.folder(group).mkdir(exist_ok=True)
                     rows = [trial._asdict() for trial in new]
                     write_json(self.folder(group) / "group.json", rows)
-        first = len(wanted)
-        groups.sort(
-            key=lambda g: min(wanted.get(trial.id, first) for trial in g.trials)
-        )
+        last = len(order)
+        groups.sort(key=lambda g: min(order.get(trial.id, last) for trial in g.trials))
         return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
 
-    def rows(self) -> list[dict]:
-        """The table's rows, of what every group's files say by now."""
-        rows = [row for group in self.groups for row in rows_of(self, group)]
-        select(rows)
-        order = {trial.id: index for index, trial in enumerate(self.plan.trials)}
-        return sorted(rows, key=lambda row: order[row["id"]])
+    def scored_trials(self) -> list[tuple[Trial, DevScore | None]]:
+        """Return all trials on disk; those of searches with their dev score, if any."""
+        results, _ = self.read_results("val")
+        found = []
+        for group in self.groups:
+            rows = results.get(group.name)
+            for index, trial in enumerate(group.trials):
+                score = None
+                if trial.is_search and rows is not None:
+                    score = dev_score(rows[index], self.metric)
+                elif trial.is_search:
+                    metrics = read_metrics(self.folder(group))
+                    if diverged_at(metrics, index) is not None:
+                        score = DIVERGED
+                found.append((trial, score))
+        return found
 
-    def collect(self) -> list[dict]:
-        """Write the table anew; returns its rows."""
-        with locked(self.workdir / ".table"):
-            rows = self.rows()
-            write_sqlite(self.workdir / "sweep.sqlite", rows)
-            write_csv(self.workdir / "sweep.csv", rows)
-        return rows
+    def read_results(self, split: str) -> tuple[dict[str, list], dict[str, str]]:
+        """Read the result-SPLIT.json of all groups that have one, by group name.
+
+        Returns:
+            The rows per group, and error messages of files that are damaged or were
+            made with other options than those of most groups.
+        """
+        found, errors = {}, {}
+        for group in self.groups:
+            try:
+                rows = read_result(self, group, split)
+            except ValueError as error:
+                errors[group.name] = str(error)
+            else:
+                found |= {} if rows is None else {group.name: rows}
+        made = {name: json.dumps(rows[0]["options"]) for name, rows in found.items()}
+        if made:
+            usual = json.loads(Counter(made.values()).most_common(1)[0][0])
+            for group in self.groups:
+                if group.name not in found:
+                    continue
+                own = found[group.name][0]["options"]
+                if changed := differences(usual, own, "options", may_change=()):
+                    path = self.folder(group) / f"result-{split}.json"
+                    errors[group.name] = other_settings(path, changed)
+                    del found[group.name]
+        return found, errors
 
 
-def dev_score(sweep: Sweep, group: Group, index: int) -> float | None:
-    """Of a search's trial; `LOST` where it diverged, None where it has none yet."""
-    if not group.trials[index].is_search:
-        return None
-    folder, settings = sweep.folder(group), sweep.settings
+def read_optional_json(path: Path):
+    """Return what a JSON file holds; None if there is no file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
-        found = read_result(folder, "val", group, settings)
-    except ValueError:  # which the table tells
+        return read_json(path)
+    except FileNotFoundError:
         return None
-    if found is not None and found[index]["diverged_at"] is None:
-        loss = found[index].get("loss")
-        loss = loss if isinstance(loss, float) else math.inf
-        return untied(found[index][settings["metric"]], loss)
-    diverged = diverged_at(metrics_of(folder), index)
-    return LOST if found is not None or diverged is not None else None
+
+
+def read_group(path: Path) -> Group:
+    """Read a group.json.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        trials = [Trial(**trial) for trial in read_json(path)]
+    except TypeError:
+        trials = []
+    if not trials:
+        raise ValueError(
+            f"{path} is damaged (it holds no trials); restore it, or move its folder "
+            f"away and sweep.py run trains them again."
+        )
+    return Group(path.parent.name, trials)
+
+
+def read_run(folder: Path) -> dict | None:
+    """Read what the table needs of a group's run.json; None if there is no file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    hint = "restore it, or move its folder away, and sweep.py run trains it again."
+    return _read_record(folder / "run.json", RUN, hint)
+
+
+def read_failure(folder: Path) -> dict | None:
+    """Read why a group's process failed; None if it didn't.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    hint = "sweep.py run tries its group again."
+    return _read_record(folder / "failed.json", {"error": ""}, hint)
+
+
+def _read_record(path: Path, schema: dict, hint: str) -> dict | None:
+    try:
+        found = read_optional_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); {hint}") from None
+    if found is not None and not matches(found, schema):
+        raise ValueError(f"{path} is damaged (it lacks a value); {hint}")
+    return found
+
+
+def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
+    """Read a group's result-SPLIT.json, one row per trial; None if there is no file.
+
+    Raises:
+        ValueError: it is damaged, or made from other checkpoints than the sweep's.
+    """
+    path, metrics = sweep.folder(group) / f"result-{split}.json", sweep.task.metrics
+    hint = "move it away, and sweep.py run scores its group again."
+    try:
+        found = read_optional_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); {hint}") from None
+    if found is None:
+        return None
+    whole = isinstance(found, list) and matches(found, [RESULT])
+    if not whole or len(found) != len(group.trials):
+        raise ValueError(f"{path} is damaged (it needs a row per trial); {hint}")
+    for row in found:
+        needed = {m.name: row.get(m.name, "missing") for m in metrics}
+        if row.get("diverged_at") is None and needed[sweep.metric.name] is None:
+            needed[sweep.metric.name] = "not finite"
+        for name, value in needed.items():
+            if value is not None and type(value) not in (int, float):
+                raise ValueError(f"{path} is damaged ({name} is {value}); {hint}")
+    wanted = {"checkpoint": sweep.settings["checkpoint"]}
+    made = {"checkpoint": found[0]["checkpoint"]}
+    if changed := differences(wanted, made, may_change=()):
+        raise ValueError(other_settings(path, changed))
+    return found
+
+
+def other_settings(path: Path, changed: list[str]) -> str:
+    """Return the error for a result that can't stand beside the others."""
+    phrases = summarize(changed).replace("(there ", "(in the sweep ")
+    phrases = phrases.replace(", now ", ", in the file ")
+    return (
+        f"{path} was made with other settings than the rest of the sweep: {phrases}; "
+        f"move it away, and sweep.py run scores its group again."
+    )
 
 
 def diverged_at(metrics: list[dict], index: int) -> int | None:
-    """The step at which a group's trial diverged, if it did."""
+    """Return the step at which a trial of a group diverged, if it did."""
     steps = [
         m["diverged_at"] for m in metrics if m["trial"] == index and "diverged_at" in m
     ]
@@ -159,15 +288,15 @@ def diverged_at(metrics: list[dict], index: int) -> int | None:
 
 
 def group_name(trials: list[Trial]) -> str:
-    """A folder's name: readable, and apart from that of any other group."""
-    ids = hashlib.sha256(" ".join(trial.id for trial in trials).encode())
+    """Return a readable, unique name for a group's folder."""
+    digest = hashlib.sha256(" ".join(trial.id for trial in trials).encode()).hexdigest()
     readable = re.sub(r"[^\w=.]+", "_", trials[0].arm)[:40]
     readable += "-search" if trials[0].is_search else ""
-    return f"{readable}-{ids.hexdigest()[:8]}"
+    return f"{readable}-{digest[:8]}"
 
 
 def last_step(folder: Path) -> int:
-    """Updates that a group's metrics tell of."""
+    """Return the last step in a group's metrics.jsonl, reading only its end."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -175,164 +304,3 @@ def last_step(folder: Path) -> int:
         file.seek(max(0, path.stat().st_size - 4096))
         steps = re.findall(rb'^\{"step": (\d+),', file.read(), re.MULTILINE)
     return int(steps[-1]) if steps else 0
-
-
-def pace(metrics: list[dict]) -> tuple[float | None, float]:
-    """Tokens a second of a whole group, and seconds that its updates took.
-
-    Compilation, evaluation and saving are left out.
-    """
-    logged = {m["step"]: m for m in metrics if m.get("steps_per_second")}
-    seconds, tokens, before = 0.0, 0.0, 0
-    for step, row in sorted(logged.items()):
-        span = (step - before) / row["steps_per_second"]
-        seconds, tokens = seconds + span, tokens + span * row["tokens_per_second"]
-        before = step
-    return (tokens / seconds if seconds else None), seconds
-
-
-def rows_of(sweep: Sweep, group: Group) -> list[dict]:
-    """A row of the table for every trial of a group that the plan has."""
-    folder, plan, settings = sweep.folder(group), sweep.plan, sweep.settings
-    test_split = settings["test_split"]
-    run, failed, results, unusable = None, None, {}, None
-    try:
-        run = read_record(folder / "run.json")
-    except ValueError as error:
-        unusable = str(error)
-    try:
-        failed = read_record(folder / "failed.json")
-    except ValueError as error:
-        failed = {"error": str(error)}
-    for side, split in (("dev", "val"), ("test", test_split)):
-        try:
-            results[side] = read_result(folder, split, group, settings)
-        except ValueError as error:
-            results[side], unusable = None, str(error)
-    metrics = metrics_of(folder)
-    tokens_per_second, seconds = pace(metrics)
-    planned = {trial.id: trial.arm for trial in plan.trials}
-    rows = []
-    for index, trial in enumerate(group.trials):
-        if trial.id not in planned:
-            continue
-        scores = {side: found and found[index] for side, found in results.items()}
-        # by the plan's name: an earlier version may have given the group another
-        row = dict.fromkeys(COLUMNS) | arm_columns(plan.arm(planned[trial.id]))
-        row |= {
-            "id": trial.id,
-            "stage": "search" if trial.is_search else "report",
-            "seed": trial.seed,
-            "diverged_at": diverged_at(metrics, index),
-            "nuisance": json.dumps(trial.nuisance),
-            "steps": max(
-                (m["step"] for m in metrics if m["trial"] == index), default=0
-            ),
-            "seconds": seconds / len(group.trials) if seconds else None,
-            "tokens_per_second": tokens_per_second,
-            "test_split": test_split,
-            "folder": f"groups/{group.name}",
-        }
-        if run is not None:
-            row |= {
-                "parameters": run["num_parameters"],
-                "device": ", ".join(sorted(set(run["devices"]))),
-                "attention": json.dumps(run["attention"]),
-                "versions": json.dumps(run["versions"]),
-                "python": run["python"],
-                "commit": run["commit"],
-            }
-        for side, found in scores.items():
-            row |= score_columns(side, found) if found else {}
-        row["status"] = status(folder, row, scores)
-        if failed is not None and row["status"] not in ("done", "diverged"):
-            row |= {"status": "failed", "error": failed["error"]}
-        if unusable is not None:
-            row |= {"status": "failed", "error": unusable}
-        rows.append(row)
-    return rows
-
-
-def arm_columns(arm: Arm) -> dict:
-    """What a row says of its arm."""
-    return {
-        "arm": arm.name,
-        "is_baseline": int(arm.is_baseline),
-        "overrides": json.dumps(arm.overrides),
-        "mlp_dim": arm.config["model"]["mlp_dim"],
-        "parameters": arm.parameters,
-        "flops": arm.training_flops,
-    }
-
-
-def score_columns(side: str, found: dict) -> dict:
-    """What a row takes from a row of a result-SPLIT.json."""
-    columns = {f"{side}_{s}": found[s] for s in TOLD if s in found}
-    columns |= {k: v for k, v in found.items() if k.endswith("signature")}
-    return columns | {
-        "best_step": found["step"],
-        "diverged_at": found["diverged_at"],
-        "checkpoint": found["checkpoint"],
-        "decoding": json.dumps(found["decoding"]),
-    }
-
-
-def status(folder: Path, row: dict, scores: dict) -> str:
-    """How far a trial has come."""
-    if row["diverged_at"] is not None:
-        return "diverged"
-    if scores["dev"]:  # also where test is: one that was taken away is to be made anew
-        is_done = scores["test"] or row["stage"] == "search"
-        return "done" if is_done else "dev scored"
-    if (folder / TRAINED).exists():
-        return "trained"
-    return "training" if row["steps"] else "waiting"
-
-
-def unfinished(plan: Plan, rows: list[dict]) -> int:
-    """Trials that are not done; those that wait for a search too.
-
-    None will follow a search in which everything diverged.
-    """
-    reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    going = {row["arm"] for row in rows if row["status"] != "diverged"}
-    known = reported | ({row["arm"] for row in rows} - going)
-    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
-    settled = ("done", "diverged", "failed")
-    return sum(waiting) + sum(row["status"] not in settled for row in rows)
-
-
-def select(rows: list[dict]) -> None:
-    """Mark the settings that each arm's search ended in, and what has them.
-
-    `selected` becomes 1 or 0, or stays None where that is not known yet.
-    """
-    chosen = {r["arm"]: r["nuisance"] for r in rows if r["stage"] == "report"}
-    for row in rows:
-        if row["arm"] in chosen:
-            row["selected"] = int(row["nuisance"] == chosen[row["arm"]])
-
-
-def write_sqlite(path: Path, rows: list[dict]) -> None:
-    """Write the rows as a new file: who reads the old one can't hold us up."""
-    columns = ", ".join(f'"{name}"' for name in COLUMNS)
-    values = ", ".join(f":{name}" for name in COLUMNS)
-    with contextlib.closing(sqlite3.connect(":memory:")) as base:
-        base.execute(f"CREATE TABLE trials ({columns}, PRIMARY KEY (id))")
-        base.executemany(f"INSERT INTO trials ({columns}) VALUES ({values})", rows)
-        base.commit()
-        content = base.serialize()
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    path.with_name(path.name + "-journal").unlink(missing_ok=True)  # of the old file
-    part.replace(path)
-
-
-def write_csv(path: Path, rows: list[dict]) -> None:
-    """The same rows for a spreadsheet."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    part.replace(path)

@@ -1,8 +1,8 @@
-"""Published scores stand beside arms of the same heads, and beside no others."""
+"""Published scores stand beside arms with the same heads, and beside no others."""
 
 import pytest
 
-from headcount.analysis.anchors import published
+from headcount.analysis.anchors import find_anchor, published_score
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,15 @@ from headcount.analysis.anchors import published
     ],
 )
 def test_published_scores_are_of_the_same_heads(ablation, N, K, H, V, score):
-    """Of a model that is 512 wide, as theirs are or as many times wider than H."""
+    """For a model of width 512, as theirs, or with the same ratio to H."""
     heads = {"num_heads": N, "num_kv_heads": K, "head_dim": H, "value_dim": V}
-    assert published(ablation, {"width": 512, "attention": heads}) == score
+    anchor = find_anchor(ablation, "translation")
+    assert published_score(anchor, {"width": 512, "attention": heads}) == score
+
+
+def test_published_scores_are_of_the_same_task():
+    heads = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "value_dim": 64}
+    model = {"width": 512, "attention": heads}
+    for task, score in (("translation", 26.5), ("language_model", 30.2)):
+        assert published_score(find_anchor("shazeer", task), model) == score
+    assert find_anchor("shazeer", "tagging") is None

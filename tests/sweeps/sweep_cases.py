@@ -1,10 +1,12 @@
-"""What tests of whole sweeps share: a corpus, the command, what a sweep leaves."""
+"""What tests of whole sweeps share: a corpus, commands, and what a sweep leaves."""
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,6 +26,7 @@ SMALL = {
     "train.log_every_steps": 1,
     "train.eval_every_steps": 30,
     "train.checkpoint_every_steps": 10,
+    "train.best_metric": "bleu",
 }
 ABLATIONS = '''
 """Ablations of a test."""
@@ -41,7 +44,7 @@ def two(base):
 
 
 def broken(base):
-    """What becomes of an arm that cannot train?
+    """What if an arm cannot train?
 
     Scientific: data.max_length.
     Nuisance: optimizer.learning_rate.
@@ -74,6 +77,7 @@ def warmup(base):
 
 
 def sweep(verb, workdir, corpus, *flags, ablation="two"):
+    """Return a command of sweep.py."""
     settings = SMALL | {"data.directory": corpus}
     return [
         sys.executable,
@@ -89,6 +93,7 @@ def sweep(verb, workdir, corpus, *flags, ablation="two"):
 
 
 def start(args):
+    """Start a command as a process group of its own."""
     return subprocess.Popen(
         args,
         cwd=ROOT,
@@ -96,18 +101,50 @@ def start(args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # so that all its processes can be killed at once
+        start_new_session=True,
     )
 
 
 def finish(args, code=0):
-    process = start(args)
-    said = process.communicate(timeout=500)[0]
-    assert process.returncode == code, said
-    return said
+    """Run a command to its end; return what it printed."""
+    return end(start(args), code)
+
+
+def end(process, code=0):
+    """Wait for a process; return what it printed."""
+    printed = process.communicate(timeout=500)[0]
+    assert process.returncode == code, printed
+    return printed
+
+
+def wait_for(happened, process, seconds=300):
+    """Wait until something happened, while a process runs."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def train_pid(workdir):
+    """Return the id of a train.py in a sweep's workdir; None if there is none."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has just ended
+            continue
+        if "train.py" in line and str(workdir) in line:
+            return int(path.parent.name)
+    return None
+
+
+def kill(process, number=signal.SIGKILL):
+    """Send a signal to the process group of a sweep, and wait for its end."""
+    os.killpg(process.pid, number)
+    process.communicate()
 
 
 def rows(workdir):
+    """Read the table."""
     database = sqlite3.connect(workdir / "sweep.sqlite")
     database.row_factory = sqlite3.Row
     found = [dict(row) for row in database.execute("SELECT * FROM trials")]
@@ -116,7 +153,7 @@ def rows(workdir):
 
 
 def started(workdir):
-    """The commands that every group has run, in order: train, then the splits."""
+    """Return the commands that every group ran, in order: train, then the splits."""
     found = {}
     for log in sorted((workdir / "groups").glob("*/log.txt")):
         commands = [x for x in log.read_text().splitlines() if x.startswith("$ ")]
@@ -128,7 +165,7 @@ def started(workdir):
 
 
 def metrics(workdir):
-    """Steps and losses of every group; two processes at one would double them."""
+    """Return the metrics of every group; two processes at once would double them."""
     return {
         path.parent.name: [
             (m["step"], m["trial"], m.get("loss"), m.get("dev_loss"))

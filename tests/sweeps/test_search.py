@@ -1,18 +1,14 @@
-"""The search by Optuna: its rounds without training, then in real processes, killed."""
+"""Optuna's search: its rounds without training, then killed in real processes."""
 
 import json
-import os
-import signal
 import sys
-import time
 
 import pytest
-from sweep_cases import SMALL, finish, rows, start, started, sweep
+from sweep_cases import SMALL, finish, kill, rows, start, started, sweep, wait_for
 
 from headcount.configs import base
-from headcount.sweeps.opening import Options, open_sweep
-from headcount.sweeps.records import DECODING
 from headcount.sweeps.search import FIRST_SEED, ROUNDS
+from headcount.sweeps.settings import Options, open_sweep
 
 RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
 
@@ -39,19 +35,19 @@ def opened(workdir, corpus, **changes):
 
 
 def score(opened, best):
-    """Leave dev scores, highest at the best learning rate, in groups that have none."""
+    """Write dev scores, highest at the best learning rate, for groups without any."""
     for group in opened.groups:
         path = opened.folder(group) / "result-val.json"
         if not path.exists() and group.trials[0].is_search:
             scores = [50 - abs(t.nuisance[RATE] - best) * 1e3 for t in group.trials]
-            made = {"checkpoint": "best", "decoding": DECODING}
+            made = {"checkpoint": "best", "options": {}, "signatures": {}}
             made |= {"step": 60, "diverged_at": None}
-            made |= {"chrf": 50.0, "exact_match": 0.5}
+            made |= {"chrf": 50.0, "exact_match": 0.5, "loss": 1.0}
             found = [made | {"bleu": score} for score in scores]
             path.write_text(json.dumps(found))
 
 
-def test_optuna_searches_in_rounds_and_its_seeds_are_not_reported(tmp_path, corpus):
+def test_optuna_searches_in_rounds_with_seeds_that_are_not_reported(tmp_path, corpus):
     space = [f"{RATE}=0.001:0.01", f"{DROPOUT}=0.1,0.2"]
     best, tries = 0.008, []
     for _ in range(ROUNDS):
@@ -83,8 +79,7 @@ def test_optuna_searches_in_rounds_and_its_seeds_are_not_reported(tmp_path, corp
         assert trial.nuisance == nearest
 
 
-def test_later_rounds_look_where_it_was_good(tmp_path, corpus):
-    """TPE is told the scores: it comes nearer than random settings do."""
+def test_later_rounds_come_nearer_to_the_best_setting(tmp_path, corpus):
     best = 0.011
     for _ in range(ROUNDS):
         now = opened(tmp_path / "s", corpus, search="optuna:30")
@@ -104,26 +99,22 @@ def test_a_small_space_ends_early(tmp_path, corpus):
         score(now, 0.001)
     reported = [t.nuisance for t in now.plan.trials if not t.is_search]
     assert reported == [{RATE: 0.001}] * 2 * len(now.plan.arms)
-    again = opened(tmp_path / "s", corpus, tune=space)  # which places their groups
-    for verb in ("report", "status"):  # as --group does too, they propose nothing
-        told = opened(tmp_path / "s", corpus, tune=space, verb=verb, proposes=False)
-        assert told.plan == again.plan and told.groups == again.groups
+    again = opened(tmp_path / "s", corpus, tune=space)  # creates their groups
+    for verb in ("report", "status"):  # like --group, they propose nothing
+        found = opened(tmp_path / "s", corpus, tune=space, verb=verb, proposes=False)
+        assert found.plan == again.plan and found.groups == again.groups
 
 
-def test_a_search_that_is_killed_goes_on(tmp_path, corpus):
-    """In real processes: both arms are one program, so a round is one group."""
+def test_a_killed_search_resumes(tmp_path, corpus):
+    """Both arms are one program, so a round is one group."""
     workdir = tmp_path / "sweep"
     flags = ("--search=optuna:2", "--config.train.num_steps=30")
     command = sweep("run", workdir, corpus, *flags, ablation="smoothing")
     process = start(command)
-    deadline = time.monotonic() + 300
-    while len(list(workdir.glob("groups/*/group.json"))) < 2:  # the second round's
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    said = finish(command)
-    assert "All is done" in said
+    # until the second round has its group
+    wait_for(lambda: len(list(workdir.glob("groups/*/group.json"))) > 1, process)
+    kill(process)
+    assert "Everything is done" in finish(command)
     found = rows(workdir)
     stages = [(r["arm"], r["stage"], r["status"]) for r in found]
     for arm in ("label_smoothing=0", "label_smoothing=0.2"):
@@ -135,14 +126,14 @@ def test_a_search_that_is_killed_goes_on(tmp_path, corpus):
     for name, commands in started(workdir).items():
         assert commands[-1] == ("val" if "-search-" in name else "val,test")
     finish([sys.executable, "sweep.py", "report", f"--workdir={workdir}"])
-    told = (workdir / "report.md").read_text()
-    assert "2 settings an arm by Optuna's TPE, with seed 1000000" in told
-    assert "4 of 4 in the table, after 4 of the search" in told
+    markdown = (workdir / "report.md").read_text()
+    assert "2 settings per arm by Optuna's TPE, with seed 1000000" in markdown
+    assert "4 of 4 in the tables, after 4 of the search" in markdown
 
 
-def test_a_search_without_a_range_is_named(tmp_path, corpus):
+def test_a_setting_without_a_default_range_is_named(tmp_path, corpus):
     ablations = f"{corpus / 'ablations.py'}:warmup"
-    with pytest.raises(ValueError, match="where to look for optimizer.warmup_steps"):
+    with pytest.raises(ValueError, match="optimizer.warmup_steps"):
         opened(tmp_path / "s", corpus, ablation=ablations)
     space = ["optimizer.warmup_steps=10:1000"]
     found = opened(tmp_path / "s", corpus, ablation=ablations, tune=space)

@@ -1,4 +1,4 @@
-"""Whole sweeps in real processes: killed, shared, with arms that fail and diverge.
+"""Whole sweeps in real processes: killed, signalled, shared, failing, diverging.
 
 Minutes: every group starts Python three times.
 """
@@ -10,109 +10,166 @@ import signal
 import sys
 import time
 
-from sweep_cases import finish, metrics, rows, start, started, sweep
+import pytest
+from sweep_cases import (
+    end,
+    finish,
+    metrics,
+    rows,
+    start,
+    started,
+    sweep,
+    train_pid,
+    wait_for,
+)
 
 
-def test_a_sweep_runs_everything_once(undisturbed):
-    assert set(map(tuple, started(undisturbed).values())) == {("train", "val,test")}
-    found = rows(undisturbed)
+def scores(workdir):
+    columns = ("id", "arm", "seed", "status", "steps", "dev_bleu", "test_chrf")
+    return sorted(tuple(row[c] for c in columns) for row in rows(workdir))
+
+
+def test_a_sweep_runs_everything_once(uninterrupted):
+    commands = set(map(tuple, started(uninterrupted).values()))
+    assert commands == {("train", "val,test")}
+    found = rows(uninterrupted)
     assert [(r["arm"], r["seed"], r["status"]) for r in found] == [
         (arm, seed, "done") for arm in ("N=1", "N=2") for seed in (0, 1)
     ]
     assert all(r["steps"] == 60 and r["test_chrf"] is not None for r in found)
 
 
-def test_a_finished_sweep_runs_nothing_again(undisturbed, corpus):
-    before = started(undisturbed)
-    said = finish(sweep("run", undisturbed, corpus))
-    assert "All is done" in said and started(undisturbed) == before
+def test_a_finished_sweep_runs_nothing_again(uninterrupted, corpus):
+    before = started(uninterrupted)
+    assert "Everything is done" in finish(sweep("run", uninterrupted, corpus))
+    assert started(uninterrupted) == before
 
 
-def test_status_and_report_need_the_workdir_alone(undisturbed):
-    table = undisturbed / "sweep.sqlite"
+def test_status_and_report_need_only_the_workdir(uninterrupted):
+    table = uninterrupted / "sweep.sqlite"
     made = table.stat().st_mtime_ns
-    said = finish([sys.executable, "sweep.py", "status", f"--workdir={undisturbed}"])
-    assert "120/120" in said and table.stat().st_mtime_ns == made
-    finish([sys.executable, "sweep.py", "report", f"--workdir={undisturbed}"])
-    html = (undisturbed / "report.html").read_text()
+    printed = finish(
+        [sys.executable, "sweep.py", "status", f"--workdir={uninterrupted}"]
+    )
+    assert "120/120" in printed and table.stat().st_mtime_ns == made
+    finish([sys.executable, "sweep.py", "report", f"--workdir={uninterrupted}"])
+    html = (uninterrupted / "report.html").read_text()
     assert "One head or two?" in html and html.count("<svg") >= 2
 
 
-def test_killed_at_any_moment_it_ends_as_undisturbed(undisturbed, tmp_path, corpus):
-    """kill -9 of the sweep, or of all its processes: nothing is done twice or lost."""
+def test_a_sweep_killed_at_any_moment_ends_with_the_same_bits(
+    uninterrupted, tmp_path, corpus
+):
+    """SIGKILL to the sweep or to all its processes: nothing is done twice or lost."""
     seed = random.randrange(10**6)
     generator = random.Random(seed)
     workdir = tmp_path / "sweep"
     for _ in range(3):
         process = start(sweep("run", workdir, corpus))
         time.sleep(generator.uniform(4, 25))
-        kill = generator.choice((os.kill, os.killpg))
-        kill(process.pid, signal.SIGKILL)
+        send = generator.choice((os.kill, os.killpg))
+        send(process.pid, signal.SIGKILL)
         process.communicate()
     finish(sweep("run", workdir, corpus))
-    assert metrics(workdir) == metrics(undisturbed), f"random seed {seed}"
-    columns = ("id", "arm", "seed", "status", "steps", "dev_bleu", "test_chrf")
-    ours, theirs = (
-        sorted(tuple(row[c] for c in columns) for row in rows(folder))
-        for folder in (workdir, undisturbed)
-    )
-    assert ours == theirs, f"random seed {seed}"
+    assert metrics(workdir) == metrics(uninterrupted), f"random seed {seed}"
+    assert scores(workdir) == scores(uninterrupted), f"random seed {seed}"
     for name, commands in started(workdir).items():
-        # what was killed at work is started again, what was finished is not
+        # what was killed is started again, what was finished is not
         assert commands[-1].endswith("test"), (name, seed)
-        trained = [i for i, c in enumerate(commands) if c == "train"][-1]
-        assert set(commands[:trained]) <= {"train"}, (name, seed)
+        last = [i for i, c in enumerate(commands) if c == "train"][-1]
+        assert set(commands[:last]) <= {"train"}, (name, seed)
 
 
-def test_two_sweeps_share_a_workdir(undisturbed, tmp_path, corpus):
-    both = [start(sweep("run", tmp_path / "sweep", corpus)) for _ in range(2)]
-    for process in both:
-        said = process.communicate(timeout=500)[0]
-        assert process.returncode == 0 and "All is done" in said, said
-    assert started(tmp_path / "sweep") == started(undisturbed)
-    assert metrics(tmp_path / "sweep") == metrics(undisturbed)
-    assert len(rows(tmp_path / "sweep")) == 4
-
-
-def test_a_signal_saves_and_shards_share_the_rest(undisturbed, tmp_path, corpus):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_signal_to_the_process_group_saves_the_training(
+    uninterrupted, tmp_path, corpus, number, times
+):
+    """train.py gets it from the group and once more from the sweep."""
     workdir = tmp_path / "sweep"
     process = start(sweep("run", workdir, corpus))
-    while not list(workdir.glob("groups/*/metrics.jsonl")) and process.poll() is None:
-        time.sleep(0.05)
-    process.terminate()
-    said = process.communicate(timeout=100)[0]
-    assert process.returncode == 1 and "SIGTERM: the same command goes on" in said
-    for shard in ("0/2", "1/2"):
-        finish(sweep("run", workdir, corpus, f"--shard={shard}"))
-    assert metrics(workdir) == metrics(undisturbed)
+    wait_for(lambda: list(workdir.glob("groups/*/metrics.jsonl")), process)
+    for _ in range(times):
+        os.killpg(process.pid, number)
+        time.sleep(0.1)
+    printed = end(process, 128 + number)
+    assert f"{signal.Signals(number).name}. Rerun the same command" in printed
+    (run,) = [json.loads(p.read_text()) for p in workdir.glob("groups/*/run.json")]
+    assert run["status"] == "stopped"
+    assert not list(workdir.glob("groups/*/failed.json"))
+    finish(sweep("run", workdir, corpus))
+    assert metrics(workdir) == metrics(uninterrupted)
     assert {row["status"] for row in rows(workdir)} == {"done"}
 
 
-def test_a_failed_arm_does_not_stop_the_others(tmp_path, corpus):
+def test_a_signal_to_the_training_alone_stops_the_sweep(
+    uninterrupted, tmp_path, corpus
+):
     workdir = tmp_path / "sweep"
-    flag = "--resources=cores=1"  # both at once, where there are two
-    said = finish(sweep("run", workdir, corpus, flag, ablation="broken"), code=1)
-    assert "max_length=1 failed, the others go on: " in said
+    process = start(sweep("run", workdir, corpus))
+    wait_for(lambda: list(workdir.glob("groups/*/metrics.jsonl")), process)
+    os.kill(train_pid(workdir), signal.SIGTERM)
+    assert "SIGTERM in one of its processes. Rerun" in end(process, 1)
+    assert not list(workdir.glob("groups/*/failed.json"))
+    finish(sweep("run", workdir, corpus))
+    assert metrics(workdir) == metrics(uninterrupted)
+
+
+def test_two_sweeps_share_a_workdir(uninterrupted, tmp_path, corpus):
+    both = [start(sweep("run", tmp_path / "sweep", corpus)) for _ in range(2)]
+    for process in both:
+        assert "Everything is done" in end(process)
+    assert started(tmp_path / "sweep") == started(uninterrupted)
+    assert metrics(tmp_path / "sweep") == metrics(uninterrupted)
+    assert len(rows(tmp_path / "sweep")) == 4
+
+
+def test_a_signal_saves_and_shards_share_the_rest(uninterrupted, tmp_path, corpus):
+    workdir = tmp_path / "sweep"
+    process = start(sweep("run", workdir, corpus))
+    wait_for(lambda: list(workdir.glob("groups/*/metrics.jsonl")), process)
+    process.terminate()
+    assert "SIGTERM. Rerun the same command" in end(process, 128 + signal.SIGTERM)
+    for shard in ("0/2", "1/2"):
+        finish(sweep("run", workdir, corpus, f"--shard={shard}"))
+    assert metrics(workdir) == metrics(uninterrupted)
+    assert {row["status"] for row in rows(workdir)} == {"done"}
+
+
+def test_an_arm_that_fails_does_not_stop_the_others(tmp_path, corpus):
+    workdir = tmp_path / "sweep"
+    flag = "--resources=cores=1"  # both arms at once, if there are two cores
+    printed = finish(sweep("run", workdir, corpus, flag, ablation="broken"), code=1)
+    assert "max_length=1 failed, the others continue: " in printed
     found = {(r["arm"], r["status"]) for r in rows(workdir)}
     assert found == {("max_length=12", "done"), ("max_length=1", "failed")}
     (error,) = {r["error"] for r in rows(workdir)} - {None}
-    assert "no training pair is left" in error
+    assert "max_length" in error
 
 
-def test_a_diverged_trial_is_told_and_the_rest_scored(tmp_path, corpus):
+def test_trials_that_diverge_are_listed_and_the_others_scored(tmp_path, corpus):
     """One learning rate diverges; dev selects the other, and only that is tested."""
     workdir = tmp_path / "sweep"
     tune = "--tune=optimizer.learning_rate=0.003,1e30"
-    said = finish(sweep("run", workdir, corpus, tune, "--config.train.num_steps=30"))
-    assert "diverged: N=1" in said
-    assert said.count("/120 ") == 2  # the steps of all four trials of an arm
+    printed = finish(sweep("run", workdir, corpus, tune, "--config.train.num_steps=30"))
+    assert "diverged: N=1" in printed
+    assert printed.count("/120 ") == 2  # the steps of all four trials of an arm
     status = {
         (r["arm"], json.loads(r["nuisance"])["optimizer.learning_rate"], r["status"])
         for r in rows(workdir)
     }
     assert status == {
-        (arm, rate, told)
+        (arm, rate, status)
         for arm in ("N=1", "N=2")
-        for rate, told in ((0.003, "done"), (1e30, "diverged"))
+        for rate, status in ((0.003, "done"), (1e30, "diverged"))
     }
     assert {r["selected"] for r in rows(workdir) if r["status"] == "done"} == {1}
+
+
+def test_an_arm_in_which_everything_diverges_is_not_trained_again(tmp_path, corpus):
+    workdir = tmp_path / "sweep"
+    flags = ("--config.optimizer.learning_rate=1e30", "--config.train.num_steps=30")
+    for _ in range(2):
+        finish(sweep("run", workdir, corpus, *flags))
+        assert {row["status"] for row in rows(workdir)} == {"diverged"}
+    assert set(map(tuple, started(workdir).values())) == {("train",)}

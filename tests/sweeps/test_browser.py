@@ -27,15 +27,15 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def report(undisturbed):
-    finish([sys.executable, "sweep.py", "report", f"--workdir={undisturbed}"])
-    return (undisturbed / "report.html").as_uri()
+def report(uninterrupted):
+    finish([sys.executable, "sweep.py", "report", f"--workdir={uninterrupted}"])
+    return (uninterrupted / "report.html").as_uri()
 
 
-@pytest.mark.parametrize("width", [360, 1440])
+@pytest.mark.parametrize("width", [360, 390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_and_can_be_read(browser, report, scheme, width):
-    """Nothing sticks out, nothing is fetched, and text stands out from the page."""
+def test_the_page_fits_and_can_be_read(browser, report, scheme, width):
+    """Nothing overflows, nothing is fetched, and text has enough contrast."""
     page = browser.new_page(
         viewport={"width": width, "height": 800}, color_scheme=scheme
     )
@@ -46,16 +46,34 @@ def test_it_fits_and_can_be_read(browser, report, scheme, width):
     assert fetched == [report] and errors == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("svg").count() >= 2
+    drawn = page.evaluate(
+        "[...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect())"
+        ".map(box => [box.left, box.right])"
+    )
+    assert all(left >= 0 and right <= width for left, right in drawn)
+    if width < 400:
+        assert font_size(page) >= 7
     arm = page.locator("td").first  # stays when its table is scrolled
     arm.evaluate("cell => cell.textContent = 'gated_elementwise, equal parameters'")
     assert arm.bounding_box()["width"] < width / 2
-    for selector in ("h1", "td", "figcaption", "svg text"):
+    for selector in ("h1", "td", "p > em", "svg text"):
         assert contrast(page, selector) >= 4.5, (selector, scheme)
     page.close()
 
 
+def font_size(page) -> float:
+    """Return the size of the smallest text in the figures, in pixels."""
+    return page.evaluate(
+        """Math.min(...[...document.querySelectorAll("svg text")].map(text => {
+          const svg = text.closest("svg");
+          const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+          return scale * parseFloat(getComputedStyle(text).fontSize);
+        }))"""
+    )
+
+
 def contrast(page, selector: str) -> float:
-    """WCAG's ratio of luminances of the first such text and the page."""
+    """Return WCAG's contrast ratio of the first such text and the page."""
     text, ground = page.evaluate(
         """selector => {
           const element = document.querySelector(selector);
@@ -77,8 +95,8 @@ def contrast(page, selector: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_it_prints_on_a4(browser, report):
-    """On paper it is light, and no table or picture is wider than the page."""
+def test_the_page_prints_on_a4(browser, report):
+    """On paper it is light, and no table or figure is wider than the page."""
     page = browser.new_page(viewport={"width": 680, "height": 960}, color_scheme="dark")
     page.goto(report)
     page.emulate_media(media="print")

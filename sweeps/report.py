@@ -1,0 +1,393 @@
+"""Gather a sweep's results, and write report.md, report.html and their figures."""
+
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib import pyplot as plt
+
+from headcount.analysis.anchors import find_anchor, published_score
+from headcount.analysis.formatting import count
+from headcount.analysis.report import ArmResult, Bootstrap, Example, Report
+from headcount.analysis.report_figures import make_figures, save_png, to_svg
+from headcount.analysis.report_html import write_html
+from headcount.analysis.report_markdown import write_markdown
+from headcount.configs.commandline import flat
+from headcount.sweeps.labels import symbol
+from headcount.sweeps.plan import Arm
+from headcount.sweeps.store import Sweep, read_run
+from headcount.sweeps.table import count_unfinished
+from headcount.tasks import Metric, best_metric
+from headcount.training.metrics import read_metrics
+
+
+def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
+    """Write the report of what is done.
+
+    Args:
+        rows: of the table.
+        num_examples: test examples to show.
+
+    Raises:
+        ValueError: nothing is done, the baseline is missing, or a result is damaged or
+            was made with other settings than the rest.
+    """
+    for group in sweep.groups:
+        read_run(sweep.folder(group))
+    for split in ("val", sweep.settings["test_split"]):
+        _, errors = sweep.read_results(split)
+        for error in errors.values():
+            raise ValueError(error)
+    done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
+    if not done:
+        raise ValueError(
+            f"Nothing has finished in {sweep.workdir} yet; see python sweep.py status "
+            f"--workdir={sweep.workdir}."
+        )
+    report = gather(sweep, rows, done, num_examples)
+    if not report.baseline.seeds:
+        lost = report.baseline.lost
+        reason = f"lost {count(lost, 'trial')}" if lost else "has not finished yet"
+        raise ValueError(
+            f"The baseline {report.baseline.name} {reason}, so there is nothing to "
+            f"compare with."
+        )
+    paths, svgs = {}, {}
+    (sweep.workdir / "report").mkdir(exist_ok=True)
+    for name, (figure, caption) in make_figures(report).items():
+        path = Path("report") / f"{name}.png"
+        save_png(figure, sweep.workdir / path)
+        paths[name], svgs[str(path)] = (str(path), caption), to_svg(figure, name)
+        plt.close(figure)
+    markdown = write_markdown(report, paths)
+    (sweep.workdir / "report.md").write_text(markdown)
+    write_html(sweep.workdir / "report.html", markdown, report.title, svgs)
+    print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
+
+
+def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Report:
+    """Read and compute everything that the report shows.
+
+    Args:
+        rows: of the table.
+        done: those to report.
+    """
+    settings, metric, task = sweep.settings, sweep.metric, sweep.task
+    question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
+    trials, seed = shared_seed(done)
+    text = task.read(settings["test_split"])
+    predictions = read_predictions(sweep, done, len(next(iter(text.values()))))
+    systems = {
+        arm.name: predictions[trials[arm.name]]
+        for arm in sorted(sweep.plan.arms, key=lambda arm: not arm.is_baseline)
+        if trials.get(arm.name) in predictions
+    }
+    bootstraps, bootstrap_metric = run_bootstrap(sweep, systems, text)
+    anchor = find_anchor(settings["ablation"], settings["base"]["task"]["name"])
+    arms = [
+        arm_result(sweep, arm, rows, done, bootstraps.get(arm.name), anchor)
+        for arm in sweep.plan.arms
+    ]
+    means = {arm.name: arm.test[metric.name].mean() for arm in arms if arm.seeds}
+    ordered = sorted(means, key=means.get, reverse=metric.higher_is_better)
+    best = ordered[0]  # of equal arms, the first one
+    worst = next(name for name in ordered if means[name] == means[ordered[-1]])
+    shown = []
+    if {best, worst} <= systems.keys():
+        shown = choose_examples(text, systems[best], systems[worst], num_examples)
+    has_published = any(arm.published is not None for arm in arms)
+    axis = sweep.plan.axis
+    return Report(
+        title=title(settings, task.corpus_keys),
+        question=question,
+        details=details.strip(),
+        metrics=task.metrics,
+        metric=metric,
+        curve_metric=curve_metric(sweep),
+        arms=arms,
+        axis=axis and f"{symbol(axis)}, {axis}",
+        anchor=(anchor.source, anchor.unit) if has_published else None,
+        bootstrap_metric=bootstrap_metric,
+        examples=shown,
+        best=best,
+        worst=worst,
+        environment=environment(sweep, rows, done),
+        command=settings["command"],
+        note=settings["note"],
+        checkpoint=settings["checkpoint"],
+        has_search=sweep.has_search,
+        unfinished=count_unfinished(sweep.plan, rows),
+        seed=seed,
+    )
+
+
+def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:
+    """Return what the sweep is: ablation, task and corpus."""
+    data = settings["base"]["data"]
+    corpus = [data[key] for key in corpus_keys if key != "directory"]
+    corpus = " ".join(str(value) for value in corpus if value is not None)
+    ablation = settings["ablation"].rsplit(":", 1)[-1]
+    return f"Headcount sweep: {ablation}, {settings['base']['task']['name']}, {corpus}"
+
+
+def shared_seed(done: list[dict]) -> tuple[dict[str, str], int | None]:
+    """Choose the trial of each arm whose predictions are shown and resampled.
+
+    It has the first seed that all arms have, so that predictions are paired as the
+    scores are.
+
+    Returns:
+        Ids of trials by arm, and their seed; None if there is no common seed, and each
+        arm has its first.
+    """
+    trials: dict[str, dict[int, str]] = {}
+    for row in done:
+        trials.setdefault(row["arm"], {})[row["seed"]] = row["id"]
+    shared = min(set.intersection(*map(set, trials.values())), default=None)
+    return {
+        arm: by_seed[min(by_seed) if shared is None else shared]
+        for arm, by_seed in trials.items()
+    }, shared
+
+
+def read_predictions(
+    sweep: Sweep, done: list[dict], num_examples: int
+) -> dict[str, list[str]]:
+    """Read the predictions on the test split of trials, by id.
+
+    A task without predictions has no such files.
+
+    Raises:
+        ValueError: a file has another number of lines than there are examples.
+    """
+    split, wanted = sweep.settings["test_split"], {row["id"] for row in done}
+    found = {}
+    for group in sweep.groups:
+        for index, trial in enumerate(group.trials):
+            suffix = f"-{index}" if len(group.trials) > 1 else ""
+            path = sweep.folder(group) / f"{split}{suffix}.txt"
+            if trial.id not in wanted or not path.exists():
+                continue
+            # str.splitlines knows more line ends than the "\n" that eval.py writes
+            text = path.read_bytes().decode(errors="replace")
+            lines = text.removesuffix("\n").split("\n")
+            if len(lines) != num_examples:
+                raise ValueError(
+                    f"{path} has {len(lines)} lines, not one for each of the "
+                    f"{num_examples} examples; move result-{split}.json beside it "
+                    f"away, and sweep.py run scores its group again."
+                )
+            found[trial.id] = lines
+    return found
+
+
+def run_bootstrap(
+    sweep: Sweep, systems: dict[str, list[str]], text: dict[str, list[str]]
+) -> tuple[dict[str, Bootstrap], Metric | None]:
+    """Resample the test examples, by the sweep's metric or else another of the task.
+
+    Args:
+        systems: predictions by arm; the first is the baseline.
+        text: the test split.
+
+    Returns:
+        Results by arm, and the metric; empty and None if the task has no bootstrap.
+    """
+    baseline = next(arm.name for arm in sweep.plan.arms if arm.is_baseline)
+    if baseline not in systems:
+        return {}, None
+    others = [m for m in sweep.task.metrics if m != sweep.metric]
+    for metric in (sweep.metric, *others):
+        found = sweep.task.bootstrap(metric, systems, text)
+        if found is not None:
+            return {
+                name: Bootstrap(half_width * metric.scale, p)
+                for name, (_, half_width, p) in found.items()
+            }, metric
+    return {}, None
+
+
+def arm_result(
+    sweep: Sweep, arm: Arm, rows: list[dict], done: list[dict], bootstrap, anchor
+) -> ArmResult:
+    """Collect what the table's rows say about an arm."""
+    own = sorted(
+        (row for row in done if row["arm"] == arm.name), key=lambda row: row["seed"]
+    )
+    lost = [
+        row
+        for row in rows
+        if row["arm"] == arm.name
+        and row["stage"] == "report"
+        and row["status"] in ("diverged", "failed")
+    ]
+    metrics = comparable_metrics(sweep)
+    axis = sweep.plan.axis
+
+    def scores(side):
+        columns = {m: [row[f"{side}_{m.name}"] for row in own] for m in metrics}
+        return {
+            metric.name: metric.scale * np.array(values)
+            for metric, values in columns.items()
+            if values and None not in values
+        }
+
+    def mean(column):
+        values = [row[column] for row in own if row[column] is not None]
+        return float(np.mean(values)) if values else None
+
+    return ArmResult(
+        name=arm.name,
+        is_baseline=arm.is_baseline,
+        value=arm.overrides[axis] if axis else None,
+        mlp_dim=arm.config["model"]["mlp_dim"],
+        parameters=own[0]["parameters"] if own else arm.parameters,
+        flops=arm.flops,
+        seeds=[row["seed"] for row in own],
+        test=scores("test"),
+        dev=scores("dev"),
+        lost=len(lost),
+        nuisance=json.loads(own[0]["nuisance"]) if own else {},
+        seconds=mean("seconds"),
+        tokens_per_second=mean("tokens_per_second"),
+        published=published_score(anchor, arm.config["model"]),
+        bootstrap=bootstrap,
+        curves={m.name: curve(sweep, own, m) for m in sweep.task.metrics},
+    )
+
+
+def comparable_metrics(sweep: Sweep) -> list[Metric]:
+    """Return the metrics that mean the same in all arms.
+
+    Values per token can be compared only if all arms have the same tokens. The metric
+    that the user chose is always kept.
+    """
+    data = sweep.settings["base"]["data"]
+    same_tokens = all(arm.config["data"] == data for arm in sweep.plan.arms)
+    return [
+        metric
+        for metric in sweep.task.metrics
+        if same_tokens or "token" not in metric.unit or metric == sweep.metric
+    ]
+
+
+def curve_metric(sweep: Sweep) -> Metric:
+    """Return the metric whose learning curve is shown: that of the sweep.
+
+    Some metrics are not evaluated during training; the one that selects models is.
+    """
+    name = f"dev_{sweep.metric.name}"
+    for group in sweep.groups:
+        if any(name in row for row in read_metrics(sweep.folder(group))):
+            return sweep.metric
+    return best_metric(sweep.task)
+
+
+def curve(
+    sweep: Sweep, rows: list[dict], metric: Metric
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps at which all trials were evaluated, and dev scores, R steps."""
+    name = f"dev_{metric.name}"
+    places = {
+        trial.id: (group, index)
+        for group in sweep.groups
+        for index, trial in enumerate(group.trials)
+    }
+    curves = []
+    for row in rows:
+        group, index = places[row["id"]]
+        curves.append(
+            {
+                m["step"]: m[name]
+                for m in read_metrics(sweep.folder(group))
+                if m["trial"] == index and m.get(name) is not None
+            }
+        )
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    values = np.array([[one[step] for step in steps] for one in curves], float)
+    return np.array(steps), metric.scale * values
+
+
+def choose_examples(
+    text: dict[str, list[str]], best: list[str], worst: list[str], count: int
+) -> list[Example]:
+    """Choose examples spread evenly over the test set.
+
+    Only those on which two arms differ, if there are any.
+    """
+    differ = [i for i in range(len(best)) if best[i] != worst[i]]
+    among = differ or list(range(len(best)))
+    at = np.linspace(0, len(among) - 1, min(count, len(among))).round().astype(int)
+    return [
+        Example({name: lines[i] for name, lines in text.items()}, best[i], worst[i])
+        for i in (among[k] for k in at)
+    ]
+
+
+def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, str]:
+    """Return what the results depend on; several values where trials had several."""
+    settings = sweep.settings
+
+    def values(column):
+        return ", ".join(sorted({str(row[column]) for row in done if row[column]}))
+
+    def by_name(column):
+        found = {}
+        for row in done:
+            for name, value in json.loads(row[column] or "{}").items():
+                found.setdefault(name, set()).add(str(value))
+        return {name: " and ".join(sorted(each)) for name, each in found.items()}
+
+    reported = [row for row in rows if row["stage"] == "report"]
+    trials = f"{len(done)} of {len(reported)} in the tables"
+    if searched := len(rows) - len(reported):
+        trials += f", after {searched} of the search"
+    base = flat(settings["base"])
+    shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
+    commits = {row["commit"] for row in done} - {None}
+    mixed = " (several, so differences may come from the code)" * (len(commits) > 1)
+    found = {
+        "config": settings["config"],
+        "changed in it": ", ".join(f"{k}={v}" for k, v in settings["overrides"].items())
+        or "nothing",
+        **{key: str(base[key]) for key in shown if key in base},
+        "model": ", ".join(
+            f"{k}={v}"
+            for k, v in flat(settings["base"]["model"]).items()
+            if v is not None
+        ),
+        "test split": settings["test_split"],
+        "search on dev": search_text(sweep),
+        "checkpoint": settings["checkpoint"],
+        "evaluation": ", ".join(f"{k}={v}" for k, v in by_name("options").items()),
+        "signatures": "; ".join(f"{k}: {v}" for k, v in by_name("signatures").items()),
+        "device": values("device"),
+        "attention": values("attention"),
+        "commit": values("commit") + mixed,
+        "versions": ", ".join(f"{k} {v}" for k, v in by_name("versions").items()),
+        "python": values("python"),
+        "trials": trials,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def search_text(sweep: Sweep) -> str | None:
+    """Return how the nuisance settings were found; None: they are the config's."""
+    if not sweep.has_search:
+        return None
+    seeds = sweep.search.seeds
+    seeds = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    if sweep.search.count is None:
+        most = max(len(arm.candidates) for arm in sweep.plan.arms)
+        return f"all combinations of the listed values, at most {most}, seed {seeds}"
+    space = "; ".join(
+        f"{key} from {', '.join(map(str, values))}"
+        if isinstance(values, list)
+        else f"{key} between {values[0]:g} and {values[1]:g}"
+        for key, values in sweep.search.space.items()
+    )
+    return (
+        f"{sweep.search.count} settings per arm by Optuna's TPE, with seed {seeds}: "
+        f"{space}"
+    )

@@ -1,0 +1,329 @@
+"""From flags, and what a workdir remembers in sweep.json, to a sweep.
+
+A sweep's settings are fixed when it is started. Later calls need only --workdir; a
+setting that is given again must be the same, except that `run` may add seeds.
+"""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from headcount.configs.commandline import flat
+from headcount.runtime import cluster
+from headcount.runtime.workdir import differences, summarize, write_json
+from headcount.sweeps.ablation import (
+    arms_of,
+    find_ablation,
+    name_in_errors,
+    nuisance_keys,
+)
+from headcount.sweeps.plan import IGNORED, Group, Plan, expand
+from headcount.sweeps.search import Search, make_search, optional_package
+from headcount.sweeps.store import Sweep, locked, read_optional_json
+from headcount.tasks import Task, best_metric, make_task
+
+FORMAT_VERSION = 1  # of sweep.json
+FIXED = (  # what makes it this sweep
+    *("base", "ablation", "match", "tune", "search", "search_seeds"),
+    *("checkpoint", "metric", "test_split"),
+)
+SETTINGS = (  # what sweep.json holds
+    *("format_version", *FIXED, "arms", "docstring", "seeds", "config"),
+    *("overrides", "group_size", "note", "command"),
+)
+FLAGS = (  # that set a setting
+    *("ablation", "seeds", "match", "tune", "search", "search_seeds"),
+    *("checkpoint", "metric", "test_split", "group_size", "note"),
+)
+# Flags that say where and how a part of the sweep runs: not part of its command.
+PLACEMENT = ("group", "shard", "launcher", "address", "resources", "examples")
+PLACEMENT += tuple(flag.name for flag in cluster.FLAGS)
+SWITCHES = ("calibrate", "nocalibrate")  # the same, without a value
+
+
+class Options(NamedTuple):
+    """The flags. None, or an empty list: the default, or what the workdir remembers."""
+
+    config: ConfigDict | None  # locked, with its overrides
+    config_file: str | None
+    overrides: dict
+    ablation: str | None
+    seeds: int | None
+    workdir: Path
+    match: str | None
+    tune: list[str]
+    search: str | None
+    search_seeds: int | None
+    checkpoint: str | None
+    metric: str | None
+    test_split: str | None
+    group_size: int | None
+    note: str | None
+    task_file: Path | None
+    verb: str  # only "run" changes a sweep
+    proposes: bool  # whether a search may start its next round
+
+
+def open_sweep(options: Options) -> Sweep:
+    """Expand a sweep and find its groups on disk.
+
+    An ablation's function is called only if the options name it. Otherwise the arms are
+    those of sweep.json; nothing read from the workdir is executed.
+
+    Raises:
+        ValueError: there is no such sweep or ablation, the workdir holds another sweep,
+            or an arm can't be built.
+    """
+    workdir, path = options.workdir, options.workdir / "sweep.json"
+    stored = read_settings(path)
+    can_start = options.verb in ("list", "run")
+    if stored is None and not (can_start and options.config and options.ablation):
+        needed = (
+            "--config and --ablation are needed to start one"
+            if can_start
+            else "start one with sweep.py run"
+        )
+        raise ValueError(
+            f"{workdir} holds no sweep; {needed}, as in python sweep.py run "
+            f"--config=configs/numbers.py --ablation=heads --seeds=3 "
+            f"--workdir={workdir}"
+        )
+    config = options.config or ConfigDict(stored["base"])
+    task = make_task(config)
+    settings = merge(options, stored, task)
+    if stored is not None:
+        check_same_sweep(options, stored, settings)
+    if options.ablation is not None:
+        function = find_ablation(settings["ablation"])
+        settings["arms"] = arms_of(function, settings["ablation"], settings["base"])
+        settings["docstring"] = function.__doc__ or function.__name__
+    search, plan = make_plan(settings)
+    if stored is not None and any(
+        stored[key] != settings[key] for key in ("arms", "docstring")
+    ):
+        check_same_arms(workdir, make_plan(stored)[1], plan)
+    if search.count is not None and any(len(a.candidates) > 1 for a in plan.arms):
+        raise ValueError(
+            "--search: the ablation itself yields the nuisance settings to try; leave "
+            "--search out."
+        )
+    if search.count is not None and options.proposes:
+        optional_package("optuna")
+    if options.verb == "run" and stored is None:
+        check_splits(settings, task)
+    sweep = Sweep(workdir, plan, search, [], settings, task, options.task_file)
+    if options.verb == "status":
+        return sweep.extended(propose=False, write=False)
+    sweep = sweep.extended(options.proposes)
+    with locked(workdir / ".plan"):
+        now = read_settings(path)
+        if options.verb != "run" or now == settings:
+            return sweep
+        if now == stored:
+            write_json(path, settings)
+            return sweep
+    return open_sweep(options)  # another process has written sweep.json meanwhile
+
+
+def read_settings(path: Path) -> dict | None:
+    """Read sweep.json; None if there is no file.
+
+    Raises:
+        ValueError: it is damaged, or of another format version.
+    """
+    stored = read_optional_json(path)
+    if stored is None:
+        return None
+    known = stored if isinstance(stored, dict) else {}
+    if known.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version {known['format_version']}, and this version "
+            f"of Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or "
+            f"choose another --workdir."
+        )
+    if missing := [key for key in SETTINGS if key not in known]:
+        raise ValueError(
+            f"{path} is damaged (it lacks {summarize(missing)}); restore it, or start "
+            f"again in another --workdir."
+        )
+    return known
+
+
+def merge(options: Options, stored: dict | None, task: Task) -> dict:
+    """Return the settings of a sweep, as JSON has them.
+
+    What no flag sets is as in sweep.json. With --config the flags describe the whole
+    sweep, so what they leave out has its default.
+    """
+    given = {name: getattr(options, name) for name in FLAGS}
+    given = {name: v for name, v in given.items() if v is not None and v != []}
+    settings = stored or {}
+    if options.config is not None:
+        config = options.config.to_dict()
+        kept = {"seeds": config["seeds"], "group_size": 16, "note": None} | settings
+        settings = kept | {
+            "format_version": FORMAT_VERSION,
+            "config": options.config_file,
+            "overrides": options.overrides,
+            "base": config,
+            "match": None,
+            "tune": [],
+            "search": None,
+            "search_seeds": 1,
+            "checkpoint": "best",
+            "metric": best_metric(task).name,
+            "test_split": task.test_split,
+        }
+        if stored is None or options.verb == "run":
+            words = without_placement(sys.argv[1:])
+            settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
+    elif options.verb == "run" and stored is not None:  # for example with more seeds
+        more = [f"--{name}={v}" for name, v in given.items() if v != stored[name]]
+        command = shlex.join([*shlex.split(stored["command"]), *more])
+        settings = settings | {"command": command}
+    settings = settings | given
+    names = [metric.name for metric in task.metrics]
+    if settings["metric"] not in names:
+        raise ValueError(
+            f"--metric must be one of {', '.join(names)}, got {settings['metric']!r}."
+        )
+    return settings
+
+
+def without_placement(words: list[str]) -> list[str]:
+    """Return a command line without the flags of `PLACEMENT` and `SWITCHES`."""
+    left, kept = iter(words), []
+    for word in left:
+        name, equals, _ = word.lstrip("-").partition("=")
+        if not word.startswith("-") or name not in PLACEMENT + SWITCHES:
+            kept.append(word)
+        elif name in PLACEMENT and not equals:
+            next(left, None)  # --name value
+    return kept
+
+
+def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
+    """Raise a ValueError that lists the differences to the sweep of the workdir.
+
+    Only `run` may add seeds, and nothing may remove any.
+    """
+    runs = options.verb == "run"
+    keys = FIXED if runs else (*FIXED, "seeds", "group_size")
+    old, new = (flat({key: of[key] for key in keys}) for of in (stored, now))
+    ignored = [f"base.{key}" for key in (*IGNORED, "seeds")]
+    changed = [
+        f"{key.removeprefix('base.')} (there {old.get(key)!r}, now {new.get(key)!r})"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and key not in ignored
+    ]
+    if runs and now["seeds"] < stored["seeds"]:
+        changed.append(f"seeds (there {stored['seeds']}, now {now['seeds']})")
+    if changed:
+        fix = (
+            "choose another --workdir, or the settings of that sweep (seeds may be "
+            "added, not removed)."
+            if runs
+            else f"leave that out: {options.verb} shows the sweep as it is, and only "
+            f"run adds seeds."
+        )
+        raise ValueError(
+            f"{options.workdir} holds another sweep: {', '.join(changed)}; {fix}"
+        )
+
+
+def check_same_arms(workdir: Path, stored: Plan, now: Plan) -> None:
+    """Raise a ValueError if an ablation no longer yields the arms of the sweep.
+
+    Otherwise an arm that was compared could vanish from the report, and the p-values
+    would be corrected for fewer arms than were looked at.
+    """
+    old, new = (
+        {
+            f"arm {arm.name}": arm.overrides
+            | {"nuisance": json.dumps(arm.candidates), "baseline": arm.is_baseline}
+            for arm in plan.arms
+        }
+        for plan in (stored, now)
+    )
+    seeds = {arm.name: arm.seeds for arm in now.arms}
+    changed = differences(old, new) + [
+        f"arm {arm.name}.seeds (there {arm.seeds}, now {seeds[arm.name]})"
+        for arm in stored.arms
+        if not set(arm.seeds) <= set(seeds.get(arm.name, arm.seeds))
+    ]
+    if changed:
+        raise ValueError(
+            f"{workdir} holds a sweep with other arms than its ablation has now: "
+            f"{summarize(changed)}; choose another --workdir, or restore the function "
+            f"(without --ablation, the sweep keeps its arms)."
+        )
+
+
+def check_splits(settings: dict, task: Task) -> None:
+    """Raise a ValueError or OSError if the sweep could not be scored at its end."""
+    test_split = settings["test_split"]
+    parts = {part.split("[")[0].strip() for part in test_split.split("+")}
+    if parts & {"train", "val", "validation"}:
+        raise ValueError(
+            f"--test_split={test_split} must not contain examples that models are "
+            f"trained on or selected by; the report shows dev scores anyway."
+        )
+    for split in ("val", test_split):
+        task.check_scoring(split)
+
+
+def make_plan(settings: dict) -> tuple[Search, Plan]:
+    """Expand the arms of a sweep's settings."""
+    base = ConfigDict(settings["base"]).lock()
+    nuisance = nuisance_keys(settings["docstring"])
+    search, candidates = make_search(
+        settings["search"], settings["tune"], settings["search_seeds"], base, nuisance
+    )
+    with name_in_errors(settings["ablation"], ValueError):
+        plan = expand(
+            base,
+            settings["arms"],
+            settings["seeds"],
+            nuisance=nuisance,
+            tuned=candidates,
+            match=settings["match"],
+        )
+    return search, plan
+
+
+def select_groups(
+    sweep: Sweep, group: str | None, shard: str | None
+) -> list[Group] | None:
+    """Return the groups of --group or --shard; None: all, also those to come.
+
+    Raises:
+        ValueError: there is no such group or shard.
+    """
+    if group is not None:
+        for index, each in enumerate(sweep.groups):
+            if group in (str(index), each.name):
+                return [each]
+        raise ValueError(
+            f"--group must be the name of a group or its number, below "
+            f"{len(sweep.groups)}; got {group}."
+        )
+    if shard is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not index < count:
+        raise ValueError(
+            f"--shard must be i/n with i from 0 to n - 1, as in 0/4; got {shard}."
+        )
+    if sweep.has_search:
+        raise ValueError(
+            "--shard divides the groups that are known at the start, but a search adds "
+            "more; run the same command without --shard on every machine instead: they "
+            "share the work."
+        )
+    return sweep.groups[index::count]

@@ -1,0 +1,61 @@
+"""What `sweep.py status` prints: how far every arm is."""
+
+import json
+
+from rich.table import Table
+
+from headcount.analysis.formatting import format_settings
+from headcount.analysis.tables import print_table
+from headcount.sweeps.store import Sweep
+from headcount.sweeps.table import count_unfinished
+
+STATUSES = (
+    *("done", "dev scored", "trained", "training", "waiting", "diverged", "failed"),
+)
+
+
+def print_status(sweep: Sweep, rows: list[dict]) -> None:
+    """Print a row per arm: trials by status, steps, the mean dev score; then errors."""
+    metric = sweep.metric
+    present = [s for s in STATUSES if any(row["status"] == s for row in rows)]
+    table = Table(
+        *("arm", *present, "steps", f"dev {metric.label}"),
+        *(["chosen"] if sweep.has_search else []),
+    )
+    for arm in sweep.plan.arms:
+        of_arm = [row for row in rows if row["arm"] == arm.name]
+        counts = [sum(row["status"] == s for row in of_arm) for s in present]
+        reported = [row for row in of_arm if row["stage"] == "report"]
+        scores = [row[f"dev_{metric.name}"] for row in reported]
+        scores = [score for score in scores if score is not None]
+        trials = [trial for trial in sweep.plan.trials if trial.arm == arm.name]
+        steps = sum(trial.config["train"]["num_steps"] for trial in trials)
+        chosen = "searching"
+        if reported:
+            chosen = format_settings(json.loads(reported[0]["nuisance"]))
+        table.add_row(
+            arm.name,
+            *(str(count or "") for count in counts),
+            f"{sum(row['steps'] for row in of_arm)}/{steps}",
+            metric.show(sum(scores) / len(scores)) if scores else "",
+            *([chosen] if sweep.has_search else []),
+        )
+    console = print_table(table)
+    for error in dict.fromkeys(row["error"] for row in rows if row["error"]):
+        arms = dict.fromkeys(row["arm"] for row in rows if row["error"] == error)
+        console.print(f"failed: {', '.join(arms)}: {error}", soft_wrap=True)
+    for row in rows:
+        if row["status"] == "diverged":
+            nuisance = json.loads(row["nuisance"])
+            console.print(
+                f"diverged: {row['arm']}, seed {row['seed']}"
+                f"{f', {format_settings(nuisance)}' if nuisance else ''}"
+                f" at step {row['diverged_at']}",
+                soft_wrap=True,
+            )
+    done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
+    if done and not count_unfinished(sweep.plan, rows):
+        console.print(
+            f"Everything is done: python sweep.py report --workdir={sweep.workdir}",
+            soft_wrap=True,
+        )

@@ -1,0 +1,223 @@
+"""The table of a sweep: sweep.sqlite and sweep.csv, one row per trial.
+
+It is made from the groups' folders whenever a group ends, and can be deleted and made
+again at any time.
+"""
+
+import contextlib
+import csv
+import json
+import sqlite3
+from pathlib import Path
+
+from headcount.sweeps.plan import Arm, Group, Plan
+from headcount.sweeps.store import (
+    TRAINED,
+    Sweep,
+    diverged_at,
+    locked,
+    read_failure,
+    read_run,
+)
+from headcount.tasks import Metric
+from headcount.training.metrics import read_metrics
+
+
+def column_names(metrics: tuple[Metric, ...]) -> list[str]:
+    """Return the columns of the table; those of scores are the task's metrics."""
+    return [
+        *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
+        *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
+        *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
+        *(f"{split}_{metric.name}" for split in ("dev", "test") for metric in metrics),
+        *("test_split", "checkpoint", "options", "signatures"),
+        *("device", "attention", "versions", "python", "commit", "folder", "error"),
+    ]
+
+
+def collect(sweep: Sweep) -> list[dict]:
+    """Write the table from what is on disk; return its rows."""
+    with locked(sweep.workdir / ".table"):
+        rows = make_rows(sweep)
+        columns = column_names(sweep.task.metrics)
+        write_sqlite(sweep.workdir / "sweep.sqlite", columns, rows)
+        write_csv(sweep.workdir / "sweep.csv", columns, rows)
+    return rows
+
+
+def make_rows(sweep: Sweep) -> list[dict]:
+    """Return the table's rows, in the order of the plan."""
+    splits = {"dev": "val", "test": sweep.settings["test_split"]}
+    results = {side: sweep.read_results(split) for side, split in splits.items()}
+    rows = []
+    for group in sweep.groups:
+        found = {side: rows.get(group.name) for side, (rows, _) in results.items()}
+        errors = [errors.get(group.name) for _, errors in results.values()]
+        rows += group_rows(sweep, group, found, next(filter(None, errors), None))
+    mark_selected(rows)
+    order = {trial.id: index for index, trial in enumerate(sweep.plan.trials)}
+    return sorted(rows, key=lambda row: order[row["id"]])
+
+
+def group_rows(
+    sweep: Sweep, group: Group, results: dict, error: str | None
+) -> list[dict]:
+    """Return a row for every trial of a group that the plan has.
+
+    Args:
+        results: rows of result-*.json, or None, by "dev" and "test".
+        error: why a result can't be used.
+    """
+    folder, plan, run, failure = sweep.folder(group), sweep.plan, None, None
+    try:
+        run = read_run(folder)
+    except ValueError as damaged:
+        error = str(damaged)
+    try:
+        failure = read_failure(folder)
+    except ValueError as damaged:
+        failure = {"error": str(damaged)}
+    metrics = read_metrics(folder)
+    tokens_per_second, seconds = throughput(metrics)
+    arm_names = {trial.id: trial.arm for trial in plan.trials}
+    rows = []
+    for index, trial in enumerate(group.trials):
+        if trial.id not in arm_names:
+            continue
+        scores = {side: found and found[index] for side, found in results.items()}
+        row = dict.fromkeys(column_names(sweep.task.metrics))
+        row |= arm_columns(plan.arm(arm_names[trial.id]))
+        row |= {
+            "id": trial.id,
+            "stage": "search" if trial.is_search else "report",
+            "seed": trial.seed,
+            "diverged_at": diverged_at(metrics, index),
+            "nuisance": json.dumps(trial.nuisance),
+            "steps": max(
+                (m["step"] for m in metrics if m["trial"] == index), default=0
+            ),
+            "seconds": seconds / len(group.trials) if seconds else None,
+            "tokens_per_second": tokens_per_second,
+            "test_split": sweep.settings["test_split"],
+            "folder": f"groups/{group.name}",
+        }
+        if run is not None:
+            row |= {
+                "parameters": run["num_parameters"],
+                "device": ", ".join(sorted(set(run["devices"]))),
+                "attention": json.dumps(run["attention"]),
+                "versions": json.dumps(run["versions"]),
+                "python": run["python"],
+                "commit": run["commit"],
+            }
+        for side, found in scores.items():
+            row |= score_columns(side, found, sweep.task.metrics) if found else {}
+        row["status"] = trial_status(row, run, scores)
+        if failure is not None and row["status"] not in ("done", "diverged"):
+            row |= {"status": "failed", "error": failure["error"]}
+        if error is not None:
+            row |= {"status": "failed", "error": error}
+        rows.append(row)
+    return rows
+
+
+def arm_columns(arm: Arm) -> dict:
+    """Return what a row says about its arm."""
+    return {
+        "arm": arm.name,
+        "is_baseline": int(arm.is_baseline),
+        "overrides": json.dumps(arm.overrides),
+        "mlp_dim": arm.config["model"]["mlp_dim"],
+        "parameters": arm.parameters,
+        "flops": arm.training_flops,
+    }
+
+
+def score_columns(side: str, result: dict, metrics: tuple[Metric, ...]) -> dict:
+    """Return what a row takes from a row of a result-SPLIT.json."""
+    return {f"{side}_{metric.name}": result[metric.name] for metric in metrics} | {
+        "best_step": result["step"],
+        "diverged_at": result["diverged_at"],
+        "checkpoint": result["checkpoint"],
+        "options": json.dumps(result["options"]),
+        "signatures": json.dumps(result["signatures"]),
+    }
+
+
+def trial_status(row: dict, run: dict | None, scores: dict) -> str:
+    """Return how far a trial is."""
+    status = None if run is None else run["status"]
+    if row["diverged_at"] is not None or status == "diverged":
+        return "diverged"
+    if scores["dev"]:  # if only dev is missing, it was moved away to be scored again
+        is_done = scores["test"] or row["stage"] == "search"
+        return "done" if is_done else "dev scored"
+    if status in TRAINED:
+        return "trained"
+    return "training" if row["steps"] else "waiting"
+
+
+def throughput(metrics: list[dict]) -> tuple[float | None, float]:
+    """Return the tokens per second of a whole group, and the seconds of its updates.
+
+    Without compilation, evaluation and saving.
+    """
+    logged = {m["step"]: m for m in metrics if m.get("steps_per_second")}
+    seconds, tokens, before = 0.0, 0.0, 0
+    for step, row in sorted(logged.items()):
+        duration = (step - before) / row["steps_per_second"]
+        seconds += duration
+        tokens += duration * row["tokens_per_second"]
+        before = step
+    return (tokens / seconds if seconds else None), seconds
+
+
+def count_unfinished(plan: Plan, rows: list[dict]) -> int:
+    """Count the trials that are not done, and those that will follow a search.
+
+    None follow a search in which everything diverged.
+    """
+    reported = {row["arm"] for row in rows if row["stage"] == "report"}
+    running = {row["arm"] for row in rows if row["status"] != "diverged"}
+    known = reported | ({row["arm"] for row in rows} - running)
+    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
+    ended = ("done", "diverged", "failed")
+    return sum(waiting) + sum(row["status"] not in ended for row in rows)
+
+
+def mark_selected(rows: list[dict]) -> None:
+    """Set `selected` to 1 for the settings that an arm's search chose, else to 0.
+
+    It stays None for arms whose search is not over.
+    """
+    chosen = {r["arm"]: r["nuisance"] for r in rows if r["stage"] == "report"}
+    for row in rows:
+        if row["arm"] in chosen:
+            row["selected"] = int(row["nuisance"] == chosen[row["arm"]])
+
+
+def write_sqlite(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """Write the rows as a new database, so that readers of the old one don't block."""
+    names = ", ".join(f'"{name}"' for name in columns)
+    values = ", ".join("?" * len(columns))
+    found = [[row[name] for name in columns] for row in rows]
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.execute(f"CREATE TABLE trials ({names}, PRIMARY KEY (id))")
+        database.executemany(f"INSERT INTO trials ({names}) VALUES ({values})", found)
+        database.commit()
+        content = database.serialize()
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    # SQLite would apply a journal that belongs to the old file to the new one
+    path.with_name(path.name + "-journal").unlink(missing_ok=True)
+    part.replace(path)
+
+
+def write_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """Write the rows for a spreadsheet."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    part.replace(path)

@@ -1,0 +1,109 @@
+"""sweep.py itself: its flags, exit codes and messages."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from sweep_fakes import ROOT, finish_all, only_workdir, options
+
+from headcount.sweeps.settings import open_sweep
+from headcount.sweeps.status import print_status
+from headcount.sweeps.table import collect
+
+
+def call(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "sweep.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["list", "--config=configs/base.py", "--ablation=haeds"], "--ablation.*heads"),
+        (["report", "--workdir=/nonexistent/s"], "/nonexistent/s holds no sweep"),
+        (["status"], "--workdir"),
+        (["list", "--ablation=heads"], "--config"),
+        (["run", "--workdir=/nonexistent/s", "--resources=num_gpus=1"], "--resources"),
+        (
+            [
+                *("run", "--workdir=/nonexistent/s", "--resources=cores=1"),
+                *("--coordinator=h:1", "--num_processes=2", "--process_id=0"),
+            ],
+            "--resources",
+        ),
+        (
+            ["run", "--workdir=/nonexistent/s", "--launcher=ray", "--coordinator=auto"],
+            "--coordinator",
+        ),
+        (["status", "--workdir=/nonexistent/s", "--task_file=no.py"], "no.py"),
+        (["sweep"], "list, run, status, report"),
+    ],
+)
+def test_bad_flags_are_named_in_one_line_with_exit_code_2(arguments, named):
+    found = call(*arguments)
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    last = found.stderr.strip().splitlines()[-1]
+    assert all(part in last for part in named.split(".*"))
+
+
+def test_help_lists_the_verbs_and_every_flag():
+    found = call("--help")
+    for verb in ("list", "run", "status", "report"):
+        assert f"\n    {verb} " in found.stdout
+    for flag in ("config", "workdir", "ablation", "seeds", "task_file", "coordinator"):
+        assert f"\n  --{flag}: " in found.stdout
+
+
+FULL_DISK = """
+import runpy
+import sys
+from headcount.sweeps.runner import Runner
+def run_process(self, *_):
+    raise OSError(28, "No space left on device")
+Runner.run_process = run_process
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_full_disk_ends_a_sweep_with_one_sentence(tmp_path, corpus):
+    workdir = tmp_path / "s"
+    open_sweep(options(workdir, corpus))
+    found = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "sweep.py", "run", f"--workdir={workdir}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
+    last = found.stderr.splitlines()[-1]
+    assert "No space left on device" in last and str(workdir) in last
+
+
+def test_status_counts_trials_by_status_and_lists_what_diverged(
+    tmp_path, corpus, capsys
+):
+    given = options(tmp_path / "s", corpus)
+    sweep = open_sweep(given)
+    finish_all(sweep)
+    print_status(sweep, collect(sweep))
+    printed = capsys.readouterr().out
+    assert "Everything is done" in printed and "dev BLEU" in printed
+    for path in sweep.folder(sweep.groups[1]).glob("result-*.json"):
+        rows = [row | {"diverged_at": 7} for row in json.loads(path.read_text())]
+        path.write_text(json.dumps(rows))
+    failed = sweep.folder(sweep.groups[2]) / "failed.json"
+    failed.write_text(json.dumps({"error": "no memory"}))
+    for split in ("val", "test"):
+        (failed.parent / f"result-{split}.json").unlink()
+    again = open_sweep(only_workdir(given, verb="status"))
+    print_status(again, collect(again))
+    printed = capsys.readouterr().out
+    assert "diverged: K=2, seed 0 at step 7" in printed
+    assert "failed: K=1: no memory" in printed

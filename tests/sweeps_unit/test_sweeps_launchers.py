@@ -1,0 +1,100 @@
+"""Ray and Slurm without Ray and Slurm: commands, resources, errors."""
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sweep_fakes import options
+
+from headcount.sweeps import launchers
+from headcount.sweeps.settings import open_sweep
+
+
+def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch):
+    submitted = []
+
+    class Executor:
+        """Stands for submitit's."""
+
+        def __init__(self, folder, cluster):
+            assert folder == tmp_path / "s" / "slurm"
+
+        def update_parameters(self, **parameters):
+            pass
+
+        def batch(self):
+            return contextlib.nullcontext()
+
+        def submit(self, job):
+            submitted.append(job.command)
+            return SimpleNamespace(job_id=1, wait=int, exception=lambda: None)
+
+    submitit = SimpleNamespace(AutoExecutor=Executor)
+    monkeypatch.setattr(launchers, "optional_package", lambda name: submitit)
+    monkeypatch.chdir(tmp_path)
+    sweep = open_sweep(options(Path("s"), corpus, task_file=tmp_path / "task.py"))
+    rows = launchers.on_slurm(sweep, sweep.groups[:1], "local", [])
+    (command,) = submitted
+    assert f"--workdir={tmp_path / 's'}" in command and len(rows) == 6
+    assert f"--task_file={tmp_path / 'task.py'}" in command
+    assert Path(command[1]).is_absolute() and Path(command[1]).name == "sweep.py"
+
+
+@pytest.mark.parametrize(
+    "launcher, pair, error",
+    [
+        ("ray", "nmu_gpus=1", ValueError("Invalid option\nkeyword nmu_gpus")),
+        ("ray", "num_gpus=one", TypeError("The type of keyword 'num_gpus' must be")),
+        ("slurm", "partition=gpu", NameError("Unknown argument 'partition'")),
+        ("slurm", "timeout_min=10h", AssertionError()),
+    ],
+)
+def test_resources_that_a_launcher_rejects_are_named(
+    tmp_path, corpus, monkeypatch, capsys, launcher, pair, error
+):
+    def reject(**parameters):
+        assert pair.split("=")[0] in parameters
+        raise error
+
+    executor = SimpleNamespace(update_parameters=reject)
+    module = SimpleNamespace(  # stands for ray and for submitit
+        init=lambda **_: None,
+        nodes=lambda: [],
+        remote=reject,
+        AutoExecutor=lambda *_, **__: executor,
+    )
+    monkeypatch.setattr(launchers, "optional_package", lambda name: module)
+    monkeypatch.setattr(launchers, "default_needs", lambda ray: {"num_cpus": 1})
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    address = {"ray": None, "slurm": "local"}[launcher]
+    with pytest.raises(SystemExit) as left:
+        launchers.LAUNCHERS[launcher](sweep, None, address, [pair])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"--resources={pair}: " in last
+    assert last.endswith(" ".join(str(error).split()) or "AssertionError")
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize("launcher", ["ray", "slurm"])
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path, corpus, monkeypatch, capsys, launcher
+):
+    package = {"ray": "ray", "slurm": "submitit"}[launcher]
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    with pytest.raises(SystemExit) as left:
+        launchers.LAUNCHERS[launcher](sweep, None, None, [])
+    assert left.value.code == 2
+    assert f"package {package} is needed" in capsys.readouterr().err
+
+
+def test_resources_are_python_literals_or_strings():
+    assert launchers.parse_resources(["a=1", "b=0.5", "c={'TPU': 4}", "d=gpu"]) == {
+        "a": 1,
+        "b": 0.5,
+        "c": {"TPU": 4},
+        "d": "gpu",
+    }
+    with pytest.raises(ValueError, match="--resources .*'gpu'"):
+        launchers.parse_resources(["gpu"])
