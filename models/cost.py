@@ -1,36 +1,37 @@
 """What a model costs: parameters, and multiply-adds of its matrix products.
 
-Both are counted in the model itself, so that every merge rule and head shape is right
-without a formula: parameters in its (abstract) arrays, multiply-adds in its program.
+Both are counted in the model itself, without formulas, so every merge rule and head
+shape is covered: parameters in its (abstract) arrays, multiply-adds in its jaxpr.
+XLA's `cost_analysis` counts element-wise operations too, and counts a loop's body once,
+so it can't compare budgets of arms exactly.
 """
 
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from headcount.models.attention import Attention
 
-LENGTH = 32  # tokens of a source and of a target, where nothing else is said
+LENGTH = 32  # tokens per field of an example, if nothing else is given
 
 
 class SameKey(nnx.Rngs):
-    """One key for every array: shapes don't depend on it, and counting takes time."""
+    """The same key for every array: shapes don't depend on it, and it is faster."""
 
     def params(self):
-        """The key."""
+        """Return the key."""
         return jax.random.key(0)
 
 
 def abstract(build):
-    """The model that `build(rngs=...)` makes, without numbers."""
+    """Return the model that `build(rngs=...)` makes, with shapes instead of values."""
     return nnx.eval_shape(lambda: build(rngs=SameKey(0)))
 
 
 def parameters(params) -> int:
-    """Count the numbers of a model, or in a tree of arrays; abstract ones will do."""
+    """Count the parameters of a model or a tree of (abstract) arrays."""
     params = nnx.state(params) if isinstance(params, nnx.Module) else params
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
@@ -51,7 +52,7 @@ def update_flops(model, spec: dict) -> float:
 
 
 def plain(model):
-    """The model with attention by plain einsums, whose products can be counted."""
+    """Return the model with reference attention, whose products can be counted."""
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Attention):
@@ -59,18 +60,8 @@ def plain(model):
     return model
 
 
-def batch_of(S: int, T: int) -> dict:
-    """An abstract batch of one row."""
-    lengths = {"source": S, "target": T}
-    return {
-        side + suffix: jax.ShapeDtypeStruct((1, length), jnp.int32)
-        for side, length in lengths.items()
-        for suffix in ("", "_segments", "_positions")
-    }
-
-
 def products_of(module, *arguments, method=None) -> int:
-    """Multiply-adds of a module's call, or of `method(module, *arguments)`."""
+    """Count multiply-adds of a module's call, or of `method(module, *arguments)`."""
     graph, params = nnx.split(module)
     method = method or type(module).__call__
 
@@ -81,10 +72,10 @@ def products_of(module, *arguments, method=None) -> int:
 
 
 def products(jaxpr) -> int:
-    """Multiply-adds of all matrix products in a program without loops.
+    """Count multiply-adds of all matrix products in a jaxpr without loops.
 
     Raises:
-        ValueError: it has a loop, whose rounds are not counted.
+        ValueError: it has a loop, whose iterations are not counted.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -98,6 +89,6 @@ def products(jaxpr) -> int:
             if hasattr(inner, "eqns"):
                 found = products(inner)
                 if found and equation.primitive.name in ("scan", "while"):
-                    raise ValueError("Products in a loop can't be counted.")
+                    raise ValueError("Matrix products in a loop can't be counted.")
                 total += found
     return total

@@ -1,10 +1,11 @@
 """Print what a config's model is made of, and what each part costs.
 
-    python -m models.describe --config=configs/presets.py:bert_base
+    python -m headcount.models.describe --config=configs/presets.py:bert_base
 
-A row is a part of all layers of a stack: its arrays, its parameters, its multiply-adds
-a token and their shares of the whole. A second table gives the parameters of attention
-a head.
+Each row is a part of all layers of a stack, with the shapes of its arrays, parameters
+and multiply-adds per token. A second table has the parameters per attention head.
+(`flax.nnx.tabulate` lists modules; it shows neither head shapes nor the work of a merge
+rule.)
 """
 
 import re
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from headcount.configs.commandline import fail, flat, one_sentence, run
 from headcount.configs.validation import check_counts
+from headcount.data.batches import batch_spec
 from headcount.models.attention import Attention
 from headcount.models.cost import (
     LENGTH,
@@ -47,23 +49,23 @@ OF_HEADS = ("query", "key", "value", "maps", "merge")
 
 
 class Part(NamedTuple):
-    """A row: all parameters of one kind, in all layers of a stack."""
+    """All parameters of one kind, in all layers of a stack."""
 
     name: str
     layers: int
     shapes: list[tuple[int, ...]]  # of a layer's arrays, without biases and norms
     parameters: int
-    multiply_adds: int  # of a pair of sentences
+    multiply_adds: int  # of one example
 
 
 def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
-    """What the model is made of, in its order; the sums are those of the whole.
+    """Return the parts of a model in order; they sum to the whole.
 
-    The pooler is no part of the way to the logits, so its products count nothing.
+    The pooler does not lead to the logits, so its products are not counted.
 
     Args:
         model: may be abstract.
-        S, T: tokens of the source and of the target to count multiply-adds at.
+        S, T: tokens of the encoder's and of the decoder's input.
     """
     work = products_by_part(plain(model), S, T)
     arrays = {}
@@ -83,7 +85,7 @@ def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
 
 
 def part_of(path: str) -> str:
-    """The part that a parameter belongs to, as `decoder.cross_attention.key`."""
+    """Return the part of a parameter, such as decoder.cross_attention.key."""
     first, *rest = path.split(".")
     if first.startswith("output"):
         return "output"
@@ -98,13 +100,13 @@ def part_of(path: str) -> str:
 
 
 def place(name: str) -> list[int]:
-    """Where a part stands in the table."""
+    """Return a part's sort key in the table."""
     levels = zip(name.split("."), (ORDER, WITHIN, OF_HEADS), strict=False)
     return [names.index(part) for part, names in levels]
 
 
 def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
-    """Multiply-adds of one pair of sentences, by part, of a `plain` model."""
+    """Return the multiply-adds of one example by part, of a `plain` model."""
     D = model.width
     work = {}
 
@@ -130,7 +132,7 @@ def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
 
 
 def of_attention(attention: Attention, x, memory) -> dict[str, int]:
-    """Multiply-adds of an attention's parts; the maps take what the others leave."""
+    """Return the multiply-adds of an attention's parts; the maps take the rest."""
 
     def projected(name, x):
         def method(attention, x):
@@ -152,20 +154,20 @@ def of_attention(attention: Attention, x, memory) -> dict[str, int]:
 
 
 def print_parts(model: Transformer) -> None:
-    """The table of the parts."""
+    """Print the table of the parts."""
     rows = parts(model)
     total = parameters(model)
-    work = multiply_adds(model, LENGTH, LENGTH)
+    work = multiply_adds(model, spec_of(model, LENGTH, LENGTH))
     table = Table(
-        *("part", "layers", "kernels of a layer", "parameters", "share"),
-        *("multiply-adds a token", "share"),
-        caption=f"Multiply-adds of the matrix products up to the logits, forward, at "
-        f"{LENGTH} tokens a side; of a token of each side.",
+        *("part", "layers", "kernels per layer", "parameters", "share"),
+        *("multiply-adds per token", "share"),
+        caption=f"Multiply-adds of the matrix products of a forward pass, up to the "
+        f"logits, per token (of each side), at {LENGTH} tokens.",
     )
     for column in table.columns[3:]:
         column.justify = "right"
 
-    def cells(count, adds):
+    def columns(count, adds):
         return (
             *(f"{count:,}", f"{count / total:.1%}"),
             *(f"{adds / LENGTH:,.0f}", f"{adds / work:.1%}"),
@@ -173,20 +175,22 @@ def print_parts(model: Transformer) -> None:
 
     for row in rows:
         shapes = ", ".join("×".join(map(str, shape)) for shape in row.shapes)
-        name = f"{row.name} (the embedding)" if row.name == "output" else row.name
+        name = (
+            f"{row.name} (tied to the embedding)" if row.name == "output" else row.name
+        )
         number = str(row.layers) if "." in row.name else ""
-        table.add_row(name, number, shapes, *cells(row.parameters, row.multiply_adds))
+        table.add_row(name, number, shapes, *columns(row.parameters, row.multiply_adds))
     table.add_section()
-    table.add_row("all", "", "", *cells(total, work))
+    table.add_row("all", "", "", *columns(total, work))
     show(table)
 
 
 def print_heads(model: Transformer) -> None:
-    """The table of the heads: their shape, and their parameters in one layer."""
+    """Print the shape of the heads, and their parameters in one layer."""
     table = Table(
         *("attention", "merge", "N", "K", "H", "V"),
-        *("parameters a head", "with the merge"),
-        caption="Of one layer; N heads, K of keys and values, of the sizes H and V.",
+        *("parameters per head", "with the merge"),
+        caption="Per layer: N heads, K key and value heads, sizes H and V.",
     )
     for site in SITES:
         stack, name = site.split(".")
@@ -204,19 +208,26 @@ def print_heads(model: Transformer) -> None:
     show(table)
 
 
+def spec_of(model: Transformer, S: int, T: int) -> dict:
+    """Return the batch spec of one example with these lengths."""
+    lengths = {"source": S, "target": T}
+    fields = {f: None for site in model.sites().values() for f in site[1:3]}
+    return batch_spec(fields, 1, {field: lengths[field] for field in fields})
+
+
 def show(table: Table) -> None:
-    """Print a table, also into a file that nobody gave a width."""
+    """Print a table; 120 columns wide if output is not a terminal."""
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 120
     console.print(table)
 
 
 def main():
-    """Check the flags, then print."""
+    """Check the flags, then print the tables."""
     if CONFIG.value is None:
         fail(
             "--config is needed, as in "
-            "python -m models.describe --config=configs/presets.py:bert_base"
+            "python -m headcount.models.describe --config=configs/presets.py:bert_base"
         )
     with one_sentence():
         check_counts(flat(CONFIG.value.to_dict()))

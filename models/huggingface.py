@@ -1,7 +1,7 @@
 """Weights of Hugging Face Marian, BERT and GPT-2: which tensor is which parameter.
 
-A family is a table of rows: their tensor, our parameter (or those that lie side by side
-in it), and its form. `{i}` counts layers. A form tells how a parameter lies there:
+A family is a table of rows: their tensor, our parameter (or several, side by side in
+it), and its form. `{i}` is the layer. The forms:
 
     vector   flat, as a bias or a norm's scale
     table    the same array, as an embedding
@@ -9,8 +9,8 @@ in it), and its form. `{i}` counts layers. A form tells how a parameter lies the
     kernel   a matrix, whose inputs are our first axis: D to heads, D to F
     merge    a matrix, whose outputs are our last axis: heads to D
 
-Matrices are outputs × inputs there (torch.nn.Linear), but inputs × outputs in GPT-2.
-Arrays are NumPy's, by name.
+Their matrices are outputs × inputs (torch.nn.Linear), but inputs × outputs in GPT-2.
+Arrays are NumPy arrays by name.
 """
 
 import math
@@ -22,7 +22,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """One tensor of theirs."""
+    """A tensor of theirs and the parameters of ours that it holds."""
 
     theirs: str
     ours: str | tuple[str, ...]
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 def attention(ours: str, theirs: str, query: str, key: str, value: str, out: str):
-    """The rows of an attention whose four projections have these names."""
+    """Return the rows of an attention whose four projections have these names."""
     names = {"query": query, "key": key, "value": value}
     return [
         row
@@ -46,7 +46,7 @@ def attention(ours: str, theirs: str, query: str, key: str, value: str, out: str
 
 
 def linear(ours: str, theirs: str):
-    """The rows of a linear map."""
+    """Return the rows of a linear map."""
     return [
         Row(f"{theirs}.weight", f"{ours}.kernel", "kernel"),
         Row(f"{theirs}.bias", f"{ours}.bias", "vector"),
@@ -54,7 +54,7 @@ def linear(ours: str, theirs: str):
 
 
 def norm(ours: str, theirs: str):
-    """The rows of a layer norm."""
+    """Return the rows of a layer norm."""
     return [
         Row(f"{theirs}.weight", f"{ours}.scale", "vector"),
         Row(f"{theirs}.bias", f"{ours}.bias", "vector"),
@@ -62,7 +62,7 @@ def norm(ours: str, theirs: str):
 
 
 def marian_layer(side: str):
-    """The rows of an encoder's or a decoder's layers."""
+    """Return the rows of an encoder's or a decoder's layers."""
     ours, theirs = f"{side}.{{i}}", f"model.{side}.layers.{{i}}"
     names = ("q_proj", "k_proj", "v_proj", ".out_proj")
     rows = [
@@ -132,14 +132,14 @@ GPT2 = [
 
 
 class Family(NamedTuple):
-    """How the checkpoints of a kind of model are written."""
+    """The checkpoint format of a kind of model."""
 
     rows: list[Row]
     outputs_first: bool  # matrices are outputs × inputs
-    prefix: str  # of what lies in the model without a head; may be left out
+    prefix: str  # of tensors of the model without a head; may be missing
     tied: dict[str, str]  # names that repeat another tensor
-    no_weights: str  # a pattern of names that hold what is computed
-    left_out: str = "(?!)"  # of names of weights that our model has no place for
+    no_weights: str  # pattern of names that hold computed values
+    left_out: str = "(?!)"  # pattern of weights that our model has no part for
 
 
 FAMILIES = {
@@ -177,10 +177,7 @@ HEADS = ("lm_head.", "cls.", "final_logits_bias")  # names that have no prefix
 
 
 def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
-    """The rows of a model: their name, our names, form; a layer's for every layer.
-
-    `ours` holds the names of our parameters; rows without any are left out.
-    """
+    """Return the rows of a model with these parameters: their name, our names, form."""
     layers = {int(n) for name in ours for n in re.findall(r"coder\.(\d+)\.", name)}
     found = []
     for theirs, names, form in FAMILIES[family].rows:
@@ -193,10 +190,10 @@ def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
 
 
 def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Their tensors by name, of our parameters by path.
+    """Return their tensors by name, from our parameters by path.
 
     Raises:
-        ValueError: a parameter has no place in the family.
+        ValueError: the family has no such parameter.
     """
     outputs_first = FAMILIES[family].outputs_first
     tensors, used = {}, set()
@@ -216,13 +213,13 @@ def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.n
 def from_huggingface(
     family: str, tensors: dict[str, np.ndarray], like: dict
 ) -> dict[str, np.ndarray]:
-    """Our parameters by path, in float32, of their tensors by their `full_names`.
+    """Return our parameters by path, float32, from their tensors by `full_names`.
 
     Args:
-        like: what has a shape, by path: the parameters wanted.
+        like: the parameters wanted, by path, as shapes.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or no place in the model.
+        ValueError: a tensor is missing, has another shape, or the model lacks it.
     """
     outputs_first = FAMILIES[family].outputs_first
     params, used = {}, set()
@@ -253,13 +250,13 @@ def from_huggingface(
 
 
 def leave_out(family: str, tensors: dict) -> tuple[dict, list[str]]:
-    """The tensors, by `full_names`, that ours can hold, and the names of the others."""
+    """Split tensors into those that our model has, and the names of the others."""
     left_out = [x for x in tensors if re.fullmatch(FAMILIES[family].left_out, x)]
     return {x: y for x, y in tensors.items() if x not in left_out}, left_out
 
 
 def settings_of(family: str, tensors: dict) -> dict:
-    """Settings that tensors tell, by their `full_names`: what follows the layers."""
+    """Return the settings that depend on the tensors: what follows the layers."""
     if family != "bert":
         return {}
     transform = "cls.predictions.transform.dense.weight" in tensors
@@ -271,31 +268,31 @@ def settings_of(family: str, tensors: dict) -> dict:
 
 
 def named(params) -> dict:
-    """The parameters of a model (as of `nnx.split`) by path, as `embedding`."""
+    """Return the parameters of a model (from `nnx.split`) by path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def unnamed(arrays: dict, like):
-    """The inverse of `named`, in the tree of `like`."""
+    """Invert `named`, into the tree of `like`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: arrays[path_name(path)], like
     )
 
 
 def path_name(path) -> str:
-    """A parameter's path, without the field of its variable."""
+    """Return a parameter's path, without the field of its variable."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     return name.removesuffix(".value")
 
 
 def flat(array: np.ndarray, form: str) -> np.ndarray:
-    """A parameter in its form, matrices inputs × outputs."""
+    """Return a parameter in its form, matrices inputs × outputs."""
     return array.reshape(flat_shape(array.shape, form))
 
 
 def flat_shape(shape: tuple[int, ...], form: str) -> tuple[int, ...]:
-    """The shape of a parameter in its form, matrices inputs × outputs."""
+    """Return the shape of a parameter in its form, matrices inputs × outputs."""
     size = math.prod(shape)
     return {
         "vector": (size,),
@@ -307,10 +304,10 @@ def flat_shape(shape: tuple[int, ...], form: str) -> tuple[int, ...]:
 
 
 def full_names(family: str, tensors: dict) -> dict:
-    """The tensors under the names of the family's table, without those it needs not.
+    """Return the tensors by the names of the family's table, without computed ones.
 
-    A checkpoint of the model without a head has no prefix, an old one `gamma` and
-    `beta`, and some repeat the embedding.
+    A checkpoint of the model without a head has no prefix, an old one says gamma and
+    beta, and some repeat the embedding.
 
     Raises:
         ValueError: a tensor that must repeat another differs from it.
@@ -330,8 +327,7 @@ def full_names(family: str, tensors: dict) -> dict:
             named[other] = named[name]
         elif not np.array_equal(named[name], named[other]):
             raise ValueError(
-                f"{name} must be the same as {other}, which it is tied to in our "
-                f"models, and is another."
+                f"{name} must be equal to {other}, because our models tie them."
             )
         del named[name]
     return {

@@ -1,7 +1,6 @@
 """config.json of Hugging Face Marian, BERT and GPT-2 as settings of our models.
 
-Settings are a dict from dotted config path to value; what is not among them is as in
-configs/base.py.
+Settings are a dict from config key to value; other keys are as in configs/base.py.
 """
 
 from functools import partial
@@ -15,7 +14,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# What our models can't do otherwise: the key, what it must be, and its default there.
+# By family: key of config.json, the value our models need, and its default.
 REQUIRED = {
     "marian": {
         "normalize_before": (False, False),
@@ -40,10 +39,10 @@ REQUIRED = {
 
 
 def settings_of(theirs: dict) -> dict:
-    """Our settings of a config.json, but for those that the tensors tell.
+    """Return the settings of a config.json, except those that depend on the tensors.
 
     Raises:
-        ValueError: it is of another family, lacks a key, or asks for what ours can't.
+        ValueError: it is of another family, lacks a key, or has a setting that we lack.
     """
     family = theirs.get("model_type")
     if family not in READERS:
@@ -66,7 +65,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def read(theirs: dict, kind: type, key: str, *default):
-    """The value of a key, which must be of this kind."""
+    """Return the value of a key, which must be of this type."""
     value = theirs[key] if not default else theirs.get(key, *default)
     fits = isinstance(value, int | float if kind is float else kind)
     if not fits or isinstance(value, bool) != (kind is bool):  # True is an int, too
@@ -75,7 +74,7 @@ def read(theirs: dict, kind: type, key: str, *default):
 
 
 def activation(theirs: dict, key: str) -> str:
-    """Our name of an activation."""
+    """Return our name of an activation."""
     name = theirs[key]
     if name not in ACTIVATIONS:
         raise ValueError(
@@ -85,7 +84,7 @@ def activation(theirs: dict, key: str) -> str:
 
 
 def marian(theirs: dict) -> dict:
-    """Encoder and decoder, post-norm, with the sinusoids of the paper's formula."""
+    """Marian: encoder and decoder, post-norm, with the paper's sinusoids."""
     size = partial(read, theirs, int)
     if theirs["encoder_ffn_dim"] != theirs["decoder_ffn_dim"]:
         raise ValueError(
@@ -117,9 +116,10 @@ def marian(theirs: dict) -> dict:
 
 
 def bert(theirs: dict) -> dict:
-    """An encoder alone, post-norm."""
+    """BERT: an encoder alone, post-norm."""
     size = partial(read, theirs, int)
     return {
+        "task.name": "language_model",
         "data.vocab_size": size("vocab_size"),
         "data.max_length": size("max_position_embeddings"),
         "model.width": size("hidden_size"),
@@ -139,11 +139,13 @@ def bert(theirs: dict) -> dict:
 
 
 def gpt2(theirs: dict) -> dict:
-    """A decoder alone, pre-norm."""
+    """GPT-2: a decoder alone, pre-norm."""
     size = partial(read, theirs, int)
     inner = "n_inner" if theirs.get("n_inner") else None
     bos = "bos_token_id" if theirs.get("bos_token_id") is not None else None
     return {
+        "task.name": "language_model",
+        "data.tokenizer": "gpt2",
         "data.vocab_size": size("vocab_size"),
         "data.max_length": size("n_positions"),
         "model.width": size("n_embd"),

@@ -134,9 +134,9 @@ class Transformer(nnx.Module):
             return nnx.Param(init(rngs.params(), (rows, width)), axes=axes)
 
         self.embedding = table(vocab_size, "vocab D")
-        self.source_embedding = None
-        if source_vocab_size is not None:
-            self.source_embedding = table(source_vocab_size, "vocab D")
+        self.source_embedding = (
+            None if source_vocab_size is None else table(source_vocab_size, "vocab D")
+        )
 
         own = {
             "encoder": encoder_attention,
@@ -199,9 +199,9 @@ class Transformer(nnx.Module):
             if output_transform
             else None
         )
-        self.output_bias = None
-        if output_bias:
-            self.output_bias = nnx.Param(jnp.zeros(vocab_size), axes="vocab")
+        self.output_bias = (
+            nnx.Param(jnp.zeros(vocab_size), axes="vocab") if output_bias else None
+        )
         self.output_table = None if tie_embeddings else table(vocab_size, "vocab D")
         self.classifier = (
             Classifier(width, num_classes, pooling, rngs=rngs) if num_classes else None

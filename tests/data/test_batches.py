@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from tests.test_data_packing import caption_lengths
 
 from headcount.data.batches import (
     Batches,
@@ -15,7 +16,6 @@ from headcount.data.batches import (
     training_batches,
 )
 from headcount.data.packing import Sentences, num_rows
-from tests.test_data_packing import caption_lengths
 
 ROOT = pathlib.Path(__file__).parent.parent
 KEYS = {

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from tests.test_data_pipeline import batches_of
 
 from headcount.runtime import cluster, sharding
 from headcount.runtime import distributed as hosts
 from headcount.runtime.workdir import environment
 from headcount.training.checkpoint import is_sound, place
-from tests.test_data_pipeline import batches_of
 
 
 @pytest.mark.parametrize(

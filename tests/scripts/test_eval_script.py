@@ -116,9 +116,7 @@ def test_output_that_cannot_be_written_fails_before_a_run_is_read(call, monkeypa
     fails(ran, "--output=o.txt: o.txt can't be written")
 
 
-def test_every_split_is_checked_before_the_first_is_decoded(
-    workdir, call, monkeypatch
-):
+def test_every_split_is_checked_before_the_first_is_decoded(workdir, call, monkeypatch):
     """References as published, too, which only scores need."""
     ran = call("eval.py", workdir=workdir, split="val,tset")
     fails(ran, "tset")

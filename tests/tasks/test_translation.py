@@ -4,13 +4,13 @@ import os
 
 import numpy as np
 import pytest
+from tests.test_trained import run_of
 
 from headcount.analysis import lines, scoring
 from headcount.data.packing import Sentences
 from headcount.runtime.stdin import pairs_of
 from headcount.training import run as trained
 from tests import test_decoding
-from tests.test_trained import run_of
 
 
 def test_a_translation_has_the_score_of_the_search(monkeypatch):

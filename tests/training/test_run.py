@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from tests.test_scores import MULTI30K, needs_multi30k
+from tests.test_train import write_corpus
 
 from headcount.configs.base import get_config
 from headcount.data import corpora
@@ -10,8 +12,6 @@ from headcount.runtime.workdir import write_json
 from headcount.tasks.scores import published_scores
 from headcount.training import run as trained
 from headcount.training.run import Trained, read, scored
-from tests.test_scores import MULTI30K, needs_multi30k
-from tests.test_train import write_corpus
 
 
 def run_of(name, directory):
