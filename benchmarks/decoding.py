@@ -3,21 +3,24 @@
     .venv-peers/bin/python -m benchmarks.decoding [--workdir=DIR] [--rounds=5]
         [--threads=2] [--beam_sizes 1 5]
 
-The same parameters in both. With --workdir, those of a trained run (its best
-checkpoint), which translates its dev set. Without, random parameters of
-Transformer-Tiny (4 + 4 layers, D 128, F 256, N 4, 8000 pieces) on sentences with the
-lengths of Multi30k's dev set or near them; random models do not know when to end, so
-every translation is forced to LENGTH tokens on both sides. Ours then end with EOS,
-whose probability counts, CTranslate2's without: a beam may prefer another translation.
+Both have the same parameters. With --workdir they are those of a trained run (its best
+checkpoint), which translates its dev set. Without it they are random, of
+Transformer-Tiny (4 + 4 layers, D 128, F 256, N 4, 8000 tokens), on sentences about as
+long as those of Multi30k's dev set; a random model never ends, so all translations have
+exactly LENGTH tokens. Ours then end with EOS, whose probability counts, and
+CTranslate2's don't: a beam may prefer another translation.
 
-Prints sentences per second (median of the rounds, with the smallest and largest),
-the ratio, the share of the machine's matmul ceiling (the best of NumPy and XLA
-at 2048 x 2048 x 2048), and how many translations are the same tokens. CTranslate2 has
-all threads at one batch, and again a batch a thread, as ours has. The sides share a
-process: a pause before each round lets the others' threads fall asleep, and memory is
-the C library's, without what eval.py sets: with it CTranslate2 was the slower.
+Prints sentences per second (median, smallest and largest of the rounds), the ratio, the
+share of the machine's matmul ceiling (the best of NumPy and XLA at 2048 x 2048 x 2048),
+and the share of equal translations. CTranslate2 runs twice: with all threads for one
+batch, and with a batch per thread, like ours. The sides share a process; a pause before
+each round lets the others' threads fall asleep.
 """
 
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
 import argparse
 import os
 import statistics
@@ -25,8 +28,20 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.training import ceiling_of, numpy_ceiling
+from headcount.configs import multi30k
+from headcount.decoding.generate import generate
+from headcount.models.positions import sinusoidal
+from headcount.models.transformer import Transformer
+from headcount.training.run import load
+
 LONGEST = 127  # tokens of a translation of a trained model, without EOS
-LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 pieces
+LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 tokens
 # CTranslate2 divides by length^PENALTY, ours by ((5 + length) / 6)^PENALTY.
 PENALTY = 0.6
 
@@ -51,7 +66,7 @@ def main():
         sides["CTranslate2"] = peer(model, forced, 1, arguments.threads)
         if arguments.threads > 1:
             each = peer(model, forced, arguments.threads, 1)
-            sides["CTranslate2, a batch a thread"] = each
+            sides["CTranslate2, a batch per thread"] = each
     print("| | beam | sentences/s | spread | share of ceiling | ours / it | same |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for beam_size in arguments.beam_sizes:
@@ -76,18 +91,10 @@ def main():
 
 
 def trained(workdir: Path | None):
-    """A model, the source sentences to translate, and the length to force or None."""
-    import numpy as np
-    from flax import nnx
-
-    from headcount.configs import multi30k
-    from headcount.models.transformer import Transformer
-
+    """Return a model, source sentences, and the length to force or None."""
     if workdir is not None:
-        from headcount.training.run import load, read
-
         run = load(workdir, "best")
-        encoded = [ids.tolist() for ids in read(run, "val").source]
+        encoded = [ids.tolist() for ids in run.task.load("val").fields["source"]]
         return nnx.merge(run.graph, run.of(0)[0]), encoded, None
     random = np.random.default_rng(0)
     lengths = np.clip(random.normal(14.5, 4.0, 1014).round(), 5, 35).astype(int)
@@ -99,18 +106,13 @@ def trained(workdir: Path | None):
 
 
 def ours(model, forced: int | None):
-    """`decoding.generate.translate`."""
-    from flax import nnx
-
-    from headcount.decoding.generate import translate
-
+    """Return a function that translates with `decoding.generate`."""
     graph, params = nnx.split(model)
-    limit = {"max_length_factor": 0.0, "max_length_extra": forced or LONGEST + 1}
 
     def side(sentences, beam_size):
-        options = {"beam_size": beam_size, "length_penalty": PENALTY} | limit
-        options["return_scores"] = False  # as CTranslate2 by default
-        return translate(graph, params, sentences, **options)[0]
+        options = {"beam_size": beam_size, "length_penalty": PENALTY}
+        limits = [forced or LONGEST + 1] * len(sentences)
+        return generate(graph, params, sentences, limits=limits, **options)[0]
 
     return side
 
@@ -150,9 +152,6 @@ def peer(model, forced: int | None, batches: int, threads: int):
 def convert(model, folder: Path) -> None:
     """Write a model of ours in CTranslate2's format."""
     import ctranslate2
-    import numpy as np
-
-    from headcount.models.positions import sinusoidal
 
     def array(param):
         return np.asarray(param[...], np.float32)
@@ -166,7 +165,7 @@ def convert(model, folder: Path) -> None:
         spec.bias = bias.reshape(-1)
 
     def project(spec, *pairs):
-        """Several projections of one input as one."""
+        """Join several projections of one input."""
         kernels = [array(kernel).reshape(kernel.shape[0], -1) for kernel, _ in pairs]
         biases = [array(bias).reshape(-1) for _, bias in pairs]
         linear(spec, np.concatenate(kernels, axis=1), np.concatenate(biases))
@@ -233,15 +232,12 @@ def convert(model, folder: Path) -> None:
 
 
 def flop(model, sentences, translations, beam_size: int) -> float:
-    """Of the matrix products that the translations need: no padding, no attention."""
-    import jax
+    """Return FLOP of the matrix products, without padding and attention."""
 
     def numbers(layers):
         return sum(leaf.size for leaf in jax.tree.leaves(parameters(layers)))
 
     def parameters(layers):
-        from flax import nnx
-
         return nnx.state(layers, nnx.Param)
 
     source = sum(map(len, sentences))
@@ -249,18 +245,13 @@ def flop(model, sentences, translations, beam_size: int) -> float:
     keys = sum(
         layer.cross_attention.key.size + layer.cross_attention.value.size
         for layer in model.decoder
-    )  # the source's: projected once a sentence
+    )  # the source's: projected once per sentence
     per_target = numbers(model.decoder) - keys + model.embedding.size
     return 2 * (source * (numbers(model.encoder) + keys) + target * per_target)
 
 
 def ceiling() -> float:
-    """FLOP/s of a product of 2048 x 2048 matrices, the best of NumPy and XLA."""
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks.training import ceiling_of, numpy_ceiling
-
+    """Return FLOP/s of a product of 2048 x 2048 matrices, best of NumPy and XLA."""
     x, product = jnp.ones((2048, 2048)), jax.jit(jnp.matmul)
     xla = ceiling_of(lambda: product(x, x).block_until_ready())
     return max(numpy_ceiling(), xla)

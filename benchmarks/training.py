@@ -3,15 +3,19 @@
     .venv-peers/bin/python -m benchmarks.training [--recipe short] [--rounds 5]
         [--data DIR] [--set KEY=VALUE ...]
 
-Prints source and target tokens per second (real ones: padding does not count), their
-ratio, FLOP a token, and the share of the machine's matmul ceiling, which is the best of
-NumPy, XLA and torch at 2048 x 2048 x 2048 in float32. Every contestant is a process of
-its own, since their threads get in each other's way, and waits while another is timed.
-Data: Multi30k in --data if it is there, else random pieces of its lengths. torch is
-optional (requirements-peers.txt): without it only ours is timed, with any --set; beside
-it --set takes only what the peers have too.
+Prints source and target tokens per second (without padding), their ratio, FLOP per
+token, and the share of the machine's matmul ceiling, which is the best of NumPy, XLA
+and torch at 2048 x 2048 x 2048 in float32. Each contestant has a process of its own,
+because their threads would disturb each other, and waits while another is timed. Data:
+Multi30k in --data if that exists, else random tokens with its lengths. torch is
+optional (requirements-peers.txt): without it only ours is timed, with any --set;
+otherwise --set takes only settings that the peers have too.
 """
 
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
 import argparse
 import ast
 import contextlib
@@ -22,13 +26,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from headcount.configs import multi30k
+from headcount.configs.commandline import flat
+from headcount.data.batches import PackedBatches, stack_steps
+from headcount.data.examples import Ragged
+from headcount.models.cost import abstract
+from headcount.tasks import make_task
+from headcount.training.step import init, make_static, train_steps
+from headcount.training.trials import hyperparameters, make_trials
 
-STEPS = 8  # updates a round
+STEPS = 8  # updates per round
 
 # What --set may change beside torch: what the peers read, and how ours is computed.
 SHARED = (
@@ -85,8 +99,8 @@ def race(arguments) -> None:
     config, ceiling = config_of(arguments), max(ceilings)
     flop = flop_per_token(config, source.lengths, target.lengths)
     print(f"data: {origin}, vocabulary {config.data.vocab_size}")
-    print(f"target tokens an update: {config.data.batch_tokens}")
-    print(f"arithmetic: {flop / 1e6:.2f} MFLOP a token")
+    print(f"target tokens per update: {config.data.batch_tokens}")
+    print(f"arithmetic: {flop / 1e6:.2f} MFLOP per token")
     print(f"matmul ceiling: {ceiling / 1e9:.0f} GFLOP/s\n")
     print("| | tokens/s | spread | share of ceiling | ours / it |")
     print("| --- | --- | --- | --- | --- |")
@@ -101,7 +115,7 @@ def race(arguments) -> None:
 
 
 def contestants_of(settings: list[str]) -> list[str]:
-    """Who runs with these settings; an error where torch would be another model."""
+    """Return who runs with these settings; an error if torch has other models."""
     if not importlib.util.find_spec("torch"):
         print("torch is not installed: only ours is timed (requirements-peers.txt)")
         return ["ours"]
@@ -116,7 +130,7 @@ def contestants_of(settings: list[str]) -> list[str]:
 
 
 def config_of(arguments):
-    """The experiment's config with what the command line sets."""
+    """Return the experiment's config with the settings of the command line."""
     config = multi30k.get_config(arguments.recipe)
     config.model.dropout = 0.3
     for setting in arguments.set:
@@ -127,37 +141,29 @@ def config_of(arguments):
     return config
 
 
-def corpus(arguments):
-    """Encoded source and target sentences, and where they are from."""
-    from headcount.data import pairs as corpora
-    from headcount.data import tokenizers as tokenizer
-    from headcount.data.packing import Sentences
-
+def corpus(arguments) -> tuple[Ragged, Ragged, str]:
+    """Return the tokenised source and target sentences, and where they are from."""
     config = config_of(arguments)
     if arguments.data.is_dir():
-        names = (config.data.name, config.data.source, config.data.target, "train")
-        sides = corpora.load(*names, str(arguments.data))
-        tokenizers = tokenizer.load_or_train(
-            arguments.folder / "tokenizer", *sides, config.data.vocab_size
-        )
-        pairs = zip(tokenizers, sides, strict=True)
-        return *(one.encode(sentences) for one, sentences in pairs), "Multi30k"
+        config.data.directory = str(arguments.data)
+        fields = make_task(config, arguments.folder / "tokenizer").load("train").fields
+        return fields["source"], fields["target"], "Multi30k"
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.gamma(12, 1.25, 29_000), 4, 60).astype(int)
     sides = []
     for noise in (0, 2):
         own = np.clip(lengths + rng.integers(-noise, noise + 1, lengths.size), 4, 60)
-        pieces = np.minimum(rng.zipf(1.3, own.sum()) + 3, config.data.vocab_size - 1)
+        tokens = np.minimum(rng.zipf(1.3, own.sum()) + 3, config.data.vocab_size - 1)
         offsets = np.concatenate([[0], np.cumsum(own)])
-        sides.append(Sentences(pieces.astype(np.int32), offsets))
-    return *sides, f"random pieces ({arguments.data} is not there)"
+        sides.append(Ragged(tokens.astype(np.int32), offsets))
+    return *sides, f"random tokens ({arguments.data} is not there)"
 
 
 def flop_per_token(config, source_lengths, target_lengths) -> float:
-    """Of the products of forward and backward, by source and target token alike.
+    """Return FLOP of matrix products per token of either side, backward included.
 
-    Backward is twice forward. Each token counts the whole of its own sentence in
-    attention, with no packing and no padding.
+    Backward is twice forward. A token attends to its own sentence only: packing and
+    padding cost nothing.
     """
     model = config.model
     D, F = model.width, model.mlp_dim
@@ -174,14 +180,14 @@ def flop_per_token(config, source_lengths, target_lengths) -> float:
 
 
 def numpy_ceiling() -> float:
-    """FLOP/s of a large NumPy product."""
+    """Return FLOP/s of a large NumPy product."""
     x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32)
     out = np.empty_like(x)
     return ceiling_of(lambda: np.matmul(x, x, out=out))
 
 
 def ceiling_of(product) -> float:
-    """FLOP/s of a product of 2048 x 2048 matrices, best of five."""
+    """Return FLOP/s of a product of 2048 x 2048 matrices, best of five."""
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -191,7 +197,7 @@ def ceiling_of(product) -> float:
 
 
 def start(name: str, arguments) -> subprocess.Popen:
-    """A contestant's process, which answers to `ask`."""
+    """Start a contestant's process, which answers to `ask`."""
     command = [sys.executable, "-m", "benchmarks.training", f"--worker={name}"]
     command += [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
     command += ["--set", *arguments.set]
@@ -200,7 +206,7 @@ def start(name: str, arguments) -> subprocess.Popen:
 
 
 def ask(process: subprocess.Popen, request: str) -> dict | None:
-    """The answer of a contestant; None if it has died."""
+    """Return the answer of a contestant; None if it has died."""
     try:
         process.stdin.write(request + "\n")
     except BrokenPipeError:
@@ -211,10 +217,8 @@ def ask(process: subprocess.Popen, request: str) -> dict | None:
 
 def serve(arguments) -> None:
     """Be a contestant: answer requests until standard input ends."""
-    from headcount.data.packing import Sentences
-
     arrays = list(np.load(arguments.folder / "corpus.npz").values())
-    sides = Sentences(*arrays[:2]), Sentences(*arrays[2:])
+    sides = Ragged(*arrays[:2]), Ragged(*arrays[2:])
     if arguments.worker == "ours":
         worker = Ours
     else:
@@ -231,37 +235,21 @@ def serve(arguments) -> None:
 
 
 class Ours:
-    """R trials and their batches, as train.py has them."""
+    """R trials and their batches, as in train.py."""
 
     def __init__(self, name, config, source, target, num_trials=1):
-        from headcount.runtime import platform
-
-        platform.setup()
-        from functools import partial
-
-        import jax
-        import jax.numpy as jnp
-
-        from headcount.configs.commandline import flat
-        from headcount.data.batches import Batches
-        from headcount.models.cost import abstract
-        from headcount.models.transformer import Transformer
-        from headcount.training.step import init, static_of, train_steps
-        from headcount.training.trials import numbers, trials_of
-
         settings = flat(config.to_dict()) | {"seeds": num_trials}
-        trials = trials_of(settings)
-        arrays = numbers(settings, trials)
-        self.batches = Batches(
-            source,
-            target,
+        trials = make_trials(settings)
+        arrays = hyperparameters(settings, trials)
+        self.batches = PackedBatches(
+            {"source": source, "target": target},
             batch_tokens=config.data.batch_tokens,
             max_length=config.data.max_length,
             seeds=[trial["seed"] for trial in trials],
         )
-        build = partial(Transformer, config.data.vocab_size, **config.model.to_dict())
-        static = static_of(abstract(build), config)
-        self.state = init(arrays, static=static, build=build)
+        task = make_task(config)
+        static = make_static(abstract(task.build), config, task.loss)
+        self.state = init(arrays, static=static, build=task.build)
         self.program = partial(train_steps, trials=arrays, static=static)
         self.step = 0
         x = jnp.ones((2048, 2048))
@@ -269,21 +257,19 @@ class Ours:
         self.product = lambda: product(x, x).block_until_ready()
 
     def input(self, steps: int) -> dict:
-        """The batches of the next updates."""
-        from headcount.data.batches import stacked
-
-        return stacked(self.batches, self.step, steps, steps)
+        """Return the batches of the next updates."""
+        return stack_steps(self.batches, self.step, steps, steps)
 
     def update(self, batches: dict, steps: int) -> int:
-        """Do these updates; the number of real tokens."""
+        """Do these updates; return the number of real tokens."""
         self.state, metrics = self.program(
             self.state, batches=batches, num_steps=np.int32(steps)
         )
         self.step += steps
-        return int(metrics["source_tokens"].sum() + metrics["target_tokens"].sum())
+        return int(sum(count.sum() for count in metrics["tokens"].values()))
 
     def train(self, steps: int) -> int:
-        """Do the next updates; the number of real tokens."""
+        """Do the next updates; return the number of real tokens."""
         return self.update(self.input(steps), steps)
 
 

@@ -3,10 +3,10 @@
     .venv/bin/python -m benchmarks.trials [--trials 1 2 4 8] [--recipe short]
         [--rounds 5] [--steps 4] [--data DIR] [--set KEY=VALUE ...]
 
-Prints source and target tokens per second that all trials together are trained on (real
-ones: padding does not count), beside R = 1, which is what one after another comes to;
-and how long the input pipeline takes for a step of all trials, as a share of the step.
-Medians of rounds in turn. Data as in benchmarks.training.
+Prints the source and target tokens per second of all trials together (without padding),
+their ratio to R = 1, which is the rate of training one after another, and the time of
+the input pipeline as a share of the step. Medians of rounds in turn. Data as in
+benchmarks.training.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import statistics
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import jax
 
 from benchmarks.training import Ours, config_of, corpus
 
@@ -24,7 +26,7 @@ def main():
     parser.add_argument("--trials", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="updates a round")
+    parser.add_argument("--steps", type=int, default=4, help="updates per round")
     parser.add_argument("--data", type=Path, default=Path("../shared/data/multi30k"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -43,10 +45,8 @@ def main():
         for R, group in groups.items():
             rounds[R].append(timed(group, arguments.steps))
 
-    import jax
-
     print(f"data: {origin}; device: {jax.devices()[0].device_kind}")
-    print(f"{config.data.batch_tokens} target tokens an update and trial\n")
+    print(f"{config.data.batch_tokens} target tokens per update and trial\n")
     print("| trials | tokens/s | spread | against one after another | input |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     alone = statistics.median(rate for rate, _ in rounds[1])
@@ -61,7 +61,7 @@ def main():
 
 
 def timed(group: Ours, steps: int) -> tuple[float, float]:
-    """Tokens a second of some updates, and the share that their batches take."""
+    """Return tokens per second of some updates, and the share of making batches."""
     start = time.perf_counter()
     batches = group.input(steps)
     middle = time.perf_counter()
