@@ -25,7 +25,7 @@ from flax import nnx
 from ml_collections import config_flags
 
 from headcount.analysis.tables import print_pairs
-from headcount.attention import cpu_kernel_unavailable
+from headcount.attention import cpu_kernel_unavailable, verification
 from headcount.configs.commandline import (
     TASK_FILE,
     WORKDIR,
@@ -210,6 +210,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
             },
             "attention": implementations(model, spec),
             "no_cpu_kernel": cpu_kernel_unavailable(),
+            "kernel_verdicts": [vars(found) for found in verification.verdicts()],
             "trials": R,
             "dtype": model.dtype,
             "mesh": dict(mesh.shape),

@@ -8,8 +8,8 @@ from headcount.attention.api import (
     head_statistics,
     resolve_implementation,
 )
+from headcount.attention.kernels.cpu_build import unavailable as cpu_kernel_unavailable
 from headcount.attention.merge import MERGE_RULES, MergeRule
-from headcount.attention.native_build import why_not as cpu_kernel_unavailable  # noqa: F401
 from headcount.attention.statistics import HeadStatistics
 from headcount.attention.talking_heads import (
     talking_heads_attention,
@@ -22,6 +22,7 @@ __all__ = [
     "HeadStatistics",
     "MergeRule",
     "attention_weights",
+    "cpu_kernel_unavailable",
     "dot_product_attention",
     "head_gated",
     "head_statistics",

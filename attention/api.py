@@ -1,4 +1,4 @@
-"""Attention for users: arguments checked and normalised once, then one implementation.
+"""The public functions: check and normalise the arguments, call one implementation.
 
 An implementation is a module (or two names of it) with two functions:
 
@@ -29,10 +29,9 @@ An implementation is a module (or two names of it) with two functions:
   out is used, its cotangent for lse is zero.
 - HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
   need not be differentiable: gradients by it are cut.
-- Kernels need no `head_gate`, `sink`, dtype, shape or value checks: they are done
-  here. In `jax.shard_map` all arrays vary over the same devices.
-- `attention.pallas_tpu` and `attention.pallas_gpu` take `interpret: bool = False` too,
-  and the latter `hopper: bool = False`.
+- `head_gate`, `sink` and checks of dtypes, shapes and values are done here. In
+  `jax.shard_map` all arrays vary over the same devices.
+- `kernels.gpu` and `kernels.tpu` also take `interpret: bool = False`.
 """
 
 import functools
@@ -45,30 +44,26 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from headcount.attention import jax_nn, masks, native_build, reference
+from headcount.attention import masks, reference, verification
 from headcount.attention.arguments import normalise, require
-from headcount.attention.platform import compute_capability
+from headcount.attention.kernels import cpu_build, jax_nn
 from headcount.attention.platform import platform as current_platform
 from headcount.attention.statistics import HeadStatistics, mean_over_queries
 
-# name: the module that implements it, and what it is told beyond the arguments.
-# Modules load when first used: Pallas is slow to import.
+# Name: the module that implements it, and options for it. Modules load when first used,
+# because Pallas is slow to import.
+KERNELS = "headcount.attention.kernels"
 IMPLEMENTATIONS = {
     "reference": ("headcount.attention.reference", {}),
-    "blockwise": ("headcount.attention.blockwise", {}),
-    "native": ("headcount.attention.native", {}),
-    "xla": ("headcount.attention.jax_nn", {"backend": "xla"}),
-    "cudnn": ("headcount.attention.jax_nn", {"backend": "cudnn"}),
-    "pallas": ("headcount.attention.pallas_{platform}", {}),
-    "pallas_tpu_interpret": ("headcount.attention.pallas_tpu", {"interpret": True}),
-    "pallas_hopper": ("headcount.attention.pallas_gpu", {"hopper": True}),
-    "pallas_gpu_interpret": ("headcount.attention.pallas_gpu", {"interpret": True}),
-    "pallas_hopper_interpret": (
-        "headcount.attention.pallas_gpu",
-        {"hopper": True, "interpret": True},
-    ),
+    "blockwise": (f"{KERNELS}.blockwise", {}),
+    "cpu": (f"{KERNELS}.cpu", {}),
+    "gpu": (f"{KERNELS}.gpu", {}),
+    "tpu": (f"{KERNELS}.tpu", {}),
+    "cudnn": (f"{KERNELS}.jax_nn", {"backend": "cudnn"}),
+    "xla": (f"{KERNELS}.jax_nn", {"backend": "xla"}),
+    "gpu_interpret": (f"{KERNELS}.gpu", {"interpret": True}),
+    "tpu_interpret": (f"{KERNELS}.tpu", {"interpret": True}),
 }
-SMALL_GPUS = (8.6, 8.9, 12.0, 12.1)  # 99 KiB of shared memory, others 163 and more
 
 
 def dot_product_attention(
@@ -219,35 +214,43 @@ def attention_weights(
 
 
 def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=None):
-    """The name that `implementation=None` stands for.
+    """Return the name that `implementation=None` stands for.
 
-    Arrays or `jax.ShapeDtypeStruct`s, of any rank that `dot_product_attention` takes.
-    `platform` is "cpu", "gpu" or "tpu", by default the one that is compiled for: the
-    devices of the mesh set with `jax.set_mesh`, else `jax.default_backend()`. For a CPU
-    the first call compiles kernels, for some seconds if they are not in the cache.
+    On a CPU "cpu" for float32 without a bias, if its kernels can be compiled (which
+    takes some seconds at the first call on a machine). On a GPU or TPU the fused kernel
+    named like it, if it has these arrays and the device, and `verification` has
+    accepted it there. Otherwise "blockwise". When compiling for a device that is not
+    here, verification is taken for granted.
+
+    Args:
+      query, key, value, bias, mask: arrays or `jax.ShapeDtypeStruct`s, of any rank that
+        `dot_product_attention` takes.
+      platform: "cpu", "gpu" or "tpu". Default: that of the mesh set with
+        `jax.set_mesh`, else `jax.default_backend()`.
     """
     require(
         platform in (None, "cpu", "gpu", "tpu"),
         f"platform must be 'cpu', 'gpu', 'tpu' or None, got {platform!r}",
     )
+    is_here = platform is None and current_platform() == jax.default_backend()
     platform = platform or current_platform()
-    dtype, size = jnp.dtype(query.dtype), max(query.shape[-1], value.shape[-1])
-    if platform == "cpu" and dtype == jnp.float32 and bias is None:
-        return "native" if native_build.why_not() is None else "blockwise"
-    largest = _largest_fused(platform).get(dtype.name, 0)
-    return "pallas" if size <= largest and bias is None else "blockwise"
+    if platform == "cpu":
+        has_kernel = jnp.dtype(query.dtype) == jnp.float32 and bias is None
+        return "cpu" if has_kernel and cpu_build.unavailable() is None else "blockwise"
+    kernel = importlib.import_module(f"{KERNELS}.{platform}")
+    query, value = (_with_dtype_object(x) for x in (query, value))
+    if bias is not None or kernel.unsupported(query, value, bias, mask):
+        return "blockwise"
+    if is_here and not (
+        kernel.unsupported_device() is None
+        and verification.is_accepted(platform, query.dtype.name)
+    ):
+        return "blockwise"
+    return platform
 
 
-def _largest_fused(platform):
-    """Head sizes up to which there is a fused kernel, by dtype."""
-    if platform not in ("tpu", "gpu"):
-        return {}
-    capability = compute_capability() if platform == "gpu" else None
-    if capability is not None and capability < 8:
-        return {}  # no products of these types
-    if capability in SMALL_GPUS:
-        return {"float32": 32, "bfloat16": 128}
-    return {"float32": 256, "bfloat16": 256}
+def _with_dtype_object(array):
+    return jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype))
 
 
 def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:
@@ -305,31 +308,10 @@ def _named(name, arrays):
 
 def _function(name, function):
     module, options = IMPLEMENTATIONS[name]
-    platform = current_platform()
-    if name == "pallas" and platform not in ("tpu", "gpu"):
+    if name == "cpu" and current_platform() != "cpu":
         raise NotImplementedError(
-            f"implementation 'pallas' needs a GPU or TPU, the platform is "
-            f"{platform!r}; use 'blockwise', or 'pallas_tpu_interpret' to debug"
+            f"implementation 'cpu' needs a CPU, the platform is {current_platform()!r};"
+            " use None to choose by the platform, or 'blockwise'"
         )
-    if name == "native" and platform != "cpu":
-        raise NotImplementedError(
-            f"implementation 'native' needs a CPU, the platform is {platform!r}; use "
-            "'pallas' or 'blockwise'"
-        )
-    if name == "pallas_hopper":
-        _require_hopper(platform)
-    module = importlib.import_module(module.format(platform=platform))
+    module = importlib.import_module(module)
     return functools.partial(getattr(module, function), **options)
-
-
-def _require_hopper(platform):
-    capability = compute_capability()
-    here = f"this GPU has {capability}"
-    if platform != "gpu":
-        here = f"the platform is {platform!r}"
-    elif capability in (None, 9.0):  # None: it is compiled for on another machine
-        return
-    raise NotImplementedError(
-        "implementation 'pallas_hopper' needs a GPU of compute capability 9.0 (H100, "
-        f"H200, GH200), and {here}; use 'pallas' on another GPU, else 'blockwise'"
-    )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headcount.attention.partition import varying_alike
+from headcount.attention.kernels.partition import varying_alike
 
 FAR = 2**30  # a window without an end; an index and this are less than 2**31
 

@@ -1,4 +1,4 @@
-"""What is compiled for, which need not be the machine that traces; and its cores."""
+"""The compilation target, which need not be this machine, and its number of cores."""
 
 import os
 import re
@@ -7,16 +7,16 @@ import jax
 
 
 def platform() -> str:
-    """ "cpu", "gpu" or "tpu": of the mesh set with `jax.set_mesh`, else the default.
+    """Return "cpu", "gpu" or "tpu", of the mesh set with `jax.set_mesh` or by default.
 
-    An ahead-of-time compilation for another platform sets a mesh of its devices.
+    Compiling ahead of time for another platform sets a mesh of its devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def compute_capability() -> float | None:
-    """Of the NVIDIA GPU at hand, as 8.9; None where there is none."""
+    """Return the compute capability of the NVIDIA GPU here, such as 8.9, or None."""
     if jax.default_backend() != "gpu":
         return None
     told = str(getattr(jax.devices()[0], "compute_capability", None))
@@ -24,7 +24,7 @@ def compute_capability() -> float | None:
 
 
 def cores() -> int:
-    """How many cores of the processor this process may use."""
+    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

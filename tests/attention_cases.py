@@ -1,6 +1,6 @@
 """What attention is tested on: features, shapes, tolerances, and the table of support.
 
-`python -m tests.attention_cases` prints the table of docs/attention.md.
+`python -m tests.attention_cases` prints the table of docs/reference/attention.md.
 """
 
 import functools
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from headcount import attention
-from headcount.attention import masks, native_build
+from headcount.attention import masks
+from headcount.attention.kernels import cpu_build
 
 # The largest difference to the reference in float32 at HIGHEST precision, relative to
 # the reference's largest value or 1. bfloat16 has 8 bits of precision, and rounds the
@@ -21,9 +22,9 @@ from headcount.attention import masks, native_build
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 needs_kernels = pytest.mark.skipif(
-    native_build.why_not() is not None, reason=f"no kernels: {native_build.why_not()}"
+    cpu_build.unavailable() is not None, reason=f"no kernels: {cpu_build.unavailable()}"
 )
-NATIVE = pytest.param("native", marks=needs_kernels)
+CPU = pytest.param("cpu", marks=needs_kernels)
 
 # B, T, S, N, K, H, V. Odd, unequal, and of a single token.
 SHAPES = {
@@ -211,11 +212,10 @@ def check(got, want, dtype=jnp.float32):
 COLUMNS = {
     "reference": "reference",
     "blockwise": "blockwise",
-    "native": "native",
+    "cpu": "cpu",
+    "gpu": "gpu_interpret",
+    "tpu": "tpu_interpret",
     "xla": "xla",
-    "pallas (GPU)": "pallas_gpu_interpret",
-    "pallas_hopper": "pallas_hopper_interpret",
-    "pallas (TPU)": "pallas_tpu_interpret",
 }
 ROWS = {
     "bfloat16": lambda *_: ("nothing", {"dtype": jnp.bfloat16}),
@@ -229,7 +229,7 @@ def supports(implementation, function, *arguments):
     call = functools.partial(function, implementation, arguments=arguments[1])
     try:
         with mock.patch(
-            "headcount.attention.pallas_hopper.THREADS", 0
+            "headcount.attention.kernels.gpu.THREADS", 0
         ):  # nothing will run
             jax.eval_shape(lambda inputs: call(inputs=inputs), arguments[0])
     except NotImplementedError:
@@ -256,7 +256,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "attention.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "reference" / "attention.md"
 
 if __name__ == "__main__":
     print(table())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headcount import attention
-from headcount.attention import partition
+from headcount.attention.kernels import partition
 
 P = jax.P
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
@@ -230,7 +230,7 @@ def test_divided_among_devices_it_computes_the_same(num_kv_heads, monkeypatch):
             name: jax.device_put(x, jax.NamedSharding(mesh, sizes[name][2]))
             for name, x in inputs.items()
         }
-        function = jax.jit(gradient("pallas_tpu_interpret", trials=True))
+        function = jax.jit(gradient("tpu_interpret", trials=True))
         got = function(divided)
         assert "shard_map" in str(jax.make_jaxpr(function)(divided))
     for x, y in zip(got, want, strict=True):

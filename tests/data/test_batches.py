@@ -17,7 +17,7 @@ from headcount.data.batches import (
 )
 from headcount.data.packing import Sentences, num_rows
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 KEYS = {
     f"{side}{suffix}"
     for side in ("source", "target")

@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 from headcount.data import corpora, multi30k, numbers, tokenizer
 from headcount.data.batches import Batches
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 MULTI30K = ROOT.parent / "shared" / "data" / "multi30k"
 
 needs_multi30k = pytest.mark.skipif(

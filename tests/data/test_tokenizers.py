@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headcount.data import multi30k, numbers, tokenizer
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAIRS = {
     language: numbers.phrases(range(0, 900_000, 3001), language)
     for language in ("en", "de")

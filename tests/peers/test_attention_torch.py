@@ -21,7 +21,7 @@ def inputs(T, S, N, K, H, V):
     return [rng.normal(size=size).astype(np.float32) for size in sizes]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "native"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "cpu"])
 @pytest.mark.parametrize(
     ("sizes", "arguments"),
     [
@@ -35,7 +35,7 @@ def inputs(T, S, N, K, H, V):
 )
 def test_scaled_dot_product_attention(implementation, sizes, arguments):
     """Output and gradients."""
-    if implementation == "native" and "bias" in arguments:
+    if implementation == "cpu" and "bias" in arguments:
         pytest.skip("native takes no bias")
     T, S, N, K = sizes[:4]
     query, key, value, cotangent = inputs(*sizes)
@@ -70,7 +70,7 @@ def test_scaled_dot_product_attention(implementation, sizes, arguments):
         np.testing.assert_allclose(x, y, atol=TOLERANCE * max(1, abs(y).max()))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "native"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "cpu"])
 def test_a_sink_is_that_of_gpt_oss(implementation):
     """Output and gradients, also by the sink, of grouped heads and a mask."""
     T, S, N, K = 9, 13, 4, 2

@@ -280,7 +280,11 @@ def test_the_command_lines(folders, tmp_path):
         ("marian", {"decoder_ffn_dim": 16}, "the same here, got 12 and 16"),
         ("marian", {"pad_token_id": 1}, "decoder_start_token_id must be pad.*= 1"),
         ("marian", {"eos_token_id": 2}, "eos_token_id must be 0, the id of </s>"),
-        ("marian", {"vocab_size": 50}, "vocab.json must hold vocab_size = 50 .* got 40"),
+        (
+            "marian",
+            {"vocab_size": 50},
+            "vocab.json must hold vocab_size = 50 .* got 40",
+        ),
     ],
 )
 def test_bad_checkpoints_are_named(folders, family, change, message, tmp_path):

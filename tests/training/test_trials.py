@@ -234,13 +234,13 @@ def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
 
 def test_what_changes_the_bits_of_a_run_is_told_at_its_next_start(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
-    facts = {"attention": {"encoder": "native"}, "dtype": "float32", "commit": "a"}
+    facts = {"attention": {"encoder": "cpu"}, "dtype": "float32", "commit": "a"}
     assert record(tmp_path, config, trials, facts) == ""
     (tmp_path / "metrics.jsonl").touch()
     assert record(tmp_path, config, trials, facts | {"commit": "b", "cores": 2}) == ""
     changed = facts | {"attention": {"encoder": "blockwise"}, "cores": 4}
     told = record(tmp_path, config, trials, changed)
-    assert "attention.encoder (there 'native', now 'blockwise')" in told
+    assert "attention.encoder (there 'cpu', now 'blockwise')" in told
     assert "cores (there 2, now 4)" in told
 
 

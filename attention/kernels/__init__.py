@@ -1,0 +1,1 @@
+"""Implementations of attention; see `attention.api` for their common interface."""

@@ -1,0 +1,242 @@
+"""Online softmax over blocks of queries and keys in XLA: exact, O(T) memory.
+
+Forward and backward hold one block of the T x S map at a time, and visit only blocks
+that the causal, window, length and segment masks leave (after Rabe & Staats 2021,
+arXiv:2112.05682, and Dao 2023, arXiv:2307.08691). Rows that fit one block, as packed
+training rows do, are one batched computation whose backward reads the kept exponentials
+instead of repeating them: at most `SHORT` numbers a query. Long rows go head by head on
+CPU, where dots of two matrices are fastest, and all heads at once elsewhere.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from headcount.attention.arguments import present
+from headcount.attention.kernels import blockwise_heads as heads
+from headcount.attention.kernels.partition import axes_of, partitioned
+from headcount.attention.platform import platform
+from headcount.attention.statistics import HeadStatistics
+
+SHORT = 128  # rows of up to so many queries and keys are one block
+LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
+SHARED = (128, 512)  # and when they go together
+
+QUERIES = ("query", "out_gradient", "maximum", "delta")  # B T K G ...
+HEADS_THIRD = ("key", "value", *QUERIES)  # others are B K ...
+ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
+
+
+def attend(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale,
+    is_causal,
+    local_window_size,
+    statistics=False,
+    **indices,
+):
+    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`."""
+    structure = scale, is_causal, local_window_size
+    problem = _problem(query, key, bias, structure, statistics)
+    differentiable = present(query=query, key=key, value=value, bias=bias)
+    constant = present(mask=mask, **indices)
+    out, *rows = _attend(problem, differentiable, constant)
+    lse, *rows = map(jnp.float32, rows)  # also of float64
+    return (out, lse, HeadStatistics(*rows)) if statistics else (out, lse)
+
+
+def head_statistics(
+    query, key, bias, mask, *, scale, is_causal, local_window_size, **indices
+):
+    """Statistics of every row: see `attention.api`."""
+    structure = scale, is_causal, local_window_size
+    problem = _problem(query, key, bias, structure, statistics=True)
+    arrays = present(query=query, key=key, bias=bias, mask=mask, **indices)
+    head = heads.short if problem.short else heads.forward
+    _, *rows = _run(head, problem, arrays, ROWS)
+    return HeadStatistics(*map(jnp.float32, rows))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(problem, differentiable, constant):
+    return _attend_forward(problem, differentiable, constant)[0]
+
+
+def _attend_forward(problem, differentiable, constant):
+    results = {"out": "BTNV"} | (ROWS if problem.statistics else {"lse": "BTN"})
+    head, kept = heads.forward, {"reciprocal": "BTN", "maximum": "BTN"}
+    if problem.short:
+        head, kept = heads.short, {"reciprocal": "BTN", "exponentials": "BKGTS"}
+    found = _run(head, problem, differentiable | constant, results | kept)
+    out, lse, *rows = found[: len(results)]
+    kept = dict(zip(kept, found[len(results) :], strict=True))
+    out = out.astype(differentiable["query"].dtype)
+    return (out, lse, *rows), (differentiable, constant, out, kept)
+
+
+def _attend_backward(problem, residuals, cotangents):
+    return _backward(problem, residuals, cotangents), None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(problem, residuals, cotangents):
+    differentiable, constant, out, kept = residuals
+    out_gradient, lse_gradient, *_ = cotangents  # statistics have none
+    dtype = jnp.promote_types(out.dtype, jnp.float32)
+    out_gradient = out_gradient.astype(dtype)
+    # The softmax's own derivative and the log-sum-exp's are rows of one kind.
+    delta = jnp.sum(out.astype(dtype) * out_gradient, -1) - lse_gradient
+    # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
+    reciprocal, given = kept["reciprocal"], differentiable
+    if out.dtype == jnp.float16:
+        # In which such a factor makes small gradients of long rows subnormal.
+        differentiable = {name: jnp.float32(x) for name, x in given.items()}
+    arrays = differentiable | constant
+    arrays |= {name: x for name, x in kept.items() if name != "reciprocal"}
+    arrays["out_gradient"] = out_gradient * reciprocal[..., None]
+    arrays["delta"] = delta * reciprocal
+    results = {"query": "BTNH", "key": "BSKH", "value": "BSKV"}
+    if "bias" in differentiable:
+        results["bias"] = "BNTS"
+    gradients = _run(heads.backward, problem, arrays, results)
+    return {
+        name: _fit(gradient, given[name])
+        for name, gradient in zip(results, gradients, strict=True)
+    }
+
+
+@_backward.defjvp
+def _refuse_second_order(problem, primals, tangents):
+    raise NotImplementedError(
+        "implementation 'blockwise' has a first derivative only; use 'reference' for a "
+        "second one"
+    )
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _fit(gradient, array):
+    """Sum over the axes along which the array was broadcast."""
+    axes = [i for i, n in enumerate(array.shape) if n == 1 < gradient.shape[i]]
+    return gradient.sum(axes, keepdims=True).astype(array.dtype)
+
+
+def _problem(query, key, bias, structure, statistics):
+    T, S = query.shape[1], key.shape[1]
+    short = max(T, S) <= SHORT
+    # A bias may belong to all heads, so its gradient is a sum: they go together.
+    one_by_one = platform() == "cpu" and bias is None and not short
+    sizes = LONG if one_by_one else SHARED
+    # Blocks of nearly equal size need the least padding.
+    queries, keys = (
+        -(-n // -(-n // size)) for n, size in zip((T, S), sizes, strict=True)
+    )
+    return heads.Problem(*structure, queries, keys, short, one_by_one, statistics)
+
+
+def _run(function, problem, arrays, results):
+    """`function(problem, head)` of each key/value head; results: their letters."""
+    local = functools.partial(_all_heads, function, problem, tuple(results.values()))
+    if not problem.one_by_one:
+        return local(arrays)
+    # A loop over an axis that is sharded would gather it on every device.
+    return partitioned(local, arrays, axes_of(arrays), tuple(results.values()))
+
+
+def _all_heads(function, problem, results, arrays):
+    """Split the arrays by batch and key/value head, map the function, and merge."""
+    B, T, N, _ = arrays["query"].shape
+    S, K = arrays["key"].shape[1:3]
+    G = N // K
+    more_queries, more_keys = -T % problem.queries, -S % problem.keys
+    if more_keys and "key_value_seq_lengths" not in arrays:
+        arrays = arrays | {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
+
+    def split(name, x):
+        """Pad, and split heads to K and G of query heads; axes of 1 where all share."""
+        if name in ("query_seq_lengths", "key_value_seq_lengths"):
+            return x[:, None]
+        if name == "query_segment_ids":
+            return _pad(x, 1, more_queries)[:, None]
+        if name == "key_value_segment_ids":
+            return _pad(x, 1, more_keys)[:, None]
+        if name in ("key", "value"):
+            return _pad(x, 1, more_keys)
+        if name in ("mask", "bias"):
+            x = _pad(x, 2, more_queries if x.shape[2] > 1 else 0)
+            x = _pad(x, 3, more_keys if x.shape[3] > 1 else 0)
+            heads = (K, G) if x.shape[1] > 1 else (1, 1)
+            return x.reshape(x.shape[0], *heads, *x.shape[2:])
+        if name == "exponentials":
+            return x
+        # A padded query's weights are zero, however large a bias it shares with others.
+        x = _pad(x, 1, more_queries, jnp.inf if name == "maximum" else 0)
+        return x.reshape(B, -1, K, G, *x.shape[3:])
+
+    def merge(letters, x):
+        if letters == "BKGTS":
+            return x
+        if letters == "BNTS":
+            return x.reshape(B, -1, *x.shape[3:])[:, :, :T, :S]
+        if letters.startswith("BS"):
+            return jnp.moveaxis(x, 3, 1)[:, :S]
+        x = jnp.moveaxis(x, 3, 1)
+        return x.reshape(B, -1, N, *x.shape[4:])[:, :T]
+
+    arrays = {name: split(name, x) for name, x in arrays.items()}
+    head = functools.partial(function, problem)
+    every = _one_by_one if problem.one_by_one else _together
+    outcomes = every(head, B, K, arrays)
+    return tuple(merge(*pair) for pair in zip(results, outcomes, strict=True))
+
+
+def _heads_first(name, x):
+    """To B K (G) (T) (S) ..."""
+    x = x.swapaxes(1, 2) if name in HEADS_THIRD else x
+    return x.swapaxes(2, 3) if name in QUERIES else x
+
+
+def _together(function, B, K, arrays):
+    """The function of all heads at once."""
+    arrays = {name: _heads_first(name, x) for name, x in arrays.items()}
+    return _map_axis(functools.partial(_map_axis, function, K), B, arrays)
+
+
+def _map_axis(function, size, arrays):
+    """Map over the leading axis of every array; one of size 1 is the same for all."""
+    shared = {n: x[0] for n, x in arrays.items() if x.shape[0] == 1}
+    mapped = {n: x for n, x in arrays.items() if x.shape[0] == size > 1}
+    if not mapped:
+        return jax.tree.map(lambda x: x[None], function(shared))
+    return jax.vmap(lambda mapped: function(shared | mapped))(mapped)
+
+
+def _one_by_one(function, B, K, arrays):
+    """The function of every head in turn, each taken from the arrays as they lie."""
+
+    def take(name, x, b, k):
+        start, sizes = [0] * x.ndim, list(x.shape)
+        for axis, index in ((0, b), (2 if name in HEADS_THIRD else 1, k)):
+            start[axis] = index if x.shape[axis] > 1 else 0
+            sizes[axis] = 1
+        return _heads_first(name, jax.lax.dynamic_slice(x, start, sizes))[0, 0]
+
+    def one(index):
+        head = index // K, index % K
+        return function({name: take(name, x, *head) for name, x in arrays.items()})
+
+    found = jax.lax.map(one, jnp.arange(B * K))
+    return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), found)
+
+
+def _pad(x, axis, count, fill=0):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count)
+    return jnp.pad(x, widths, constant_values=fill) if count else x

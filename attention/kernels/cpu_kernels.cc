@@ -1,0 +1,342 @@
+// The kernels of `attention.kernels.cpu`: fused attention on CPUs, forward and backward.
+//
+// Online softmax over blocks of the T x S map (after Dao 2023, arXiv:2307.08691), of
+// which only the columns that some query of a block may attend to are computed. A task
+// is some queries of one head, and in the backward pass a head. Each writes results of
+// its own, and adds in an order of its own: they are the same bits on any threads.
+
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "cpu_problem.h"
+#include "cpu_vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Integers = ffi::Buffer<ffi::S32>;
+using Booleans = ffi::Buffer<ffi::PRED>;
+
+constexpr int64_t ROWS = 64, KEYS = 128;  // of a block of the map
+constexpr int64_t QUERIES = 512;  // of a task: they share the keys that it lays out
+
+struct Forward : Problem {
+  static constexpr int SUMS = 5;  // energy, distance, previous, current, following
+  float *out, *maximum, *reciprocal, *statistics;  // statistics: `B T N 5` or none
+
+  int64_t parts() const { return (T + QUERIES - 1) / QUERIES; }
+  int64_t tasks() const { return batch * N * parts(); }
+
+  void run(int64_t task) const {
+    const int64_t b = task / parts() / N, n = task / parts() % N;
+    const int64_t first = task % parts() * QUERIES;
+    const int64_t count = std::min(QUERIES, T - first);
+    const int64_t wide = padded(V), block = padded(std::min(KEYS, S));
+    Scratch scratch(8, count * (H + wide + 2 + SUMS) + block * (H + wide + ROWS));
+    float* q = scratch.take(count * H);
+    float* outs = scratch.take(count * wide);
+    float* highest = scratch.take(count);
+    float* total = scratch.take(count);
+    float* sums = scratch.take(count * SUMS);
+    float* k = scratch.take(H * block);
+    float* v = scratch.take(block * wide);
+    float* logits = scratch.take(ROWS * block);
+    copy(count, H, query + row(b, first, n) * H, N * H, q, H, scale);
+    std::fill_n(outs, count * wide, 0.f);
+    std::fill_n(highest, count, LOWEST);
+    std::fill_n(total, count, 0.f);
+    std::fill_n(sums, count * SUMS, 0.f);
+    for (int64_t s = 0; s < S; s += KEYS) {
+      const Range all{s, std::min(S, s + KEYS)};
+      bool laid_out = false;
+      for (int64_t i = 0; i < count; i += ROWS) {
+        const int64_t rows = std::min(ROWS, count - i);
+        const Range range = keys(b, first + i, rows, all);
+        if (range.start >= range.stop) continue;
+        if (!laid_out) {
+          transpose(all.size(), H, key + key_row(b, s, n) * H, K * H, k, block);
+          copy(all.size(), V, value + key_row(b, s, n) * V, K * V, v, wide);
+          laid_out = true;
+        }
+        const int64_t offset = range.start - s;
+        multiply(rows, padded(range.size()), H, {q + i * H, H, 1}, k + offset, block,
+                 logits, block, false);
+        for (int64_t r = i; r < i + rows; ++r)
+          softmax(b, n, first + r, range, logits + (r - i) * block, highest[r],
+                  total[r], outs + r * wide, sums + r * SUMS);
+        multiply(rows, wide, range.size(), {logits, block, 1}, v + offset * wide, wide,
+                 outs + i * wide, wide, true);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = row(b, first + i, n);
+      const float factor = total[i] == 0 ? 0 : 1 / total[i];
+      maximum[r] = highest[i];
+      reciprocal[r] = factor;
+      for (int64_t c = 0; c < V; ++c) out[r * V + c] = outs[i * wide + c] * factor;
+      if (!statistics) continue;
+      for (int j = 0; j < SUMS; ++j)
+        statistics[r * SUMS + j] = sums[i * SUMS + j] * factor;
+    }
+  }
+
+  // A row's logits to exponentials, which are added up; what was added up before counts
+  // from the new maximum.
+  void softmax(int64_t b, int64_t n, int64_t t, Range range, float* logits,
+               float& highest, float& total, float* outs, float* sums) const {
+    const int64_t width = padded(range.size());
+    hide(logits, b, n, t, range);
+    Vector most = at(logits);
+    for (int64_t s = W; s < width; s += W)
+      most = at(logits + s) > most ? at(logits + s) : most;
+    const float before = highest;
+    highest = std::max(highest, ::highest(most));
+    if (total != 0 && highest > before) {
+      const float rescale = std::exp(before - highest);
+      for (int64_t c = 0; c < padded(V); c += W) at(outs + c) *= rescale;
+      // Bounded, for a product of the two largest numbers would be infinite.
+      sums[0] += std::max(before - highest, -1e4f) * total;
+      for (int j = 0; j < SUMS; ++j) sums[j] *= rescale;
+      total *= rescale;
+    }
+    Vector more = {}, energy = {}, distance = {}, offset;
+    for (int i = 0; i < W; ++i) offset[i] = range.start + i - t;
+    for (int64_t s = 0; s < width; s += W) {
+      const Vector x = clipped(at(logits + s) - highest), e = exponential(x);
+      at(logits + s) = e;
+      more += e;
+      if (!statistics) continue;
+      energy += e * x;
+      distance += e * (offset < 0.f ? -offset : offset);
+      offset += static_cast<float>(W);
+    }
+    total += sum(more);
+    if (!statistics) return;
+    sums[0] += sum(energy);
+    sums[1] += sum(distance);
+    for (int j = 0; j < 3; ++j) {
+      const int64_t s = t + j - 1 - range.start;
+      if (s >= 0 && s < width) sums[2 + j] += logits[s];
+    }
+  }
+};
+
+struct Backward : Problem {
+  const float *maximum, *reciprocal, *out_gradient, *delta;
+  // Those of key and value `B S N H` and `B S N V`: of each query head apart.
+  float *query_gradient, *key_gradient, *value_gradient;
+
+  int64_t tasks() const { return batch * N; }
+
+  void run(int64_t task) const {
+    const int64_t b = task / N, n = task % N;
+    const int64_t deep = padded(H), wide = padded(V);
+    const int64_t block = padded(std::min(KEYS, S));
+    Scratch scratch(10, T * (2 * deep + wide) +
+                            block * (2 * deep + H + wide + V + 2 * ROWS));
+    float* q = scratch.take(T * deep);
+    float* dq = scratch.take(T * deep);
+    float* d_out = scratch.take(T * wide);
+    float* k = scratch.take(block * deep);
+    float* k_turned = scratch.take(H * block);
+    float* v_turned = scratch.take(V * block);
+    float* dk = scratch.take(block * deep);
+    float* dv = scratch.take(block * wide);
+    float* weights = scratch.take(ROWS * block);
+    float* gradient = scratch.take(ROWS * block);
+    copy(T, H, query + row(b, 0, n) * H, N * H, q, deep, scale);
+    copy(T, V, out_gradient + row(b, 0, n) * V, N * V, d_out, wide);
+    std::fill_n(dq, T * deep, 0.f);
+    for (int64_t s = 0; s < S; s += KEYS) {
+      const Range all{s, std::min(S, s + KEYS)};
+      bool laid_out = false;
+      std::fill_n(dk, block * deep, 0.f);
+      std::fill_n(dv, block * wide, 0.f);
+      for (int64_t i = 0; i < T; i += ROWS) {
+        const int64_t rows = std::min(ROWS, T - i);
+        const Range range = keys(b, i, rows, all);
+        if (range.start >= range.stop) continue;
+        if (!laid_out) {
+          const float* from = key + key_row(b, s, n) * H;
+          copy(all.size(), H, from, K * H, k, deep);
+          transpose(all.size(), H, from, K * H, k_turned, block);
+          from = value + key_row(b, s, n) * V;
+          transpose(all.size(), V, from, K * V, v_turned, block);
+          laid_out = true;
+        }
+        const int64_t offset = range.start - s, width = padded(range.size());
+        const float *q_here = q + i * deep, *d_here = d_out + i * wide;
+        multiply(rows, width, H, {q_here, deep, 1}, k_turned + offset, block, weights,
+                 block, false);
+        multiply(rows, width, V, {d_here, wide, 1}, v_turned + offset, block, gradient,
+                 block, false);
+        for (int64_t r = 0; r < rows; ++r)
+          softmax(b, n, i + r, range, weights + r * block, gradient + r * block);
+        multiply(range.size(), wide, rows, {weights, 1, block}, d_here, wide,
+                 dv + offset * wide, wide, true);
+        multiply(range.size(), deep, rows, {gradient, 1, block}, q_here, deep,
+                 dk + offset * deep, deep, true);
+        multiply(rows, deep, range.size(), {gradient, block, 1}, k + offset * deep,
+                 deep, dq + i * deep, deep, true);
+      }
+      for (int64_t j = 0; j < all.size(); ++j) {
+        const int64_t r = (b * S + s + j) * N + n;
+        std::copy_n(dk + j * deep, H, key_gradient + r * H);
+        std::copy_n(dv + j * wide, V, value_gradient + r * V);
+      }
+    }
+    for (int64_t t = 0; t < T; ++t)
+      for (int64_t c = 0; c < H; ++c)
+        query_gradient[row(b, t, n) * H + c] = dq[t * deep + c] * scale;
+  }
+
+  // A row's logits to weights, and the gradient by the weights to that by the logits.
+  void softmax(int64_t b, int64_t n, int64_t t, Range range, float* weights,
+               float* gradient) const {
+    const int64_t r = row(b, t, n);
+    hide(weights, b, n, t, range);
+    for (int64_t s = 0; s < padded(range.size()); s += W) {
+      const Vector x = clipped(at(weights + s) - maximum[r]);
+      const Vector weight = exponential(x) * reciprocal[r];
+      at(weights + s) = weight;
+      at(gradient + s) = weight * (at(gradient + s) - delta[r]);
+    }
+  }
+};
+
+// Run every task, on this thread and on those of XLA's that are free meanwhile.
+template <typename Work>
+ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
+  struct State {
+    const Work work;
+    const int64_t count;
+    std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> failed{false};
+    std::mutex mutex;
+    std::condition_variable finished;
+
+    explicit State(const Work& work) : work(work), count(work.tasks()) {}
+    void help() {
+      int64_t mine = 0;
+      for (int64_t task; (task = next++) < count; ++mine) {
+        try {
+          work.run(task);
+        } catch (const std::bad_alloc&) {
+          failed = true;
+        }
+      }
+      if (mine && (done += mine) == count) {
+        std::lock_guard<std::mutex> lock(mutex);
+        finished.notify_all();
+      }
+    }
+  };
+  // Shared with helpers, which may begin when all is done.
+  const auto state = std::make_shared<State>(work);
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), state->count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->help(); });
+  state->help();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->finished.wait(lock, [&] { return state->done == state->count; });
+  if (state->failed)
+    return {ffi::ErrorCode::kResourceExhausted, "no memory for attention"};
+  return ffi::Error::Success();
+}
+
+template <typename Array>
+int64_t size(const Array& x, int from_last) {
+  return x.dimensions()[x.dimensions().size() - from_last];
+}
+
+// None where there is no element.
+template <typename Array>
+auto* given(const Array& x) {
+  return x.element_count() ? x.typed_data() : nullptr;
+}
+
+Problem problem(Floats query, Floats key, Floats value, Booleans mask,
+                Integers query_lengths, Integers key_lengths, Integers query_ids,
+                Integers key_ids, float scale, bool is_causal, int64_t left,
+                int64_t right) {
+  Problem p;
+  p.B = size(query, 4), p.T = size(query, 3), p.N = size(query, 2);
+  p.S = size(key, 3), p.K = size(key, 2);
+  p.H = size(query, 1), p.V = size(value, 1);
+  p.batch = query.element_count() / (p.T * p.N * p.H);
+  p.query = query.typed_data(), p.key = key.typed_data(), p.value = value.typed_data();
+  p.mask = given(mask);
+  for (int i = 0; i < 4; ++i) p.mask_sizes[i] = size(mask, 4 - i);
+  p.query_lengths = given(query_lengths), p.key_lengths = given(key_lengths);
+  p.query_ids = given(query_ids), p.key_ids = given(key_ids);
+  p.scale = scale, p.is_causal = is_causal, p.left = left, p.right = right;
+  return p;
+}
+
+ffi::Error forward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,
+                   int64_t right, Floats query, Floats key, Floats value, Booleans mask,
+                   Integers query_lengths, Integers key_lengths, Integers query_ids,
+                   Integers key_ids, ffi::Result<Floats> out,
+                   ffi::Result<Floats> maximum, ffi::Result<Floats> reciprocal,
+                   ffi::Result<Floats> statistics) {
+  const Problem p = problem(query, key, value, mask, query_lengths, key_lengths,
+                            query_ids, key_ids, scale, is_causal, left, right);
+  return run(Forward{p, out->typed_data(), maximum->typed_data(),
+                     reciprocal->typed_data(), given(*statistics)},
+             pool);
+}
+
+ffi::Error backward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,
+                    int64_t right, Floats query, Floats key, Floats value,
+                    Booleans mask, Integers query_lengths, Integers key_lengths,
+                    Integers query_ids, Integers key_ids, Floats maximum,
+                    Floats reciprocal, Floats out_gradient, Floats delta,
+                    ffi::Result<Floats> query_gradient,
+                    ffi::Result<Floats> key_gradient,
+                    ffi::Result<Floats> value_gradient) {
+  const Problem p = problem(query, key, value, mask, query_lengths, key_lengths,
+                            query_ids, key_ids, scale, is_causal, left, right);
+  return run(Backward{p, maximum.typed_data(), reciprocal.typed_data(),
+                      out_gradient.typed_data(), delta.typed_data(),
+                      query_gradient->typed_data(), key_gradient->typed_data(),
+                      value_gradient->typed_data()},
+             pool);
+}
+
+auto binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Attr<float>("scale")
+      .Attr<bool>("is_causal")
+      .Attr<int64_t>("left")
+      .Attr<int64_t>("right")
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Booleans>()
+      .Arg<Integers>()
+      .Arg<Integers>()
+      .Arg<Integers>()
+      .Arg<Integers>();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    attention_forward, forward,
+    binding().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
+                              binding()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>());

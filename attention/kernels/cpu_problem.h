@@ -1,0 +1,140 @@
+// What the kernels of `attention.kernels.cpu` are asked for, and the memory they work in.
+
+#ifndef HEADCOUNT_NATIVE_PROBLEM_H_
+#define HEADCOUNT_NATIVE_PROBLEM_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "cpu_vectors.h"
+
+constexpr float EMPTY = -0.7f * std::numeric_limits<float>::max();  // as in masks.py
+constexpr float LOWEST = EMPTY / 2;
+
+struct Range {
+  int64_t start, stop;
+  int64_t size() const { return stop - start; }
+};
+
+// A thread's memory, kept for its next task unless it is much.
+class Scratch {
+ public:
+  // Of `arrays` arrays with `size` floats in all.
+  Scratch(int arrays, int64_t size) {
+    std::vector<float>& memory = kept();
+    size += (arrays + 1) * W;
+    if (static_cast<int64_t>(memory.size()) < size) {
+      memory = {};
+      memory.resize(size);
+    }
+    const auto beyond = reinterpret_cast<uintptr_t>(memory.data()) % (4 * W);
+    next_ = memory.data() + (4 * W - beyond) / 4;
+  }
+  ~Scratch() {
+    if (kept().size() > MUCH) kept() = {};
+  }
+  float* take(int64_t size) {
+    float* found = next_;
+    next_ += padded(size);
+    return found;
+  }
+
+ private:
+  static constexpr size_t MUCH = size_t{1} << 24;  // floats, 64 MiB
+
+  static std::vector<float>& kept() {
+    thread_local std::vector<float> memory;
+    return memory;
+  }
+
+  float* next_;
+};
+
+// Query `B T N H`, key `B S K H`, value `B S K V`, and what `attention.api` calls the
+// rest. Leading axes, of `jax.vmap`, count as more of the batch.
+struct Problem {
+  int64_t batch, B, T, S, N, K, H, V;
+  const float *query, *key, *value;
+  const bool* mask;
+  int64_t mask_sizes[4];  // B N T S or 1
+  const int32_t *query_lengths, *key_lengths, *query_ids, *key_ids;
+  float scale;
+  bool is_causal;
+  int64_t left, right;
+
+  int64_t row(int64_t b, int64_t t, int64_t n) const { return (b * T + t) * N + n; }
+  int64_t key_row(int64_t b, int64_t s, int64_t n) const {
+    return (b * S + s) * K + n / (N / K);
+  }
+
+  // The keys that a query may attend to, but for what segments and the mask say.
+  Range keys(int64_t b, int64_t t) const {
+    if (query_lengths && t >= query_lengths[b]) return {0, 0};
+    if (query_ids && query_ids[b * T + t] == 0) return {0, 0};
+    Range found{std::max<int64_t>(0, t - left), std::min(S, t + right + 1)};
+    if (is_causal) found.stop = std::min(found.stop, t + 1);
+    if (key_lengths) found.stop = std::min<int64_t>(found.stop, key_lengths[b]);
+    return found;
+  }
+
+  // Of a range of keys those from the first to the last that any of some queries may
+  // attend to, begun at a whole vector.
+  Range keys(int64_t b, int64_t t, int64_t rows, Range all) const {
+    Range found{all.stop, all.start};
+    int32_t least = std::numeric_limits<int32_t>::max();
+    int32_t most = std::numeric_limits<int32_t>::min();
+    for (int64_t i = t; i < t + rows; ++i) {
+      const Range one = keys(b, i);
+      if (one.start >= one.stop) continue;
+      found.start = std::min(found.start, one.start);
+      found.stop = std::max(found.stop, one.stop);
+      if (query_ids) {
+        least = std::min(least, query_ids[b * T + i]);
+        most = std::max(most, query_ids[b * T + i]);
+      }
+    }
+    found = {std::max(found.start, all.start), std::min(found.stop, all.stop)};
+    if (key_ids) {
+      auto outside = [&](int64_t s) {
+        const int32_t id = key_ids[b * S + s];
+        return id < least || id > most;
+      };
+      while (found.start < found.stop && outside(found.start)) ++found.start;
+      while (found.start < found.stop && outside(found.stop - 1)) --found.stop;
+    }
+    if (found.start < found.stop) found.start -= (found.start - all.start) % W;
+    return found;
+  }
+
+  // Set the logits of a range of keys, and what pads it, to EMPTY where the query may
+  // not attend.
+  void hide(float* logits, int64_t b, int64_t n, int64_t t, Range range) const {
+    const Range seen = keys(b, t);
+    const int64_t size = range.size();
+    const int64_t start = std::clamp<int64_t>(seen.start - range.start, 0, size);
+    const int64_t stop = std::clamp<int64_t>(seen.stop - range.start, start, size);
+    std::fill(logits, logits + start, EMPTY);
+    if (query_ids) {
+      const int32_t id = query_ids[b * T + t];
+      const int32_t* ids = key_ids + b * S + range.start;
+      for (int64_t s = start; s < stop; ++s)
+        logits[s] = ids[s] == id ? logits[s] : EMPTY;
+    }
+    if (mask) {
+      const int64_t sizes[4] = {B, N, T, S}, place[4] = {b % B, n, t, range.start};
+      int64_t offset = b / B, step = 0;
+      for (int i = 0; i < 4; ++i) {
+        step = sizes[i] > 1 && mask_sizes[i] == sizes[i];
+        offset = offset * mask_sizes[i] + step * place[i];
+      }
+      const bool* allowed = mask + offset;
+      for (int64_t s = start; s < stop; ++s)
+        logits[s] = allowed[s * step] ? logits[s] : EMPTY;
+    }
+    std::fill(logits + stop, logits + padded(size), EMPTY);
+  }
+};
+
+#endif  // HEADCOUNT_NATIVE_PROBLEM_H_

@@ -1,0 +1,371 @@
+"""Fused attention for NVIDIA GPUs of compute capability 9.0, forward and backward.
+
+Memory grows with T + S: no T x S array is held. Blocks that a causal or window mask,
+lengths or segments exclude are skipped. The backward pass recomputes the weights, once
+for the queries' gradient and once for the keys' and values', so no two programs add to
+the same memory and results are deterministic.
+
+Statistics carry no gradient, and there is no second derivative. Has never run on a GPU:
+Mosaic's compiler accepts it and its simulation agrees with `reference`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from headcount.attention import masks
+from headcount.attention.arguments import present
+from headcount.attention.kernels import gpu_kernels as kernels
+from headcount.attention.kernels.gpu_blocks import HEIGHT, choose_tiles, visits
+from headcount.attention.kernels.gpu_rings import Ring
+from headcount.attention.kernels.partition import axes_of, partitioned, varying_alike
+from headcount.attention.platform import compute_capability, platform
+from headcount.attention.statistics import HeadStatistics
+
+DTYPES = ("bfloat16", "float16")
+LARGEST = 128  # head size whose backward pass fits into registers
+THREADS = 6  # that the simulation needs
+WIDTH = 32  # head sizes are padded to a multiple of it
+
+
+def attend(
+    query, key, value, bias, mask, *, statistics=False, interpret=False, **structure
+):
+    """Return output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
+
+    Raises NotImplementedError for other dtypes than bfloat16 and float16, head sizes
+    above 128, a bias or mask array, and other devices.
+    """
+    _check(interpret, query, value, bias, mask)
+    static, arrays = _split(structure, statistics, interpret)
+    return _attend(static, query, key, value, present(**arrays))
+
+
+def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
+    """Return the statistics of every row: see `attention.api`."""
+    _check(interpret, query, query, bias, mask)
+    static, arrays = _split(structure, True, interpret)
+    arrays = present(query=query, key=key, **arrays)
+    return _public(static, _forward(static, arrays))[-1]
+
+
+def unsupported(query, value, bias, mask) -> str | None:
+    """Return why these arrays have no kernel; None if they have."""
+    if query.dtype.name not in DTYPES:
+        return f"takes {' and '.join(DTYPES)}, not {query.dtype}"
+    if bias is not None or mask is not None:
+        what = "mask" if bias is None else "bias"
+        return f"takes no {what} array, only structured masks"
+    largest = max(query.shape[-1], value.shape[-1])
+    if largest > LARGEST:
+        return f"takes head sizes up to {LARGEST}, got {largest}"
+    return None
+
+
+def unsupported_device() -> str | None:
+    """Return why the kernels can't run on the current devices; None if they can."""
+    if platform() != "gpu":
+        return f"needs a GPU, the platform is {platform()!r}"
+    capability = compute_capability()
+    if capability in (None, 9.0):  # None: compiled for another machine
+        return None
+    return (
+        f"needs a GPU of compute capability 9.0 (H100, H200, GH200), this one has "
+        f"{capability}"
+    )
+
+
+def _check(interpret, query, value, bias, mask):
+    refusal = "implementation 'gpu' {}; use 'blockwise'"
+    if interpret:
+        # XLA has at least as many threads as devices
+        if jax.local_device_count(backend="cpu") < THREADS:
+            raise NotImplementedError(
+                "implementation 'gpu_interpret' needs a thread of XLA per warpgroup "
+                "that it simulates, and may wait for one for ever; set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={THREADS}"
+            )
+        like = jax.ShapeDtypeStruct(query.shape, "bfloat16")  # simulates any dtype
+        reason = unsupported(like, value, bias, mask)
+    else:
+        reason = unsupported_device() or unsupported(query, value, bias, mask)
+    if reason is not None:
+        raise NotImplementedError(refusal.format(reason))
+
+
+def _split(structure, statistics, interpret):
+    """Split what is known when compiling, hashable, from the arrays."""
+    arrays = {name: structure.pop(name) for name in masks.STRUCTURE}
+    structure |= {"statistics": statistics, "interpret": interpret}
+    return tuple(sorted(structure.items())), arrays
+
+
+def _public(static, found):
+    """Return what `attend` returns, from the results of `_forward`."""
+    rows = {name: jnp.swapaxes(found[name], 1, 2) for name in found if name != "out"}
+    highest, confidence = rows.pop("highest"), rows["confidence"]
+    seen = confidence > 0  # it is 1 / the sum of all exponentials
+    unit = kernels.exponent_unit(dict(static)["scale"])
+    lse = (highest * unit - jnp.log2(confidence)) / kernels.LOG2E
+    lse = jnp.where(seen, lse, masks.EMPTY)
+    statistics = (HeadStatistics(**rows),) if len(rows) > 1 else ()
+    return found.get("out"), lse, *statistics
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, query, key, value, others):
+    arrays = present(query=query, key=key, value=value, **others)
+    return _public(static, _forward(static, arrays))
+
+
+def _attend_forward(static, query, key, value, others):
+    primals = query, key, value, others
+    query, key, value, others = jax.tree.map(
+        lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    arrays = present(query=query, key=key, value=value, **others)
+    found = _forward(static, arrays)
+    kept = {name: found[name] for name in ("highest", "confidence")}
+    return _public(static, found), (arrays | kept, found["out"])
+
+
+def _attend_backward(static, residuals, gradients):
+    arrays, out = residuals
+    out_gradient, lse_gradient = (
+        None if isinstance(gradient, jax.custom_derivatives.SymbolicZero) else gradient
+        for gradient in gradients[:2]  # statistics have none
+    )
+    if out_gradient is None:
+        out_gradient = jnp.zeros_like(out)
+    # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
+    delta = jnp.float32(out * out_gradient.astype(jnp.float32)).sum(-1)
+    if lse_gradient is not None:
+        delta = delta - lse_gradient
+    arrays = dict(
+        arrays,
+        out_gradient=out_gradient.astype(out.dtype),
+        delta=jnp.swapaxes(delta, 1, 2),
+    )
+    return *_backward(static, arrays), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def _forward(static, arrays):
+    """Return results by name: of rows, `B N T`, and `out` if there are values."""
+    statistics = dict(static)["statistics"]
+    rows = ("highest", *(HeadStatistics._fields if statistics else ("confidence",)))
+    names = (*rows, "out") if "value" in arrays else rows
+
+    def outputs(arrays):
+        B, T, N, _ = arrays["query"].shape
+        shapes = dict.fromkeys(rows, (B, N, T))
+        if "out" in names:
+            shapes["out"] = (B, T, N, arrays["value"].shape[-1])
+        return shapes
+
+    kernel = "statistics" if statistics else "forward"
+    letters = ["BTNV" if name == "out" else "BNT" for name in names]
+    results = _run(kernel, static, arrays, outputs, letters)
+    return dict(zip(names, results, strict=True))
+
+
+def _backward(static, arrays):
+    def by_query(arrays):
+        return {"query": arrays["query"].shape}
+
+    def by_key(arrays):
+        return {name: arrays[name].shape for name in ("key", "value")}
+
+    return (
+        *_run("query_gradient", static, arrays, by_query, ("BTNH",)),
+        *_run("key_value_gradient", static, arrays, by_key, ("BSKH", "BSKV")),
+    )
+
+
+def _run(kernel, static, arrays, outputs, results):
+    """Run a kernel, each device on its own part of the batch and heads."""
+    problem, arrays = _problem(kernel, static, arrays)
+
+    def function(arrays):
+        return _launch(kernel, problem, arrays, _types(arrays, outputs(arrays)))
+
+    if problem.interpret:  # with effects, which can't be partitioned
+        return function(arrays)
+    axes = axes_of(arrays, **dict.fromkeys(kernels.ROWS, "BNT"))
+    return partitioned(function, arrays, axes, results)
+
+
+def _types(arrays, shapes):
+    """Return the types of results of these shapes, by name: rows are float32."""
+    dtype = arrays["query"].dtype
+    dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
+
+    def results(arrays):
+        # under shard_map, results vary over whatever any input varies over
+        some = sum(x.ravel()[0].astype(jnp.float32) for x in arrays.values())
+        return {
+            name: jnp.broadcast_to(some, shape).astype(dtypes.get(name, jnp.float32))
+            for name, shape in shapes.items()
+        }
+
+    # in the order of shapes; a traced dict is sorted by name
+    types = jax.eval_shape(results, arrays)
+    return {name: types[name] for name in shapes}
+
+
+def _problem(kernel, static, arrays):
+    """Return what the kernel is compiled for, and its inputs with the loops' bounds."""
+    static = dict(static)
+    T, S = arrays["query"].shape[1], arrays["key"].shape[1]
+    H = arrays["query"].shape[-1]
+    V = arrays["value"].shape[-1] if "value" in arrays else H
+    interpret, scale = static.pop("interpret"), static.pop("scale")
+    sizes = choose_tiles(kernel, max(H, V), T, S)
+    del static["statistics"]
+    seen = {name: arrays.get(name) for name in masks.STRUCTURE}
+    by_key = kernel == "key_value_gradient"
+    bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)
+    problem = kernels.Problem(
+        num_queries=T,
+        num_keys=S,
+        head_dim=H,
+        value_dim=V,
+        tiles=sizes,
+        scale=scale,
+        head=head,
+        tail=tail,
+        interpret=interpret,
+        **static,
+    )
+    return problem, dict(arrays, bounds=jnp.asarray(bounds))
+
+
+def _launch(name, problem, arrays, types):
+    """Run a kernel; return its outputs in order.
+
+    Args:
+      name: in `TILES`.
+      problem: what it is compiled for.
+      arrays: by name.
+      types: of the outputs by name.
+    """
+    function = getattr(kernels, "forward" if name == "statistics" else name)
+    inputs = _inputs(arrays, problem)
+    input_names = list(inputs)
+    padded = {key: _padded(key, types[key].shape, problem) for key in types}
+    outer = "key" if name == "key_value_gradient" else "query"
+    warpgroups = getattr(problem.tiles, _AXES[outer]) // HEIGHT
+
+    def body(*refs, **scratch):
+        outputs = dict(zip(types, refs[len(input_names) :], strict=True))
+        function(dict(zip(input_names, refs, strict=False)), outputs, scratch, problem)
+
+    outputs = plgpu.kernel(
+        body,
+        out_type=tuple(types[key].update(shape=padded[key]) for key in types),
+        scratch_types=_scratch(inputs, padded, outer, warpgroups, problem),
+        # one axis, the only one in CUDA for over 65,535 programs; vmap adds others
+        grid=(inputs["bounds"].shape[1] * inputs[outer].shape[2] * len(inputs[outer]),),
+        grid_names=("program",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=_interpreter() if problem.interpret else None,
+    )(*inputs.values())
+    # the kernel drops what they vary over in `jax.shard_map`
+    _, outputs = varying_alike((inputs, outputs))
+    return tuple(
+        output[tuple(slice(0, size) for size in types[key].shape)]
+        for key, output in zip(types, outputs, strict=True)
+    )
+
+
+# Which of the tiles' sides an array's sequence is cut into.
+_AXES = {
+    **dict.fromkeys(("query", "out", "out_gradient", "query_segment_ids"), "queries"),
+    **dict.fromkeys(("key", "value", "key_value_segment_ids"), "keys"),
+}
+
+
+def _inputs(arrays, problem):
+    """The arrays as the kernels read them."""
+    inputs = {name: x for name, x in arrays.items() if name not in kernels.ROWS}
+    if "delta" in arrays:
+        highest, confidence, delta = (
+            _pad(arrays[name], _padded(name, arrays[name].shape, problem))
+            for name in kernels.ROWS
+        )
+        inputs["stacked"] = jnp.stack([highest, jnp.log2(confidence), delta], 2)
+    return {
+        name: _pad(x, _padded(name, x.shape, problem)) if name in _AXES else x
+        for name, x in inputs.items()
+    }
+
+
+def _pad(x, shape):
+    return jnp.pad(x, [(0, size - n) for size, n in zip(shape, x.shape, strict=True)])
+
+
+def _padded(name, shape, problem):
+    """The shape with a sequence and a width as a kernel takes them.
+
+    What is fetched and stored in blocks may end within one, but at a multiple of 8:
+    beyond, the hardware reads zeros and writes nothing. The simulation does not.
+    """
+    tile = getattr(problem.tiles, _AXES.get(name, "queries"))
+    if len(shape) < 4:
+        return *shape[:-1], pl.cdiv(shape[-1], tile) * tile
+    B, size, heads, width = shape
+    part = tile if problem.interpret else 8
+    size = max(tile, pl.cdiv(size, part) * part)
+    return B, size, heads, pl.cdiv(width, WIDTH) * WIDTH
+
+
+def _scratch(inputs, outputs, outer, warpgroups, problem):
+    """Shared memory with its barriers: own rows, and rings of all that is fetched."""
+    tiles, dtype = problem.tiles, inputs["query"].dtype
+
+    def blocks(number, rows, width):
+        swizzle = next(x for x in (128, 64) if width * dtype.itemsize % x == 0)
+        layout = (
+            plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
+            plgpu.SwizzleTransform(swizzle),
+        )
+        shape = number, rows, width
+        return plgpu.SMEM(shape, dtype, transforms=() if problem.interpret else layout)
+
+    def ring(buffer):
+        slots = tiles.num_stages
+        free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=slots)
+        return Ring(buffer, plgpu.Barrier(num_barriers=slots), free)
+
+    scratch = {}
+    for name in ("query", "out_gradient", "key", "value"):
+        if name not in inputs:
+            continue
+        width = inputs[name].shape[-1]
+        if _AXES[name] == _AXES[outer]:
+            filled = plgpu.Barrier(num_barriers=warpgroups)
+            scratch[name] = Ring(blocks(warpgroups, HEIGHT, width), filled)
+        else:
+            tile = getattr(tiles, _AXES[name])
+            scratch[name] = ring(blocks(tiles.num_stages, tile, width))
+    if outer == "key":
+        shape = tiles.num_stages, len(kernels.STACKED), tiles.queries
+        scratch["stacked"] = ring(plgpu.SMEM(shape, jnp.float32))
+    if "out" in outputs:
+        scratch["out"] = blocks(warpgroups, HEIGHT, outputs["out"][-1])
+    return scratch
+
+
+def _interpreter():
+    """Detect races, and fail at reads beyond an array."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(detect_races=True)

@@ -1,0 +1,230 @@
+"""Compare a fused kernel with `reference` on the device here before it is ever picked.
+
+The kernels for accelerators were written without one: their compilers accept them, and
+simulations agree with `reference`, but a wrong number on real hardware would enter a
+paper unseen. So `resolve_implementation` asks `is_accepted`, which runs small problems
+once per device kind, jaxlib and source of the kernel, and keeps the verdict in the
+user's cache folder. `python -m headcount.attention` prints the verdicts.
+
+$HEADCOUNT_VERIFY=0 forbids running the problems: a kernel without a verdict is then not
+picked.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from headcount.attention import masks, reference
+
+# Largest error allowed, relative to the largest number of the reference's result. The
+# same as of the compilers' and simulation's tests: products of 16-bit numbers.
+TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
+SLOWER = 1.0  # relative time from which a kernel is not picked
+LONG = (4, 2048, 8, 64)  # B, T, N, H of the timed problem
+_verdicts: dict[tuple, "Verdict"] = {}
+_lock = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found about a kernel on a device."""
+
+    implementation: str
+    dtype: str
+    device: str  # its kind
+    error: float | None  # largest, relative; None: it did not run
+    relative_time: float | None  # to blockwise, forward and backward; None: not timed
+    reason: str | None  # why it is rejected; None: accepted
+
+
+def is_accepted(implementation: str, dtype: str) -> bool:
+    """Whether a kernel agrees with `reference` on the device here, and is faster."""
+    found = verdict(implementation, dtype)
+    return found is not None and found.reason is None
+
+
+def verdict(implementation: str, dtype: str) -> Verdict | None:
+    """Return the verdict on a kernel: from memory, from the cache, or by running it.
+
+    Returns:
+        None if there is none and $HEADCOUNT_VERIFY=0 forbids to find one.
+    """
+    device = jax.devices()[0].device_kind
+    key = (implementation, dtype, device, jaxlib.__version__, source_hash())
+    with _lock:
+        if key in _verdicts:
+            return _verdicts[key]
+        path = cache_path(key)
+        found = _read(path)
+        if found is None and os.environ.get("HEADCOUNT_VERIFY") != "0":
+            # in a thread of its own: the caller may be tracing
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                found = pool.submit(verify, implementation, dtype).result()
+            _write(path, found)
+        if found is not None:
+            _verdicts[key] = found
+        return found
+
+
+def verdicts() -> list[Verdict]:
+    """Return the verdicts of this process, for run.json."""
+    return list(_verdicts.values())
+
+
+def source_hash() -> str:
+    """Return a hash of everything that a kernel's result depends on."""
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), *folder.glob("kernels/*.py")])
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
+    return digest.hexdigest()[:16]
+
+
+def cache_path(key: tuple) -> Path:
+    """Return the file of a verdict in the user's cache folder."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    return root / "headcount" / "verdicts" / f"{name}.json"
+
+
+def verify(implementation: str, dtype: str, module=None) -> Verdict:
+    """Run a kernel on small problems and one long one; never raises.
+
+    Args:
+        implementation: a name in `attention.IMPLEMENTATIONS`.
+        dtype: of the problems' arrays.
+        module: that has the kernel; default: of the implementation.
+    """
+    device = jax.devices()[0].device_kind
+    found = {"implementation": implementation, "dtype": dtype, "device": device}
+    error = relative_time = reason = None
+    try:
+        name = f"headcount.attention.kernels.{implementation}"
+        module = importlib.import_module(name) if module is None else module
+        errors = {
+            name: problem_error(module, dtype, **problem)
+            for name, problem in PROBLEMS.items()
+        }
+        error = max(errors.values())
+        worst = max(errors, key=errors.get)
+        if not error <= TOLERANCES[dtype]:  # also NaN
+            reason = f"differs from reference by {error:.1e} in the problem {worst!r}"
+        else:
+            relative_time = time_ratio(module, dtype)
+            if relative_time > SLOWER:
+                reason = f"takes {relative_time:.2f} times as long as blockwise"
+    except Exception as failure:  # whatever a compiler or driver may raise
+        reason = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
+    return Verdict(**found, error=error, relative_time=relative_time, reason=reason)
+
+
+# By name: T, S, N, K, H, V, and what the call uses. Odd lengths end within a block.
+PROBLEMS = {
+    "causal": {"sizes": (200, 200, 4, 4, 64, 64), "is_causal": True},
+    "grouped, V != H": {"sizes": (130, 77, 4, 2, 32, 64)},
+    "segments": {"sizes": (150, 150, 2, 1, 64, 32), "segments": True},
+    "window and lengths": {
+        "sizes": (129, 257, 2, 2, 64, 64),
+        "local_window_size": (40, 9),
+        "lengths": True,
+    },
+}
+NOTHING = {
+    "is_causal": False,
+    "local_window_size": None,
+    **dict.fromkeys(masks.STRUCTURE),
+}
+
+
+def problem_error(module, dtype, *, sizes, segments=False, lengths=False, **options):
+    """Return a kernel's largest error in a problem, relative to the reference's result.
+
+    Output, log-sum-exp, statistics, and the gradients by query, key and value.
+    """
+    T, S, N, K, H, V = sizes
+    random = np.random.default_rng(0)
+    shapes = {"query": (2, T, N, H), "key": (2, S, K, H), "value": (2, S, K, V)}
+    arrays = [jnp.asarray(random.normal(size=x), dtype) for x in shapes.values()]
+    structure = NOTHING | {"scale": H**-0.5} | options
+    if segments:
+        ids = jnp.asarray(np.sort(random.integers(0, 4, (2, T)), axis=1), jnp.int32)
+        structure |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    if lengths:
+        structure["query_seq_lengths"] = jnp.asarray([T, T // 2], jnp.int32)
+        structure["key_value_seq_lengths"] = jnp.asarray([S // 3, S], jnp.int32)
+    cotangent = jnp.asarray(random.normal(size=(2, T, N, V)), dtype)
+
+    def results(module, arrays, cotangent):
+        def attend(*arrays):
+            out, lse, statistics = module.attend(
+                *arrays, None, None, statistics=True, **structure
+            )
+            return out, (jnp.where(lse > masks.EMPTY, lse, 0.0), statistics)
+
+        out, pullback, rows = jax.vjp(attend, *arrays, has_aux=True)
+        return out, rows, pullback(cotangent.astype(out.dtype))
+
+    found = jax.jit(lambda *args: results(module, *args))(arrays, cotangent)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(lambda *args: results(reference, *args))(*exact)
+
+    def error(ours, theirs):
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        return np.abs(ours - theirs).max() / max(1.0, np.abs(theirs).max())
+
+    return float(np.max(jax.tree.leaves(jax.tree.map(error, found, wanted))))
+
+
+def time_ratio(module, dtype) -> float:
+    """Return a kernel's time, forward and backward, as a ratio to blockwise."""
+    blockwise = importlib.import_module("headcount.attention.kernels.blockwise")
+    B, T, N, H = LONG
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.normal(size=(B, T, N, H)), dtype) for _ in range(3)]
+
+    def program(module):
+        structure = NOTHING | {"scale": H**-0.5, "is_causal": True}
+
+        def loss(*arrays):
+            out, _ = module.attend(*arrays, None, None, **structure)
+            return out.astype(jnp.float32).sum()
+
+        run = jax.jit(jax.grad(loss, (0, 1, 2)))
+        jax.block_until_ready(run(*arrays))
+        return run
+
+    programs, seconds = [program(module), program(blockwise)], [[], []]
+    for _ in range(5):
+        for run, each in zip(programs, seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*arrays))
+            each.append(time.perf_counter() - start)
+    return min(seconds[0]) / min(seconds[1])
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        return Verdict(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or damaged: found again
+        return None
+
+
+def _write(path: Path, found: Verdict) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(dataclasses.asdict(found)))
+        part.replace(path)
+    except OSError:  # a read-only home: found again by the next process
+        pass

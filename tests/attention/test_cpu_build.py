@@ -1,0 +1,93 @@
+"""Where the kernels for CPUs come from, and what happens where they cannot be made."""
+
+import platform
+import shutil
+import subprocess
+import sys
+
+import pytest
+from processes import with_devices
+
+from headcount.attention.kernels import cpu_build
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="no c++ on this machine"
+)
+on_x86_with_a_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None or platform.machine() not in ("x86_64", "AMD64"),
+    reason="no c++ for x86 on this machine",
+)
+
+CHOICE = """
+import jax.numpy as jnp
+import attention
+
+x = jnp.ones((1, 4, 2, 8))
+print(attention.resolve_implementation(x, x, x))
+print(attention.dot_product_attention(x, x, x).sum())
+try:
+    attention.dot_product_attention(x, x, x, implementation="cpu")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def chosen(tmp_path, **environment):
+    """What a process with a cache of its own picks, and what it says of "cpu"."""
+    environment = with_devices(1) | {"XDG_CACHE_HOME": str(tmp_path)} | environment
+    command = [sys.executable, "-c", CHOICE]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    )
+    picked, total, *told = done.stdout.splitlines()
+    assert float(total) == 64
+    return picked, "".join(told)
+
+
+PREPROCESSOR = """#!/bin/sh
+case " $* " in *" -E "*) ;; *) echo no such builtin >&2; exit 1;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    "compiler, reason",
+    [
+        ("none", "no C++ compiler 'none'"),
+        ("false", "returned non-zero exit status 1"),
+        ("old", "no such builtin"),
+        pytest.param("c++ -mno-avx", "need AVX", marks=on_x86_with_a_compiler),
+        ("'", "No closing quotation"),
+    ],
+)
+def test_without_a_compiler(compiler, reason, tmp_path):
+    """`blockwise` is picked, and "cpu" says what it lacks."""
+    if compiler == "old":  # it knows its macros, but cannot compile the kernels
+        (tmp_path / "old").write_text(PREPROCESSOR)
+        (tmp_path / "old").chmod(0o755)
+        compiler = str(tmp_path / "old")
+    picked, told = chosen(tmp_path, CXX=compiler)
+    assert picked == "blockwise"
+    assert told.startswith("implementation 'cpu' cannot be compiled here: ")
+    assert reason in told and told.endswith("; use 'blockwise'")
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_compiler_is_enough(tmp_path):
+    """Where there is one, the kernels compile; also if they cannot be kept."""
+    assert cpu_build.unavailable() is None
+    (tmp_path / "file").touch()
+    assert chosen(tmp_path / "file", TMPDIR=str(tmp_path)) == ("cpu", "")
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+@needs_compiler
+def test_kept_from_process_to_process(tmp_path):
+    """Compiled once; an empty library, as a crash may leave, harms nobody."""
+    assert chosen(tmp_path) == ("cpu", "")
+    (library,) = tmp_path.rglob("*.so")
+    made = library.stat().st_mtime_ns
+    assert chosen(tmp_path) == ("cpu", "")
+    assert library.stat().st_mtime_ns == made
+    library.write_bytes(b"")
+    assert chosen(tmp_path) == ("cpu", "")

@@ -1,0 +1,93 @@
+"""A kernel is picked only if it agrees with the reference on the device here."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from headcount.attention import reference, verification
+from headcount.attention.kernels import blockwise
+
+ONE = {"causal": {"sizes": (33, 33, 4, 2, 16, 16), "is_causal": True}}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """One small problem, a cache of its own, and no verdicts in memory."""
+    monkeypatch.setattr(verification, "PROBLEMS", ONE)
+    monkeypatch.setattr(verification, "time_ratio", lambda *_: 0.5)
+    monkeypatch.setattr(verification, "_verdicts", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def kernel(change):
+    """Return blockwise with a change of its output."""
+
+    def attend(*args, **kwargs):
+        out, *rest = blockwise.attend(*args, **kwargs)
+        return change(out), *rest
+
+    return types.SimpleNamespace(attend=attend)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_right_kernel_is_accepted(dtype):
+    found = verification.verify("mine", dtype, kernel(lambda out: out))
+    assert found.reason is None
+    assert found.error < verification.TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out: out * 1.05,  # its gradients are wrong, too
+        lambda out: out.at[:, -1].set(0),
+        lambda out: out * jnp.nan,
+        lambda out: out[:, ::-1],
+    ],
+)
+def test_wrong_kernel_is_rejected(change):
+    found = verification.verify("mine", "float32", kernel(change))
+    assert "'causal'" in found.reason
+
+
+def test_kernel_that_fails_or_is_slow_is_rejected(monkeypatch):
+    def attend(*args, **kwargs):
+        raise RuntimeError("no such instruction")
+
+    broken = types.SimpleNamespace(attend=attend)
+    assert (
+        "no such instruction" in verification.verify("mine", "float32", broken).reason
+    )
+    monkeypatch.setattr(verification, "time_ratio", lambda *_: 1.5)
+    found = verification.verify("mine", "float32", kernel(lambda out: out))
+    assert "1.50" in found.reason
+
+
+def test_verdict_is_cached_and_needs_permission(monkeypatch):
+    ran = []
+
+    def verify(implementation, dtype):
+        ran.append((implementation, dtype))
+        return verification.Verdict(implementation, dtype, "cpu", 0.0, 0.5, None)
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
+    assert verification.verdict("gpu", "bfloat16") is None
+    assert not verification.is_accepted("gpu", "bfloat16")
+    monkeypatch.delenv("HEADCOUNT_VERIFY")
+    assert verification.is_accepted("gpu", "bfloat16")
+    assert [each.implementation for each in verification.verdicts()] == ["gpu"]
+    monkeypatch.setattr(verification, "_verdicts", {})  # another process
+    monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
+    assert verification.is_accepted("gpu", "bfloat16")
+    assert ran == [("gpu", "bfloat16")]
+    monkeypatch.setattr(verification, "_verdicts", {})
+    monkeypatch.setattr(verification, "source_hash", lambda: "changed")
+    assert verification.verdict("gpu", "bfloat16") is None
+
+
+def test_reference_agrees_with_itself_in_every_problem(monkeypatch):
+    monkeypatch.undo()
+    for problem in verification.PROBLEMS.values():
+        assert verification.problem_error(reference, "float32", **problem) < 1e-6
