@@ -49,9 +49,9 @@ def render() -> str:
     titles, keys = read()
     parts = [HEAD]
     for section, comment in titles.items():
-        parts.append(
-            f"## {section or 'Top level'}\n" + f"\n{comment}\n" * bool(comment)
-        )
+        parts.append(f"## {section or 'Top level'}\n")
+        if comment:
+            parts.append(f"{comment}.\n")
         lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in keys:
             if key.section == section:
