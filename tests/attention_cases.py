@@ -1,6 +1,6 @@
 """What attention is tested on: features, shapes, tolerances, and the table of support.
 
-`python -m tests.attention_cases` prints the table of docs/attention.md.
+`python -m tests.attention_cases` prints the table of docs/reference/attention.md.
 """
 
 import functools
@@ -256,7 +256,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "attention.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference" / "attention.md"
 
 if __name__ == "__main__":
     print(table())

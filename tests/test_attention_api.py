@@ -237,7 +237,7 @@ def test_sharded_over_batch_and_heads():
     process = subprocess.run(
         [sys.executable, "-c", SHARDED],
         env=with_devices(8),
-        cwd=DOCUMENT.parent.parent,
+        cwd=DOCUMENT.parents[2],
         capture_output=True,
         text=True,
     )
