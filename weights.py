@@ -1,7 +1,7 @@
 """Weights in and out: Hugging Face Marian, BERT and GPT-2, in a local folder.
 
 python weights.py --from=opus-mt-en-de --workdir=runs/opus
-python eval.py --workdir=runs/opus --translate < source.txt
+python predict.py --workdir=runs/opus < source.txt
 python weights.py --workdir=runs/opus --to=FOLDER
 
 The folder holds config.json and model.safetensors, Marian's also source.spm, target.spm
