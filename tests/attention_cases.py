@@ -256,7 +256,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference" / "attention.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "reference" / "attention.md"
 
 if __name__ == "__main__":
     print(table())

@@ -291,6 +291,13 @@ def test_config_reference_is_up_to_date():
     assert names == {key for key in KEYS if key.rpartition(".")[0] not in sites}
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_every_flag_of_a_script_is_documented(path):
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    mentioned = set(re.findall(r"--(?:no)?(\w+)", text))
+    assert set(definitions(path)) - mentioned == set()
+
+
 def test_every_preset_and_ablation_is_documented():
     training = (ROOT / "docs/guides/python.md").read_text()
     assert [name for name in presets.PRESETS if f"`{name}`" not in training] == []
