@@ -12,8 +12,9 @@ QUICK = JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 \
 
 demo: .venv/.runtime
 	$(RUN) train.py --config=configs/numbers.py --workdir=runs/demo
-	$(RUN) eval.py --workdir=runs/demo --split=test --show=10 \
-	  --plot=runs/demo/cross_attention.png
+	$(RUN) eval.py --workdir=runs/demo --split=test --show=10
+	$(RUN) heads.py plot --workdir=runs/demo --split=test --site=cross \
+	  --output=runs/demo/cross_attention.png
 
 test: lint
 	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal

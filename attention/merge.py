@@ -4,7 +4,7 @@ A rule is a function of the heads' outputs, the layer's query-side input and its
 parameters, and a row of `MERGE_RULES` that gives the shapes of these parameters in the
 letters N (heads), V (value size) and D (width). A rule that multiplies each head by a
 number has a function `*_weights` of these numbers beside it, named in its row.
-docs/heads.md shows how to add one.
+docs/contributing.md shows how to add one.
 """
 
 import functools

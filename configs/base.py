@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.target = "de"  # translation: language translated into
     # Folder of local files; None: download multi30k, shakespeare.
     data.directory = placeholder(str)
-    # Of documents: sentencepiece, characters, words, bytes, gpt2 (imported weights).
+    # Except translation: sentencepiece, characters, words, bytes; gpt2 if imported.
     data.tokenizer = "sentencepiece"
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
@@ -41,12 +41,12 @@ def get_config() -> ml_collections.ConfigDict:
     data.batch_tokens = 4096  # target tokens per update
 
     config.model = model = ml_collections.ConfigDict()
-    model.width = 128  # D
-    model.num_encoder_layers = 2  # 0: a decoder alone, without cross-attention
-    model.num_decoder_layers = 2  # 0: an encoder alone
-    model.mlp_dim = 256  # F
+    model.width = 128  # D, size of a token's vector
+    model.num_encoder_layers = 2  # 0: decoder only, without cross-attention
+    model.num_decoder_layers = 2  # 0: encoder only
+    model.mlp_dim = 256  # F, hidden units of the feed-forward
     model.dropout = 0.1  # rate, after the embeddings and after each sublayer
-    # Or sinusoidal_paper, learned, rotary, relative, none.
+    # sinusoidal, sinusoidal_paper, learned, rotary, relative, none
     model.positions = "sinusoidal"
     model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
@@ -55,72 +55,73 @@ def get_config() -> ml_collections.ConfigDict:
     model.use_bias = True  # in feed-forwards and norms; attention has its own
     model.mlp = "plain"  # or "gated": times another linear map (SwiGLU with silu)
     model.activation = "relu"  # of the feed-forward; or gelu, gelu_tanh, silu
-    model.scale_embeddings = True  # times sqrt(D)
-    model.tie_embeddings = True  # the embedding is the output's table, too
+    model.scale_embeddings = True  # multiply embeddings by sqrt(D)
+    model.tie_embeddings = True  # share the embedding with the output layer
     model.embedding_norm = False  # after the sum of the embeddings
-    model.token_types = 0  # kinds of tokens with an embedding each; encoder-only
-    model.pooler = False  # tanh of a linear map of the first token; encoder-only
-    model.output_transform = False  # linear map, activation and norm before the output
-    model.output_bias = False  # a number a piece
-    model.bos = 1  # id of the token before the first, see data/tokenizers.py
-    model.dtype = placeholder(str)  # bfloat16, float32; None: bfloat16 if it is fast
+    model.token_types = 0  # segment types, each with an embedding; encoder only
+    model.pooler = False  # tanh of a linear map of the first token; encoder only
+    model.output_transform = False  # linear map, activation, norm before the output
+    model.output_bias = False  # add a learned bias to the logits, one per token
+    model.bos = 1  # id of the token that sequences start with
+    model.dtype = placeholder(str)  # bfloat16, float32; None: by device
     model.attention = attention = ml_collections.ConfigDict()
-    attention.num_heads = 4  # N
-    attention.num_kv_heads = placeholder(int)  # K; None: num_heads
-    attention.head_dim = placeholder(int)  # H; None: width / num_heads
-    attention.value_dim = placeholder(int)  # V; None: width / num_heads
-    attention.merge = "concat"  # from N head outputs to one, see attention/merge.py
-    attention.merge_gain = 1.0  # what the merge's kernel begins times, beside init's
-    attention.init = "xavier"  # of kernels; "fan_in": the same scale at any head size
+    attention.num_heads = 4  # N, heads
+    attention.num_kv_heads = placeholder(int)  # K, key/value heads; None: N
+    attention.head_dim = placeholder(int)  # H, query and key size; None: D / N
+    attention.value_dim = placeholder(int)  # V, value size; None: D / N
+    attention.merge = "concat"  # how heads are combined: a name in MERGE_RULES
+    attention.merge_gain = 1.0  # factor on the merge kernel's initial values
+    attention.init = "xavier"  # "xavier", or "fan_in": same scale at any H
     attention.mixture_heads = 2  # k of the merge rule "mixture"
-    attention.talking_heads = False  # mix the maps before and after the softmax
-    attention.sink = False  # a learned logit a head, to attend to nothing
+    attention.talking_heads = False  # mix heads before and after the softmax
+    attention.sink = False  # a learned logit per head, to attend to nothing
     attention.qk_norm = False  # RMS-normalise queries and keys
-    attention.scale = placeholder(float)  # times query · key; None: 1 / sqrt(H)
-    attention.use_bias = True  # in the four projections
-    attention.implementation = placeholder(str)  # None: by platform and shape
+    attention.scale = placeholder(float)  # of query · key; None: 1 / sqrt(H)
+    attention.use_bias = True  # in the query, key, value and merge projections
+    attention.implementation = placeholder(str)  # kernel; None: automatic
     for site in ("encoder", "decoder", "cross"):  # None: as in model.attention
         model[f"{site}_attention"] = own = ml_collections.ConfigDict()
         for key in attention:
             own[key] = placeholder(attention.get_type(key))
 
-    # Of devices; one of the first three may be -1, what the others leave.
+    # Axes of the device mesh. One may be -1: all devices that the others leave.
     config.mesh = mesh = ml_collections.ConfigDict()
-    mesh.trial = placeholder(int)  # parts of the trials; None: as many as go
-    mesh.data = -1  # parts of a batch's rows; -1: the rest, or 1 if trial is -1 too
-    mesh.model = 1  # parts of the heads and the feed-forward
-    mesh.shard = "none"  # data also divides: "optimizer" (ZeRO-1), "parameters" (FSDP)
+    mesh.trial = placeholder(int)  # divides the trials; None: as far as it can
+    mesh.data = -1  # divides the rows of a batch
+    mesh.model = 1  # divides heads and the feed-forward
+    mesh.shard = "none"  # over data: "optimizer" (ZeRO-1), "parameters" (FSDP)
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     # inverse_sqrt, noam, constant, cosine, linear, warmup_stable_decay
     optimizer.schedule = "inverse_sqrt"
-    optimizer.learning_rate = 3e-3  # at its peak; with noam the factor before D^-0.5
+    optimizer.learning_rate = 3e-3  # peak; with noam the factor before D^-0.5
     optimizer.warmup_steps = 400  # updates
-    # Where cosine, linear and warmup_stable_decay end: update (0: train.num_steps),
-    # and share of the peak; the last one decays over decay_share of the updates.
+    # cosine, linear, warmup_stable_decay: update where decay ends; 0: train.num_steps
     optimizer.decay_steps = 0
-    optimizer.final_share = 0.1
-    optimizer.decay_share = 0.2
-    optimizer.beta1 = 0.9  # decay of the mean of gradients (Adam)
-    optimizer.beta2 = 0.98  # and of that of their squares
-    optimizer.epsilon = 1e-9  # added to the root of the latter
-    optimizer.weight_decay = 0.0  # decoupled, times the learning rate (AdamW)
-    optimizer.clip_norm = 1.0  # largest global norm of the gradient; 0: any
-    optimizer.label_smoothing = 0.1  # share of probability spread over all pieces
+    optimizer.final_share = 0.1  # learning rate there, as a share of its peak
+    optimizer.decay_share = 0.2  # warmup_stable_decay: share of the updates that decay
+    optimizer.beta1 = 0.9  # Adam: decay of the gradients' mean
+    optimizer.beta2 = 0.98  # Adam: decay of the squared gradients' mean
+    optimizer.epsilon = 1e-9  # Adam: added to the denominator
+    optimizer.weight_decay = 0.0  # AdamW: decoupled, times the learning rate
+    optimizer.clip_norm = 1.0  # largest global gradient norm; 0: no clipping
+    optimizer.label_smoothing = 0.1  # probability spread over all tokens or classes
 
     config.train = train = ml_collections.ConfigDict()
-    train.init_from = placeholder(str)  # workdir whose best parameters to begin with
+    train.init_from = placeholder(str)  # workdir whose best parameters to start from
     train.num_steps = 1000  # updates
-    train.steps_per_dispatch = 8  # updates that the device does without Python, at most
-    train.accumulate_steps = 1  # parts that an update computes its batch in, for memory
-    train.remat = "none"  # or "block", "dots": compute again what would fill the memory
-    train.log_every_steps = 50  # a row of metrics: means since the last
-    train.eval_every_steps = 250  # dev loss, and scores of greedy translations
+    train.steps_per_dispatch = 8  # most updates per call of the device
+    train.accumulate_steps = 1  # split each batch into parts, to save memory
+    # none, block, dots: what to recompute in the backward pass, to save memory
+    train.remat = "none"
+    train.log_every_steps = 50  # write training metrics
+    train.eval_every_steps = 250  # score dev, keep the best parameters
     # Dev metric that selects the best parameters, by the task's names, such as loss,
     # bleu, chrf (slow: computed only if it selects), exact_match; ties are broken by
     # the loss. None: the task's first.
     train.best_metric = placeholder(str)
-    train.patience = placeholder(int)  # evaluations without a better one; None: never
-    train.checkpoint_every_steps = 250  # from which a run goes on
-    train.keep_checkpoints = 5  # the last k, which --checkpoint=average averages
+    # Stop a trial after so many evaluations without a better one; None: never.
+    train.patience = placeholder(int)
+    train.checkpoint_every_steps = 250  # save a checkpoint to resume from
+    train.keep_checkpoints = 5  # the last k; --checkpoint=average averages them
     return config

@@ -214,7 +214,7 @@ def test_kernels_begin_as_xavier_and_glorot_say(merge, name, sizes):
 
 
 # The variance of concat's output at the start over the rule's: N = 4 and 16, D = 128,
-# and the gain that evens it: the table of docs/heads.md.
+# and the gain that evens it: the table of docs/research/merge_start.md.
 STARTS = {
     "concat": ((1, 1.0), (1, 1.0)),
     "scaled": ((1, 1.0), (1, 1.0)),
