@@ -50,7 +50,7 @@ def main():
         if TASK_FILE.value:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
-        for name in options if SCORE.value else ():
+        for name in sorted(options.keys() - {"batch_size"}) if SCORE.value else ():
             raise ValueError(f"--{name} is for decoding, and --score decodes nothing.")
         found = load(path_of(WORKDIR), CHECKPOINT.value)
         found.task.check_options(options)
@@ -59,7 +59,8 @@ def main():
         number, size = 0, decoding.BATCH_SIZE.value
         streams = hasattr(task, "stream") and not SCORE.value
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
-            about = {"trial": trial, "first": number, **options}
+            about = {"trial": trial, "first": number}
+            about |= {} if SCORE.value else options
             if streams and len(lines) == 1 and options.get("samples", 1) == 1:
                 print(lines[0], end="", flush=True)
                 for piece in task.stream(found, lines[0], **about):

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from headcount import attention
-from headcount.attention import pallas_gpu_blocks, pallas_hopper
-from headcount.attention.pallas_gpu_blocks import Tiles
+from headcount.attention.kernels import gpu_blocks
+from headcount.attention.kernels.gpu_blocks import Tiles
 from headcount.attention.platform import compute_capability
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -77,7 +77,7 @@ def matmul_rate():
 
 def fused():
     """Our kernels for this GPU."""
-    return ["pallas"] + ["pallas_hopper"] * (compute_capability() == 9.0)
+    return ["gpu"] * (compute_capability() == 9.0)
 
 
 def passes(arrays, **options):
@@ -105,10 +105,7 @@ def work(direction, arrays, causal):
 
 
 def compare(lengths, sizes):
-    """The main table: ours and cuDNN's TFLOP/s at the shapes that all support.
-
-    Ours are `pallas` and, on compute capability 9.0, `pallas_hopper`.
-    """
+    """Print the main table: TFLOP/s of ours and cuDNN at shapes that both have."""
     ceiling = matmul_rate()
     print(f"matrix product 8192³ bfloat16: {ceiling / 1e12:.0f} TFLOP/s\n")
     ours = fused()
@@ -162,12 +159,10 @@ def others():
         for row in rows(name, arrays, peers, **options):
             print(row, flush=True)
     arrays = inputs(4096, 64)
-    look = jax.jit(
-        lambda q, k: attention.head_statistics(q, k, implementation="pallas")
-    )
+    look = jax.jit(lambda q, k: attention.head_statistics(q, k, implementation="gpu"))
     seconds = durations(
         {
-            "forward": passes(arrays, implementation="pallas")["forward"],
+            "forward": passes(arrays, implementation="gpu")["forward"],
             "statistics": (look, tuple(arrays[:2])),
         }
     )
@@ -192,19 +187,16 @@ def rows(name, arrays, peers, **options):
 def tune(T, H, causal, implementation):
     """Other tiles for one shape, fastest first. Copy the winners to TILES."""
     arrays = inputs(T, H)
-    hopper = implementation == "pallas_hopper"
-    tables = pallas_hopper.TILES if hopper else pallas_gpu_blocks.TILES
     for kernel, direction in (
         ("forward", "forward"),
         ("query_gradient", "backward"),
         ("key_value_gradient", "backward"),
     ):
-        table, results = tables[kernel], []
-        size = next(key for key in table if key >= (H if hopper else (2, H)))
+        table, results = gpu_blocks.TILES[kernel], []
+        size = next(key for key in table if key >= H)
         kept = table[size]
-        sizes = (64, 128, 192) if hopper else (32, 64, 128)
-        warps = (8,) if hopper else (4, 8)
-        for choice in itertools.product(sizes, sizes, warps, (1, 2, 3, 4)):
+        sizes = (64, 128, 192)
+        for choice in itertools.product(sizes, sizes, (8,), (1, 2, 3, 4)):
             table[size] = Tiles(*choice)
             try:
                 calls = passes(arrays, implementation=implementation, is_causal=causal)
@@ -226,8 +218,7 @@ def gradients(function, query, key, value, gradient):
 
 def trace():
     """Everything that would run, as far as it goes without a GPU."""
-    names = "pallas_gpu_interpret", "pallas_hopper_interpret"
-    choices = itertools.product(LENGTHS, (64, 128), (False, True), names)
+    choices = itertools.product(LENGTHS, (64, 128), (False, True), ["gpu_interpret"])
     for T, H, causal, name in choices:
         arrays = jax.eval_shape(functools.partial(inputs, T, H))
 

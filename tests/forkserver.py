@@ -110,7 +110,8 @@ def run_script(order: dict) -> None:
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, closefd=False) for number, mode in enumerate(("r", "w", "w"))
+        open(number, mode, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate(("r", "w", "w"))
     )
     os.chdir(order["cwd"])
     sys.argv = order["args"]

@@ -1,4 +1,4 @@
-"""Command lines that train and score a small model, and what they leave in a workdir."""
+"""Command lines that train and score a small model, and what a workdir then has."""
 
 import contextlib
 import fcntl

@@ -1,51 +1,78 @@
-"""What holds of the tree as a whole."""
+"""What holds for the source tree as a whole."""
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("analysis", "attention", "configs", "data", "models", "sweeps", "training")
+# Upper rooms first; a room imports only from those below it. The last four import none
+# of the others and not each other, except for the checks of config values.
+ROOMS = ("sweeps", "analysis", "training", "tasks", "decoding", "models")
+BASE = ("attention", "data", "configs", "runtime")
+OF_A_TASK = re.compile("bleu|translat|_source|source_|_target|target_(?!config)", re.I)
 MAY_IMPORT = {
-    "configs": set(),
-    "data": set(),
-    "attention": set(),
-    "models": {"attention"},
-    "training": {"models", "attention"},
-    "analysis": {"models", "attention", "data", "training"},
-    "sweeps": {"configs", "data", "models", "attention", "training", "analysis"},
-}
+    room: {*ROOMS[index + 1 :], *BASE} for index, room in enumerate(ROOMS)
+} | {room: set() for room in BASE}
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
+def imports(path: Path) -> set[str]:
+    """Return the rooms that a file imports from."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
+        names = []
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.split(".")[0])
-    return names & set(PACKAGES)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "headcount" and rest:
+                found.add(rest[0])
+    return found & {*ROOMS, *BASE}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_go_one_way(package):
-    files = list((ROOT / package).glob("*.py"))
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_go_one_way(room):
+    files = list((ROOT / room).rglob("*.py"))
     assert files
-    for path in files:
-        may = MAY_IMPORT[package] | {package}
-        if '__name__ == "__main__"' in path.read_text():  # a script takes a config
-            may |= {"configs"}
-        assert imported(path) <= may, path
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(imports(path) - MAY_IMPORT[room] - {room})
+        for path in files
+    }
+    assert {path: names for path, names in wrong.items() if names} == {}
 
 
-def test_no_file_holds_two_ideas():
-    files = [
-        *ROOT.glob("*.py"),
-        *(f for p in PACKAGES for f in (ROOT / p).glob("*.py")),
-    ]
-    assert {str(f): n for f in files if (n := f.read_text().count("\n")) > 400} == {}
+def test_attention_imports_no_other_room_and_no_flax():
+    """It can be installed with jax and jaxtyping alone."""
+    for path in (ROOT / "attention").rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(
+            r"^\s*(from|import) (flax|optax|ml_collections)", text, re.M
+        )
+
+
+def test_every_package_is_listed_for_installation():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    folders = {
+        path.parent for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py")
+    }
+    names = {".".join(("headcount", *f.relative_to(ROOT).parts)) for f in folders}
+    assert listed == names | {"headcount"}
+
+
+@pytest.mark.parametrize("room", ["training", "sweeps", "runtime"])
+def test_a_room_knows_no_task_by_name(room):
+    """Scores and fields belong to the tasks."""
+    found = []
+    for path in (ROOT / room).rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if OF_A_TASK.search(line):
+                found.append(f"{path.name}:{number}: {line.strip()}")
+    assert found == []
 
 
 def test_no_config_key_has_a_hidden_default():

@@ -1,4 +1,4 @@
-"""Whole training steps through the TPU's and the GPU's compilers, as --dry_run does."""
+"""Whole training steps through the TPU's and the GPU's compilers, as --dry_run."""
 
 import importlib
 import os
@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from headcount.configs.commandline import flat
-from headcount.data.packing import largest_rows
 from headcount.runtime import topology as targets
+from headcount.tasks import make_task
 from headcount.training import dry_run
-from headcount.training.trials import numbers
+from headcount.training.trials import hyperparameters
 
-NOT_TRAINED = ("__init__", "ablations", "base", "commandline", "presets", "run")
+NOT_TRAINED = (
+    *("__init__", "ablations", "base", "commandline", "presets", "run"),
+    "validation",
+)
 FOLDER = Path(__file__).parents[2] / "configs"
 PODS = ("v5e:16x16", "v6e:16x16")
 EXPERIMENTS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(NOT_TRAINED))
@@ -39,13 +42,14 @@ def planned(name, target, seeds=1, implementation=None, parts=1, **mesh):
     """
     config = importlib.import_module(f"headcount.configs.{name}").get_config()
     if "WHOLE" not in os.environ:
-        config.model.num_encoder_layers = config.model.num_decoder_layers = 1
+        for key in ("num_encoder_layers", "num_decoder_layers"):
+            config.model[key] = min(1, config.model[key])
     config.mesh.update(mesh)
     config.train.accumulate_steps = parts
     config.model.attention.implementation = implementation
-    arrays = numbers(flat(config.to_dict()), [{"seed": seed} for seed in range(seeds)])
-    shape = largest_rows(config.data.batch_tokens, config.data.max_length)
-    return dry_run.plan(config, arrays, target, shape)
+    trials = [{"seed": seed} for seed in range(seeds)]
+    arrays = hyperparameters(flat(config.to_dict()), trials)
+    return dry_run.plan(config, make_task(config), arrays, target)
 
 
 def adds_up_gradients_alone(plan):
@@ -92,7 +96,7 @@ def test_logits_stay_in_a_tpus_fast_memory():
     jax.config.update("jax_exec_time_optimization_effort", 0.0)  # as users compile
     plan = planned("multi30k", "v5e:2x2", seeds=16)
     assert plan.num_trials == 4
-    logits = plan.num_trials * np.prod(plan.rows) * 10_000 * 4
+    logits = plan.num_trials * np.prod(plan.batch["target"].shape) * 10_000 * 4
     assert plan.traffic < logits  # of all else, too; each is written and read thrice
 
 
@@ -111,8 +115,8 @@ def test_trials_on_a_pod_need_no_communication(name, pod):
     assert plan.collectives == {} and plan.num_trials == 1
 
 
-def test_trials_train_by_the_hopper_kernels():
-    plan = planned("multi30k", "h200:8", seeds=16, implementation="pallas_hopper")
+def test_trials_train_with_the_gpu_kernels():
+    plan = planned("multi30k", "h200:8", seeds=16, implementation="gpu")
     assert plan.fits and plan.mesh == {"trial": 8, "data": 1, "model": 1}
     assert plan.collectives == {} and plan.num_trials == 2
 
@@ -139,7 +143,7 @@ def test_what_is_too_large_is_told_with_a_mend():
     config = importlib.import_module("headcount.configs.numbers").get_config()
     chip = targets.CHIPS["v5e"]
     mesh = {"trial": 1, "data": 2, "model": 1}
-    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 2, mesh, (8, 64))
+    plan = dry_run.Plan(10, 20, 60, 100, 100, {}, 0, 0, 1.0, chip, 2, mesh, {})
     tight = plan._replace(capacity=99)
     assert plan.fits and dry_run.advice(plan, config) is None
     assert not tight.fits and "mesh.shard=parameters" in dry_run.advice(tight, config)

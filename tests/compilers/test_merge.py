@@ -18,7 +18,7 @@ def test_every_rule_trains_on_the_chip(rule, target):
     program = compile_for(targets.devices(target), function, *arguments)
     assert program.memory_analysis().argument_size_in_bytes > 0
     # the layer's attention is the fused kernel, whatever the rule
-    assert ("tpu_custom_call" if target[0] == "v" else "__gpu$xla.gpu.triton") in (
+    assert ("tpu_custom_call" if target[0] == "v" else "mosaic_gpu") in (
         program.as_text()
     )
 

@@ -41,7 +41,7 @@ def segments(B, T, S):
     return {"query_segment_ids": (B, T), "key_value_segment_ids": (B, S)}
 
 
-def gradient(implementation="pallas", trials=False, **static):
+def gradient(implementation="tpu", trials=False, **static):
     """Gradients through the output and the log-sum-exp."""
 
     def one(arrays):
@@ -135,7 +135,7 @@ def test_statistics_compile(dtype, devices, compile_for, scratch_bytes):
     case = arrays(1, 8192, 8192, 8, 2, 64, 64, dtype, **segments(1, 8192, 8192))
 
     def function(arrays):
-        options = {"implementation": "pallas", "is_causal": True}
+        options = {"implementation": "tpu", "is_causal": True}
         beside = attention.dot_product_attention(
             **arrays, **options, return_statistics=True
         )
@@ -149,7 +149,7 @@ def test_statistics_compile(dtype, devices, compile_for, scratch_bytes):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_memory_grows_as_the_sequence(chip, devices, compile_for, scratch_bytes):
-    assert_linear(chip, "pallas", devices, compile_for, scratch_bytes)
+    assert_linear(chip, "tpu", devices, compile_for, scratch_bytes)
 
 
 def test_guard_rejects_a_whole_map(devices, compile_for, scratch_bytes):

@@ -134,7 +134,9 @@ def command_errors(script: str, arguments: str) -> list[str]:
     if file == "pytest":
         return []
     if script.startswith("-m "):
-        file = f"{file.removeprefix('headcount.').replace('.', '/')}.py"
+        file = file.removeprefix("headcount.").replace(".", "/")
+        is_package = (ROOT / file).is_dir()
+        file = f"{file}/__main__.py" if is_package else f"{file}.py"
     path = ROOT / file
     if not path.is_file():
         return [script.removeprefix("-m ")]

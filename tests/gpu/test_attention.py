@@ -2,9 +2,8 @@
 
     make test-gpu
 
-Not collected elsewhere. In interpret mode (tests/test_pallas_gpu.py and _hopper.py) the
-same code runs without Triton's own layouts, pipelining and tf32x3 products, or without
-Mosaic GPU's layouts and wgmma; here it runs with them.
+Not collected elsewhere. In interpret mode (tests/attention/test_gpu.py) the same code
+runs without Mosaic GPU's layouts and wgmma; here it runs with them.
 """
 
 import functools
@@ -15,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headcount import attention
 from headcount.attention.platform import compute_capability
 from tests import attention_cases as cases
 
 if jax.default_backend() != "gpu":
     pytest.exit("make test-gpu needs an NVIDIA GPU, and jax[cuda13] in .venv.", 2)
-FUSED = [("pallas", jnp.float32), ("pallas", jnp.bfloat16)]
-if compute_capability() == 9.0:
-    FUSED.append(("pallas_hopper", jnp.bfloat16))
+if compute_capability() != 9.0:
+    pytest.exit("make test-gpu needs compute capability 9.0 (H100, H200, GH200).", 2)
+FUSED = [("gpu", jnp.bfloat16), ("gpu", jnp.float16)]
 LARGE = {
     "causal": {"is_causal": True},
     "window": {"local_window_size": (150, 70)},
@@ -45,36 +43,16 @@ def refused(implementation, inputs, arguments):
             inputs,
         )
     except NotImplementedError as error:
-        if implementation == "pallas" and "bias" in arguments:
-            return  # but its gradient
-        assert implementation == "pallas_hopper", error
-        assert re.search("no mask|no bias|of size 128 at most", str(error)), error
+        assert re.search("no mask|no bias|up to 128", str(error)), error
         pytest.skip(str(error))
 
 
 def compare(inputs, arguments, implementation, dtype):
     refused(implementation, inputs, arguments)
     run = functools.partial(jax.jit, static_argnames=("implementation",))
-    if "bias" in arguments:
-        # No gradient by it is supported: let it be a constant of both.
-        bias = arguments["bias"]
-        arguments = {**arguments, "mask": arguments.get("mask")}
-        del arguments["bias"]
 
-        def differentiate(implementation, inputs):
-            def loss(*inputs):
-                out = attention.dot_product_attention(
-                    *inputs, bias, implementation=implementation, **arguments
-                )
-                return (out.astype(jnp.float32) ** 2).sum(), out
-
-            gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*inputs)
-            return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
-
-    else:
-
-        def differentiate(implementation, inputs):
-            return cases.differentiate(implementation, inputs, arguments)
+    def differentiate(implementation, inputs):
+        return cases.differentiate(implementation, inputs, arguments)
 
     got = run(differentiate)(implementation=implementation, inputs=inputs)
     exact = tuple(x.astype(jnp.float32) for x in inputs)
@@ -91,9 +69,12 @@ def test_features(feature, implementation, dtype):
 
 @pytest.mark.parametrize("feature", cases.FEATURES)
 def test_statistics(feature):
-    inputs, arguments = cases.make(feature)
-    got = cases.statistics("pallas", inputs, arguments)
-    cases.check(got, cases.statistics("reference", inputs, arguments))
+    inputs, arguments = cases.make(feature, jnp.bfloat16)
+    refused("gpu", inputs, arguments)
+    got = cases.statistics("gpu", inputs, arguments)
+    exact = tuple(x.astype(jnp.float32) for x in inputs)
+    want = cases.statistics("reference", exact, arguments)
+    cases.check(got, want, jnp.bfloat16)
 
 
 def large(options, dtype, T=1000, S=777, N=4, K=2, H=64, V=64):

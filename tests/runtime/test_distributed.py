@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from tests.test_data_pipeline import batches_of
 
-from headcount.runtime import cluster, sharding
-from headcount.runtime import distributed as hosts
+from headcount.data.batches import PackedBatches
+from headcount.data.examples import Ragged
+from headcount.runtime import cluster, distributed, sharding
 from headcount.runtime.workdir import environment
 from headcount.training.checkpoint import is_sound, place
 
@@ -33,14 +33,14 @@ from headcount.training.checkpoint import is_sound, place
 )
 def test_flags_that_do_not_go_together_are_named(flags, parts):
     with pytest.raises(ValueError) as raised:
-        hosts.check_flags(*flags)
+        distributed.check_flags(*flags)
     for part in parts:
         assert part in str(raised.value)
 
 
 def test_flags_that_go_together():
     for given in ((None, None, None), ("auto", None, None), ("[::1]:8476", 2, 1)):
-        hosts.check_flags(*given)
+        distributed.check_flags(*given)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_a_coordinator_that_does_not_answer_is_named():
         taken.bind(("localhost", 0))  # and does not listen
         address = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"No coordinator answers at {address}"):
-            hosts.connect(address, 2, 1, seconds=0)
+            distributed.connect(address, 2, 1, seconds=0)
 
 
 def test_alone_what_is_shared_is_ones_own():
-    assert hosts.share({"a": 1}) == [{"a": 1}] and hosts.is_first()
-    with pytest.raises(OSError, match="no room"), hosts.together():
+    assert distributed.gather({"a": 1}) == [{"a": 1}] and distributed.is_first()
+    with pytest.raises(OSError, match="no room"), distributed.fail_together():
         raise OSError("no room")
 
 
@@ -90,48 +90,51 @@ def test_alone_what_is_shared_is_ones_own():
 def test_processes_of_other_software_are_refused(tmp_path, monkeypatch, first, named):
     """Their programs differ, and would wait for each other or add up other numbers."""
     here = environment() | {"commit": "decade"}
-    monkeypatch.setattr(hosts, "environment", lambda: here)
+    monkeypatch.setattr(distributed, "environment", lambda: here)
 
-    def share(value):
+    def gather(value):
         if value == here["commit"]:
             return [first.get("commit", value), value]
         is_software = isinstance(value, dict) and "jax" in value
         return [value | first if is_software else value, value]
 
-    monkeypatch.setattr(hosts, "share", share)
+    monkeypatch.setattr(distributed, "gather", gather)
     if named is None:
-        hosts.check_same_run(tmp_path, {}, [])
+        distributed.check_same_run(tmp_path, {}, [], None)
         return
-    with pytest.raises(ValueError, match=f"the software differs .* 0: {named}"):
-        hosts.check_same_run(tmp_path, {}, [])
+    with pytest.raises(ValueError, match=f"software differs .* 0: {named}"):
+        distributed.check_same_run(tmp_path, {}, [], None)
 
 
 @pytest.mark.parametrize(
-    "kernels, refused",
+    "reasons, fails",
     [
-        (["yes", "yes"], False),
+        ([None, None], False),
         (["no C++ compiler", "no C++ compiler 'none'"], False),  # whatever the reason
-        (["yes", "no C++ compiler"], True),
-        (["no C++ compiler", "yes"], True),
+        ([None, "no C++ compiler"], True),
+        (["no C++ compiler", None], True),
     ],
 )
-def test_processes_of_which_some_have_the_kernels_are_refused(
-    tmp_path, monkeypatch, kernels, refused
+def test_processes_of_which_some_have_the_cpu_kernels_fail(
+    tmp_path, monkeypatch, reasons, fails
 ):
-    here = environment() | {"native_attention": kernels[1]}
-    monkeypatch.setattr(hosts, "environment", lambda: here)
+    same = [None] * 2, ["a"] * 2, [{"commit": "a"}] * 2, [None] * 2
+    calls = iter([*same, reasons])
     monkeypatch.setattr(
-        hosts, "share", lambda value: kernels if value == kernels[1] else [value] * 2
+        distributed, "environment", lambda: {"versions": {}, "commit": "a"}
     )
-    if not refused:
-        hosts.check_same_run(tmp_path, {}, [])
+
+    def gather(value):
+        return next(calls, [value] * 2)
+
+    monkeypatch.setattr(distributed, "gather", gather)
+    own = reasons[1]
+    if not fails:
+        distributed.check_same_run(tmp_path, {}, [], own)
         return
-    which = kernels.index("no C++ compiler")
-    message = (
-        rf"process {which} can't compile .* \(no C\+\+ compiler\).*CXX=none for all"
-    )
-    with pytest.raises(ValueError, match=message):
-        hosts.check_same_run(tmp_path, {}, [])
+    which = reasons.index("no C++ compiler")
+    with pytest.raises(ValueError, match=rf"Process {which} .*CXX=none"):
+        distributed.check_same_run(tmp_path, {}, [], own)
 
 
 class Device:
@@ -165,10 +168,21 @@ def test_a_process_makes_the_rows_that_its_devices_need(shape, processes, wanted
 
 @pytest.mark.parametrize("trials, rows", [((0, 1), (0, 2)), ((1, 3), (1, 4))])
 def test_a_part_of_a_batch_is_cut_out_of_the_whole(trials, rows):
-    batches = batches_of(500, seeds=[1, 2, 3])
+    random = np.random.default_rng(0)
+    texts = [
+        random.integers(4, 50, random.integers(3, 20)).tolist() for _ in range(500)
+    ]
+    batches = PackedBatches(
+        {"source": Ragged.of(texts), "target": Ragged.of(texts)},
+        batch_tokens=1024,
+        max_length=32,
+        seeds=[1, 2, 3],
+    )
     trials, rows = slice(*trials), slice(*rows)
     for step in (0, 7):
-        whole, part = batches[step], batches.part(step, trials, rows)
+        R, B = 3, batches.spec["target"].shape[0]
+        whole = batches.part(step, slice(R), slice(B))
+        part = batches.part(step, trials, rows)
         for name, array in whole.items():
             np.testing.assert_array_equal(part[name], array[trials, rows])
 

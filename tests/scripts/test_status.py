@@ -23,11 +23,11 @@ from tests.runs import (
 
 @pytest.fixture
 def start_training(corpus, tmp_path):
-    """start_training() starts a run in tmp_path and returns when it trains, for long."""
+    """Return a function that starts a long run and returns once it trains."""
     processes = []
 
-    def default_hangup():
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if tests run under nohup
+    # child processes inherit that it is ignored, if the tests run under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def start_training():
         longer = corpus | {"train.num_steps": 10**6, "train.eval_every_steps": 10**6}
@@ -35,7 +35,6 @@ def start_training(corpus, tmp_path):
             start(
                 training(tmp_path, **longer | {"train.checkpoint_every_steps": 10**6}),
                 start_new_session=True,
-                preexec_fn=default_hangup,
             )
         )
         path = tmp_path / "metrics.jsonl"
@@ -46,6 +45,7 @@ def start_training(corpus, tmp_path):
         return processes[0]
 
     yield start_training
+    signal.signal(signal.SIGHUP, before)
     for process in processes:
         process.kill()
         process.communicate()
