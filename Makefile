@@ -59,6 +59,7 @@ test-gpu: .venv/.dev
 .venv-%/.installed: requirements-%.txt requirements-dev.txt requirements.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install --quiet -r requirements-$*.txt
+	.venv-$*/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 clean:

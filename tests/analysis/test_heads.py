@@ -1,7 +1,6 @@
 """What is told of the heads of a model, against what follows from its definition."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +9,23 @@ import pytest
 from flax import nnx
 
 from headcount.analysis import pruning
-from headcount.analysis.formatting import score_without
-from headcount.analysis.heads import SIDES, by_rank, measure, merging, share_on_sink
-from headcount.analysis.plots import attention_maps, plot_maps
+from headcount.analysis.heads import (
+    SIDES,
+    by_rank,
+    contributions,
+    describe,
+    importance,
+    weight_on_special_token,
+)
+from headcount.analysis.plots import attention_maps, plot_maps, single_example
 from headcount.analysis.pruning import curve, orders
-from headcount.analysis.tables import print_heads
+from headcount.analysis.tables import print_heads, scores_without
 from headcount.attention import MERGE_RULES, HeadStatistics, attention_weights
 from headcount.configs.base import get_config
-from headcount.data.batches import sentence_batches
-from headcount.data.packing import Sentences
-from headcount.models.attention import Seen, full_map
+from headcount.data.examples import Examples, Ragged
+from headcount.models.attention import Intermediates, attention_map
 from headcount.models.transformer import Transformer
-from headcount.training.run import Pairs, Trained
-from headcount.training.step import batch_loss
+from headcount.tasks import LOSS, Run, make_task
 
 VOCAB, EOS = 40, 2
 LENGTHS = (3, 9, 1, 40), (5, 7, 2, 33)  # of sources and targets
@@ -30,15 +33,21 @@ LENGTHS = (3, 9, 1, 40), (5, 7, 2, 33)  # of sources and targets
 
 def corpus(lengths, seed):
     rng = np.random.default_rng(seed)
-    ids = [[*rng.integers(3, VOCAB, n - 1), EOS] for n in lengths]
-    return Sentences(np.concatenate(ids).astype(np.int32), np.cumsum([0, *lengths]))
+    return Ragged.of([[*rng.integers(3, VOCAB, n - 1).tolist(), EOS] for n in lengths])
 
 
 SOURCE, TARGET = (corpus(lengths, seed) for seed, lengths in enumerate(LENGTHS))
+TEXT = {name: [""] * 4 for name in ("source", "target")}
+
+
+def examples(source=SOURCE, target=TARGET, split="val"):
+    return Examples(split, {"source": source, "target": target}, TEXT)
 
 
 def made(**changes):
-    config = get_config().model
+    whole = get_config()
+    whole.data.batch_tokens = 96
+    config = whole.model
     config.width, config.mlp_dim, config.positions = 16, 32, "relative"
     config.activation = "gelu"  # ReLU's kinks would spoil the differences below
     config.num_encoder_layers, config.num_decoder_layers = 1, 2
@@ -47,7 +56,27 @@ def made(**changes):
     config.decoder_attention.merge = "weighted"
     config.update(changes)
     model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
-    return nnx.split(model)
+    graph, params = nnx.split(model)
+    return Run(
+        config=whole,
+        graph=graph,
+        params=jax.tree.map(lambda x: x[None], params),
+        trials=[{"seed": 0}],
+        head_gates={},
+        step=[0],
+        diverged_at=[None],
+        task=make_task(whole),
+    )
+
+
+def graph_and_params(run):
+    return run.graph, run.of(0)[0]
+
+
+def gated(run, gates):
+    """Return the run with these gates of its only trial."""
+    each = {site: np.asarray(own)[None] for site, own in gates.items()}
+    return run._replace(head_gates=each)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +102,13 @@ def gates():
 
 @pytest.fixture(scope="module")
 def rows(model, gates):
-    of_a_run = jax.device_get(gates)  # they are NumPy's
-    found = measure(*model, of_a_run, SOURCE, TARGET, batch_tokens=96)
+    run = gated(model, gates)
+    found = [
+        row | other
+        for row, other in zip(
+            describe(run, examples(), 0), importance(run, examples(), 0), strict=True
+        )
+    ]
     return {(row["site"], row["layer"], row["head"]): row for row in found}
 
 
@@ -88,17 +122,17 @@ def test_every_head_has_a_row(rows):
 @pytest.fixture(scope="module")
 def seen(model, gates):
     """Of each sentence, by site and layer: the full map, the heads' outputs, x."""
-    graph, params = model
+    graph, params = graph_and_params(model)
 
     @jax.jit
     def look(batch):
         kept = {site: [] for site in SIDES}
 
-        def watch(site, seen):
-            kept[site].append((full_map(seen)[0], seen.heads[0], seen.x[0]))
+        def keep(site, layer):
+            kept[site].append((attention_map(layer)[0], layer.heads[0], layer.x[0]))
 
-        watches = {site: partial(watch, site) for site in SIDES}
-        nnx.merge(graph, params).hidden(batch, head_gates=gates, watch=watches)
+        observe = {site: partial(keep, site) for site in SIDES}
+        nnx.merge(graph, params).hidden(batch, head_gates=gates, observe=observe)
         return kept
 
     return [jax.device_get(look(batch)) for batch in pairs()]
@@ -136,7 +170,7 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
 
 def test_what_the_merge_makes_of_heads_is_the_mean_over_all_tokens(model, rows, seen):
     """Each site has another rule, and the cross-attention gates that are not 1."""
-    made = nnx.merge(*model)
+    made = nnx.merge(*graph_and_params(model))
     for site in SIDES:
         stack = made.encoder if site == "encoder" else made.decoder
         for layer in range(len(stack)):
@@ -185,7 +219,7 @@ def test_what_a_rule_makes_of_each_head(rule):
     @jax.jit
     def look(heads, x, params):
         unseen = None, None, {}, {}
-        return merging(Seen(*unseen, heads, x, row, params | settings))
+        return contributions(Intermediates(*unseen, heads, x, row, params | settings))
 
     found = look(*jax.tree.map(jnp.float32, (heads, x, params)))
     weights = weights_by_hand(rule, x, params)
@@ -236,19 +270,22 @@ def test_the_share_on_the_sink_is_that_of_the_full_map(site):
     masks = segments | {"is_causal": site == "decoder"}
     weights = attention_weights(query, key, **masks)
     wanted = np.einsum("BNTS,BS->BTN", weights, special)
-    found = share_on_sink(site, query, key, **masks)
+    found = weight_on_special_token(site, query, key, **masks)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     assert (np.asarray(found > 0).all(2) == (asks > 0)).all()
 
 
 def losses(model, gates):
     """The summed loss of each sentence in turn."""
-    return np.array([float(loss_of_pair(*model, batch, gates)) for batch in pairs()])
+    graph, params = graph_and_params(model)
+    loss = model.task.loss
+    found = [loss_of_pair(graph, loss, params, batch, gates) for batch in pairs()]
+    return np.array(found, float)
 
 
-@partial(jax.jit, static_argnames="graph")
-def loss_of_pair(graph, params, batch, gates):
-    return batch_loss(graph, params, batch, 0.0, head_gates=gates)[0]
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def loss_of_pair(graph, loss, params, batch, gates):
+    return loss(nnx.merge(graph, params), batch, head_gates=gates)[0]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +294,7 @@ def loss_of_pair(graph, params, batch, gates):
 def test_what_a_head_is_to_the_loss(model, gates, rows, head):
     """By gates that are moved a little, each sentence by itself; and by zeros."""
     site, *place = head
-    every = nnx.merge(*model).head_gates() | gates
+    every = nnx.merge(*graph_and_params(model)).head_gates() | gates
     tokens = sum(LENGTHS[1])
 
     def at(gate):
@@ -284,9 +321,9 @@ def test_what_a_head_is_to_the_loss(model, gates, rows, head):
 def test_alone_of_one_head_and_of_two():
     """Nothing goes, or the other one does."""
     one, two = ({"num_heads": N, "num_kv_heads": 1} for N in (1, 2))
-    graph, params = made(decoder_attention=one, cross_attention=two)
-    source, target = (Sentences.of([side[0], side[1]]) for side in (SOURCE, TARGET))
-    found = measure(graph, params, {}, source, target, batch_tokens=96)
+    run = made(decoder_attention=one, cross_attention=two)
+    sides = (Ragged.of([side[0], side[1]]) for side in (SOURCE, TARGET))
+    found = importance(run, examples(*sides), 0)
     assert {r["alone"] for r in found if r["site"] == "decoder"} == {0}
     of_two = [row for row in found if row["site"] == "cross"]
     others = [of_two[i]["added_loss"] for i in (1, 0, 3, 2)]
@@ -295,30 +332,29 @@ def test_alone_of_one_head_and_of_two():
 
 def test_heads_that_talk_have_no_statistics():
     attention = {"num_heads": 4, "talking_heads": True}
-    graph, params = made(cross_attention=attention)
-    found = measure(graph, params, {}, SOURCE, TARGET, batch_tokens=96)
-    for row in found:
+    run = made(cross_attention=attention)
+    for row in describe(run, examples(), 0):
         talks = row["site"] == "cross"
         assert (row["entropy"] is None) == (row["sink"] is None) == talks
-        assert np.isfinite(
-            [row[n] for n in ("importance", "added_loss", "share")]
-        ).all()
+        assert np.isfinite(row["share"])
+    for row in importance(run, examples(), 0):
+        assert np.isfinite([row["importance"], row["added_loss"]]).all()
 
 
-def test_a_file_has_the_whole_table(rows, capsys, tmp_path):
+def test_tables_have_every_head_and_no_columns_without_values(rows, capsys, tmp_path):
+    """The rules of the sites are dynamic, weighted and concat."""
     told = [{"trial": 0} | row for row in rows.values()]
-    print_heads(told, "val", tmp_path / "heads-val.json")
+    print_heads(told, "val", "entropy", tmp_path / "heads-val.json")
     lines = capsys.readouterr().out.splitlines()
-    heads = [line.split() for line in lines if line.startswith(" head ")]
-    every = ["head", "gate", "entropy", "confidence", "distance", "i-1", "i", "i+1"]
-    every += ["importance", "loss", "alone", "sink"]
-    own = ["share", "weight", "sd"], ["share", "weight"], ["sink", "share"]
-    assert heads == [every + columns for columns in own]  # dynamic, weighted, concat
-    (gone,) = (cells for cells in map(str.split, lines) if cells[:2] == ["0.1", "0"])
-    shares = [f"{rows['cross', 0, 1][name]:.2f}" for name in ("sink", "learned_sink")]
-    assert gone[-4:] == ["–", *shares, "0.00"]
-    assert any("but not the learned sink" in line for line in lines)
-    print_heads([row | {"learned_sink": None} for row in told], "val", tmp_path)
+    cells = [line.replace("│", " ").split() for line in lines]
+    heads = [f"{row['layer']}.{row['head']}" for row in told]
+    assert sorted(each[0] for each in cells if each and each[0] in heads) == sorted(
+        heads
+    )
+    print_heads(
+        [row | {"learned_sink": None} for row in told],
+        *("val", "entropy", tmp_path / "heads-val.json"),
+    )
     assert "learned" not in capsys.readouterr().out
 
 
@@ -337,28 +373,18 @@ def test_heads_of_trials_meet_by_their_rank(rows, capsys, tmp_path):
         for at in mine
         for row, loss in zip(layers[at], of[at], strict=True)
     ]
-    found = by_rank(told)
+    found = by_rank(told, "added_loss")
     heads = {at: [[r["head"] for r in t] for t in each] for at, each in found.items()}
     ranked = [heads["cross", 0, rank] for rank in (1, 2, 3, 4)]
     assert ranked == [[[3], [0]], [[0], [3]], [[2], [2]], [[1], [1]]]
     assert heads["encoder", 0, "all"] == [[0, 2, 3, 1], [1, 3, 2, 0]]
-    print_heads(told, "val", tmp_path / "heads-val.json")
-    said = capsys.readouterr().out
-    assert said.count("mean of 2 trials, val") == 2
-    lines = [line.split() for line in said.split("cross, mean of")[1].splitlines()]
-
-    def line_of(layer, rank):
-        return next(
-            i for i, line in enumerate(lines) if line[:2] == [f"{layer},", rank]
-        )
-
-    for rank, values in {"1": [4, 8], "4": [1, 5], "all": [2.5, 6.5]}.items():
-        first = line_of(1, rank)
-        for line, of in ((first, np.mean), (first + 1, partial(np.std, ddof=1))):
-            added_loss, alone = lines[line][-5:-3]
-            assert added_loss == alone == f"{of(values):.4f}"
-    gone = line_of(0, "4")
-    assert [lines[line][-4] for line in (gone, gone + 1)] == ["–", "–"]
+    print_heads(told, "val", "added_loss", tmp_path / "heads-val.json")
+    printed = capsys.readouterr().out
+    lines = [line.replace("│", " ").split() for line in printed.splitlines()]
+    for rank, values in {"1": [4, 8], "4": [1, 5]}.items():
+        means = [at for at, line in enumerate(lines) if line[:2] == ["1,", rank]]
+        for at, of in ((0, np.mean), (1, partial(np.std, ddof=1))):
+            assert any(f"{of(values):.4f}" in lines[i + at] for i in means)
 
 
 def test_orders_of_removal():
@@ -382,28 +408,18 @@ def test_orders_of_removal():
 def test_heads_are_ranked_on_dev_whatever_is_scored(model, rows, monkeypatch):
     ranked, scored = [], []
 
-    def measure(graph, params, gates, source, target, batch_tokens, alone):
-        ranked.append((source, target))
+    def measured(run, dev, trial, alone):
+        ranked.append(dev.split)
         return list(rows.values())
 
-    def decoded(run, pairs, *_, **__):
-        scored.append(pairs.split)
-        return [0.0], {0: []}
+    def evaluate(run, of, trials, **options):
+        scored.append(of.split)
+        return [{"loss": 0.0}]
 
-    monkeypatch.setattr(pruning, "measure", measure)
-    monkeypatch.setattr(pruning, "decoded", decoded)
-    monkeypatch.setattr(pruning, "scored", lambda *_: {})
-    graph, params = model
-    given = dict.fromkeys(Trained._fields) | {"config": get_config(), "step": [0]}
-    given |= {"graph": graph, "params": jax.tree.map(lambda x: x[None], params)}
-    target = SimpleNamespace(decode_many=lambda texts: texts)
-    run = Trained(**given | {"head_gates": {}, "tokenizers": (None, target)})
-    dev, test = (
-        Pairs(split, [], [], None, f"source of {split}", f"target of {split}")
-        for split in ("val", "test")
-    )
-    next(curve(run, dev, test, [0]))
-    assert ranked == [("source of val", "target of val")] and scored == ["test"]
+    monkeypatch.setattr(pruning, "importance", measured)
+    monkeypatch.setattr(model.task, "evaluate", evaluate)
+    next(curve(model, examples(), examples(split="test"), [0]))
+    assert ranked == ["val"] and scored == ["test"]
 
 
 def test_scores_are_of_trials_or_of_the_draws_of_one():
@@ -412,17 +428,19 @@ def test_scores_are_of_trials_or_of_the_draws_of_one():
         for trial in (0, 1)
         for draw in (1, 3)
     ]
-    np.testing.assert_array_equal(score_without(rows, "random", 2, "loss"), [2, 12])
-    np.testing.assert_array_equal(score_without(rows[:2], "random", 2, "loss"), [1, 3])
+    found = (
+        scores_without(rows, "random", 2, LOSS),
+        scores_without(rows[:2], "random", 2, LOSS),
+    )
+    np.testing.assert_array_equal(found[0], [2, 12])
+    np.testing.assert_array_equal(found[1], [1, 3])
 
 
 def test_maps_are_of_the_site_that_is_asked_for(model):
-    graph, params = model
     ids, target = SOURCE[1].tolist(), TARGET[1].tolist()
     S, T = len(ids), len(target)
-    maps = {
-        site: attention_maps(graph, params, {}, ids, target, site) for site in SIDES
-    }
+    batch = single_example({"source": ids, "target": target})
+    maps = {site: attention_maps(model, 0, batch, site) for site in SIDES}
     shapes = {"encoder": (1, 4, S, S), "decoder": (2, 4, T, T), "cross": (2, 4, T, S)}
     assert {site: found.shape for site, found in maps.items()} == shapes
     for site in ("encoder", "decoder"):
@@ -434,14 +452,11 @@ def test_maps_are_of_the_site_that_is_asked_for(model):
 
 def test_maps_are_of_the_gated_model(model):
     """What the first layer gives without its heads, the second one looks at."""
-    graph, params = model
     ids, target = SOURCE[1].tolist(), TARGET[1].tolist()
-    gates = nnx.merge(graph, params).head_gates()["decoder"]
-    gated = {"decoder": gates.at[0].set(0.0)}
-    whole, found = (
-        attention_maps(graph, params, given, ids, target, "decoder")
-        for given in ({}, gated)
-    )
+    batch = single_example({"source": ids, "target": target})
+    gates = nnx.merge(*graph_and_params(model)).head_gates()["decoder"]
+    fewer = gated(model, {"decoder": gates.at[0].set(0.0)})
+    whole, found = (attention_maps(run, 0, batch, "decoder") for run in (model, fewer))
     np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
     assert abs(found[1] - whole[1]).max() > 1e-4
 
@@ -459,23 +474,3 @@ def test_a_picture_counts_layers_and_heads_as_gates_do(tmp_path, monkeypatch):
     assert (figure.get_supylabel(), figure.get_supxlabel()) == names
     labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
     assert labels == list("xyz")
-
-
-def test_batches_of_sentences_hold_every_pair_once_one_a_row():
-    numbered = sentence_batches(SOURCE, TARGET, batch_tokens=70)
-    numbers, batches = zip(*numbered, strict=True)
-    assert [batch["source"].shape for batch in batches] == [(2, 32), (2, 32), (1, 64)]
-    found = []
-    for batch in batches:
-        assert batch["source"].shape == batch["target"].shape
-        for row in range(len(batch["source"])):
-            real = [batch[f"{side}_segments"][row] for side in ("source", "target")]
-            assert all(set(x.tolist()) <= {0, 1} for x in real)
-            sides = (batch["source"][row], batch["target"][row])
-            found.append([x[y > 0].tolist() for x, y in zip(sides, real, strict=True)])
-    wanted = [[x.tolist(), y.tolist()] for x, y in zip(SOURCE, TARGET, strict=True)]
-    found = list(filter(all, found))
-    assert found == [wanted[number] for number in np.concatenate(numbers)]
-    assert sorted(found) == sorted(wanted)
-    (_, first), _ = sentence_batches(SOURCE, TARGET, batch_tokens=10**4)
-    assert first["source"].shape == (4, 32)  # of 3: few shapes, few programs
