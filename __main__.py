@@ -1,6 +1,7 @@
 """The command `headcount`: headcount train --config=configs/numbers.py --workdir=..."""
 
 import importlib
+import importlib.util
 import sys
 
 SCRIPTS = ("train", "eval", "predict", "heads", "sweep", "weights")
@@ -12,6 +13,13 @@ def main() -> None:
         print(
             f"headcount: the first argument must be one of {', '.join(SCRIPTS)}; "
             f"headcount train --help shows its flags.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    if importlib.util.find_spec("flax") is None:
+        print(
+            "headcount: only attention is installed; pip install 'headcount[lab]' "
+            "installs what the scripts need.",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -42,8 +42,8 @@ SPLIT = flags.DEFINE_string("split", "val", "Split to analyse the heads on.")
 SITE = flags.DEFINE_string(
     "site",
     None,
-    "Site of attention: encoder, decoder or cross. What to plot (default: cross), or "
-    "the only one to prune (default: all).",
+    "Site of attention: encoder, decoder or cross. What to plot (default: cross, if "
+    "the model has it), or the only one to prune (default: all).",
 )
 EXAMPLE = flags.DEFINE_integer("example", 0, "plot: number of the example, from 0.", 0)
 OUTPUT = flags.DEFINE_string("output", None, "plot: the picture (.png, .pdf, .svg).")
@@ -134,7 +134,9 @@ def plot(workdir, found, examples, options) -> None:
             f"--example={EXAMPLE.value} is not in {examples.split}, whose last example "
             f"is number {len(examples) - 1}."
         )
-    trial, site = choose_trial(found, TRIAL), SITE.value or "cross"
+    sites = list(all_gates(found, found.of(0)[0], {}))
+    site = SITE.value or ("cross" if "cross" in sites else sites[0])
+    trial = choose_trial(found, TRIAL)
     fields = found.task.fields_to_plot(found, examples, EXAMPLE.value, trial, **options)
     path = path_of(OUTPUT)
     plot_example(found, trial, fields, site, path)

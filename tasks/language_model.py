@@ -248,7 +248,7 @@ class LanguageModel(Task):
                 **options,
             )
         for i, ids in enumerate(found):
-            text = self.tokenizer.decode(ids)
+            text = self.continuation(prompts[i // samples], ids)
             yield lines[i // samples] + (text.split(stop)[0] if stop else text)
 
     def stream(
@@ -285,7 +285,7 @@ class LanguageModel(Task):
                 **options,
             ):
                 ids.append(token)
-                text = self.tokenizer.decode(ids)
+                text = self.continuation(prompt, ids)
                 if stop and stop in text:
                     yield text.split(stop)[0][shown:]
                     return
@@ -296,7 +296,17 @@ class LanguageModel(Task):
                 if piece:
                     yield piece
                     shown += len(piece)
-        yield self.tokenizer.decode(ids)[shown:]
+        yield self.continuation(prompt, ids)[shown:]
+
+    def continuation(self, prompt: list[int], ids: list[int]) -> str:
+        """Return the text that generated tokens add to a prompt's, with its blank."""
+        before = self.tokenizer.decode(prompt[1:])
+        return self.tokenizer.decode([*prompt[1:], *ids])[len(before) :]
+
+    def fields_to_plot(self, run, examples, index, trial, **options) -> dict:
+        """See `Task.fields_to_plot`; the first tokens of a long document."""
+        length = min(self.config.data.max_length, 64)
+        return {"target": examples.fields["target"][index][:length].tolist()}
 
     def prompts(self, lines: Sequence[str], first: int, max_new_tokens: int):
         """Return the token ids of prompts, and how many tokens each may get."""
