@@ -175,7 +175,8 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
             "tune": [],
             "search": None,
             "search_seeds": 1,
-            "checkpoint": "best",
+            # without a test split, nothing may be chosen on val
+            "checkpoint": "last" if task.test_split == "val" else "best",
             "metric": best_metric(task).name,
             "test_split": task.test_split,
         }
@@ -268,7 +269,20 @@ def check_splits(settings: dict, task: Task) -> None:
     """Raise a ValueError or OSError if the sweep could not be scored at its end."""
     test_split = settings["test_split"]
     parts = {part.split("[")[0].strip() for part in test_split.split("+")}
-    if parts & {"train", "val", "validation"}:
+    if test_split == task.test_split == "val":
+        chooses = {
+            "--checkpoint=best": settings["checkpoint"] == "best",
+            "--tune": settings["tune"],
+            "--search": settings["search"],
+        }
+        for flag, value in chooses.items():
+            if value:
+                raise ValueError(
+                    f"{flag} chooses on val, which is the only split of this corpus "
+                    f"that models are not trained on, so it is what scores are of; "
+                    f"leave it out, or choose a corpus with a test split."
+                )
+    elif parts & {"train", "val", "validation"}:
         raise ValueError(
             f"--test_split={test_split} must not contain examples that models are "
             f"trained on or selected by; the report shows dev scores anyway."
