@@ -96,7 +96,8 @@ class Sweep(NamedTuple):
     def splits(self, group: Group) -> list[str]:
         """Return the splits that a group is scored on: a search, on dev alone."""
         is_search = group.trials[0].is_search
-        return ["val"] if is_search else ["val", self.settings["test_split"]]
+        wanted = ["val"] if is_search else ["val", self.settings["test_split"]]
+        return list(dict.fromkeys(wanted))
 
     def extended(self, propose: bool = True, write: bool = True) -> "Sweep":
         """Return the sweep with the trials that follow from what is on disk by now.
