@@ -240,9 +240,7 @@ def test_multi30k_downloaded_equals_the_folder(publisher, tmp_path):
     load = functools.partial(pairs.load, "multi30k", "en", "fr", "val")
     downloaded, local = load(data_dir=tmp_path), load(directory=MULTI30K)
     assert downloaded == local  # also in the order, which the references have
-    references = functools.partial(
-        pairs.tokenized_references, "multi30k", "fr", "val"
-    )
+    references = functools.partial(pairs.tokenized_references, "multi30k", "fr", "val")
     assert references(data_dir=tmp_path) == references(MULTI30K)
 
 
@@ -321,10 +319,16 @@ def test_an_unknown_corpus_raises(tmp_path):
     ("failure", "error", "message"),
     [
         (ConnectionError("no route"), FileNotFoundError, "tiny_translate.*no route"),
-        (ModuleNotFoundError(name="beam"), NotImplementedError, "tiny_translate.* beam"),
+        (
+            ModuleNotFoundError(name="beam"),
+            NotImplementedError,
+            "tiny_translate.* beam",
+        ),
     ],
 )
-def test_a_failed_tfds_preparation_raises_with_the_reason(failure, error, message, monkeypatch, tmp_path):
+def test_a_failed_tfds_preparation_raises_with_the_reason(
+    failure, error, message, monkeypatch, tmp_path
+):
     def fail(*args, **kwargs):
         raise failure
 

@@ -36,7 +36,12 @@ def joint(tmp_path_factory):
 
 
 def test_special_ids(joint):
-    assert (tokenizers.PAD, tokenizers.BOS, tokenizers.EOS, tokenizers.UNK) == (0, 1, 2, 3)
+    assert (tokenizers.PAD, tokenizers.BOS, tokenizers.EOS, tokenizers.UNK) == (
+        0,
+        1,
+        2,
+        3,
+    )
     assert list(joint.encode([""])[0]) == [2]
     assert list(joint.encode(["§"])[0])[-2:] == [3, 2]
     assert joint.vocab_size == 200
@@ -71,8 +76,12 @@ def test_case_is_kept():
 
 
 def test_the_same_text_gives_the_same_model():
-    assert train_sentencepiece(PAIRS["en"], 120) == train_sentencepiece(PAIRS["en"], 120)
-    assert train_sentencepiece(PAIRS["en"], 120) != train_sentencepiece(PAIRS["de"], 120)
+    assert train_sentencepiece(PAIRS["en"], 120) == train_sentencepiece(
+        PAIRS["en"], 120
+    )
+    assert train_sentencepiece(PAIRS["en"], 120) != train_sentencepiece(
+        PAIRS["de"], 120
+    )
 
 
 def test_a_vocabulary_larger_than_the_corpus_supports_is_reduced_and_logged(caplog):
