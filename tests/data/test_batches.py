@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from headcount.data.batches import (
     PackedBatches,
     dispatch_spans,

@@ -107,8 +107,25 @@ def test_universal_dependencies_have_the_17_tags():
     }
     tags = {tag for split in found.values() for s in split for tag in s.tags}
     assert tags == set(
-        "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM "
-        "VERB X".split()
+        [
+            "ADJ",
+            "ADP",
+            "ADV",
+            "AUX",
+            "CCONJ",
+            "DET",
+            "INTJ",
+            "NOUN",
+            "NUM",
+            "PART",
+            "PRON",
+            "PROPN",
+            "PUNCT",
+            "SCONJ",
+            "SYM",
+            "VERB",
+            "X",
+        ]
     )
     assert {k: len(v) for k, v in found.items()} == {
         "train": 12_544,

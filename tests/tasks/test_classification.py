@@ -13,12 +13,13 @@ from tests.tasks.untrained import (
     ENCODER_ONLY,
     evaluate,
     model_of,
+    output_of,
     small_task,
     untrained_run,
 )
 
 POOLING = ("first", "mean", "attention")
-WORDS = "good bad fine dull a the film plot".split()
+WORDS = ["good", "bad", "fine", "dull", "a", "the", "film", "plot"]
 
 
 def write_texts(path, seed, count, pairs=False):
@@ -56,12 +57,8 @@ def with_scores(run):
 
 def logits_of(run, ids, trial=0):
     """Return the logits of a text by itself: pool its hidden vectors, then map them."""
-    batch = {"source": np.array([ids], np.int32)}
-    batch["source_segments"] = np.ones_like(batch["source"])
-    batch["source_positions"] = np.arange(len(ids), dtype=np.int32)[None]
-    model, pooling = model_of(run, trial), run.task.pooling
-    hidden = np.float64(jax.jit(lambda batch: model.hidden(batch))(batch)[0])
-    classifier = model.classifier
+    hidden = output_of(run, "hidden", trial, source=ids)
+    classifier, pooling = model_of(run, trial).classifier, run.task.pooling
     weights = {"first": np.eye(len(ids))[0], "mean": np.full(len(ids), 1 / len(ids))}
     if pooling == "attention":
         scores = hidden @ np.float64(classifier.scores.kernel[...])[:, 0]

@@ -13,6 +13,7 @@ from tests.tasks.untrained import (
     DECODER_ONLY,
     evaluate,
     model_of,
+    output_of,
     small_task,
     untrained_run,
 )
@@ -40,11 +41,8 @@ def make_task(folder, tokenizer="characters", **changes):
 
 def log_probs_of(run, ids, trial=0):
     """Return the log-probability of each token of a document, from the logits."""
-    batch = {"target": np.array([ids], np.int32)}
-    batch["target_segments"] = np.ones_like(batch["target"])
-    batch["target_positions"] = np.arange(len(ids), dtype=np.int32)[None]
-    logits = jax.jit(lambda batch: model_of(run, trial)(batch))(batch)
-    log_probs = scipy.special.log_softmax(np.float64(logits[0]), -1)
+    logits = output_of(run, "__call__", trial, target=ids)
+    log_probs = scipy.special.log_softmax(logits, -1)
     return log_probs[np.arange(len(ids)), ids]
 
 

@@ -16,12 +16,25 @@ from tests.tasks.untrained import (
     ENCODER_ONLY,
     evaluate,
     model_of,
+    output_of,
     small_task,
     untrained_run,
 )
 
-WORDS = "Ann Bo saw met the old Rhine river near Cologne today".split()
-TAGS = "B-PER B-PER O O O O B-LOC I-LOC O B-LOC O".split()
+WORDS = [
+    "Ann",
+    "Bo",
+    "saw",
+    "met",
+    "the",
+    "old",
+    "Rhine",
+    "river",
+    "near",
+    "Cologne",
+    "today",
+]
+TAGS = ["B-PER", "B-PER", "O", "O", "O", "O", "B-LOC", "I-LOC", "O", "B-LOC", "O"]
 
 
 def write_sentences(path, seed, count, extra=()):
@@ -59,11 +72,7 @@ def run(task):
 
 def logits_of(run, ids, trial=0):
     """Return the logits of each token of a sentence, from a batch of one row."""
-    batch = {"source": np.array([ids], np.int32)}
-    batch["source_segments"] = np.ones_like(batch["source"])
-    batch["source_positions"] = np.arange(len(ids), dtype=np.int32)[None]
-    forward = jax.jit(lambda batch: model_of(run, trial).class_logits(batch))
-    return np.float64(forward(batch)[0])
+    return output_of(run, "class_logits", trial, source=ids)
 
 
 @pytest.mark.parametrize("tokenizer", ["sentencepiece", "characters", "words"])
@@ -161,7 +170,7 @@ def test_predict_has_word_tag_and_probability_and_keeps_empty_lines(task, run):
     ]
     assert words == [lines[0].split(), lines[2].split()]
     assert found.count("") == len(lines)
-    ids = task.tokenizer.encode("the Rhine river".split(), eos=False)
+    ids = task.tokenizer.encode(["the", "Rhine", "river"], eos=False)
     starts = np.cumsum(ids.lengths) - ids.lengths
     logits = logits_of(run, ids.tokens, trial=1)[starts]
     probs = scipy.special.softmax(logits, -1)

@@ -1,17 +1,19 @@
 """Translation: examples, scores of each trial, and answers line by line."""
 
-import jax
+from pathlib import Path
+
 import numpy as np
 import pytest
 import scipy.special
 
-from headcount.data import numbers, tokenizers
+from headcount.data import numbers, pairs, tokenizers
 from headcount.data.examples import Ragged
 from headcount.tasks import text_scores, translation
 from tests.runs import write_corpus
-from tests.tasks.untrained import evaluate, model_of, small_task, untrained_run
+from tests.tasks.untrained import evaluate, output_of, small_task, untrained_run
 
 EOS = tokenizers.EOS
+MULTI30K = Path(__file__).resolve().parents[3] / "shared/data/multi30k"
 ENGLISH, GERMAN = (numbers.phrases(range(100, 400, 3), name) for name in ("en", "de"))
 
 
@@ -38,13 +40,8 @@ def run(task):
 
 def by_hand(run, trial, source, target) -> float:
     """Return the log-probability of a target, from the logits of a batch of one row."""
-    batch = {}
-    for side, ids in (("source", source), ("target", target)):
-        batch[side] = np.array([ids], np.int32)
-        batch[f"{side}_segments"] = np.ones_like(batch[side])
-        batch[f"{side}_positions"] = np.arange(len(ids), dtype=np.int32)[None]
-    logits = jax.jit(lambda batch: model_of(run, trial)(batch))(batch)
-    log_probs = scipy.special.log_softmax(np.float64(logits[0]), -1)
+    logits = output_of(run, "__call__", trial, source=source, target=target)
+    log_probs = scipy.special.log_softmax(logits, -1)
     return log_probs[np.arange(len(target)), target].sum()
 
 
@@ -245,3 +242,23 @@ def test_fields_to_plot_are_a_source_and_its_translation(run, task):
     assert found["target"][-1] == EOS
     labels = task.token_strings("target", found["target"])
     assert labels == task.tokenizers[1].pieces(found["target"])
+
+
+@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k is not beside the project")
+def test_multi30k_is_also_scored_in_its_published_protocol(tmp_path, monkeypatch):
+    """Against the tokenised references of the split that is scored."""
+    keys = {"data.name": "multi30k", "data.directory": str(MULTI30K)}
+    task = small_task(tmp_path, **keys)
+    assert task.test_split == "test_2016_flickr"
+    text = task.read("val")
+    tokenizers.load_or_train_pair(tmp_path, *text.values(), 300, joint=True)
+    examples = task.load("val")
+    hypotheses = [line.replace("Hund", "Kater") for line in text["target"]]
+    ids = [each.tolist() for each in task.tokenizers[1].encode(hypotheses)]
+    monkeypatch.setattr(translation, "translations", lambda *_, **__: {0: ids})
+    (row,) = evaluate(untrained_run(task, num_trials=1), examples)
+    references = pairs.tokenized_references("multi30k", "de", "val", MULTI30K)
+    decoded = task.tokenizers[1].decode_many(ids)
+    scores, signatures = text_scores.published(decoded, references, "de")
+    assert row | scores == row and row["signatures"] | signatures == row["signatures"]
+    assert row["bleu"] < 100 > row["published_bleu"]

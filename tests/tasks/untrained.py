@@ -1,7 +1,10 @@
 """Small tasks on files, and runs whose models have their initial values."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from headcount.configs.base import get_config
@@ -54,6 +57,29 @@ def untrained_run(task, num_trials=2, scale=1.0, head_gates=None) -> Run:
 def model_of(run, trial=0):
     """Return the model of one trial."""
     return nnx.merge(run.graph, run.of(trial)[0])
+
+
+@partial(jax.jit, static_argnames=("graph", "method"))
+def _call(graph, params, method, batch):
+    return getattr(nnx.merge(graph, params), method)(batch)
+
+
+def output_of(run, method, trial=0, **fields) -> np.ndarray:
+    """Return what a method of a trial's model gives for one example, in float64.
+
+    Args:
+        method: "__call__" (logits), "hidden" or "class_logits".
+        fields: token ids by side. They are padded to a multiple of 32, so that few
+            shapes are compiled; the result is of the tokens of the last side.
+    """
+    batch = {}
+    for side, ids in fields.items():
+        row = np.zeros((1, -(-len(ids) // 32) * 32), np.int32)
+        batch[side], batch[f"{side}_segments"] = row.copy(), row.copy()
+        batch[side][0, : len(ids)] = ids
+        batch[f"{side}_segments"][0, : len(ids)] = 1
+        batch[f"{side}_positions"] = np.arange(row.size, dtype=np.int32)[None]
+    return np.float64(_call(run.graph, run.of(trial)[0], method, batch)[0])[: len(ids)]
 
 
 def evaluate(run, examples, **options) -> list[dict]:
