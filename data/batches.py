@@ -177,7 +177,7 @@ def dispatch_spans(
     while start < end:
         due = [start - start % interval + interval for interval in intervals]
         due += [step for step in once if step > start]
-        number = min(most, min(due) - start, end - start)
+        number = min(most, *(step - start for step in (*due, end)))
         spans.append((start, number))
         start += number
     return spans

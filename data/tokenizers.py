@@ -150,7 +150,10 @@ class ByteLevelBPE:
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other type
+            raise ValueError(f"{path}: {error}") from error
         self.end = self._tokenizer.token_to_id("<|endoftext|>")
 
     @property

@@ -1,6 +1,7 @@
 """Prints the losses of a few steps on meshes of CPU devices, for test_sharding.py.
 
-With an address, a number and an index: as one of several processes that share them.
+Arguments: JSON list of [trials, mesh]; then, to run as one of several processes that
+share the devices, an address, the number of processes and the index of this one.
 """
 
 import json
@@ -14,31 +15,37 @@ from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
-from headcount.runtime import distributed as hosts
-from headcount.runtime import sharding
+from headcount.runtime import distributed, sharding
 from headcount.runtime.profiling import CompileClock
-from headcount.training.step import begin, init, static_of, train_steps
-from headcount.training.trials import numbers
+from headcount.tasks.translation import Translation
+from headcount.training.step import (
+    init,
+    init_while_compiling,
+    make_static,
+    train_steps,
+)
+from headcount.training.trials import hyperparameters
 
 STEPS = 4
 
 
 def losses(config, num_trials, devices):
-    """Of every step and trial, the shardings of the state's leaves, seconds to compile.
+    """Return losses by step and trial, the state's shardings, and compile seconds.
 
-    Of compiling when the steps are done, after `begin`.
+    The seconds are of compilation after `init_while_compiling`.
     """
-    arrays = numbers(
+    arrays = hyperparameters(
         flat(config.to_dict()), [{"seed": seed} for seed in range(num_trials)]
     )
     rows = sharding.rows_of_part(8, config.train.accumulate_steps)
     mesh = sharding.make_mesh(config.mesh, num_trials, rows, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
-    static = static_of(abstract(build), config)
+    task = Translation(config)
+    static = make_static(abstract(build), config, task.loss)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         make = partial(init, static=static, build=build)
-        state = begin(make, arrays, STEPS, (8, 16, 16), static)
+        state = init_while_compiling(make, arrays, STEPS, task.spec(8, 16), static)
         batch = {}
         for side in ("source", "target"):
             tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16), np.int32)
@@ -59,7 +66,9 @@ def losses(config, num_trials, devices):
 
 def main():
     address, *counts = sys.argv[2:] or (None, None, None)
-    hosts.connect(address, *(count and int(count) for count in counts), seconds=60)
+    distributed.connect(
+        address, *(count and int(count) for count in counts), seconds=60
+    )
     config = get_config()
     config.model.width, config.model.mlp_dim = 32, 512
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
@@ -72,7 +81,7 @@ def main():
         devices = jax.devices() if shape else jax.devices()[:1]
         found.append(losses(config, trials, devices))
     print(json.dumps(found))
-    hosts.leave()
+    distributed.leave()
 
 
 if __name__ == "__main__":

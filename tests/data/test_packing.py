@@ -1,17 +1,20 @@
+"""Packing of examples into rows."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headcount.data.packing import Layout, Sentences, fill_rows, pack, row_shape
+from headcount.data.examples import Ragged
+from headcount.data.packing import Layout, fill_rows, num_rows, pack, row_shape
 
 lengths = st.lists(
     st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=300
 ).map(lambda pairs: np.array(pairs).T)
 
 
-def sentences_of(sizes, rng) -> Sentences:
-    return Sentences.of([rng.integers(4, 1000, size) for size in sizes])
+def ragged_of(sizes, rng) -> Ragged:
+    return Ragged.of([rng.integers(4, 1000, size) for size in sizes])
 
 
 def caption_lengths(num_pairs: int, rng) -> tuple[np.ndarray, np.ndarray]:
@@ -23,7 +26,7 @@ def caption_lengths(num_pairs: int, rng) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(30, 70), st.integers(40, 90))
-def test_every_pair_is_packed_once_within_capacity(lengths, S, T):
+def test_every_example_is_packed_once_within_capacity(lengths, S, T):
     source, target = lengths
     layout = pack(source, target, S, T)
     assert sorted(layout.slots) == list(range(len(source)))
@@ -35,26 +38,26 @@ def test_every_pair_is_packed_once_within_capacity(lengths, S, T):
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(0, 3))
-def test_filled_rows_read_back_as_the_sentences(lengths, padding_rows):
+def test_filled_rows_read_back_as_the_sequences(lengths, padding_rows):
     source, target = lengths
     S, T = row_shape(source, target)
     layout = pack(source, target, S, T)
     rng = np.random.default_rng(0)
-    num_rows = layout.num_rows + padding_rows
+    count = layout.num_rows + padding_rows
     for sizes, width in ((source, S), (target, T)):
-        sentences = sentences_of(sizes, rng)
+        sequences = ragged_of(sizes, rng)
         tokens, segments, positions = fill_rows(
-            sentences, layout.slots, np.diff(layout.row_offsets), num_rows, width
+            sequences, layout.slots, np.diff(layout.row_offsets), count, width
         )
-        for row in range(num_rows):
-            expected = []  # one sentence after the other, by the definition
+        for row in range(count):
+            expected = []  # one sequence after the other, by the definition
             if row < layout.num_rows:
                 start, stop = layout.row_offsets[row : row + 2]
-                for segment, pair in enumerate(layout.slots[start:stop], 1):
-                    sentence = sentences[pair]
+                for segment, example in enumerate(layout.slots[start:stop], 1):
+                    sequence = sequences[example]
                     expected += [
                         (token, segment, position)
-                        for position, token in enumerate(sentence)
+                        for position, token in enumerate(sequence)
                     ]
             expected += [(0, 0, 0)] * (width - len(expected))
             got = zip(tokens[row], segments[row], positions[row], strict=True)
@@ -65,9 +68,9 @@ def test_filled_rows_read_back_as_the_sentences(lengths, padding_rows):
 def test_both_sides_fill_to_95_percent(seed):
     source, target = caption_lengths(20_000, np.random.default_rng(seed))
     S, T = row_shape(source, target)
-    num_rows = pack(source, target, S, T).num_rows
-    assert source.sum() / (num_rows * S) >= 0.95
-    assert target.sum() / (num_rows * T) >= 0.95
+    rows = pack(source, target, S, T).num_rows
+    assert source.sum() / (rows * S) >= 0.95
+    assert target.sum() / (rows * T) >= 0.95
 
 
 @pytest.mark.parametrize("ratio", [0.7, 1.0, 1.31])
@@ -82,8 +85,8 @@ def test_row_shape_holds_the_longest_pair_in_the_corpus_ratio(ratio, longest):
     assert 1 <= (S / T) / (source.sum() / target.sum()) <= 1.036
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="a pair of 9 source and 5 target tokens"):
+def test_an_example_longer_than_a_row_raises():
+    with pytest.raises(ValueError, match="an example of 9 source and 5"):
         pack(np.array([9]), np.array([5]), 8, 8)
 
 
@@ -93,10 +96,21 @@ def test_packing_nothing_gives_no_rows():
     assert isinstance(layout, Layout) and layout.num_rows == 0
 
 
-def test_sentences_are_a_sequence():
-    sentences = Sentences.of([[5, 6, 2], [2], [7, 2]])
-    assert [list(sentence) for sentence in sentences] == [[5, 6, 2], [2], [7, 2]]
-    assert list(sentences.lengths) == [3, 1, 2]
-    assert list(sentences[-1]) == [7, 2]
+def test_ragged_is_a_sequence():
+    ragged = Ragged.of([[5, 6, 2], [2], [7, 2]])
+    assert [list(sequence) for sequence in ragged] == [[5, 6, 2], [2], [7, 2]]
+    assert list(ragged.lengths) == [3, 1, 2]
+    assert list(ragged[-1]) == [7, 2]
+    assert [list(sequence) for sequence in ragged.take([2, 0])] == [[7, 2], [5, 6, 2]]
     with pytest.raises(IndexError):
-        sentences[3]
+        ragged[3]
+
+
+def test_rows_of_a_batch_divide_over_devices():
+    """227 is a prime; no two devices could share its rows."""
+    assert [num_rows(8 * B, 8) for B in (1, 13, 31, 32, 37)] == [1, 13, 31, 32, 36]
+    assert num_rows(227 * 136 + 135, 136) == 224
+    for B in range(32, 3000):
+        rows = num_rows(B, 1)
+        power = rows & -rows
+        assert rows <= B < rows * 17 / 16 and 32 * power > B

@@ -1,10 +1,11 @@
-"""Checkpoints: what is read is what was written, or it is said."""
+"""Checkpoints: what is read equals what was written, or it raises."""
 
 import errno
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 
 from headcount.configs.base import get_config
-from headcount.runtime import distributed as hosts
+from headcount.runtime import distributed
 from headcount.training.checkpoint import Checkpoints, Damaged, SaveError
-from headcount.training.restore import begun_from, restore, with_parameters
+from headcount.training.restore import (
+    parameters_to_start_from,
+    restore_parameters,
+    with_parameters,
+)
 from headcount.training.step import TrainState
 
 TREE = {
@@ -29,7 +34,7 @@ def of(step):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A workdir with checkpoints of the steps 1, 2 and 3."""
+    """Save checkpoints of the steps 1, 2 and 3; return the workdir."""
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         checkpoints.save(step, params=of(step), more={"step": np.int32(step)})
@@ -51,14 +56,14 @@ def reopen(workdir, **abstract):
         checkpoints.close()
 
 
-def test_round_trip(saved):
+def test_a_checkpoint_round_trips(saved):
     step, items = reopen(saved, params=TREE, more={"step": np.int32(0)})
     assert step == 3 and items["more"]["step"] == 3
     np.testing.assert_array_equal(items["params"]["kernel"], of(3)["kernel"])
     assert items["params"]["inner"][1] == 3
 
 
-def test_keeps_the_last(tmp_path):
+def test_only_the_last_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3, 4):
         checkpoints.save(step, params=of(step))
@@ -67,7 +72,7 @@ def test_keeps_the_last(tmp_path):
     checkpoints.close()
 
 
-def test_what_a_signal_left_displaces_none_that_was_due(tmp_path):
+def test_a_checkpoint_left_by_a_signal_displaces_none_that_was_due(tmp_path):
     for steps in ((10, 20, 25), (30, 32), (40, 50, 52)):  # three starts of a run
         checkpoints = Checkpoints(tmp_path, keep=3, every=10)
         for step in steps:
@@ -78,7 +83,7 @@ def test_what_a_signal_left_displaces_none_that_was_due(tmp_path):
         assert kept == {25: [10, 20, 25], 32: [20, 30, 32], 52: [40, 50, 52]}[step]
 
 
-def test_what_a_signal_left_before_the_first_update_is_not_averaged(tmp_path):
+def test_a_checkpoint_left_before_the_first_update_is_not_averaged(tmp_path):
     for step in (0, 10, 20):
         checkpoints = Checkpoints(tmp_path, keep=3, every=10)
         checkpoints.save(step, params=of(step))
@@ -88,7 +93,7 @@ def test_what_a_signal_left_before_the_first_update_is_not_averaged(tmp_path):
         assert kept == {0: [0], 10: [10], 20: [10, 20]}[step]
 
 
-def test_the_last_parameters_of_a_trial_that_ended_early_are_of_its_end(tmp_path):
+def test_last_parameters_of_a_trial_that_ended_early_have_the_step_of_its_end(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     marks = {"step": np.array([40, 25]), "diverged_at": np.zeros(2)}
     params = {"kernel": np.ones((2, 3), np.float32)}
@@ -96,10 +101,10 @@ def test_the_last_parameters_of_a_trial_that_ended_early_are_of_its_end(tmp_path
     checkpoints.wait()
     checkpoints.close()
     one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
-    assert restore(tmp_path, "last", 2, one)[1].tolist() == [40, 25]
+    assert restore_parameters(tmp_path, "last", 2, one)[1].tolist() == [40, 25]
 
 
-def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
+def test_average_of_a_trial_that_ended_early_counts_its_end_once(tmp_path, capsys):
     """The checkpoints after its end hold copies of what it ended as."""
     checkpoints = Checkpoints(tmp_path, keep=4)
     ends = np.array([40.0, 25.0, 5.0])  # of three trials
@@ -110,17 +115,19 @@ def test_a_trial_that_ended_early_counts_once_in_its_average(tmp_path, capsys):
     checkpoints.wait()
     checkpoints.close()
     one = {"kernel": jax.ShapeDtypeStruct((2,), np.float32)}
-    params, steps, _ = restore(tmp_path, "average", 3, one)
+    params, steps, _ = restore_parameters(tmp_path, "average", 3, one)
     means = [(10 + 20 + 30 + 40) / 4, (10 + 20 + 25) / 3, 5]
     np.testing.assert_allclose(params["kernel"][:, 0], means, rtol=1e-6)
     assert params["kernel"].dtype == np.float32 and steps.tolist() == [40, 25, 5]
     said = capsys.readouterr().err
-    assert "Averaged 4 checkpoints, the last of step 40." in said
-    assert "Trial 1 ended at step 25: its average is of the 3 that are left" in said
+    assert "Averaged 4 checkpoints" in said
+    for trial, end, count in ((1, 25, 3), (2, 5, 1)):
+        assert f"Trial {trial} ended at step {end}: " in said
+        assert f"over the {count} checkpoints" in said
 
 
 def trained(workdir, best, score=None, diverged_at=0):
-    """A run whose best parameters, a number each trial, are of the steps 5, 6, ..."""
+    """Save a run whose best parameters, one number per trial, are of steps 5, 6, ..."""
     count = len(best)
     score = np.arange(1.0, count + 1) if score is None else np.array(score)
     at = np.arange(5, 5 + count)
@@ -138,9 +145,7 @@ def trained(workdir, best, score=None, diverged_at=0):
         )
     checkpoints.wait()
     checkpoints.close()
-    config = get_config().to_dict()
-    del config["model"]["norm_epsilon"]  # as if it had not existed yet
-    (workdir / "config.json").write_text(json.dumps(config))
+    (workdir / "config.json").write_text(json.dumps(get_config().to_dict()))
     (workdir / "trials.json").write_text(
         json.dumps([{"seed": i} for i in range(count)])
     )
@@ -154,10 +159,12 @@ def trained(workdir, best, score=None, diverged_at=0):
         ("average", [15, 15], [20, 20]),
     ],
 )
-def test_best_last_and_average_are_parameters_of_their_own(tmp_path, which, values, at):
+def test_best_last_and_average_parameters_have_their_own_steps(
+    tmp_path, which, values, at
+):
     trained(tmp_path, [7, 8])
     one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
-    params, steps, _ = restore(tmp_path, which, 2, one)
+    params, steps, _ = restore_parameters(tmp_path, which, 2, one)
     np.testing.assert_array_equal(params["kernel"], np.outer(values, np.ones(3)))
     assert steps.tolist() == at
 
@@ -171,7 +178,7 @@ def test_best_last_and_average_are_parameters_of_their_own(tmp_path, which, valu
         ([-np.inf, -np.inf], [2, 3], [2, 3]),
     ],
 )
-def test_a_trial_that_never_had_a_finite_score_counts_as_diverged(
+def test_a_trial_without_a_finite_score_counts_as_diverged(
     tmp_path, score, before, diverged_at
 ):
     """The others of its group can be scored all the same."""
@@ -179,13 +186,15 @@ def test_a_trial_that_never_had_a_finite_score_counts_as_diverged(
     one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
     if diverged_at is None:
         with pytest.raises(ValueError, match="has no evaluated checkpoint yet"):
-            restore(tmp_path, "best", 2, one)
+            restore_parameters(tmp_path, "best", 2, one)
     else:
-        assert restore(tmp_path, "best", 2, one)[2].tolist() == diverged_at
+        assert restore_parameters(tmp_path, "best", 2, one)[2].tolist() == diverged_at
 
 
 @pytest.mark.parametrize("best, values", [([7, 8], [7, 8]), ([7], [7, 7])])
-def test_a_run_begins_with_anothers_best(tmp_path, best, values, capsys):
+def test_a_run_starts_from_the_best_parameters_of_another(
+    tmp_path, best, values, capsys
+):
     """Each trial with its own, or all with the only one."""
     trained(tmp_path, best)
     head = "head_gates.cross.0.1"
@@ -193,13 +202,33 @@ def test_a_run_begins_with_anothers_best(tmp_path, best, values, capsys):
     (tmp_path / "trials.json").write_text(json.dumps(theirs))
     state = TrainState(None, {"kernel": jnp.zeros((2, 3))}, None, None, None)
     ours, config = [{"seed": 0}, {"seed": 1, head: 0}], get_config()
-    params = begun_from(str(tmp_path), config, ours, state.params, config.to_dict())
+    params = parameters_to_start_from(str(tmp_path), config, ours, state.params)
     found = with_parameters(state, params).params["kernel"]
     np.testing.assert_array_equal(found, np.outer(values, np.ones(3)))
-    said = capsys.readouterr().err
-    assert f"Trial 0 begins with parameters that were trained with {head}=0" in said
-    assert (f"trained with {head}=1, and has 0" in said) == (len(best) == 2)
-    assert "from which this begins, differs" not in said
+    logged = capsys.readouterr().err
+    assert f"Trial 0 starts from parameters that were trained with {head}=0" in logged
+    assert (f"trained with {head}=1, and has 0" in logged) == (len(best) == 2)
+    assert "model." not in logged  # the configs are equal
+
+
+def test_starting_from_another_model_logs_the_differences(tmp_path, capsys):
+    trained(tmp_path, [7])
+    config = get_config()
+    config.model.norm = "pre"
+    params = {"kernel": jnp.zeros((1, 3))}
+    parameters_to_start_from(str(tmp_path), config, [{"seed": 0}], params)
+    assert "model.norm (there 'post', now 'pre')" in capsys.readouterr().err
+
+
+def test_starting_from_parameters_that_do_not_fit_raises_with_the_reason(tmp_path):
+    trained(tmp_path, [7, 8])
+    config, trials = get_config(), [{"seed": 0}, {"seed": 1}]
+    config.model.width = 64
+    start = partial(parameters_to_start_from, str(tmp_path), config)
+    with pytest.raises(ValueError, match=r"train.init_from=.*kernel.*model\.width"):
+        start(trials, {"kernel": jnp.zeros((2, 4))})
+    with pytest.raises(ValueError, match="train.init_from=.* 2 trials .* 3;"):
+        start([*trials, {"seed": 2}], {"kernel": jnp.zeros((3, 3))})
 
 
 def cut_short(path):
@@ -213,29 +242,30 @@ def flip_a_bit(path):
 
 
 @pytest.mark.parametrize("damage", [cut_short, flip_a_bit, os.unlink])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, damage, capsys):
+def test_a_damaged_checkpoint_is_logged_and_the_one_before_restored(
+    saved, damage, capsys
+):
     damage(largest_file(saved, 3))
     step, items = reopen(saved, params=TREE)
     assert step == 2
     np.testing.assert_array_equal(items["params"]["kernel"], of(2)["kernel"])
-    said = capsys.readouterr().err
-    assert "The checkpoint of step 3 is damaged: kernel " in said
-    assert said.count("\n") == 1 and len(said) < 100
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step 3 is damaged" in line and "kernel" in line
     assert (saved / "damaged" / "3").is_dir(), "nothing on disk may be lost"
 
 
-def test_where_all_are_damaged_nothing_begins_anew(saved):
-    """Neither now nor at the next start, which would drop the metrics so far."""
+def test_training_does_not_start_over_if_all_checkpoints_are_damaged(saved):
+    """Not at the next start either, which would drop the metrics so far."""
     for step in (1, 2, 3):
         cut_short(largest_file(saved, step))
     for _ in range(2):
-        with pytest.raises(ValueError, match="holds no sound checkpoint to go on from"):
+        with pytest.raises(ValueError, match="no sound checkpoint .*damaged"):
             reopen(saved, params=TREE)
     assert {path.name for path in (saved / "damaged").iterdir()} >= {"2", "3"}
 
 
-def test_every_flipped_byte_is_noticed(saved):
-    """Also where Orbax itself would read on: in the numbers and in the checksums."""
+def test_every_flipped_byte_is_detected(saved):
+    """Also where Orbax does not check: in the numbers and in the checksums."""
     path = largest_file(saved, 3)
     whole = path.read_bytes()
     reader = Checkpoints(saved)
@@ -253,7 +283,7 @@ def test_every_flipped_byte_is_noticed(saved):
     reader.close()
 
 
-def test_another_model_is_refused(saved):
+def test_a_checkpoint_of_another_model_raises_with_the_leaf(saved):
     reader = Checkpoints(saved)
     with pytest.raises(ValueError, match=r"kernel has shape \(50, 100\), .*\(2, 2\)"):
         reader.read(3, "params", {"kernel": jnp.ones((2, 2)), "inner": TREE["inner"]})
@@ -268,7 +298,7 @@ def test_another_model_is_refused(saved):
 FULL_DISK = """
 import pathlib, resource, sys
 import numpy as np
-from training.checkpoint import Checkpoints, SaveError
+from headcount.training.checkpoint import Checkpoints, SaveError
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=3)
 params = {"kernel": np.random.default_rng(0).normal(size=(300, 300))}
 checkpoints.save(1, params=params)
@@ -283,8 +313,8 @@ except SaveError as error:
 """
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_intact(tmp_path):
-    """Files cannot grow past a limit: to the writer the same as a full disk."""
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path):
+    """Files cannot grow past a limit, which to the writer is the same."""
     ran = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
     )
@@ -299,13 +329,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_intact(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [3, None])
-def test_a_file_where_the_folder_must_be_is_named(tmp_path, keep):
+def test_a_file_in_place_of_the_checkpoint_folder_raises(tmp_path, keep):
     (tmp_path / "checkpoints").write_text("precious")
-    with pytest.raises(ValueError, match="checkpoints is a file .*; move it away"):
+    with pytest.raises(ValueError, match="checkpoints is a file"):
         Checkpoints(tmp_path, keep)
 
 
-def test_save_error_names_the_place(saved):
+def test_save_error_names_the_reason_and_the_intact_step(saved):
     checkpoints = Checkpoints(saved, keep=3)
     error = checkpoints.save_error(OSError("No space left on device"))
     checkpoints.close()
@@ -313,8 +343,8 @@ def test_save_error_names_the_place(saved):
     assert "No space left on device; step 3 is intact" in str(error)
 
 
-def test_processes_take_a_checkpoint_that_all_of_them_see(tmp_path, monkeypatch):
-    """One that was saved between their looks would be read by some of them."""
+def test_processes_restore_a_checkpoint_that_all_of_them_see(tmp_path, monkeypatch):
+    """Another process has listed the folder before the last save ended."""
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         kernel = step * np.ones((2, 4), np.float32)
@@ -323,26 +353,31 @@ def test_processes_take_a_checkpoint_that_all_of_them_see(tmp_path, monkeypatch)
     checkpoints.wait()
     checkpoints.close()
 
-    def share(value):
+    def gather(value):
         return [value, [1, 2]] if value == [1, 2, 3] else [value]
 
-    monkeypatch.setattr(hosts, "share", share)
+    monkeypatch.setattr(distributed, "gather", gather)
     one = {"kernel": jax.ShapeDtypeStruct((4,), np.float32)}
     for which, wanted in (("last", 2.0), ("average", 1.5)):
-        params, steps, _ = restore(tmp_path, which, 2, one)
+        params, steps, _ = restore_parameters(tmp_path, which, 2, one)
         assert np.unique(params["kernel"]) == wanted and steps.tolist() == [2, 2]
 
 
-def test_what_a_run_cannot_begin_with_all_processes_say(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(hosts, "share", lambda value: told.append(value) or [value])
-    with pytest.raises(FileNotFoundError, match="holds no run"):
-        begun_from(str(tmp_path), None, [{}], None)
-    assert "holds no run" in told[0]
+def test_all_processes_fail_where_one_has_no_run_to_start_from(tmp_path, monkeypatch):
+    shared = []
+
+    def gather(value):
+        shared.append(value)
+        return [value]
+
+    monkeypatch.setattr(distributed, "gather", gather)
+    with pytest.raises(FileNotFoundError, match="train.init_from=.*config.json"):
+        parameters_to_start_from(str(tmp_path), None, [{}], None)
+    assert "config.json" in shared[0]  # what the others raise
 
 
-def test_a_damaged_checkpoint_goes_to_another_file_system(saved, monkeypatch):
-    """Where the folder of the checkpoints is a link."""
+def test_a_damaged_checkpoint_is_moved_across_file_systems(saved, monkeypatch):
+    """The folder of the checkpoints may be a link."""
     rename = os.rename
 
     def of_one_file_system(source, target, **options):

@@ -1,4 +1,4 @@
-"""What is read off the text of a compiled program, from pieces of such texts."""
+"""Costs read from the text of compiled programs, on excerpts of such texts."""
 
 import pytest
 
@@ -62,7 +62,7 @@ ENTRY %main (a: f32[64,100]) -> f32[64,100] {
     "known, rounds",
     [("", 5), (', backend_config={"known_trip_count":{"n":"7"}}', 7)],
 )
-def test_traffic_and_communication_of_loops_count_by_their_rounds(known, rounds):
+def test_traffic_and_communication_of_loops_count_per_iteration(known, rounds):
     """A fusion that uses a part of an array, or writes one, moves that part."""
     program = Program(LOOPS.replace(" KNOWN", known))
     moved = {"part": 400 + 400 + 4, "whole": 400 + 400, "end": 2 * 64 * 400}
@@ -73,7 +73,7 @@ def test_traffic_and_communication_of_loops_count_by_their_rounds(known, rounds)
     assert traffic == sum(moved.values()) + rounds * in_loop
 
 
-def test_communication_of_what_ends_a_loop_or_of_a_branch_counts():
+def test_communication_in_loop_conditions_and_branches_counts():
     text = """
 %body (x: f32[8]) -> f32[8] {
   ROOT %x = f32[8]{0} parameter(0)
@@ -138,7 +138,7 @@ def test_collectives_are_counted_once_each():
     assert Program(text).collectives() == {"all-reduce": (2, 52), "all-gather": (1, 64)}
 
 
-def test_collectives_that_begin_apart_count_by_their_results():
+def test_asynchronous_collectives_count_by_their_results():
     """As on a GPU: the start of an all-gather has its operands in front."""
     text = """
       %a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=1, dimensions={0}
@@ -152,7 +152,7 @@ def test_collectives_that_begin_apart_count_by_their_results():
     }
 
 
-def test_a_collective_in_several_operations_is_one():
+def test_collectives_of_one_channel_count_once():
     """As on a TPU, which computes while it communicates."""
     text = """
       %a = bf16[8]{0:T(8,128)} all-gather(%x), channel_id=4, dimensions={0}

@@ -1,4 +1,4 @@
-"""What a run says while it runs."""
+"""metrics.jsonl, TensorBoard, and the window of averages and throughput."""
 
 import errno
 import json
@@ -9,16 +9,34 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from headcount.data.examples import ArraySpec
 from headcount.runtime.logging import Progress, clock
 from headcount.training import metrics
-from headcount.training.metrics import MetricsWriter, Window, spread
+from headcount.training.metrics import MetricsWriter, Window, mean_and_sd
+
+
+def window_of(rows, source, target):
+    """Return a window over batches of so many rows and tokens per row."""
+    widths = {"source": source, "target": target}
+    return Window({f"{x}_segments": ArraySpec((rows, n)) for x, n in widths.items()})
+
+
+def step_of(source, target, **changes):
+    """Return the metrics of a step, each R; `source` and `target` count tokens."""
+    target = np.asarray(target)
+    of = {name: np.ones(len(target)) for name in ("loss", "gradient_norm")}
+    of |= {"learning_rate": np.ones(len(target)), "weight": target}
+    of |= {"updated": np.ones(len(target), bool)}
+    of |= {"diverged": np.zeros(len(target), bool)}
+    tokens = {"source": np.asarray(source), "target": target}
+    return of | {"tokens": tokens} | {k: np.asarray(v) for k, v in changes.items()}
 
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
+def test_rows_after_the_checkpoint_are_dropped_at_a_restart(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     for step in (1, 2, 3):
         writer.write(step, 0, loss=float(step))
@@ -31,7 +49,7 @@ def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
     assert list(tmp_path.glob("events.*")), "TensorBoard has nothing to show"
 
 
-def test_a_last_row_without_its_end_is_kept(tmp_path):
+def test_a_last_row_without_its_newline_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "trial": 0}')  # a full disk took all but the newline
     writer = MetricsWriter(tmp_path, 1)
@@ -40,21 +58,17 @@ def test_a_last_row_without_its_end_is_kept(tmp_path):
     assert [row["step"] for row in rows_of(path)] == [1, 2]
 
 
-def test_window_weighs_the_steps_by_their_tokens():
-    window = Window((2, 8, 10))
+def test_window_averages_the_loss_over_its_weight():
+    window = window_of(2, 8, 10)
     for loss, tokens in ((1.0, 10), (4.0, 20)):
-        diverged = window.add(
-            {
-                "loss": np.array([loss, np.nan]),
-                "target_tokens": np.array([tokens, tokens]),
-                "source_tokens": np.array([8, 8]),
-                "gradient_norm": np.ones(2),
-                "learning_rate": np.ones(2),
-                "updated": np.array([True, False]),
-                "diverged": np.array([False, loss == 1.0]),
-            }
+        step = step_of(
+            [8, 8],
+            [tokens, tokens],
+            loss=[loss, np.nan],
+            updated=[True, False],
+            diverged=[False, loss == 1.0],
         )
-        assert diverged.tolist() == ([1] if loss == 1.0 else [])
+        assert window.add(step).tolist() == ([1] if loss == 1.0 else [])
     rows = window.rows()
     assert list(rows) == [0]
     assert rows[0]["loss"] == pytest.approx((10 * 1 + 20 * 4) / 30)
@@ -63,35 +77,33 @@ def test_window_weighs_the_steps_by_their_tokens():
     assert window.metrics == [] and rows[0]["tokens_per_second"] > 0
 
 
-def test_a_row_is_of_its_own_trial():
-    window = Window((1, 8, 10))
-    window.add(
-        {
-            "loss": np.array([1.0, 2.0]),
-            "source_tokens": np.array([6, 7]),
-            "target_tokens": np.array([4, 5]),
-            "gradient_norm": np.array([0.1, 0.2]),
-            "learning_rate": np.array([0.3, 0.4]),
-            "updated": np.ones(2, bool),
-            "diverged": np.zeros(2, bool),
-        }
+def test_a_window_without_a_source_has_the_fill_of_its_only_field():
+    window = Window(
+        {"target_segments": ArraySpec((2, 10)), "target": ArraySpec((2, 10))}
     )
+    step = step_of([0], [5])
+    window.add(step | {"tokens": {"target": np.array([5])}})
+    (row,) = window.rows().values()
+    assert row["target_fill"] == 5 / 20 and "source_fill" not in row
+
+
+def test_each_row_has_the_metrics_of_its_own_trial():
+    window = window_of(1, 8, 10)
+    step = step_of([6, 7], [4, 5], loss=[1.0, 2.0])
+    step |= {"gradient_norm": np.array([0.1, 0.2])}
+    step |= {"learning_rate": np.array([0.3, 0.4])}
+    window.add(step)
     names = "loss", "source_fill", "target_fill", "gradient_norm", "learning_rate"
     found = [[row[name] for name in names] for row in window.rows().values()]
     assert found == [[1, 6 / 8, 0.4, 0.1, 0.3], [2, 7 / 8, 0.5, 0.2, 0.4]]
 
 
-def test_the_pace_leaves_out_the_steps_before_the_clock():
-    window = Window((1, 4, 4))
-    names = ("loss", "source_tokens", "gradient_norm", "learning_rate")
-    step = {name: np.ones(1) for name in names} | {
-        "updated": np.array([True]),
-        "diverged": np.array([False]),
-    }
-    window.add(step | {"target_tokens": np.array([1000.0])})  # with the compilation
+def test_throughput_excludes_the_steps_before_the_clock_starts():
+    window = window_of(1, 4, 4)
+    window.add(step_of([1.0], [1000.0]))  # with the compilation
     window.start_clock()
-    assert "tokens_per_second" not in window.pace({}, None)
-    window.add(step | {"target_tokens": np.array([1.0])})
+    assert window.throughput({}, None) == {}
+    window.add(step_of([1.0], [1.0]))
     window.ideal_seconds = 1e-9
     row = window.rows()[0]
     assert row["tokens_per_second"] / row["steps_per_second"] == pytest.approx(2)
@@ -99,17 +111,14 @@ def test_the_pace_leaves_out_the_steps_before_the_clock():
     assert share == pytest.approx(1e-9)
 
 
-def test_the_pace_is_of_updates_alone(monkeypatch):
-    """Without pauses, and without the tokens of a trial that is frozen."""
+def test_throughput_excludes_pauses_and_frozen_trials(monkeypatch):
     now = 0.0
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
-    window = Window((2, 8, 10))
+    window = window_of(2, 8, 10)
     window.start_clock()
     window.ideal_seconds = 1.0
-    step = {name: np.ones(2) for name in ("loss", "gradient_norm", "learning_rate")}
-    step |= {"source_tokens": np.full(2, 6), "target_tokens": np.full(2, 10)}
-    step |= {"updated": np.array([True, False]), "diverged": np.zeros(2, bool)}
-    for waited, computed in ((1.0, 3.0), (0.0, 2.0)):  # the second window is anew
+    step = step_of([6, 6], [10, 10], updated=[True, False])
+    for waited, computed in ((1.0, 3.0), (0.0, 2.0)):  # the second window is new
         with window.waiting():
             now += waited
         now += computed
@@ -124,19 +133,19 @@ def test_the_pace_is_of_updates_alone(monkeypatch):
         assert row["flops_utilisation"] == pytest.approx(1 / seconds)
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_a_value_that_is_not_finite_becomes_null(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     writer.write(1, 0, dev_loss=float("nan"), note=None)
     writer.close()
     assert rows_of(tmp_path / "metrics.jsonl")[0]["dev_loss"] is None
 
 
-def test_spread_is_that_of_a_sample():
-    assert spread("loss", [1.0, 3.0]) == "loss 2.000 ± 1.414"
-    assert spread("loss", [1.0]) == "loss 1.000" and spread("loss", []) == ""
+def test_mean_and_sd_are_those_of_a_sample():
+    assert mean_and_sd("loss", [1.0, 3.0]) == "loss 2.000 ± 1.414"
+    assert mean_and_sd("loss", [1.0]) == "loss 1.000" and mean_and_sd("loss", []) == ""
 
 
-def test_plain_lines_are_rare(capsys):
+def test_progress_without_a_terminal_prints_rarely(capsys):
     progress = Progress(1000, seconds=3600.0)
     for step in range(1, 1001):
         progress.update(step, "loss 1.0")
@@ -148,11 +157,13 @@ def test_plain_lines_are_rare(capsys):
 @pytest.mark.parametrize(
     "seconds, text", [(5, "0:05"), (65, "1:05"), (3725, "1:02:05"), (float("inf"), "?")]
 )
-def test_clock(seconds, text):
+def test_clock_formats_seconds(seconds, text):
     assert clock(seconds) == text
 
 
-def test_nobody_waits_for_a_board_that_a_full_disk_has_ended(tmp_path, monkeypatch):
+def test_writing_does_not_block_after_tensorboard_died_of_a_full_disk(
+    tmp_path, monkeypatch
+):
     writer = MetricsWriter(tmp_path, 0)
     writer.write(1, 0, loss=1.0)
     events, ended = writer.board.file_writer.event_writer._ev_writer, threading.Event()

@@ -1,4 +1,4 @@
-"""The optimizer and its schedules against their formulas."""
+"""The optimizer and its schedules against their formulas and Optax."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,19 @@ import numpy as np
 import optax
 import pytest
 
-from headcount.training.optimizer import SCHEDULES, learning_rate_at, make_optimizer
+from headcount.training.optimizer import (
+    SCHEDULE_KEYS,
+    SCHEDULES,
+    learning_rate_at,
+    make_optimizer,
+)
 
 NUMBERS = {
     "learning_rate": 0.01,
     "warmup_steps": 4.0,
+    "decay_steps": 20.0,
+    "final_share": 0.1,
+    "decay_share": 0.25,
     "beta1": 0.9,
     "beta2": 0.98,
     "epsilon": 1e-9,
@@ -19,28 +27,43 @@ NUMBERS = {
 }
 
 
-def expected(schedule, step, peak, warmup, width):
-    update = step + 1
+def expected(schedule, update):
+    """Return the rate of update 1, 2, ...: a peak of 0.01, width 128, 4 to warm up."""
+    peak, warmup, width, end = 0.01, 4, 128, 20
     if schedule == "constant":
         return peak * min(update / warmup, 1)
     if schedule == "inverse_sqrt":
         return peak * (update / warmup if update < warmup else (warmup / update) ** 0.5)
-    # Vaswani et al. 2017, equation 3, times a factor
-    return peak * width**-0.5 * min(update**-0.5, update * warmup**-1.5)
+    if schedule == "noam":  # Vaswani et al. 2017, equation 3, times a factor
+        return peak * width**-0.5 * min(update**-0.5, update * warmup**-1.5)
+    if schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0, peak, warmup, end, 0.1 * peak)(
+            update
+        )
+    rise = optax.linear_schedule(0, peak, warmup)
+    if schedule == "linear":
+        fall = optax.linear_schedule(peak, 0.1 * peak, end - warmup)
+        return optax.join_schedules([rise, fall], [warmup])(update)
+    assert schedule == "warmup_stable_decay"
+    start = end - end // 4
+    fall = optax.linear_schedule(peak, 0.1 * peak, end - start)
+    flat = optax.constant_schedule(peak)
+    return optax.join_schedules([rise, flat, fall], [warmup, start])(update)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("step", [0, 1, 3, 4, 100])
-def test_schedule(schedule, step):
-    got = learning_rate_at(schedule, jnp.asarray(step), 0.01, 4.0, 128)
-    np.testing.assert_allclose(got, expected(schedule, step, 0.01, 4, 128), rtol=1e-6)
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 13, 14, 16, 19, 100])
+def test_schedule_equals_its_formula(schedule, step):
+    keys = {key: NUMBERS[key] for key in SCHEDULE_KEYS}
+    got = learning_rate_at(schedule, jnp.asarray(step), width=128, **keys)
+    np.testing.assert_allclose(got, expected(schedule, step + 1), rtol=1e-6)
 
 
 def test_no_warmup_starts_at_the_peak():
     assert learning_rate_at("constant", jnp.asarray(0), 0.01, 0.0, 128) == 0.01
 
 
-def test_equals_adamw_of_the_clipped_gradient():
+def test_optimizer_equals_optax_adamw_of_the_clipped_gradient():
     params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
     ours = make_optimizer(schedule="constant", width=128, **NUMBERS)
     theirs = optax.adamw(

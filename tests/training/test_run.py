@@ -1,95 +1,106 @@
-"""A run that is loaded: which texts it reads, by which vocabulary, and their scores."""
+"""Loading a run: its parameters, its vocabularies, and errors that name the file."""
 
-from types import SimpleNamespace
+import json
 
+import jax
+import numpy as np
 import pytest
-from tests.test_scores import MULTI30K, needs_multi30k
-from tests.test_train import write_corpus
 
-from headcount.configs.base import get_config
-from headcount.data import corpora
-from headcount.runtime.workdir import write_json
-from headcount.tasks.scores import published_scores
-from headcount.training import run as trained
-from headcount.training.run import Trained, read, scored
+from headcount.training.checkpoint import Checkpoints
+from headcount.training.restore import READERS
+from headcount.training.run import choose_trials, load, read_config
 
 
-def run_of(name, directory):
-    """A run without a model, whose vocabularies say whose they are."""
-    config = get_config()
-    config.data.name, config.data.directory = name, str(directory)
-    sides = tuple(
-        SimpleNamespace(
-            encode=lambda lines, side=side: [f"{side}: {line}" for line in lines],
-            decode_many=lambda texts, side=side: [f"{text}, {side}" for text in texts],
-        )
-        for side in ("source", "target")
-    )
-    given = dict.fromkeys(Trained._fields)
-    given |= {"head_gates": {}, "params": {}, "step": [1]}
-    return Trained(**given | {"config": config, "tokenizers": sides})
+@pytest.fixture
+def mesh():
+    """`load` sets the mesh of the process; set back what was there."""
+    with jax.set_mesh(jax.make_mesh((1,), ("before",))):
+        yield
 
 
-def test_a_folder_that_is_named_is_read(tmp_path):
-    write_corpus(tmp_path / "own", ["a"], ["b"])
-    write_corpus(tmp_path / "other", ["c"], ["d"])
-    run = run_of("text", tmp_path / "own")
-    for folder, texts in ((None, ["a", "b"]), (str(tmp_path / "other"), ["c", "d"])):
-        pairs = read(run, "val", folder)
-        assert [*pairs.sources, *pairs.references] == texts
-        encoded = [*pairs.source, *pairs.target]
-        assert encoded == [f"source: {texts[0]}", f"target: {texts[1]}"]
+@pytest.mark.parametrize("which", READERS)
+def test_a_run_is_loaded_with_the_parameters_that_are_asked_for(trained, which, mesh):
+    run = load(trained, which)
+    assert run.trials == json.loads((trained / "trials.json").read_text())
+    assert run.step == [60, 60] and run.diverged_at == [None, None]
+    checkpoints = Checkpoints(trained)
+    if which == "last":
+        wanted = checkpoints.read(60, "params", run.params)
+    elif which == "best":
+        wanted = checkpoints.read(60, "best", {"params": run.params})["params"]
+    else:
+        steps = checkpoints.steps()
+        assert len(steps) == 5
+        read = [checkpoints.read(step, "params", run.params) for step in steps]
+        wanted = jax.tree.map(lambda *x: np.mean(x, axis=0), *read)
+    checkpoints.close()
+    for one, other in zip(*map(jax.tree.leaves, (run.params, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
 
 
-def test_lines_are_of_the_source_and_translations_of_the_target(monkeypatch):
-    monkeypatch.setattr(trained, "sentences", lambda encoded: encoded)
-    said = []
-
-    def translate(graph, params, chosen, **options):
-        said.extend(chosen)
-        return ["a"], None
-
-    monkeypatch.setattr(trained, "translate", translate)
-    assert run_of("text", "nowhere").translate(["b"]) == ["a, target"]
-    assert said == ["source: b"]
+def test_a_loaded_run_gives_the_dev_scores_of_its_training(trained, mesh):
+    run = load(trained, "last")
+    rows = run.task.evaluate(run, run.task.load("val"), quick=True)
+    lines = (trained / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines if "dev_loss" in line]
+    for row in logged[-2:]:
+        found = rows[row["trial"]]
+        assert row["dev_loss"] == pytest.approx(found["loss"], rel=1e-5)
+        assert row["dev_bleu"] == pytest.approx(found["bleu"])
 
 
-def test_what_a_run_cannot_read_is_said():
-    run = run_of("text", "nowhere")
-    for trial in (1, -1):  # which an array would take for another
-        with pytest.raises(ValueError, match=f"trial must be from 0 to 0, got {trial}"):
-            run.of(trial)
-    for call in (
-        lambda: run.translate("a"),
-        lambda: run.score("a", ["b"]),
-        lambda: run.score(["a"], "b"),
-    ):
-        with pytest.raises(TypeError, match="must be a list of sentences, as in"):
-            call()
-    with pytest.raises(ValueError, match="each source needs a target, got 2 and 1"):
-        run.score(["a", "b"], ["c"])
+def test_a_trial_of_a_loaded_run_has_its_own_parameters(trained, mesh):
+    run = load(trained)
+    for trial in (0, 1):
+        params, gates = run.of(trial)
+        assert gates == {}
+        for one, every in zip(*map(jax.tree.leaves, (params, run.params)), strict=True):
+            np.testing.assert_array_equal(one, every[trial])
+    with pytest.raises(ValueError, match="trial must be from 0 to 1, got 2"):
+        run.of(2)
 
 
-@needs_multi30k
-def test_multi30k_is_scored_against_its_references_as_published():
-    """Those of the target language, by whose rules translations are tokenised."""
-    run = run_of("multi30k", MULTI30K)
-    pairs = read(run, "val")
-    wanted = corpora.tokenized_references("multi30k", "de", "val", MULTI30K)
-    assert pairs.tokenized == wanted
-    said = [line.replace("Hund", "Kater") for line in pairs.references]
-    found = scored(run, pairs, said)
-    german, english = (published_scores(said, wanted, name) for name in ("de", "en"))
-    assert german != english and found | german == found
+class Flag:
+    """A flag of the command line."""
+
+    def __init__(self, value=0, present=0):
+        self.value, self.present = value, present
 
 
-def test_a_key_that_the_model_lacks_is_named(tmp_path, monkeypatch):
-    """As of a newer version's run."""
-    config = get_config().to_dict()
+def test_diverged_trials_are_scored_only_by_name_or_if_all_are(trained, mesh):
+    run = load(trained)._replace(diverged_at=[None, 7])
+    assert choose_trials(run, Flag()) == [0]
+    assert choose_trials(run, Flag(1, present=1)) == [1]
+    assert choose_trials(run._replace(diverged_at=[3, 7]), Flag()) == [0]
+    with pytest.raises(ValueError, match="--trial .* 2"):
+        choose_trials(run, Flag(2, present=1))
+
+
+def test_an_unknown_kind_of_parameters_raises(trained):
+    with pytest.raises(ValueError, match="best, last, average, got 'worst'"):
+        load(trained, "worst")
+
+
+def test_a_folder_without_a_run_raises_with_its_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} .*config.json"):
+        load(tmp_path)
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'groups'}"):
+        load(tmp_path)
+
+
+def test_a_key_that_this_version_lacks_raises_with_its_name(workdir):
+    """As in a newer version's run."""
+    path = workdir / "config.json"
+    config = json.loads(path.read_text())
     config["model"]["attention"]["num_hedas"] = 2
-    write_json(tmp_path / "config.json", config)
-    monkeypatch.setattr(trained.tokenizer, "load", lambda path: ())
-    monkeypatch.setattr(trained.tokenizer, "vocab_sizes", lambda tokenizers: [60])
-    sentence = "config.json is of another version .* argument 'num_hedas'.$"
-    with pytest.raises(ValueError, match=sentence):
-        trained.load(tmp_path)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config.json .*num_hedas"):
+        read_config(workdir)
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json", "trials.json"])
+def test_a_damaged_file_of_a_run_raises_with_its_name(workdir, name):
+    (workdir / name).write_text("{")
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        load(workdir)

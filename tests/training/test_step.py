@@ -1,4 +1,4 @@
-"""One update of a group of trials: as each alone, frozen where it diverges."""
+"""Updates of a group of trials: equal to each trial alone, frozen if it diverges."""
 
 from functools import partial
 
@@ -9,26 +9,32 @@ import pytest
 import scipy.special
 from flax import nnx
 
-from headcount.analysis.evaluation import ranking
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
-from headcount.data.batches import Batches, stacked
-from headcount.data.packing import Sentences
+from headcount.data.batches import PackedBatches, stack_steps
+from headcount.data.examples import Ragged
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
-from headcount.training.step import init, keep_best, static_of, stop_late, train_steps
-from headcount.training.trials import numbers
+from headcount.tasks.translation import Translation
+from headcount.training.selection import stop_without_progress
+from headcount.training.step import (
+    init,
+    loss_and_gradient,
+    make_static,
+    train_steps,
+)
+from headcount.training.trials import hyperparameters
 
 VOCAB, EOS = 40, 2
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    """Sentences of 2 to 9 random pieces, and their mirror images to translate to."""
+    """Sentences of 2 to 9 random tokens, and their mirror images to translate to."""
     rng = np.random.default_rng(0)
     source = [[*rng.integers(3, VOCAB, size), EOS] for size in rng.integers(2, 10, 300)]
     target = [[*ids[-2::-1], EOS] for ids in source]
-    return Sentences.of(source), Sentences.of(target)
+    return {"source": Ragged.of(source), "target": Ragged.of(target)}
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +50,25 @@ def config():
 @pytest.fixture(scope="module")
 def program(config):
     build = partial(Transformer, VOCAB, **config.model.to_dict())
-    return static_of(abstract(build), config), build
+    return make_static(abstract(build), config, Translation(config).loss), build
 
 
 def batches_of(corpus, trials):
     seeds = [trial["seed"] for trial in trials]
-    return Batches(*corpus, batch_tokens=256, max_length=64, seeds=seeds)
+    return PackedBatches(corpus, batch_tokens=256, max_length=64, seeds=seeds)
 
 
-def trained(config, corpus, program, trials, portions, most=25):
-    """The metrics R steps and the last state after so many steps a dispatch."""
+def trained(config, corpus, program, trials, spans, most=25):
+    """Return metrics (R, steps) and the final state after spans of so many steps."""
     static, build = program
-    arrays = numbers(flat(config.to_dict()), trials)
+    arrays = hyperparameters(flat(config.to_dict()), trials)
     batches = batches_of(corpus, trials)
     state = init(arrays, static=static, build=build)
     found, step = [], 0
-    for number in portions:
-        some = stacked(batches, step, number, most)
+    for number in spans:
+        some = stack_steps(batches, step, number, most)
         state, metrics = train_steps(state, arrays, some, number, static=static)
-        found.append({name: array[:, :number] for name, array in metrics.items()})
+        found.append(jax.tree.map(lambda x, n=number: x[:, :n], metrics))
         step += number
     return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *found), state
 
@@ -74,7 +80,9 @@ TRIALS = [
 ]
 
 
-def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program):
+def test_a_trial_of_a_group_equals_the_same_trial_alone_bit_for_bit(
+    config, corpus, program
+):
     """Own initial values, data order, dropout, schedule: 50 steps of each."""
     group = trained(config, corpus, program, TRIALS, [25, 25])[0]["loss"]
     for index, trial in enumerate(TRIALS):
@@ -84,24 +92,24 @@ def test_a_trial_of_a_group_equals_the_same_trial_alone(config, corpus, program)
     assert abs(group[0, 0] - group[1, 0]) > 1e-3 < abs(group[0, 1] - group[2, 1])
 
 
-def test_each_seed_has_initial_values_of_its_own(config, program):
-    arrays = numbers(flat(config.to_dict()), [{"seed": 3}, {"seed": 7}])
+def test_each_seed_initializes_different_parameters(config, program):
+    arrays = hyperparameters(flat(config.to_dict()), [{"seed": 3}, {"seed": 7}])
     params = init(arrays, static=program[0], build=program[1]).params
     first, second = params["embedding"][...].reshape(2, -1)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.2
 
 
-def test_a_loss_is_nats_a_real_token_and_a_mask_of_the_seed_and_the_step(
+def test_loss_is_nats_per_real_token_with_a_dropout_mask_of_seed_and_step(
     config, corpus, program
 ):
-    """On one batch twice, by equal parameters, which a rate of 0 leaves as they are."""
+    """On one batch twice: a learning rate of 0 leaves the parameters as they are."""
     same = {"optimizer.learning_rate": 0.0, "optimizer.label_smoothing": 0.2}
     trials = [
         {"seed": 0, "model.dropout": 0.0},
         {"seed": 0, "model.dropout": 0.3},
         {"seed": 1, "model.dropout": 0.3},
     ]
-    arrays = numbers(flat(config.to_dict()), [trial | same for trial in trials])
+    arrays = hyperparameters(flat(config.to_dict()), [trial | same for trial in trials])
     static, build = program
     state = init(arrays, static=static, build=build)
     params = jax.tree.map(lambda x: x[0], state.params)
@@ -120,12 +128,15 @@ def test_a_loss_is_nats_a_real_token_and_a_mask_of_the_seed_and_the_step(
     np.testing.assert_allclose(loss[0], wanted, rtol=1e-5)
     assert len({wanted, *loss[1:].ravel().tolist()}) == 5
     for side, tokens in real.items():
-        assert (metrics[f"{side}_tokens"][:, :2] == tokens.sum()).all()
+        assert (metrics["tokens"][side][:, :2] == tokens.sum()).all()
+    assert (metrics["weight"][:, :2] == real["target"].sum()).all()
 
 
-def test_the_rate_is_the_schedules_from_the_first_update(config, corpus, program):
-    """Which moves by it what has any gradient to speak of, for Adam begins at 0."""
-    arrays = numbers(flat(config.to_dict()), TRIALS)
+def test_learning_rate_follows_the_schedule_from_the_first_update(
+    config, corpus, program
+):
+    """Adam's first update changes a parameter by the learning rate."""
+    arrays = hyperparameters(flat(config.to_dict()), TRIALS)
     before = init(arrays, static=program[0], build=program[1]).params
     metrics, state = trained(config, corpus, program, TRIALS, [1])
     peaks = np.array([1e-2, 3e-3, 1e-2])
@@ -139,23 +150,20 @@ def test_the_rate_is_the_schedules_from_the_first_update(config, corpus, program
     np.testing.assert_allclose(metrics["learning_rate"], peaks[:, None] * curve, 1e-6)
 
 
-def test_steps_of_one_dispatch_equal_as_many_dispatches(config, corpus, program):
-    """However the steps are dealt out to calls of one program: the same bits."""
+def test_steps_of_one_dispatch_equal_one_step_per_dispatch(config, corpus, program):
+    """Bit for bit in calls of one program; up to rounding in a program of one step."""
     together, state = trained(config, corpus, program, TRIALS, [12])
-    for portions in ([1] * 12, [5, 7]):
-        apart, last = trained(config, corpus, program, TRIALS, portions)
-        for name, array in together.items():
-            np.testing.assert_array_equal(array, apart[name])
-        for one, other in zip(*map(jax.tree.leaves, (state, last)), strict=True):
+    for spans in ([1] * 12, [5, 7]):
+        apart, last = trained(config, corpus, program, TRIALS, spans)
+        pairs = (together, state), (apart, last)
+        for one, other in zip(*map(jax.tree.leaves, pairs), strict=True):
             np.testing.assert_array_equal(one, other)
     single, _ = trained(config, corpus, program, TRIALS, [1] * 12, most=1)
     np.testing.assert_allclose(single["loss"], together["loss"], rtol=2e-5)
 
 
-def test_a_trial_trains_without_the_heads_that_its_gates_remove(
-    config, corpus, program
-):
-    """They get no gradient; all else does, and the trial beside it is as if alone."""
+def test_heads_with_a_gate_of_zero_get_no_gradient(config, corpus, program):
+    """All other heads do, and the trial beside it is as if alone."""
     gate = {"head_gates.cross.0.1": 0}
     trials = [
         {"seed": 0},
@@ -163,7 +171,9 @@ def test_a_trial_trains_without_the_heads_that_its_gates_remove(
         {"seed": 1, "head_gates.encoder.0.0": 2},
     ]
     before = init(
-        numbers(flat(config.to_dict()), trials), static=program[0], build=program[1]
+        hyperparameters(flat(config.to_dict()), trials),
+        static=program[0],
+        build=program[1],
     )
     metrics, state = trained(config, corpus, program, trials, [8])
     moved = jax.tree.map(lambda new, old: new != old, state.params, before.params)
@@ -176,7 +186,9 @@ def test_a_trial_trains_without_the_heads_that_its_gates_remove(
     assert abs(metrics["loss"][1, 0] - metrics["loss"][0, 0]) > 1e-4
 
 
-def test_a_trial_that_diverges_is_frozen_and_the_others_go_on(config, corpus, program):
+def test_a_trial_that_diverges_is_frozen_and_the_others_continue(
+    config, corpus, program
+):
     # three, as in the group above: the compiled program is the same
     trials = [{"seed": 0}, {"seed": 0, "optimizer.learning_rate": 1e30}, {"seed": 1}]
     metrics, state = trained(config, corpus, program, trials, [6, 2])
@@ -190,16 +202,16 @@ def test_a_trial_that_diverges_is_frozen_and_the_others_go_on(config, corpus, pr
     np.testing.assert_allclose(metrics["loss"][0], alone["loss"][0], rtol=1e-5)
 
 
-def test_a_trial_that_gets_no_better_is_frozen(config, corpus, program):
+def test_a_trial_without_progress_is_frozen(config, corpus, program):
     _, state = trained(config, corpus, program, TRIALS, [1])
     best = {"step": np.array([10, 20, 5])}
     state = state._replace(diverged_at=jnp.array([0, 0, 7]))
-    state, late = stop_late(state, best, before=10, step=30)
+    state, late = stop_without_progress(state, best, before=10, step=30)
     assert late.tolist() == [0] and state.stopped_at.tolist() == [30, 0, 0]
     assert state.frozen.tolist() == [True, False, True]
     before = jax.tree.map(np.array, state.params)
-    arrays = numbers(flat(config.to_dict()), TRIALS)
-    batch = stacked(batches_of(corpus, TRIALS), 1, 1, 25)
+    arrays = hyperparameters(flat(config.to_dict()), TRIALS)
+    batch = stack_steps(batches_of(corpus, TRIALS), 1, 1, 25)
     state, metrics = train_steps(state, arrays, batch, 1, static=program[0])
     assert metrics["updated"][:, 0].tolist() == [False, True, False]
     for old, new in zip(*map(jax.tree.leaves, (before, state.params)), strict=True):
@@ -207,27 +219,21 @@ def test_a_trial_that_gets_no_better_is_frozen(config, corpus, program):
     assert state.stopped_at.tolist() == [30, 0, 0]
 
 
-def test_keep_best_is_per_trial():
-    best = {
-        "params": {"w": jnp.zeros((2, 3))},
-        "score": np.array([1.0, 1.0]),
-        "step": np.array([5, 5], np.int32),
-    }
-    before = best["params"]["w"]
-    best = keep_best(best, {"w": jnp.ones((2, 3))}, 10, np.array([2.0, 1.0]))
-    assert before.is_deleted()  # else a run holds its first parameters to its end
-    np.testing.assert_array_equal(best["params"]["w"], [[1.0] * 3, [0.0] * 3])
-    assert best["score"].tolist() == [2.0, 1.0] and best["step"].tolist() == [10, 5]
-
-
-def test_where_a_score_is_the_same_the_lower_loss_is_better():
-    def row(score, loss):
-        return {"dev_exact_match": score, "dev_loss": loss}
-
-    rows = {0: row(0.0, 3.0), 1: row(0.0, 2.0), 3: row(0.1, 30.0)}
-    scores = ranking(rows, "dev_exact_match", 4)
-    assert scores[2] < scores[0] < scores[1] < scores[3]
-    assert ranking(rows, "dev_loss", 4).tolist() == [-3.0, -2.0, -np.inf, -30.0]
-    for loss in (np.inf, np.nan):  # a score counts all the same
-        worse = ranking({0: row(0.0, loss)}, "dev_exact_match", 1)
-        assert np.isfinite(worse[0]) and worse[0] < scores[0]
+def test_accumulation_over_parts_equals_the_whole_batch(config, corpus, program):
+    """Also where the parts have different numbers of tokens to divide by."""
+    static, build = program
+    trials = [{"seed": 0, "model.dropout": 0.0}]
+    arrays = hyperparameters(flat(config.to_dict()), trials)
+    state = init(arrays, static=static, build=build)
+    batch = batches_of(corpus, trials)[0]
+    trial, params, batch = jax.tree.map(lambda x: x[0], (arrays, state.params, batch))
+    real = (batch["target_segments"] > 0).sum(1)
+    assert real[::2].sum() != real[1::2].sum()  # of the parts
+    key = jax.random.key(0)
+    jitted = jax.jit(loss_and_gradient, static_argnames="static")
+    whole = jitted(params, trial, batch, key, static=static)
+    parts = jitted(
+        params, trial, batch, key, static=static._replace(accumulate_steps=2)
+    )
+    for one, other in zip(*map(jax.tree.leaves, (parts, whole)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the trials of a group may differ in, and whose a workdir is."""
+"""Trials of a group, and the files that say which run a workdir holds."""
 
 import json
 import subprocess
@@ -10,8 +10,15 @@ import pytest
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
 from headcount.runtime import workdir as workdir_module
-from headcount.runtime.workdir import changes, claim, record, write_json
-from headcount.training.trials import named, numbers, trials_of
+from headcount.runtime.workdir import (
+    claim,
+    differences,
+    read_json,
+    record,
+    set_status,
+    write_json,
+)
+from headcount.training.trials import describe_trial, hyperparameters, make_trials
 
 RATE = "optimizer.learning_rate"
 
@@ -28,22 +35,23 @@ def listed(tmp_path, trials):
     return path
 
 
-def test_seeds_count_from_the_seed():
-    assert trials_of(settings(seed=4, seeds=3)) == [{"seed": s} for s in (4, 5, 6)]
+def test_seeds_are_counted_from_the_first():
+    assert make_trials(settings(seed=4, seeds=3)) == [{"seed": s} for s in (4, 5, 6)]
 
 
-def test_every_listed_trial_has_its_seed_and_what_the_others_differ_in(tmp_path):
+def test_listed_trials_all_get_the_same_keys(tmp_path):
     path = listed(tmp_path, [{"optimizer.warmup_steps": 5}, {"seed": 2}])
     config = settings(seed=1)
-    trials = trials_of(config, path)
+    trials = make_trials(config, path)
     assert trials == [
         {"seed": 1, "optimizer.warmup_steps": 5},
         {"seed": 2, "optimizer.warmup_steps": config["optimizer.warmup_steps"]},
     ]
-    assert named(trials, 0) == "trial 0 (seed 1, optimizer.warmup_steps 5)"
-    arrays = numbers(config, trials)
+    assert describe_trial(trials, 0) == "trial 0 (seed 1, optimizer.warmup_steps 5)"
+    arrays = hyperparameters(config, trials)
     assert arrays["seed"].tolist() == [1, 2]
     assert arrays["optimizer"].pop("warmup_steps").tolist() == [5, 400]
+    assert arrays["optimizer"].pop("decay_steps").tolist() == [1000, 1000]
     for name, column in arrays.pop("optimizer").items():
         assert column.dtype == np.float32 and column.shape == (2,)
         np.testing.assert_allclose(column, config[f"optimizer.{name}"])
@@ -51,25 +59,25 @@ def test_every_listed_trial_has_its_seed_and_what_the_others_differ_in(tmp_path)
     np.testing.assert_allclose(arrays["label_smoothing"], 0.1)
 
 
-def test_a_trial_is_named_by_the_whole_of_its_seed():
+def test_describe_trial_has_every_digit_of_the_seed():
     trials = [{"seed": 1234567, RATE: 0.0005}, {"seed": 1234568, RATE: 1e-5}]
-    assert named(trials, 0) == f"trial 0 (seed 1234567, {RATE} 0.0005)"
-    assert named(trials, 1) == f"trial 1 (seed 1234568, {RATE} 1e-05)"
+    assert describe_trial(trials, 0) == f"trial 0 (seed 1234567, {RATE} 0.0005)"
+    assert describe_trial(trials, 1) == f"trial 1 (seed 1234568, {RATE} 1e-05)"
 
 
 def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
     gates = [{"head_gates.cross.1.3": 0}, {"seed": 2, "head_gates.cross.0.0": 0.5}]
     config = settings(**{"model.cross_attention.num_heads": 6})
-    trials = trials_of(config, listed(tmp_path, gates))
+    trials = make_trials(config, listed(tmp_path, gates))
     assert trials[0] == {
         "seed": 0,
         "head_gates.cross.1.3": 0,
         "head_gates.cross.0.0": 1,
     }
-    (site, found), *others = numbers(config, trials)["head_gates"].items()
+    (site, found), *others = hyperparameters(config, trials)["head_gates"].items()
     assert (site, found.shape, others) == ("cross", (2, 2, 6), [])
     assert (found[0, 1, 3], found[1, 0, 0], found.sum()) == (0, 0.5, 22.5)
-    assert numbers(config, [{"seed": 0}])["head_gates"] == {}
+    assert hyperparameters(config, [{"seed": 0}])["head_gates"] == {}
 
 
 @pytest.mark.parametrize(
@@ -86,34 +94,40 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
         ([{"seed": -1}], "seed must be from 0"),
         ([{"head_gates.cross.0": 0}], "must be head_gates.SITE.LAYER.HEAD"),
         ([{"head_gates.crss.0.0": 0}], "must be head_gates.SITE.LAYER.HEAD"),
-        ([{"head_gates.cross.2.0": 0}], "no head: cross has 2 layers of 4 heads"),
-        ([{"head_gates.encoder.0.4": 0}], "no head: encoder has 2 layers of 4 heads"),
+        ([{"head_gates.cross.2.0": 0}], "head_gates.cross.2.0 .*2 layers of 4 heads"),
+        (
+            [{"head_gates.encoder.0.4": 0}],
+            "head_gates.encoder.0.4 .*2 layers of 4 heads",
+        ),
         ([{"head_gates.encoder.0.0": -1}], "head_gates.encoder.0.0 must be from 0"),
         ([{"seed": 0}, {}], "trial 1 .*is the same as trial 0"),
-        ([], "must hold a list of trials"),
-        ({"seed": 1}, "must hold a list of trials"),
+        ([], "trials.json must contain a list"),
+        ({"seed": 1}, "trials.json must contain a list"),
         ([3], "trial 0 .*must be an object .* got 3"),
-        ("[{", "can't be read as JSON"),
-        ("[" * 10**5, "trials.json can't be read as JSON: it is nested too deeply"),
-        ('[{"seed": 1, "seed": 2}]', "an object has the key seed twice"),
+        ("[{", "trials.json can't be read"),
+        ("[" * 10**5, "trials.json .*nested too deeply"),
+        ('[{"seed": 1, "seed": 2}]', "trials.json .*key seed twice"),
         ([{RATE: 1e39}], r"learning_rate must be from 0 to below 3.4e\+38, got 1e"),
         ([{RATE: 10**400}], "learning_rate must be from 0 to below 3.4"),
-        ([{RATE: 1e-50}], "learning_rate must .* in float32 too, and 1e-50 is 0.0"),
-        ([{"optimizer.beta2": 1 - 1e-12}], "below 1 in float32 too, and .* is 1.0"),
+        ([{RATE: 1e-50}], "learning_rate must .*float32.* 1e-50 becomes 0.0"),
+        (
+            [{"optimizer.beta2": 1 - 1e-12}],
+            "optimizer.beta2 must .*float32.* becomes 1.0",
+        ),
         ([{"head_gates.encoder.0.0": 1e39}], "head_gates.encoder.0.0 must be from 0"),
         ([{"head_gates.cross.00.3": 0}], "must be head_gates.SITE.LAYER.HEAD"),
         ([{"head_gates.cross.0.٣": 0}], "must be head_gates.SITE.LAYER.HEAD"),
     ],
 )
-def test_a_trial_that_cannot_be_is_named(tmp_path, trials, sentence):
+def test_an_invalid_trial_raises_with_its_key(tmp_path, trials, sentence):
     with pytest.raises(ValueError, match=sentence):
-        trials_of(settings(), listed(tmp_path, trials))
+        make_trials(settings(), listed(tmp_path, trials))
 
 
-def test_seeds_and_a_list_do_not_mix(tmp_path):
+def test_seeds_with_a_list_of_trials_raises(tmp_path):
     path = listed(tmp_path, [{"seed": 1}])
-    with pytest.raises(ValueError, match="config.seeds must stay 1, got 2"):
-        trials_of(settings(seeds=2), path)
+    with pytest.raises(ValueError, match="config.seeds .*1, got 2"):
+        make_trials(settings(seeds=2), path)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +139,9 @@ def test_seeds_and_a_list_do_not_mix(tmp_path):
         ({"seed": 2**32 - 1, "seeds": 2}, "the last seed must be .* below 4294967296"),
     ],
 )
-def test_a_number_of_the_config_out_of_range_is_named(change, sentence):
+def test_a_config_number_out_of_range_raises_with_its_key(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        trials_of(settings(**change))
+        make_trials(settings(**change))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +151,7 @@ def test_a_number_of_the_config_out_of_range_is_named(change, sentence):
         lambda workdir: (workdir / "checkpoints" / "7").mkdir(parents=True),
     ],
 )
-def test_a_workdir_keeps_its_trials(tmp_path, begun):
+def test_a_workdir_with_another_config_raises_with_the_differences(tmp_path, begun):
     config = get_config().to_dict()
     trials = [{"seed": 0, "c": 1}, {"seed": 1, "c": 1}]
     with claim(tmp_path, config, trials):
@@ -162,24 +176,45 @@ def test_a_workdir_keeps_its_trials(tmp_path, begun):
     assert json.loads((tmp_path / "trials.json").read_text()) == trials[:1]
 
 
-def test_a_run_of_before_a_key_existed_is_the_same(tmp_path):
-    """And what it has, or was not its default, differs as ever."""
-    config = get_config().to_dict()
-    before = get_config().to_dict()
-    del before["model"]["attention"]["talking_heads"], before["mesh"]
-    before["model"]["cross_attention"].pop("talking_heads")
-    record(tmp_path, before, [{"seed": 0}], {})
-    (tmp_path / "metrics.jsonl").touch()
-    assert changes(tmp_path, config, [{"seed": 0}], get_config().to_dict()) == []
-    config["model"]["attention"]["talking_heads"] = True
-    for now, there, words in (
-        (config, before, r"talking_heads \(there False, now True\)"),
-        (get_config().to_dict(), before | {"x": 3}, r"x \(there 3, now 'unset'\)"),
+def test_a_missing_or_unknown_key_is_a_difference(tmp_path):
+    config, trials = get_config().to_dict(), [{"seed": 0}]
+    for there, words in (
+        (config | {"x": 3}, r"x \(there 3, now 'unset'\)"),
+        ({k: v for k, v in config.items() if k != "seeds"}, r"seeds \(there 'unset'"),
     ):
-        record(tmp_path, there, [{"seed": 0}], {})
-        held = claim(tmp_path, now, [{"seed": 0}], get_config().to_dict())
-        with pytest.raises(ValueError, match=words), held:
+        record(tmp_path, there, trials, {})
+        (tmp_path / "metrics.jsonl").touch()
+        with pytest.raises(ValueError, match=words), claim(tmp_path, config, trials):
             pass
+
+
+def test_another_format_version_raises_with_both_versions(tmp_path):
+    config, trials = get_config().to_dict(), [{"seed": 0}]
+    record(tmp_path, config, trials, {})
+    path = tmp_path / "run.json"
+    path.write_text(
+        path.read_text().replace('"format_version": 1', '"format_version": 9')
+    )
+    with (
+        pytest.raises(ValueError, match=r"run\.json has format_version 9.* 1;"),
+        claim(tmp_path, config, trials),
+    ):
+        pass
+
+
+def test_set_status_changes_nothing_else_in_run_json(tmp_path):
+    record(tmp_path, get_config().to_dict(), [{"seed": 0}], {"commit": "c"})
+    before = read_json(tmp_path / "run.json")
+    assert before["status"] == "running"
+    set_status(tmp_path, "finished")
+    assert read_json(tmp_path / "run.json") == before | {"status": "finished"}
+
+
+def test_decay_steps_of_zero_are_the_number_of_updates():
+    config = settings(**{"train.num_steps": 70})
+    trials = [{"seed": 0}, {"seed": 1, "optimizer.decay_steps": 30}]
+    arrays = hyperparameters(config, trials)
+    assert arrays["optimizer"]["decay_steps"].tolist() == [70, 30]
 
 
 @pytest.mark.parametrize(
@@ -189,16 +224,18 @@ def test_a_run_of_before_a_key_existed_is_the_same(tmp_path):
         ("config.json", "", "is damaged .*; restore it"),
         ("config.json", "[" * 10**5, "is damaged .*too deeply.*; restore it"),
         ("trials.json", '[{"seed": 0, "seed": 1}]', "is damaged .*seed twice"),
-        ("config.json", "{}", "is not what train.py writes there; restore it"),
-        ("config.json", "[]", "is not what train.py writes there; restore it"),
+        ("config.json", "{}", "is not a file that train.py writes; restore it"),
+        ("config.json", "[]", "is not a file that train.py writes; restore it"),
         ("config.json", '{"model_type": "bert"}', "is not .* choose another --workdir"),
-        ("trials.json", "[]", "is not what train.py writes there"),
-        ("trials.json", '{"seed": 0}', "is not what train.py writes there"),
-        ("trials.json", '[{"seed": "0"}]', "is not what train.py writes there"),
+        ("trials.json", "[]", "is not a file that train.py writes"),
+        ("trials.json", '{"seed": 0}', "is not a file that train.py writes"),
+        ("trials.json", '[{"seed": "0"}]', "is not a file that train.py writes"),
     ],
 )
-def test_a_file_that_is_not_ours_is_named_and_left(tmp_path, name, text, words):
-    """Nor is a lock left beside it."""
+def test_a_damaged_or_foreign_file_raises_with_its_name_and_is_left(
+    tmp_path, name, text, words
+):
+    """No lock is left beside it."""
     (tmp_path / name).write_text(text)
     config = get_config().to_dict()
     with (
@@ -210,47 +247,46 @@ def test_a_file_that_is_not_ours_is_named_and_left(tmp_path, name, text, words):
     assert (tmp_path / name).read_text() == text
 
 
-def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
+def test_a_resumed_run_keeps_the_time_of_its_first_start(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
-    path = tmp_path / "run.json"
 
     def recorded(facts):
         record(tmp_path, config, trials, facts)
-        return json.loads(path.read_text())
+        return read_json(tmp_path / "run.json")
 
-    path.write_text('{"started": "of a start that failed"}')
-    started = recorded({})["started"]
-    age = datetime.now(UTC) - datetime.fromisoformat(started)
+    def start(time):
+        found = read_json(tmp_path / "run.json")
+        write_json(tmp_path / "run.json", found | {"started": time})
+
+    recorded({})
+    start("of a start that failed before anything was trained")
+    age = datetime.now(UTC) - datetime.fromisoformat(recorded({})["started"])
     assert -1 <= age.total_seconds() < 60
     (tmp_path / "metrics.jsonl").touch()
-    path.write_text('{"started": "2026-01-01T00:00:00+00:00"}')
-    assert recorded({"commit": "c"}) == {
-        "started": "2026-01-01T00:00:00+00:00",
-        "commit": "c",
-    }
-    path.write_text("{}")  # a run of before starts were recorded goes on
-    assert recorded({})["started"] is None
+    start("2026-01-01T00:00:00+00:00")
+    found = recorded({"commit": "c"})
+    assert found["started"] == "2026-01-01T00:00:00+00:00" and found["commit"] == "c"
 
 
-def test_what_changes_the_bits_of_a_run_is_told_at_its_next_start(tmp_path):
+def test_record_reports_changes_that_affect_bits(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
-    facts = {"attention": {"encoder": "cpu"}, "dtype": "float32", "commit": "a"}
+    facts = {"attention": {"encoder": "cpu"}, "dtype": "float32", "cores": 2}
     assert record(tmp_path, config, trials, facts) == ""
     (tmp_path / "metrics.jsonl").touch()
-    assert record(tmp_path, config, trials, facts | {"commit": "b", "cores": 2}) == ""
+    assert record(tmp_path, config, trials, facts | {"commit": "b"}) == ""
     changed = facts | {"attention": {"encoder": "blockwise"}, "cores": 4}
     told = record(tmp_path, config, trials, changed)
     assert "attention.encoder (there 'cpu', now 'blockwise')" in told
     assert "cores (there 2, now 4)" in told
 
 
-def test_a_number_that_is_not_finite_is_null(tmp_path):
+def test_a_number_that_is_not_finite_becomes_null(tmp_path):
     write_json(tmp_path / "a.json", [{"loss": float("nan"), "bleu": (1.5, -np.inf)}])
     found = json.loads((tmp_path / "a.json").read_text())
     assert found == [{"loss": None, "bleu": [1.5, None]}]
 
 
-def test_changed_code_is_told_apart(tmp_path, monkeypatch):
+def test_commit_tells_uncommitted_changes_apart(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "training").mkdir()
     monkeypatch.setattr(workdir_module, "__file__", str(tmp_path / "training/x.py"))
@@ -267,8 +303,14 @@ def test_changed_code_is_told_apart(tmp_path, monkeypatch):
     assert len(told) == 3
 
 
-def test_a_folder_of_other_data_may_be_of_the_same_run(tmp_path):
+def test_data_directory_may_change_in_a_resumed_run(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
     record(tmp_path, config, trials, {})
+    (tmp_path / "metrics.jsonl").touch()
     moved = config | {"data": config["data"] | {"directory": "there"}}
-    assert changes(tmp_path, moved, trials) == []
+    assert differences(config, moved) == []
+    with claim(tmp_path, moved, trials):
+        pass
+    with pytest.raises(ValueError, match="data.name"):
+        other = config | {"data": config["data"] | {"name": "text"}}
+        claim(tmp_path, other, trials).__enter__()

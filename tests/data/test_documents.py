@@ -1,0 +1,147 @@
+"""Corpora of documents: formats of files, and errors that name them."""
+
+import gzip
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tensorflow_datasets as tfds
+
+from headcount.data import documents, recall
+
+SHAKESPEARE = Path(__file__).resolve().parents[3] / "shared/data/tinyshakespeare"
+needs_shakespeare = pytest.mark.skipif(
+    not SHAKESPEARE.is_dir(), reason="tinyshakespeare is not beside the project"
+)
+BLOCKS = "one\ntwo\n\n\nthree – ß\r\n\r\n\n"
+SPLIT = ["one\ntwo", "three – ß"]
+
+
+def write(path: Path, text: str | bytes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = text.encode() if isinstance(text, str) else text
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def load(folder, split="train", name="text", **options):
+    return documents.load(name, split, folder and str(folder), **options)
+
+
+@pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
+def test_blank_lines_separate_documents_of_a_text_file(tmp_path, name):
+    write(tmp_path / name, BLOCKS)
+    assert load(tmp_path) == SPLIT
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
+def test_a_line_of_jsonl_is_a_document(tmp_path, name):
+    texts = ["one\n\ntwo", " ß ", ""]
+    lines = [json.dumps({"text": text, "more": 1}) for text in texts]
+    write(tmp_path / name, "\n".join(lines) + "\n\n")
+    assert load(tmp_path) == texts
+
+
+def test_a_folder_has_one_document_per_text_file(tmp_path):
+    write(tmp_path / "val/b.txt", BLOCKS)
+    write(tmp_path / "val/a.txt.gz", "first")
+    write(tmp_path / "val/c.jsonl", '{"text": "x"}\n{"text": "y"}\n')
+    write(tmp_path / "val/d.txt", " \n")
+    write(tmp_path / "val/notes.md", "not a document")
+    assert load(tmp_path, "val") == ["first", BLOCKS, "x", "y"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    write(tmp_path / "train.txt", b"\xef\xbb\xbfone")
+    assert load(tmp_path) == ["one"]
+
+
+@pytest.mark.parametrize(
+    "files, error, culprit",
+    [
+        ({}, FileNotFoundError, "train.txt .*train.jsonl"),
+        ({"train.txt": "\n\n"}, ValueError, "'train' of text"),
+        ({"train.txt": b"a\xff"}, ValueError, "train.txt .*byte 1"),
+        ({"train.jsonl": '{"text": "a"}\n{"txt": "b"}'}, ValueError, "jsonl, line 2"),
+        ({"train.jsonl": '{"text": 3}'}, ValueError, "train.jsonl, line 1"),
+        ({"train.jsonl": '{"text": "a"}\n["b"]'}, ValueError, "train.jsonl, line 2"),
+        ({"train.jsonl": "{"}, ValueError, "train.jsonl, line 1"),
+    ],
+)
+def test_malformed_documents_raise_with_file_and_line(tmp_path, files, error, culprit):
+    for name, content in files.items():
+        write(tmp_path / name, content)
+    with pytest.raises(error, match=culprit):
+        load(tmp_path)
+
+
+def test_a_truncated_gzip_file_of_documents_raises_with_its_name(tmp_path):
+    (tmp_path / "train.txt.gz").write_bytes(gzip.compress(b"a b c\n" * 99)[:-9])
+    with pytest.raises(ValueError, match=r"train\.txt\.gz"):
+        load(tmp_path)
+
+
+def test_text_without_its_folder_raises_with_the_config_key(tmp_path):
+    with pytest.raises(ValueError, match="data.directory"):
+        load(None)
+    with pytest.raises(FileNotFoundError, match=r"nowhere \(data.directory\)"):
+        load(tmp_path / "nowhere")
+
+
+@needs_shakespeare
+def test_shakespeare_has_the_published_numbers_of_characters():
+    """nanoGPT, data/shakespeare_char/prepare.py: 1,003,854 and 111,540."""
+    train, val = (load(SHAKESPEARE, split, "shakespeare") for split in ("train", "val"))
+    assert [len(train), len(val)] == [1, 1]
+    assert [len(train[0]), len(val[0])] == [1_003_854, 111_540]
+    assert train[0] + val[0] == (SHAKESPEARE / "input.txt").read_text()
+    assert len(set(train[0])) == 65  # likewise
+
+
+def test_another_file_than_shakespeares_raises(tmp_path):
+    with pytest.raises(FileNotFoundError, match="data.directory.*input.txt"):
+        load(tmp_path, "train", "shakespeare")
+    write(tmp_path / "input.txt", "To be")
+    with pytest.raises(ValueError, match="input.txt .*SHA-256"):
+        load(tmp_path, "train", "shakespeare")
+    with pytest.raises(ValueError, match="'test'.* train and val"):
+        load(tmp_path, "test", "shakespeare")
+
+
+def test_shakespeare_without_a_network_raises_with_url_and_key(tmp_path, monkeypatch):
+    def unreachable(url, timeout):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    with pytest.raises(FileNotFoundError, match="github.com.*no route.*data.directory"):
+        load(None, "train", "shakespeare")
+
+
+def test_recall_is_made_for_the_sizes_of_the_config():
+    texts = load(None, "val", "recall", max_length=16, vocab_size=44)
+    assert texts == recall.documents("val", 16, 44)
+
+
+class Rows(list):
+    """Rows for TFDS's mocking, with the batched access of a real data source."""
+
+    def __getitems__(self, keys):
+        return [self[key] for key in keys]
+
+
+def test_the_field_text_of_a_tfds_set_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    rows = Rows({"text": f"é {i}".encode(), "label": i % 2} for i in range(5))
+    with tfds.testing.mock_data(as_data_source_fn=lambda builder, split, **_: rows):
+        found = load(None, "train", "imdb_reviews")
+    assert found == [f"é {i}" for i in range(5)]
+
+
+def test_a_tfds_set_without_text_raises_with_its_fields(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="mnist .*image, label"):
+        load(None, "train", "mnist")
+    with pytest.raises(ValueError, match="'shakespear'"):
+        load(None, "train", "shakespear")

@@ -1,0 +1,269 @@
+"""Language models: what is scored, bits per byte, documents apart, continuations."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import scipy.special
+
+from headcount.data import recall
+from headcount.data.windows import window_spec
+from tests.tasks.untrained import (
+    DECODER_ONLY,
+    evaluate,
+    model_of,
+    output_of,
+    small_task,
+    untrained_run,
+)
+
+TRAIN = [f"{'to be or not – '[: 3 + i % 12]}{i * 7919} ß" for i in range(60)]
+VAL = ["not to be", "ß 42", "or 7 – 19 be", "b"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language_model")
+    (folder / "train.txt").write_text("\n\n".join(TRAIN))
+    (folder / "val.txt").write_text("\n\n".join(VAL))
+    return folder
+
+
+def make_task(folder, tokenizer="characters", **changes):
+    """Return a task on the documents above, after its vocabulary is made."""
+    keys = {"data.name": "text", "data.directory": str(folder), "model.width": 12}
+    keys |= DECODER_ONLY | {"data.tokenizer": tokenizer, "data.max_length": 16}
+    task = small_task(folder / tokenizer, **keys | changes)
+    task.load("train")
+    return task
+
+
+def log_probs_of(run, ids, trial=0):
+    """Return the log-probability of each token of a document, from the logits."""
+    logits = output_of(run, "__call__", trial, target=ids)
+    log_probs = scipy.special.log_softmax(logits, -1)
+    return log_probs[np.arange(len(ids)), ids]
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "characters", "bytes", "words"])
+def test_bits_per_byte_are_nats_over_bytes_for_any_tokenizer(folder, tokenizer):
+    """All but the first token of the stream are predicted: separators, too."""
+    task = make_task(folder, tokenizer)
+    run, examples = untrained_run(task), task.load("val")
+    tokens = examples.fields["target"].lengths.sum() + len(VAL) - 1
+    num_bytes = sum(len(text.encode()) for text in VAL)
+    assert num_bytes > sum(map(len, VAL))  # as VAL is not ASCII
+    rows = evaluate(run, examples)
+    assert rows[0]["loss"] != rows[1]["loss"]
+    for row in rows:
+        bits = row["loss"] * tokens / (np.log(2) * num_bytes)
+        assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+        assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
+    assert evaluate(run, examples, trials=[1]) == rows[1:]
+
+
+def test_a_model_without_context_has_the_same_loss_for_any_stride(folder):
+    """Without heads and positions a token depends on the one before it alone."""
+    gates = {"decoder": np.zeros((1, 1, 2), np.float32)}
+    found = []
+    for stride in (None, 16, 11, 5, 1):
+        changes = {"data.stride": stride, "model.positions": "none"}
+        task = make_task(folder, **changes)
+        run = untrained_run(task, num_trials=1, head_gates=gates)
+        (row,) = evaluate(run, task.load("val"))
+        found.append(row["loss"])
+    np.testing.assert_allclose(found, found[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [16, 11, 5, 1])
+@pytest.mark.parametrize("cross", [True, False])
+def test_every_token_of_a_split_is_scored_once_for_any_stride(folder, stride, cross):
+    task = make_task(folder, **{"data.stride": stride, "data.cross_documents": cross})
+    examples = task.load("val")
+    stream = task.token_stream(examples)
+    scored = [
+        batch["target"][(batch["target_weights"] * batch["target_segments"]) > 0]
+        for batch in task.evaluation_batches(examples)
+    ]
+    scored = np.concatenate(scored)
+    assert np.bincount(scored).tolist() == np.bincount(stream[1:]).tolist()
+    assert stream[0] == task.config.model.bos
+    run = untrained_run(task, num_trials=1)
+    for batch in task.evaluation_batches(examples)[:1]:
+        _, weight = task.loss(model_of(run), jax.tree.map(jax.numpy.asarray, batch))
+        assert weight == batch["target_weights"].sum()
+    unpacked = task.evaluation_batches(examples, packed=False)
+    indices = np.concatenate([indices for indices, _ in unpacked])
+    assert indices.tolist() == list(range(len(indices)))
+
+
+def test_without_cross_documents_the_loss_is_that_of_documents_alone(folder):
+    """A document ends in the separator; the last one of the stream does not."""
+    changes = {"data.max_length": 64, "data.cross_documents": False}
+    task = make_task(folder, **changes)
+    run, examples = untrained_run(task, scale=2.0), task.load("val")
+    documents = [ids.tolist() for ids in examples.fields["target"]]
+    bos = task.config.model.bos
+    alone = [[*ids, bos] for ids in documents[:-1]] + documents[-1:]
+    rows = evaluate(run, examples)
+    for trial, row in enumerate(rows):
+        sums = [log_probs_of(run, ids, trial).sum() for ids in alone]
+        wanted = -sum(sums) / sum(map(len, alone))
+        assert row["loss"] == pytest.approx(wanted, rel=1e-5)
+    crossing = make_task(folder, **changes | {"data.cross_documents": True})
+    other = evaluate(run._replace(task=crossing), examples)
+    assert abs(other[0]["loss"] - rows[0]["loss"]) > 1e-3
+
+
+def test_score_lines_equal_the_log_probabilities_of_the_logits(folder):
+    task = make_task(folder)
+    run = untrained_run(task, scale=2.0)
+    lines = [*VAL, "a much longer line, of other length than the rest"]
+    fields = task.tokenizer.encode(lines, eos=False)
+    for trial in (0, 1):
+        for line, ids in zip(task.score_lines(run, lines, trial), fields, strict=True):
+            log_prob, tokens = line.split("\t")
+            assert int(tokens) == len(ids)
+            wanted = log_probs_of(run, ids, trial).sum()
+            assert float(log_prob) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_batch_of_windows_is_a_function_of_seed_and_step(folder):
+    task = make_task(folder)
+    examples = task.load("train")
+    group, alone = (task.batches(examples, seeds) for seeds in ([5, 8], [8]))
+    assert group.spec == alone.spec == task.spec()
+    assert task.spec(3, 7) == window_spec(3, 7)
+    for step in (40, 0, 7):
+        for name, array in alone[step].items():
+            np.testing.assert_array_equal(group[step][name][1], array[0])
+    first, second = group[0]["target"]
+    assert (first != second).any()
+
+
+def test_recall_counts_only_the_values_that_were_asked_for(tmp_path):
+    keys = {"data.name": "recall", "data.vocab_size": 24, "data.tokenizer": "words"}
+    keys |= {"data.max_length": 16, "data.batch_tokens": 4096}
+    task = small_task(tmp_path, **DECODER_ONLY | keys)
+    task.load("train")
+    assert task.tokenizer.vocab_size == 24
+    run, examples = untrained_run(task, scale=2.0), task.load("val")
+    field = examples.fields["target"]
+    tokens = field.tokens.reshape(500, 16)
+    batch = {"target": tokens, "target_segments": np.ones_like(tokens)}
+    batch["target_positions"] = np.tile(np.arange(16, dtype=np.int32), (500, 1))
+    asked = recall.is_scored(16)
+    rows = evaluate(run, examples)
+    for trial, row in enumerate(rows):
+        model = model_of(run, trial)
+        logits = np.float64(jax.jit(lambda batch, m=model: m(batch))(batch))
+        exact = (logits.argmax(-1) == tokens)[:, asked]
+        log_probs = scipy.special.log_softmax(logits, -1)
+        nats = -np.take_along_axis(log_probs, tokens[..., None], -1)[:, asked]
+        assert row["recall"] == pytest.approx(exact.mean())
+        assert row["loss"] == pytest.approx(nats.mean(), rel=1e-5)
+        assert row.keys() == {"loss", "recall"}
+    batches = task.batches(task.load("train"), seeds=[0, 1])
+    weights = batches[0]["target_weights"]
+    assert weights.sum() * 4 == (batches[0]["target_segments"] > 0).sum()
+    assert batches.spec.keys() == task.spec().keys()
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Models of characters with learned positions up to 40."""
+    changes = {"model.positions": "learned", "model.max_positions": 40}
+    return untrained_run(make_task(folder, **changes), scale=3.0)
+
+
+def greedy(run, prompt, steps, trial=0):
+    """Return the most probable continuation, computed anew for every token."""
+    task, ids = run.task, [*prompt]
+    banned = list(task.vocabulary.banned)
+    forward = jax.jit(lambda batch: model_of(run, trial)(batch))
+    for _ in range(steps):
+        target = np.zeros((1, 48), np.int32)
+        target[0, : len(ids)] = ids
+        segments = (np.arange(48) <= len(ids)).astype(np.int32)[None]
+        positions = np.minimum(np.arange(48, dtype=np.int32), 39)[None]
+        batch = {"target": target, "target_segments": segments}
+        logits = np.array(forward(batch | {"target_positions": positions}))
+        logits[..., banned] = -np.inf
+        best = int(logits[0, len(ids)].argmax())
+        if best == task.vocabulary.eos:
+            break
+        ids.append(best)
+    return task.tokenizer.decode(ids)
+
+
+def test_greedy_continuation_equals_recomputing_every_step(run):
+    """The last of max_new_tokens is the separator that ends the document."""
+    prompts = ["to be", "", "not – 7"]
+    encoded = run.task.tokenizer.encode(prompts, eos=False)
+    for trial in (0, 1):
+        found = list(run.task.predict(run, prompts, trial, max_new_tokens=10))
+        wanted = [greedy(run, ids.tolist(), 9, trial) for ids in encoded]
+        assert found == wanted
+    assert any(len(text) > len(p) + 3 for text, p in zip(found, prompts, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}])
+def test_streamed_pieces_join_to_what_predict_returns(run, options):
+    predict = partial(run.task.predict, run, ["to be"], max_new_tokens=12, **options)
+    (whole,) = predict()
+    pieces = list(run.task.stream(run, "to be", max_new_tokens=12, **options))
+    assert "to be" + "".join(pieces) == whole and len(whole) > 8
+    stop = whole[8:10]
+    (cut,) = predict(stop=stop)
+    assert cut == "to be" + whole[5:].split(stop)[0]
+    pieces = run.task.stream(run, "to be", max_new_tokens=12, stop=stop, **options)
+    assert "to be" + "".join(pieces) == cut
+
+
+def test_samples_differ_and_do_not_depend_on_other_prompts(run):
+    options = {"temperature": 1.0, "max_new_tokens": 8, "samples": 2}
+    found = list(run.task.predict(run, ["to", "be", "or"], **options))
+    assert len(set(found)) == 6
+    assert [text[:2] for text in found] == ["to", "to", "be", "be", "or", "or"]
+    assert list(run.task.predict(run, ["or"], first=2, **options)) == found[4:]
+
+
+def test_lines_longer_than_learned_positions_raise_with_their_number(run):
+    lines = ["to", "b" * 41]
+    with pytest.raises(ValueError, match="Line 9 .*model.max_positions=40"):
+        list(run.task.predict(run, lines, first=7))
+    with pytest.raises(ValueError, match="Line 9 .*model.max_positions=40"):
+        list(run.task.score_lines(run, lines, first=7))
+    (whole,) = run.task.predict(run, ["b" * 38], max_new_tokens=256)
+    assert len(whole) <= 41
+    with pytest.raises(TypeError, match="lines"):
+        list(run.task.predict(run, "to"))
+
+
+@pytest.mark.parametrize(
+    "changes, culprit",
+    [
+        ({"model.num_encoder_layers": 1}, "model.num_encoder_layers must be 0"),
+        ({"model.num_decoder_layers": 0}, "model.num_decoder_layers"),
+        ({"data.tokenizer": "letters"}, "data.tokenizer .*'letters'"),
+        ({"data.stride": 0}, "data.stride .*data.max_length=64, got 0"),
+        ({"data.stride": 65}, "data.stride .*data.max_length=64, got 65"),
+    ],
+)
+def test_a_config_that_does_not_fit_raises_with_its_key(changes, culprit):
+    with pytest.raises(ValueError, match=culprit):
+        small_task(None, **DECODER_ONLY | changes)
+
+
+def test_the_metrics_and_the_test_split_follow_from_the_corpus():
+    tasks = {
+        name: small_task(None, **DECODER_ONLY | {"data.name": name})
+        for name in ("text", "recall", "shakespeare")
+    }
+    names = {name: [m.name for m in task.metrics] for name, task in tasks.items()}
+    assert (
+        names["text"] == names["shakespeare"] == ["loss", "bits_per_byte", "perplexity"]
+    )
+    assert names["recall"] == ["loss", "recall"]
+    assert [task.test_split for task in tasks.values()] == ["test", "test", "val"]

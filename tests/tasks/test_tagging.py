@@ -1,0 +1,281 @@
+"""Tagging: tags at first tokens, scores of scikit-learn and seqeval."""
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+import scipy.special
+from seqeval.metrics import f1_score as seqeval_f1
+from sklearn.metrics import accuracy_score, classification_report, f1_score
+
+from headcount.data import tokenizers
+from headcount.tasks import class_scores
+from tests.tasks.untrained import (
+    ENCODER_ONLY,
+    evaluate,
+    model_of,
+    output_of,
+    small_task,
+    untrained_run,
+)
+
+WORDS = [
+    "Ann",
+    "Bo",
+    "saw",
+    "met",
+    "the",
+    "old",
+    "Rhine",
+    "river",
+    "near",
+    "Cologne",
+    "today",
+]
+TAGS = ["B-PER", "B-PER", "O", "O", "O", "O", "B-LOC", "I-LOC", "O", "B-LOC", "O"]
+
+
+def write_sentences(path, seed, count, extra=()):
+    """Write sentences of random words, with their tags in the last column."""
+    rng = np.random.default_rng(seed)
+    sentences = []
+    for _ in range(count):
+        chosen = rng.integers(len(WORDS), size=rng.integers(1, 9))
+        sentences.append([f"{WORDS[i]}\tx\t{TAGS[i]}" for i in chosen])
+    sentences += [[line] for line in extra]
+    path.write_text("\n\n".join("\n".join(lines) for lines in sentences))
+
+
+def make_task(folder, tokenizer="sentencepiece", **changes):
+    """Return a task on such sentences, after its vocabulary is made."""
+    write_sentences(folder / "train.conll", 0, 60)
+    write_sentences(folder / "val.conll", 1, 25)
+    keys = {"task.name": "tagging", "task.entities": True, "data.name": "conll"}
+    keys |= {"data.directory": str(folder), "data.tokenizer": tokenizer}
+    keys |= {"data.vocab_size": 40} | ENCODER_ONLY
+    task = small_task(folder / "tokenizer", **keys | changes)
+    task.load("train")
+    return task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("tagging"))
+
+
+@pytest.fixture(scope="module")
+def run(task):
+    return untrained_run(task, scale=3.0)
+
+
+def logits_of(run, ids, trial=0):
+    """Return the logits of each token of a sentence, from a batch of one row."""
+    return output_of(run, "class_logits", trial, source=ids)
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "characters", "words"])
+def test_the_first_token_of_each_word_carries_its_tag(tmp_path, tokenizer):
+    task = make_task(tmp_path, tokenizer)
+    examples = task.load("val")
+    sizes = []
+    for i, (ids, tags) in enumerate(
+        zip(examples.fields["source"], examples.fields["tags"], strict=True)
+    ):
+        words = examples.text["source"][i].split(" ")
+        wanted_ids, wanted_tags = [], []
+        for word, tag in zip(words, examples.text["tags"][i].split(" "), strict=True):
+            of_word = task.tokenizer.encode([word], eos=False)[0].tolist()
+            wanted_ids += of_word
+            number = task.classes.index(tag) + 1
+            wanted_tags += [number] + [0] * (len(of_word) - 1)
+            sizes.append(len(of_word))
+        assert ids.tolist() == wanted_ids and tags.tolist() == wanted_tags
+    assert (max(sizes) > 1) == (tokenizer != "words")
+
+
+def test_tags_stay_at_their_tokens_in_packed_and_unpacked_batches(task):
+    examples = task.load("train")
+    counts = np.bincount(examples.fields["tags"].tokens)
+    packed = task.evaluation_batches(examples)
+    unpacked = [batch for _, batch in task.evaluation_batches(examples, packed=False)]
+    for batches in (packed, unpacked):
+        assert all((batch["source"][batch["tags"] > 0] > 0).all() for batch in batches)
+        found = sum(
+            np.bincount(
+                batch["tags"][batch["source_segments"] > 0], minlength=len(counts)
+            )
+            for batch in batches
+        )
+        np.testing.assert_array_equal(found, counts)
+    training = task.batches(examples, seeds=[0, 1])
+    assert training.spec.keys() == task.spec().keys()
+    assert training[2]["tags"].shape == training[2]["source"].shape
+
+
+def test_loss_and_tags_are_those_of_the_logits_at_first_tokens(task, run):
+    """Packed or not, and of each trial."""
+    examples = task.load("val")
+    rows = evaluate(run, examples)
+    for trial, row in enumerate(rows):
+        nats, lines = [], []
+        for ids, tags in zip(*examples.fields.values(), strict=True):
+            logits = logits_of(run, ids, trial)[tags > 0]
+            log_probs = scipy.special.log_softmax(logits, -1)
+            nats += (-log_probs[np.arange(len(logits)), tags[tags > 0] - 1]).tolist()
+            lines.append(" ".join(task.classes[i] for i in logits.argmax(-1)))
+        assert row["loss"] == pytest.approx(np.mean(nats), rel=1e-5)
+        assert row["predictions"] == lines
+    assert rows[0]["predictions"] != rows[1]["predictions"]
+    assert evaluate(run, examples, trials=[1]) == rows[1:]
+
+
+def test_scores_of_a_run_equal_scikit_learn_and_seqeval(task, run):
+    examples = task.load("val")
+    true = [line.split(" ") for line in examples.text["tags"]]
+    flat = [tag for line in true for tag in line]
+    for row in evaluate(run, examples):
+        lines = [line.split(" ") for line in row["predictions"]]
+        guesses = [tag for line in lines for tag in line]
+        assert row["accuracy"] == accuracy_score(flat, guesses)
+        options = {"average": "macro", "labels": sorted(set(flat)), "zero_division": 0}
+        assert row["macro_f1"] == pytest.approx(f1_score(flat, guesses, **options))
+        assert row["entity_f1"] == seqeval_f1(true, lines, zero_division=0)
+    quick = evaluate(run, examples, quick=True)
+    assert quick[0].keys() == {"loss", "accuracy", "macro_f1", "entity_f1"}
+
+
+def test_label_smoothing_mixes_in_the_uniform_distribution(task, run):
+    examples = task.load("val")
+    (batch,) = task.evaluation_batches(examples)[:1]
+    batch = jax.tree.map(jax.numpy.asarray, batch)
+    found, weight = task.loss(model_of(run), batch, label_smoothing=0.3)
+    logits = np.float64(model_of(run).class_logits(batch))
+    log_probs = scipy.special.log_softmax(logits, -1)[np.array(batch["tags"]) > 0]
+    labels = np.array(batch["tags"])[np.array(batch["tags"]) > 0] - 1
+    target = 0.7 * np.eye(len(task.classes))[labels] + 0.3 / len(task.classes)
+    assert weight == len(labels)
+    assert found == pytest.approx(-(target * log_probs).sum(), rel=1e-5)
+
+
+def test_predict_has_word_tag_and_probability_and_keeps_empty_lines(task, run):
+    lines = ["Ann saw Bo", "", "  the  Rhine river "]
+    found = list(task.predict(run, lines, trial=1))
+    blocks = "\n".join(found).split("\n\n")
+    words = [
+        [row.split("\t")[0] for row in b.strip().splitlines()]
+        for b in blocks
+        if b.strip()
+    ]
+    assert words == [lines[0].split(), lines[2].split()]
+    assert found.count("") == len(lines)
+    ids = task.tokenizer.encode(["the", "Rhine", "river"], eos=False)
+    starts = np.cumsum(ids.lengths) - ids.lengths
+    logits = logits_of(run, ids.tokens, trial=1)[starts]
+    probs = scipy.special.softmax(logits, -1)
+    rows = [row.split("\t") for row in found[-4:-1]]
+    for row, prob in zip(rows, probs, strict=True):
+        assert row[1] == task.classes[prob.argmax()]
+        assert float(row[2]) == pytest.approx(prob.max(), abs=1e-4)
+
+
+def test_a_class_unknown_in_training_counts_as_wrong_and_is_logged(tmp_path, caplog):
+    task = make_task(tmp_path)
+    before = evaluate(untrained_run(task), task.load("val"))
+    write_sentences(tmp_path / "val.conll", 1, 25, extra=["Ann\tx\tB-NEW"])
+    with caplog.at_level(logging.WARNING):
+        examples = task.load("val")
+    assert "B-NEW" in caplog.text
+    rows = evaluate(untrained_run(task), examples)
+    count = sum(len(line.split(" ")) for line in examples.text["tags"])
+    for row, old in zip(rows, before, strict=True):
+        assert row["accuracy"] * count == pytest.approx(old["accuracy"] * (count - 1))
+        assert row["loss"] == pytest.approx(old["loss"])
+
+
+def test_classes_are_read_back_and_those_of_equal_letters_logged(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        task = make_task(tmp_path)
+    assert caplog.text == ""
+    assert task.classes == sorted(set(TAGS))
+    saved = tmp_path / "tokenizer" / "classes.json"
+    assert json.loads(saved.read_text()) == task.classes
+    with caplog.at_level(logging.WARNING):
+        task.make_vocabulary(["x"], {"Dog", "dog"})
+    assert "'Dog' and 'dog'" in caplog.text
+    saved.unlink()
+    del task.classes
+    with pytest.raises(FileNotFoundError, match="classes.json"):
+        task.classes  # noqa: B018
+
+
+def test_a_word_without_a_token_is_one_unknown_token(tmp_path):
+    """Normalisation may leave nothing of a word, as of a zero-width space."""
+    task = make_task(tmp_path)
+    assert task.tokenizer.encode(["\u200b"], eos=False).lengths[0] == 0
+    text = {"source": ["Ann \u200b Bo"], "tags": ["B-PER O B-PER"]}
+    examples = task.encode("x", text, [[1, 2, 1]])
+    (starts,) = task.first_tokens(examples)
+    assert examples.fields["source"][0][starts[1]] == tokenizers.UNK
+    assert examples.fields["tags"][0][starts].tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "changes, culprit",
+    [
+        ({"model.num_encoder_layers": 0}, "model.num_encoder_layers"),
+        ({"model.num_decoder_layers": 1}, "model.num_decoder_layers 0"),
+        ({"data.tokenizer": "letters"}, "data.tokenizer .*'letters'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tagging", "classification"])
+def test_an_encoder_task_with_another_config_raises_with_the_key(
+    name, changes, culprit
+):
+    with pytest.raises(ValueError, match=culprit):
+        small_task(None, **{"task.name": name} | ENCODER_ONLY | changes)
+
+
+LABELS = np.random.default_rng(0).choice(
+    list("abcd"), (2, 300), p=[0.5, 0.3, 0.15, 0.05]
+)
+
+
+def test_report_equals_scikit_learns():
+    true, guesses = LABELS.tolist()
+    wanted = classification_report(true, guesses, output_dict=True, zero_division=0)
+    for row in class_scores.report(true, guesses):
+        theirs = wanted[row["class"]]
+        for ours, name in (("precision",) * 2, ("recall",) * 2, ("f1", "f1-score")):
+            assert row[ours] == pytest.approx(theirs[name])
+        assert row["support"] == theirs["support"]
+    assert class_scores.score(true, guesses)["accuracy"] == wanted["accuracy"]
+
+
+def test_macro_f1_is_over_the_classes_that_occur():
+    """A class that is only predicted lowers the recall of others, no more."""
+    true, guesses = ["a", "a", "b", "b"], ["a", "z", "b", "b"]
+    found = class_scores.score(true, guesses)
+    assert found["macro_f1"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["accuracy"] == 3 / 4
+    assert [row["class"] for row in class_scores.report(true, guesses)] == [
+        "a",
+        "b",
+        "z",
+    ]
+
+
+def test_confusions_are_the_most_frequent_wrong_pairs():
+    true, guesses = ["a", "a", "a", "b", "b"], ["b", "b", "c", "a", "b"]
+    found = class_scores.confusions(true, guesses)
+    assert found[0] == {"true": "a", "predicted": "b", "count": 2}
+    assert sum(row["count"] for row in found) == 4
+
+
+def test_entity_f1_needs_the_whole_entity():
+    """One of two entities is found exactly: precision and recall are 1/2."""
+    true = [["B-LOC", "I-LOC", "O", "B-PER"]]
+    assert class_scores.entity_f1(true, [["B-LOC", "O", "O", "B-PER"]]) == 0.5
+    assert class_scores.entity_f1(true, true) == 1
+    assert class_scores.entity_f1(true, [["O"] * 4]) == 0
