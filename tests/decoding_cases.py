@@ -105,9 +105,7 @@ def scale_eos(params, factor: float) -> None:
 def sentences(*lengths, vocab_size=30, seed=0):
     """Return sources of these lengths, each ending in EOS."""
     random = np.random.default_rng(seed)
-    return [
-        [*random.integers(FIRST, vocab_size, n - 1).tolist(), EOS] for n in lengths
-    ]
+    return [[*random.integers(FIRST, vocab_size, n - 1).tolist(), EOS] for n in lengths]
 
 
 def short(texts):

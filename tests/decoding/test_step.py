@@ -88,9 +88,7 @@ def test_a_narrower_state_continues_alike():
 
     @jax.jit
     def steps(state):
-        return jax.lax.fori_loop(
-            0, 5, lambda _, x: advance(model, x, **options), state
-        )
+        return jax.lax.fori_loop(0, 5, lambda _, x: advance(model, x, **options), state)
 
     state = steps(state)
     keep = jax.jit(partial(keep_of_one, shape=(12, 16)))
