@@ -6,7 +6,7 @@ a CPU gives every core prompts of its own (`decode_in_lanes`).
 """
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import NamedTuple
 
@@ -199,8 +199,10 @@ def decode_in_lanes(programs, prompts, limits, waiting, sizes, room, most):
             return one([share])[0]
 
     with ThreadPoolExecutor(count) as pool:
-        try:
-            return [{n: x for some in pool.map(lane, shares) for n, x in some.items()}]
+        lanes = [pool.submit(lane, share) for share in shares]
+        try:  # whichever lane ends first: one that fails stops the others
+            each = [lane.result() for lane in as_completed(lanes)]
+            return [{n: x for some in each for n, x in some.items()}]
         except BaseException:  # Ctrl-C, too: let the others end soon
             for share in shares:
                 share.clear()

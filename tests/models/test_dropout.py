@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.test_transformer import PACKED, tiny
 
 from headcount.models import layers, transformer
 from headcount.models.dropout import dropout, random_bits
+from tests.model_cases import PACKED, tiny
 
 SHAPE = (64, 64, 128)
 

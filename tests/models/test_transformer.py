@@ -18,55 +18,8 @@ from headcount.models import precision
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
 from headcount.models.positions import BUCKETS, relative_bias, sinusoidal
-from headcount.models.sites import implementations
-from headcount.models.transformer import Transformer
-from headcount.training.step import batch_loss
-
-VOCAB = 40
-
-
-def tiny(**changes):
-    config = get_config().model
-    config.width, config.mlp_dim, config.dropout = 16, 24, 0.0
-    config.attention.num_heads = 2
-    for key, value in changes.items():
-        config[key] = value
-    return partial(Transformer, VOCAB, **config.to_dict())
-
-
-def rows(*lengths, start=4):
-    """Rows of distinct tokens: for each row the lengths of its segments."""
-    longest = max(sum(row) for row in lengths) + 1  # one position of padding at least
-    tokens, segments, positions = np.zeros((3, len(lengths), longest), np.int32)
-    token = start
-    for row, sizes in enumerate(lengths):
-        at = 0
-        for segment, size in enumerate(sizes, start=1):
-            span = slice(at, at + size)
-            tokens[row, span] = np.arange(token, token + size)
-            segments[row, span] = segment
-            positions[row, span] = np.arange(size)
-            at, token = at + size, token + size
-    return tokens, segments, positions
-
-
-def batch_of(source, target):
-    named = {}
-    for side, (tokens, segments, positions) in (("source", source), ("target", target)):
-        named |= {
-            side: jnp.asarray(tokens),
-            f"{side}_segments": jnp.asarray(segments),
-            f"{side}_positions": jnp.asarray(positions),
-        }
-    return named
-
-
-PACKED = batch_of(rows((3, 5), (4,)), rows((4, 2), (5,), start=20))
-# the same three pairs, one a row
-ALONE = batch_of(
-    rows((3,), (5,), (4,)),
-    rows((4,), (2,), (5,), start=20),
-)
+from headcount.models.transformer import Transformer, implementations
+from tests.model_cases import ALONE, LOSS, PACKED, SPEC, VOCAB, side, tiny
 
 
 def split(**changes):
@@ -74,10 +27,10 @@ def split(**changes):
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-def test_packing_equals_one_sentence_a_row(norm):
+def test_packed_loss_and_gradient_equal_one_sentence_per_row(norm):
     graph, params = split(norm=norm)
     loss = jax.jit(
-        jax.value_and_grad(lambda p, b: batch_loss(graph, p, b, 0.1), has_aux=True)
+        jax.value_and_grad(lambda p, b: LOSS(nnx.merge(graph, p), b, 0.1), has_aux=True)
     )
     (packed, packed_tokens), packed_gradient = loss(params, PACKED)
     (alone, alone_tokens), alone_gradient = loss(params, ALONE)
@@ -118,11 +71,13 @@ def influences():
         (5, {7, 8, 9, 10, 11, 1, 24}),
     ],
 )
-def test_sees_its_source_and_the_tokens_before_it_alone(influences, position, seen):
+def test_output_depends_on_source_and_earlier_tokens_alone(
+    influences, position, seen
+):
     assert influences(position) == seen
 
 
-def test_gradients_of_a_table_are_added_up_in_float32():
+def test_embedding_gradients_accumulate_in_float32():
     """In bfloat16 256 + 1 is 256, and a batch has more sentences: each begins alike."""
     graph, params = split(positions="learned", scale_embeddings=False, dtype="bfloat16")
     alike = jnp.zeros((1, 1000), jnp.int32)
@@ -145,7 +100,7 @@ def test_gradients_of_a_table_are_added_up_in_float32():
     np.testing.assert_array_equal(found[0].astype(float), 1000.0)
 
 
-def test_shared_vocabulary_or_one_each():
+def test_a_source_vocabulary_has_a_table_of_its_own():
     joint = split()[1]
     config = get_config().model
     config.width, config.attention.num_heads = 16, 2
@@ -165,7 +120,7 @@ def test_each_side_is_embedded_by_its_own_table():
         np.testing.assert_allclose(found, 4 * of.embedding[...][tokens], rtol=1e-6)
 
 
-def test_transformer_tiny_counts():
+def test_transformer_tiny_has_the_parameters_counted_by_hand():
     """4 + 4 layers, D 128, F 256, counted by hand: every kernel, bias and norm."""
     config = get_config().model
     config.num_encoder_layers = config.num_decoder_layers = 4
@@ -177,7 +132,7 @@ def test_transformer_tiny_counts():
     assert parameters(model) == expected
 
 
-def test_defaults_are_those_of_the_config():
+def test_constructor_defaults_equal_those_of_the_config():
     """Which a run of before some key existed was trained with, and is loaded by."""
     model = get_config().model
     for module, config in ((Transformer, model), (Attention, model.attention)):
@@ -199,7 +154,7 @@ def test_defaults_are_those_of_the_config():
         ("gated_elementwise", "gate", (64, 96)),
     ],
 )
-def test_kernels_begin_as_xavier_and_glorot_say(merge, name, sizes):
+def test_xavier_initialization_counts_all_heads_together(merge, name, sizes):
     """Of what all heads together take and give, so that N alone changes nothing."""
     heads = {"num_heads": 4, "head_dim": 8, "value_dim": 24, "merge": merge}
     layer = Attention(64, **heads, rngs=nnx.Rngs(0))
@@ -243,7 +198,7 @@ def begun_variances(init, N, V, D=128):
 
 
 @pytest.mark.parametrize("column, N", [(0, 4), (1, 16)])
-def test_rules_begin_smaller_than_concat_and_by_their_gain_as_it(column, N):
+def test_merge_gain_makes_initial_variance_equal_that_of_concat(column, N):
     variance = begun_variances("xavier", N, 128 // N)
     wanted = variance("concat")
     for rule, columns in STARTS.items():
@@ -253,7 +208,7 @@ def test_rules_begin_smaller_than_concat_and_by_their_gain_as_it(column, N):
         assert variance(rule, gain) == pytest.approx(wanted, rel=0.1)
 
 
-def test_by_fan_in_outputs_begin_with_variance_1_whatever_the_heads():
+def test_fan_in_initialization_gives_outputs_variance_1_for_any_heads():
     for N, V in ((1, 8), (4, 32), (16, 64)):
         variance = begun_variances("fan_in", N, V)
         assert variance("concat") == pytest.approx(1, rel=0.1)
@@ -265,7 +220,7 @@ def test_by_fan_in_outputs_begin_with_variance_1_whatever_the_heads():
 
 
 @pytest.mark.parametrize("N, K, H", [(1, 1, 128), (4, 4, 8), (8, 2, 64)])
-def test_by_fan_in_logits_begin_with_variance_1_whatever_the_heads(N, K, H):
+def test_fan_in_initialization_gives_logits_variance_1_for_any_heads(N, K, H):
     """Xavier's begin with 4 D² / ((D + NH) (D + KH)): 0.44, 1.78 and 0.15 here."""
     D = 64
     x = jax.random.normal(jax.random.key(0), (1, 256, D))
@@ -298,7 +253,7 @@ def test_logits_are_multiplied_by_the_layers_scale(scale):
     np.testing.assert_allclose(found, layer.merged(heads, x), rtol=1e-5, atol=1e-6)
 
 
-def test_the_gain_of_a_shared_kernel_is_that_of_the_formula():
+def test_merge_gain_of_a_shared_kernel_equals_the_formula():
     for N, V, D in ((4, 32, 128), (16, 8, 128), (3, 20, 50)):
         exact = N * np.sqrt((V + D) / (N * V + D))
         for rule in ("mean", "weighted"):
@@ -307,7 +262,7 @@ def test_the_gain_of_a_shared_kernel_is_that_of_the_formula():
             )  # three digits
 
 
-def test_the_gain_is_of_the_kernel_alone_and_a_sites_own():
+def test_merge_gain_scales_the_kernel_of_its_site_alone():
     config = get_config().model
     config.attention.merge = "gated"
     plain = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
@@ -325,7 +280,7 @@ def test_the_gain_is_of_the_kernel_alone_and_a_sites_own():
     )
 
 
-def test_embeddings_begin_and_enter_at_the_scale_of_positions():
+def test_embeddings_are_initialized_and_scaled_to_the_size_of_positions():
     model = tiny(scale_embeddings=True)(rngs=nnx.Rngs(0))
     table = np.asarray(model.embedding[...])
     assert table.std() == pytest.approx(16**-0.5, rel=0.1)
@@ -357,7 +312,7 @@ def test_embeddings_begin_and_enter_at_the_scale_of_positions():
         ({"implementation": "flash"}, "implementation must be one of.*'flash'"),
     ],
 )
-def test_bad_head_settings_are_named(change, message):
+def test_bad_head_settings_raise_an_error_that_names_the_key(change, message):
     config = get_config().model
     config.width = 16
     config.attention.update(change)
@@ -373,53 +328,183 @@ def test_bad_head_settings_are_named(change, message):
         ({"implementation": "xla", "sink": True}, "and so none with a sink"),
     ],
 )
-def test_an_implementation_that_cannot_run_is_told_before_training(change, message):
+def test_an_implementation_that_cannot_run_raises_an_error(
+    change, message
+):
     config = get_config().model
     config.attention.update(change)
     model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
     with pytest.raises(NotImplementedError, match=message):
-        implementations(model, 2, 5, 6)
+        implementations(model, SPEC)
 
 
-@pytest.mark.parametrize("name", ["gpu_interpret", "tpu_interpret"])
-def test_a_kernel_that_can_learn_no_bias_is_told_before_training(name):
+def test_a_kernel_without_a_bias_gradient_raises_an_error():
     config = get_config().model
-    config.positions, config.attention.implementation = "relative", name
+    config.positions = "relative"
+    config.attention.implementation = "tpu_interpret"
     model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
-    with pytest.raises(NotImplementedError, match="no gradient by the bias"):
-        implementations(model, 2, 5, 6)
+    with pytest.raises(NotImplementedError, match="'tpu' has no gradient.* bias"):
+        implementations(model, SPEC)
 
 
 @pytest.mark.parametrize(
     "key", ["model.width", "model.max_positions", "train.eval_every_steps"]
 )
-def test_counts_below_one_are_named(key):
+def test_counts_below_one_raise_an_error_that_names_the_key(key):
     config = flat(get_config().to_dict())
     check_counts(config)
     with pytest.raises(ValueError, match=f"{key} must be at least 1, got 0"):
         check_counts(config | {key: 0})
 
 
-@pytest.mark.parametrize("key, value", [("norm", "middle"), ("positions", "sinus")])
-def test_bad_model_settings_are_named(key, value):
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("norm", "middle"),
+        ("positions", "sinus"),
+        ("norm_type", "batch_norm"),
+        ("mlp", "moe"),
+        ("activation", "swish"),
+    ],
+)
+def test_bad_model_settings_raise_an_error_that_names_the_key(key, value):
     with pytest.raises(ValueError, match=f"model.{key} must be one of.*'{value}'"):
         tiny(**{key: value})(rngs=nnx.Rngs(0))
 
 
-def test_token_types_below_none_are_named():
+def test_negative_token_types_raise_an_error_that_names_the_key():
     with pytest.raises(ValueError, match="token_types must be at least 0, got -1"):
         tiny(token_types=-1, num_decoder_layers=0)(rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])
-def test_a_dropout_that_is_no_rate_is_named(rate):
+def test_a_dropout_that_is_no_rate_raises_an_error_that_names_the_key(rate):
     with pytest.raises(ValueError, match=f"model.dropout must be .*{rate}"):
         tiny(dropout=rate)(rngs=nnx.Rngs(0))
 
 
-def test_sinusoids_have_the_published_wavelengths():
+def test_sinusoidal_positions_have_the_published_wavelengths():
     table = sinusoidal(50, 8)
     position = np.arange(50)
     np.testing.assert_allclose(table[:, 0], np.sin(position), atol=1e-6)
     np.testing.assert_allclose(table[:, 3], np.sin(position / 10_000), atol=1e-6)
     np.testing.assert_allclose(table[:, 7], np.cos(position / 10_000), atol=1e-6)
+
+
+def float64(params):
+    """Return arrays for plain NumPy, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = (
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves
+    )
+    return {
+        name.removesuffix(".value"): np.float64(leaf)
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
+
+
+def scattered(model):
+    """Return a model none of whose parameters is 0 or 1."""
+    graph, params = nnx.split(model)
+    random = np.random.default_rng(0)
+
+    def move(x):
+        return x + 0.3 * random.normal(size=x.shape).astype(np.float32)
+
+    return nnx.merge(graph, jax.tree.map(move, params))
+
+
+def layer_norm(x, scale, bias=0.0):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
+
+
+def rms_norm(x, scale):
+    """Zhang & Sennrich 2019, equation 4."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def test_rms_norm_and_gated_feed_forward_equal_numpy():
+    """A decoder of two layers as Llama's but for its positions, in float64.
+
+    Grouped heads, RMSNorm before the sublayers, SwiGLU, no biases, an output table of
+    its own.
+    """
+    changes = {"num_encoder_layers": 0, "positions": "none", "norm": "pre"}
+    changes |= {"norm_type": "rms_norm", "mlp": "gated", "activation": "silu"}
+    changes |= {"use_bias": False, "tie_embeddings": False}
+    config = get_config().model
+    config.update(changes | {"width": 16, "mlp_dim": 24})
+    config.attention.num_kv_heads, config.attention.use_bias = 2, False
+    build = partial(Transformer, VOCAB, **config.to_dict())
+    model = scattered(build(rngs=nnx.Rngs(0)))
+    batch = side(ALONE, "target")
+    p = float64(nnx.split(model)[1])
+    assert not any("bias" in name for name in p)
+
+    def attended(x, of):
+        query = np.einsum("btd,dnh->bnth", x, p[f"{of}.query"])
+        key, value = (
+            np.repeat(np.einsum("btd,dkh->bkth", x, p[f"{of}.{name}"]), 2, axis=1)
+            for name in ("key", "value")
+        )
+        logits = query @ key.swapaxes(-1, -2) / 2  # the root of H
+        T = x.shape[1]
+        logits = np.where(np.tri(T, dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("bnth,nhd->btd", weights @ value, p[f"{of}.merge.kernel"])
+
+    tokens = np.asarray(batch["target"])
+    inputs = np.concatenate([np.ones((3, 1), int), tokens[:, :-1]], axis=1)
+    x = 4 * p["embedding"][inputs]
+    for i in range(2):
+        at = f"decoder.{i}"
+        x = x + attended(
+            rms_norm(x, p[f"{at}.self_norm.scale"]), f"{at}.self_attention"
+        )
+        y = rms_norm(x, p[f"{at}.mlp_norm.scale"])
+        up, gate, down = (p[f"{at}.mlp.{n}.kernel"] for n in ("up", "gate", "down"))
+        x = x + (silu(y @ gate) * (y @ up)) @ down
+    wanted = rms_norm(x, p["decoder_norm.scale"]) @ p["output_table"].T
+    real = np.asarray(batch["target_segments"]) > 0
+    np.testing.assert_allclose(model(batch)[real], wanted[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_layer_norm_and_plain_feed_forward_equal_numpy(use_bias):
+    model = scattered(tiny(use_bias=use_bias)(rngs=nnx.Rngs(0)))
+    layer, x = model.encoder[1], np.random.default_rng(0).normal(size=(2, 5, 16)) + 1
+    p = float64(nnx.split(layer)[1])
+    names = {name.split(".")[-1] for name in p if "attention" not in name}
+    assert names == ({"kernel", "scale", "bias"} if use_bias else {"kernel", "scale"})
+    norm = layer_norm(x, p["mlp_norm.scale"], p.get("mlp_norm.bias", 0.0))
+    hidden = np.maximum(x @ p["mlp.up.kernel"] + p.get("mlp.up.bias", 0.0), 0)
+    wanted = hidden @ p["mlp.down.kernel"] + p.get("mlp.down.bias", 0.0)
+    x = jnp.float32(x)
+    np.testing.assert_allclose(layer.mlp_norm(x), norm, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer.mlp(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_untied_output_has_its_own_table_and_gradient():
+    """Of the embedding only the tokens that are read have a gradient then."""
+    changes = {"num_encoder_layers": 0, "positions": "none"}
+    batch, tables = side(ALONE, "target"), {}
+    for tied in (True, False):
+        model = tiny(tie_embeddings=tied, **changes)(rngs=nnx.Rngs(0))
+        graph, params = nnx.split(model)
+        gradient = jax.jit(jax.grad(lambda p, g=graph: LOSS(nnx.merge(g, p), batch)[0]))
+        tables[tied] = gradient(params)
+    assert "output_table" not in tables[True]
+    read = set(np.unique(batch["target"][batch["target_segments"] > 0])) - {23, 25, 30}
+    moved = set(np.flatnonzero(np.abs(tables[False]["embedding"][...]).sum(1)).tolist())
+    assert moved == read | {1}
+    assert np.all(np.abs(tables[False]["output_table"][...]).sum(1) > 0)
+    assert np.all(np.abs(tables[True]["embedding"][...]).sum(1) > 0)
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, 16))
+    wanted = np.asarray(hidden) @ np.asarray(model.output_table[...]).T
+    np.testing.assert_allclose(model.logits(hidden), wanted, rtol=1e-5, atol=1e-5)

@@ -12,48 +12,62 @@ from flax import nnx
 from headcount.configs.presets import get_config as preset
 from headcount.models.cost import (
     abstract,
-    batch_of,
     multiply_adds,
     parameters,
     plain,
     products,
 )
-from headcount.models.describe import parts
+from headcount.models.describe import parts, spec_of
 from headcount.models.transformer import Transformer
-from tests.slow.test_heads import SETTINGS, config_of
-from tests.test_transformer import VOCAB
+from tests.model_cases import SETTINGS, VOCAB, build_of, config_of
 
 
-def model_of(*settings, **changes):
-    return abstract(partial(Transformer, VOCAB, **config_of(*settings) | changes))
+# Every setting of the model that has parameters or products of its own.
+OTHERS = {
+    "gated feed-forward": {"mlp": "gated", "use_bias": False, "norm_type": "rms_norm"},
+    "untied, output transform": {
+        "tie_embeddings": False,
+        "output_transform": True,
+        "output_bias": True,
+        "embedding_norm": True,
+    },
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_parts_sum_to_the_whole(name):
-    model = model_of(*SETTINGS[name])
+    model = abstract(build_of(*SETTINGS[name]))
+    check_parts(model)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_parts_of_other_settings_sum_to_the_whole(name):
+    check_parts(abstract(partial(Transformer, VOCAB, **config_of() | OTHERS[name])))
+
+
+def check_parts(model):
     rows = parts(model, 9, 7)
     assert sum(row.parameters for row in rows) == parameters(model)
-    assert sum(row.multiply_adds for row in rows) == multiply_adds(model, 9, 7)
+    assert sum(row.multiply_adds for row in rows) == multiply_adds(model, spec_of(model, 9, 7))
     assert len({row.name for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("name, length", [("bert_base", 128), ("gpt2_small", 64)])
-def test_one_stack_by_hand(name, length):
+def test_parameters_and_multiply_adds_of_presets_by_hand(name, length):
     config = preset(name)
     D, F, V = 768, 3072, config.data.vocab_size
     build = partial(Transformer, V, **config.model.to_dict())
     model = abstract(build)
     layer = 4 * D * D + 2 * D * F + 2 * length * D  # a token: kernels, logits, sums
-    assert multiply_adds(model, length, length) == length * (12 * layer + V * D)
+    spec = spec_of(model, length, length)
+    assert multiply_adds(model, spec) == length * (12 * layer + V * D)
     rows = parts(model, length, length)
     assert sum(row.parameters for row in rows) == parameters(model)
-    assert sum(row.multiply_adds for row in rows) == multiply_adds(
-        model, length, length
-    )
+    assert sum(row.multiply_adds for row in rows) == multiply_adds(model, spec)
 
 
 @pytest.mark.parametrize("name", ["mean", "gated_elementwise"])
-def test_multiply_adds_are_those_that_xla_counts(name):
+def test_multiply_adds_equal_those_that_xla_counts(name):
     """Two operations each; XLA counts norms, softmax and sums too: 10 % at this size.
 
     The whole is computed with plain einsums, in a program without loops.
@@ -61,16 +75,21 @@ def test_multiply_adds_are_those_that_xla_counts(name):
     positions, norm, heads = SETTINGS[name]
     config = config_of("none", norm, heads | {"num_heads": 4})
     config |= {"width": 64, "mlp_dim": 256}
-    graph, params = nnx.split(plain(abstract(partial(Transformer, 500, **config))))
+    model = plain(abstract(partial(Transformer, 500, **config)))
+    graph, params = nnx.split(model)
+    batch = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for key, x in spec_of(model, 24, 16).items()
+    }
     compiled = jax.jit(lambda params, batch: nnx.merge(graph, params)(batch)).lower(
-        params, batch_of(24, 16)
+        params, batch
     )
     flops = compiled.compile().cost_analysis()["flops"]
-    ours = 2 * multiply_adds(nnx.merge(graph, params), 24, 16)
+    ours = 2 * multiply_adds(model, batch)
     assert ours < flops < 1.1 * ours
 
 
-def test_products_in_a_loop_are_refused():
+def test_products_in_a_loop_raise_an_error():
     def looped(x):
         return jax.lax.scan(lambda carry, _: (carry @ carry, None), x, length=3)[0]
 
@@ -79,7 +98,7 @@ def test_products_in_a_loop_are_refused():
 
 
 def test_describe_prints_parts_and_heads():
-    command = [sys.executable, "-m", "models.describe"]
+    command = [sys.executable, "-m", "headcount.models.describe"]
     command += ["--config=configs/presets.py:bert_base"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     for text in ("encoder.self_attention.merge", "109,482,240", "768×12×64", "147,648"):

@@ -16,54 +16,27 @@ from headcount.configs.commandline import flat
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
 from headcount.models.positions import POSITIONS, bucket, relative_bias, rotate
-from headcount.models.sites import implementations
-from headcount.models.transformer import Transformer
+from headcount.models.transformer import implementations
 from headcount.training.step import Static, init, train_steps
-from headcount.training.trials import numbers
-from tests.test_transformer import ALONE, PACKED, VOCAB
+from headcount.training.trials import hyperparameters
+from tests.model_cases import (
+    ALONE,
+    LOSS,
+    PACKED,
+    SETTINGS,
+    SPEC,
+    VOCAB,
+    build_of,
+    made,
+)
 
-# Every merge rule and every kind of positions at least once.
-SETTINGS = {
-    "concat, talking": ("sinusoidal", "post", {"talking_heads": True}),
-    "scaled": ("rotary", "pre", {"merge": "scaled"}),
-    "mean": ("rotary", "post", {"merge": "mean"}),
-    "weighted": ("relative", "post", {"merge": "weighted", "num_kv_heads": 1}),
-    "scale": ("rotary", "post", {"scale": 0.9, "qk_norm": True}),
-    "dynamic": ("learned", "pre", {"merge": "dynamic"}),
-    "gated, sink": ("none", "post", {"merge": "gated", "head_dim": 3, "sink": True}),
-    "gated_elementwise": ("sinusoidal_paper", "pre", {"merge": "gated_elementwise"}),
-    "mixture": ("rotary", "post", {"merge": "mixture", "qk_norm": True}),
-}
-
-
-def config_of(positions="sinusoidal", norm="post", attention=None, **sites):
-    config = get_config().model
-    config.width, config.mlp_dim, config.dropout = 16, 24, 0.0
-    config.num_encoder_layers = config.num_decoder_layers = 1
-    config.positions, config.norm, config.max_positions = positions, norm, 8
-    config.attention.num_heads = 4
-    config.attention.mixture_heads = 3
-    config.attention.update(attention or {})
-    for site, own in sites.items():
-        config[site].update(own)
-    return config.to_dict()
-
-
-def build_of(*settings, **sites):
-    return partial(Transformer, VOCAB, **config_of(*settings, **sites))
-
-
-def made(*settings, **sites):
-    return build_of(*settings, **sites)(rngs=nnx.Rngs(0))
-
-
-def test_the_settings_hold_everything_there_is():
+def test_settings_cover_all_merge_rules_and_positions():
     assert {s[2].get("merge", "concat") for s in SETTINGS.values()} == set(MERGE_RULES)
     assert {s[0] for s in SETTINGS.values()} == set(POSITIONS)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_packing_equals_one_sentence_a_row_and_gates_of_one_change_nothing(name):
+def test_packing_equals_one_sentence_per_row_and_gates_of_one_change_nothing(name):
     model = made(*SETTINGS[name])
     graph, params = nnx.split(model)
     if "relative" in SETTINGS[name]:  # at first all biases are 0
@@ -79,11 +52,11 @@ def test_packing_equals_one_sentence_a_row_and_gates_of_one_change_nothing(name)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_overfits_a_handful_of_pairs(name):
+def test_training_overfits_a_handful_of_pairs(name):
     build = build_of(*SETTINGS[name])
-    static = Static(nnx.split(abstract(build))[0], "constant", 16)
+    static = Static(nnx.split(abstract(build))[0], LOSS, "constant", 16)
     settings = {"seed": 0, "optimizer.label_smoothing": 0.0, "model.dropout": 0.0}
-    arrays = numbers(
+    arrays = hyperparameters(
         flat(get_config().to_dict()),
         [settings | {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 2}],
     )
@@ -115,7 +88,7 @@ def test_a_gate_of_zero_removes_the_head():
 
 
 @pytest.mark.parametrize("merge", ["mean", "weighted", "dynamic", "mixture"])
-def test_a_gate_of_zero_is_a_head_of_zero_values(merge):
+def test_a_gate_of_zero_equals_a_head_of_zero_values(merge):
     model = made("none", "post", {"merge": merge})
     gates = {k: v.at[:, 2].set(0.0) for k, v in model.head_gates().items()}
     gated = model(PACKED, head_gates=gates)
@@ -128,7 +101,7 @@ def test_a_gate_of_zero_is_a_head_of_zero_values(merge):
     assert len(parts) == 3
 
 
-def test_the_gradient_by_a_gate_is_the_slope():
+def test_gradient_by_a_gate_equals_finite_differences():
     model = made()
     gates = model.head_gates()
     gates = {site: gate * 0.9 for site, gate in gates.items()}
@@ -145,7 +118,7 @@ def test_the_gradient_by_a_gate_is_the_slope():
         np.testing.assert_allclose(gradient[site][0, 3], slope, rtol=2e-2)
 
 
-def test_gates_of_a_row_are_its_own():
+def test_gates_per_row_apply_to_that_row_alone():
     model = made()
     gates = {k: jnp.stack([v, v * 0.5], axis=1) for k, v in model.head_gates().items()}
     assert gates["cross"].shape == (1, 2, 4)
@@ -163,12 +136,12 @@ def test_gates_of_a_row_are_its_own():
         ({"encoder": jnp.ones(4)}, r"must be 1 layers by 4 heads.*\(4,\)"),
     ],
 )
-def test_gates_of_the_wrong_shape_are_named(gates, message):
+def test_gates_of_the_wrong_shape_raise_an_error_that_names_the_site(gates, message):
     with pytest.raises(ValueError, match=message):
         made()(PACKED, head_gates=gates)
 
 
-def test_sites_have_heads_of_their_own():
+def test_sites_have_head_shapes_of_their_own():
     sites = {
         "cross_attention": {"num_heads": 8, "merge": "mean"},
         "encoder_attention": {"num_heads": 2, "value_dim": 5},
@@ -199,8 +172,8 @@ def test_sites_have_heads_of_their_own():
             "head_dim must be even",
         ),
         (
-            {"attention": {"talking_heads": True, "implementation": "pallas"}},
-            "must be None or 'reference' with talking_heads.*'pallas'",
+            {"attention": {"talking_heads": True, "implementation": "gpu"}},
+            "must be None or 'reference' with talking_heads.*'gpu'",
         ),
         (
             {
@@ -211,13 +184,13 @@ def test_sites_have_heads_of_their_own():
         ),
     ],
 )
-def test_bad_settings_are_named(changes, message):
+def test_bad_settings_raise_an_error_that_names_the_key(changes, message):
     with pytest.raises(ValueError, match=message):
         made(**changes)
 
 
 @pytest.mark.parametrize("merge", MERGE_RULES)
-def test_a_merge_has_the_parameters_of_the_design(merge):
+def test_merge_rules_have_the_parameters_counted_by_hand(merge):
     D, N, V = 16, 4, 5
     counts = {
         "concat": N * V * D,
@@ -237,7 +210,7 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def test_silent_talking_heads_are_attention():
+def test_talking_heads_with_identity_mixes_equal_attention():
     query, key, value = normal(2, 5, 4, 6), normal(2, 5, 2, 6), normal(2, 5, 2, 3)
     segments = jnp.array([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]])
     masks = {
@@ -294,7 +267,7 @@ def test_rotary_by_hand():
     np.testing.assert_allclose(found[3], second.imag, rtol=1e-4)
 
 
-def test_buckets_are_fine_near_and_wide_far():
+def test_relative_position_buckets_are_fine_near_and_wide_far():
     past = np.asarray(bucket(-jnp.arange(300), is_causal=True))
     assert past[:16].tolist() == list(range(16)) and past[127:].min() == 31
     assert (np.diff(past) >= 0).all() and set(past) == set(range(32))
@@ -311,9 +284,9 @@ def test_relative_bias_is_a_row_of_its_table():
     np.testing.assert_array_equal(bias[:, 1, 0], table[0])
 
 
-def test_what_runs_is_told_by_site():
+def test_implementations_are_listed_by_site():
     model = abstract(build_of("relative", cross_attention={"talking_heads": True}))
-    assert implementations(model, 2, 5, 6) == {
+    assert implementations(model, SPEC) == {
         "encoder": "blockwise",
         "decoder": "blockwise",
         "cross": "talking_heads_attention",

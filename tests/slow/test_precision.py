@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from headcount.configs.base import get_config
-from headcount.data.batches import Batches
-from headcount.data.packing import Sentences
+from headcount.data.batches import PackedBatches
+from headcount.data.examples import Ragged
 from headcount.models.precision import compute_dtype
 from headcount.models.transformer import Transformer
 from headcount.training.step import Static, loss_and_gradient
+from tests.model_cases import LOSS
 from tests.programs import equations
 
 VOCAB, EOS = 40, 2
@@ -25,8 +26,8 @@ def batch():
     """Eight rows of one trial, the last two of padding but for a few tokens."""
     rng = np.random.default_rng(0)
     sentences = [[*rng.integers(3, VOCAB, n), EOS] for n in rng.integers(2, 10, 300)]
-    corpus = Sentences.of(sentences), Sentences.of(sentences[::-1])
-    batches = Batches(*corpus, batch_tokens=512, max_length=64, seeds=[0])
+    fields = {"source": Ragged.of(sentences), "target": Ragged.of(sentences[::-1])}
+    batches = PackedBatches(fields, batch_tokens=512, max_length=64, seeds=[0])
     batch = {name: array[0].copy() for name, array in batches[0].items()}
     assert len(batch["target"]) == 8
     for name, array in batch.items():
@@ -64,7 +65,7 @@ def program(batch, settings=None, **static):
     build = partial(Transformer, VOCAB, **model.to_dict())
     graph, params = nnx.split(build(rngs=nnx.Rngs(0)))
     function = partial(
-        loss_and_gradient, static=Static(graph, "constant", 16, **static)
+        loss_and_gradient, static=Static(graph, LOSS, "constant", 16, **static)
     )
     arguments = params, trial(0.0), batch, jax.random.key(0)
     return Program(params, jax.jit(function).trace(*arguments))
@@ -86,12 +87,12 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_batch_in_parts_equals_the_whole_by_tokens(batch, expected):
+def test_accumulated_gradient_equals_that_of_the_whole_batch(batch, expected):
     (parts,) = program(batch, accumulate_steps=4).results(batch, 0.0)
     assert_same(parts, expected[0])
 
 
-def test_parts_of_a_batch_have_dropout_of_their_own(batch):
+def test_accumulated_parts_have_dropout_masks_of_their_own(batch):
     """The same rows as the first or as the second part; the other is padding."""
     early = {name: array.copy() for name, array in batch.items()}
     for side in ("source", "target"):
@@ -115,7 +116,7 @@ def products(program):
     ]
 
 
-def test_what_is_computed_again_is_the_same(batch, plain, expected):
+def test_rematerialization_changes_no_loss_and_no_gradient(batch, plain, expected):
     block, dots = (program(batch, remat=remat) for remat in ("block", "dots"))
     assert_same(block.results(batch, 0.3), expected[1:])
     counts = [len(products(one)) for one in (plain, block, dots)]
@@ -154,5 +155,5 @@ def test_every_model_computes_in_bfloat16(batch, settings):
             assert all(x.aval.dtype == jnp.float32 for x in equation.invars)
 
 
-def test_the_cpu_computes_in_float32_unless_told():
+def test_the_cpu_computes_in_float32_by_default():
     assert compute_dtype(None) == "float32" and compute_dtype("bfloat16") == "bfloat16"

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from processes import FAST, ROOT, free_address, with_devices
 
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
-from headcount.runtime.sharding import make_mesh, specs, warn_of_whole
+from headcount.runtime.sharding import make_mesh, specs, warn_of_undivided
+from tests.processes import FAST, ROOT, free_address, with_devices
 
 RUNS = [
     (2, {}),
