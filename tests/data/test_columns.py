@@ -106,27 +106,25 @@ def test_universal_dependencies_have_the_17_tags():
         for split in ("train", "val", "test")
     }
     tags = {tag for split in found.values() for s in split for tag in s.tags}
-    assert tags == set(
-        [
-            "ADJ",
-            "ADP",
-            "ADV",
-            "AUX",
-            "CCONJ",
-            "DET",
-            "INTJ",
-            "NOUN",
-            "NUM",
-            "PART",
-            "PRON",
-            "PROPN",
-            "PUNCT",
-            "SCONJ",
-            "SYM",
-            "VERB",
-            "X",
-        ]
-    )
+    assert tags == {
+        "ADJ",
+        "ADP",
+        "ADV",
+        "AUX",
+        "CCONJ",
+        "DET",
+        "INTJ",
+        "NOUN",
+        "NUM",
+        "PART",
+        "PRON",
+        "PROPN",
+        "PUNCT",
+        "SCONJ",
+        "SYM",
+        "VERB",
+        "X",
+    }
     assert {k: len(v) for k, v in found.items()} == {
         "train": 12_544,
         "val": 2_001,
