@@ -12,13 +12,20 @@ import numpy as np
 
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
+from headcount.data.batches import batch_spec
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
 from headcount.runtime import distributed as hosts
 from headcount.runtime import sharding
 from headcount.runtime.profiling import CompileClock
-from headcount.training.step import begin, init, static_of, train_steps
-from headcount.training.trials import numbers
+from headcount.training.step import (
+    init,
+    init_while_compiling,
+    make_static,
+    train_steps,
+)
+from headcount.training.trials import hyperparameters
+from tests.model_cases import LOSS
 
 STEPS = 4
 
@@ -26,19 +33,20 @@ STEPS = 4
 def losses(config, num_trials, devices):
     """Of every step and trial, the shardings of the state's leaves, seconds to compile.
 
-    Of compiling when the steps are done, after `begin`.
+    Of compiling when the steps are done, after `init_while_compiling`.
     """
-    arrays = numbers(
+    arrays = hyperparameters(
         flat(config.to_dict()), [{"seed": seed} for seed in range(num_trials)]
     )
     rows = sharding.rows_of_part(8, config.train.accumulate_steps)
     mesh = sharding.make_mesh(config.mesh, num_trials, rows, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
-    static = static_of(abstract(build), config)
+    static = make_static(abstract(build), config, LOSS)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         make = partial(init, static=static, build=build)
-        state = begin(make, arrays, STEPS, (8, 16, 16), static)
+        spec = batch_spec(("source", "target"), 8, {"source": 16, "target": 16})
+        state = init_while_compiling(make, arrays, STEPS, spec, static)
         batch = {}
         for side in ("source", "target"):
             tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16), np.int32)
