@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from headcount.configs.presets import get_config as preset
-from headcount.data import tokenizer
+from headcount.data import tokenizers
 from headcount.decoding.generate import decode
 from headcount.models.cost import parameters
 from weights import bring_in, load, split, take_out
@@ -149,7 +149,7 @@ def marian(tmp_path_factory):
     theirs.final_logits_bias += torch.randn(theirs.final_logits_bias.shape)
     theirs.final_logits_bias[0, 0] += 3.0  # or sentences have no end
     (folder / "theirs").mkdir()
-    model = tokenizer.train(TEXT, 30)
+    model = tokenizers.train_sentencepiece(TEXT, 30)
     spm = sentencepiece.SentencePieceProcessor(model_proto=model)
     names = ["</s>", "<unk>"]
     names += [spm.id_to_piece(i) for i in range(4, spm.vocab_size())][::-1]
@@ -159,7 +159,7 @@ def marian(tmp_path_factory):
     for name in ("source", "target"):
         (folder / "theirs" / f"{name}.spm").write_bytes(model)
     ours = brought_in(theirs, folder)
-    number = np.array([VOCAB - 1, *tokenizer.marian_order(vocabulary)])
+    number = np.array([VOCAB - 1, *tokenizers.marian_order(vocabulary)])
     return theirs, ours, number, folder
 
 
@@ -218,7 +218,7 @@ def test_marian_translates_token_for_token(marian, beam_size):
 def test_marian_tokenizer(marian):
     *_, folder = marian
     theirs = transformers.MarianTokenizer.from_pretrained(folder / "theirs")
-    source, target = tokenizer.load(folder / "run" / "tokenizer")
+    source, target = tokenizers.load_pair(folder / "run")
     _, _, number, _ = marian
     for line in [*TEXT, "", "a zebra"]:
         ids = source.encode([line])[0]

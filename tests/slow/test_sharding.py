@@ -59,9 +59,7 @@ def test_training_in_two_processes_equals_one_device(eight):
     both = [start(4, RUNS[1:2], address, "2", str(i)) for i in range(2)]
     first, second = [found(process)[0] for process in both]
     assert first == second
-    assert (
-        first["compiling"] == 0
-    )  # `init_while_compiling` has compiled just what the step needs
+    assert first["compiling"] == 0  # all was compiled before the steps
     np.testing.assert_allclose(first["loss"], eight[0]["loss"], rtol=2e-5)
     specs_of_state = " ".join(first["specs"])
     assert "'data'" in specs_of_state and "'model'" in specs_of_state
@@ -132,7 +130,7 @@ def test_mesh_divides_trials_first(count, trials, shape, wanted):
 @pytest.mark.parametrize(
     "shape, message",
     [
-        ({"trial": 3, "data": 1}, "does not make the 8 devices"),
+        ({"trial": 3, "data": 1}, "mesh.trial=3 x mesh.data=1 .* 8 devices"),
         ({"model": -1}, "one may be -1"),
         ({"model": 0}, "at least 1"),
         ({"trial": 8, "data": 1}, "mesh.trial=8 does not divide the 4 trials"),
@@ -149,7 +147,10 @@ def test_a_mesh_that_does_not_fit_raises_an_error_that_names_the_key(shape, mess
     "model, wanted",
     [
         ({}, []),
-        ({"cross_attention": {"num_heads": 6, "head_dim": 16}}, ["6 heads"]),
+        (
+            {"cross_attention": {"num_heads": 6, "head_dim": 16, "value_dim": 16}},
+            ["6 heads"],
+        ),
         ({"attention": {"num_kv_heads": 2}}, ["2 key/value heads"]),
         ({"attention": {"num_kv_heads": 1}}, []),  # shared by all heads
         ({"mlp_dim": 250}, ["250 units"]),
@@ -174,7 +175,9 @@ def test_what_mesh_model_does_not_divide_is_logged(capsys, model, wanted):
 
 def test_mesh_shard_without_data_is_logged(capsys):
     config = flat(get_config().to_dict()) | {"mesh.shard": "parameters"}
-    params = nnx.split(abstract(partial(Transformer, 64, **get_config().model)))[1]
+    params = nnx.split(
+        abstract(partial(Transformer, 64, **get_config().model.to_dict()))
+    )[1]
     warn_of_undivided(params, config, {"trial": 1, "data": 1, "model": 1})
     (line,) = capsys.readouterr().err.splitlines()
     assert "mesh.shard=parameters" in line and "mesh.data" in line
