@@ -1,6 +1,6 @@
 """Whole models of transformers, with random weights, brought in as a user would.
 
-transformers saves them into a folder, `weights.bring_in` makes a run of it, and both
+transformers saves them into a folder, `weights.import_checkpoint` makes a run of it, and both
 models get the same tokens. Everything is made here: no network.
 """
 
@@ -16,7 +16,12 @@ from headcount.configs.presets import get_config as preset
 from headcount.data import tokenizers
 from headcount.decoding.generate import decode
 from headcount.models.cost import parameters
-from weights import bring_in, load, split, take_out
+from headcount.weights import (
+    export_checkpoint,
+    import_checkpoint,
+    load_model,
+    split,
+)
 
 TOLERANCE = 1e-4
 VOCAB = 50
@@ -36,8 +41,8 @@ def randomised(model, scale=0.15):
 def brought_in(model, folder):
     """Ours, of theirs."""
     model.save_pretrained(folder / "theirs")
-    bring_in(folder / "theirs", folder / "run")
-    return load(folder / "run")
+    import_checkpoint(folder / "theirs", folder / "run")
+    return load_model(folder / "run")
 
 
 def rows(rng, lengths, low, high):
@@ -245,7 +250,7 @@ def test_transformers_reads_what_goes_out(kind, settings, tmp_path):
     make = getattr(transformers, kind)
     theirs = randomised(make(config))
     brought_in(theirs, tmp_path)
-    take_out(tmp_path / "run", tmp_path / "out", "best")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "best")
     back = make.from_pretrained(tmp_path / "out")
     there = theirs.state_dict()
     assert there.keys() == back.state_dict().keys()

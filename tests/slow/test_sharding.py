@@ -149,7 +149,7 @@ def test_a_mesh_that_does_not_fit_raises_an_error_that_names_the_key(shape, mess
         ({}, []),
         (
             {"cross_attention": {"num_heads": 6, "head_dim": 16, "value_dim": 16}},
-            ["6 heads"],
+            ["6 heads", "6 key/value heads"],
         ),
         ({"attention": {"num_kv_heads": 2}}, ["2 key/value heads"]),
         ({"attention": {"num_kv_heads": 1}}, []),  # shared by all heads
