@@ -18,6 +18,7 @@ from headcount.models.transformer import Transformer
 from headcount.runtime import distributed as hosts
 from headcount.runtime import sharding
 from headcount.runtime.profiling import CompileClock
+from headcount.tasks.translation import Translation
 from headcount.training.step import (
     init,
     init_while_compiling,
@@ -25,7 +26,6 @@ from headcount.training.step import (
     train_steps,
 )
 from headcount.training.trials import hyperparameters
-from tests.model_cases import LOSS
 
 STEPS = 4
 
@@ -41,7 +41,7 @@ def losses(config, num_trials, devices):
     rows = sharding.rows_of_part(8, config.train.accumulate_steps)
     mesh = sharding.make_mesh(config.mesh, num_trials, rows, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
-    static = make_static(abstract(build), config, LOSS)
+    static = make_static(abstract(build), config, Translation(config).loss)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         make = partial(init, static=static, build=build)
