@@ -33,6 +33,7 @@ from headcount.configs.commandline import (
 )
 from headcount.runtime import cluster, distributed
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
+from headcount.sweeps.looks import parse_seeds
 from headcount.sweeps.runner import Stopped
 from headcount.sweeps.store import Sweep
 from headcount.sweeps.table import collect, make_rows
@@ -48,8 +49,24 @@ ABLATION = flags.DEFINE_string(
     None,
     "What to compare: a function of configs/ablations.py, or FILE.py:FUNCTION.",
 )
-SEEDS = flags.DEFINE_integer(
-    "seeds", None, "Seeds per arm. Default: the config's seeds."
+SEEDS = flags.DEFINE_string(
+    "seeds",
+    None,
+    "Seeds per arm. Default: the config's seeds. FIRST:LAST, as in 4:32: add seeds in "
+    "stages, and stop arms that are decided.",
+)
+LOOKS = flags.DEFINE_list(
+    "looks",
+    [],
+    "With --seeds=FIRST:LAST: after how many seeds arms are looked at, as in 4,8,16,32. "
+    "Default: FIRST, twice as many, and so on.",
+)
+MARGIN = flags.DEFINE_float(
+    "margin",
+    None,
+    "Difference to the baseline, as scores are shown, within which an arm is "
+    "equivalent. Default: the metric's own (0.3 BLEU, 0.005 nats of loss, ...).",
+    0.0,
 )
 MATCH = flags.DEFINE_enum(
     "match",
@@ -198,7 +215,7 @@ def choose_workdir(temporary: Path) -> Path:
 
 def options(workdir: Path, task_file: Path | None) -> settings.Options:
     """Return the flags that say which sweep it is."""
-    overrides = {}
+    overrides, seeds = {}, parse_seeds(SEEDS.value, LOOKS.value)
     if CONFIG.value is not None:
         overrides = dict(config_flags.get_override_values(flags.FLAGS["config"]))
     return settings.Options(
@@ -206,7 +223,9 @@ def options(workdir: Path, task_file: Path | None) -> settings.Options:
         config_file=None if CONFIG.value is None else config_file(),
         overrides=overrides,
         ablation=ABLATION.value,
-        seeds=SEEDS.value,
+        seeds=None if seeds is None else seeds.count,
+        looks=None if seeds is None else seeds.looks,
+        margin=MARGIN.value,
         workdir=workdir,
         match=MATCH.value,
         tune=TUNE.value,

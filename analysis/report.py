@@ -89,6 +89,8 @@ class Report(NamedTuple):
     note: str | None
     checkpoint: str  # that is scored, a key of report_markdown.CHECKPOINTS
     has_search: bool  # whether nuisance settings were searched
+    verdicts: list[dict]  # one per arm but the baseline; see `sweeps.looks`
+    cost: str  # of the verdicts
     unfinished: int  # trials
     seed: int | None  # of bootstrap and examples; None: the first of each arm
 
@@ -171,10 +173,11 @@ def with_unit(text: str, metric: Metric) -> str:
     return text if is_clear else f"{text}, {metric.unit}"
 
 
-def margin_text(metric: Metric) -> str:
-    """Return the metric's margin with its unit: 0.3 points of BLEU."""
+def margin_text(metric: Metric, margin: float | None = None) -> str:
+    """Return a margin, by default the metric's, with its unit: 0.3 points of BLEU."""
+    margin = metric.margin if margin is None else margin
     unit = "percentage points" if metric.unit == "%" else metric.unit
-    return " ".join(filter(None, [f"{metric.margin:g}", unit, "of", metric.label]))
+    return " ".join(filter(None, [f"{margin:g}", unit, "of", metric.label]))
 
 
 def format_seeds(needed: float | None) -> str:
@@ -263,6 +266,42 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     if lost := sum(arm.lost for arm in report.arms):
         sentences.append(f"{count(lost, 'trial')} diverged or failed.")
     return sentences
+
+
+def verdicts_table(report: Report) -> list[list[str]]:
+    """Return the table of verdicts; its first row is the header."""
+    spec = report.metric.format
+    header = ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
+    rows = [
+        [
+            row["arm"],
+            row["verdict"],
+            signed(row["difference"], spec),
+            interval(row["low"], row["high"], spec, signed),
+            str(row["seeds"]),
+        ]
+        for row in report.verdicts
+    ]
+    return [header, *rows]
+
+
+def verdict_sentences(report: Report) -> list[str]:
+    """Return a sentence per verdict: which arms are better, worse, and so on."""
+    if not report.verdicts:
+        return []
+    margin, baseline = report.verdicts[0]["margin"], report.baseline.name
+    within = "" if margin is None else f" within {margin_text(report.metric, margin)}"
+    texts = {
+        "better": f"Better than the baseline {baseline}: {{}}.",
+        "worse": f"Worse than the baseline {baseline}: {{}}.",
+        "equivalent": f"Equivalent to the baseline {baseline}{within}: {{}}.",
+        "undecided": "Undecided: {}.",
+    }
+    found = []
+    for kind, text in texts.items():
+        names = [row["arm"] for row in report.verdicts if row["verdict"] == kind]
+        found += [text.format("; ".join(names))] if names else []
+    return found
 
 
 def differences_text(metric: Metric, comparisons: list[Comparison]) -> str:

@@ -12,6 +12,8 @@ from headcount.analysis.report import (
     others_table,
     scores_table,
     verdict,
+    verdict_sentences,
+    verdicts_table,
     with_unit,
 )
 from headcount.analysis.significance import LEVEL
@@ -46,6 +48,7 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         "\n".join(f"> {escape(each)}\n>" for each in verdict(report, comparisons)),
         escape(report.note or ""),
         *(figure(figures, f"test_{metric.name}") for metric in report.outcomes),
+        *verdicts(report),
         "## Scores",
     ]
     for metric in report.outcomes:
@@ -75,6 +78,39 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         "have a row for every trial."
     )
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def verdicts(report: Report) -> list[str]:
+    """Return the section on verdicts."""
+    if not report.verdicts:
+        return []
+    first = report.verdicts[0]
+    label, split = with_unit(report.metric.label, report.metric), first["split"]
+    looks = first["looks"]
+    how = (
+        f"Arms were looked at after {looks.replace(',', ', ')} seeds, and those that "
+        f"were decided got no more. The boundaries spend the error rate over the looks "
+        f"(Lan and DeMets 1983), and the intervals hold at all looks at once (Jennison "
+        f"and Turnbull 1989)."
+        if looks
+        else "The number of seeds was fixed beforehand."
+    )
+    margin = first["margin"]
+    equivalent = (
+        "Without a margin (--margin) no arm can be equivalent."
+        if margin is None
+        else f"Equivalent: two one-sided tests (Schuirmann 1987) reject a difference of "
+        f"{margin_text(report.metric, margin)} either way."
+    )
+    explained = (
+        f"By {label} on {split}, paired by seed. The probability of any false verdict "
+        f"over all arms is at most {LEVEL:.0%}: each arm has an equal share of it, so "
+        f"the intervals are wider than single 95% intervals. {how} {equivalent} "
+        f"{report.cost}"
+    )
+    sentences = "\n".join(f"- {escape(each)}" for each in verdict_sentences(report))
+    rows = table(verdicts_table(report))
+    return ["## Verdicts", sentences, rows, escape(explained)]
 
 
 def escape(text: str) -> str:

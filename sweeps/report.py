@@ -9,12 +9,19 @@ from matplotlib import pyplot as plt
 
 from headcount.analysis.anchors import find_anchor, published_score
 from headcount.analysis.formatting import count
-from headcount.analysis.report import ArmResult, Bootstrap, Example, Report
+from headcount.analysis.report import (
+    ArmResult,
+    Bootstrap,
+    Example,
+    Report,
+    verdict_sentences,
+)
 from headcount.analysis.report_figures import make_figures, save_png, to_svg
 from headcount.analysis.report_html import write_html
 from headcount.analysis.report_markdown import write_markdown
 from headcount.configs.commandline import flat
 from headcount.sweeps.labels import symbol
+from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.store import Sweep, read_run
 from headcount.sweeps.table import count_unfinished
@@ -63,6 +70,9 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     markdown = write_markdown(report, paths)
     (sweep.workdir / "report.md").write_text(markdown)
     write_html(sweep.workdir / "report.html", markdown, report.title, svgs)
+    for sentence in verdict_sentences(report):
+        print(sentence)
+    print(report.cost.replace("They", "The verdicts"))
     print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
 
 
@@ -117,8 +127,30 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         note=settings["note"],
         checkpoint=settings["checkpoint"],
         has_search=sweep.has_search,
+        verdicts=verdict_rows(sweep.plan, settings, metric, rows),
+        cost=cost_of_verdicts(sweep, rows),
         unfinished=count_unfinished(sweep.plan, rows),
         seed=seed,
+    )
+
+
+def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
+    """Return trainings, FLOPs and minutes of the sweep, against all seeds for all."""
+    flops = {arm.name: arm.training_flops for arm in sweep.plan.arms}
+    own = [row for row in rows if row["steps"]]
+    used = sum(flops[row["arm"]] for row in own)
+    minutes = sum(row["seconds"] or 0 for row in own) / 60
+    text = (
+        f"They took {count(len(own), 'training')}, {used:.3g} FLOP and {minutes:.3g} "
+        f"minutes of updates"
+    )
+    if sweep.looks is None:
+        return f"{text}."
+    most = sum(len(arm.seeds) for arm in sweep.plan.arms)
+    whole = sum(flops[arm.name] * len(arm.seeds) for arm in sweep.plan.arms)
+    return (
+        f"{text}; {sweep.looks.seeds[-1]} seeds for every arm would be {most} "
+        f"trainings and {whole:.3g} FLOP."
     )
 
 

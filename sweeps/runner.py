@@ -130,7 +130,7 @@ class Runner:
         failed = (sweep.workdir / "groups").glob("*/failed.json")
         self.old_failures = {path: modified_at(path) for path in failed}
         self.workers = local_workers() if workers is None else workers
-        self.extends = groups is None and sweep.has_search
+        self.extends = groups is None and sweep.grows
         self.left = list(sweep.groups if groups is None else groups)
         self.groups = list(self.left)
         self.signal: int | None = None  # that this process received

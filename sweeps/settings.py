@@ -30,7 +30,7 @@ from headcount.tasks import Task, best_metric, make_task
 FORMAT_VERSION = 1  # of sweep.json
 FIXED = (  # what makes it this sweep
     *("base", "ablation", "match", "tune", "search", "search_seeds"),
-    *("checkpoint", "metric", "test_split"),
+    *("checkpoint", "metric", "test_split", "looks", "margin"),
 )
 SETTINGS = (  # what sweep.json holds
     *("format_version", *FIXED, "arms", "docstring", "seeds", "config"),
@@ -39,6 +39,7 @@ SETTINGS = (  # what sweep.json holds
 FLAGS = (  # that set a setting
     *("ablation", "seeds", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "group_size", "note"),
+    *("looks", "margin"),
 )
 # Flags that say where and how a part of the sweep runs: not part of its command.
 PLACEMENT = ("group", "shard", "launcher", "address", "resources", "examples")
@@ -54,6 +55,8 @@ class Options(NamedTuple):
     overrides: dict
     ablation: str | None
     seeds: int | None
+    looks: list[int] | None
+    margin: float | None
     workdir: Path
     match: str | None
     tune: list[str]
@@ -166,6 +169,7 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     if options.config is not None:
         config = options.config.to_dict()
         kept = {"seeds": config["seeds"], "group_size": 16, "note": None} | settings
+        looks = {"looks": None, "margin": None} if stored is None else {}
         settings = kept | {
             "format_version": FORMAT_VERSION,
             "config": options.config_file,
@@ -179,6 +183,7 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
             "checkpoint": "last" if task.test_split == "val" else "best",
             "metric": best_metric(task).name,
             "test_split": task.test_split,
+            **looks,
         }
         if stored is None or options.verb == "run":
             words = without_placement(sys.argv[1:])
@@ -334,10 +339,10 @@ def select_groups(
         raise ValueError(
             f"--shard must be i/n with i from 0 to n - 1, as in 0/4; got {shard}."
         )
-    if sweep.has_search:
+    if sweep.grows:
         raise ValueError(
-            "--shard divides the groups that are known at the start, but a search adds "
-            "more; run the same command without --shard on every machine instead: they "
+            "--shard divides the groups that are known at the start, but a search or "
+            "planned looks add more; run the same command without --shard on every machine instead: they "
             "share the work."
         )
     return sweep.groups[index::count]

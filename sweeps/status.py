@@ -6,6 +6,7 @@ from rich.table import Table
 
 from headcount.analysis.formatting import format_settings
 from headcount.analysis.tables import print_table
+from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.store import Sweep
 from headcount.sweeps.table import count_unfinished
 
@@ -21,7 +22,12 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
     table = Table(
         *("arm", *present, "steps", f"dev {metric.label}"),
         *(["chosen"] if sweep.has_search else []),
+        *(["verdict"] if sweep.looks else []),
     )
+    verdicts = {
+        row["arm"]: f"{row['verdict']} after {row['seeds']} seeds"
+        for row in verdict_rows(sweep.plan, sweep.settings, metric, rows)
+    }
     for arm in sweep.plan.arms:
         of_arm = [row for row in rows if row["arm"] == arm.name]
         counts = [sum(row["status"] == s for row in of_arm) for s in present]
@@ -39,6 +45,7 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
             f"{sum(row['steps'] for row in of_arm)}/{steps}",
             metric.show(sum(scores) / len(scores)) if scores else "",
             *([chosen] if sweep.has_search else []),
+            *([verdicts.get(arm.name, "baseline")] if sweep.looks else []),
         )
     console = print_table(table)
     for error in dict.fromkeys(row["error"] for row in rows if row["error"]):

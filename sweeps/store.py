@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from headcount.analysis.sequential import Looks
 from headcount.runtime.workdir import (
     differences,
     matches,
@@ -28,13 +29,13 @@ from headcount.runtime.workdir import (
     summarize,
     write_json,
 )
+from headcount.sweeps.looks import make_looks, staged_trials
 from headcount.sweeps.plan import Group, Plan, Trial, group_trials
 from headcount.sweeps.search import (
     DIVERGED,
     DevScore,
     Search,
     dev_score,
-    next_trials,
 )
 from headcount.tasks import Metric, Task
 from headcount.training.metrics import read_metrics
@@ -80,8 +81,18 @@ class Sweep(NamedTuple):
         return next(m for m in self.task.metrics if m.name == self.settings["metric"])
 
     @property
-    def has_search(self) -> bool:
+    def looks(self) -> Looks | None:
+        """The planned looks; None: every arm gets all its seeds at once."""
+        return make_looks(self.settings, self.plan, self.metric)
+
+    @property
+    def grows(self) -> bool:
         """Whether more groups may follow from those that exist."""
+        return self.has_search or self.looks is not None
+
+    @property
+    def has_search(self) -> bool:
+        """Whether arms have a choice of nuisance settings."""
         return any(map(self.search.has_choice, self.plan.arms))
 
     def folder(self, group: Group) -> Path:
@@ -117,7 +128,14 @@ class Sweep(NamedTuple):
         with lock:
             groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
             existing = self._replace(groups=groups).scored_trials()
-            trials = next_trials(self.plan.arms, self.search, existing, propose)
+            trials = staged_trials(
+                self.plan.arms,
+                self.search,
+                existing,
+                propose,
+                self.looks,
+                self.metric.scale,
+            )
             order = {trial.id: index for index, trial in enumerate(trials)}
             groups = [g for g in groups if any(t.id in order for t in g.trials)]
             placed = {trial.id for group in groups for trial in group.trials}
@@ -134,16 +152,16 @@ class Sweep(NamedTuple):
         return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
 
     def scored_trials(self) -> list[tuple[Trial, DevScore | None]]:
-        """Return all trials on disk; those of searches with their dev score, if any."""
+        """Return all trials on disk with their dev score, if they have one yet."""
         results, _ = self.read_results("val")
         found = []
         for group in self.groups:
             rows = results.get(group.name)
             for index, trial in enumerate(group.trials):
                 score = None
-                if trial.is_search and rows is not None:
+                if rows is not None:
                     score = dev_score(rows[index], self.metric)
-                elif trial.is_search:
+                else:
                     metrics = read_metrics(self.folder(group))
                     if diverged_at(metrics, index) is not None:
                         score = DIVERGED

@@ -1,4 +1,4 @@
-"""The table of a sweep: sweep.sqlite and sweep.csv, one row per trial.
+"""The tables of a sweep: a row per trial and one per arm, in SQLite and as CSV.
 
 It is made from the groups' folders whenever a group ends, and can be deleted and made
 again at any time.
@@ -10,6 +10,7 @@ import json
 import sqlite3
 from pathlib import Path
 
+from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.plan import Arm, Group, Plan
 from headcount.sweeps.store import (
     TRAINED,
@@ -21,6 +22,11 @@ from headcount.sweeps.store import (
 )
 from headcount.tasks import Metric
 from headcount.training.metrics import read_metrics
+
+VERDICT_COLUMNS = [
+    *("arm", "verdict", "metric", "split", "difference", "low", "high", "margin"),
+    *("seeds", "looks"),
+]
 
 
 def column_names(metrics: tuple[Metric, ...]) -> list[str]:
@@ -40,8 +46,11 @@ def collect(sweep: Sweep) -> list[dict]:
     with locked(sweep.workdir / ".table"):
         rows = make_rows(sweep)
         columns = column_names(sweep.task.metrics)
-        write_sqlite(sweep.workdir / "sweep.sqlite", columns, rows)
+        verdicts = verdict_rows(sweep.plan, sweep.settings, sweep.metric, rows)
+        tables = {"trials": (columns, rows), "verdicts": (VERDICT_COLUMNS, verdicts)}
+        write_sqlite(sweep.workdir / "sweep.sqlite", tables)
         write_csv(sweep.workdir / "sweep.csv", columns, rows)
+        write_csv(sweep.workdir / "verdicts.csv", VERDICT_COLUMNS, verdicts)
     return rows
 
 
@@ -196,14 +205,22 @@ def mark_selected(rows: list[dict]) -> None:
             row["selected"] = int(row["nuisance"] == chosen[row["arm"]])
 
 
-def write_sqlite(path: Path, columns: list[str], rows: list[dict]) -> None:
-    """Write the rows as a new database, so that readers of the old one don't block."""
-    names = ", ".join(f'"{name}"' for name in columns)
-    values = ", ".join("?" * len(columns))
-    found = [[row[name] for name in columns] for row in rows]
+def write_sqlite(path: Path, tables: dict[str, tuple[list[str], list[dict]]]) -> None:
+    """Write a new database, so that readers of the old one don't block.
+
+    Args:
+        tables: columns and rows by name; the first column is the primary key.
+    """
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.execute(f"CREATE TABLE trials ({names}, PRIMARY KEY (id))")
-        database.executemany(f"INSERT INTO trials ({names}) VALUES ({values})", found)
+        for table, (columns, rows) in tables.items():
+            names = ", ".join(f'"{name}"' for name in columns)
+            values = ", ".join("?" * len(columns))
+            found = [[row[name] for name in columns] for row in rows]
+            key = f"PRIMARY KEY ({columns[0]})"
+            database.execute(f"CREATE TABLE {table} ({names}, {key})")
+            database.executemany(
+                f"INSERT INTO {table} ({names}) VALUES ({values})", found
+            )
         database.commit()
         content = database.serialize()
     part = path.with_name(path.name + ".part")

@@ -16,7 +16,7 @@ def with_devices(number: int, flags: str = "") -> dict[str, str]:
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
 
 

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from headcount.analysis.evaluation import translations
-from headcount.decoding.generate import programs, translate
-from headcount.decoding.queue import Queue
-from headcount.decoding.search import complete
+from headcount.data.examples import Ragged
+from headcount.decoding.generate import generate, programs
+from headcount.decoding.scheduling import Queue
+from headcount.decoding.search import check_options
 from headcount.models.transformer import Transformer
 from headcount.runtime import sharding
+from headcount.tasks import Run
+from headcount.tasks.translation import translations
 from headcount.training.hlo_cost import Program
 
 
@@ -34,40 +36,40 @@ def main():
     gates["cross"][2, 0, 1] = 0.0
     rng = np.random.default_rng(0)
     sources = [[*rng.integers(3, 40, n).tolist(), 2] for n in (3, 8, 5, 2, 7)]
-    own_platform, found = sharding.platform, []
+    own_platform, found = sharding.platform_of, []
     for shape in json.loads(sys.argv[1]):
         devices = jax.devices()[: int(np.prod(list(shape.values())))]
         mesh = sharding.make_mesh(shape, 4, 8, devices)
         placed = jax.device_put(params, sharding.named(mesh, "trial"))
-        for platform in (own_platform, lambda: "gpu"):
-            sharding.platform = platform
+        for platform in (own_platform, lambda mesh: "gpu"):
+            sharding.platform_of = platform
+            run = Run(None, graph, placed, [{}] * 4, gates, [0] * 4, [None] * 4, None)
             with jax.set_mesh(mesh):
-                of_trials = translations(
-                    graph, placed, gates, sources, [0, 2, 3], beam_size=2
-                )
+                chosen = Ragged.of(sources), [0, 2, 3]
+                of_trials = translations(run, *chosen, beam_size=2)
                 one = jax.tree.map(lambda leaf: leaf[2], (placed, gates))
                 options = {"head_gates": one[1], "beam_size": 2}
-                alone, _ = translate(graph, one[0], sources, **options)
+                alone, _ = generate(graph, one[0], sources, **options)
             found.append([*(of_trials[trial] for trial in (0, 2, 3)), alone])
     print(json.dumps({"translations": found, "moved": moved(graph, params)}))
 
 
 def moved(graph, params):
     """The collectives of each program that decodes four trials on four devices."""
-    mesh = sharding.line(jax.devices()[:4])
+    mesh = sharding.trial_mesh(jax.devices()[:4])
     params = jax.device_put(params, sharding.named(mesh, "trial"))
     leaves, structure = jax.tree.flatten(params)
-    options = tuple(complete(beam_size=2).items())
+    options = tuple(check_options(beam_size=2).items())
     with jax.set_mesh(mesh):
-        idle, encode, go_on = programs(graph, structure, options)
-        state = idle(leaves, shape=(4, 16), max_length=32)
-        source = np.zeros((4, 4, 16), np.int32)
+        make_idle, prefill, serve = programs(graph, structure, options)
+        state = make_idle(leaves, shape=(4, 16), max_length=32)
+        prompts = np.zeros((4, 4, 16), np.int32)
         of_trials, of_rows = np.zeros(4, np.int32), np.zeros((4, 4), np.int32)
-        reading = leaves, None, source
-        queue = Queue(encode(*reading), of_rows, of_rows, of_trials)
+        reading = leaves, None, prompts, of_rows
+        queue = Queue(prefill(*reading), of_rows, of_rows, of_trials)
         lowered = [
-            encode.lower(*reading),
-            go_on.lower(state, leaves, None, queue, of_trials, of_trials),
+            prefill.lower(*reading),
+            serve.lower(state, leaves, None, queue, of_trials, of_trials),
         ]
         return [Program(p.compile().as_text()).collectives() for p in lowered]
 

@@ -1,7 +1,6 @@
 """Prints the losses of a few steps on meshes of CPU devices, for test_sharding.py.
 
-Arguments: JSON list of [trials, mesh]; then, to run as one of several processes that
-share the devices, an address, the number of processes and the index of this one.
+With an address, a number and an index: as one of several processes that share them.
 """
 
 import json
@@ -13,9 +12,11 @@ import numpy as np
 
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
+from headcount.data.batches import batch_spec
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
-from headcount.runtime import distributed, sharding
+from headcount.runtime import distributed as hosts
+from headcount.runtime import sharding
 from headcount.runtime.profiling import CompileClock
 from headcount.tasks.translation import Translation
 from headcount.training.step import (
@@ -30,9 +31,9 @@ STEPS = 4
 
 
 def losses(config, num_trials, devices):
-    """Return losses by step and trial, the state's shardings, and compile seconds.
+    """Of every step and trial, the shardings of the state's leaves, seconds to compile.
 
-    The seconds are of compilation after `init_while_compiling`.
+    Of compiling when the steps are done, after `init_while_compiling`.
     """
     arrays = hyperparameters(
         flat(config.to_dict()), [{"seed": seed} for seed in range(num_trials)]
@@ -40,12 +41,12 @@ def losses(config, num_trials, devices):
     rows = sharding.rows_of_part(8, config.train.accumulate_steps)
     mesh = sharding.make_mesh(config.mesh, num_trials, rows, devices)
     build = partial(Transformer, 64, **config.model.to_dict())
-    task = Translation(config)
-    static = make_static(abstract(build), config, task.loss)
+    static = make_static(abstract(build), config, Translation(config).loss)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         make = partial(init, static=static, build=build)
-        state = init_while_compiling(make, arrays, STEPS, task.spec(8, 16), static)
+        spec = batch_spec(("source", "target"), 8, {"source": 16, "target": 16})
+        state = init_while_compiling(make, arrays, STEPS, spec, static)
         batch = {}
         for side in ("source", "target"):
             tokens = rng.integers(3, 64, (num_trials, STEPS, 8, 16), np.int32)
@@ -66,9 +67,7 @@ def losses(config, num_trials, devices):
 
 def main():
     address, *counts = sys.argv[2:] or (None, None, None)
-    distributed.connect(
-        address, *(count and int(count) for count in counts), seconds=60
-    )
+    hosts.connect(address, *(count and int(count) for count in counts), seconds=60)
     config = get_config()
     config.model.width, config.model.mlp_dim = 32, 512
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
@@ -81,7 +80,7 @@ def main():
         devices = jax.devices() if shape else jax.devices()[:1]
         found.append(losses(config, trials, devices))
     print(json.dumps(found))
-    distributed.leave()
+    hosts.leave()
 
 
 if __name__ == "__main__":

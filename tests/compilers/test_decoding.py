@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from headcount.decoding.generate import programs
-from headcount.decoding.queue import Queue
-from headcount.decoding.search import complete
+from headcount.decoding.scheduling import Queue
+from headcount.decoding.search import check_options
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
 from headcount.runtime import sharding
@@ -23,7 +23,7 @@ SIZES = {"width": 64, "mlp_dim": 128, "num_encoder_layers": 1, "num_decoder_laye
 @pytest.mark.parametrize("beam_size", [1, 5])
 @pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
 def test_chips_decode_their_trials_without_communication(target, beam_size):
-    mesh = sharding.line(targets.devices(target).ravel())
+    mesh = sharding.trial_mesh(targets.devices(target).ravel().tolist())
     on_trial = sharding.named(mesh, "trial")
 
     def of_trials(tree):
@@ -42,21 +42,21 @@ def test_chips_decode_their_trials_without_communication(target, beam_size):
         graph, params = nnx.split(abstract(model))
         leaves, structure = jax.tree.flatten(params)
         leaves = of_trials(leaves)
-        options = tuple(complete(beam_size=beam_size).items())
-        idle, encode, go_on = programs(graph, structure, options)
+        options = tuple(check_options(beam_size=beam_size).items())
+        make_idle, prefill, serve = programs(graph, structure, options)
 
         def placed(function, *arguments, **sizes):
             """What it gives, without running it."""
             out = jax.eval_shape(partial(function, **sizes), *arguments)
             return sharding.abstract(out, jax.tree.map(lambda _: on_trial, out))
 
-        state = placed(idle, leaves, shape=(B, S), max_length=L)
-        reading = leaves, None, integers(B, S)
-        encoded = placed(encode, *reading)
-        queue = Queue(encoded, integers(B), integers(B), integers())
+        state = placed(make_idle, leaves, shape=(B, S), max_length=L)
+        reading = leaves, None, integers(B, S), integers(B)
+        prompts = placed(prefill, *reading)
+        queue = Queue(prompts, integers(B), integers(B), integers())
         traced = [
-            encode.trace(*reading),
-            go_on.trace(state, leaves, None, queue, integers(), integers()),
+            prefill.trace(*reading),
+            serve.trace(state, leaves, None, queue, integers(), integers()),
         ]
         compiled = [x.lower(lowering_platforms=(platform,)).compile() for x in traced]
     for program in compiled:

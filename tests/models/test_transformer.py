@@ -71,9 +71,7 @@ def influences():
         (5, {7, 8, 9, 10, 11, 1, 24}),
     ],
 )
-def test_output_depends_on_source_and_earlier_tokens_alone(
-    influences, position, seen
-):
+def test_output_depends_on_source_and_earlier_tokens_alone(influences, position, seen):
     assert influences(position) == seen
 
 
@@ -328,9 +326,7 @@ def test_bad_head_settings_raise_an_error_that_names_the_key(change, message):
         ({"implementation": "xla", "sink": True}, "and so none with a sink"),
     ],
 )
-def test_an_implementation_that_cannot_run_raises_an_error(
-    change, message
-):
+def test_an_implementation_that_cannot_run_raises_an_error(change, message):
     config = get_config().model
     config.attention.update(change)
     model = abstract(partial(Transformer, VOCAB, **config.to_dict()))

@@ -1,7 +1,7 @@
 """Whole models of transformers, with random weights, brought in as a user would.
 
-transformers saves them into a folder, `weights.bring_in` makes a run of it, and both
-models get the same tokens. Everything is made here: no network.
+transformers saves them into a folder, `weights.import_checkpoint` makes a run of it,
+and both models get the same tokens. Everything is made here: no network.
 """
 
 import json
@@ -13,10 +13,15 @@ import torch
 import transformers
 
 from headcount.configs.presets import get_config as preset
-from headcount.data import tokenizer
+from headcount.data import tokenizers
 from headcount.decoding.generate import decode
 from headcount.models.cost import parameters
-from weights import bring_in, load, split, take_out
+from headcount.weights import (
+    export_checkpoint,
+    import_checkpoint,
+    load_model,
+    split,
+)
 
 TOLERANCE = 1e-4
 VOCAB = 50
@@ -36,8 +41,8 @@ def randomised(model, scale=0.15):
 def brought_in(model, folder):
     """Ours, of theirs."""
     model.save_pretrained(folder / "theirs")
-    bring_in(folder / "theirs", folder / "run")
-    return load(folder / "run")
+    import_checkpoint(folder / "theirs", folder / "run")
+    return load_model(folder / "run")
 
 
 def rows(rng, lengths, low, high):
@@ -149,7 +154,7 @@ def marian(tmp_path_factory):
     theirs.final_logits_bias += torch.randn(theirs.final_logits_bias.shape)
     theirs.final_logits_bias[0, 0] += 3.0  # or sentences have no end
     (folder / "theirs").mkdir()
-    model = tokenizer.train(TEXT, 30)
+    model = tokenizers.train_sentencepiece(TEXT, 30)
     spm = sentencepiece.SentencePieceProcessor(model_proto=model)
     names = ["</s>", "<unk>"]
     names += [spm.id_to_piece(i) for i in range(4, spm.vocab_size())][::-1]
@@ -159,7 +164,7 @@ def marian(tmp_path_factory):
     for name in ("source", "target"):
         (folder / "theirs" / f"{name}.spm").write_bytes(model)
     ours = brought_in(theirs, folder)
-    number = np.array([VOCAB - 1, *tokenizer.marian_order(vocabulary)])
+    number = np.array([VOCAB - 1, *tokenizers.marian_order(vocabulary)])
     return theirs, ours, number, folder
 
 
@@ -199,10 +204,8 @@ def test_marian_translates_token_for_token(marian, beam_size):
             bad_words_ids=[[VOCAB - 1]],
             max_length=longest + 1,  # with the token that decoding starts from
         ).numpy()
-    batch = side("source", source, mask)
-    found = decode(
-        ours, *batch.values(), max_length=longest, beam_size=beam_size
-    ).tokens
+    prompts = jnp.asarray(source, jnp.int32), jnp.asarray(mask.sum(1), jnp.int32)
+    found = decode(ours, *prompts, max_length=longest, beam_size=beam_size).tokens
     ended = 0
     for row, other in zip(np.asarray(found), wanted, strict=True):
         row = number[row[row > 0]].tolist()
@@ -218,7 +221,7 @@ def test_marian_translates_token_for_token(marian, beam_size):
 def test_marian_tokenizer(marian):
     *_, folder = marian
     theirs = transformers.MarianTokenizer.from_pretrained(folder / "theirs")
-    source, target = tokenizer.load(folder / "run" / "tokenizer")
+    source, target = tokenizers.load_pair(folder / "run")
     _, _, number, _ = marian
     for line in [*TEXT, "", "a zebra"]:
         ids = source.encode([line])[0]
@@ -245,7 +248,7 @@ def test_transformers_reads_what_goes_out(kind, settings, tmp_path):
     make = getattr(transformers, kind)
     theirs = randomised(make(config))
     brought_in(theirs, tmp_path)
-    take_out(tmp_path / "run", tmp_path / "out", "best")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "best")
     back = make.from_pretrained(tmp_path / "out")
     there = theirs.state_dict()
     assert there.keys() == back.state_dict().keys()

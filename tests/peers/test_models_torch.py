@@ -15,7 +15,7 @@ from flax import nnx
 
 from benchmarks.peers_training import Model
 from headcount.configs import multi30k
-from headcount.models.attention import Attention, full_map
+from headcount.models.attention import Attention, attention_map
 from headcount.models.cost import abstract, parameters
 from headcount.models.layers import Layer
 from headcount.models.positions import bucket, rotate
@@ -113,7 +113,7 @@ def test_attention(attentions, kind, padded):
     got = ours(
         jnp.asarray(x),
         None if kind != "cross" else jnp.asarray(memory),
-        watch=lambda seen: maps.append(full_map(seen)),
+        observe=lambda seen: maps.append(attention_map(seen)),
         **masks,
     )
     sides = (torch.tensor(x), torch.tensor(memory), torch.tensor(memory))

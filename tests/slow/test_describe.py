@@ -21,7 +21,6 @@ from headcount.models.describe import parts, spec_of
 from headcount.models.transformer import Transformer
 from tests.model_cases import SETTINGS, VOCAB, build_of, config_of
 
-
 # Every setting of the model that has parameters or products of its own.
 OTHERS = {
     "gated feed-forward": {"mlp": "gated", "use_bias": False, "norm_type": "rms_norm"},
@@ -48,7 +47,9 @@ def test_parts_of_other_settings_sum_to_the_whole(name):
 def check_parts(model):
     rows = parts(model, 9, 7)
     assert sum(row.parameters for row in rows) == parameters(model)
-    assert sum(row.multiply_adds for row in rows) == multiply_adds(model, spec_of(model, 9, 7))
+    assert sum(row.multiply_adds for row in rows) == multiply_adds(
+        model, spec_of(model, 9, 7)
+    )
     assert len({row.name for row in rows}) == len(rows)
 
 

@@ -30,6 +30,7 @@ from tests.model_cases import (
     made,
 )
 
+
 def test_settings_cover_all_merge_rules_and_positions():
     assert {s[2].get("merge", "concat") for s in SETTINGS.values()} == set(MERGE_RULES)
     assert {s[0] for s in SETTINGS.values()} == set(POSITIONS)

@@ -63,6 +63,8 @@ def options(workdir, corpus, **changes) -> Options:
         "overrides": {"train.num_steps": 20},
         "ablation": "kv_heads",
         "seeds": 2,
+        "looks": None,
+        "margin": None,
         "workdir": workdir,
         "match": None,
         "tune": [],

@@ -1,0 +1,190 @@
+"""Planned looks: seeds are added in stages, and arms that are decided get no more.
+
+--seeds=4:32 looks at every arm after 4, 8, 16 and 32 seeds. What is looked at is the
+sweep's metric on dev: scores on test decide nothing. The statistics, whose error rates
+hold in spite of looking, are in `analysis.sequential`.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from headcount.analysis.sequential import (
+    Looks,
+    Verdict,
+    check_looks,
+    default_looks,
+    judge,
+)
+from headcount.sweeps.plan import Arm, Plan, Trial
+from headcount.sweeps.search import DevScore, Search, next_trials
+from headcount.tasks import Metric
+
+
+class Seeds(NamedTuple):
+    """How many seeds an arm gets."""
+
+    count: int  # at most
+    looks: list[int] | None  # numbers of seeds after which arms are looked at
+
+
+def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
+    """Return what --seeds and --looks say; None: nothing.
+
+    Raises:
+        ValueError: they can't be parsed, or don't go together.
+    """
+    if seeds is None and not looks:
+        return None
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds or "")
+    if found is None or int(found.group(1)) < 1:
+        raise ValueError(
+            f"--seeds must be a number, or the first and last number of seeds to look "
+            f"at, as in --seeds=4:32; got {seeds}."
+        )
+    first, last = (int(x) if x else None for x in found.groups())
+    if last is None and looks:
+        raise ValueError(
+            f"--looks needs the range of seeds, as in --seeds={looks[0]}:{looks[-1]}."
+        )
+    if last is None:
+        return Seeds(first, None)
+    if last < first:
+        raise ValueError(f"--seeds={seeds} must be FIRST:LAST, with FIRST below LAST.")
+    planned = default_looks(first, last)
+    if looks:
+        if not all(re.fullmatch(r"\d+", x) for x in looks):
+            raise ValueError(f"--looks must be numbers, got {','.join(looks)}.")
+        planned = tuple(map(int, looks))
+        if (planned[0], planned[-1]) != (first, last):
+            raise ValueError(
+                f"--looks={','.join(looks)} must start and end like --seeds={seeds}."
+            )
+    check_looks(planned)
+    return Seeds(last, list(planned))
+
+
+def make_looks(settings: dict, plan: Plan, metric: Metric) -> Looks | None:
+    """Return the planned looks of a sweep's settings; None: there are none."""
+    if settings["looks"] is None:
+        return None
+    return Looks(tuple(settings["looks"]), margin_of(settings, metric), others(plan))
+
+
+def margin_of(settings: dict, metric: Metric) -> float | None:
+    """Return the margin of equivalence, as scores are shown."""
+    return metric.margin if settings["margin"] is None else settings["margin"]
+
+
+def others(plan: Plan) -> int:
+    """Return the number of arms that are compared with the baseline, at least 1."""
+    return max(1, len(plan.arms) - 1)
+
+
+def staged_trials(
+    arms: list[Arm],
+    search: Search,
+    existing: list[tuple[Trial, DevScore | None]],
+    propose: bool,
+    looks: Looks | None,
+    scale: float,
+) -> list[Trial]:
+    """Return all trials that a sweep has by now, with seeds up to the present look.
+
+    A look is over when every trial of its seeds has a dev score. Then arms that are
+    undecided, and the baseline, get the seeds of the next one.
+
+    Args:
+        arms: with all their seeds.
+        search, existing, propose: see `next_trials`.
+        looks: None: all seeds at once.
+        scale: from stored scores to those shown.
+    """
+    if looks is None:
+        return next_trials(arms, search, existing, propose)
+    scores = {trial.id: score for trial, score in existing}
+    stages = dict.fromkeys([arm.name for arm in arms], 0)
+    while True:
+        limited = [
+            arm._replace(seeds=arm.seeds[: looks.seeds[stages[arm.name]]])
+            for arm in arms
+        ]
+        trials = next_trials(limited, search, existing, propose)
+        reported = {arm.name: {} for arm in arms}
+        for trial in trials:
+            if not trial.is_search:
+                reported[trial.arm][trial.seed] = scores.get(trial.id)
+        searching = {t.arm for t in trials if t.is_search and scores.get(t.id) is None}
+        if searching or any(None in of.values() for of in reported.values()):
+            return trials
+        base = next(arm.name for arm in arms if arm.is_baseline)
+        undecided = [
+            arm.name
+            for arm in limited
+            if not arm.is_baseline
+            and stages[arm.name] + 1 < len(looks.seeds)
+            and is_undecided(reported[arm.name], reported[base], looks, scale)
+        ]
+        if not undecided:
+            return trials
+        for name in (base, *undecided):
+            stages[name] += 1
+
+
+def is_undecided(own: dict, base: dict, looks: Looks, scale: float) -> bool:
+    """Whether an arm should get more seeds; one that has diverged should not."""
+    pairs = [(own[seed], base[seed]) for seed in own if seed in base]
+    differences = [scale * (x.value - y.value) for x, y in pairs]
+    if not differences or not all(map(math.isfinite, differences)):
+        return False
+    return judge(differences, looks).kind == "undecided"
+
+
+def verdict_rows(
+    plan: Plan, settings: dict, metric: Metric, rows: list[dict]
+) -> list[dict]:
+    """Return the verdict on every arm but the baseline.
+
+    With planned looks it is of dev, otherwise of test at the seeds there are. Numbers
+    are as scores are shown.
+
+    Args:
+        rows: of the table.
+    """
+    looks = make_looks(settings, plan, metric)
+    side = "test" if looks is None else "dev"
+    scores: dict[str, dict] = {arm.name: {} for arm in plan.arms}
+    for row in rows:
+        value = row[f"{side}_{metric.name}"]
+        if row["stage"] == "report" and row["status"] == "done" and value is not None:
+            scores[row["arm"]][row["seed"]] = metric.scale * value
+    base = scores[next(arm.name for arm in plan.arms if arm.is_baseline)]
+    found = []
+    for arm in plan.arms:
+        if arm.is_baseline:
+            continue
+        own = scores[arm.name]
+        both = [seed for seed in arm.seeds if seed in own and seed in base]
+        differences = [own[seed] - base[seed] for seed in both]
+        planned = looks
+        if planned is None:
+            seeds = (max(2, len(differences)),)
+            planned = Looks(seeds, margin_of(settings, metric), others(plan))
+        verdict = Verdict("undecided", math.nan, math.nan, math.nan, 0)
+        if differences:
+            verdict = judge(differences, planned, metric.higher_is_better)
+        found.append(
+            {
+                "arm": arm.name,
+                "verdict": verdict.kind,
+                "metric": metric.name,
+                "split": side,
+                "difference": verdict.mean,
+                "low": verdict.low,
+                "high": verdict.high,
+                "margin": planned.margin,
+                "seeds": verdict.num_seeds,
+                "looks": "" if looks is None else ",".join(map(str, looks.seeds)),
+            }
+        )
+    return found
