@@ -58,8 +58,8 @@ SEEDS = flags.DEFINE_string(
 LOOKS = flags.DEFINE_list(
     "looks",
     [],
-    "With --seeds=FIRST:LAST: after how many seeds arms are looked at, as in 4,8,16,32. "
-    "Default: FIRST, twice as many, and so on.",
+    "With --seeds=FIRST:LAST: after how many seeds to look, as in 4,8,16,32. Default: "
+    "FIRST, twice as many, and so on.",
 )
 MARGIN = flags.DEFINE_float(
     "margin",

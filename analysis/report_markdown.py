@@ -99,7 +99,7 @@ def verdicts(report: Report) -> list[str]:
     equivalent = (
         "Without a margin (--margin) no arm can be equivalent."
         if margin is None
-        else f"Equivalent: two one-sided tests (Schuirmann 1987) reject a difference of "
+        else "Equivalent: two one-sided tests (Schuirmann 1987) reject a difference of "
         f"{margin_text(report.metric, margin)} either way."
     )
     explained = (

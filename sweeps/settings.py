@@ -342,7 +342,7 @@ def select_groups(
     if sweep.grows:
         raise ValueError(
             "--shard divides the groups that are known at the start, but a search or "
-            "planned looks add more; run the same command without --shard on every machine instead: they "
-            "share the work."
+            "planned looks add more; run the same command without --shard on every "
+            "machine instead: they share the work."
         )
     return sweep.groups[index::count]

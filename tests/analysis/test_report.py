@@ -77,6 +77,8 @@ def make_report(metric=BLEU, arms=None, **changes):
         "note": None,
         "checkpoint": "best",
         "has_search": False,
+        "verdicts": [],
+        "cost": "",
         "unfinished": 0,
         "seed": 0,
     }

@@ -1,5 +1,6 @@
 """Merge rules and whole models through the compilers for TPUs and an H200."""
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.merge import programs
@@ -14,7 +15,7 @@ TARGETS = ("v5e:2x2", "h200:1")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rule", MERGE_RULES)
 def test_every_rule_trains_on_the_chip(rule, target):
-    function, arguments = programs(rule, *SIZE)[0]["layer + backward"]
+    function, arguments = programs(rule, *SIZE, jnp.bfloat16)[0]["layer + backward"]
     program = compile_for(targets.devices(target), function, *arguments)
     assert program.memory_analysis().argument_size_in_bytes > 0
     # the layer's attention is the fused kernel, whatever the rule

@@ -9,6 +9,7 @@ import pytest
 
 from headcount.configs.base import get_config
 from headcount.data.examples import ArraySpec
+from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric
 from headcount.training import loop
 from headcount.training.loop import Hook, default_hooks, evaluate, fit
@@ -134,7 +135,7 @@ class Profile:
 def run(trainer, hooks, stop_at=None):
     """Train on a mesh of one device; a signal may stop it before a dispatch."""
     stop = SimpleNamespace(reached=lambda count: count == stop_at)
-    mesh = jax.make_mesh((1, 1, 1), ("trial", "data", "model"))
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), 1, 1, jax.devices()[:1])
     with jax.set_mesh(mesh):
         fit(trainer, hooks, stop, Profile())
 

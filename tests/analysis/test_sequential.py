@@ -1,0 +1,115 @@
+"""Planned looks: error rates, coverage and savings hold in simulated sweeps."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from headcount.analysis.sequential import (
+    LEVEL,
+    Looks,
+    boundaries,
+    check_looks,
+    default_looks,
+    judge,
+    simulate,
+)
+
+PLAN = Looks((4, 8, 16, 32), 0.5, 5)
+SWEEPS = 100_000
+
+
+def differences(mean, sd=1.0, seed=0, draw="normal"):
+    """Return simulated differences, sweeps x seeds, by another generator's stream."""
+    rng = np.random.default_rng([seed, 7])
+    shape = (SWEEPS, PLAN.seeds[-1])
+    if draw == "uniform":
+        return mean + sd * rng.uniform(-(3**0.5), 3**0.5, shape)
+    return mean + sd * rng.standard_normal(shape)
+
+
+def sampling_error(rate):
+    """Return four standard errors of a simulated rate."""
+    return 4 * (rate * (1 - rate) / SWEEPS) ** 0.5
+
+
+def false_rate(drawn):
+    """Return the rate of better and worse without a difference."""
+    rates = simulate(drawn, 0.0, PLAN).rates
+    return rates["better"] + rates["worse"]
+
+
+@pytest.mark.parametrize("sd", [0.01, 1.0, 30.0])
+def test_false_verdicts_are_as_rare_as_planned_whatever_the_spread(sd):
+    rate = false_rate(differences(0.0, sd))
+    assert abs(rate - PLAN.level) <= sampling_error(PLAN.level)
+
+
+def test_false_verdicts_stay_below_twice_the_plan_for_uniform_differences():
+    """As for any t test of few samples; docs/guides/sweeps.md states the rate."""
+    assert PLAN.level < false_rate(differences(0.0, draw="uniform")) < 2 * PLAN.level
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_equivalence_is_rarely_claimed_at_the_margin(sign):
+    """A difference of exactly the margin is not within it, at any spread."""
+    for sd in (0.3, 1.0, 3.0):
+        drawn = differences(sign * PLAN.margin, sd)
+        rates = simulate(drawn, sign * PLAN.margin, PLAN).rates
+        wrong = rates["equivalent"] + rates["worse" if sign > 0 else "better"]
+        assert wrong <= PLAN.level + sampling_error(PLAN.level)
+
+
+def test_intervals_hold_at_all_looks_at_once():
+    for truth in (0.0, 0.2, 3.0):
+        found = simulate(differences(truth), truth, PLAN)
+        assert found.covered >= 1 - PLAN.level - sampling_error(PLAN.level)
+
+
+def test_large_effects_stop_early_and_are_found():
+    """They need few of the 32 seeds that a fixed sweep would give every arm."""
+    found = simulate(differences(3.0), 3.0, PLAN)
+    assert found.rates["better"] > 0.99
+    assert found.seeds < 10
+    small = simulate(differences(0.05, sd=0.4), 0.05, PLAN)
+    assert small.rates["equivalent"] > 0.9 and small.seeds < 32
+
+
+def test_a_single_look_is_the_t_test():
+    (boundary,) = boundaries((6,), 0.01)
+    assert boundary == pytest.approx(stats.t.isf(0.005, 5))
+    each = np.array([0.1, 0.4, -0.2, 0.3, 0.2, 0.5])
+    verdict = judge(each, Looks((6,), None, 1))
+    interval = stats.ttest_1samp(each, 0).confidence_interval(1 - LEVEL)
+    assert (verdict.low, verdict.high) == pytest.approx(tuple(interval))
+
+
+def test_repeated_looks_need_higher_boundaries_than_one():
+    several = boundaries(PLAN.seeds, 0.05)
+    for boundary, count in zip(several, PLAN.seeds, strict=True):
+        assert boundary > stats.t.isf(0.025, count - 1)
+
+
+def test_judging_one_sweep_agrees_with_judging_many():
+    drawn = differences(0.4)[:300]
+    kinds = [judge(each, PLAN).kind for each in drawn]
+    rates = simulate(drawn, 0.4, PLAN).rates
+    for kind, rate in rates.items():
+        assert kinds.count(kind) / len(kinds) == pytest.approx(rate, abs=1e-9)
+
+
+def test_the_direction_is_that_of_the_metric():
+    clear = np.array([1.0, 1.1, 0.9, 1.05])
+    plan = Looks((4,), None, 1)
+    assert judge(clear, plan).kind == "better"
+    assert judge(clear, plan, higher_is_better=False).kind == "worse"
+    assert judge(np.ones(4), plan).kind == "undecided"  # no spread to judge by
+    assert judge(clear[:3], plan).kind == "undecided"  # before the first look
+
+
+def test_looks_are_checked():
+    assert default_looks(4, 32) == (4, 8, 16, 32)
+    assert default_looks(4, 20) == (4, 8, 16, 20)
+    assert default_looks(3, 3) == (3,)
+    for bad in ((1, 4), (), (4, 4), (8, 4)):
+        with pytest.raises(ValueError, match="--looks"):
+            check_looks(bad)
