@@ -70,11 +70,8 @@ def test_decided_arms_get_no_more_seeds(given):
     sweep = finish_stage(given, effects)
     assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 2, "K=1": 8}  # the last look
     collect(sweep)
-    verdicts = (sweep.workdir / "verdicts.csv").read_text().splitlines()
-    rows = [
-        dict(zip(verdicts[0].split(","), x.split(","), strict=False))
-        for x in verdicts[1:]
-    ]
+    with (sweep.workdir / "verdicts.csv").open() as file:
+        rows = list(csv.DictReader(file))
     found = {row["arm"]: (row["verdict"], row["seeds"]) for row in rows}
     assert found["K=2"] == ("worse", "2")
     assert found["K=1"][0] == "undecided"
