@@ -43,6 +43,13 @@ SHOW = flags.DEFINE_integer("show", 0, "How many predictions to print.", 0)
 TRIAL = flags.DEFINE_integer("trial", 0, "Trial whose predictions to print.", 0)
 
 
+# Files of a run that predictions must not overwrite.
+OWN_FILES = (
+    *("config.json", "trials.json", "run.json", "metrics.jsonl", "huggingface.json"),
+    *("group.json", "trial_settings.json", "log.txt", ".lock", ".claim"),
+)
+
+
 def main():
     """Check the flags, then score."""
     if WORKDIR.value is None or SPLIT.value is None:
@@ -102,6 +109,13 @@ def check_output(names: list[str]) -> None:
             raise ValueError(
                 f"--output={OUTPUT.value} must be a file in an existing folder."
             )
+        if path.resolve().parent == path_of(WORKDIR).resolve() and (
+            path.name in OWN_FILES or path.name.startswith(("result-", "heads-"))
+        ):
+            raise ValueError(
+                f"--output={OUTPUT.value} would overwrite a file of the run; choose "
+                f"another name."
+            )
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--output={OUTPUT.value}: {path} can't be written.")
 
@@ -153,7 +167,9 @@ def write_predictions(lines: list[str], split: str, trial: int, count: int) -> N
     path = output_path(split)
     if count > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
-    path.write_text("".join(line + "\n" for line in lines))
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(line + "\n" for line in lines))
+    part.replace(path)
 
 
 def cli():

@@ -54,7 +54,7 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
     """
     recorded(workdir)  # fail before a lock file is left in a folder that is not ours
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / ".lock").open("w") as lock:
+    with open_lock(workdir / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,6 +73,21 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
                 f"Choose another --workdir, or use the settings of that run."
             )
         yield
+
+
+def open_lock(path: Path):
+    """Open a lock file, which is made if there is none, without changing it.
+
+    Raises:
+        ValueError: it is a link, which might lead to any file.
+    """
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise ValueError(f"{path} must not be a link; remove it.") from error
+        raise
+    return os.fdopen(number, "r+")
 
 
 def has_started(workdir: Path) -> bool:

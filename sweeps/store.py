@@ -25,6 +25,7 @@ from headcount.analysis.sequential import Looks
 from headcount.runtime.workdir import (
     differences,
     matches,
+    open_lock,
     read_json,
     summarize,
     write_json,
@@ -55,7 +56,7 @@ def locked(path: Path, wait: bool = True) -> Iterator:
     The kernel releases the lock when the last process that has the file open ends, in
     whatever way. A child process that inherits the file keeps the lock.
     """
-    with path.open("a") as file:
+    with open_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

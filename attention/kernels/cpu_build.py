@@ -74,19 +74,49 @@ def _library():
 
 
 def _compiled(command, library):
-    """Its path, after the compiler has made it if it is not there."""
-    if library.exists():
+    """Return the library's path, after compiling it if it is not there and sound.
+
+    A damaged library would crash the process that loads it, so its digest lies beside
+    it. One that others could have written is not loaded.
+    """
+    if _is_trusted(library.parent) and _is_sound(library):
         return library
-    library.parent.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_trusted(library.parent):
+        raise OSError(f"others may write to {library.parent}")
     handle, made = tempfile.mkstemp(dir=library.parent, suffix=".so")
+    digest = library.with_suffix(".sha256")
     try:
         _run(*command, "-o", made, str(SOURCES[0]))
-        os.fsync(handle)  # half a library would crash who loads it
+        os.fsync(handle)
+        digest.with_suffix(f".{os.getpid()}").write_text(_digest(Path(made)))
+        os.replace(digest.with_suffix(f".{os.getpid()}"), digest)
         os.replace(made, library)  # at once: another process may look for it
     finally:
         os.close(handle)
         Path(made).unlink(missing_ok=True)
     return library
+
+
+def _digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_sound(library):
+    """Whether there is a library with the digest that was written beside it."""
+    try:
+        return library.with_suffix(".sha256").read_text() == _digest(library)
+    except OSError:
+        return False
+
+
+def _is_trusted(folder):
+    """Whether a folder belongs to this user, and nobody else may write to it."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _run(*command):

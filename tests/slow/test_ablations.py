@@ -15,21 +15,21 @@ from headcount.sweeps.labels import name_arms
 from headcount.sweeps.plan import expand, group_trials, program_and_trials
 from headcount.sweeps.search import Search, next_trials
 
-NO_CONFIGS = ("__init__", "commandline", "ablations", "run")
 VARIANTS = {  # of config files; None: the default
     "numbers": (None, "short"),
     "multi30k": (None, "short"),
+    "shakespeare": (None, "short"),
     "presets": ("transformer_tiny",),
 }
 
 
 def all_configs():
-    """Return every config of configs/."""
+    """Return every config of configs/ but that of a run that exists."""
     found = []
     for path in sorted(Path(base.__file__).parent.glob("*.py")):
-        if path.stem in NO_CONFIGS:
-            continue
         module = importlib.import_module(f"headcount.configs.{path.stem}")
+        if not hasattr(module, "get_config") or path.stem == "run":
+            continue
         for variant in VARIANTS.get(path.stem, (None,)):
             arguments = [] if variant is None else [variant]
             found.append(module.get_config(*arguments))
