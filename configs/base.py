@@ -38,6 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.max_length = 128
     data.cross_documents = True  # windows: may a token attend to the document before?
     data.stride = placeholder(int)  # windows in evaluation; None: max_length
+    data.test_share = 0.0  # shakespeare: share of its last 10 % that is the split test
     data.batch_tokens = 4096  # target tokens per update
 
     config.model = model = ml_collections.ConfigDict()

@@ -33,7 +33,7 @@ def load(name: str, split: str, directory: str | None = None, **options) -> list
         split: "train", "val" or "test".
         directory: of local files, for `text` and optionally `shakespeare`.
         options: `max_length` and `vocab_size` of the config, which generated corpora
-            are made for.
+            are made for; `test_share` of shakespeare, see configs/base.py.
 
     Raises:
         ValueError, OSError: there is no such corpus or split, or it can't be read.
@@ -46,10 +46,17 @@ def load(name: str, split: str, directory: str | None = None, **options) -> list
     return documents
 
 
-def _shakespeare(name, split, directory, **_) -> list[str]:
-    """Return the complete text of a split, cut 90 % to 10 % as nanoGPT does."""
-    if split not in ("train", "val"):
-        raise ValueError(f"shakespeare has no split {split!r}; it has train and val.")
+def _shakespeare(name, split, directory, *, test_share=0.0, **_) -> list[str]:
+    """Return the complete text of a split, cut 90 % to 10 % as nanoGPT does.
+
+    The end of the last 10 % is the split test, if a share of it is set aside.
+    """
+    splits = ("train", "val", "test") if test_share else ("train", "val")
+    if split not in splits:
+        raise ValueError(
+            f"shakespeare has no split {split!r}; it has {' and '.join(splits)} with "
+            f"data.test_share={test_share}."
+        )
     content = _shakespeare_file(directory)
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise ValueError(
@@ -57,8 +64,10 @@ def _shakespeare(name, split, directory, **_) -> list[str]:
             "differs); fetch it again, or read a text of your own with data.name=text."
         )
     text = content.decode()
-    cut = int(0.9 * len(text))
-    return [text[:cut] if split == "train" else text[cut:]]
+    train = int(0.9 * len(text))
+    val = len(text) - round(test_share * (len(text) - train))
+    cuts = {"train": (0, train), "val": (train, val), "test": (val, len(text))}
+    return [text[slice(*cuts[split])]]
 
 
 def _shakespeare_file(directory: str | None) -> bytes:

@@ -47,6 +47,8 @@ class LanguageModel(Task):
         *("batch_size", "max_new_tokens", "stop", "samples"),
     )
 
+    corpus_keys = ("name", "directory", "test_share")
+
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
         counts = config.model.num_encoder_layers, config.model.num_decoder_layers
@@ -73,14 +75,19 @@ class LanguageModel(Task):
         self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY)
         if self.is_recall:
             self.metrics = (LOSS, RECALL)
-        if data.name == "shakespeare":
+        if not 0 <= data.test_share < 1:
+            raise ValueError(
+                f"data.test_share must be at least 0 and below 1, got "
+                f"{data.test_share}."
+            )
+        if data.name == "shakespeare" and not data.test_share:
             self.test_split = "val"  # it has no other
 
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
         data = self.config.data
-        sizes = {"max_length": data.max_length, "vocab_size": data.vocab_size}
-        return {"text": documents.load(data.name, split, data.directory, **sizes)}
+        options = {key: data[key] for key in ("max_length", "vocab_size", "test_share")}
+        return {"text": documents.load(data.name, split, data.directory, **options)}
 
     @cached_property
     def tokenizer(self):

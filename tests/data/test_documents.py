@@ -99,6 +99,17 @@ def test_shakespeare_has_the_published_numbers_of_characters():
     assert len(set(train[0])) == 65  # likewise
 
 
+@needs_shakespeare
+def test_a_share_of_shakespeares_last_tenth_is_the_test_split():
+    (whole,) = load(SHAKESPEARE, "val", "shakespeare")
+    splits = ("val", "test")
+    parts = [load(SHAKESPEARE, s, "shakespeare", test_share=0.25)[0] for s in splits]
+    assert "".join(parts) == whole
+    assert len(parts[1]) == round(0.25 * len(whole))
+    with pytest.raises(ValueError, match="data.test_share=0.0"):
+        load(SHAKESPEARE, "test", "shakespeare")
+
+
 def test_another_file_than_shakespeares_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="data.directory.*input.txt"):
         load(tmp_path, "train", "shakespeare")
