@@ -221,7 +221,7 @@ def test_marian_translates_token_for_token(marian, beam_size):
 def test_marian_tokenizer(marian):
     *_, folder = marian
     theirs = transformers.MarianTokenizer.from_pretrained(folder / "theirs")
-    source, target = tokenizers.load_pair(folder / "run")
+    source, target = tokenizers.load_pair(folder / "run" / "tokenizer")
     _, _, number, _ = marian
     for line in [*TEXT, "", "a zebra"]:
         ids = source.encode([line])[0]

@@ -17,7 +17,7 @@ from benchmarks.peers_training import Model
 from headcount.configs import multi30k
 from headcount.models.attention import Attention, attention_map
 from headcount.models.cost import abstract, parameters
-from headcount.models.layers import Layer
+from headcount.models.layers import Layer, make_norm
 from headcount.models.positions import bucket, rotate
 from headcount.models.transformer import Transformer
 
@@ -156,8 +156,10 @@ def test_layer(size, norm, activation, decoder):
         D,
         F,
         norm=norm,
-        norm_epsilon=1e-5,  # torch's
+        make_norm=partial(make_norm, D, "layer_norm", 1e-5, True),  # torch's epsilon
         activation=activation,
+        gated=False,
+        use_bias=True,
         self_attention={"num_heads": N},
         cross_attention={"num_heads": N} if decoder else None,
         rngs=nnx.Rngs(0),
