@@ -93,6 +93,8 @@ def get_config() -> ml_collections.ConfigDict:
     mesh.shard = "none"  # over data: "optimizer" (ZeRO-1), "parameters" (FSDP)
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
+    # adamw; or muon: Muon for the matrices of the layers, AdamW for the rest
+    optimizer.name = "adamw"
     # inverse_sqrt, noam, constant, cosine, linear, warmup_stable_decay
     optimizer.schedule = "inverse_sqrt"
     optimizer.learning_rate = 3e-3  # peak; with noam the factor before D^-0.5
@@ -104,7 +106,9 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.beta1 = 0.9  # Adam: decay of the gradients' mean
     optimizer.beta2 = 0.98  # Adam: decay of the squared gradients' mean
     optimizer.epsilon = 1e-9  # Adam: added to the denominator
-    optimizer.weight_decay = 0.0  # AdamW: decoupled, times the learning rate
+    optimizer.muon_beta = 0.95  # Muon: decay of the gradients' mean
+    optimizer.muon_per_head = False  # Muon: orthogonalise each head's matrix by itself
+    optimizer.weight_decay = 0.0  # of matrices: decoupled, times the learning rate
     optimizer.clip_norm = 1.0  # largest global gradient norm; 0: no clipping
     optimizer.label_smoothing = 0.1  # probability spread over all tokens or classes
 

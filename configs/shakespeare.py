@@ -33,6 +33,7 @@ def get_config(recipe: str = "full"):
     config.model.num_decoder_layers = 6
     config.model.attention.num_heads = 6
     config.model.attention.use_bias = False
+    config.model.use_bias = False
     config.model.dropout = 0.2
     config.model.positions = "learned"
     config.model.max_positions = 256

@@ -8,7 +8,7 @@ from headcount.models.precision import REMAT
 from headcount.models.validation import check_positions
 from headcount.runtime.sharding import SHARD
 from headcount.tasks import make_task
-from headcount.training.optimizer import SCHEDULES
+from headcount.training.optimizer import OPTIMIZERS, SCHEDULES
 
 
 def check_config(config) -> None:
@@ -16,6 +16,7 @@ def check_config(config) -> None:
     model = config.model.to_dict()
     check_counts(flatten_dict(config.to_dict(), sep="."))
     make_task(config)
+    choose("optimizer.name", config.optimizer.name, OPTIMIZERS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     choose("train.remat", config.train.remat, REMAT)
     choose("mesh.shard", config.mesh.shard, SHARD)

@@ -1,7 +1,14 @@
 """Optimizers and learning-rate schedules, whose numbers may differ between trials."""
 
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 
 def inverse_sqrt(step, *, warmup_steps, **_):
@@ -69,24 +76,126 @@ def learning_rate_at(schedule, step, learning_rate, warmup_steps, width, **decay
     return learning_rate * share
 
 
+MUON_RMS = 0.2  # of Muon's updates: about that of Adam's (Liu et al. 2025)
+
+
+def by_parameter(function: Callable, params):
+    """Return a tree like a model's parameters, with what a function says of each.
+
+    Args:
+        function: of a parameter's names, such as ("decoder", "0", "mlp", "up",
+            "kernel"), and the names of its axes, such as ["D", "F"].
+        params: as `nnx.split` gives them, or their gradients.
+    """
+
+    def of_variable(path, variable):
+        names = tuple(str(getattr(key, "key", key)) for key in path)
+        axes = variable.get_metadata().get("axes", "").split()
+        found = function(names, axes)
+        return jax.tree.map(lambda _: found, variable)
+
+    return jax.tree_util.tree_map_with_path(
+        of_variable, params, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+
+
+def is_matrix(names: tuple[str, ...], axes: list[str]) -> bool:
+    """Return whether a parameter is a matrix: no vector, bias or mix of heads."""
+    return len(axes) > 1 and "heads" not in axes and not names[-1].endswith("bias")
+
+
+def is_orthogonalized(names: tuple[str, ...], axes: list[str]) -> bool:
+    """Return whether Muon updates a parameter: a matrix of a layer, no embedding."""
+    return names[0] in ("encoder", "decoder") and is_matrix(names, axes)
+
+
+def matrix_axes(axes: list[str], per_head: bool) -> MuonDimensionNumbers:
+    """Return which axes of a matrix are its inputs and which its outputs.
+
+    Args:
+        axes: names, such as ["D", "N", "H"].
+        per_head: whether the matrix of each head is on its own.
+    """
+    num_inputs = len(axes) - 1 if axes[-1] == "D" else 1
+    own = range(len(axes))
+    if per_head and len(axes) > 2:
+        own = [place for place in own if axes[place] not in ("N", "K")]
+    return MuonDimensionNumbers(
+        tuple(place for place in own if place < num_inputs),
+        tuple(place for place in own if place >= num_inputs),
+    )
+
+
+def adamw(*, beta1, beta2, epsilon, **_) -> optax.GradientTransformation:
+    """Adam for every parameter."""
+    return optax.scale_by_adam(beta1, beta2, epsilon)
+
+
+def muon(*, muon_beta, muon_per_head, **adam) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, Adam for the rest.
+
+    Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest
+    orthogonal one, roughly. It is scaled to one RMS whatever its shape, so that both
+    share a learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982).
+    """
+
+    def dimensions(params):
+        def of(names, axes):
+            found = is_orthogonalized(names, axes)
+            return matrix_axes(axes, muon_per_head) if found else optax.MaskedNode()
+
+        return by_parameter(of, params)
+
+    def scale(update, numbers):
+        inputs, outputs = (
+            math.prod(update.shape[place] for place in places) for places in numbers
+        )
+        return update * MUON_RMS * max(inputs, outputs) ** 0.5
+
+    def scaled(updates, params=None):
+        del params
+        return jax.tree.map(scale, updates, dimensions(updates))
+
+    def groups(params):
+        return by_parameter(
+            lambda *of: "muon" if is_orthogonalized(*of) else "adam", params
+        )
+
+    direction = optax.chain(
+        scale_by_muon(beta=muon_beta, weight_dimension_numbers=dimensions),
+        optax.stateless(scaled),
+    )
+    return optax.partition({"muon": direction, "adam": adamw(**adam)}, groups)
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
+
+
 def make_optimizer(
     *,
+    name: str,
     schedule: str,
     learning_rate,
     warmup_steps,
     decay_steps,
     final_share,
     decay_share,
-    beta1,
-    beta2,
-    epsilon,
     weight_decay,
     clip_norm,
     width: int,
+    **settings,
 ) -> optax.GradientTransformation:
-    """Return AdamW behind a clip of the gradient's global norm (clip_norm 0: none).
+    """Return an optimizer behind a clip of the gradient's global norm.
 
-    All arguments but `schedule` and `width` may be traced scalars.
+    All may be traced scalars but `width` and those of `OPTIMIZER_PROGRAM_KEYS`.
+
+    Args:
+        name: in `OPTIMIZERS`.
+        schedule, learning_rate, warmup_steps, decay_steps, final_share, decay_share,
+            width: see `learning_rate_at`.
+        weight_decay: decoupled, times the learning rate; of matrices only.
+        clip_norm: 0: no clip.
+        settings: of `OPTIMIZERS[name]`.
     """
 
     def rate(step):
@@ -103,7 +212,7 @@ def make_optimizer(
 
     return optax.chain(
         optax.clip_by_global_norm(jnp.where(clip_norm > 0, clip_norm, jnp.inf)),
-        optax.scale_by_adam(beta1, beta2, epsilon),
-        optax.add_decayed_weights(weight_decay),
+        OPTIMIZERS[name](**settings),
+        optax.add_decayed_weights(weight_decay, partial(by_parameter, is_matrix)),
         optax.scale_by_learning_rate(rate),
     )

@@ -21,6 +21,7 @@ from headcount.training.optimizer import (
     learning_rate_at,
     make_optimizer,
 )
+from headcount.training.trials import OPTIMIZER_PROGRAM_KEYS
 
 
 class TrainState(NamedTuple):
@@ -43,7 +44,7 @@ class Static(NamedTuple):
 
     graph: nnx.GraphDef
     loss: Callable  # `Task.loss`
-    schedule: str
+    optimizer: tuple  # settings that are no numbers, pairs of name and value
     width: int
     remat: str = "none"  # see models.precision.rematerialize
     accumulate_steps: int = 1  # parts of a batch that are computed one after another
@@ -55,7 +56,7 @@ def make_static(model, config, loss: Callable) -> Static:
     return Static(
         nnx.split(model)[0],
         loss,
-        config.optimizer.schedule,
+        tuple((key, config.optimizer[key]) for key in OPTIMIZER_PROGRAM_KEYS),
         config.model.width,
         config.train.remat,
         config.train.accumulate_steps,
@@ -66,7 +67,7 @@ def make_static(model, config, loss: Callable) -> Static:
 def trial_optimizer(static: Static, trial: dict) -> optax.GradientTransformation:
     """Return the optimizer of one trial with its own hyperparameters."""
     return make_optimizer(
-        schedule=static.schedule, width=static.width, **trial["optimizer"]
+        width=static.width, **dict(static.optimizer), **trial["optimizer"]
     )
 
 
@@ -220,7 +221,7 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
         "weight": weight,
         "gradient_norm": norm,
         "learning_rate": learning_rate_at(
-            static.schedule,
+            dict(static.optimizer)["schedule"],
             state.step,
             width=static.width,
             **{key: trial["optimizer"][key] for key in SCHEDULE_KEYS},

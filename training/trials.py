@@ -22,19 +22,22 @@ RANGES = {
     "model.dropout": (0, 1),
     "optimizer.beta1": (0, 1),
     "optimizer.beta2": (0, 1),
+    "optimizer.muon_beta": (0, 1),
     "optimizer.epsilon": (1e-37, LARGEST),  # less is 0 in float32, and leads to 0 / 0
     "optimizer.label_smoothing": (0, 1),
     "optimizer.final_share": (0, 1.0000001),
     "optimizer.decay_share": (0, 1.0000001),
 }
+OPTIMIZER_PROGRAM_KEYS = ("name", "schedule", "muon_per_head")  # no numbers
 SITES = ("encoder", "decoder", "cross")
 GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 
 def trial_keys(config: dict) -> list[str]:
     """Return the config keys that trials of one program may differ in."""
+    program = {f"optimizer.{key}" for key in OPTIMIZER_PROGRAM_KEYS}
     optimizer = [key for key in config if key.startswith("optimizer.")]
-    optimizer.remove("optimizer.schedule")  # part of the program
+    optimizer = [key for key in optimizer if key not in program]
     return ["seed", "model.dropout", *optimizer]
 
 

@@ -17,7 +17,7 @@ from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
 from headcount.models.positions import POSITIONS, bucket, relative_bias, rotate
 from headcount.models.transformer import implementations
-from headcount.training.step import Static, init, train_steps
+from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters
 from tests.model_cases import (
     ALONE,
@@ -55,10 +55,12 @@ def test_packing_equals_one_sentence_per_row_and_gates_of_one_change_nothing(nam
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_overfits_a_handful_of_pairs(name):
     build = build_of(*SETTINGS[name])
-    static = Static(nnx.split(abstract(build))[0], LOSS, "constant", 16)
+    config = get_config()
+    config.optimizer.schedule = "constant"
+    static = make_static(abstract(build), config, LOSS)
     settings = {"seed": 0, "optimizer.label_smoothing": 0.0, "model.dropout": 0.0}
     arrays = hyperparameters(
-        flat(get_config().to_dict()),
+        flat(config.to_dict()),
         [settings | {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 2}],
     )
     state = init(arrays, static=static, build=build)

@@ -64,9 +64,7 @@ def program(batch, settings=None, **static):
     model.update(settings or {})
     build = partial(Transformer, VOCAB, **model.to_dict())
     graph, params = nnx.split(build(rngs=nnx.Rngs(0)))
-    function = partial(
-        loss_and_gradient, static=Static(graph, LOSS, "constant", 16, **static)
-    )
+    function = partial(loss_and_gradient, static=Static(graph, LOSS, (), 16, **static))
     arguments = params, trial(0.0), batch, jax.random.key(0)
     return Program(params, jax.jit(function).trace(*arguments))
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.models.cost import abstract
 from headcount.runtime import distributed
 from headcount.training.checkpoint import Checkpoints, Damaged, SaveError
 from headcount.training.restore import (
@@ -20,7 +22,9 @@ from headcount.training.restore import (
     restore_parameters,
     with_parameters,
 )
-from headcount.training.step import TrainState
+from headcount.training.step import TrainState, init, make_static
+from headcount.training.trials import hyperparameters
+from tests.model_cases import build_of
 
 TREE = {
     "kernel": jnp.arange(5000.0).reshape(50, 100),
@@ -61,6 +65,28 @@ def test_a_checkpoint_round_trips(saved):
     assert step == 3 and items["more"]["step"] == 3
     np.testing.assert_array_equal(items["params"]["kernel"], of(3)["kernel"])
     assert items["params"]["inner"][1] == 3
+
+
+def test_the_state_of_an_optimizer_with_two_groups_round_trips(tmp_path):
+    config = get_config()
+    arrays = hyperparameters(
+        flat(config.to_dict()), [{"seed": 0}, {"seed": 1, "optimizer.muon_beta": 0.5}]
+    )
+    config.optimizer.name = "muon"
+    build = build_of()
+    static = make_static(abstract(build), config, loss=None)
+    state = init(arrays, static=static, build=build)
+    leaves, structure = jax.tree.flatten(state.opt_state)
+    leaves = [x + i for i, x in enumerate(leaves, 1)]
+    state = state._replace(opt_state=jax.tree.unflatten(structure, leaves))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, optimizer=state.opt_state)
+    checkpoints.wait()
+    checkpoints.close()
+    _, found = reopen(tmp_path, optimizer=jax.eval_shape(lambda: state.opt_state))
+    assert jax.tree.structure(found["optimizer"]) == structure
+    for old, new in zip(leaves, jax.tree.leaves(found["optimizer"]), strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from headcount.training.optimizer import (
     SCHEDULE_KEYS,
@@ -12,8 +13,10 @@ from headcount.training.optimizer import (
     learning_rate_at,
     make_optimizer,
 )
+from tests.model_cases import made
 
 NUMBERS = {
+    "muon_beta": 0.9,
     "learning_rate": 0.01,
     "warmup_steps": 4.0,
     "decay_steps": 20.0,
@@ -63,37 +66,120 @@ def test_no_warmup_starts_at_the_peak():
     assert learning_rate_at("constant", jnp.asarray(0), 0.01, 0.0, 128) == 0.01
 
 
-def test_optimizer_equals_optax_adamw_of_the_clipped_gradient():
-    params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
-    ours = make_optimizer(schedule="constant", width=128, **NUMBERS)
-    theirs = optax.adamw(
-        lambda step: 0.01 * min((step + 1) / 4, 1), 0.9, 0.98, 1e-9, weight_decay=0.1
+def optimizer_of(name="adamw", muon_per_head=False, **changes):
+    """Return an optimizer with `NUMBERS`."""
+    numbers = NUMBERS | changes
+    return make_optimizer(
+        name=name,
+        schedule="constant",
+        muon_per_head=muon_per_head,
+        width=128,
+        **numbers,
     )
-    state, their_state = ours.init(params), theirs.init(params)
-    their_params = params
-    for step in range(6):
-        gradient = jax.tree.map(lambda x, step=step: jnp.cos(x + step), params)
-        norm = np.sqrt(sum(float((g**2).sum()) for g in gradient.values()))
-        clipped = jax.tree.map(lambda g, norm=norm: g / max(norm, 1.0), gradient)
-        with jax.disable_jit():  # the schedule above is plain Python
-            updates, their_state = theirs.update(clipped, their_state, their_params)
-        their_params = optax.apply_updates(their_params, updates)
-        updates, state = ours.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
-        for ours_leaf, theirs_leaf in zip(
-            params.values(), their_params.values(), strict=True
-        ):
-            np.testing.assert_allclose(ours_leaf, theirs_leaf, rtol=2e-6)
 
 
-def test_a_clip_norm_of_zero_does_not_clip():
-    params = {"w": jnp.zeros(4)}
-    gradient = {"w": jnp.full(4, 100.0)}
-    steps = []
-    for clip_norm in (0.0, 1e6):
-        optimizer = make_optimizer(
-            schedule="constant", width=128, **NUMBERS | {"clip_norm": clip_norm}
-        )
-        steps.append(optimizer.update(gradient, optimizer.init(params), params)[0]["w"])
-    np.testing.assert_array_equal(*steps)
-    assert (steps[0] != 0).all()
+def clipped(gradient):
+    """Return a gradient of a global norm of at most 1."""
+    norm = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(gradient)))
+    return jax.tree.map(lambda x: x / max(norm, 1.0), gradient)
+
+
+def run(optimizer, params, gradients):
+    """Return the parameters after updates."""
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for gradient in gradients:
+        changes, state = update(gradient, state, params)
+        params = optax.apply_updates(params, changes)
+    return params
+
+
+def rate(step):
+    """Return the learning rate of the optimizers above."""
+    return 0.01 * jnp.minimum((step + 1) / 4, 1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Parameters of one layer per stack, of all kinds, and some gradients."""
+    heads = {"merge": "gated", "num_kv_heads": 2, "talking_heads": True}
+    params = nnx.split(made("relative", "pre", heads))[1]
+    noise = iter(jax.random.split(jax.random.key(0), 1000))
+    params, *gradients = (
+        jax.tree.map(lambda x: jax.random.normal(next(noise), x.shape), params)
+        for _ in range(4)
+    )
+    return params, gradients
+
+
+def named(params):
+    """Return parameters by their dotted names."""
+    flat = nnx.to_flat_state(params)
+    return {".".join(map(str, name)): variable[...] for name, variable in flat}
+
+
+MATRICES = ("embedding", "query", "key", "value", "merge.kernel", "merge.gate")
+MATRICES += ("mlp.up.kernel", "mlp.down.kernel")
+
+
+def test_adamw_equals_optax_with_the_decay_of_matrices_alone(model):
+    params, gradients = model
+    flat = [named(x) for x in (params, *map(clipped, gradients))]
+    decayed = {name: name.endswith(MATRICES) for name in flat[0]}
+    kept = {name.rsplit(".", 1)[-1] for name, yes in decayed.items() if not yes}
+    assert kept >= {"query_bias", "merge_bias", "scale", "bias", "logits_mix"}
+    theirs = optax.adamw(rate, 0.9, 0.98, 1e-9, weight_decay=0.1, mask=decayed)
+    wanted = run(theirs, flat[0], flat[1:])
+    found = named(run(optimizer_of(), params, gradients))
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def as_matrices(name, value, per_head):
+    """Return a parameter of the model as a list of matrices, inputs by outputs."""
+    last = name.rsplit(".", 1)[-1]
+    if last in ("query", "key", "value"):
+        heads = [value[:, i] for i in range(value.shape[1])]
+        return heads if per_head else [np.concatenate(heads, axis=1)]
+    if "merge.kernel" in name:
+        return list(value) if per_head else [np.concatenate(list(value))]
+    return [value]
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_muon_equals_optax_on_each_matrix_and_adamw_on_the_rest(model, per_head):
+    params, gradients = model
+    optimizer = optimizer_of("muon", per_head)
+    found = named(run(optimizer, params, gradients))
+    alone = named(run(optimizer_of(), params, gradients))
+    theirs = optax.contrib.muon(rate, beta=0.9, weight_decay=0.1, consistent_rms=0.2)
+    before, *pulls = (named(x) for x in (params, *map(clipped, gradients)))
+    moved = set()
+    for name, value in found.items():
+        if not name.endswith(MATRICES[1:]):
+            np.testing.assert_array_equal(value, alone[name])
+            continue
+        parts = [as_matrices(name, x[name], per_head) for x in (found, before, *pulls)]
+        for result, start, *matrices in zip(*parts, strict=True):
+            wanted = run(theirs, start, matrices)
+            np.testing.assert_allclose(result, wanted, rtol=1e-3, atol=1e-4)
+        moved.add(name)
+    assert len(moved) == 2 * 2 + 4 * 3 + 3  # MLPs, attention, gates
+
+
+def test_muon_of_a_gradient_of_zero_moves_nothing(model):
+    """As that of a head whose gate is 0."""
+    params, gradients = model
+    zero = [jax.tree.map(jnp.zeros_like, gradients[0])]
+    found = run(optimizer_of("muon", weight_decay=0.0), params, zero)
+    for old, new in zip(*map(jax.tree.leaves, (params, found)), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_clip_norm_of_zero_does_not_clip(model):
+    params, (gradient, *_) = model
+    gradient = jax.tree.map(lambda x: 100 * x, gradient)
+    found = [run(optimizer_of(clip_norm=x), params, [gradient]) for x in (0.0, 1e9)]
+    for one, other, old in zip(*map(jax.tree.leaves, (*found, params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert (one != old).any()

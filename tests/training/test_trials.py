@@ -85,6 +85,8 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
     [
         ([{"model.width": 64}], r"trial 0 .*model.width changes the program"),
         ([{}, {"optimizer.schedule": 1}], "trial 1 .*optimizer.schedule changes"),
+        ([{"optimizer.name": 1}], "trial 0 .*optimizer.name changes the program"),
+        ([{"optimizer.muon_beta": 1.0}], "muon_beta must be from 0 to below 1, got 1"),
         ([{"model.dropuot": 0.1}], r"key model.dropuot. Did you mean model.dropout\?"),
         ([{"model.dropout": "high"}], "model.dropout must be a number, got 'high'"),
         ([{"model.dropout": 1.0}], "model.dropout must be from 0 to below 1, got 1"),
