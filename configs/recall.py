@@ -5,7 +5,11 @@
 
 A document is 8 key-value pairs, then the 8 keys in another order, each of which is
 to be answered with its value. Two layers can do it (a head that looks at the previous
-token, then one that looks for a match: an induction head), one can't.
+token, then one that looks for a match: an induction head). Controls with as many
+parameters, one layer alone and a model without positions, run beside it so:
+
+    python sweep.py run --config=configs/recall.py \
+      --ablation=configs/recall.py:controls --seeds=5 --workdir=runs/controls
 """
 
 from headcount.configs import base
@@ -38,3 +42,18 @@ def get_config():
     config.train.checkpoint_every_steps = 500
     config.train.best_metric = "recall"
     return config
+
+
+def controls(config) -> list[dict]:
+    """Does recall need two layers, and positions?
+
+    Scientific: model.num_decoder_layers, with the parameters of two; model.positions.
+    Nuisance: optimizer.learning_rate.
+    Fixed: the rest.
+    """
+    del config
+    return [
+        {},
+        {"model.num_decoder_layers": 1, "match": "parameters"},
+        {"model.positions": "none"},
+    ]

@@ -34,18 +34,20 @@ def compile_fast():
     jax.config.update("jax_exec_time_optimization_effort", before)
 
 
-def planned(name, target, seeds=1, implementation=None, parts=1, **mesh):
+def planned(name, target, seeds=1, implementation=None, parts=1, variant=None, **mesh):
     """The plan of configs/NAME.py with one layer a stack, for whole ones take minutes.
 
     Layers repeat: they add memory, and communicate as the first does. With WHOLE=1 in
     the environment they all are compiled.
     """
-    config = importlib.import_module(f"headcount.configs.{name}").get_config()
+    module = importlib.import_module(f"headcount.configs.{name}")
+    config = module.get_config(*[variant] if variant else [])
     if "WHOLE" not in os.environ:
         for key in ("num_encoder_layers", "num_decoder_layers"):
             config.model[key] = min(1, config.model[key])
     config.mesh.update(mesh)
-    config.train.accumulate_steps = parts
+    if parts is not None:
+        config.train.accumulate_steps = parts
     config.model.attention.implementation = implementation
     trials = [{"seed": seed} for seed in range(seeds)]
     arrays = hyperparameters(flat(config.to_dict()), trials)
@@ -105,6 +107,15 @@ def test_seeds_of_a_large_config_share_a_pod(pod):
     plan = planned("wmt14", pod, seeds=16)
     assert plan.fits and plan.mesh == {"trial": 16, "data": 16, "model": 1}
     assert adds_up_gradients_alone(plan)
+
+
+@pytest.mark.parametrize("target, trials", [("v5e:16x16", 16), ("h200:8", 8)])
+@pytest.mark.parametrize("variant", ["small", "medium"])
+def test_sixteen_seeds_of_gpt2_train_at_once(variant, target, trials):
+    plan = planned("gpt2", target, seeds=16, variant=variant, parts=None)
+    assert plan.fits and plan.mesh["trial"] == trials
+    assert plan.num_trials == 16 // trials
+    assert set(plan.collectives) == ({"all-reduce"} if trials == 16 else set())
 
 
 @pytest.mark.parametrize("pod", PODS)

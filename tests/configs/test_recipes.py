@@ -2,7 +2,7 @@
 
 import pytest
 
-from headcount.configs import iwslt14, multi30k, wmt14
+from headcount.configs import gpt2, iwslt14, modern, multi30k, shakespeare, wmt14
 from headcount.configs.commandline import flat
 
 ADAM = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.98}
@@ -32,6 +32,23 @@ TINY |= {"optimizer.schedule": "inverse_sqrt", "optimizer.learning_rate": 0.005}
 TINY |= {"optimizer.warmup_steps": 2000, "optimizer.weight_decay": 0.0}
 TINY |= {"model.dropout": 0.3, "data.vocab_size": 10_000, "data.batch_tokens": 8192}
 TINY |= {"train.num_steps": 8000, "train.keep_checkpoints": 10}
+# nanoGPT, train.py, model.py, config/train_shakespeare_char.py and train_gpt2.py
+NANOGPT = {"optimizer.schedule": "cosine", "optimizer.weight_decay": 0.1}
+NANOGPT |= {"optimizer.beta1": 0.9, "optimizer.clip_norm": 1.0}
+NANOGPT |= {"optimizer.final_share": 0.1, "optimizer.label_smoothing": 0.0}
+NANOGPT |= {"optimizer.epsilon": 1e-8, "model.norm": "pre", "model.norm_epsilon": 1e-5}
+NANOGPT |= {"model.positions": "learned", "model.tie_embeddings": True}
+CHARACTERS = NANOGPT | {"optimizer.learning_rate": 1e-3, "optimizer.beta2": 0.99}
+CHARACTERS |= {"optimizer.warmup_steps": 100, "model.activation": "gelu"}
+CHARACTERS |= {"model.use_bias": False, "model.attention.use_bias": False}
+FULL = {"model.num_decoder_layers": 6, "model.attention.num_heads": 6}
+FULL |= {"model.width": 384, "model.mlp_dim": 1536, "model.dropout": 0.2}
+FULL |= {"data.max_length": 256, "data.batch_tokens": 64 * 256, "train.num_steps": 5000}
+SHORT = {"model.num_decoder_layers": 4, "model.attention.num_heads": 4}
+SHORT |= {"model.width": 128, "model.mlp_dim": 512, "model.dropout": 0.0}
+SHORT |= {"data.max_length": 64, "data.batch_tokens": 12 * 64, "train.num_steps": 2000}
+GPT2 = NANOGPT | {"optimizer.beta2": 0.95, "optimizer.warmup_steps": 2000}
+GPT2 |= {"data.max_length": 1024, "train.num_steps": 600_000, "model.dropout": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +58,9 @@ TINY |= {"train.num_steps": 8000, "train.keep_checkpoints": 10}
         (wmt14.get_config("big"), VASWANI | BIG | {"model.dropout": 0.3}),
         (iwslt14.get_config(), IWSLT14),
         (multi30k.get_config(), TINY),
+        (shakespeare.get_config(), CHARACTERS | FULL),
+        (shakespeare.get_config("short"), CHARACTERS | SHORT),
+        (gpt2.get_config("small"), GPT2 | {"optimizer.learning_rate": 6e-4}),
     ],
 )
 def test_a_recipe_has_the_numbers_that_are_published(config, published):
@@ -57,3 +77,15 @@ def test_checkpoints_are_ten_minutes_apart_as_the_paper_averaged_them(
     train = wmt14.get_config(name).train
     assert (train.num_steps, train.keep_checkpoints) == (steps, kept)
     assert train.checkpoint_every_steps * seconds == pytest.approx(600)
+
+
+@pytest.mark.parametrize("recipe", ["full", "short"])
+def test_the_modern_block_has_the_feed_forward_parameters_of_gpt2s(recipe):
+    """And differs from Shakespeare's in the block alone."""
+    ours, plain = (
+        flat(module.get_config(recipe).to_dict()) for module in (modern, shakespeare)
+    )
+    changed = {key for key in ours if ours[key] != plain[key]}
+    assert all(key.startswith("model.") for key in changed)
+    F = ours["model.mlp_dim"], plain["model.mlp_dim"]
+    assert 3 * F[0] == pytest.approx(2 * F[1], rel=0.01)

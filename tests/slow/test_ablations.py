@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headcount.analysis.budget import TOLERANCE, flops, parameters, solve_mlp_dim
-from headcount.configs import ablations, base, numbers
+from headcount.configs import ablations, base, numbers, recall
 from headcount.configs.ablations import chain, grid, matched, over, seeds, zipped
 from headcount.configs.commandline import flat
 from headcount.models.cost import LENGTH
@@ -19,6 +19,8 @@ VARIANTS = {  # of config files; None: the default
     "numbers": (None, "short"),
     "multi30k": (None, "short"),
     "shakespeare": (None, "short"),
+    "modern": (None, "short"),
+    "gpt2": (None, "medium"),
     "presets": ("transformer_tiny",),
 }
 
@@ -90,6 +92,15 @@ def test_every_ablation_builds_on_every_config(name):
                 assert arm.config["model"]["mlp_dim"] % multiple == 0
             assert not set(arm.overrides) & set(nuisance)
     assert generator.__doc__.split("\n")[0].endswith("?")
+
+
+def test_the_controls_of_recall_have_the_parameters_of_two_layers():
+    config = recall.get_config()
+    plan = plan_of(config, recall.controls(config))
+    two, one, without = plan.arms
+    assert two.is_baseline and one.config["model"]["num_decoder_layers"] == 1
+    assert abs(one.parameters - two.parameters) <= TOLERANCE * two.parameters
+    assert without.config["model"]["positions"] == "none"
 
 
 def test_the_arms_of_the_papers():

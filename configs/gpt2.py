@@ -1,0 +1,44 @@
+"""GPT-2 from scratch on documents of your own, as nanoGPT trains it.
+
+    python train.py --config=configs/gpt2.py:small --workdir=runs/gpt2 \\
+      --config.data.directory=FOLDER
+    python eval.py --workdir=runs/gpt2 --split=val
+
+`:small` has 12 layers, 12 heads and width 768, `:medium` 24, 16 and 1024 (124,439,808
+and 354,823,168 parameters); learning rates as Brown et al. 2020, Table 2.1. It is for
+accelerators and has not been trained here. What a step with 16 seeds needs:
+
+    python train.py --config=configs/gpt2.py --dry_run=v5e:16x16 --config.seeds=16
+
+The vocabulary is SentencePiece's, of the training split; GPT-2's own comes with
+imported weights (weights.py), to fine-tune them. Other than nanoGPT's recipe: a batch
+is 512 windows, not 480, which more meshes divide.
+"""
+
+from headcount.configs import presets
+
+
+def get_config(size: str = "small"):
+    """Return the preset of that size with data, optimizer and schedule."""
+    if size not in ("small", "medium"):
+        raise ValueError(f"configs/gpt2.py has :small and :medium, not :{size}")
+    config = presets.get_config(f"gpt2_{size}")
+    config.task.name = "language_model"
+    config.data.name = "text"
+    config.data.max_length = 1024
+    config.data.batch_tokens = 512 * 1024
+    config.model.dropout = 0.0
+    config.model.bos = 1
+    config.optimizer.schedule = "cosine"
+    config.optimizer.learning_rate = {"small": 6e-4, "medium": 3e-4}[size]
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.beta2 = 0.95
+    config.optimizer.epsilon = 1e-8
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.label_smoothing = 0.0
+    config.train.num_steps = 600_000
+    config.train.eval_every_steps = 2000
+    config.train.checkpoint_every_steps = 2000
+    config.train.accumulate_steps = 4
+    config.train.remat = "block"
+    return config

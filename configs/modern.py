@@ -1,0 +1,30 @@
+"""Shakespeare by characters with a block of 2023 to 2026 in place of GPT-2's.
+
+    python train.py --config=configs/modern.py:short --workdir=runs/modern
+    python eval.py --workdir=runs/modern --split=val
+
+Pre-norm RMSNorm, rotary positions, SwiGLU, RMS-normalised queries and keys, an output
+table of its own, no biases. The feed-forward is 8/3 D wide, which has the parameters of
+a plain one of 4 D. Data, sizes and optimizer are those of configs/shakespeare.py, so
+that only the block differs. What such models are trained with:
+
+    python train.py --config=configs/modern.py:short --workdir=runs/muon \\
+      --config.optimizer.name=muon --config.optimizer.schedule=warmup_stable_decay
+"""
+
+from headcount.configs import shakespeare
+
+
+def get_config(recipe: str = "full"):
+    """Return `:full` or `:short` of configs/shakespeare.py with the modern block."""
+    if recipe not in ("full", "short"):
+        raise ValueError(f"configs/modern.py has :full and :short, not :{recipe}")
+    config = shakespeare.get_config(recipe)
+    config.model.positions = "rotary"
+    config.model.norm_type = "rms_norm"
+    config.model.mlp = "gated"
+    config.model.activation = "silu"
+    config.model.mlp_dim = {"full": 1024, "short": 344}[recipe]
+    config.model.tie_embeddings = False
+    config.model.attention.qk_norm = True
+    return config
