@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return serve(arguments)
+        return serve(contestant(arguments))
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         race(arguments)
@@ -80,13 +80,34 @@ def race(arguments) -> None:
         arguments.folder / "corpus.npz",
         *(x for side in (source, target) for x in (side.tokens, side.offsets)),
     )
-    contestants = {name: start(name, arguments) for name in names}
+    options = [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
+    options += ["--set", *arguments.set]
+    found = take_turns("benchmarks.training", names, options, arguments.rounds)
+    config = config_of(arguments)
+    flop = flop_per_token(config, source.lengths, target.lengths)
+    print(f"data: {origin}, vocabulary {config.data.vocab_size}")
+    print(f"target tokens per update: {config.data.batch_tokens}")
+    print_table(*found, flop)
+
+
+def take_turns(
+    module: str, names: list[str], options: list[str], rounds: int
+) -> tuple[dict[str, list[float]], float]:
+    """Return tokens per second of every contestant by round, and the ceiling in FLOP/s.
+
+    Args:
+        module: whose process with `--worker=NAME` is a contestant, see `serve`.
+        names: of the contestants. One that fails is left out.
+        options: of the command of each.
+        rounds: in each of them all train in turn.
+    """
+    contestants = {name: start(module, name, options) for name in names}
     for name in list(contestants):
         if ask(contestants[name], "prepare") is None:
             print(f"{name} failed, see above")
             del contestants[name]
     rates, ceilings = {name: [] for name in contestants}, [numpy_ceiling()]
-    for _ in range(arguments.rounds):
+    for _ in range(rounds):
         for name, process in contestants.items():
             answer = ask(process, "train")
             rates[name].append(answer["tokens"] / answer["seconds"])
@@ -95,11 +116,11 @@ def race(arguments) -> None:
     for process in contestants.values():
         process.stdin.close()
         process.wait()
+    return rates, max(ceilings)
 
-    config, ceiling = config_of(arguments), max(ceilings)
-    flop = flop_per_token(config, source.lengths, target.lengths)
-    print(f"data: {origin}, vocabulary {config.data.vocab_size}")
-    print(f"target tokens per update: {config.data.batch_tokens}")
+
+def print_table(rates: dict[str, list[float]], ceiling: float, flop: float) -> None:
+    """Print medians, their spread, and what they are beside ours."""
     print(f"arithmetic: {flop / 1e6:.2f} MFLOP per token")
     print(f"matmul ceiling: {ceiling / 1e9:.0f} GFLOP/s\n")
     print("| | tokens/s | spread | share of ceiling | ours / it |")
@@ -196,11 +217,9 @@ def ceiling_of(product) -> float:
     return 2 * 2048**3 / min(seconds)
 
 
-def start(name: str, arguments) -> subprocess.Popen:
+def start(module: str, name: str, options: list[str]) -> subprocess.Popen:
     """Start a contestant's process, which answers to `ask`."""
-    command = [sys.executable, "-m", "benchmarks.training", f"--worker={name}"]
-    command += [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
-    command += ["--set", *arguments.set]
+    command = [sys.executable, "-m", module, f"--worker={name}", *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen(command, text=True, bufsize=1, **pipes)
 
@@ -215,15 +234,19 @@ def ask(process: subprocess.Popen, request: str) -> dict | None:
     return json.loads(answer) if answer else None
 
 
-def serve(arguments) -> None:
-    """Be a contestant: answer requests until standard input ends."""
+def contestant(arguments):
+    """Return the contestant that this process is."""
     arrays = list(np.load(arguments.folder / "corpus.npz").values())
     sides = Ragged(*arrays[:2]), Ragged(*arrays[2:])
     if arguments.worker == "ours":
         worker = Ours
     else:
         from benchmarks.peers_training import Torch as worker
-    contestant = worker(arguments.worker, config_of(arguments), *sides)
+    return worker(arguments.worker, config_of(arguments), *sides)
+
+
+def serve(contestant) -> None:
+    """Answer requests until standard input ends."""
     for request in sys.stdin:
         if request.strip() == "ceiling":
             answer = {"flops": ceiling_of(contestant.product)}
@@ -234,19 +257,20 @@ def serve(arguments) -> None:
         print(json.dumps(answer), flush=True)
 
 
-class Ours:
-    """R trials and their batches, as in train.py."""
+class Program:
+    """R trials of a config and their batches, as in train.py.
 
-    def __init__(self, name, config, source, target, num_trials=1):
+    Args:
+        config: of any task.
+        make_batches: from seeds to what `tasks.base.Task.batches` returns.
+        num_trials: R.
+    """
+
+    def __init__(self, config, make_batches, num_trials=1):
         settings = flat(config.to_dict()) | {"seeds": num_trials}
         trials = make_trials(settings)
         arrays = hyperparameters(settings, trials)
-        self.batches = PackedBatches(
-            {"source": source, "target": target},
-            batch_tokens=config.data.batch_tokens,
-            max_length=config.data.max_length,
-            seeds=[trial["seed"] for trial in trials],
-        )
+        self.batches = make_batches([trial["seed"] for trial in trials])
         task = make_task(config)
         static = make_static(abstract(task.build), config, task.loss)
         self.state = init(arrays, static=static, build=task.build)
@@ -271,6 +295,23 @@ class Ours:
     def train(self, steps: int) -> int:
         """Do the next updates; return the number of real tokens."""
         return self.update(self.input(steps), steps)
+
+
+class Ours(Program):
+    """R trials of a translation model."""
+
+    def __init__(self, name, config, source, target, num_trials=1):
+        del name
+
+        def batches(seeds):
+            return PackedBatches(
+                {"source": source, "target": target},
+                batch_tokens=config.data.batch_tokens,
+                max_length=config.data.max_length,
+                seeds=seeds,
+            )
+
+        super().__init__(config, batches, num_trials)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,179 @@
+"""Time language models beside PyTorch's and CTranslate2's, in turn in one run.
+
+    .venv-peers/bin/python -m benchmarks.language_model [--recipe short] [--rounds 5]
+        [--trials 16] [--data DIR] [--generate] [--new_tokens 200]
+
+Trains configs/shakespeare.py beside a plain PyTorch GPT of the same layers and
+transformers' GPT2LMHeadModel (which adds biases), both with scaled dot-product
+attention and fused AdamW, eager and compiled. All see the same windows, cut within the
+time. With --trials ours also trains so many trials as one program. Prints tokens per
+second, the share of the matmul ceiling (see benchmarks.training) and the ratios. Data:
+tiny Shakespeare in --data if that exists, else random characters.
+
+--generate instead continues one prompt, then 64 prompts, by --new_tokens tokens each,
+greedily, beside transformers' generate and CTranslate2 (float32). All have the
+same random GPT-2 of the recipe's sizes; the share of equal tokens is printed, too.
+"""
+
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
+import argparse
+import importlib.util
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from benchmarks.training import Program, print_table, serve, take_turns
+from headcount.configs import shakespeare
+from headcount.data.windows import WindowBatches
+from headcount.decoding.generate import generate
+from headcount.decoding.search import Vocabulary
+from headcount.tasks import make_task
+from headcount.weights import import_checkpoint, load_model
+
+PEERS = ("torch", "torch.compile", "transformers", "transformers, compiled")
+PROMPT = 16  # tokens of each prompt that is continued
+
+
+def main():
+    """Start the contestants, time them in turn, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--recipe", default="short", choices=("short", "full"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=1)
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data/tinyshakespeare")
+    )
+    parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--new_tokens", type=int, default=200)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    config = shakespeare.get_config(arguments.recipe)
+    if arguments.worker:
+        return serve(contestant(arguments, config))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder = Path(folder)
+        run = time_generation if arguments.generate else time_training
+        run(arguments, config)
+
+
+def time_training(arguments, config) -> None:
+    """Time every contestant in turn, and print medians."""
+    stream, origin = corpus(arguments, config)
+    np.save(arguments.folder / "stream.npy", stream)
+    names = ["ours"]
+    if arguments.trials > 1:
+        names.append(f"ours, {arguments.trials} trials")
+    if importlib.util.find_spec("torch"):
+        names += PEERS
+    options = [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
+    options.append(f"--trials={arguments.trials}")
+    found = take_turns("benchmarks.language_model", names, options, arguments.rounds)
+    print(f"data: {origin}; {config.data.batch_tokens} tokens per update and trial")
+    print_table(*found, flop_per_token(config))
+
+
+def corpus(arguments, config) -> tuple[np.ndarray, str]:
+    """Return the training split as a stream of tokens, and where it is from."""
+    if arguments.data.is_dir():
+        config.data.directory = str(arguments.data)
+        task = make_task(config, arguments.folder / "tokenizer")
+        return task.token_stream(task.load("train")), "tiny Shakespeare"
+    random = np.random.default_rng(0)
+    stream = random.integers(4, config.data.vocab_size, 1_000_000, dtype=np.int32)
+    return stream, f"random characters ({arguments.data} is not there)"
+
+
+def flop_per_token(config) -> float:
+    """Return FLOP of matrix products per token, backward (twice forward) included.
+
+    A token attends to those before it alone, half of its window on average.
+    """
+    model = config.model
+    D, F, T = model.width, model.mlp_dim, config.data.max_length
+    layer = 8 * D * D + 4 * D * F + 4 * D * (T + 1) / 2
+    return 3 * (model.num_decoder_layers * layer + 2 * D * config.data.vocab_size)
+
+
+def contestant(arguments, config):
+    """Return the contestant that this process is."""
+    stream = np.load(arguments.folder / "stream.npy")
+
+    def batches(seeds):
+        return WindowBatches(
+            stream,
+            length=config.data.max_length,
+            batch_tokens=config.data.batch_tokens,
+            seeds=seeds,
+            separator=config.model.bos,
+            cross=True,
+        )
+
+    if arguments.worker in PEERS:
+        from benchmarks.peers_language_model import Torch
+
+        return Torch(arguments.worker, config, batches([0]))
+    alone = arguments.worker == "ours"
+    return Program(config, batches, 1 if alone else arguments.trials)
+
+
+def time_generation(arguments, config) -> None:
+    """Time the continuation of one and of 64 prompts by all sides in turn."""
+    from benchmarks import peers_language_model as peers
+
+    config.model.max_positions = PROMPT + arguments.new_tokens
+    theirs = peers.random_gpt2(config)
+    theirs.save_pretrained(arguments.folder / "theirs")
+    sides = {
+        "ours": ours(arguments, config.model.bos),
+        "transformers": peers.transformers_side(theirs),
+        "CTranslate2": peers.ctranslate2_side(theirs, arguments.folder),
+    }
+    random = np.random.default_rng(0)
+    print("| | prompts | new tokens/s | spread | ours / it | same tokens |")
+    print("| --- | ---: | ---: | --- | ---: | ---: |")
+    for count in (1, 64):
+        prompts = random.integers(4, config.data.vocab_size, (count, PROMPT)).tolist()
+        new = arguments.new_tokens
+        results = {name: np.array(side(prompts, new)) for name, side in sides.items()}
+        rates = {name: [] for name in sides}
+        for _ in range(arguments.rounds):
+            for name, side in sides.items():
+                time.sleep(0.5)  # until the others' threads sleep
+                begin = time.perf_counter()
+                side(prompts, new)
+                rates[name].append(count * new / (time.perf_counter() - begin))
+        mine = statistics.median(rates["ours"])
+        for name, each in rates.items():
+            rate = statistics.median(each)
+            same = (results[name] == results["ours"]).mean()
+            print(
+                f"| {name} | {count} | {rate:,.0f} | {min(each):,.0f} to "
+                f"{max(each):,.0f} | {mine / rate:.2f} | {same:.1%} |"
+            )
+
+
+def ours(arguments, eos: int):
+    """Return a function that continues prompts with `decoding.generate`."""
+    run = arguments.folder / "run"
+    import_checkpoint(arguments.folder / "theirs", run)
+    graph, params = nnx.split(load_model(run))
+    vocabulary = Vocabulary(eos=eos, banned=())
+
+    def side(prompts, new_tokens):
+        limits = [new_tokens + 1] * len(prompts)  # the last is EOS
+        options = {"vocabulary": vocabulary, "return_scores": False}
+        return generate(graph, params, prompts, limits=limits, **options)[0]
+
+    return side
+
+
+if __name__ == "__main__":
+    main()

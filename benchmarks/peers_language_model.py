@@ -1,0 +1,250 @@
+"""Language models of PyTorch, transformers and CTranslate2: the peers of ours.
+
+`Model` is what PyTorch's users write first: the layers of configs/shakespeare.py from
+`nn.Linear`, `nn.LayerNorm` and scaled dot-product attention. GPT2LMHeadModel has
+biases in addition. Neither drops attention weights, as ours does not.
+"""
+
+import ctranslate2
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """Self-attention and feed-forward, each after a norm, in a residual sum."""
+
+    def __init__(self, model):
+        super().__init__()
+        D = model.width
+        self.num_heads, self.dropout = model.attention.num_heads, model.dropout
+        self.attention_norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
+        self.query_key_value = nn.Linear(D, 3 * D, bias=False)
+        self.merge = nn.Linear(D, D, bias=False)
+        self.mlp_norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
+        self.up = nn.Linear(D, model.mlp_dim, bias=False)
+        self.down = nn.Linear(model.mlp_dim, D, bias=False)
+
+    def forward(self, x):
+        """Apply the block to B T D."""
+        B, T, D = x.shape
+        projected = self.query_key_value(self.attention_norm(x))
+        query, key, value = (
+            part.view(B, T, self.num_heads, -1).transpose(1, 2)
+            for part in projected.split(D, dim=2)
+        )
+        heads = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        merged = self.merge(heads.transpose(1, 2).reshape(B, T, D))
+        x = x + functional.dropout(merged, self.dropout)
+        hidden = functional.gelu(self.up(self.mlp_norm(x)))
+        return x + functional.dropout(self.down(hidden), self.dropout)
+
+
+class Model(nn.Module):
+    """Embeddings, blocks, a norm, and the embedding again for the logits."""
+
+    def __init__(self, vocab_size, model):
+        super().__init__()
+        D = model.width
+        self.embedding = nn.Embedding(vocab_size, D)
+        self.positions = nn.Embedding(model.max_positions, D)
+        self.blocks = nn.ModuleList(
+            [Block(model) for _ in range(model.num_decoder_layers)]
+        )
+        self.norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
+        self.dropout = model.dropout
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, inputs):
+        """Return the logits, B T vocab."""
+        x = self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
+        x = functional.dropout(x, self.dropout)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def gpt2_config(config, dropout: float):
+    """Return the configuration of a GPT-2 of a config's sizes."""
+    model = config.model
+    return transformers.GPT2Config(
+        vocab_size=config.data.vocab_size,
+        n_positions=model.max_positions,
+        n_embd=model.width,
+        n_layer=model.num_decoder_layers,
+        n_head=model.attention.num_heads,
+        n_inner=model.mlp_dim,
+        activation_function="gelu_new",
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=0.0,
+        bos_token_id=model.bos,
+        eos_token_id=model.bos,
+        attn_implementation="sdpa",
+    )
+
+
+class Torch:
+    """A contestant of `benchmarks.language_model`, by its name there.
+
+    Args:
+        name: "torch" or "transformers", perhaps with "compile".
+        config: of the experiment.
+        batches: see `data.windows.WindowBatches`.
+    """
+
+    def __init__(self, name, config, batches):
+        torch.manual_seed(0)
+        self.model = Model(config.data.vocab_size, config.model)
+        self.logits = self.model
+        if name.startswith("transformers"):
+            self.model = transformers.GPT2LMHeadModel(
+                gpt2_config(config, config.model.dropout)
+            ).train()
+            self.logits = lambda inputs: self.model(inputs, use_cache=False).logits
+        self.loss = self.mean_loss
+        if "compile" in name:
+            self.loss = torch.compile(self.mean_loss)
+        optimizer = config.optimizer
+        decay = {True: [], False: []}
+        for parameter in self.model.parameters():
+            decay[parameter.dim() > 1].append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decay[True], "weight_decay": optimizer.weight_decay},
+                {"params": decay[False], "weight_decay": 0.0},
+            ],
+            optimizer.learning_rate,
+            (optimizer.beta1, optimizer.beta2),
+            optimizer.epsilon,
+            fused=True,
+        )
+        self.clip_norm = optimizer.clip_norm
+        self.batches, self.step = batches, 0
+        x = torch.ones(2048, 2048)
+        self.product = lambda: torch.mm(x, x)
+
+    def mean_loss(self, inputs, target):
+        """Return the mean cross-entropy of a batch."""
+        logits = self.logits(inputs)
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    def train(self, steps: int) -> int:
+        """Do some updates; return the number of tokens."""
+        tokens = 0
+        for step in range(self.step, self.step + steps):
+            batch = self.batches[step]
+            inputs, target = (
+                torch.from_numpy(batch[name][0].astype(np.int64))
+                for name in ("target_inputs", "target")
+            )
+            loss = self.loss(inputs, target)
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            self.optimizer.step()
+            loss.item()
+            tokens += target.numel()
+        self.step += steps
+        return tokens
+
+
+def random_gpt2(config):
+    """Return a GPT-2 with random weights whose greedy texts never end."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(gpt2_config(config, 0.0)).eval()
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(5)  # or all continuations are alike
+        model.transformer.wte.weight[config.model.bos] = 0
+    return model
+
+
+def transformers_side(model):
+    """Return a function that continues prompts with transformers' generate."""
+
+    def side(prompts, new_tokens):
+        prompts = torch.tensor(prompts)
+        with torch.inference_mode():
+            found = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=model.config.eos_token_id,
+            )
+        return found[:, prompts.shape[1] :].tolist()
+
+    return side
+
+
+def ctranslate2_side(model, folder):
+    """Return a function that continues prompts with CTranslate2, in float32."""
+    path = str(folder / "ctranslate2")
+    convert(model, path)
+    generator = ctranslate2.Generator(
+        path,
+        device="cpu",
+        compute_type="float32",
+        intra_threads=torch.get_num_threads(),
+    )
+
+    def side(prompts, new_tokens):
+        results = generator.generate_batch(
+            [list(map(str, prompt)) for prompt in prompts],
+            max_length=new_tokens,
+            min_length=new_tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        return [x.sequences_ids[0] for x in results]
+
+    return side
+
+
+def convert(model, path: str) -> None:
+    """Write a GPT-2 of transformers in CTranslate2's format."""
+    config, state = model.config, model.state_dict()
+    spec = ctranslate2.specs.TransformerDecoderModelSpec.from_config(
+        config.n_layer,
+        config.n_head,
+        pre_norm=True,
+        activation=ctranslate2.specs.Activation.GELUTanh,
+    )
+
+    def array(name):
+        return state[f"transformer.{name}"].numpy()
+
+    def norm(spec, name):
+        spec.gamma, spec.beta = array(f"{name}.weight"), array(f"{name}.bias")
+
+    def linear(spec, name):
+        spec.weight = np.ascontiguousarray(array(f"{name}.weight").T)
+        spec.bias = array(f"{name}.bias")
+
+    decoder = spec.decoder
+    decoder.scale_embeddings = False
+    decoder.embeddings.weight = array("wte.weight")
+    decoder.projection.weight = array("wte.weight")
+    decoder.position_encodings.encodings = array("wpe.weight")
+    norm(decoder.layer_norm, "ln_f")
+    for number, layer in enumerate(decoder.layer):
+        name = f"h.{number}"
+        norm(layer.self_attention.layer_norm, f"{name}.ln_1")
+        linear(layer.self_attention.linear[0], f"{name}.attn.c_attn")
+        linear(layer.self_attention.linear[1], f"{name}.attn.c_proj")
+        norm(layer.ffn.layer_norm, f"{name}.ln_2")
+        linear(layer.ffn.linear_0, f"{name}.mlp.c_fc")
+        linear(layer.ffn.linear_1, f"{name}.mlp.c_proj")
+    names = {0: "<unk>", config.bos_token_id: "</s>"}
+    spec.register_vocabulary([names.get(i, str(i)) for i in range(config.vocab_size)])
+    spec.config.bos_token = spec.config.eos_token = "</s>"
+    spec.config.unk_token = "<unk>"
+    spec.validate()
+    spec.save(path)
