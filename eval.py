@@ -39,6 +39,13 @@ OUTPUT = flags.DEFINE_string(
     "File for the predictions, one per example; SPLIT in it stands for the split. With "
     "several trials, each gets a file of its own: FILE-0, ...",
 )
+STRIDE = flags.DEFINE_integer(
+    "stride",
+    None,
+    "Language models: tokens between the starts of windows; fewer give tokens more "
+    "context. Default: data.stride.",
+    1,
+)
 SHOW = flags.DEFINE_integer("show", 0, "How many predictions to print.", 0)
 TRIAL = flags.DEFINE_integer("trial", 0, "Trial whose predictions to print.", 0)
 
@@ -64,6 +71,8 @@ def main():
             if TASK_FILE.value:
                 import_file(path_of(TASK_FILE))
             options, names = decoding.options(), split_names()
+            if STRIDE.value is not None:
+                options["stride"] = STRIDE.value
             if decoding.N_BEST.value and not OUTPUT.value:
                 raise ValueError(
                     "--n_best writes n-best lists, so --output=FILE is needed."

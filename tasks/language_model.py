@@ -44,7 +44,7 @@ class LanguageModel(Task):
 
     options = (
         *("beam_size", "length_penalty", "temperature", "top_k", "top_p", "seed"),
-        *("batch_size", "max_new_tokens", "stop", "samples"),
+        *("batch_size", "max_new_tokens", "stop", "samples", "stride"),
     )
 
     corpus_keys = ("name", "directory", "test_share")
@@ -64,13 +64,8 @@ class LanguageModel(Task):
                 f"data.tokenizer must be one of {', '.join(tokenizers.KINDS)}, got "
                 f"{data.tokenizer!r}."
             )
-        stride = data.max_length if data.stride is None else data.stride
-        if not 1 <= stride <= data.max_length:
-            raise ValueError(
-                f"data.stride must be from 1 to data.max_length={data.max_length}, got "
-                f"{stride}."
-            )
-        self.stride = stride
+        self.stride = data.max_length if data.stride is None else data.stride
+        self.check_stride("data.stride", self.stride)
         self.is_recall = data.name == "recall"
         self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY)
         if self.is_recall:
@@ -82,6 +77,24 @@ class LanguageModel(Task):
             )
         if data.name == "shakespeare" and not data.test_share:
             self.test_split = "val"  # it has no other
+
+    def check_stride(self, name: str, stride: int) -> None:
+        """Raise a ValueError unless windows so many tokens apart leave none out."""
+        length = self.config.data.max_length
+        if not 1 <= stride <= length:
+            raise ValueError(
+                f"{name} must be from 1 to data.max_length={length}, got {stride}."
+            )
+
+    def check_options(self, options: dict) -> None:
+        """See `Task.check_options`."""
+        super().check_options(options)
+        if "stride" in options:
+            if self.is_recall:
+                raise ValueError(
+                    "--stride has no meaning for data.name=recall: it has no windows."
+                )
+            self.check_stride("--stride", options["stride"])
 
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
@@ -103,6 +116,12 @@ class LanguageModel(Task):
                 self.folder, data.tokenizer, words or text["text"], data.vocab_size
             )
             check_bos(self.config.model.bos, self.tokenizer.vocab_size)
+            found = self.tokenizer.vocab_size
+            if data.tokenizer == "sentencepiece" and found < data.vocab_size:
+                raise ValueError(
+                    f"data.vocab_size={data.vocab_size} is more than the training "
+                    f"split supports; set it to {found} or less."
+                )
         return Examples(
             split, {"target": self.tokenizer.encode(text["text"], eos=False)}, text
         )
@@ -144,8 +163,15 @@ class LanguageModel(Task):
             cross=data.cross_documents,
         )
 
-    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
-        """See `Task.evaluation_batches`; unpacked, a window is an example."""
+    def evaluation_batches(
+        self, examples: Examples, packed: bool = True, stride: int | None = None
+    ) -> list:
+        """See `Task.evaluation_batches`; unpacked, a window is an example.
+
+        Args:
+            examples, packed: see `Task.evaluation_batches`.
+            stride: tokens between the starts of windows; None: data.stride.
+        """
         tokens = self.config.data.batch_tokens
         if self.is_recall:
             fields = self.scored_fields(examples)
@@ -156,7 +182,7 @@ class LanguageModel(Task):
         found = windows.evaluation_windows(
             self.token_stream(examples),
             length=self.config.data.max_length,
-            stride=self.stride,
+            stride=stride or self.stride,
             batch_tokens=tokens,
             separator=self.config.model.bos,
             cross=self.config.data.cross_documents,
@@ -197,15 +223,21 @@ class LanguageModel(Task):
         examples: Examples,
         trials: Sequence[int] | None = None,
         quick: bool = False,
+        stride: int | None = None,
         **options,
     ) -> list[dict]:
-        """Score the loss, and what follows from it; see `Task.evaluate`."""
+        """Score the loss, and what follows from it; see `Task.evaluate`.
+
+        Args:
+            run, examples, trials, quick, options: see `Task.evaluate`.
+            stride: see `evaluation_batches`.
+        """
         trials = range(len(run.trials)) if trials is None else trials
         sums = [
             sharding.fetch(
                 score_batch(run.graph, self, run.params, run.head_gates, batch)
             )
-            for batch in self.evaluation_batches(examples)
+            for batch in self.evaluation_batches(examples, stride=stride)
         ]
         loss, weight, correct = (np.sum(x, axis=0) for x in zip(*sums, strict=True))
         num_bytes = sum(len(text.encode()) for text in examples.text["text"])
@@ -218,7 +250,8 @@ class LanguageModel(Task):
                 continue
             bits = float(loss[trial] / np.log(2) / num_bytes)
             perplexity = float(np.exp(min(mean, 700.0)))
-            rows.append({"loss": mean, "bits_per_byte": bits, "perplexity": perplexity})
+            row = {"loss": mean, "bits_per_byte": bits, "perplexity": perplexity}
+            rows.append(row | ({"options": {"stride": stride}} if stride else {}))
         return rows
 
     def predict(

@@ -76,6 +76,29 @@ def test_a_model_without_context_has_the_same_loss_for_any_stride(folder):
     np.testing.assert_allclose(found, found[0], rtol=1e-5)
 
 
+def test_a_stride_of_an_evaluation_replaces_that_of_the_config(folder):
+    fine = make_task(folder, **{"data.stride": 5})
+    task = make_task(folder)
+    run, examples = untrained_run(task, scale=2.0), task.load("val")
+    rows = evaluate(run, examples, stride=5)
+    wanted = evaluate(run._replace(task=fine), examples)
+    assert [row.pop("options") for row in rows] == [{"stride": 5}] * 2
+    assert rows == wanted != evaluate(run, examples)
+    task.check_options({"stride": 16})
+    for stride in (0, 17):
+        with pytest.raises(ValueError, match=f"--stride .*max_length=16, got {stride}"):
+            task.check_options({"stride": stride})
+
+
+def test_a_vocabulary_larger_than_the_corpus_supports_raises(tmp_path):
+    (tmp_path / "train.txt").write_text("to be or not to be")
+    keys = {"data.vocab_size": 500, "data.name": "text"}
+    keys |= {"data.directory": str(tmp_path), "data.tokenizer": "sentencepiece"}
+    task = small_task(tmp_path / "tokenizer", **DECODER_ONLY | keys)
+    with pytest.raises(ValueError, match="data.vocab_size=500 .*set it to [1-9]"):
+        task.load("train")
+
+
 @pytest.mark.parametrize("stride", [16, 11, 5, 1])
 @pytest.mark.parametrize("cross", [True, False])
 def test_every_token_of_a_split_is_scored_once_for_any_stride(folder, stride, cross):
