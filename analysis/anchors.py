@@ -38,6 +38,18 @@ def head_shape(model: dict) -> tuple | None:
     return (heads["num_heads"], heads["num_kv_heads"], model["width"] / H if H else 0)
 
 
+def key_value_heads(model: dict) -> int:
+    """Return K."""
+    heads = model["attention"]
+    return heads["num_kv_heads"] or heads["num_heads"]
+
+
+def sharing(model: dict) -> str | int:
+    """Return how many heads share keys and values, by name where it has one."""
+    N, K = model["attention"]["num_heads"], key_value_heads(model)
+    return {N: "multi-head", 1: "multi-query"}.get(K, N // K)
+
+
 ANCHORS = (
     Anchor(
         "heads",
@@ -84,6 +96,22 @@ ANCHORS = (
             (4, 4, 32): 31.0,
             (8, 8, 64): 30.9,
         },
+    ),
+    Anchor(
+        "kv_heads",
+        "translation",
+        "Ainslie et al. 2023, Table 1, T5-XXL; 8 groups of 8 heads",
+        "mean over summarisation, translation and question answering",
+        sharing,
+        {"multi-head": 47.2, "multi-query": 46.6, 8: 47.1},
+    ),
+    Anchor(
+        "kv_heads",
+        "language_model",
+        "Zhou et al. 2025 (2510.23052), baseline by number of key/value heads",
+        "training loss",
+        key_value_heads,
+        {1: 1.864, 2: 1.855, 4: 1.856, 8: 1.851, 16: 1.849, 32: 1.846},
     ),
 )
 

@@ -19,6 +19,11 @@ from headcount.analysis.anchors import find_anchor, published_score
         ("shazeer", 1, 1, 64, 64, 25.8),
         ("shazeer", 2, 2, 32, 32, 26.2),
         ("shazeer", 8, 8, 8, 8, 25.8),
+        ("kv_heads", 8, None, None, None, 47.2),
+        ("kv_heads", 8, 8, None, None, 47.2),
+        ("kv_heads", 8, 1, None, None, 46.6),
+        ("kv_heads", 16, 2, None, None, 47.1),
+        ("kv_heads", 8, 2, None, None, None),
         ("configs/own.py:heads", 4, 4, 128, 128, None),
     ],
 )
@@ -35,3 +40,4 @@ def test_published_scores_are_of_the_same_task():
     for task, score in (("translation", 26.5), ("language_model", 30.2)):
         assert published_score(find_anchor("shazeer", task), model) == score
     assert find_anchor("shazeer", "tagging") is None
+    assert published_score(find_anchor("kv_heads", "language_model"), model) == 1.864
