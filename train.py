@@ -139,7 +139,9 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
             report_trained(trainer)
             return
         progress = Progress(trainer.num_steps, trainer.step)
-        with one_sentence(OSError), distributed.wait_for_abort():
+        # JAX raises some failures of Gloo, which connects CPUs, as ValueErrors
+        lost = distributed.wait_for_abort(RuntimeError, ValueError)
+        with one_sentence(OSError), lost:
             try:
                 fit(trainer, default_hooks(config, progress), stop, profile)
             except BaseException:
