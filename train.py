@@ -140,7 +140,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
             return
         progress = Progress(trainer.num_steps, trainer.step)
         # JAX raises some failures of Gloo, which connects CPUs, as ValueErrors
-        lost = distributed.wait_for_abort(RuntimeError, ValueError)
+        lost = distributed.wait_for_abort((RuntimeError, ValueError))
         with one_sentence(OSError), lost:
             try:
                 fit(trainer, default_hooks(config, progress), stop, profile)

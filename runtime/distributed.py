@@ -252,16 +252,16 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def wait_for_abort(*errors: type[Exception]):
+def wait_for_abort(errors: tuple[type[Exception], ...] = (RuntimeError,)):
     """Let the runtime end this process if an error comes from losing another one.
 
     A collective operation fails in several ways when a process is lost, and no type of
     error says so. The runtime notices within a heartbeat and aborts (`on_abort`), so
-    wait for that before raising any of these errors, by default a RuntimeError.
+    wait for that before raising any of these errors.
     """
     try:
         yield
-    except errors or RuntimeError:
+    except errors:
         if jax.distributed.is_initialized():
             time.sleep(2 * HEARTBEAT)
         raise
