@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers have their session'
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Where tests run in the background these may be ignored, which programs inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Cache fast compilations too: several processes compile thousands of small programs.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("TFDS_DATA_DIR", str(ROOT / ".cache" / "tfds"))
