@@ -237,6 +237,19 @@ class MergeRule(NamedTuple):
     weights: Callable | None = None
 
 
+def check_names(rules: dict[str, MergeRule]) -> None:
+    """Raise a ValueError if a function has another name than its key in the table.
+
+    By its name `checked` finds a function's row.
+    """
+    for name, rule in rules.items():
+        if rule.function.__name__ != name:
+            raise ValueError(
+                f"the merge rule {name!r} has the function "
+                f"{rule.function.__name__}; name the function {name}"
+            )
+
+
 MERGE_RULES = {
     "concat": MergeRule(concat, {"kernel": "N V D"}),
     "scaled": MergeRule(
@@ -264,3 +277,5 @@ MERGE_RULES = {
         mixture_weights,
     ),
 }
+
+check_names(MERGE_RULES)
