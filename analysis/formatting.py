@@ -13,9 +13,8 @@ def count(number: int, noun: str) -> str:
 def format_settings(values: dict) -> str:
     """Format config settings: learning_rate=0.002, dropout=0.1."""
 
-    def text(value):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"{value:g}" if is_number else value
+    def text(value):  # whole numbers in full: a seed may have many digits
+        return f"{value:g}" if isinstance(value, float) else value
 
     parts = (f"{key.split('.')[-1]}={text(value)}" for key, value in values.items())
     return ", ".join(parts) or NOTHING

@@ -5,10 +5,11 @@ import functools
 import os
 import re
 import sys
+import textwrap
 from difflib import get_close_matches
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from ml_collections.config_flags import register_flag_parser_for_type
 
 from headcount.configs.base import get_config
@@ -21,6 +22,11 @@ TASK_FILE = flags.DEFINE_string(
     "task_file", None, "Python file that adds a task of your own to headcount.tasks."
 )
 
+KEYS = (  # for --help
+    "set any key of configs/base.py, which says what each means, as in "
+    "--config.model.attention.num_heads=8 --config.train.num_steps=2000; "
+    "docs/reference/config.md lists them all."
+)
 WANTED = {  # what the flag parsers say, and what they want
     "invalid literal for int()": "a whole number",
     "could not convert string to float": "a number",
@@ -80,7 +86,9 @@ def run(main) -> None:
     """Parse the flags, then call `main()`; report a bad flag in one sentence."""
     replace_closed()
     sys.argv[1:] = map(find_config, sys.argv[1:])
-    app.define_help_flags()
+    if {"--help", "-h"} & {*sys.argv[1:]}:
+        print(usage(sys.modules[main.__module__]))
+        return
     take_none()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
@@ -103,6 +111,37 @@ def run(main) -> None:
     except KeyboardInterrupt:  # in scripts that have nothing to save
         print(f"{script()}: interrupted.", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def usage(module) -> str:
+    """Return the text of --help: what a script does, and its flags by purpose.
+
+    Those by which processes find each other stand apart.
+    """
+    own = {x.name for x in vars(module).values() if isinstance(x, flags.FlagHolder)}
+    titles = {False: "Flags:", True: "Flags of runs of several processes:"}
+    groups = {is_cluster: [] for is_cluster in titles}
+    for name, defined in flags.FLAGS.flags_by_module_dict().items():
+        if name.startswith("headcount.") or name == sys.argv[0]:
+            shared = name == __name__  # each script uses some of these
+            found = [f for f in defined if f.name in own or not shared]
+            groups[name.endswith("runtime.cluster")] += found
+    lines = [(module.__doc__ or "").strip()]
+    for is_cluster, title in titles.items():
+        found = {f.name: f for f in groups[is_cluster] if "." not in f.name}
+        lines += ["", title] if found else []
+        for name in sorted(found):
+            flag = found[name]
+            default = "" if flag.default in (None, []) else f" [{flag.default}]"
+            text = " ".join(flag.help.split(";\n")[0].split())  # the rest is absl's
+            lines += [f"  --{name}: {text}{default}"]
+    if "config" in flags.FLAGS:
+        lines += ["", "Config keys:", "  --config.KEY=VALUE: " + KEYS]
+    wide = {"width": 88, "subsequent_indent": "    ", "break_on_hyphens": False}
+    return "\n".join(
+        textwrap.fill(line, **wide) if line.startswith("  --") else line
+        for line in lines
+    )
 
 
 def find_config(argument: str) -> str:

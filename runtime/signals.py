@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import jax
@@ -15,11 +16,18 @@ class StopSignal:
     """Remember the first signal; a later one ends the process at once.
 
     A signal to a process group often arrives twice, directly and from a parent process,
-    so repeats within `REPEAT_SECONDS` are ignored.
+    so repeats within `REPEAT_SECONDS` are ignored. Python calls its handlers between
+    two of its own instructions, which an evaluation or a compilation may delay by many
+    seconds; a thread acknowledges the signal at once.
     """
 
     def __init__(self):
         self.number, self.received_at, self.is_passed_on = None, None, False
+        self.answered = threading.Lock()
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        threading.Thread(target=self.acknowledge, args=(read,), daemon=True).start()
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # started by nohup, to outlive the terminal
@@ -30,12 +38,25 @@ class StopSignal:
         """What the process should exit with once everything is saved."""
         return 128 + self.number
 
+    def acknowledge(self, pipe: int) -> None:
+        """Say what happens as soon as a signal arrives, once."""
+        while number := os.read(pipe, 1):
+            if number[0] in SIGNALS:
+                self.answer(number[0])
+                return
+
+    def answer(self, number: int) -> None:
+        """Print that the signal has arrived, if nobody has."""
+        if self.answered.acquire(blocking=False):
+            name = signal.Signals(number).name
+            text = "finishing what is being computed and saving, then exiting."
+            os.write(2, f"{name}: {text}\n".encode())
+
     def receive(self, number, frame):
         """Handle a signal."""
         if self.number is None:
             self.number, self.received_at = number, time.monotonic()
-            name = signal.Signals(number).name
-            os.write(2, f"{name}: saving, then exiting.\n".encode())
+            self.answer(number)
         elif time.monotonic() - self.received_at > REPEAT_SECONDS:
             os._exit(128 + number)
 

@@ -377,10 +377,17 @@ def test_config_of_another_run(trained, tmp_path):
         fails(run(args), culprit, folder)
 
 
-def test_help_lists_flags():
+def test_help_lists_flags_and_points_to_the_config_keys():
     for script in ("train.py", "eval.py", "predict.py"):
         ran = run([script, "--help"])
-        assert "--workdir" in ran.stdout, ran.stderr
+        assert ran.returncode == 0, ran.stderr
+        everyday, _, others = ran.stdout.partition("Flags of runs of several proc")
+        assert "\n  --workdir: " in everyday
+        assert "orbax" not in ran.stdout and "helpfull" not in ran.stdout
+        assert "\n  --coordinator: " not in everyday
+        assert ("\n  --coordinator: " in others) == (script != "predict.py")
+        assert ("configs/base.py, which says" in others) == (script == "train.py")
+        assert ("\n  --directory: " in everyday) == (script == "eval.py")
 
 
 def test_scripts_run_as_plain_programs():
