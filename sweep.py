@@ -7,7 +7,7 @@
     list     show the arms, their cost, and how long training would take
     run      train and score every trial; rerun the same command to resume
     status   show how far a sweep is; writes nothing
-    report   write report.html and report.md
+    report   write report.html and report.md; with several --workdir, one joined page
 
 --config.KEY=VALUE sets any config key, as in train.py. A workdir remembers its sweep,
 so later calls need only --workdir.
@@ -34,13 +34,15 @@ from headcount.configs.commandline import (
 from headcount.runtime import cluster, distributed
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
 from headcount.sweeps.looks import parse_seeds
+from headcount.sweeps.plan import Shard
 from headcount.sweeps.runner import Stopped
 from headcount.sweeps.store import Sweep
-from headcount.sweeps.table import collect, make_rows
+from headcount.sweeps.table import collect, count_unfinished, make_rows
 from headcount.tasks import TASKS, import_file
 
 VERBS = ("list", "run", "status", "report")
 VERB = ""  # which of them, set by `cli`
+MORE_WORKDIRS: list[str] = []  # of `report`, after the first --workdir
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that every arm starts from.", lock_config=True
 )
@@ -61,12 +63,12 @@ LOOKS = flags.DEFINE_list(
     "With --seeds=FIRST:LAST: after how many seeds to look, as in 4,8,16,32. Default: "
     "FIRST, twice as many, and so on.",
 )
-MARGIN = flags.DEFINE_float(
+MARGIN = flags.DEFINE_string(
     "margin",
     None,
     "Difference to the baseline, as scores are shown, within which an arm is "
-    "equivalent. Default: the metric's own (0.3 BLEU, 0.005 nats of loss, ...).",
-    0.0,
+    "equivalent; with or without its unit, as in 0.01nats. Default: the metric's own "
+    "(0.3 BLEU, 0.005 nats of loss, ...).",
 )
 MATCH = flags.DEFINE_enum(
     "match",
@@ -151,9 +153,21 @@ def main() -> None:
         elif VERB == "status":
             status.print_status(sweep, make_rows(sweep))
         elif VERB == "report":
-            report.write(sweep, collect(sweep), EXAMPLES.value)
+            if MORE_WORKDIRS:
+                others = [open_other(sweep, Path(path)) for path in MORE_WORKDIRS]
+                report.write_joined([sweep, *others], EXAMPLES.value)
+            else:
+                report.write(sweep, collect(sweep), EXAMPLES.value)
     if VERB == "run":
         run_groups(sweep, groups)
+
+
+def open_other(sweep: Sweep, workdir: Path) -> Sweep:
+    """Open another sweep, of which nothing but the workdir is given."""
+    nothing = dict.fromkeys(settings.Options._fields)
+    nothing |= {"overrides": {}, "tune": [], "verb": VERB, "proposes": False}
+    given = {"workdir": workdir.expanduser(), "task_file": sweep.task_file}
+    return settings.open_sweep(settings.Options(**nothing | given))
 
 
 def check_flags() -> None:
@@ -242,7 +256,7 @@ def options(workdir: Path, task_file: Path | None) -> settings.Options:
     )
 
 
-def run_groups(sweep: Sweep, groups: list | None) -> None:
+def run_groups(sweep: Sweep, groups: list | Shard) -> None:
     """Run groups, print the status, and exit with 1 if any failed.
 
     Exits with 128 + signal number if a signal stopped it; see `sweeps.runner`.
@@ -268,9 +282,36 @@ def run_groups(sweep: Sweep, groups: list | None) -> None:
             f"rerun the same command."
         )
     # with the trials that a search has chosen, which the rows contain
-    status.print_status(sweep.extended(propose=False), rows)
+    now = sweep.extended(propose=False)
+    status.print_status(now, rows)
+    if SHARD.value and sweep.grows and count_unfinished(now.plan, rows):
+        print(
+            "Other shards have groups left. Rerun this command when they are done: "
+            "more groups may follow from theirs."
+        )
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)
+
+
+def take_workdirs(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into one with its first --workdir only, and the others."""
+    kept, more = [], []
+    is_first, is_value = True, False
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if is_value:  # --workdir FOLDER
+            is_value = False
+            (kept if is_first else more).append(word)
+            is_first = False
+        elif word.startswith("-") and name == "workdir":
+            kept += [word] * is_first
+            if equals:
+                more += [value] * (not is_first)
+                is_first = False
+            is_value = not equals
+        else:
+            kept.append(word)
+    return kept, more
 
 
 def cli() -> None:
@@ -283,6 +324,8 @@ def cli() -> None:
         )
     if sys.argv[1] in VERBS:
         VERB = sys.argv.pop(1)
+    if VERB == "report":
+        sys.argv[1:], MORE_WORKDIRS[:] = take_workdirs(sys.argv[1:])
     run(main)
 
 

@@ -18,6 +18,7 @@ from headcount.analysis.formatting import (
     p_value,
     signed,
 )
+from headcount.analysis.sequential import VERDICTS
 from headcount.analysis.significance import (
     LEVEL,
     MAX_SEEDS,
@@ -28,6 +29,7 @@ from headcount.analysis.significance import (
     seeds_needed,
     summary,
 )
+from headcount.analysis.trends import Trend, fit_trend
 from headcount.tasks.base import LOSS, Metric
 
 
@@ -100,6 +102,11 @@ class Report(NamedTuple):
         return next(arm for arm in self.arms if arm.is_baseline)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether seeds were added in stages, by planned looks."""
+        return any(row["looks"] for row in self.verdicts)
+
+    @property
     def outcomes(self) -> list[Metric]:
         """The metrics with a table and a figure of their own: the loss comes first.
 
@@ -162,6 +169,38 @@ def difference_to_baseline(
     return difference(*np.transpose(pairs))
 
 
+def loss_trend(report: Report) -> Trend | None:
+    """Fit the loss on test against the swept number, over the seeds all arms have.
+
+    None if arms are not numbers, or too few, or if the loss is no outcome.
+    """
+    arms = [arm for arm in report.arms if arm.seeds]
+    if report.axis is None or LOSS.name not in {m.name for m in report.outcomes}:
+        return None
+    seeds = sorted(set.intersection(*(set(arm.seeds) for arm in arms)))
+    scores = [
+        [arm.test[LOSS.name][arm.seeds.index(seed)] for seed in seeds] for arm in arms
+    ]
+    return fit_trend(np.array([arm.value for arm in arms]), np.array(scores))
+
+
+def trend_text(report: Report) -> str | None:
+    """Return the fitted curve with its intervals, and how far arms are from it."""
+    trend = loss_trend(report)
+    if trend is None:
+        return None
+    parts = ", ".join(
+        f"{name} = {number(value, '.3g')} ({interval(low, high, '.3g')})"
+        for name, (value, low, high) in zip("abc", trend[:3], strict=True)
+    )
+    return (
+        f"Curve of the loss against n = {report.axis}: a·n^b + c with {parts}; "
+        f"intervals: 95%, by a bootstrap over seeds. The mean of an arm is at most "
+        f"{number(trend.residual, LOSS.format)} away from it; where that is more than "
+        f"the arms' intervals, the curve has another shape."
+    )
+
+
 def best_mean(metric: Metric, means: list[float]) -> float:
     """Return the best of some means."""
     return max(means) if metric.higher_is_better else min(means)
@@ -207,9 +246,15 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     tested = [c for c in others if not math.isnan(c.p)]
     untested = [c.arm.name for c in others if math.isnan(c.p)]
     different = [c for c in others if c.p <= LEVEL]
+    kinds = [row["verdict"] for row in report.verdicts]
     uncorrected = [c for c in others if c.difference.p <= LEVEL]
     level = f"at the {LEVEL:.0%} level, corrected for {count(len(tested), 'arm')}"
-    if different:
+    if report.is_planned:  # p-values would not hold in spite of the looks
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
+        sentences.append(
+            f"Verdicts on the other arms, on dev, after planned looks: {counts}."
+        )
+    elif different:
         sentences.append(
             f"Significantly different from the baseline {baseline} {level}: "
             f"{differences_text(metric, different)}."
@@ -235,7 +280,7 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"Nothing can be compared: no other arm has a seed of the baseline "
             f"{baseline}."
         )
-    if tested and untested:
+    if tested and untested and not report.is_planned:
         sentences.append(
             f"Not tested, because all seeds differ by the same amount or there is only "
             f"one: {'; '.join(untested)}."
@@ -248,13 +293,16 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"Some arms lack seeds of the baseline; their differences are over the "
             f"common seeds ({counts})."
         )
-    needed = [c.seeds_needed for c in others if c.seeds_needed is not None]
+    needed = seeds_by_outcome(report)
     if needed:
         fewest = min(paired[c.arm.name] for c in tested)
+        texts = [
+            f"a true difference of {margin} would need {number} seeds per arm"
+            for margin, number in needed.items()
+        ]
         sentences.append(
-            f"Finding a true difference of {margin_text(metric)} with a power of 80% "
-            f"would need {format_seeds(max(needed))} seeds per arm at the spread seen "
-            f"here: a rough estimate, from {count(fewest, 'seed')}."
+            f"With a power of 80%, finding {'; finding '.join(texts)}, at the spread "
+            f"seen here: a rough estimate, from {count(fewest, 'seed')}."
         )
     if missing := [arm.name for arm in report.arms if not arm.seeds]:
         sentences.append(f"Without a score: {'; '.join(missing)}.")
@@ -268,40 +316,74 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     return sentences
 
 
+def seeds_by_outcome(report: Report) -> dict[str, str]:
+    """Return how many seeds each outcome would need for its margin, as text.
+
+    By the arm that needs most; outcomes without a margin or a spread are left out.
+    """
+    found = {}
+    for metric in report.outcomes:
+        needed = [c.seeds_needed for c in compare(report, metric)]
+        needed = [each for each in needed if each is not None]
+        if needed:
+            found[margin_text(metric)] = format_seeds(max(needed))
+    return found
+
+
 def verdicts_table(report: Report) -> list[list[str]]:
     """Return the table of verdicts; its first row is the header."""
+    rows = [verdict_cells(report, row) for row in report.verdicts]
+    return [verdicts_header(), *rows]
+
+
+def verdicts_header() -> list[str]:
+    """Return the header of tables of verdicts."""
+    return ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
+
+
+def verdict_cells(report: Report, row: dict) -> list[str]:
+    """Return a row of a table of verdicts."""
     spec = report.metric.format
-    header = ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
-    rows = [
-        [
-            row["arm"],
-            row["verdict"],
-            signed(row["difference"], spec),
-            interval(row["low"], row["high"], spec, signed),
-            str(row["seeds"]),
-        ]
-        for row in report.verdicts
+    return [
+        row["arm"],
+        row["verdict"],
+        signed(row["difference"], spec),
+        interval(row["low"], row["high"], spec, signed),
+        str(row["seeds"]),
     ]
-    return [header, *rows]
 
 
-def verdict_sentences(report: Report) -> list[str]:
-    """Return a sentence per verdict: which arms are better, worse, and so on."""
-    if not report.verdicts:
-        return []
-    margin, baseline = report.verdicts[0]["margin"], report.baseline.name
-    within = "" if margin is None else f" within {margin_text(report.metric, margin)}"
-    texts = {
-        "better": f"Better than the baseline {baseline}: {{}}.",
-        "worse": f"Worse than the baseline {baseline}: {{}}.",
-        "equivalent": f"Equivalent to the baseline {baseline}{within}: {{}}.",
-        "undecided": "Undecided: {}.",
-    }
-    found = []
-    for kind, text in texts.items():
-        names = [row["arm"] for row in report.verdicts if row["verdict"] == kind]
-        found += [text.format("; ".join(names))] if names else []
-    return found
+def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
+    """Return one arm's verdict as a sentence.
+
+    Args:
+        row: of the table of verdicts, see `sweeps.looks`; its numbers are as shown.
+    """
+    spec, seeds = metric.format, count(row["seeds"], "seed")
+    value = with_unit(metric.label, metric)
+    by = f"{signed(row['difference'], spec)} ({value}; {after(row, spec, seeds)})"
+    arm, kind, margin = row["arm"], row["verdict"], row["margin"]
+    if kind == "equivalent":
+        within = margin_text(metric, margin)
+        return f"{arm} is equivalent to {baseline} within {within}: {by}."
+    if kind == "undecided":
+        if row["lost"]:
+            lost = count(row["lost"], "trial")
+            verb = "was" if row["lost"] == 1 else "were"
+            return f"{arm} is undecided: {lost} of it or of {baseline} {verb} lost."
+        if not row["seeds"]:
+            return f"{arm} is undecided: it has no seed in common with {baseline}."
+        return f"{arm} is undecided against {baseline}: {by}."
+    small = margin is not None and max(abs(row["low"]), abs(row["high"])) < margin
+    note = f", by less than the margin of {margin_text(metric, margin)}" * small
+    return f"{arm} is {kind} than {baseline}{note}: {by}."
+
+
+def after(row: dict, spec: str, seeds: str) -> str:
+    """Return a verdict's interval and after how many seeds it was reached."""
+    if math.isnan(row["low"]):
+        return f"too few seeds for an interval: {row['seeds']}"
+    return f"{interval(row['low'], row['high'], spec, signed)}, after {seeds}"
 
 
 def differences_text(metric: Metric, comparisons: list[Comparison]) -> str:
@@ -320,7 +402,11 @@ def scores_table(
     """Return the table of an outcome; its first row is the header."""
     has_published = metric == report.metric and report.anchor is not None
     header = ["arm", "seeds", "dev", "test, mean ± sd", "95% interval", "difference"]
-    header += ["95% interval", "p (Holm)"]
+    header += ["95% interval", *["p (Holm)"] * (not report.is_planned)]
+    verdicts = {}
+    if metric == report.metric:
+        verdicts = {row["arm"]: row["verdict"] for row in report.verdicts}
+    header += ["verdict"] if verdicts else []
     header += [f"seeds to see {margin_text(metric)}"] if metric.margin else []
     header += ["published"] if has_published else []
     spec, rows = metric.format, []
@@ -336,8 +422,9 @@ def scores_table(
             interval(c.summary.low, c.summary.high, spec) if has_spread else NOTHING,
             "baseline" if c.arm.is_baseline else signed(paired and paired.mean, spec),
             interval(paired.low, paired.high, spec, signed) if paired else NOTHING,
-            p_value(c.p),
+            *[p_value(c.p)] * (not report.is_planned),
         ]
+        row += [verdicts.get(c.arm.name, NOTHING)] if verdicts else []
         row += [format_seeds(c.seeds_needed)] if metric.margin else []
         row += [number(c.arm.published, ".1f")] if has_published else []
         rows.append(row)

@@ -18,11 +18,12 @@ from headcount.analysis.report import (
     Comparison,
     Report,
     compare,
+    loss_trend,
     with_unit,
 )
 from headcount.analysis.report_markdown import curve_metrics
 from headcount.analysis.significance import MIN_SEEDS
-from headcount.tasks.base import Metric
+from headcount.tasks.base import LOSS, Metric
 
 matplotlib.use("agg")
 
@@ -174,6 +175,14 @@ def scores_by_value(report: Report, metric: Metric):
     baseline_line(ax.axhline, report, metric)
     ax.set_title(with_unit(f"Test {metric.label}", metric))
     caption = scores_caption(metric, comparisons)
+    trend = loss_trend(report) if metric.name == LOSS.name else None
+    if trend is not None:
+        at = np.linspace(0, len(values) - 1, 100)
+        numbers = np.exp(np.interp(at, range(len(values)), np.log(values)))
+        curve, low, high = trend.at(numbers)
+        ax.plot(at, curve, color=MUTED, lw=1.0, zorder=2)
+        ax.fill_between(at, low, high, color=MUTED, alpha=0.15, lw=0, zorder=0)
+        caption += " The curve is a·n^b + c with its 95% interval."
     if rows == 2:
         below = axes[1, 0]
         below.plot(*zip(*published, strict=True), "D-", color=MUTED, mfc="none", lw=0.8)

@@ -11,8 +11,10 @@ from headcount.analysis.report import (
     margin_text,
     others_table,
     scores_table,
+    trend_text,
     verdict,
-    verdict_sentences,
+    verdict_cells,
+    verdicts_header,
     verdicts_table,
     with_unit,
 )
@@ -56,6 +58,7 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         direction = "" if metric.higher_is_better else " (lower is better)"
         parts.append(f"### {escape(with_unit(metric.label, metric))}{direction}")
         parts.append(table(rows, report.baseline.name))
+    parts.append(escape(trend_text(report) or ""))
     parts.append(escape(explain_scores(report, comparisons)))
     if report.anchor:
         source, unit = report.anchor
@@ -78,6 +81,27 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         "have a row for every trial."
     )
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def join_markdown(
+    title: str, parts: list[str], verdicts: list[tuple[Report, dict]]
+) -> str:
+    """Return one document of several reports, with all their verdicts first.
+
+    Args:
+        title: of the page.
+        parts: the reports, with their headings one level down.
+        verdicts: every verdict with its report.
+    """
+    rows = [["question", "arm", *verdicts_header()[1:]]]
+    for report, row in verdicts:
+        rows.append([report.question, *verdict_cells(report, row)])
+    note = (
+        "The error rate of 5% is that of each sweep: its arms share it, several sweeps "
+        "don't. Each sweep has a baseline of its own."
+    )
+    found = [f"# {escape(title)}", "## All verdicts", table(rows), note]
+    return "\n\n".join([*found, *(part.strip() for part in parts)]) + "\n"
 
 
 def verdicts(report: Report) -> list[str]:
@@ -108,7 +132,7 @@ def verdicts(report: Report) -> list[str]:
         f"the intervals are wider than single 95% intervals. {how} {equivalent} "
         f"{report.cost}"
     )
-    sentences = "\n".join(f"- {escape(each)}" for each in verdict_sentences(report))
+    sentences = "\n".join(f"- {escape(row['sentence'])}" for row in report.verdicts)
     rows = table(verdicts_table(report))
     return ["## Verdicts", sentences, rows, escape(explained)]
 
@@ -181,9 +205,15 @@ def explain_scores(report: Report, comparisons: list[Comparison]) -> str:
     sentences = ["All arms are trained with the same seeds."] if is_even else []
     sentences += [
         "Mean ± sd: over seeds. Intervals: Student's, 95%. Difference: to the "
-        "baseline, paired by seed. p: two-sided t-test, corrected (Holm) for the "
-        "number of tested arms, in each table separately; arms whose seeds all differ "
-        "by the same amount are not tested. The intervals are not corrected."
+        "baseline, paired by seed."
+    ]
+    sentences += [
+        "Seeds were added depending on dev scores, which these intervals ignore: only "
+        "the verdicts and their intervals account for the looks."
+        if report.is_planned
+        else "p: two-sided t-test, corrected (Holm) for the number of tested arms, in "
+        "each table separately; arms whose seeds all differ by the same amount are not "
+        "tested. The intervals are not corrected."
     ]
     margins = [margin_text(m) for m in report.outcomes if m.margin is not None]
     if margins:

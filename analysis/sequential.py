@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.05  # of false verdicts, over all arms and looks
-DRAWS = 2_000_000
-CHUNK = 100_000
+from headcount.analysis.significance import LEVEL, POWER
+
+DRAWS = 2_000_000  # of simulated sweeps
 VERDICTS = ("better", "worse", "equivalent", "undecided")
 
 
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
     kind: str  # of VERDICTS
     mean: float
-    low: float  # of the repeated confidence interval, LEVEL over all arms and looks
+    low: float  # of the repeated confidence interval, at LEVEL over all arms and looks
     high: float
     num_seeds: int
 
@@ -107,21 +107,63 @@ def boundaries(
 @lru_cache(maxsize=4)
 def _null_statistics(seeds: tuple[int, ...]) -> np.ndarray:
     """Simulate t statistics at the looks without a difference, draws x looks."""
+    mean, error = _null_moments(seeds, DRAWS)
+    return mean / error
+
+
+@lru_cache(maxsize=4)
+def _null_moments(seeds: tuple[int, ...], draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Simulate means, and their standard errors, of differences from N(0, 1).
+
+    The seeds between two looks enter through their sum and their sum of squares, which
+    are drawn as such. Returns two arrays, draws x looks.
+    """
     rng = np.random.default_rng(1983)
-    parts = []
-    for _ in range(DRAWS // CHUNK):
-        parts.append(t_statistics(rng.standard_normal((CHUNK, seeds[-1])), seeds))
-    return np.concatenate(parts)
+    total, squares = np.zeros(draws), np.zeros(draws)
+    mean, error = (np.empty((draws, len(seeds)), np.float32) for _ in range(2))
+    for look, (count, new) in enumerate(
+        zip(seeds, np.diff(seeds, prepend=0), strict=True)
+    ):
+        added = np.sqrt(new) * rng.standard_normal(draws)
+        total += added
+        squares += added**2 / new
+        if new > 1:
+            squares += rng.chisquare(new - 1, draws)
+        mean[:, look] = total / count
+        error[:, look] = standard_error(total, squares, count)
+    return mean, error
 
 
-def t_statistics(differences: np.ndarray, seeds: tuple[int, ...]) -> np.ndarray:
-    """Return the t statistics of the first so many differences, ... x looks."""
-    counts = np.array(seeds)
-    total = differences.cumsum(-1)[..., counts - 1]
-    squares = (differences**2).cumsum(-1)[..., counts - 1]
-    mean = total / counts
-    variance = (squares - counts * mean**2) / (counts - 1)
-    return (mean / np.sqrt(np.maximum(variance, 1e-300) / counts)).astype(np.float32)
+def standard_error(total: np.ndarray, squares: np.ndarray, count) -> np.ndarray:
+    """Return the standard error of a mean, from the sum and the sum of squares."""
+    variance = (squares - total**2 / count) / (count - 1)
+    return np.sqrt(np.maximum(variance, 1e-300) / count)
+
+
+def power(looks: Looks, effect: float) -> float:
+    """Return how often an arm that is better gets this verdict, at any of the looks.
+
+    Args:
+        looks: the plan; its margin doesn't matter.
+        effect: the true difference, in standard deviations of the paired differences.
+    """
+    mean, error = _null_moments(looks.seeds, DRAWS // 10)
+    critical = np.array(boundaries(looks.seeds, looks.level), np.float32)
+    return float((mean + np.float32(effect) > critical * error).any(1).mean())
+
+
+def detectable(looks: Looks, wanted: float = POWER) -> float:
+    """Return the smallest effect that the plan finds with a power of 80%.
+
+    In standard deviations of the paired differences.
+    """
+    low, high = 0.0, 1.0
+    while power(looks, high) < wanted:
+        high *= 2
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(looks, middle) >= wanted else (middle, high)
+    return high
 
 
 def judge(
@@ -166,6 +208,44 @@ def judge(
     return Verdict(kind, float(mean), float(low), float(high), count)
 
 
+class Decisions(NamedTuple):
+    """The verdicts on one arm in many sweeps."""
+
+    kinds: np.ndarray  # of indices into VERDICTS, sweeps
+    seeds: np.ndarray  # number until the verdict, sweeps
+    low: np.ndarray  # of the repeated confidence intervals, sweeps x looks
+    high: np.ndarray
+
+
+def decide(
+    differences: np.ndarray, looks: Looks, higher_is_better: bool = True
+) -> Decisions:
+    """Judge many sweeps at once, each to its end; see `judge`.
+
+    Args:
+        differences: sweeps x seeds.
+        looks: the plan.
+        higher_is_better: of the metric.
+    """
+    counts = np.array(looks.seeds)
+    two_sided = np.array(boundaries(looks.seeds, looks.level))
+    one_sided = np.array(boundaries(looks.seeds, looks.level, two_sided=False))
+    totals = differences.cumsum(-1)[:, counts - 1]
+    squares = (differences**2).cumsum(-1)[:, counts - 1]
+    means, error = totals / counts, standard_error(totals, squares, counts)
+    low, high = means - two_sided * error, means + two_sided * error
+    kinds = np.full(means.shape, VERDICTS.index("undecided"))
+    if looks.margin is not None:
+        inside = np.abs(means) + one_sided * error < looks.margin
+        kinds[inside] = VERDICTS.index("equivalent")
+    ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
+    kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
+    decided = kinds != VERDICTS.index("undecided")
+    first = np.where(decided.any(1), decided.argmax(1), len(counts) - 1)
+    rows = np.arange(len(differences))
+    return Decisions(kinds[rows, first], counts[first], low, high)
+
+
 class Simulation(NamedTuple):
     """Many simulated sweeps of one arm with a known difference."""
 
@@ -175,34 +255,15 @@ class Simulation(NamedTuple):
 
 
 def simulate(differences: np.ndarray, truth: float, looks: Looks) -> Simulation:
-    """Judge many sweeps at once.
+    """Sum up the verdicts on an arm in many sweeps.
 
     Args:
         differences: sweeps x seeds.
         truth: their mean.
         looks: the plan.
     """
-    counts = np.array(looks.seeds)
-    two_sided = np.array(boundaries(looks.seeds, looks.level))
-    one_sided = np.array(boundaries(looks.seeds, looks.level, two_sided=False))
-    means = differences.cumsum(-1)[:, counts - 1] / counts
-    squares = (differences**2).cumsum(-1)[:, counts - 1]
-    error = np.sqrt((squares - counts * means**2) / (counts - 1) / counts)
-    low, high = means - two_sided * error, means + two_sided * error
-    better, worse = low > 0, high < 0
-    equivalent = np.zeros_like(better)
-    if looks.margin is not None:
-        inside = np.abs(means) + one_sided * error < looks.margin
-        equivalent = inside & ~better & ~worse
-    decided = better | worse | equivalent
-    first = np.where(decided.any(1), decided.argmax(1), len(counts) - 1)
-    rows = np.arange(len(differences))
-    rates = {
-        "better": better[rows, first].mean(),
-        "worse": worse[rows, first].mean(),
-        "equivalent": equivalent[rows, first].mean(),
-    }
-    rates = {name: float(rate) for name, rate in rates.items()}
-    rates["undecided"] = 1 - sum(rates.values())
-    covered = ((low <= truth) & (truth <= high)).all(1).mean()
-    return Simulation(rates, float(counts[first].mean()), float(covered))
+    found = decide(differences, looks)
+    shares = np.bincount(found.kinds, minlength=len(VERDICTS)) / len(differences)
+    rates = dict(zip(VERDICTS, shares.tolist(), strict=True))
+    covered = ((found.low <= truth) & (truth <= found.high)).all(1).mean()
+    return Simulation(rates, float(found.seeds.mean()), float(covered))

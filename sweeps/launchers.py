@@ -19,7 +19,7 @@ from pathlib import Path
 from headcount.configs.commandline import describe, one_sentence
 from headcount.runtime import cluster
 from headcount.runtime.logging import Progress, say
-from headcount.sweeps.plan import Group
+from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.runner import ROOT, Runner, Stopped, task_flags
 from headcount.sweeps.search import optional_package
 from headcount.sweeps.store import Sweep
@@ -29,7 +29,7 @@ from headcount.sweeps.workers import local_workers
 RETRIES = 3  # of a task whose worker was lost
 
 
-def local(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
+def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
     """Run groups on the devices of this machine; return the table's rows.
 
     `resources` may give the number of `cores` per group, on a machine without GPUs.
@@ -73,7 +73,7 @@ def run_call(command: list[str], platform: str | None = None) -> int:
         raise
 
 
-def on_ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list[dict]:
+def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
     """Run groups as tasks of a Ray cluster; without an address, of one started here.
 
     A task takes a GPU if the cluster has any, else all CPUs of a node, unless
@@ -111,14 +111,15 @@ def on_ray(sweep: Sweep, groups: list[Group] | None, address, resources) -> list
     return collect(sweep.extended())
 
 
-def waves(sweep: Sweep, groups: list[Group] | None) -> Iterator[list[Group]]:
-    """Yield the groups to run, then those that follow from a search, and so on."""
-    wave = sweep.groups if groups is None else groups
+def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
+    """Yield the groups to run, then those that follow from them, and so on."""
+    is_shard = isinstance(groups, Shard)
+    wave = sweep.shard(*groups) if is_shard else groups
     started: set[str] = set()
     while wave:
         yield wave
         started |= {group.name for group in wave}
-        found = sweep.extended().groups if groups is None else []
+        found = sweep.extended().shard(*groups) if is_shard else []
         wave = [group for group in found if group.name not in started]
 
 
@@ -170,7 +171,7 @@ class SlurmJob:
 
 
 def on_slurm(
-    sweep: Sweep, groups: list[Group] | None, address, resources
+    sweep: Sweep, groups: list[Group] | Shard, address, resources
 ) -> list[dict]:
     """Run groups as a Slurm array through submitit; with the address `local`, here.
 

@@ -9,6 +9,7 @@ import math
 import re
 from typing import NamedTuple
 
+from headcount.analysis.report import verdict_sentence
 from headcount.analysis.sequential import (
     Looks,
     Verdict,
@@ -19,6 +20,10 @@ from headcount.analysis.sequential import (
 from headcount.sweeps.plan import Arm, Plan, Trial
 from headcount.sweeps.search import DevScore, Search, next_trials
 from headcount.tasks import Metric
+
+# A margin so many times larger or smaller than the metric's own is taken for a mistake
+# in the unit: a share where per cent are meant, or points where the metric is the loss.
+UNLIKELY = 20
 
 
 class Seeds(NamedTuple):
@@ -62,6 +67,42 @@ def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
             )
     check_looks(planned)
     return Seeds(last, list(planned))
+
+
+def parse_margin(text: str, metric: Metric) -> float:
+    """Return what --margin says, as scores of the metric are shown.
+
+    Raises:
+        ValueError: it is not a positive number, has another unit, or can't be meant.
+    """
+    found = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*(\S.*)?", text)
+    try:
+        margin = float(found.group(1)) if found else math.nan
+    except ValueError:
+        margin = math.nan
+    unit = metric.unit or metric.label
+    example = f"--margin={metric.margin or 1:g}"
+    if not 0 < margin < math.inf:
+        raise ValueError(
+            f"--margin={text} must be a positive number of {unit}, as in {example}."
+        )
+    units = {"", metric.unit, metric.unit.split(" ")[0], metric.label}
+    if (found.group(2) or "").casefold() not in {each.casefold() for each in units}:
+        raise ValueError(
+            f"--margin={text} must be in the unit of {metric.label}, {unit}, as in "
+            f"{example}."
+        )
+    least, most = 0.0, math.inf
+    if metric.margin is not None:
+        least, most = metric.margin / UNLIKELY, metric.margin * UNLIKELY
+    if None not in metric.bounds:
+        most = min(most, metric.bounds[1] - metric.bounds[0])
+    if not least <= margin <= most:
+        raise ValueError(
+            f"--margin={text} can't be meant: it is in {unit} of {metric.label}, where "
+            f"{least:g} to {most:g} is sensible, as in {example}."
+        )
+    return margin
 
 
 def make_looks(settings: dict, plan: Plan, metric: Metric) -> Looks | None:
@@ -146,7 +187,8 @@ def verdict_rows(
     """Return the verdict on every arm but the baseline.
 
     With planned looks it is of dev, otherwise of test at the seeds there are. Numbers
-    are as scores are shown.
+    are as scores are shown. With planned looks, an arm that lost a trial is undecided:
+    the seeds that are left are no fair sample.
 
     Args:
         rows: of the table.
@@ -154,12 +196,16 @@ def verdict_rows(
     looks = make_looks(settings, plan, metric)
     side = "test" if looks is None else "dev"
     scores: dict[str, dict] = {arm.name: {} for arm in plan.arms}
+    lost = dict.fromkeys(scores, 0)
     for row in rows:
         value = row[f"{side}_{metric.name}"]
-        if row["stage"] == "report" and row["status"] == "done" and value is not None:
+        if row["stage"] != "report":
+            continue
+        if row["status"] == "done" and value is not None:
             scores[row["arm"]][row["seed"]] = metric.scale * value
-    base = scores[next(arm.name for arm in plan.arms if arm.is_baseline)]
-    found = []
+        lost[row["arm"]] += row["status"] in ("diverged", "failed")
+    baseline = next(arm.name for arm in plan.arms if arm.is_baseline)
+    base, found = scores[baseline], []
     for arm in plan.arms:
         if arm.is_baseline:
             continue
@@ -173,18 +219,21 @@ def verdict_rows(
         verdict = Verdict("undecided", math.nan, math.nan, math.nan, 0)
         if differences:
             verdict = judge(differences, planned, metric.higher_is_better)
-        found.append(
-            {
-                "arm": arm.name,
-                "verdict": verdict.kind,
-                "metric": metric.name,
-                "split": side,
-                "difference": verdict.mean,
-                "low": verdict.low,
-                "high": verdict.high,
-                "margin": planned.margin,
-                "seeds": verdict.num_seeds,
-                "looks": "" if looks is None else ",".join(map(str, looks.seeds)),
-            }
-        )
+        missing = 0 if looks is None else lost[arm.name] + lost[baseline]
+        if missing:
+            verdict = verdict._replace(kind="undecided")
+        row = {
+            "arm": arm.name,
+            "verdict": verdict.kind,
+            "metric": metric.name,
+            "split": side,
+            "difference": verdict.mean,
+            "low": verdict.low,
+            "high": verdict.high,
+            "margin": planned.margin,
+            "seeds": verdict.num_seeds,
+            "looks": "" if looks is None else ",".join(map(str, looks.seeds)),
+            "lost": missing,
+        }
+        found.append(row | {"sentence": verdict_sentence(row, metric, baseline)})
     return found

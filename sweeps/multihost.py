@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import matches, write_json
-from headcount.sweeps.plan import Group
+from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.runner import POLL, SIGNALS, Runner, Stopped, group_command
 from headcount.sweeps.store import Sweep, locked, read_group, read_optional_json
 from headcount.sweeps.table import collect
@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
 
 def run(
     sweep: Sweep,
-    groups: list[Group] | None,
+    groups: list[Group] | Shard,
     part: str,
     process: str,
     arguments: list[str],

@@ -74,6 +74,13 @@ class Group(NamedTuple):
     trials: list[Trial]
 
 
+class Shard(NamedTuple):
+    """A part of a sweep to which groups are added: every count-th of its groups."""
+
+    index: int  # below count
+    count: int
+
+
 class Plan(NamedTuple):
     """An expanded sweep."""
 

@@ -4,14 +4,20 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Table
 
+from headcount.analysis.sequential import detectable
+from headcount.analysis.significance import POWER
 from headcount.analysis.tables import print_table
 from headcount.runtime.logging import clock, say
 from headcount.sweeps.runner import train_command
 from headcount.sweeps.store import Sweep, last_step
 from headcount.training.metrics import read_metrics
+
+STEPS = 16  # of the calibration
+PATIENCE = 60.0  # seconds, for its evaluation
 
 
 def print_list(sweep: Sweep, calibrate: bool) -> None:
@@ -45,10 +51,38 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     console.print(
         f"Training takes about {total_flops(sweep):.3g} floating-point operations."
     )
-    if calibrate:
-        seconds = expected_seconds(sweep)
+    if sweep.looks:
+        effect = detectable(sweep.looks)
         console.print(
-            f"Expected to take {clock(seconds)} on this machine, without evaluation."
+            f"The last look finds a difference of {effect:.2g} standard deviations of "
+            f"the paired differences with a power of {POWER:.0%}.",
+            soft_wrap=True,
+        )
+    if calibrate:
+        measured = measure(sweep)
+        most = " at most" * sweep.grows
+        console.print(
+            f"Expected to take{most} {clock(expected_seconds(sweep, measured))} on one "
+            f"device of this machine.\n{measured}",
+            soft_wrap=True,
+        )
+
+
+class Measured(NamedTuple):
+    """What a calibration takes of the first group, in seconds."""
+
+    start: float  # until the first step is logged: Python, data, compiling
+    step: float  # of all trials of the group
+    evaluation: float  # on dev, with its compiling
+    is_least: bool  # whether the evaluation was given up
+    arm: str
+
+    def __str__(self) -> str:
+        least = "more than " * self.is_least
+        return (
+            f"This rests on a few steps of {self.arm}: {self.start:.0f} s to start and "
+            f"compile, {self.step:.3g} s per step, {least}{self.evaluation:.0f} s per "
+            f"evaluation. Other arms are scaled by their multiply-adds."
         )
 
 
@@ -60,8 +94,27 @@ def total_flops(sweep: Sweep) -> float:
     )
 
 
-def expected_seconds(sweep: Sweep) -> float:
-    """Estimate how long training takes, from a few steps of the first group.
+def expected_seconds(sweep: Sweep, measured: Measured) -> float:
+    """Estimate how long the whole sweep takes, one group after another.
+
+    Every group starts and compiles twice, to train and to score; it evaluates during
+    training, and on two splits afterwards. Groups that follow from a search or a look
+    are counted as if they were as large as those known.
+    """
+    group = sweep.groups[0]
+    config, arm = group.trials[0].config, sweep.plan.arm(group.trials[0].arm)
+    every = config["train"]["eval_every_steps"]
+    steps = config["train"]["num_steps"]
+    evaluations = (steps // every if every else 0) + 2
+    training = steps * measured.step + evaluations * measured.evaluation
+    known = sum(len(group.trials) for group in sweep.groups)
+    groups = len(sweep.groups) * sweep.num_trials() / known
+    share = total_flops(sweep) / (arm.training_flops * len(group.trials))
+    return 2 * groups * measured.start + share * training
+
+
+def measure(sweep: Sweep) -> Measured:
+    """Train a few steps of the first group, with one evaluation.
 
     Raises:
         ValueError: the group can't be trained.
@@ -72,26 +125,39 @@ def expected_seconds(sweep: Sweep) -> float:
         command = train_command(sweep, group)
         at = next(i for i, part in enumerate(command) if part.startswith("--workdir="))
         command[at] = f"--workdir={folder}"
-        steps = group.trials[0].config["train"]["num_steps"]
-        command.append("--config.train.log_every_steps=4")
-        # few steps, so that it ends soon even if this process is killed
-        command.append(f"--config.train.num_steps={min(steps, 64)}")
+        steps = min(group.trials[0].config["train"]["num_steps"], STEPS)
+        command += [
+            f"--config.train.log_every_steps={max(1, steps // 4)}",
+            f"--config.train.num_steps={steps}",
+            f"--config.train.eval_every_steps={steps}",
+            f"--config.train.checkpoint_every_steps={steps}",
+        ]
+        begin = time.monotonic()
         child = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
+        first = None  # step in the log, and when
         try:
-            while child.poll() is None and last_step(Path(folder)) < 12:
-                time.sleep(0.1)
+            while child.poll() is None:
+                if first is None and (step := last_step(Path(folder))):
+                    first = step, time.monotonic()
+                if first is not None and time.monotonic() > first[1] + PATIENCE:
+                    break
+                time.sleep(0.05)
         finally:
+            is_least = child.poll() is None
             child.kill()
             output = child.communicate()[1].strip().splitlines()
+        end = time.monotonic()
         rates = [row.get("steps_per_second") for row in read_metrics(Path(folder))]
+        first = first or (last_step(Path(folder)), end)
     rates = [rate for rate in rates if rate]  # evaluations and the first row have none
     if not rates:
         raise ValueError(
             f"The calibration failed: {output[-1] if output else 'no output'} "
             f"(--nocalibrate skips it)"
         )
-    arm = sweep.plan.arm(group.trials[0].arm)
-    group_flops = arm.training_flops * len(group.trials)
-    return steps / rates[-1] / group_flops * total_flops(sweep)
+    each = 1 / rates[-1]
+    start = max(0.0, first[1] - begin - first[0] * each)
+    evaluation = max(0.0, end - begin - start - steps * each)
+    return Measured(start, each, evaluation, is_least, group.trials[0].arm)

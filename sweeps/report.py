@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -14,17 +16,16 @@ from headcount.analysis.report import (
     Bootstrap,
     Example,
     Report,
-    verdict_sentences,
 )
 from headcount.analysis.report_figures import make_figures, save_png, to_svg
 from headcount.analysis.report_html import write_html
-from headcount.analysis.report_markdown import write_markdown
+from headcount.analysis.report_markdown import join_markdown, write_markdown
 from headcount.configs.commandline import flat
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.store import Sweep, read_run
-from headcount.sweeps.table import count_unfinished
+from headcount.sweeps.table import collect, count_unfinished
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
 
@@ -40,6 +41,57 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
         ValueError: nothing is done, the baseline is missing, or a result is damaged or
             was made with other settings than the rest.
     """
+    report = check_and_gather(sweep, rows, num_examples)
+    markdown, svgs = render(report, sweep.workdir)
+    (sweep.workdir / "report.md").write_text(markdown)
+    write_html(sweep.workdir / "report.html", markdown, report.title, svgs)
+    for row in report.verdicts:
+        print(row["sentence"])
+    print(report.cost)
+    print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
+
+
+def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
+    """Write one report of several sweeps on the same corpus, beside that of the first.
+
+    Raises:
+        ValueError: the sweeps are of different corpora or metrics; and see `write`.
+    """
+    first = sweeps[0]
+    for other in sweeps[1:]:
+        check_comparable(first, other)
+    parts, verdicts, svgs = [], [], {}
+    for index, sweep in enumerate(sweeps):
+        report = check_and_gather(sweep, collect(sweep), num_examples)
+        markdown, drawn = render(report, first.workdir, f"joined{index}_")
+        # the first heading becomes one of the page's sections
+        parts.append(re.sub(r"^(#+ )", r"#\1", markdown, flags=re.MULTILINE))
+        verdicts += [(report, row) for row in report.verdicts]
+        svgs |= drawn
+    title = f"{count(len(sweeps), 'sweep')}: {report.title.partition(', ')[2]}"
+    markdown = join_markdown(title, parts, verdicts)
+    (first.workdir / "joined.md").write_text(markdown)
+    write_html(first.workdir / "joined.html", markdown, title, svgs)
+    print(f"Written: {first.workdir / 'joined.html'} and {first.workdir / 'joined.md'}")
+
+
+def check_comparable(first: Sweep, other: Sweep) -> None:
+    """Raise a ValueError unless two sweeps can share a page."""
+    a, b = first.settings, other.settings
+    names = ["task.name", *(f"data.{key}" for key in first.task.corpus_keys)]
+    one, two = flat(a["base"]), flat(b["base"])
+    pairs = {name: (one[name], two.get(name)) for name in names}
+    pairs |= {key: (a[key], b[key]) for key in ("metric", "test_split")}
+    for name, (here, there) in pairs.items():
+        if here != there:
+            raise ValueError(
+                f"{first.workdir} and {other.workdir} differ in {name} ({here} and "
+                f"{there}), so their scores can't share a page; report them apart."
+            )
+
+
+def check_and_gather(sweep: Sweep, rows: list[dict], num_examples: int) -> Report:
+    """Return the report of what is done, for the errors see `write`."""
     for group in sweep.groups:
         read_run(sweep.folder(group))
     for split in ("val", sweep.settings["test_split"]):
@@ -60,20 +112,25 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
             f"The baseline {report.baseline.name} {reason}, so there is nothing to "
             f"compare with."
         )
+    return report
+
+
+def render(report: Report, folder: Path, prefix: str = "") -> tuple[str, dict]:
+    """Save a report's figures; return its Markdown, and SVG elements by path.
+
+    Args:
+        folder: of the Markdown.
+        prefix: of the figures' names.
+    """
     paths, svgs = {}, {}
-    (sweep.workdir / "report").mkdir(exist_ok=True)
+    (folder / "report").mkdir(exist_ok=True)
     for name, (figure, caption) in make_figures(report).items():
-        path = Path("report") / f"{name}.png"
-        save_png(figure, sweep.workdir / path)
-        paths[name], svgs[str(path)] = (str(path), caption), to_svg(figure, name)
+        path = Path("report") / f"{prefix}{name}.png"
+        save_png(figure, folder / path)
+        svgs[str(path)] = to_svg(figure, prefix + name)
+        paths[name] = (str(path), caption)
         plt.close(figure)
-    markdown = write_markdown(report, paths)
-    (sweep.workdir / "report.md").write_text(markdown)
-    write_html(sweep.workdir / "report.html", markdown, report.title, svgs)
-    for sentence in verdict_sentences(report):
-        print(sentence)
-    print(report.cost.replace("They", "The verdicts"))
-    print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
+    return write_markdown(report, paths), svgs
 
 
 def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Report:
@@ -135,23 +192,49 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
 
 
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
-    """Return trainings, FLOPs and minutes of the sweep, against all seeds for all."""
-    flops = {arm.name: arm.training_flops for arm in sweep.plan.arms}
-    own = [row for row in rows if row["steps"]]
-    used = sum(flops[row["arm"]] for row in own)
-    minutes = sum(row["seconds"] or 0 for row in own) / 60
-    text = (
-        f"They took {count(len(own), 'training')}, {used:.3g} FLOP and {minutes:.3g} "
-        f"minutes of updates"
-    )
+    """Return trainings, FLOPs and minutes of the sweep, against all seeds for all.
+
+    Of unfinished trials their whole training is counted in FLOPs.
+    """
+    started = [row for row in rows if row["steps"]]
+    searched = [row for row in started if row["stage"] == "search"]
+    used = Cost.of(started)
+    text = f"The verdicts took {used}."
     if sweep.looks is None:
-        return f"{text}."
-    most = sum(len(arm.seeds) for arm in sweep.plan.arms)
-    whole = sum(flops[arm.name] * len(arm.seeds) for arm in sweep.plan.arms)
+        return text
+    fixed = Cost.of(searched)
+    for arm in sweep.plan.arms:
+        own = [row for row in started if row["arm"] == arm.name]
+        seconds = [row["seconds"] for row in own if row["seconds"]]
+        minutes = float(np.mean(seconds)) / 60 if seconds else 0.0
+        number = len(arm.seeds)
+        more = (number, number * arm.training_flops, number * minutes)
+        fixed = Cost(*(a + b for a, b in zip(fixed, more, strict=True)))
+    share = used.flops / fixed.flops
     return (
-        f"{text}; {sweep.looks.seeds[-1]} seeds for every arm would be {most} "
-        f"trainings and {whole:.3g} FLOP."
+        f"{text} {sweep.looks.seeds[-1]} seeds for every arm would take {fixed}: the "
+        f"planned looks needed {share:.0%} of that."
     )
+
+
+class Cost(NamedTuple):
+    """What trainings cost."""
+
+    trainings: int
+    flops: float
+    minutes: float  # of updates, as one process after another
+
+    @classmethod
+    def of(cls, rows: list[dict]) -> "Cost":
+        """Add up what rows of the table cost."""
+        seconds = sum(row["seconds"] or 0.0 for row in rows)
+        return cls(len(rows), sum(row["flops"] for row in rows), seconds / 60)
+
+    def __str__(self) -> str:
+        return (
+            f"{count(self.trainings, 'training')}, {self.flops:.3g} FLOP and "
+            f"{self.minutes:.3g} minutes of updates"
+        )
 
 
 def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:

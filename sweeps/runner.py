@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headcount.runtime.logging import Progress, say
 from headcount.runtime.workdir import commit, write_json
-from headcount.sweeps.plan import Group, program_and_trials
+from headcount.sweeps.plan import Group, Shard, program_and_trials
 from headcount.sweeps.store import (
     TRAINED,
     Sweep,
@@ -116,22 +116,24 @@ class Runner:
 
     Args:
         sweep: whose groups.
-        groups: which; None: all, and those that follow from a search.
+        groups: which; a shard also runs those of its groups that follow from a search
+            or a look.
         workers: default: those of this machine.
     """
 
     def __init__(
         self,
         sweep: Sweep,
-        groups: list[Group] | None,
+        groups: list[Group] | Shard,
         workers: list[Worker] | None = None,
     ):
         self.sweep = sweep
         failed = (sweep.workdir / "groups").glob("*/failed.json")
         self.old_failures = {path: modified_at(path) for path in failed}
         self.workers = local_workers() if workers is None else workers
-        self.extends = groups is None and sweep.grows
-        self.left = list(sweep.groups if groups is None else groups)
+        self.shard = groups if isinstance(groups, Shard) else None
+        self.extends = self.shard is not None and sweep.grows
+        self.left = sweep.shard(*groups) if self.shard else list(groups)
         self.groups = list(self.left)
         self.signal: int | None = None  # that this process received
         self.child_signal: int | None = None  # that only one of its children received
@@ -197,7 +199,7 @@ class Runner:
         """Show the progress of the sweep until the threads end."""
         total = sum(len(group.trials) for group in self.groups)
         if self.extends:
-            total = self.sweep.num_trials()
+            total = -(-self.sweep.num_trials() // self.shard.count)
 
         def done():
             """Count trials, by all processes that share the sweep, with fractions."""
@@ -235,15 +237,29 @@ class Runner:
             self.is_stopping = True
 
     def has_groups(self) -> bool:
-        """Whether groups are left, those included that follow from finished ones."""
+        """Whether groups are left, or may follow from those that are being run.
+
+        If other shards are being run, their groups may end a look, from which groups of
+        this one follow. What nobody works on is not waited for.
+        """
         with self.lock:
-            if self.extends:
-                self.sweep = self.sweep.extended()
-                names = {group.name for group in self.groups}
-                new = [g for g in self.sweep.groups if g.name not in names]
-                self.groups += new
-                self.left += new
-            return bool(self.left)
+            if not self.extends:
+                return bool(self.left)
+            self.sweep = self.sweep.extended()
+            names = {group.name for group in self.groups}
+            new = [g for g in self.sweep.shard(*self.shard) if g.name not in names]
+            self.groups += new
+            self.left += new
+            if self.left or self.shard.count == 1:
+                return bool(self.left)
+            names |= {group.name for group in new}
+            others = [group for group in self.sweep.groups if group.name not in names]
+            return any(map(self.is_claimed, others))
+
+    def is_claimed(self, group: Group) -> bool:
+        """Whether another process works on a group."""
+        with locked(self.sweep.folder(group) / ".claim", wait=False) as claim:
+            return claim is None
 
     def take(self, group: Group, environment: dict) -> bool:
         """Run what a group still needs; return False if someone else works on it."""

@@ -22,7 +22,8 @@ from headcount.sweeps.ablation import (
     name_in_errors,
     nuisance_keys,
 )
-from headcount.sweeps.plan import IGNORED, Group, Plan, expand
+from headcount.sweeps.looks import parse_margin
+from headcount.sweeps.plan import IGNORED, Group, Plan, Shard, expand
 from headcount.sweeps.search import Search, make_search, optional_package
 from headcount.sweeps.store import Sweep, locked, read_optional_json
 from headcount.tasks import Task, best_metric, make_task
@@ -56,7 +57,7 @@ class Options(NamedTuple):
     ablation: str | None
     seeds: int | None
     looks: list[int] | None
-    margin: float | None
+    margin: str | None
     workdir: Path
     match: str | None
     tune: list[str]
@@ -166,6 +167,17 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     given = {name: getattr(options, name) for name in FLAGS}
     given = {name: v for name, v in given.items() if v is not None and v != []}
     settings = stored or {}
+    default = best_metric(task).name
+    if options.config is None:
+        default = stored["metric"]
+    metrics = {metric.name: metric for metric in task.metrics}
+    metric = metrics.get(given.get("metric", default))
+    if metric is None:
+        raise ValueError(
+            f"--metric must be one of {', '.join(metrics)}, got {given['metric']!r}."
+        )
+    if "margin" in given:
+        given["margin"] = parse_margin(given["margin"], metric)
     if options.config is not None:
         config = options.config.to_dict()
         kept = {"seeds": config["seeds"], "group_size": 16, "note": None} | settings
@@ -181,7 +193,7 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
             "search_seeds": 1,
             # without a test split, nothing may be chosen on val
             "checkpoint": "last" if task.test_split == "val" else "best",
-            "metric": best_metric(task).name,
+            "metric": metric.name,
             "test_split": task.test_split,
             **looks,
         }
@@ -192,13 +204,7 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
         more = [f"--{name}={v}" for name, v in given.items() if v != stored[name]]
         command = shlex.join([*shlex.split(stored["command"]), *more])
         settings = settings | {"command": command}
-    settings = settings | given
-    names = [metric.name for metric in task.metrics]
-    if settings["metric"] not in names:
-        raise ValueError(
-            f"--metric must be one of {', '.join(names)}, got {settings['metric']!r}."
-        )
-    return settings
+    return settings | given
 
 
 def without_placement(words: list[str]) -> list[str]:
@@ -317,8 +323,8 @@ def make_plan(settings: dict) -> tuple[Search, Plan]:
 
 def select_groups(
     sweep: Sweep, group: str | None, shard: str | None
-) -> list[Group] | None:
-    """Return the groups of --group or --shard; None: all, also those to come.
+) -> list[Group] | Shard:
+    """Return the groups of --group, or the shard; by default the only one there is.
 
     Raises:
         ValueError: there is no such group or shard.
@@ -332,17 +338,11 @@ def select_groups(
             f"{len(sweep.groups)}; got {group}."
         )
     if shard is None:
-        return None
+        return Shard(0, 1)
     found = re.fullmatch(r"(\d+)/(\d+)", shard)
     index, count = map(int, found.groups()) if found else (0, 0)
     if not index < count:
         raise ValueError(
             f"--shard must be i/n with i from 0 to n - 1, as in 0/4; got {shard}."
         )
-    if sweep.grows:
-        raise ValueError(
-            "--shard divides the groups that are known at the start, but a search or "
-            "planned looks add more; run the same command without --shard on every "
-            "machine instead: they share the work."
-        )
-    return sweep.groups[index::count]
+    return Shard(index, count)

@@ -96,6 +96,24 @@ class Sweep(NamedTuple):
         """Whether arms have a choice of nuisance settings."""
         return any(map(self.search.has_choice, self.plan.arms))
 
+    def shard(self, index: int, count: int) -> list[Group]:
+        """Return every count-th group, from group `index`.
+
+        Groups are numbered by when they are known: those of later looks come last, so
+        that earlier ones stay in their shard.
+        """
+        place = {arm.name: i for i, arm in enumerate(self.plan.arms)}
+        seeds = {arm.name: arm.seeds for arm in self.plan.arms}
+
+        def key(group):
+            trial = group.trials[0]
+            of_arm = seeds.get(trial.arm, [])
+            late = of_arm.index(trial.seed) if trial.seed in of_arm else 0
+            is_report = not trial.is_search
+            return is_report, trial.attempt, late, place.get(trial.arm, 0), group.name
+
+        return sorted(self.groups, key=key)[index::count]
+
     def folder(self, group: Group) -> Path:
         """Return the workdir of a group."""
         return self.workdir / "groups" / group.name

@@ -25,14 +25,14 @@ from headcount.training.metrics import read_metrics
 
 VERDICT_COLUMNS = [
     *("arm", "verdict", "metric", "split", "difference", "low", "high", "margin"),
-    *("seeds", "looks"),
+    *("seeds", "looks", "lost", "sentence"),
 ]
 
 
 def column_names(metrics: tuple[Metric, ...]) -> list[str]:
     """Return the columns of the table; those of scores are the task's metrics."""
     return [
-        *("id", "arm", "is_baseline", "status", "stage", "selected", "seed"),
+        *("id", "arm", "is_baseline", "verdict", "status", "stage", "selected", "seed"),
         *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
         *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
         *(f"{split}_{metric.name}" for split in ("dev", "test") for metric in metrics),
@@ -47,6 +47,9 @@ def collect(sweep: Sweep) -> list[dict]:
         rows = make_rows(sweep)
         columns = column_names(sweep.task.metrics)
         verdicts = verdict_rows(sweep.plan, sweep.settings, sweep.metric, rows)
+        of_arm = {row["arm"]: row["verdict"] for row in verdicts}
+        for row in rows:
+            row["verdict"] = of_arm.get(row["arm"], "baseline")
         tables = {"trials": (columns, rows), "verdicts": (VERDICT_COLUMNS, verdicts)}
         write_sqlite(sweep.workdir / "sweep.sqlite", tables)
         write_csv(sweep.workdir / "sweep.csv", columns, rows)

@@ -22,7 +22,7 @@ from headcount.tasks.heldout_loss import heldout_loss, row_losses
 
 BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
 CHRF = Metric("chrf", "chrF", "points", bounds=(0, 100), margin=0.3)
-EXACT_MATCH = Metric("exact_match", "exact match", "%", bounds=(0, 100))
+EXACT_MATCH = Metric("exact_match", "exact match", "%", bounds=(0, 100), margin=0.5)
 PUBLISHED = (
     Metric(
         "published_bleu",

@@ -10,9 +10,11 @@ from headcount.analysis.report import (
     ArmResult,
     Report,
     compare,
+    margin_text,
     others_table,
     scores_table,
     verdict,
+    verdict_sentence,
 )
 from headcount.analysis.report_figures import arm_styles, make_figures, plt, to_svg
 from headcount.analysis.report_html import to_html
@@ -214,7 +216,7 @@ def test_too_many_seeds_to_count_are_shown_as_such():
 def test_the_margin_has_the_unit_of_its_metric(metric, text):
     report = make_report(metric, {"whole": [3, 4, 6], "half": [3, 5, 6]})
     comparisons = compare(report, metric)
-    assert f"difference of {text} with" in verdict_of(report)
+    assert f"difference of {text} would need" in verdict_of(report)
     assert f"seeds to see {text}" in scores_table(report, metric, comparisons)[0]
     assert f"Seeds to see {text}:" in explain_scores(report, comparisons)
 
@@ -424,6 +426,95 @@ def test_published_scores_are_drawn_below(drawn):
     figure, caption = drawn(report)["test_bleu"]
     assert figure.axes[1].lines[0].get_ydata().tolist() == [20, 21]
     assert "Below: Paper." in caption
+
+
+def numbered(losses):
+    """Return a report of the loss of arms with the swept numbers 1, 2, 4, ..."""
+    arms = {str(2**i): scores for i, scores in enumerate(losses)}
+    report = make_report(LOSS, arms, axis="N, model.attention.num_heads")
+    for index in range(len(losses)):
+        report = edit_arm(report, index, value=2**index)
+    return report
+
+
+def test_the_loss_has_a_curve_where_the_swept_quantity_is_a_number(drawn):
+    losses = [[1 + 2.0**-i + noise for noise in (0, 0.01, -0.01)] for i in range(4)]
+    report = numbered(losses)
+    text = write_markdown(report, {})
+    assert "a·n^b + c with a = 1 (1 to 1), b = −1 (−1 to −1)" in text
+    figure, caption = drawn(report)["test_loss"]
+    (curve,) = [x for x in figure.axes[0].lines if len(x.get_xdata()) == 100]
+    assert curve.get_ydata()[[0, -1]] == pytest.approx([2, 1 + 2.0**-3])
+    assert "The curve is" in caption
+    for other in (numbered(losses[:3]), report._replace(axis=None)):
+        assert "a·n^b" not in write_markdown(other, {})
+
+
+def planned(report, **changes):
+    """Return a report with a verdict on its second arm, by planned looks."""
+    row = {"arm": "half", "verdict": "worse", "metric": "bleu", "split": "dev"}
+    row |= {"difference": -2.0, "low": -3.0, "high": -1.0, "margin": 0.3}
+    row |= {"seeds": 4, "looks": "4,8", "lost": 0} | changes
+    sentence = verdict_sentence(row, report.metric, report.baseline.name)
+    return report._replace(verdicts=[row | {"sentence": sentence}])
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({}, "half is worse than whole: −2.00 (BLEU; −3.00 to −1.00, after 4 seeds)."),
+        (
+            {"verdict": "better", "difference": 0.1, "low": 0.05, "high": 0.15},
+            "half is better than whole, by less than the margin of 0.3 points of BLEU: "
+            "+0.10 (BLEU; +0.05 to +0.15, after 4 seeds).",
+        ),
+        (
+            {"verdict": "equivalent", "difference": 0.1, "low": -0.1, "high": 0.2},
+            "half is equivalent to whole within 0.3 points of BLEU: +0.10 (BLEU; −0.10 "
+            "to +0.20, after 4 seeds).",
+        ),
+        (
+            {"verdict": "undecided", "low": np.nan, "high": np.nan, "seeds": 1},
+            "half is undecided against whole: −2.00 (BLEU; too few seeds for an "
+            "interval: 1).",
+        ),
+        (
+            {"verdict": "undecided", "lost": 2},
+            "half is undecided: 2 trials of it or of whole were lost.",
+        ),
+        (
+            {"verdict": "undecided", "seeds": 0},
+            "half is undecided: it has no seed in common with whole.",
+        ),
+    ],
+)
+def test_every_verdict_is_a_sentence_with_its_interval(changes, text):
+    report = planned(
+        make_report(arms={"whole": [3, 4, 6], "half": [1, 2, 4]}), **changes
+    )
+    assert report.verdicts[0]["sentence"] == text
+
+
+def test_a_report_of_planned_looks_shows_verdicts_instead_of_p_values():
+    report = make_report(arms={"whole": [3, 4, 6], "half": [1, 2, 3]})
+    assert "p (Holm)" in write_markdown(report, {})
+    text = write_markdown(planned(report), {})
+    assert "p (Holm)" not in text and "only the verdicts and their" in text
+    assert "0 better, 1 worse, 0 equivalent, 0 undecided" in text
+    assert "half is worse than whole: −2.00" in text
+    header, _, half = scores_table(planned(report), BLEU, compare(report, BLEU))
+    assert half[header.index("verdict")] == "worse"
+
+
+def test_every_outcome_says_how_many_seeds_it_would_need():
+    report = make_report(arms={"a": [1, 2, 3], "b": [2, 3, 5]}, metrics=(BLEU, LOSS))
+    for index, losses in enumerate(([1.0, 1.1, 1.2], [1.01, 1.12, 1.2])):
+        both = report.arms[index].test | {"loss": np.array(losses)}
+        report = edit_arm(report, index, test=both)
+    text = verdict_of(report)
+    for metric in (BLEU, LOSS):
+        (needed,) = [c.seeds_needed for c in compare(report, metric) if c.seeds_needed]
+        assert f"{margin_text(metric)} would need {needed} seeds per arm" in text
 
 
 def test_figures_are_as_wide_as_a_phone_and_themed(drawn):

@@ -6,13 +6,18 @@ from scipy import stats
 
 from headcount.analysis.sequential import (
     LEVEL,
+    VERDICTS,
     Looks,
     boundaries,
     check_looks,
+    decide,
     default_looks,
+    detectable,
     judge,
+    power,
     simulate,
 )
+from headcount.analysis.significance import POWER, seeds_needed
 
 PLAN = Looks((4, 8, 16, 32), 0.5, 5)
 SWEEPS = 100_000
@@ -64,6 +69,40 @@ def test_intervals_hold_at_all_looks_at_once():
     for truth in (0.0, 0.2, 3.0):
         found = simulate(differences(truth), truth, PLAN)
         assert found.covered >= 1 - PLAN.level - sampling_error(PLAN.level)
+
+
+@pytest.mark.parametrize("draw", ["normal", "heavy", "skewed", "uniform"])
+def test_any_false_verdict_over_all_arms_is_at_most_5_percent(draw):
+    """Of arms that share a baseline, whatever the distribution of scores over seeds."""
+    rng = np.random.default_rng([3, 7])
+    shape = (PLAN.num_arms + 1, SWEEPS // 5, PLAN.seeds[-1])
+    scores = {
+        "normal": lambda: rng.standard_normal(shape),
+        "heavy": lambda: rng.standard_t(3, shape),
+        "skewed": lambda: rng.exponential(1.0, shape),
+        "uniform": lambda: rng.uniform(-1, 1, shape),
+    }[draw]()
+    false, plan = np.zeros(shape[1], bool), PLAN._replace(margin=None)
+    for arm in scores[1:]:
+        found = decide(arm - scores[0], plan)
+        false |= found.kinds != VERDICTS.index("undecided")
+    assert 0.01 < false.mean() < LEVEL + 4 * (LEVEL * (1 - LEVEL) / shape[1]) ** 0.5
+
+
+@pytest.mark.parametrize("seeds", [(16,), (4, 8, 16, 32)])
+def test_the_power_is_as_planned(seeds):
+    """By another generator's stream, and within two points."""
+    plan = Looks(seeds, None, PLAN.num_arms)
+    effect = detectable(plan)
+    assert power(plan, effect) == pytest.approx(POWER, abs=0.003)
+    found = simulate(differences(effect), effect, plan)
+    assert found.rates["better"] == pytest.approx(POWER, abs=0.02)
+
+
+def test_the_effect_found_by_one_look_is_that_of_the_t_test():
+    effect = detectable(Looks((16,), None, 5))
+    assert seeds_needed(1.0, 1.01 * effect, 5) == 16
+    assert seeds_needed(1.0, 0.99 * effect, 5) == 17
 
 
 def test_large_effects_stop_early_and_are_found():

@@ -107,3 +107,16 @@ def test_status_counts_trials_by_status_and_lists_what_diverged(
     printed = capsys.readouterr().out
     assert "diverged: K=2, seed 0 at step 7" in printed
     assert "failed: K=1: no memory" in printed
+
+
+def test_several_workdirs_are_joined_and_others_named(tmp_path, corpus):
+    for name in ("a", "b"):
+        given = options(tmp_path / name, corpus)
+        finish_all(open_sweep(given))
+        open_sweep(only_workdir(given))
+    both = [f"--workdir={tmp_path / 'a'}", "--workdir", str(tmp_path / "b")]
+    found = call("report", *both, "--examples=1")
+    assert found.returncode == 0 and "joined.html" in found.stdout
+    missing = call("report", *both, f"--workdir={tmp_path / 'c'}")
+    last = missing.stderr.strip().splitlines()[-1]
+    assert missing.returncode == 2 and f"{tmp_path / 'c'} holds no sweep" in last

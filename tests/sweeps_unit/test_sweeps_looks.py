@@ -5,6 +5,7 @@ import json
 
 import pytest
 from sweep_fakes import (
+    RATE,
     edit_results,
     finish,
     only_workdir,
@@ -14,11 +15,11 @@ from sweep_fakes import (
     write_report,
 )
 
-from headcount.sweeps.looks import parse_seeds
+from headcount.sweeps.looks import parse_seeds, verdict_rows
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
 
-STAGES = {"seeds": 8, "looks": [2, 4, 8], "margin": 1.0}
+STAGES = {"seeds": 8, "looks": [2, 4, 8], "margin": "1.0"}
 
 
 @pytest.fixture
@@ -75,10 +76,18 @@ def test_decided_arms_get_no_more_seeds(given):
     found = {row["arm"]: (row["verdict"], row["seeds"]) for row in rows}
     assert found["K=2"] == ("worse", "2")
     assert found["K=1"][0] == "undecided"
+    assert next(r for r in rows if r["arm"] == "K=2")["sentence"].startswith(
+        "K=2 is worse than K=4: −20.00 (BLEU; −20."
+    )
+    verdicts = {(row["arm"], row["verdict"]) for row in read_table(sweep.workdir)}
+    assert verdicts == {("K=4", "baseline"), ("K=2", "worse"), ("K=1", "undecided")}
     assert {row["split"] for row in rows} == {"dev"}
     text = write_report(sweep)
-    assert "## Verdicts" in text and "Worse than the baseline K=4: K=2." in text
-    assert "Undecided: K=1." in text and "12 trainings" not in text
+    assert "## Verdicts" in text and "- K=2 is worse than K=4: −20.00" in text
+    assert "- K=1 is undecided against K=4: " in text
+    assert "1 worse, 0 equivalent, 1 undecided" in text
+    assert "The verdicts took 18 trainings, " in text  # 8 + 2 + 8
+    assert "8 seeds for every arm would take 24 trainings, " in text
 
 
 def test_a_sweep_whose_arms_are_all_decided_ends(given):
@@ -106,7 +115,67 @@ def test_an_arm_that_diverges_gets_no_more_seeds(given):
         is_bad = sweep.groups[index].trials[0].arm == "K=2"
         change = {"bleu": None, "diverged_at": 5} if is_bad else {}
         edit_results(sweep, index, lambda row, change=change: row | change)
-    assert seeds_by_arm(open_sweep(given))["K=2"] == 2
+    sweep = open_sweep(given)
+    assert seeds_by_arm(sweep)["K=2"] == 2
+    rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+    (row,) = [row for row in rows if row["arm"] == "K=2"]
+    assert (row["verdict"], row["lost"]) == ("undecided", 2)
+    assert "2 trials of it or of K=4 were lost" in row["sentence"]
+
+
+def test_seeds_that_survive_decide_nothing_if_others_diverged(given):
+    """What is left of an arm is no fair sample, however clear it looks."""
+    sweep = finish_stage(given, {"K=2": (-20.0, 0.001), "K=1": (0.5, 3.0)})
+    sweep = finish_stage(given, {"K=1": (-20.0, 0.001)})
+    index = next(
+        i
+        for i, group in enumerate(sweep.groups)
+        if group.trials[0].arm == "K=1" and len(group.trials) == 2
+    )
+
+    def edit(row):
+        return row | ({"diverged_at": 3, "bleu": None} if row["trial"] == 0 else {})
+
+    edit_results(sweep, index, edit)
+    sweep = open_sweep(given)
+    rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+    kinds = {row["arm"]: row["verdict"] for row in rows}
+    assert kinds == {"K=2": "worse", "K=1": "undecided"}
+
+
+def test_tuned_arms_choose_first_and_are_looked_at_with_their_own_setting(tmp_path):
+    """The search of every arm ends before any look, and its seeds are not reported."""
+    given = options(
+        tmp_path / "sweep",
+        write_corpus(tmp_path / "corpus"),
+        tune=[f"{RATE}=0.01,0.02"],
+        **STAGES,
+    )
+    sweep = open_sweep(given)
+    assert all(trial.is_search for trial in sweep.plan.trials)
+    for index in range(len(sweep.groups)):
+        finish(sweep, index, splits=("val",))
+    sweep = open_sweep(given)
+    reported = [trial for trial in sweep.plan.trials if not trial.is_search]
+    assert {trial.nuisance[RATE] for trial in reported} == {0.02}
+    assert sorted({trial.seed for trial in reported}) == [0, 1]
+    sweep = finish_stage(given, {"K=2": (-20.0, 0.001), "K=1": (0.5, 3.0)})
+    reported = [trial for trial in sweep.plan.trials if not trial.is_search]
+    assert {t.seed for t in reported if t.arm == "K=2"} == {0, 1}
+    assert {t.seed for t in reported if t.arm == "K=1"} == {0, 1, 2, 3}
+
+
+def test_shards_of_a_sweep_that_grows_keep_their_groups(given):
+    effects = {"K=1": (0.5, 3.0), "K=2": (0.5, 3.0)}
+    sweep = open_sweep(given)
+    before = [{g.name for g in sweep.shard(index, 2)} for index in range(2)]
+    assert sum(map(len, before)) == 3
+    for _ in range(2):
+        sweep = finish_stage(given, effects)
+        after = [{g.name for g in sweep.shard(index, 2)} for index in range(2)]
+        assert all(old <= new for old, new in zip(before, after, strict=True))
+        before = after
+    assert sum(map(len, before)) == 9
 
 
 def test_looks_and_margin_belong_to_the_sweep(given):
@@ -115,7 +184,7 @@ def test_looks_and_margin_belong_to_the_sweep(given):
     assert (stored["looks"], stored["margin"]) == ([2, 4, 8], 1.0)
     later = open_sweep(only_workdir(given, looks=None, margin=None))
     assert later.looks.seeds == (2, 4, 8)
-    for change in ({"looks": [2, 8]}, {"margin": 0.5}):
+    for change in ({"looks": [2, 8]}, {"margin": "0.5"}):
         with pytest.raises(ValueError, match=next(iter(change))):
             open_sweep(given._replace(**change))
 

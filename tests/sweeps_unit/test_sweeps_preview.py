@@ -6,6 +6,7 @@ import pytest
 from sweep_fakes import options
 
 from headcount.sweeps import preview
+from headcount.sweeps.preview import Measured
 from headcount.sweeps.settings import open_sweep
 
 CALIBRATION = """
@@ -26,20 +27,44 @@ def test_arms_and_groups_are_listed(tmp_path, corpus, capsys):
     assert "group 2: K=1, 2 trials" in printed
 
 
-def test_the_time_is_estimated_from_a_few_steps(tmp_path, corpus, monkeypatch):
+def test_the_time_counts_starts_evaluations_and_every_arm(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
-    rate, dev = {"steps_per_second": 2.0}, {"dev_bleu": 1.0}
-
-    def estimate(rows):
-        program = CALIBRATION.replace("ROWS", str(rows))
-        command = [sys.executable, "-c", program, "--workdir=x"]
-        monkeypatch.setattr(preview, "train_command", lambda sweep, group: command)
-        return preview.expected_seconds(sweep)
-
     first, *others = (arm.training_flops for arm in sweep.plan.arms)
     share = sum(others) / first  # two arms with fewer keys and values
     assert 1.5 < share < 2 and sweep.groups[0].trials[0].arm == "K=4"
-    wanted = 20 / 2.0 * (1 + share)  # 20 steps of an arm's seeds, which are one group
-    assert estimate([{"loss": 3.0}, rate, dev]) == pytest.approx(wanted)
+    measured = Measured(10.0, 0.5, 3.0, False, "K=4")
+    training = 20 * 0.5 + 2 * 3.0  # 20 steps of all seeds; dev and test afterwards
+    wanted = 2 * 3 * 10.0 + training * (1 + share)  # three groups start twice
+    assert preview.expected_seconds(sweep, measured) == pytest.approx(wanted)
+    more = options(tmp_path / "t", corpus, seeds=8, looks=[2, 4, 8])
+    planned = open_sweep(more)  # at most four times the trials
+    assert preview.expected_seconds(planned, measured) == pytest.approx(4 * wanted)
+
+
+def test_a_calibration_measures_a_few_steps_and_says_what_it_rests_on(
+    tmp_path, corpus, monkeypatch
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    rate, dev = {"steps_per_second": 200.0}, {"dev_bleu": 1.0}
+
+    def measure(rows):
+        program = CALIBRATION.replace("ROWS", str(rows))
+        command = [sys.executable, "-c", program, "--workdir=x"]
+        monkeypatch.setattr(preview, "train_command", lambda sweep, group: command)
+        return preview.measure(sweep)
+
+    found = measure([{"loss": 3.0}, rate, dev])
+    assert found.step == pytest.approx(0.005) and found.arm == "K=4"
+    assert 0 < found.start < 60 and not found.is_least
+    assert f"{found.start:.0f} s to start" in str(found) and "K=4" in str(found)
+    assert "more than" in str(found._replace(is_least=True))
     with pytest.raises(ValueError, match="It has ended.*--nocalibrate"):
-        estimate([{"loss": 3.0}, dev])
+        measure([{"loss": 3.0}, dev])
+
+
+def test_a_plan_of_looks_says_what_it_can_find(tmp_path, corpus, capsys):
+    planned = options(tmp_path / "s", corpus, verb="list", seeds=8, looks=[2, 4, 8])
+    preview.print_list(open_sweep(planned), calibrate=False)
+    assert "standard deviations of the paired" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -14,6 +14,7 @@ from sweep_fakes import (
     options,
     statuses,
     write_ablation,
+    write_corpus,
     write_report,
 )
 
@@ -300,3 +301,39 @@ def test_metrics_per_token_need_the_same_tokens(tmp_path, corpus):
     assert [m.name for m in report.comparable_metrics(other)] == [
         metric.name for metric in sweep.task.metrics if metric != LOSS
     ]
+
+
+def test_several_sweeps_share_a_page(tmp_path, corpus):
+    sweeps = []
+    for name, ablation in (("a", "kv_heads"), ("b", "sink")):
+        sweep = open_sweep(options(tmp_path / name, corpus, ablation=ablation))
+        finish_all(sweep)
+        sweeps.append(sweep)
+    report.write_joined(sweeps, 2)
+    text = (tmp_path / "a" / "joined.md").read_text()
+    html = (tmp_path / "a" / "joined.html").read_text()
+    headings = re.findall(r"^(##? .*)", text, re.MULTILINE)
+    assert headings[:2] == ["# 2 sweeps: translation, text en de", "## All verdicts"]
+    questions = ["How many heads may share", "Does it help a head"]
+    for heading, question in zip(headings[2:], questions, strict=True):
+        assert heading.startswith(f"## {question}")
+    table = text.split("## All verdicts")[1].split("## ")[0]
+    for cell in ("| K=2 |", "| K=1 |", "| sink=True |"):
+        assert table.count(cell) == 1
+    figures = re.findall(r"\]\((report/\w+\.png)\)", text)
+    assert len(figures) == len(set(figures)) == html.count("<svg")
+    assert all((tmp_path / "a" / name).exists() for name in figures)
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+
+
+def test_sweeps_of_other_corpora_or_metrics_cannot_share_a_page(tmp_path, corpus):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    other = write_corpus(tmp_path / "other")
+    for name, change in (
+        ("data.directory", {"corpus": other}),
+        ("metric", {"metric": "loss"}),
+    ):
+        given = {"workdir": tmp_path / name, "corpus": corpus} | change
+        with pytest.raises(ValueError, match=f"differ in {name} "):
+            report.write_joined([first, open_sweep(options(**given))], 2)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -21,8 +22,11 @@ from sweep_fakes import (
 
 from headcount.configs import run as config_of_run
 from headcount.sweeps import workers
+from headcount.sweeps.plan import Shard
 from headcount.sweeps.runner import Runner, Stopped, eval_command, train_command
 from headcount.sweeps.settings import open_sweep
+from headcount.sweeps.store import locked
+from headcount.sweeps.table import collect
 from headcount.sweeps.workers import local_workers
 
 STOP = FINISH.replace("finished", "stopped")
@@ -119,7 +123,7 @@ def test_all_trials_diverging_is_not_a_failure(sweep):
 
 @pytest.mark.parametrize("program", ["raise SystemExit('no memory')", STOP])
 def test_a_process_that_fails_fails_its_group_and_the_rest_goes_on(sweep, program):
-    runner = Runner(sweep, None)
+    runner = Runner(sweep, Shard(0, 1))
     program = program if "no memory" in program else program + "\nassert False"
     started = start_instead(runner, program)
     runner.run()
@@ -136,7 +140,7 @@ def test_a_process_that_a_signal_stopped_has_not_failed(sweep, number, saves):
     if not saves:
         program = f"import os, signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
         program += f"os.kill(os.getpid(), {int(number)})"
-    runner = Runner(sweep, None)
+    runner = Runner(sweep, Shard(0, 1))
     started = start_instead(runner, STOP + program)
     with pytest.raises(Stopped, match=signal.Signals(number).name) as stopped:
         runner.run()
@@ -153,7 +157,7 @@ def test_a_process_killed_by_sigkill_has_failed(sweep):
 
 def test_a_process_is_not_blamed_for_the_sweeps_signal(sweep):
     """Ctrl-C reaches all processes of a group, and eval.py does not save."""
-    runner = Runner(sweep, None)
+    runner = Runner(sweep, Shard(0, 1))
     started = start_instead(runner, "raise KeyboardInterrupt")
     start = runner.start
 
@@ -266,7 +270,7 @@ def test_a_damaged_run_json_fails_its_group_only(sweep):
     for group in sweep.groups:
         write_run(sweep.folder(group), status="diverged")
     (sweep.folder(sweep.groups[0]) / "run.json").write_text("{")
-    runner = Runner(sweep, None)
+    runner = Runner(sweep, Shard(0, 1))
     start_instead(runner, "raise SystemExit('run.json is damaged')")
     runner.run()
     assert failures(sweep) == ["run.json is damaged"]
@@ -288,7 +292,7 @@ while len(list(Path({str(begun)!r}).iterdir())) < {at_once}:
     time.sleep(0.01)
 open({str(cores)!r} + f"/{{os.getpid()}}", "w").write(repr(os.sched_getaffinity(0)))
 """
-    runner = Runner(sweep, None, found[:2])
+    runner = Runner(sweep, Shard(0, 1), found[:2])
     start_instead(runner, program + FINISH.replace("finished", "diverged"))
     runner.run()
     used = {path.read_text() for path in cores.iterdir()}
@@ -316,7 +320,7 @@ def test_there_is_a_worker_per_gpu(monkeypatch):
 
 
 def test_an_error_of_the_sweep_stops_what_it_started(sweep):
-    runner = Runner(sweep, None)
+    runner = Runner(sweep, Shard(0, 1))
     started = start_instead(runner, "import time; time.sleep(60)")
 
     def show_progress(threads):
@@ -332,3 +336,50 @@ def test_an_error_of_the_sweep_stops_what_it_started(sweep):
     finally:
         runner.is_stopping = True
         started[0].kill()
+
+
+def finish_instead(runner):
+    """Let a runner's processes finish at once, with results; return what it trained."""
+    trained = []
+
+    def start(group, splits, **given):
+        names = [each.name for each in runner.sweep.groups]
+        finish(runner.sweep, names.index(group.name), splits=splits or ())
+        if splits is None:
+            trained.append(group.name)
+        return subprocess.Popen(["true"], **given)
+
+    runner.start = start
+    return trained
+
+
+def test_shards_of_planned_looks_take_turns_until_the_last_look(tmp_path, corpus):
+    """No arm is ever decided, since all seeds have the same scores."""
+    given = options(tmp_path / "s", corpus, seeds=8, looks=[2, 4, 8])
+    trained = []
+    for turn in range(6):
+        runner = Runner(open_sweep(given), Shard(turn % 2, 2))
+        own = finish_instead(runner)
+        runner.run()
+        trained += own
+    assert len(trained) == len(set(trained)) == 9
+    sweep = open_sweep(given)
+    assert len(sweep.groups) == 9
+    assert {row["status"] for row in collect(sweep)} == {"done"}
+
+
+def test_a_shard_waits_for_groups_that_others_work_on_and_for_no_others(
+    tmp_path, corpus
+):
+    given = options(tmp_path / "s", corpus, seeds=4, looks=[2, 4])
+    sweep = open_sweep(given)
+    runner = Runner(sweep, Shard(0, 2))
+    for group in list(runner.left):
+        finish(sweep, [g.name for g in sweep.groups].index(group.name))
+        runner.left.remove(group)
+    (other,) = sweep.shard(1, 2)
+    with locked(sweep.folder(other) / ".claim"):
+        assert runner.has_groups()
+    assert not runner.has_groups()
+    finish(sweep, [g.name for g in sweep.groups].index(other.name))
+    assert runner.has_groups() and runner.left  # the look is over

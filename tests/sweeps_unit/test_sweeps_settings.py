@@ -303,18 +303,52 @@ def test_of_two_sweeps_that_start_at_once_one_gets_the_workdir(
 def test_groups_and_shards_are_selected(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus, group_size=1))
     groups = sweep.groups
-    assert len(groups) == 6 and select_groups(sweep, None, None) is None
+    assert len(groups) == 6 and select_groups(sweep, None, None) == (0, 1)
     by_name = select_groups(sweep, groups[3].name, None)
     assert select_groups(sweep, "3", None) == by_name == groups[3:4]
-    assert select_groups(sweep, None, "1/4") == [groups[1], groups[5]]
+    assert select_groups(sweep, None, "1/4") == (1, 4)
     for group, shard in (("6", None), ("K", None), (None, "3/3"), (None, "one")):
         flag = "group" if group else "shard"
         with pytest.raises(ValueError, match=f"^--{flag} .*got {group or shard}"):
             select_groups(sweep, group, shard)
-    tune = [f"{RATE}=0.01,0.02"]
-    searching = open_sweep(options(tmp_path / "t", corpus, tune=tune))
-    with pytest.raises(ValueError, match="^--shard"):
-        select_groups(searching, None, "0/2")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_every_group_is_in_one_shard(tmp_path, corpus, count):
+    sweep = open_sweep(options(tmp_path / "s", corpus, group_size=1))
+    shards = [sweep.shard(index, count) for index in range(count)]
+    names = sorted(group.name for shard in shards for group in shard)
+    assert names == sorted(group.name for group in sweep.groups)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("0.3", 0.3),
+        ("0.5 points", 0.5),
+        ("1BLEU", 1.0),
+        ("2e-1points", 0.2),
+        (1.5, 1.5),
+    ],
+)
+def test_a_margin_may_have_its_unit(tmp_path, corpus, text, wanted):
+    given = options(tmp_path / "s", corpus, margin=str(text))
+    assert open_sweep(given).settings["margin"] == wanted
+    assert open_sweep(only_workdir(given, margin=str(text))).looks is None
+
+
+@pytest.mark.parametrize(
+    "text, metric",
+    [
+        *((each, "bleu") for each in ("0", "-0.3", "many", "", "nan", "inf", "e")),
+        *(("0.3nats", "bleu"), ("0.003", "bleu"), ("101", "bleu"), ("0.3 3", "bleu")),
+        *(("0.3", "loss"), ("0.005 points", "loss"), ("0.003", "exact_match")),
+    ],
+)
+def test_a_margin_that_cannot_be_meant_is_an_error(tmp_path, corpus, text, metric):
+    with pytest.raises(ValueError, match="^--margin=.* as in --margin="):
+        open_sweep(options(tmp_path / "s", corpus, margin=text, metric=metric))
 
 
 @pytest.mark.parametrize("name", ["sweep.json", "groups/*/group.json"])

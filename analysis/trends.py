@@ -1,0 +1,76 @@
+"""How the loss depends on a swept number: a·n^b + c, with intervals over seeds.
+
+For every exponent of a grid, a and c follow by least squares, so the fit needs no start
+and can't get stuck. Seeds are resampled with the arms together, as they are paired.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from headcount.analysis.significance import CONFIDENCE, MIN_SEEDS
+
+EXPONENTS = np.array([b for b in np.round(np.arange(-4, 4.01, 0.02), 2) if b != 0])
+MIN_VALUES = 4  # of the swept number: the curve has three parameters
+DRAWS = 1000  # of the bootstrap
+
+
+class Trend(NamedTuple):
+    """A fitted curve; every parameter with the ends of its interval."""
+
+    a: tuple[float, float, float]
+    b: tuple[float, float, float]
+    c: tuple[float, float, float]
+    residual: float  # the largest of the arms' means
+    draws: np.ndarray  # a, b, c of the bootstrap, draws x 3
+
+    def at(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the curve at some numbers, and its pointwise interval."""
+        mean = self.a[0] * values ** self.b[0] + self.c[0]
+        a, b, c = self.draws.T[..., None]
+        return mean, *np.quantile(a * values**b + c, QUANTILES, axis=0)
+
+
+QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+
+
+def fit_trend(
+    values: Float[np.ndarray, " A"], scores: Float[np.ndarray, "A R"]
+) -> Trend | None:
+    """Fit a·n^b + c to the means of arms over seeds.
+
+    Returns:
+        None with fewer than four different positive numbers, or three seeds.
+    """
+    values = np.asarray(values, float)
+    seeds = scores.shape[1]
+    is_enough = len(set(values)) >= MIN_VALUES and seeds >= MIN_SEEDS
+    if not is_enough or min(values) <= 0:
+        return None
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS)
+    means = np.concatenate([scores.mean(1)[None], counts @ scores.T / seeds])
+    found = least_squares(values, means)
+    lows, highs = np.quantile(found[1:], QUANTILES, axis=0)
+    a, b, c = zip(found[0].tolist(), lows.tolist(), highs.tolist(), strict=True)
+    fitted = a[0] * values ** b[0] + c[0]
+    return Trend(a, b, c, float(np.abs(fitted - means[0]).max()), found[1:])
+
+
+def least_squares(
+    values: Float[np.ndarray, " A"], means: Float[np.ndarray, "M A"]
+) -> Float[np.ndarray, "M 3"]:
+    """Return a, b and c of the best curve through each row of means."""
+    best = np.full(len(means), np.inf)
+    found = np.zeros((len(means), 3))
+    center = np.exp(np.log(values).mean())  # so that powers stay near 1
+    for b in EXPONENTS:
+        design = np.stack([(values / center) ** b, np.ones_like(values)], 1)
+        solution = means @ np.linalg.pinv(design).T
+        errors = ((solution @ design.T - means) ** 2).sum(1)
+        better = errors < best
+        best[better] = errors[better]
+        a = solution[:, 0] * center**-b
+        found[better] = np.stack([a, np.full_like(a, b), solution[:, 1]], 1)[better]
+    return found

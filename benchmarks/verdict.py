@@ -1,0 +1,151 @@
+"""Count the trainings until every arm of a sweep has a verdict, for several designs.
+
+    .venv/bin/python -m benchmarks.verdict [--results DIR] [--metric test_loss]
+        [--margin 0.005] [--looks 4,8,16] [--fixed 16] [--sweeps 4000]
+
+Sweeps are simulated from the scores per seed in results/*/sweep.csv: every simulated
+seed gives the arms normal scores with the means and the covariance that the real seeds
+have, so arms keep their differences, and seeds what they do to all arms at once. With
+so few real seeds the means are larger than the truth. So everything is done a second
+time without any differences, where every verdict of better or worse is false.
+
+Prints, per sweep: trainings, the share of arms with a verdict, and how often any arm
+has a false one: better or worse with the wrong sign, or equivalent beyond the margin.
+The designs are planned looks, as many seeds for every arm, and the practice of one
+seed, where the sign of the difference is the verdict.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from headcount.analysis.sequential import (
+    VERDICTS,
+    Decisions,
+    Looks,
+    check_looks,
+    decide,
+)
+from headcount.tasks.base import LOSS
+
+ROOT = Path(__file__).resolve().parent.parent
+BETTER, WORSE, EQUIVALENT, UNDECIDED = range(4)
+assert VERDICTS == ("better", "worse", "equivalent", "undecided")
+HEADER = ("sweep", "differences", "design", "trainings", "share", "decided", "false")
+
+
+class Outcome(NamedTuple):
+    """What a design does in many simulated sweeps, on average."""
+
+    trainings: float
+    decided: float  # share of arms
+    false: float  # share of sweeps with a false verdict on any arm
+
+
+def read_scores(path: Path, metric: str) -> tuple[np.ndarray, int]:
+    """Return the scores of a sweep.csv, arms x seeds, and the baseline's row."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["stage"] == "report"]
+    found = {}
+    for row in rows:
+        if row["status"] == "done" and row.get(metric):
+            found.setdefault(row["arm"], {})[row["seed"]] = float(row[metric])
+    names = [row["arm"] for row in rows if row["is_baseline"] == "1"]
+    if not found or not names or names[0] not in found:
+        return np.empty((0, 0)), 0
+    seeds = sorted(set.intersection(*(set(scores) for scores in found.values())))
+    scores = [[of_arm[seed] for seed in seeds] for of_arm in found.values()]
+    return np.array(scores), list(found).index(names[0])
+
+
+def simulate(scores: np.ndarray, baseline: int, shape: tuple, is_null: bool):
+    """Return simulated differences to the baseline, and the true ones.
+
+    Args:
+        scores: arms x seeds.
+        baseline: its row.
+        shape: sweeps and seeds to simulate.
+        is_null: whether the arms have no differences.
+
+    Returns:
+        arms x sweeps x seeds, without the baseline; and arms.
+    """
+    each = np.delete(scores - scores[baseline], baseline, 0)
+    truth = np.zeros(len(each)) if is_null else each.mean(1)
+    rng = np.random.default_rng(0)
+    covariance = np.atleast_2d(np.cov(each))
+    drawn = rng.multivariate_normal(truth, covariance, shape, method="svd")
+    return np.moveaxis(drawn, -1, 0), truth
+
+
+def judged(differences: np.ndarray, looks: Looks, truth: np.ndarray) -> Outcome:
+    """Return what planned looks do; one look is a fixed number of seeds."""
+    found = [decide(each, looks, higher_is_better=False) for each in differences]
+    seeds = np.array([each.seeds for each in found])  # arms x sweeps
+    trainings = seeds.sum(0) + seeds.max(0)  # the baseline has all that any arm has
+    return outcome(found, trainings, truth, looks.margin)
+
+
+def by_sign(differences: np.ndarray, truth: np.ndarray) -> Outcome:
+    """Return what the practice of one seed does."""
+    found = [
+        Decisions(np.where(each[:, 0] < 0, BETTER, WORSE), None, None, None)
+        for each in differences
+    ]
+    trainings = np.full(differences.shape[1], len(differences) + 1)
+    return outcome(found, trainings, truth, None)
+
+
+def outcome(found, trainings, truth, margin) -> Outcome:
+    """Compare verdicts, for a metric of which lower is better, with the truth."""
+    kinds = np.array([each.kinds for each in found])
+    true = truth[:, None]
+    false = (kinds == BETTER) & (true >= 0) | (kinds == WORSE) & (true <= 0)
+    if margin is not None:
+        false |= (kinds == EQUIVALENT) & (np.abs(true) >= margin)
+    decided = (kinds != UNDECIDED).mean()
+    return Outcome(float(trainings.mean()), float(decided), float(false.any(0).mean()))
+
+
+def main() -> None:
+    """Simulate every sweep of results/, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--metric", default="test_loss", help="lower is better")
+    parser.add_argument("--margin", type=float, default=LOSS.margin)
+    parser.add_argument("--looks", default="4,8,16")
+    parser.add_argument("--fixed", type=int, default=16, help="seeds for every arm")
+    parser.add_argument("--sweeps", type=int, default=4000, help="to simulate")
+    arguments = parser.parse_args()
+    seeds = tuple(map(int, arguments.looks.split(",")))
+    check_looks(seeds)
+    print(f"{arguments.metric}, margin {arguments.margin:g}\n")
+    print(f"| {' | '.join(HEADER)} |\n| --- | --- | --- |{' ---: |' * 4}")
+    for path in sorted(arguments.results.glob("*/sweep.csv")):
+        scores, baseline = read_scores(path, arguments.metric)
+        if len(scores) < 2 or scores.shape[1] < 3:
+            continue
+        for is_null in (False, True):
+            shape = (arguments.sweeps, max(*seeds, arguments.fixed))
+            drawn, truth = simulate(scores, baseline, shape, is_null)
+            plans = {f"looks {arguments.looks}": seeds}
+            plans[f"{arguments.fixed} seeds"] = (arguments.fixed,)
+            outcomes = {
+                name: judged(drawn, Looks(plan, arguments.margin, len(drawn)), truth)
+                for name, plan in plans.items()
+            }
+            outcomes["1 seed"] = by_sign(drawn, truth)
+            whole = outcomes[f"{arguments.fixed} seeds"].trainings
+            for name, found in outcomes.items():
+                print(
+                    f"| {path.parent.name} | {'none' if is_null else 'as observed'} | "
+                    f"{name} | {found.trainings:.1f} | {found.trainings / whole:.0%} | "
+                    f"{found.decided:.0%} | {found.false:.1%} |"
+                )
+
+
+if __name__ == "__main__":
+    main()
