@@ -293,9 +293,9 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             f"Some arms lack seeds of the baseline; their differences are over the "
             f"common seeds ({counts})."
         )
-    needed = seeds_by_outcome(report)
+    needed, names = seeds_by_outcome(report), [c.arm.name for c in others]
     if needed:
-        fewest = min(paired[c.arm.name] for c in tested)
+        fewest = min(seeds for seeds in map(paired.get, names) if seeds > 1)
         texts = [
             f"a true difference of {margin} would need {number} seeds per arm"
             for margin, number in needed.items()

@@ -204,6 +204,8 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
         more = [f"--{name}={v}" for name, v in given.items() if v != stored[name]]
         command = shlex.join([*shlex.split(stored["command"]), *more])
         settings = settings | {"command": command}
+    if "seeds" in given:  # without a range there are no looks
+        given = {"looks": None} | given
     return settings | given
 
 

@@ -184,7 +184,7 @@ def test_looks_and_margin_belong_to_the_sweep(given):
     assert (stored["looks"], stored["margin"]) == ([2, 4, 8], 1.0)
     later = open_sweep(only_workdir(given, looks=None, margin=None))
     assert later.looks.seeds == (2, 4, 8)
-    for change in ({"looks": [2, 8]}, {"margin": "0.5"}):
+    for change in ({"looks": [2, 8]}, {"margin": "0.5"}, {"looks": None}):
         with pytest.raises(ValueError, match=next(iter(change))):
             open_sweep(given._replace(**change))
 
