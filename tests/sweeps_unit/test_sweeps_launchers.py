@@ -69,7 +69,7 @@ def test_resources_that_a_launcher_rejects_are_named(
     sweep = open_sweep(options(tmp_path / "s", corpus))
     address = {"ray": None, "slurm": "local"}[launcher]
     with pytest.raises(SystemExit) as left:
-        launchers.LAUNCHERS[launcher](sweep, None, address, [pair])
+        launchers.LAUNCHERS[launcher](sweep, sweep.groups, address, [pair])
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"--resources={pair}: " in last
     assert last.endswith(" ".join(str(error).split()) or "AssertionError")
@@ -84,7 +84,7 @@ def test_a_package_that_is_not_installed_is_named(
     monkeypatch.setitem(__import__("sys").modules, package, None)
     sweep = open_sweep(options(tmp_path / "s", corpus))
     with pytest.raises(SystemExit) as left:
-        launchers.LAUNCHERS[launcher](sweep, None, None, [])
+        launchers.LAUNCHERS[launcher](sweep, sweep.groups, None, [])
     assert left.value.code == 2
     assert f"package {package} is needed" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ from sweep_fakes import options
 
 from headcount.runtime.workdir import write_json
 from headcount.sweeps import multihost
+from headcount.sweeps.plan import Shard
 from headcount.sweeps.runner import SIGNALS, Stopped, eval_command, train_command
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.store import locked
@@ -31,7 +32,7 @@ def handlers():
 
 def test_a_follower_builds_the_leaders_command_itself(tmp_path, sweep):
     meeting = multihost.Meeting(tmp_path / "leader", tmp_path / "order.json")
-    leader = multihost.Leader(sweep, None, meeting, ["--coordinator=h:1"])
+    leader = multihost.Leader(sweep, Shard(0, 1), meeting, ["--coordinator=h:1"])
     group = sweep.groups[1]
     for splits in (None, ["val", "test"]):
         leader.order("run", group.name, splits)
