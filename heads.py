@@ -4,9 +4,11 @@ python heads.py describe --workdir=runs/numbers
 python heads.py importance --workdir=runs/numbers
 python heads.py prune --workdir=runs/numbers --split=test
 python heads.py plot --workdir=runs/numbers --site=cross --output=cross.png
+python heads.py roles --workdir=runs/stories
 
 `describe`: what each head attends to. `importance`: the loss without each head.
 `prune`: scores with fewer and fewer heads. `plot`: attention maps of one example.
+`roles`: which heads look for the previous token, the subject of the verb, and so on.
 """
 
 # isort: off
@@ -22,7 +24,8 @@ from matplotlib.backend_bases import FigureCanvasBase
 from headcount.analysis.heads import all_gates, describe, importance
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
-from headcount.analysis.tables import print_heads, print_pruning
+from headcount.analysis.roles import measure_roles
+from headcount.analysis.tables import print_heads, print_pruning, print_roles
 from headcount.configs.commandline import (
     DIRECTORY,
     TASK_FILE,
@@ -47,6 +50,9 @@ SITE = flags.DEFINE_string(
 )
 EXAMPLE = flags.DEFINE_integer("example", 0, "plot: number of the example, from 0.", 0)
 OUTPUT = flags.DEFINE_string("output", None, "plot: the picture (.png, .pdf, .svg).")
+EXAMPLES = flags.DEFINE_integer(
+    "examples", 200, "roles: how many examples of the split to use.", 1
+)
 TRIAL = flags.DEFINE_integer(
     "trial", 0, "Analyse this trial alone; by default all (plot: the first)."
 )
@@ -143,6 +149,15 @@ def plot(workdir, found, examples, options) -> None:
     print(f"Wrote the attention ({site}) in example {EXAMPLE.value} to {path}")
 
 
+def find_roles(workdir, found, examples, options) -> None:
+    """Print and write which heads have a role."""
+    trials = choose_trials(found, TRIAL)
+    rows = measure_roles(found, examples, trials, EXAMPLES.value)
+    path = workdir / f"heads-roles-{examples.split}.json"
+    write_json(path, rows)
+    print_roles(rows, examples.split, path)
+
+
 def check_picture() -> None:
     """Raise a ValueError if --output can't be a picture."""
     if OUTPUT.value is None:
@@ -162,6 +177,7 @@ VERBS = {
     "importance": rank_heads,
     "prune": prune,
     "plot": plot,
+    "roles": find_roles,
 }
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headcount.analysis.heads import by_rank, mean_per_trial
+from headcount.analysis.roles import by_role
 from headcount.analysis.significance import summary
 from headcount.tasks.base import LOSS, Metric
 
@@ -245,6 +246,59 @@ def scores_without(
             trials.setdefault(row["trial"], []).append(row[metric.name])
     found = metric.scale * np.array(list(trials.values()), float)
     return found[0] if len(found) == 1 else found.mean(1)
+
+
+def print_roles(rows: list[dict], split: str, path: Path) -> None:
+    """Print who has which role, of `analysis.roles.measure_roles`.
+
+    A table per site has a line per role, with the best head of each trial; a list below
+    it names the heads that have a role.
+    """
+    trials = list(dict.fromkeys(row["trial"] for row in rows))
+    one = len(trials) == 1
+    whose = f"trial {trials[0]}" if one else f"{len(trials)} trials"
+    matched = by_role(rows)
+    columns = ("role", "trials", "best head", "weight", "95 %", "by norm", "chance")
+    columns += ("fixed\noffset", "untrained")
+    for site in dict.fromkeys(row["site"] for row in matched):
+        table = Table(title=f"{site}, {whose}, {split}", box=box.SIMPLE, padding=0)
+        for name in columns:
+            table.add_column(name, justify="left" if name == "role" else "right")
+        for row in matched:
+            if row["site"] != site:
+                continue
+            shares = (row[name] for name in ("norm_weight", "chance", "offset_weight"))
+            table.add_row(
+                row["role"],
+                f"{row['having']} of {row['trials']}",
+                " ".join(row["best"][:5]) + " …" * (len(row["best"]) > 5),
+                f"{row['weight']:.2f}",
+                f"{row['low']:.2f}–{row['high']:.2f}",
+                *(f"{share:.2f}" for share in (*shares, row["untrained"])),
+            )
+        console = print_table(table)
+    for trial in trials:
+        mine = [row for row in rows if row["trial"] == trial and row["has_role"]]
+        for (site, layer, head), of_head in grouped(mine):
+            text = ", ".join(f"{r['role']} ({r['weight']:.2f})" for r in of_head)
+            name = f"{site} {layer}.{head}"
+            console.print(f"trial {trial}, {name}: {text}", soft_wrap=True)
+    console.print(
+        "trials: in how many a head has the role, that is beats chance, the best fixed "
+        "offset and untrained models\n(Holm over heads and roles, 5 %); weight: on the "
+        "right tokens, of each trial's best head; by norm: of ‖αf(x)‖",
+        soft_wrap=True,
+    )
+    console.print(f"Wrote {path}", soft_wrap=True)
+
+
+def grouped(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
+    """Return the rows of each head, the largest weight first."""
+    heads = {}
+    for row in sorted(rows, key=lambda row: -row["weight"]):
+        at = row["site"], row["layer"], row["head"]
+        heads.setdefault(at, []).append(row)
+    return sorted(heads.items())
 
 
 def heads_label(rows: list[dict]) -> str:

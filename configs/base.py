@@ -20,8 +20,8 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.data = data = ml_collections.ConfigDict()
     # Pairs: numbers, multi30k, text, or a TFDS translation set. Documents: shakespeare,
-    # recall, text, or a TFDS text set. Tagged words: conll, conllu. Labelled texts:
-    # labelled, movie_reviews.
+    # recall, stories, text, or a TFDS text set. Tagged words: conll, conllu. Labelled
+    # texts: labelled, movie_reviews.
     data.name = "numbers"
     data.source = "en"  # translation: language translated from
     data.target = "de"  # translation: language translated into

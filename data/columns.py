@@ -4,13 +4,14 @@ A file has a word per line, and blank lines between sentences. In CoNLL files th
 the last column. In CoNLL-U files (universaldependencies.org) it is chosen by name.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from absl import logging
 
 CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag; or feature:NAME
-FEATURES = 5
+FEATURES, HEAD = 5, 6
 NO_FEATURE = "_"
 # Other names of our splits in published files.
 SPLITS = {"train": ("train",), "val": ("val", "dev", "valid"), "test": ("test",)}
@@ -101,34 +102,83 @@ def read_conll(path: Path, tag: str) -> list[Sentence]:
     return sentences
 
 
-def read_conllu(path: Path, tag: str) -> list[Sentence]:
-    """Read CoNLL-U; multiword tokens and empty nodes are left out."""
-    if tag not in CONLLU and not tag.startswith("feature:"):
+class Dependency(NamedTuple):
+    """A relation of Universal Dependencies between two words, by their places."""
+
+    relation: str  # without its subtype: "nsubj" for "nsubj:pass"
+    dependent: int
+    head: int
+
+
+def dependencies(directory: str | None, split: str) -> list[list[Dependency]]:
+    """Return the dependencies of each sentence of a CoNLL-U split, without the root.
+
+    Raises:
+        ValueError, OSError: there is no such file, or a line is malformed.
+    """
+    if directory is None:
         raise ValueError(
-            f"data.tag must be one of {', '.join(CONLLU)} or feature:NAME, got {tag!r}."
+            "data.name=conllu needs data.directory, the folder of your files."
         )
-    sentences, words, tags = [], [], []
+    path = find_file(Path(directory).expanduser(), split)
+    found = []
+    for sentence in conllu_rows(path):
+        links = []
+        for dependent, (number, fields) in enumerate(sentence):
+            head = fields[HEAD]
+            if not head.isdecimal() or int(head) > len(sentence):
+                raise ValueError(
+                    f"{path}, line {number}, has the head {head!r}; it must be from 0 "
+                    f"to {len(sentence)}, the number of words."
+                )
+            if int(head):
+                relation = fields[CONLLU["relation"]].partition(":")[0]
+                links.append(Dependency(relation, dependent, int(head) - 1))
+        found.append(links)
+    return found
+
+
+def conllu_rows(path: Path) -> Iterator[list[tuple[int, list[str]]]]:
+    """Yield each sentence's words: line number and the ten fields.
+
+    Multiword tokens and empty nodes are left out.
+    """
+    rows = []
     for number, line in enumerate([*read_lines(path), ""], 1):
         if line.startswith("#"):
             continue
         if not line.strip():
-            if words:
-                sentences.append(Sentence(words, tags))
-            words, tags = [], []
+            if rows:
+                yield rows
+            rows = []
             continue
         fields = line.rstrip("\r").split("\t")
         if len(fields) != 10:
             raise ValueError(
                 f"{path}, line {number}, has {len(fields)} columns; CoNLL-U has 10."
             )
-        if not fields[0].isdecimal():
-            continue
-        words.append(fields[1])
+        if fields[0].isdecimal():
+            rows.append((number, fields))
+
+
+def read_conllu(path: Path, tag: str) -> list[Sentence]:
+    """Read CoNLL-U; multiword tokens and empty nodes are left out."""
+    if tag not in CONLLU and not tag.startswith("feature:"):
+        raise ValueError(
+            f"data.tag must be one of {', '.join(CONLLU)} or feature:NAME, got {tag!r}."
+        )
+    sentences = []
+    for rows in conllu_rows(path):
+        words = [fields[1] for _, fields in rows]
         if tag in CONLLU:
-            tags.append(fields[CONLLU[tag]])
+            tags = [fields[CONLLU[tag]] for _, fields in rows]
         else:
-            features = dict(
-                f.split("=", 1) for f in fields[FEATURES].split("|") if "=" in f
-            )
-            tags.append(features.get(tag.removeprefix("feature:"), NO_FEATURE))
+            name = tag.removeprefix("feature:")
+            tags = [features(fields).get(name, NO_FEATURE) for _, fields in rows]
+        sentences.append(Sentence(words, tags))
     return sentences
+
+
+def features(fields: list[str]) -> dict[str, str]:
+    """Return a word's features by name."""
+    return dict(f.split("=", 1) for f in fields[FEATURES].split("|") if "=" in f)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import logging
 
-from headcount.data import recall
+from headcount.data import recall, stories
 from headcount.data.pairs import prepared_in
 
 SHAKESPEARE_URL = (
@@ -29,7 +29,7 @@ def load(name: str, split: str, directory: str | None = None, **options) -> list
     """Return the documents of a split.
 
     Args:
-        name: `shakespeare`, `recall`, `text`, or a TFDS text set.
+        name: `shakespeare`, `recall`, `stories`, `text`, or a TFDS text set.
         split: "train", "val" or "test".
         directory: of local files, for `text` and optionally `shakespeare`.
         options: `max_length` and `vocab_size` of the config, which generated corpora
@@ -98,6 +98,10 @@ def _shakespeare_file(directory: str | None) -> bytes:
 
 def _recall(name, split, directory, *, max_length, vocab_size, **_) -> list[str]:
     return recall.documents(split, max_length, vocab_size)
+
+
+def _stories(name, split, directory, **_) -> list[str]:
+    return [story.text for story in stories.documents(split)]
 
 
 def _text(name, split, directory, **_) -> list[str]:
@@ -174,4 +178,9 @@ def _tfds(name, split, directory, **_) -> list[str]:
     return [row["text"].decode("utf-8") for row in tfds_sets.rows(builder, split)]
 
 
-LOADERS = {"shakespeare": _shakespeare, "recall": _recall, "text": _text}
+LOADERS = {
+    "shakespeare": _shakespeare,
+    "recall": _recall,
+    "stories": _stories,
+    "text": _text,
+}

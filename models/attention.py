@@ -290,7 +290,9 @@ class Attention(nnx.Module):
         if observe is not None:
             gated = attention.head_gated(heads, gate)
             observe(
-                Intermediates(query, key, masks, parameters, gated, x, *self.rule())
+                Intermediates(
+                    *(query, key, masks, parameters, gated, x, *self.rule(), value)
+                )
             )
         return self.merged(heads, x, gate)
 
@@ -318,6 +320,7 @@ class Intermediates(NamedTuple):
     x: Float[Array, "B T D"]  # the layer's input
     rule: attention.MergeRule
     arguments: dict  # of the rule: its parameters and settings
+    value: Float[Array, "B S K V"] | None = None
 
 
 def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
@@ -327,6 +330,23 @@ def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
     if talking:
         weights = attention.talking_heads_weights
     return weights(layer.query, layer.key, **layer.masks, **layer.parameters)
+
+
+def norm_weighted_map(layer: Intermediates) -> Float[Array, "B N T S"]:
+    """Return each key's share of the norms that a head adds, ‖α f(x)‖.
+
+    f(x) is the key's value times the head's merge kernel (Kobayashi et al. 2020). Rows
+    sum to 1; factors of a merge rule on the whole head cancel. A token that a head
+    looks at without taking anything from it counts little here.
+    """
+    kernel, weights = layer.arguments["kernel"], attention_map(layer)
+    value = jnp.repeat(layer.value, weights.shape[1] // layer.value.shape[2], axis=2)
+    kernel = jnp.broadcast_to(kernel, (*value.shape[2:], kernel.shape[-1]))
+    added = jnp.einsum("BSNV,NVD->BSND", value, kernel).astype(jnp.float32)
+    norms = jnp.linalg.norm(added, axis=-1).transpose(0, 2, 1)[:, :, None]
+    shares = jnp.abs(weights) * norms
+    total = shares.sum(-1, keepdims=True)
+    return shares / jnp.where(total > 0, total, 1.0)
 
 
 def normalize_and_rotate(

@@ -1,0 +1,39 @@
+"""Stories of a small grammar whose links between words are known: what do heads find?
+
+    python train.py --config=configs/stories.py --workdir=runs/stories
+    python heads.py roles --workdir=runs/stories
+
+Verbs agree with a subject some words before them, pronouns and repeated names tell
+which of two things is meant (see data/stories.py).
+"""
+
+from headcount.configs import base
+
+
+def get_config():
+    """Return two layers of four heads on stories of some 45 words."""
+    config = base.get_config()
+    config.task.name = "language_model"
+    config.data.name = "stories"
+    config.data.tokenizer = "words"
+    config.data.vocab_size = 93  # 89 words, four special tokens
+    config.data.max_length = 96
+    config.data.cross_documents = False  # names mean something else in each story
+    config.data.batch_tokens = 32 * 96
+    config.model.width = 64
+    config.model.mlp_dim = 128
+    config.model.num_encoder_layers = 0
+    config.model.num_decoder_layers = 2
+    config.model.attention.num_heads = 4
+    config.model.dropout = 0.0
+    config.model.positions = "learned"
+    config.model.max_positions = 96
+    config.model.norm = "pre"
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_steps = 100
+    config.optimizer.label_smoothing = 0.0
+    config.train.num_steps = 1000
+    config.train.eval_every_steps = 200
+    config.train.checkpoint_every_steps = 500
+    return config

@@ -1,0 +1,167 @@
+"""Short stories of a small grammar, generated, whose links between words are known.
+
+A woman and a man each own a thing. What follows is about them and about others:
+
+    anna has the red kite . ben has the old drum . the dogs near the house often run .
+    she shows the kite . ben finds the drum .
+
+Links by the places of words are known. A verb agrees in number with its subject, which
+is 1 to 12 words before it, with other nouns in between. A pronoun stands for the one
+character of its gender. A name comes again, and what its owner does concerns the thing
+that they own. An adjective belongs to the noun after it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+SIZES = {"train": 12_000, "val": 300, "test": 600}
+SEEDS = {"train": 1706, "val": 3762, "test": 3763}
+SENTENCES = 3, 6  # of a story after the first two
+
+WOMEN = ("anna", "clara", "emma", "lena", "maria", "nora")
+MEN = ("ben", "david", "felix", "jonas", "oscar", "tom")
+NOUNS = {  # plural by singular
+    "dog": "dogs",
+    "cat": "cats",
+    "bird": "birds",
+    "child": "children",
+    "woman": "women",
+    "man": "men",
+    "horse": "horses",
+    "teacher": "teachers",
+}
+PLACES = {
+    "house": "houses",
+    "tree": "trees",
+    "river": "rivers",
+    "bridge": "bridges",
+    "wall": "walls",
+    "garden": "gardens",
+}
+THINGS = ("kite", "drum", "book", "lamp", "boat", "coin", "ring", "map", "bell", "hat")
+ADJECTIVES = ("red", "old", "small", "big", "green", "new", "heavy", "strange")
+PREPOSITIONS = ("near", "behind", "above", "beside")
+ADVERBS = ("often", "never", "always", "slowly")
+VERBS = {  # plural by singular
+    "runs": "run",
+    "sings": "sing",
+    "sleeps": "sleep",
+    "waits": "wait",
+    "falls": "fall",
+    "comes": "come",
+}
+WITH_THING = ("shows", "finds", "takes", "sells", "likes", "paints")
+LINKS = ("subject", "modifier", "antecedent", "same_name")
+
+
+class Link(NamedTuple):
+    """A relation between two words of a story, by their places."""
+
+    relation: str  # of LINKS
+    word: int  # the verb, noun, pronoun, or later name
+    of: int  # its subject, adjective, antecedent, or the name before
+
+
+class Story(NamedTuple):
+    """A document: its words, and the links between them."""
+
+    words: list[str]
+    links: list[Link]
+
+    @property
+    def text(self) -> str:
+        """The words, separated by blanks."""
+        return " ".join(self.words)
+
+
+def documents(split: str) -> list[Story]:
+    """Return the stories of a split: the same on every machine, none in two splits.
+
+    Raises:
+        ValueError: there is no such split.
+    """
+    if split not in SIZES:
+        raise ValueError(f"stories has no split {split!r}; it has {', '.join(SIZES)}.")
+    rng = np.random.default_rng(SEEDS[split])
+    return [_story(rng) for _ in range(SIZES[split])]
+
+
+def _story(rng) -> Story:
+    """Return one story."""
+    story = Story([], [])
+    woman, man = _one(rng, WOMEN), _one(rng, MEN)
+    owned = dict(zip((woman, man), rng.permutation(THINGS)[:2].tolist(), strict=True))
+    order = [woman, man] if rng.random() < 0.5 else [man, woman]
+    last = {}  # place of each character's last mention by name
+    for owner in order:
+        last[owner] = _add(story, owner)
+        story.links.append(Link("subject", _add(story, "has"), last[owner]))
+        _noun_phrase(rng, story, owned[owner], adjective=0.6)
+        _add(story, ".")
+    for _ in range(rng.integers(SENTENCES[0], SENTENCES[1] + 1)):
+        draw = rng.random()
+        if draw < 0.6:
+            _bystanders(rng, story)
+        else:
+            _of_character(rng, story, order, owned, last, by_name=draw < 0.8)
+    return story
+
+
+def _bystanders(rng, story: Story) -> None:
+    """Add a sentence whose subject is followed by phrases with nouns of their own."""
+    plural = rng.random() < 0.5
+    singular = _one(rng, tuple(NOUNS))
+    noun = NOUNS[singular] if plural else singular
+    subject = _noun_phrase(rng, story, noun, adjective=0.4)
+    for _ in range(_one(rng, (0, 1, 1, 1, 2, 2))):
+        _add(story, _one(rng, PREPOSITIONS))
+        place = _one(rng, tuple(PLACES))
+        other = PLACES[place] if rng.random() < 0.5 else place
+        _noun_phrase(rng, story, other, adjective=0.2)
+    if rng.random() < 0.5:
+        _add(story, _one(rng, ADVERBS))
+    verb = _one(rng, tuple(VERBS))
+    place = _add(story, VERBS[verb] if plural else verb)
+    story.links.append(Link("subject", place, subject))
+    _add(story, ".")
+
+
+def _of_character(rng, story: Story, characters, owned, last, by_name: bool) -> None:
+    """Add a sentence in which a character does something with what is theirs."""
+    owner = _one(rng, characters)
+    if by_name:
+        subject = _add(story, owner)
+        story.links.append(Link("same_name", subject, last[owner]))
+        last[owner] = subject
+    else:
+        subject = _add(story, "she" if owner in WOMEN else "he")
+        story.links.append(Link("antecedent", subject, last[owner]))
+    if rng.random() < 0.4:
+        _add(story, _one(rng, ADVERBS))
+    story.links.append(Link("subject", _add(story, _one(rng, WITH_THING)), subject))
+    _noun_phrase(rng, story, owned[owner], adjective=0.0)
+    _add(story, ".")
+
+
+def _noun_phrase(rng, story: Story, noun: str, adjective: float) -> int:
+    """Add an article, perhaps one or two adjectives, and a noun; return its place."""
+    _add(story, "the")
+    chosen = []
+    if rng.random() < adjective:
+        chosen = rng.permutation(ADJECTIVES)[: _one(rng, (1, 1, 2))].tolist()
+    places = [_add(story, each) for each in chosen]
+    place = _add(story, noun)
+    story.links.extend(Link("modifier", place, each) for each in places)
+    return place
+
+
+def _add(story: Story, word: str) -> int:
+    """Add a word; return its place."""
+    story.words.append(word)
+    return len(story.words) - 1
+
+
+def _one(rng, choices):
+    """Return one of the choices, each as likely as any other."""
+    return choices[rng.integers(len(choices))]
