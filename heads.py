@@ -5,10 +5,12 @@ python heads.py importance --workdir=runs/numbers
 python heads.py prune --workdir=runs/numbers --split=test
 python heads.py plot --workdir=runs/numbers --site=cross --output=cross.png
 python heads.py roles --workdir=runs/stories
+python heads.py explore --workdir=runs/stories --output=explorer.html
 
 `describe`: what each head attends to. `importance`: the loss without each head.
 `prune`: scores with fewer and fewer heads. `plot`: attention maps of one example.
 `roles`: which heads look for the previous token, the subject of the verb, and so on.
+`explore`: one page to look at all of it.
 """
 
 # isort: off
@@ -21,10 +23,11 @@ from pathlib import Path
 from absl import flags
 from matplotlib.backend_bases import FigureCanvasBase
 
+from headcount.analysis.explorer import explore, page
 from headcount.analysis.heads import all_gates, describe, importance
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
-from headcount.analysis.roles import measure_roles
+from headcount.analysis.roles import first_sentences, measure_roles
 from headcount.analysis.tables import print_heads, print_pruning, print_roles
 from headcount.configs.commandline import (
     DIRECTORY,
@@ -49,9 +52,21 @@ SITE = flags.DEFINE_string(
     "the model has it), or the only one to prune (default: all).",
 )
 EXAMPLE = flags.DEFINE_integer("example", 0, "plot: number of the example, from 0.", 0)
-OUTPUT = flags.DEFINE_string("output", None, "plot: the picture (.png, .pdf, .svg).")
+OUTPUT = flags.DEFINE_string(
+    "output", None, "plot: the picture (.png, .pdf, .svg). explore: the page (.html)."
+)
 EXAMPLES = flags.DEFINE_integer(
-    "examples", 200, "roles: how many examples of the split to use.", 1
+    "examples", 200, "roles, explore: how many examples to measure heads on.", 20
+)
+SENTENCES = flags.DEFINE_integer(
+    "sentences", 50, "explore: how many of them the page shows.", 1
+)
+COMPARE = flags.DEFINE_string("compare", None, "explore: workdir of a second run.")
+INPUT = flags.DEFINE_string(
+    "input",
+    None,
+    "plot, explore: file of your own texts instead of the split's, one per line (- is "
+    "standard input); in translation source, or source, tab, target.",
 )
 TRIAL = flags.DEFINE_integer(
     "trial", 0, "Analyse this trial alone; by default all (plot: the first)."
@@ -71,6 +86,8 @@ def main():
         options = decoding.options()
         if VERB == "plot":
             check_picture()
+        if VERB == "explore":
+            check_page()
         workdir = path_of(WORKDIR)
         found = load(workdir, CHECKPOINT.value)
         found.task.check_options(options)
@@ -135,16 +152,26 @@ def prune(workdir, found, examples, options) -> None:
 
 def plot(workdir, found, examples, options) -> None:
     """Draw the attention maps of one example and the model's own output for it."""
+    sites = list(all_gates(found, found.of(0)[0], {}))
+    site = SITE.value or ("cross" if "cross" in sites else sites[0])
+    trial, path = choose_trial(found, TRIAL), path_of(OUTPUT)
+    if INPUT.value is not None:
+        lines = input_lines()
+        if EXAMPLE.value >= len(lines):
+            raise ValueError(
+                f"--example={EXAMPLE.value} is not in --input={INPUT.value}, whose "
+                f"last text is number {len(lines) - 1}."
+            )
+        fields = fields_of_line(found, lines[EXAMPLE.value], trial)
+        plot_example(found, trial, fields, site, path)
+        print(f"Wrote the attention ({site}) in text {EXAMPLE.value} to {path}")
+        return
     if EXAMPLE.value >= len(examples):
         raise ValueError(
             f"--example={EXAMPLE.value} is not in {examples.split}, whose last example "
             f"is number {len(examples) - 1}."
         )
-    sites = list(all_gates(found, found.of(0)[0], {}))
-    site = SITE.value or ("cross" if "cross" in sites else sites[0])
-    trial = choose_trial(found, TRIAL)
     fields = found.task.fields_to_plot(found, examples, EXAMPLE.value, trial, **options)
-    path = path_of(OUTPUT)
     plot_example(found, trial, fields, site, path)
     print(f"Wrote the attention ({site}) in example {EXAMPLE.value} to {path}")
 
@@ -156,6 +183,57 @@ def find_roles(workdir, found, examples, options) -> None:
     path = workdir / f"heads-roles-{examples.split}.json"
     write_json(path, rows)
     print_roles(rows, examples.split, path)
+
+
+def explore_heads(workdir, found, examples, options) -> None:
+    """Write a page to look at the heads of one run or two."""
+    runs, splits = {workdir.name: found}, {workdir.name: examples}
+    if COMPARE.value is not None:
+        other = path_of(COMPARE)
+        name = other.name if other.name != workdir.name else f"{other.name} (2)"
+        runs[name] = load(other, CHECKPOINT.value)
+        splits[name] = runs[name].task.load(examples.split)
+    lines = None if INPUT.value is None else input_lines()
+    sentences, trials = {}, {}
+    for name, each in runs.items():
+        trials[name] = choose_trials(each, TRIAL)
+        if lines is None:
+            sentences[name] = first_sentences(each, splits[name], SENTENCES.value)
+        else:
+            trial = trials[name][0]
+            sentences[name] = [fields_of_line(each, line, trial) for line in lines]
+    data = explore(runs, splits, sentences, trials, EXAMPLES.value)
+    path = path_of(OUTPUT)
+    path.write_text(page(data))
+    print(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser.")
+
+
+def input_lines() -> list[str]:
+    """Return the lines of --input that are not blank."""
+    text = sys.stdin.read() if INPUT.value == "-" else path_of(INPUT).read_text()
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"--input={INPUT.value} has no text.")
+    return lines
+
+
+def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
+    """Return the token ids by field of a line of --input."""
+    source, target = line, None
+    if "\t" in line and run.task.has_targets:
+        source, target = line.split("\t", 1)
+    return run.task.fields_of_text(run, source, target, trial)
+
+
+def check_page() -> None:
+    """Raise a ValueError if --output can't be a page."""
+    if OUTPUT.value is None:
+        raise ValueError("explore needs --output=FILE.html.")
+    path: Path = path_of(OUTPUT)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--output={OUTPUT.value} must end in .html.")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--output={OUTPUT.value} must be in an existing folder.")
 
 
 def check_picture() -> None:
@@ -178,6 +256,7 @@ VERBS = {
     "prune": prune,
     "plot": plot,
     "roles": find_roles,
+    "explore": explore_heads,
 }
 
 

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from flax import nnx
 
 from headcount.analysis.significance import summary
 from headcount.analysis.tables import heads_label, scores_without
-from headcount.models.attention import attention_map
+from headcount.models.maps import attention_maps, single_example
 from headcount.runtime import sharding
 from headcount.tasks import Metric, Run
 
@@ -18,54 +15,19 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 
 
-def attention_maps(run: Run, trial: int, batch: dict, site: str) -> np.ndarray:
-    """Return the weights of every layer and head of a site, L N T S.
-
-    Args:
-        batch: of one example; see `single_example`.
-        site: a site of the model: "encoder" (from source to source), "decoder" (to what
-            the decoder reads: BOS and the target without its last token), or "cross".
-    """
-    params, gates = run.of(trial)
-
-    @jax.jit
-    def maps_of(params, gates, batch):
-        model, maps = nnx.merge(run.graph, params), []
-
-        def observe(layer):
-            maps.append(attention_map(layer))
-
-        model.hidden(batch, head_gates=gates, observe={site: observe})
-        return jnp.concatenate(maps)
-
-    with sharding.using(run.mesh):
-        return np.asarray(maps_of(params, gates, batch))
-
-
-def single_example(fields: dict[str, list[int]]) -> dict:
-    """Return a batch of one example from the token ids of its fields."""
-    batch = {}
-    for name, ids in fields.items():
-        tokens = jnp.asarray([ids], jnp.int32)
-        batch[name] = tokens
-        batch[f"{name}_segments"] = jnp.ones_like(tokens)
-        batch[f"{name}_positions"] = jnp.arange(tokens.size)[None]
-    return batch
-
-
 def plot_example(run: Run, trial: int, fields: dict, site: str, path: Path) -> None:
     """Save what the heads of a site attend to in one example.
 
     Args:
         fields: the example's token ids by field.
-        site: see `attention_maps`.
+        site: "encoder" (from source to source), "decoder" (to what the decoder reads:
+            BOS and the target without its last token), or "cross".
         path: of the picture; its suffix says the format.
     """
-    maps = attention_maps(run, trial, single_example(fields), site)
-    labels = {name: run.task.token_strings(name, ids) for name, ids in fields.items()}
-    if "target" in fields:
-        shifted = [run.config.model.bos, *fields["target"][:-1]]
-        labels["decoder input"] = run.task.token_strings("target", shifted)
+    with sharding.using(run.mesh):
+        batch = single_example(fields)
+        found = attention_maps(run.graph, *run.of(trial), batch)
+    maps, labels = np.asarray(found[site][0][:, 0]), run.task.labels(fields)
     axes = {
         "encoder": ("source", "source"),
         "decoder": ("target", "decoder input"),
@@ -80,7 +42,7 @@ def plot_maps(
     """Save a grid of maps, a row per layer and a column per head.
 
     Args:
-        maps: L N T S; see `attention_maps`.
+        maps: L N T S.
         queries, keys: T and S labels.
         axes: what the queries are, and the keys.
         path: of the picture; its suffix says the format.

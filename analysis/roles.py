@@ -242,13 +242,7 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
     """Yield the sentences with what is right in them, then rows of random tokens."""
     sites = nnx.merge(run.graph, run.of(0)[0]).sites()
     links = gold_links(run, examples.split)
-    for index in range(min(limit, len(examples))):
-        fields = {
-            name: examples.fields[name][index].tolist()
-            for name in ("source", "target")
-            if name in examples.fields
-        }
-        check_length(run, fields, f"Example {index} of {examples.split}")
+    for index, fields in enumerate(first_sentences(run, examples, limit)):
         found = None
         if links is not None:
             field = next(iter(fields))
@@ -260,15 +254,26 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
         yield from repeated_cases(run)
 
 
-def check_length(run: Run, fields: dict, what: str) -> None:
-    """Raise a ValueError for a sentence that is longer than the model takes."""
-    longest = run.config.model.max_positions
-    for ids in fields.values():
-        if run.config.model.positions == "learned" and len(ids) > longest:
-            raise ValueError(
-                f"{what} has {len(ids)} tokens, more than model.max_positions="
-                f"{longest}, the longest that the model takes."
-            )
+def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
+    """Return the token ids by field of the first examples.
+
+    Of long documents the first `data.max_length` tokens.
+
+    Raises:
+        ValueError: a sentence is longer than the model takes.
+    """
+    longest, found = run.config.data.max_length, []
+    for index in range(min(count, len(examples))):
+        fields = {
+            name: examples.fields[name][index].tolist()
+            for name in ("source", "target")
+            if name in examples.fields
+        }
+        if "source" not in fields:
+            fields = {"target": fields["target"][:longest]}
+        run.task.check_length(fields, f"Example {index} of {examples.split}")
+        found.append(fields)
+    return found
 
 
 def repeated_cases(run: Run) -> Iterator[Case]:

@@ -32,3 +32,14 @@ def attention_maps(
         site: tuple(jnp.stack(maps) for maps in zip(*layers, strict=True))
         for site, layers in found.items()
     }
+
+
+def single_example(fields: dict[str, list[int]]) -> dict[str, jax.Array]:
+    """Return a batch of one example from the token ids of its fields."""
+    batch = {}
+    for name, ids in fields.items():
+        tokens = jnp.asarray([ids], jnp.int32)
+        batch[name] = tokens
+        batch[f"{name}_segments"] = jnp.ones_like(tokens)
+        batch[f"{name}_positions"] = jnp.arange(tokens.size)[None]
+    return batch

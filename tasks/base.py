@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from flax import nnx
 
 from headcount.data.examples import ArraySpec, Examples
+from headcount.models.maps import attention_maps, single_example
+from headcount.runtime import sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,54 @@ class Run(NamedTuple):
             raise ValueError(f"trial must be from 0 to {count - 1}, got {trial}.")
         return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
 
+    def attention(
+        self,
+        source: str,
+        target: str | None = None,
+        site: str | None = None,
+        trial: int = 0,
+    ) -> "Attention":
+        """Return where the heads look in a text of your own.
+
+        Args:
+            source: the text.
+            target: its translation; None: the model's own. Other tasks have none.
+            site: "encoder", "decoder" or "cross"; None: cross, if the model has it.
+            trial: whose heads.
+
+        Raises:
+            ValueError: there is no such site or trial, or the text is too long.
+        """
+        params, gates = self.of(trial)
+        fields = self.task.fields_of_text(self, source, target, trial)
+        with sharding.using(self.mesh):
+            found = attention_maps(self.graph, params, gates, single_example(fields))
+        if site is None:
+            site = "cross" if "cross" in found else next(iter(found))
+        if site not in found:
+            raise ValueError(f"site must be one of {', '.join(found)}, got {site!r}.")
+        weights, norm_weights = (np.asarray(x[:, 0]) for x in found[site])
+        labels = self.task.labels(fields)
+        queries, keys = (labels[name] for name in LABELS[site])
+        return Attention(weights, norm_weights, queries, keys)
+
+
+class Attention(NamedTuple):
+    """Where the heads of a site look in one text."""
+
+    weights: np.ndarray  # L N T S
+    norm_weights: np.ndarray  # L N T S; see models.attention.norm_weighted_map
+    queries: list[str]  # T tokens
+    keys: list[str]  # S tokens
+
+
+# What queries and keys are, by site; a decoder reads the target one token later.
+LABELS = {
+    "encoder": ("source", "source"),
+    "decoder": ("decoder input", "decoder input"),
+    "cross": ("decoder input", "source"),
+}
+
 
 class Batches(Protocol):
     """The training batches of R trials, a function of the seeds and the step alone."""
@@ -100,6 +151,7 @@ class Task:
     metrics: tuple[Metric, ...]  # the first is what models are selected by, by default
     corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: whose text
     test_split: str = "test"  # that final scores are of, by default
+    has_targets: bool = False  # texts come in pairs
     options: tuple[str, ...] = ()  # of `evaluate` and `predict`: decoding flags
 
     def __init__(self, config, folder: Path | None = None):
@@ -193,6 +245,46 @@ class Task:
     def token_strings(self, field: str, ids) -> list[str]:
         """Return the text of each token of a field, as labels in figures."""
         raise NotImplementedError
+
+    def labels(self, fields: dict[str, list[int]]) -> dict[str, list[str]]:
+        """Return the text of each token by field, and of what a decoder reads."""
+        found = {name: self.token_strings(name, ids) for name, ids in fields.items()}
+        if "target" in fields:
+            read = [self.config.model.bos, *fields["target"][:-1]]
+            found["decoder input"] = self.token_strings("target", read)
+        return found
+
+    def fields_of_text(
+        self, run: Run, source: str, target: str | None, trial: int
+    ) -> dict[str, list[int]]:
+        """Return the token ids by field of a text of one's own; see `Run.attention`.
+
+        Raises:
+            ValueError: it is empty or longer than the model takes, or has a target
+                where the task has none.
+        """
+        if target is not None:
+            raise ValueError(f"The task {self.config.task.name} has no target texts.")
+        (ids,) = self.encode_texts([source])
+        fields = {"source" if self.config.model.num_encoder_layers else "target": ids}
+        self.check_length(fields, "The text")
+        return fields
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of texts of one's own."""
+        raise NotImplementedError
+
+    def check_length(self, fields: dict[str, list[int]], what: str) -> None:
+        """Raise a ValueError for a text without tokens or with too many."""
+        model = self.config.model
+        for ids in fields.values():
+            if not ids:
+                raise ValueError(f"{what} has no tokens.")
+            if model.positions == "learned" and len(ids) > model.max_positions:
+                raise ValueError(
+                    f"{what} has {len(ids)} tokens, more than model.max_positions="
+                    f"{model.max_positions}, the most that the model takes."
+                )
 
     def fields_to_plot(
         self, run: Run, examples: Examples, index: int, trial: int, **options

@@ -68,6 +68,11 @@ class Classification(EncoderTask):
         fields = {"source": Ragged.of(tokens), "tags": Ragged.of(tags)}
         return Examples(split, fields, text)
 
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """See `Task.encode_texts`."""
+        found = self.encode("input", {"source": texts}, [0] * len(texts))
+        return [ids.tolist() for ids in found.fields["source"]]
+
     def evaluate(
         self,
         run: Run,

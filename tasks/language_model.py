@@ -348,6 +348,10 @@ class LanguageModel(Task):
         length = min(self.config.data.max_length, 64)
         return {"target": examples.fields["target"][index][:length].tolist()}
 
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """See `Task.encode_texts`."""
+        return [ids.tolist() for ids in self.tokenizer.encode(texts, eos=False)]
+
     def prompts(self, lines: Sequence[str], first: int, max_new_tokens: int):
         """Return the token ids of prompts, and how many tokens each may get."""
         if isinstance(lines, str):

@@ -210,6 +210,13 @@ class Tagging(EncoderTask):
         fields = {"source": Ragged.of(tokens), "tags": Ragged.of(labels)}
         return Examples(split, fields, text)
 
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """See `Task.encode_texts`."""
+        blank = [[0] * len(text.split()) for text in texts]
+        text = {"source": [" ".join(text.split()) for text in texts]}
+        found = self.encode("input", text, blank).fields["source"]
+        return [ids.tolist() for ids in found]
+
     def evaluate(
         self,
         run: Run,

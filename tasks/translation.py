@@ -48,6 +48,7 @@ class Translation(Task):
     """Pairs of texts, `source` and `target`, each side with its vocabulary."""
 
     corpus_keys = ("name", "source", "target", "directory")
+    has_targets = True
     options = (
         *("beam_size", "length_penalty", "n_best"),
         *("temperature", "top_k", "top_p", "seed", "batch_size"),
@@ -325,6 +326,15 @@ class Translation(Task):
         with sharding.using(run.mesh):
             (target,) = translations(run, source, [trial], **options)[trial]
         return {"source": source[0].tolist(), "target": [*target, tokenizers.EOS]}
+
+    def fields_of_text(self, run, source, target, trial) -> dict:
+        """See `Task.fields_of_text`; without a target the model's own translation."""
+        if target is None:
+            (target,) = self.translate(run, [source], trial)
+        texts = zip(SIDES, self.tokenizers, (source, target), strict=True)
+        fields = {side: of.encode([text])[0].tolist() for side, of, text in texts}
+        self.check_length(fields, "The text")
+        return fields
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
         """See `Task.bootstrap`: by BLEU, or by chrF for metrics nearer to it."""

@@ -17,13 +17,14 @@ from headcount.analysis.heads import (
     importance,
     weight_on_special_token,
 )
-from headcount.analysis.plots import attention_maps, plot_maps, single_example
+from headcount.analysis.plots import plot_maps
 from headcount.analysis.pruning import curve, orders
 from headcount.analysis.tables import print_heads, scores_without
 from headcount.attention import MERGE_RULES, HeadStatistics, attention_weights
 from headcount.configs.base import get_config
 from headcount.data.examples import Examples, Ragged
 from headcount.models.attention import Intermediates, attention_map
+from headcount.models.maps import attention_maps, single_example
 from headcount.models.transformer import Transformer
 from headcount.tasks import LOSS, Run, make_task
 
@@ -440,7 +441,8 @@ def test_maps_are_of_the_site_that_is_asked_for(model):
     ids, target = SOURCE[1].tolist(), TARGET[1].tolist()
     S, T = len(ids), len(target)
     batch = single_example({"source": ids, "target": target})
-    maps = {site: attention_maps(model, 0, batch, site) for site in SIDES}
+    found = attention_maps(model.graph, *model.of(0), batch)
+    maps = {site: weights[:, 0] for site, (weights, _) in found.items()}
     shapes = {"encoder": (1, 4, S, S), "decoder": (2, 4, T, T), "cross": (2, 4, T, S)}
     assert {site: found.shape for site, found in maps.items()} == shapes
     for site in ("encoder", "decoder"):
@@ -456,7 +458,10 @@ def test_maps_are_of_the_gated_model(model):
     batch = single_example({"source": ids, "target": target})
     gates = nnx.merge(*graph_and_params(model)).head_gates()["decoder"]
     fewer = gated(model, {"decoder": gates.at[0].set(0.0)})
-    whole, found = (attention_maps(run, 0, batch, "decoder") for run in (model, fewer))
+    whole, found = (
+        attention_maps(run.graph, *run.of(0), batch)["decoder"][0][:, 0]
+        for run in (model, fewer)
+    )
     np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
     assert abs(found[1] - whole[1]).max() > 1e-4
 

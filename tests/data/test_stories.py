@@ -59,15 +59,11 @@ def test_a_name_is_linked_to_its_last_mention_and_its_owner_to_one_thing():
                 assert found.get(place) == last.get(word)
                 last[word] = place
             if word in stories.THINGS:
-                verb = max(link.word for link in story.links if link.word < place)
                 of = {link.word: link.of for link in links(story, "subject")}
-                at = [i for i in of if i < place][-1]
-                owner = of[at]
-                owner = dict(
-                    (link.word, link.of) for link in links(story, "antecedent")
-                ).get(owner, owner)
-                assert thing.setdefault(story.words[owner], word) == word
-                assert verb < place
+                owner = of[max(verb for verb in of if verb < place)]
+                known = {x.word: x.of for x in links(story, "antecedent")}
+                owner = story.words[known.get(owner, owner)]
+                assert thing.setdefault(owner, word) == word
         assert len(last) == 2 and len(set(thing.values())) == len(thing) == 2
 
 

@@ -1,0 +1,217 @@
+"""One self-contained page to look at the heads of a run: data for explorer.html.
+
+The page is a template beside this file, without data, so that it can be edited. Weights
+are bytes, compressed; the page unpacks them.
+"""
+
+import base64
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from headcount.analysis.heads import all_gates, describe, heads_of, importance
+from headcount.analysis.roles import measure_roles
+from headcount.data.batches import unpacked_batches
+from headcount.data.examples import Examples, Ragged
+from headcount.data.tokenizers import BOS, EOS
+from headcount.models import precision
+from headcount.models.maps import attention_maps
+from headcount.runtime import sharding
+from headcount.tasks import Run
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+PLACE = "/*DATA*/"  # of the data in the template
+BATCH_TOKENS = 2048  # of a batch: bounds the memory of its maps
+ROLES_SHOWN = 4  # per head, the strongest
+
+
+def page(data: dict) -> str:
+    """Return the page with the data of `explore` in it."""
+    # no "</script>" may occur in a script
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    return TEMPLATE.read_text().replace(PLACE, text, 1)
+
+
+def explore(
+    runs: dict[str, Run],
+    examples: dict[str, Examples],
+    sentences: dict[str, list[dict]],
+    trials: dict[str, list[int]],
+    limit: int = 200,
+) -> dict:
+    """Return what the page shows.
+
+    Args:
+        runs: by name, one or two.
+        examples: of each run: what heads are measured on.
+        sentences: of each run, token ids by field; see `roles.first_sentences`.
+        trials: of each run.
+        limit: how many examples heads are measured on.
+    """
+    found = []
+    for name, run in runs.items():
+        some = first_of(examples[name], limit)
+        with sharding.using(run.mesh):
+            found.append(one_run(name, run, some, sentences[name], trials[name], limit))
+    split = next(iter(examples.values())).split
+    title = "Heads of " + " and ".join(runs)
+    about = (
+        f"{len(next(iter(sentences.values())))} sentences; numbers are means over "
+        f"{limit} examples of {split} at most."
+    )
+    return {"title": title, "about": about, "runs": found}
+
+
+def one_run(name, run, examples, sentences, trials, limit) -> dict:
+    """Return the data of one run; see the page's script."""
+    model = nnx.merge(run.graph, run.of(trials[0])[0])
+    sites = [
+        {
+            "name": site,
+            "layers": len(about.attentions),
+            "heads": about.attentions[0].query.shape[1],
+            "queries": READ.get(about.queries, about.queries),
+            "keys": READ.get(about.keys, about.keys),
+        }
+        for site, about in model.sites().items()
+    ]
+    roles = measure_roles(run, examples, trials, limit)
+    of_trials = []
+    for trial in trials:
+        mine = [row for row in roles if row["trial"] == trial and row["has_role"]]
+        rows = zip(
+            describe(run, examples, trial),
+            importance(run, examples, trial, alone=False),
+            strict=True,
+        )
+        of_trials.append(
+            {
+                "name": f"trial {trial}",
+                "heads": [head_data(*row, mine) for row in rows],
+                "maps": packed_maps(run, trial, sentences),
+                "predictions": predictions(run, trial, sentences),
+            }
+        )
+    shown = [shown_sentence(run, fields) for fields in sentences]
+    return {"name": name, "sites": sites, "sentences": shown, "trials": of_trials}
+
+
+READ = {"target": "read"}  # a decoder's queries and keys are what it reads
+
+
+def head_data(statistics: dict, importance: dict, roles: list[dict]) -> dict:
+    """Return what the page says about one head."""
+    at = {name: statistics[name] for name in ("site", "layer", "head")}
+    mine = [row for row in roles if all(row[name] == at[name] for name in at)]
+    mine = sorted(mine, key=lambda row: -row["weight"])[:ROLES_SHOWN]
+    names = ("role", "weight", "norm_weight", "chance", "offset", "offset_weight")
+    kept = [{name: row[name] for name in (*names, "untrained")} for row in mine]
+    values = {
+        name: statistics[name] for name in ("entropy", "distance", "sink", "confidence")
+    }
+    values["added_loss"] = importance["added_loss"]
+    rounded = {k: None if x is None else round(x, 5) for k, x in values.items()}
+    return at | rounded | {"roles": kept}
+
+
+def first_of(examples: Examples, count: int) -> Examples:
+    """Return the first examples of a split."""
+    chosen = range(min(count, len(examples)))
+    return Examples(
+        examples.split,
+        {name: field.take(chosen) for name, field in examples.fields.items()},
+        {name: lines[: len(chosen)] for name, lines in examples.text.items()},
+    )
+
+
+def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
+    """Return a sentence's tokens, as they are read, and where its sinks are."""
+    read = dict(fields)
+    if "target" in fields:
+        read["read"] = [run.config.model.bos, *fields["target"][:-1]]
+    shown = {}
+    for name, ids in read.items():
+        field = "target" if name == "read" else name
+        labels = run.task.token_strings(field, ids)
+        shown[name] = [label.replace("▁", " ").strip() or label for label in labels]
+        shown[f"{name}_sinks"] = [i for i, x in enumerate(ids) if x in (BOS, EOS)]
+    first = shown["source" if "source" in shown else "target"]
+    text = " ".join(first)
+    return shown | {"text": text if len(text) < 90 else text[:88] + "…"}
+
+
+def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
+    """Return all maps as text: bytes, compressed, in base64.
+
+    A weight w is round(255 w). The order is: sentences, sites, layers, heads, raw and
+    by norm, queries, keys.
+    """
+    parts = [None] * len(sentences)
+    for indices, batch in batched(sentences):
+        maps = jax.device_get(attention_maps(run.graph, *run.of(trial), batch))
+        for row, index in enumerate(indices):
+            fields, own = sentences[index], []
+            for site, pair in maps.items():
+                T = len(fields["source" if site == "encoder" else "target"])
+                S = len(fields["target" if site == "decoder" else "source"])
+                both = np.stack([each[:, row, :, :T, :S] for each in pair], axis=2)
+                own.append(np.rint(255 * np.clip(both, 0, 1)).astype(np.uint8))
+            parts[index] = b"".join(each.tobytes() for each in own)
+    return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
+
+
+def batched(sentences: list[dict]) -> list:
+    """Return batches of one sentence per row, with the sentences' numbers."""
+    fields = {name: Ragged.of([s[name] for s in sentences]) for name in sentences[0]}
+    return unpacked_batches(fields, batch_tokens=BATCH_TOKENS)
+
+
+def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
+    """Return what the model predicts at each place, and what changes without a head.
+
+    The words before are those of the sentence. A row per sentence has `tokens`, and
+    `without`, by head, the changed tokens by place.
+    """
+    params, gates = run.of(trial)
+    gates = all_gates(run, params, gates)
+    field = list(sentences[0])[-1]
+    has_classes = nnx.merge(run.graph, params).classifier is not None
+    found = [None] * len(sentences)
+
+    def strings(ids):
+        if has_classes:
+            return [run.task.classes[i] for i in ids]
+        labels = run.task.token_strings(field, ids)
+        return [label.replace("▁", " ").strip() or label for label in labels]
+
+    for indices, batch in batched(sentences):
+        whole = np.asarray(predicted(run.graph, params, gates, batch))
+        lengths = [len(sentences[index][field]) for index in indices]
+        for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+            found[index] = {"tokens": strings(whole[row, :length]), "without": {}}
+        for site, layer, head in heads_of(gates):
+            fewer = gates | {site: gates[site].at[layer, head].set(0)}
+            now = np.asarray(predicted(run.graph, params, fewer, batch))
+            for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+                places = np.flatnonzero(now[row, :length] != whole[row, :length])
+                if len(places):
+                    changed = strings(now[row, places])
+                    key = f"{site}.{layer}.{head}"
+                    found[index]["without"][key] = dict(
+                        zip(places.tolist(), changed, strict=True)
+                    )
+    return found
+
+
+@partial(jax.jit, static_argnames="graph")
+def predicted(graph, params, head_gates: dict, batch: dict):
+    """Return the most probable token or class of every place, B T."""
+    model = precision.merge(graph, params)
+    if model.classifier is not None:
+        return model.class_logits(batch, head_gates=head_gates).argmax(-1)
+    return model(batch, head_gates=head_gates).argmax(-1)
