@@ -5,12 +5,15 @@ python heads.py importance --workdir=runs/numbers
 python heads.py prune --workdir=runs/numbers --split=test
 python heads.py plot --workdir=runs/numbers --site=cross --output=cross.png
 python heads.py roles --workdir=runs/stories
+python heads.py similarity --workdir=runs/stories
+python heads.py interactions --workdir=runs/stories
 python heads.py explore --workdir=runs/stories --output=explorer.html
 
 `describe`: what each head attends to. `importance`: the loss without each head.
 `prune`: scores with fewer and fewer heads. `plot`: attention maps of one example.
 `roles`: which heads look for the previous token, the subject of the verb, and so on.
-`explore`: one page to look at all of it.
+`similarity`: of two heads' maps and outputs. `interactions`: the loss without two heads,
+beyond what each adds alone. `explore`: one page to look at all of it.
 """
 
 # isort: off
@@ -23,12 +26,18 @@ from pathlib import Path
 from absl import flags
 from matplotlib.backend_bases import FigureCanvasBase
 
-from headcount.analysis.explorer import explore, page
+from headcount.analysis.explorer import explore, first_of, page
 from headcount.analysis.heads import all_gates, describe, importance
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
 from headcount.analysis.roles import first_sentences, measure_roles
-from headcount.analysis.tables import print_heads, print_pruning, print_roles
+from headcount.analysis.similarity import interactions, similarity
+from headcount.analysis.tables import (
+    print_heads,
+    print_pairs_of_heads,
+    print_pruning,
+    print_roles,
+)
 from headcount.configs.commandline import (
     DIRECTORY,
     TASK_FILE,
@@ -56,7 +65,10 @@ OUTPUT = flags.DEFINE_string(
     "output", None, "plot: the picture (.png, .pdf, .svg). explore: the page (.html)."
 )
 EXAMPLES = flags.DEFINE_integer(
-    "examples", 200, "roles, explore: how many examples to measure heads on.", 20
+    "examples",
+    200,
+    "All but describe, importance, prune, plot: how many examples to use.",
+    20,
 )
 SENTENCES = flags.DEFINE_integer(
     "sentences", 50, "explore: how many of them the page shows.", 1
@@ -185,6 +197,33 @@ def find_roles(workdir, found, examples, options) -> None:
     print_roles(rows, examples.split, path)
 
 
+def compare_heads(workdir, found, examples, options) -> None:
+    """Print and write how alike every two heads of a site are."""
+    sentences = first_sentences(found, examples, EXAMPLES.value)
+    rows = [
+        {"trial": trial} | row
+        for trial in choose_trials(found, TRIAL)
+        for row in similarity(found, sentences, trial)
+        if SITE.value in (None, row["site"])
+    ]
+    path = workdir / f"heads-similarity-{examples.split}.json"
+    write_json(path, rows)
+    print_pairs_of_heads(rows, examples.split, "cka", path)
+
+
+def find_interactions(workdir, found, examples, options) -> None:
+    """Print and write what every two heads of a site are to the loss together."""
+    some = first_of(examples, EXAMPLES.value)
+    rows = [
+        {"trial": trial} | row
+        for trial in choose_trials(found, TRIAL)
+        for row in interactions(found, some, trial, SITE.value)
+    ]
+    path = workdir / f"heads-interactions-{examples.split}.json"
+    write_json(path, rows)
+    print_pairs_of_heads(rows, examples.split, "interaction", path)
+
+
 def explore_heads(workdir, found, examples, options) -> None:
     """Write a page to look at the heads of one run or two."""
     runs, splits = {workdir.name: found}, {workdir.name: examples}
@@ -256,6 +295,8 @@ VERBS = {
     "prune": prune,
     "plot": plot,
     "roles": find_roles,
+    "similarity": compare_heads,
+    "interactions": find_interactions,
     "explore": explore_heads,
 }
 

@@ -292,6 +292,41 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
+PAIRS_SHOWN = 10  # of a site and trial
+PAIR_LEGEND = {
+    "divergence": "divergence: Jensen-Shannon's, of the two maps, mean over tokens, in "
+    "bits: 0 for equal maps, 1 for disjoint ones",
+    "cka": "cka: of the two outputs, 1 if one is the other, rotated and scaled",
+    "added_loss": "added loss: loss without both heads, minus loss with all",
+    "interaction": "interaction: that minus the added losses of each alone; above 0 one "
+    "stands in for the other, below 0 they need each other",
+}
+
+
+def print_pairs_of_heads(rows: list[dict], split: str, by: str, path: Path) -> None:
+    """Print the pairs with the largest absolute values, of `analysis.similarity`."""
+    at = ("trial", "site", "layer", "head", "other_layer", "other_head")
+    names = [name for name in rows[0] if name not in at] if rows else []
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["trial"], row["site"]), []).append(row)
+    for (trial, site), pairs in groups.items():
+        title = f"{site}, trial {trial}, {split}, by {heading(by)}"
+        table = Table("heads", title=title, box=box.SIMPLE, padding=0)
+        for name in names:
+            table.add_column(heading(name), justify="right")
+        pairs = sorted(pairs, key=lambda row: -abs(row[by]))[:PAIRS_SHOWN]
+        for row in pairs:
+            one, two = (f"{row[f'{x}layer']}.{row[f'{x}head']}" for x in ("", "other_"))
+            values = ("–" if row[n] is None else f"{row[n]:.4f}" for n in names)
+            table.add_row(f"{one} and {two}", *values)
+        print_table(table)
+    console = Console(highlight=False)
+    for name in names:
+        console.print(PAIR_LEGEND[name], soft_wrap=True)
+    console.print(f"Wrote {path}", soft_wrap=True)
+
+
 def grouped(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
     """Return the rows of each head, the largest weight first."""
     heads = {}

@@ -1,0 +1,169 @@
+"""How alike heads are, and what two of them are to the loss together."""
+
+from functools import partial
+from itertools import combinations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.special import xlogy
+
+from headcount.analysis.heads import (
+    SIDES,
+    all_gates,
+    heads_of,
+    loss_of,
+    with_progress,
+)
+from headcount.data.batches import unpacked_batches
+from headcount.data.examples import Examples, Ragged
+from headcount.models import precision
+from headcount.models.maps import attention_maps
+from headcount.runtime import sharding
+from headcount.tasks import Run
+
+BATCH_TOKENS = 2048  # of a batch: bounds the memory of its maps
+
+
+def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
+    """Return a row for every two heads of a site: layer, head, other_layer, other_head,
+
+    - divergence: Jensen-Shannon's, of the two maps, mean over query tokens, in bits: 0
+      for equal maps, 1 for disjoint ones. None with talking heads or a learned sink,
+      whose maps do not sum to 1;
+    - cka: linear centred kernel alignment of the heads' outputs over tokens (Kornblith
+      et al. 2019): 1 if one is the other, rotated and scaled.
+
+    Args:
+        sentences: token ids by field; see `analysis.roles.first_sentences`.
+    """
+    params, gates = run.of(trial)
+    fields = {name: Ragged.of([s[name] for s in sentences]) for name in sentences[0]}
+    sums, outputs, count = {}, {}, {}
+    with sharding.using(run.mesh):
+        for _, batch in unpacked_batches(fields, batch_tokens=BATCH_TOKENS):
+            maps = attention_maps(run.graph, params, gates, batch)
+            heads = jax.device_get(head_outputs(run.graph, params, gates, batch))
+            for site, (weights, _) in jax.device_get(maps).items():
+                real = np.asarray(batch[f"{SIDES[site]}_segments"]) > 0
+                rows = np.moveaxis(weights.astype(np.float64), 3, 2)[:, real]
+                rows = np.moveaxis(rows, 2, 1).reshape(-1, real.sum(), rows.shape[-1])
+                sums[site] = sums.get(site, 0) + divergences(rows)
+                count[site] = count.get(site, 0) + real.sum()
+                own = heads[site][:, real].transpose(0, 2, 1, 3).astype(np.float64)
+                outputs.setdefault(site, []).append(own.reshape(-1, *own.shape[2:]))
+    found = []
+    for site, total in sums.items():
+        pairs = total / count[site]
+        alike = alignments(np.concatenate(outputs[site], axis=1))
+        at = [
+            (layer, head)
+            for s, layer, head in heads_of(all_gates(run, params, {}))
+            if s == site
+        ]
+        for i, j in combinations(range(len(at)), 2):
+            row = {"site": site, "layer": at[i][0], "head": at[i][1]}
+            row |= {"other_layer": at[j][0], "other_head": at[j][1]}
+            share = float(pairs[i, j])
+            row["divergence"] = share if np.isfinite(share) else None
+            found.append(row | {"cka": float(alike[i, j])})
+    return found
+
+
+def divergences(maps: np.ndarray) -> np.ndarray:
+    """Return the Jensen-Shannon divergence of every two heads, summed over queries.
+
+    Args:
+        maps: heads, queries, keys. NaN where a row does not sum to 1.
+    """
+    count, proper = len(maps), np.allclose(maps.sum(-1), 1, atol=1e-3)
+    found = np.zeros((count, count))
+    if not proper:
+        return found * np.nan
+    own = xlogy(maps, maps).sum(-1)
+    for i, j in combinations(range(count), 2):
+        mean = (maps[i] + maps[j]) / 2
+        bits = ((own[i] + own[j]) / 2 - xlogy(mean, mean).sum(-1)) / np.log(2)
+        found[i, j] = found[j, i] = np.maximum(bits, 0).sum()
+    return found
+
+
+def alignments(outputs: np.ndarray) -> np.ndarray:
+    """Return the linear CKA of every two heads, from outputs: heads, tokens, V."""
+    centred = outputs - outputs.mean(1, keepdims=True)
+    products = np.einsum("itv,jtw->ijvw", centred, centred, optimize=True)
+    squares = (products**2).sum((2, 3))
+    own = np.sqrt(np.diag(squares))
+    scale = np.outer(own, own)
+    return squares / np.where(scale > 0, scale, 1.0)
+
+
+@partial(jax.jit, static_argnames="graph")
+def head_outputs(graph, params, head_gates: dict, batch: dict) -> dict:
+    """Return the output of every head of every layer, L B T N V, by site."""
+    model = precision.merge(graph, params)
+    found = {site: [] for site in model.sites()}
+    observers = {
+        site: (lambda layer, own=own: own.append(layer.heads))
+        for site, own in found.items()
+    }
+    model.hidden(batch, head_gates=head_gates, observe=observers)
+    return {site: jnp.stack(layers) for site, layers in found.items()}
+
+
+def interactions(
+    run: Run, examples: Examples, trial: int, site: str | None = None
+) -> list[dict]:
+    """Return a row for every two heads of a site: what goes without both.
+
+    A row has layer, head, other_layer, other_head, `added_loss` (without both, minus
+    with all) and `interaction`: that minus the added losses of each alone. Positive:
+    one stands in for the other. Negative: they need each other. Heads whose gate is 0
+    are left out.
+
+    Args:
+        site: of whose heads; None: of all sites, two of the same site each.
+    """
+    params, gates = run.of(trial)
+    gates = all_gates(run, params, gates)
+    batches, weight = run.task.evaluation_batches(examples), 0.0
+    with sharding.using(run.mesh):
+
+        def without(*heads):
+            now = dict(gates)
+            for at, layer, head in heads:
+                now[at] = now[at].at[layer, head].set(0)
+            sums = [
+                loss_of(run.graph, run.task.loss, params, now, batch)
+                for batch in batches
+            ]
+            return sum(map(float, sums))
+
+        weight = float(
+            sum(
+                weight_of(run.graph, run.task.loss, params, gates, batch)
+                for batch in batches
+            )
+        )
+        whole = without()
+        heads = [
+            (s, layer, head)
+            for s, layer, head in heads_of(gates)
+            if site in (None, s) and gates[s][layer, head]
+        ]
+        alone = {head: (without(head) - whole) / weight for head in heads}
+        found = []
+        pairs = [(a, b) for a, b in combinations(heads, 2) if a[0] == b[0]]
+        for first, second in with_progress(pairs):
+            added = (without(first, second) - whole) / weight
+            row = {"site": first[0], "layer": first[1], "head": first[2]}
+            row |= {"other_layer": second[1], "other_head": second[2]}
+            row["added_loss"] = added
+            found.append(row | {"interaction": added - alone[first] - alone[second]})
+    return found
+
+
+@partial(jax.jit, static_argnames=("graph", "loss"))
+def weight_of(graph, loss, params, head_gates: dict, batch: dict):
+    """Return the weight that the summed loss of a batch is divided by."""
+    return loss(precision.merge(graph, params), batch, head_gates=head_gates)[1]

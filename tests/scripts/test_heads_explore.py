@@ -1,0 +1,91 @@
+"""heads.py roles, explore and plot --input: files, texts of one's own, bad input."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from headcount.analysis import plots
+from headcount.analysis.explorer import PLACE, TEMPLATE
+from headcount.training.run import load
+from tests.runs import fails, read
+
+LAST = {"checkpoint": "last"}
+
+
+def test_roles_are_written_for_every_head_and_printed(trained, call):
+    ran = call("heads.py", "roles", workdir=trained, examples=30, **LAST)
+    assert ran.returncode == 0, ran.stderr
+    rows = read(trained, "heads-roles-val.json")
+    heads = {(r["trial"], r["site"], r["layer"], r["head"]) for r in rows}
+    assert len(heads) == 2 * 3 * 2
+    roles = {(r["site"], r["role"]) for r in rows}
+    assert ("cross", "end (EOS)") in roles and ("decoder", "beginning (BOS)") in roles
+    for row in rows:
+        assert 0 <= row["weight"] <= 1 and row["p"] <= row["p_holm"]
+        assert row["has_role"] == (row["p_holm"] <= 0.05)
+    assert "previous token" in ran.stdout and "encoder, 2 trials, val" in ran.stdout
+
+
+def test_a_page_has_every_head_and_sentence_and_no_template_marks(
+    trained, call, tmp_path
+):
+    path = tmp_path / "explorer.html"
+    options = {"workdir": trained, "output": path, "examples": 20, "sentences": 3}
+    ran = call("heads.py", "explore", **options, **LAST)
+    assert ran.returncode == 0, ran.stderr
+    text = path.read_text()
+    assert PLACE in TEMPLATE.read_text() and PLACE not in text
+    assert not re.search(r"(src|href)=|https?://", text)  # nothing to fetch
+    found = re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)
+    (run,) = json.loads(found[1])["runs"]
+    assert len(run["sentences"]) == 3 and len(run["trials"]) == 2
+    assert [len(trial["heads"]) for trial in run["trials"]] == [6, 6]
+    sentence = load(trained, "last").task.read("val")["source"][0]
+    assert "".join(run["sentences"][0]["source"][:-1]) == sentence.replace(" ", "")
+
+
+def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "plot_maps", lambda *given: drawn.append(given))
+    path = tmp_path / "texts"
+    path.write_text("two hundred\nsix\tsechs\n")
+    options = {"workdir": trained, "input": path, "output": tmp_path / "p.png"}
+    ran = call("heads.py", "plot", example=1, **options, **LAST)
+    assert ran.returncode == 0, ran.stderr
+    ((maps, queries, keys, _, _),) = drawn
+    assert "".join(keys[:-1]).replace("▁", " ").strip() == "six"
+    assert "".join(queries[:-1]).replace("▁", " ").strip() == "sechs"
+    run = load(trained, "last")
+    found = run.attention("six", "sechs")
+    np.testing.assert_array_equal(found.weights, maps)
+    assert found.keys == keys and found.queries == ["<s>", *queries[:-1]]
+    np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(found.norm_weights.sum(-1), 1, rtol=1e-5)
+    own = run.attention("two hundred", site="decoder", trial=1)
+    (line,) = run.task.translate(run, ["two hundred"], 1)
+    shown = "".join(own.keys[1:]).replace("▁", " ").strip()
+    assert shown == line and own.weights.shape[2:] == (len(own.keys),) * 2
+    with pytest.raises(ValueError, match="site must be one of .* 'middle'"):
+        run.attention("six", site="middle")
+    with pytest.raises(ValueError, match="trial must be from 0 to 1, got 2"):
+        run.attention("six", trial=2)
+
+
+@pytest.mark.parametrize(
+    "verb, options, culprits",
+    [
+        ("explore", {}, ["--output=FILE.html"]),
+        ("explore", {"output": "x.png"}, ["--output=x.png", ".html"]),
+        ("explore", {"output": "no/x.html"}, ["--output=no/x.html"]),
+        ("explore", {"output": "x.html", "compare": "nowhere"}, ["nowhere"]),
+        ("plot", {"output": "x.png", "input": "nowhere.txt"}, ["nowhere.txt"]),
+        ("plot", {"output": "x.png", "site": "middle"}, ["--site", "'middle'"]),
+        ("roles", {"trial": 2}, ["--trial", "2"]),
+        ("roles", {"workdir": "nowhere"}, ["nowhere"]),
+    ],
+)
+def test_what_is_not_there_is_named(trained, call, verb, options, culprits):
+    ran = call("heads.py", verb, **({"workdir": trained} | options))
+    fails(ran, *culprits)
