@@ -12,8 +12,8 @@ python heads.py explore --workdir=runs/stories --output=explorer.html
 `describe`: what each head attends to. `importance`: the loss without each head.
 `prune`: scores with fewer and fewer heads. `plot`: attention maps of one example.
 `roles`: which heads look for the previous token, the subject of the verb, and so on.
-`similarity`: of two heads' maps and outputs. `interactions`: the loss without two heads,
-beyond what each adds alone. `explore`: one page to look at all of it.
+`similarity`: of two heads' maps and outputs. `interactions`: the loss without two
+heads, beyond what each adds alone. `explore`: one page to look at all of it.
 """
 
 # isort: off

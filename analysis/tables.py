@@ -298,8 +298,8 @@ PAIR_LEGEND = {
     "bits: 0 for equal maps, 1 for disjoint ones",
     "cka": "cka: of the two outputs, 1 if one is the other, rotated and scaled",
     "added_loss": "added loss: loss without both heads, minus loss with all",
-    "interaction": "interaction: that minus the added losses of each alone; above 0 one "
-    "stands in for the other, below 0 they need each other",
+    "interaction": "interaction: that minus the added losses of each alone; above 0 "
+    "one stands in for the other, below 0 they need each other",
 }
 
 
