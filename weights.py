@@ -3,10 +3,12 @@
 python weights.py --from=opus-mt-en-de --workdir=runs/opus
 python predict.py --workdir=runs/opus < source.txt
 python weights.py --workdir=runs/opus --to=FOLDER
+python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2,encoder.1.3
 
 The folder holds config.json and model.safetensors, and for Marian source.spm,
 target.spm and vocab.json. The workdir is then like one of train.py. Exporting an
-imported run writes the same files with the same bits, float32.
+imported run writes the same files with the same bits, float32. `--prune` writes a run
+without some heads, smaller, whose outputs equal those of the gated one.
 """
 
 # isort: off
@@ -26,6 +28,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from headcount.analysis.removal import write_smaller
 from headcount.configs.base import get_config
 from headcount.configs.commandline import (
     WORKDIR,
@@ -52,10 +55,19 @@ from headcount.runtime.workdir import (
 )
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import restore_parameters
-from headcount.training.run import CHECKPOINT
+from headcount.training.run import CHECKPOINT, choose_trial, load
 
 FROM = flags.DEFINE_string("from", None, "Folder of a Hugging Face checkpoint to read.")
 TO = flags.DEFINE_string("to", None, "Folder to write a Hugging Face checkpoint to.")
+PRUNE = flags.DEFINE_string(
+    "prune", None, "Folder to write the run without its removed heads to."
+)
+HEADS = flags.DEFINE_list(
+    "heads",
+    [],
+    "prune: heads to remove besides those whose gate is 0: SITE.LAYER.HEAD.",
+)
+TRIAL = flags.DEFINE_integer("trial", 0, "prune: the trial to write.", 0)
 for flag in (WORKDIR, CHECKPOINT):
     flags.declare_key_flag(flag.name)  # so that --help lists it
 
@@ -74,17 +86,42 @@ REQUIRED_FILES = ("source.spm", "target.spm", "vocab.json")
 
 def main():
     """Check the flags, then import or export."""
-    if WORKDIR.value is None or (FROM.value is None) == (TO.value is None):
+    given = [flag.value is not None for flag in (FROM, TO, PRUNE)]
+    if WORKDIR.value is None or sum(given) != 1:
         fail(
-            "--workdir and either --from or --to are needed, as in "
+            "--workdir and one of --from, --to and --prune are needed, as in "
             "python weights.py --from=opus-mt-en-de --workdir=runs/opus"
         )
     show_log()
     with one_sentence():
-        if FROM.value is not None:
+        if PRUNE.value is not None:
+            prune(path_of(WORKDIR), path_of(PRUNE), CHECKPOINT.value)
+        elif FROM.value is not None:
             import_checkpoint(path_of(FROM), path_of(WORKDIR))
         else:
             export_checkpoint(path_of(WORKDIR), path_of(TO), CHECKPOINT.value)
+
+
+def prune(workdir: Path, folder: Path, which: str) -> None:
+    """Write a trial of a run without its removed heads, as a run of its own.
+
+    Raises:
+        ValueError, OSError: see `analysis.removal.write_smaller`.
+    """
+    found = load(workdir, which)
+    trial, heads = choose_trial(found, TRIAL), []
+    for name in HEADS.value:
+        parts = name.split(".")
+        if len(parts) != 3 or not all(part.isdecimal() for part in parts[1:]):
+            raise ValueError(
+                f"--heads must be SITE.LAYER.HEAD, as in cross.0.2, got {name!r}."
+            )
+        heads.append((parts[0], int(parts[1]), int(parts[2])))
+    sizes = write_smaller(found, workdir, folder, trial, heads)
+    say(
+        f"Wrote {sizes['parameters']:,} of {sizes['before']:,} parameters of trial "
+        f"{trial} to {folder}."
+    )
 
 
 def import_checkpoint(folder: Path, workdir: Path) -> None:

@@ -3,11 +3,14 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from headcount.analysis import plots
 from headcount.analysis.explorer import PLACE, TEMPLATE
+from headcount.tasks.heldout_loss import heldout_loss
 from headcount.training.run import load
 from tests.runs import fails, read
 
@@ -89,3 +92,29 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
 def test_what_is_not_there_is_named(trained, call, verb, options, culprits):
     ran = call("heads.py", verb, **({"workdir": trained} | options))
     fails(ran, *culprits)
+
+
+def test_heads_are_removed_from_a_run_for_real(trained, call, tmp_path):
+    """Scores of the smaller run are those of the gated one."""
+    to, heads = tmp_path / "less", "encoder.0.1,cross.0.0"
+    ran = call("weights.py", workdir=trained, prune=to, heads=heads, trial=1, **LAST)
+    assert ran.returncode == 0, ran.stderr
+    less, whole = load(to), load(trained, "last")
+    gates = nnx.merge(whole.graph, whole.of(1)[0]).head_gates()
+    gates = jax.tree.map(lambda x: np.stack([x, x]), gates)
+    gates["encoder"][1, 0, 1] = gates["cross"][1, 0, 0] = 0
+    dev = whole.task.load("val")
+    batches = whole.task.evaluation_batches(dev)
+    wanted = heldout_loss(whole._replace(head_gates=gates), batches)[1]
+    found = heldout_loss(less, less.task.evaluation_batches(less.task.load("val")))
+    assert found[0] == pytest.approx(wanted, rel=1e-5)
+    assert less.step == [whole.step[1]]
+    assert read(to, "run.json")["num_parameters"] < sum(
+        leaf[0].size for leaf in jax.tree.leaves(whole.params)
+    )
+    again = call("weights.py", workdir=trained, prune=to, heads=heads, **LAST)
+    fails(again, to)
+    wrong = {"prune": tmp_path / "x", "heads": "cross.7.0"}
+    fails(call("weights.py", workdir=trained, **wrong, **LAST), "cross.7.0")
+    wrong = {"prune": tmp_path / "x", "heads": "cross-7"}
+    fails(call("weights.py", workdir=trained, **wrong, **LAST), "--heads", "cross-7")

@@ -1,0 +1,81 @@
+"""Removing heads for real equals gating them, in every rule that allows it."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from headcount.analysis.removal import RULES, smaller
+from headcount.configs.base import get_config
+from headcount.models.maps import single_example
+from headcount.models.transformer import Transformer
+from headcount.tasks import Run, make_task
+
+BATCH = single_example({"source": [4, 9, 8, 2], "target": [7, 5, 4, 6, 2]})
+REMOVED = [
+    *[("encoder", 0, 1), ("encoder", 0, 3)],
+    *[("decoder", 0, n) for n in range(4)],
+    *[("decoder", 1, 0), ("cross", 0, 2), ("cross", 1, 0), ("cross", 1, 1)],
+]
+
+
+def made(**attention):
+    config = get_config()
+    config.model.update({"width": 16, "mlp_dim": 16, "num_encoder_layers": 1})
+    positions = attention.pop("positions", "sinusoidal")
+    config.model.positions = positions
+    config.model.attention.update({"num_heads": 4, "value_dim": 5} | attention)
+    model = Transformer(20, **config.model.to_dict(), rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: (x + rng.normal(0, 0.3, x.shape))[None], params)
+    params = jax.tree.map(np.float32, params)
+    rest = {"trials": [{"seed": 0}], "head_gates": {}, "step": [0]}
+    task = make_task(config)
+    return Run(config, graph, params, **rest, diverged_at=[None], task=task)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [*({"merge": rule} for rule in RULES), {"sink": True, "qk_norm": True}],
+    ids=str,
+)
+def test_the_smaller_model_equals_the_gated_one(attention):
+    run = made(**attention)
+    gates = {"cross": np.ones((1, 2, 4), np.float32)}
+    gates["cross"][0, 0, 1] = 0
+    run = run._replace(head_gates=gates)  # gone already
+    model = nnx.merge(run.graph, run.of(0)[0])
+    every = model.head_gates() | {"cross": gates["cross"][0].copy()}
+    every = {site: np.array(own) for site, own in every.items()}
+    for site, *at in REMOVED:
+        every[site][tuple(at)] = 0
+    config, params = smaller(run, 0, REMOVED)
+    less = Transformer(20, **config.model.to_dict(), rngs=nnx.Rngs(1))
+    nnx.update(less, params)
+    heads = {s: x.attentions[0].query.shape[1] for s, x in less.sites().items()}
+    assert heads == {"encoder": 2, "decoder": 3, "cross": 2}
+    wanted = model(BATCH, head_gates=every)
+    np.testing.assert_allclose(less(BATCH), wanted, atol=2e-5)
+    assert abs(np.asarray(model(BATCH) - wanted)).max() > 0.05
+
+    def size(state):
+        return sum(leaf.size for leaf in jax.tree.leaves(state))
+
+    assert size(params) < size(run.params)
+
+
+@pytest.mark.parametrize(
+    "attention, removed, culprit",
+    [
+        ({"merge": "mean"}, REMOVED, "'mean'"),
+        ({"num_kv_heads": 2}, REMOVED, "num_kv_heads"),
+        ({"talking_heads": True}, REMOVED, "talking_heads"),
+        ({"positions": "relative"}, REMOVED, "model.positions"),
+        ({}, [("cross", 2, 0)], r"cross\.2\.0.* cross 2 × 4"),
+        ({}, [("middle", 0, 0)], r"middle\.0\.0"),
+    ],
+)
+def test_what_cannot_be_removed_is_named(attention, removed, culprit):
+    with pytest.raises(ValueError, match=culprit):
+        smaller(made(**attention), 0, removed)
