@@ -3,7 +3,7 @@
 python weights.py --from=opus-mt-en-de --workdir=runs/opus
 python predict.py --workdir=runs/opus < source.txt
 python weights.py --workdir=runs/opus --to=FOLDER
-python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2,encoder.1.3
+python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2
 
 The folder holds config.json and model.safetensors, and for Marian source.spm,
 target.spm and vocab.json. The workdir is then like one of train.py. Exporting an

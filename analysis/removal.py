@@ -14,7 +14,7 @@ from headcount.runtime.workdir import environment, record, set_status
 from headcount.tasks import Run, make_task
 from headcount.training.checkpoint import Checkpoints
 
-# Each head is multiplied by a kernel of its own and added up: one of zeros adds nothing.
+# Each head has a kernel of its own, and they are added up: one of zeros adds nothing.
 RULES = ("concat", "scaled", "gated", "gated_elementwise")
 
 
