@@ -103,7 +103,7 @@ def slice_heads(attention, chosen: np.ndarray, is_kept: np.ndarray) -> None:
     for _, param in parameters(attention):
         for axis, letter in enumerate(param.axes.split()):
             if letter in ("N", "K"):
-                param[...] = jnp.take(param[...], chosen, axis)
+                param.set_value(jnp.take(param[...], chosen, axis))
     kernel = attention.merge["kernel"]
     kernel[...] = kernel[...] * is_kept[:, None, None]
 
