@@ -121,6 +121,8 @@ def get_config() -> ml_collections.ConfigDict:
     train.remat = "none"
     train.log_every_steps = 50  # write training metrics
     train.eval_every_steps = 250  # score dev, keep the best parameters
+    # Log every head's entropy, distance, weight on the sink and largest logit there.
+    train.log_heads = False
     # Dev metric that selects the best parameters, by the task's names, such as loss,
     # bleu, chrf (slow: computed only if it selects), exact_match; ties are broken by
     # the loss. None: the task's first.

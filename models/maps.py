@@ -4,10 +4,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.scipy.special import xlogy
+from jaxtyping import Array, Bool, Float
 
 from headcount.models import precision
-from headcount.models.attention import attention_map, norm_weighted_map
+from headcount.models.attention import (
+    Intermediates,
+    attention_map,
+    norm_weighted_map,
+)
+from headcount.models.trial_axis import over_trials
 
 
 @partial(jax.jit, static_argnames="graph")
@@ -31,6 +37,62 @@ def attention_maps(
     return {
         site: tuple(jnp.stack(maps) for maps in zip(*layers, strict=True))
         for site, layers in found.items()
+    }
+
+
+@partial(jax.jit, static_argnames="graph")
+def head_summaries(
+    graph, params, head_gates: dict, batch: dict
+) -> dict[str, dict[str, Float[Array, "R L N"]]]:
+    """Return four numbers of every head of every trial, by site, for training logs.
+
+    They are means over the queries of a batch: entropy (nats) and distance (tokens) of
+    the weights, sink (weight on a segment's last key, in the decoder on its first), and
+    the largest logit of all.
+    """
+
+    def one(params, head_gates):
+        model = precision.merge(graph, params)
+        found = {site: [] for site in model.sites()}
+
+        def observe(site, about, layer):
+            segments = batch[f"{about.keys}_segments"]
+            end = {"prepend": 0} if about.is_causal else {"append": 0}
+            special = (jnp.diff(segments, **end) != 0) & (segments > 0)
+            found[site].append(summaries_of(layer, special))
+
+        observers = {
+            site: partial(observe, site, about) for site, about in model.sites().items()
+        }
+        model.hidden(batch, head_gates=head_gates, observe=observers)
+        return {
+            site: jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
+            for site, layers in found.items()
+        }
+
+    return over_trials(one)(params, head_gates)
+
+
+def summaries_of(
+    layer: Intermediates, special: Bool[Array, "B S"]
+) -> dict[str, Float[Array, "N"]]:
+    """Return the numbers of `head_summaries` of one layer."""
+    weights = attention_map(layer)
+    seen = weights > 0
+    queries = jnp.maximum(seen.any((1, 3)).sum(), 1)  # those that are not padding
+    T, S = weights.shape[2:]
+    distance = jnp.abs(jnp.arange(S) - jnp.arange(T)[:, None])
+    N, H = layer.query.shape[2:]
+    key = jnp.repeat(layer.key, N // layer.key.shape[2], axis=2)
+    logits = jnp.einsum("BTNH,BSNH->BNTS", layer.query, key).astype(jnp.float32)
+    logits = logits * H**-0.5
+    if layer.masks.get("bias") is not None:
+        logits = logits + layer.masks["bias"]
+    return {
+        "entropy": -xlogy(weights, weights).sum((0, 2, 3)) / queries,
+        "distance": (weights * distance).sum((0, 2, 3)) / queries,
+        "sink": (weights * special[:, None, None]).sum((0, 2, 3)) / queries,
+        "largest_logit": jnp.where(seen, logits, -jnp.inf).max((0, 2, 3)),
     }
 
 

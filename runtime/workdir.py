@@ -22,6 +22,7 @@ STATUSES = ("running", "stopped", "finished", "diverged", "failed")
 MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
+    "train.log_heads",
     "data.directory",
     "mesh.trial",
     "mesh.data",

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from headcount.data.batches import dispatch_spans, prefetched
 from headcount.data.examples import Examples
+from headcount.models.maps import head_summaries
 from headcount.runtime import sharding
 from headcount.runtime.logging import Progress, clock, say
 from headcount.runtime.profiling import CompileClock, Profile, peak_flops
@@ -24,6 +25,8 @@ from headcount.training.checkpoint import Checkpoints
 from headcount.training.metrics import MetricsWriter, Window, mean_and_sd
 from headcount.training.step import Static, TrainState, checkpoint_items, train_steps
 from headcount.training.trials import describe_trial
+
+ROWS_OF_HEADS = 8  # of a dev batch, that the heads are logged on: bounds the memory
 
 
 @dataclasses.dataclass
@@ -196,6 +199,8 @@ def evaluate(trainer: Trainer) -> None:
         for trial, row in rows.items():
             scores = {f"dev_{m.name}": row[m.name] for m in metrics}
             trainer.writer.write(step, trial, **scores)
+        if config.log_heads and rows:
+            log_heads(trainer, alive)
         shown = [
             mean_and_sd(f"dev {m.label}", [row[m.name] for row in rows.values()])
             for m in metrics
@@ -215,6 +220,25 @@ def evaluate(trainer: Trainer) -> None:
             )
             why = f"had no better dev {metric.label} in {since} steps"
             trainer.freeze(late, step, why, stopped_at=step)
+
+
+def log_heads(trainer: Trainer, trials: list[int]) -> None:
+    """Write four numbers of every head on a few rows of dev; see `head_summaries`."""
+    run = trainer.run()
+    batch = trainer.task.evaluation_batches(trainer.dev)[0]
+    few = {name: array[:ROWS_OF_HEADS] for name, array in batch.items()}
+    found = sharding.fetch(head_summaries(run.graph, run.params, run.head_gates, few))
+    for trial in trials:
+        trainer.writer.write(
+            trainer.step,
+            trial,
+            **{
+                f"{name}/{site}.{layer}.{head}": float(values[trial, layer, head])
+                for site, numbers in found.items()
+                for name, values in numbers.items()
+                for layer, head in np.ndindex(values.shape[1:])
+            },
+        )
 
 
 def save(trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from headcount.analysis import plots
 from headcount.analysis.explorer import PLACE, TEMPLATE
 from headcount.tasks.heldout_loss import heldout_loss
 from headcount.training.run import load
-from tests.runs import fails, read
+from tests.runs import fails, logged, read, succeed, training
 
 LAST = {"checkpoint": "last"}
 
@@ -119,3 +119,16 @@ def test_heads_are_removed_from_a_run_for_real(trained, call, tmp_path):
     fails(call("weights.py", workdir=trained, **wrong, **LAST), "cross.7.0")
     wrong = {"prune": tmp_path / "x", "heads": "cross-7"}
     fails(call("weights.py", workdir=trained, **wrong, **LAST), "--heads", "cross-7")
+
+
+def test_heads_are_logged_at_evaluations_if_asked(tmp_path, corpus):
+    changes = {"train.log_heads": True, "train.num_steps": 4}
+    succeed(training(tmp_path / "run", **corpus | changes))
+    rows = [row for row in logged(tmp_path / "run") if "entropy/encoder.0.1" in row]
+    assert [(row["step"], row["trial"]) for row in rows] == [(4, 0), (4, 1)]
+    sites = ("encoder.0.0", "decoder.0.1", "cross.0.1")
+    for row in rows:
+        assert len(row) == 2 + 4 * 6
+        for site in sites:
+            assert 0 <= row[f"sink/{site}"] <= 1 and row[f"entropy/{site}"] > 0
+            assert np.isfinite(row[f"largest_logit/{site}"])

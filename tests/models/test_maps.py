@@ -1,0 +1,59 @@
+"""Summaries of heads for training logs, against the full maps in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from headcount.configs.base import get_config
+from headcount.models.maps import attention_maps, head_summaries, single_example
+from headcount.models.transformer import Transformer
+
+SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 1, "sink": True}], ids=str)
+@pytest.mark.parametrize("positions", ["sinusoidal", "relative"])
+def test_summaries_are_those_of_the_full_maps(changes, positions):
+    config = get_config().model
+    config.update({"width": 16, "mlp_dim": 16, "positions": positions})
+    config.attention.update({"num_heads": 2} | changes)
+    graph, params = nnx.split(Transformer(20, **config.to_dict(), rngs=nnx.Rngs(0)))
+    params = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), params)
+    batch = single_example({"source": SOURCE, "target": TARGET})
+    wide = {  # padding does not count
+        name: jnp.pad(jnp.concatenate([x, 0 * x]), ((0, 0), (0, 3)))
+        for name, x in batch.items()
+    }
+    found = head_summaries(graph, params, {}, wide)
+    for trial in (0, 1):
+        own = jax.tree.map(lambda x, t=trial: x[t], params)
+        maps = attention_maps(graph, own, {}, batch)
+        logits = {site: [] for site in maps}
+
+        def keep(site, layer, logits=logits):
+            N, H = layer.query.shape[2:]
+            key = np.repeat(layer.key, N // layer.key.shape[2], axis=2)
+            each = np.einsum("BTNH,BSNH->NTS", layer.query, key) / H**0.5
+            logits[site].append(each + np.asarray(layer.masks.get("bias", [0.0]))[0])
+
+        observe = {site: (lambda x, site=site: keep(site, x)) for site in maps}
+        nnx.merge(graph, own).hidden(batch, observe=observe)
+        for site, (weights, _) in maps.items():
+            weights = np.asarray(weights, float)[:, 0]
+            T, S = weights.shape[2:]
+            offset = abs(np.arange(S) - np.arange(T)[:, None])
+            logs = np.log(np.where(weights > 0, weights, 1))
+            seen = np.array(logits[site])
+            seen[weights == 0] = -np.inf
+            wanted = {
+                "entropy": -(weights * logs).sum(-1).mean(-1),
+                "distance": (weights * offset).sum(-1).mean(-1),
+                "sink": weights[..., 0 if site == "decoder" else -1].mean(-1),
+                "largest_logit": seen.max((2, 3)),
+            }
+            for name, values in wanted.items():
+                np.testing.assert_allclose(
+                    found[site][name][trial], values, rtol=1e-4, atol=1e-5
+                )
