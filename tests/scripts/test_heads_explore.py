@@ -1,7 +1,9 @@
 """heads.py roles, explore and plot --input: files, texts of one's own, bad input."""
 
+import base64
 import json
 import re
+import zlib
 
 import jax
 import numpy as np
@@ -10,6 +12,8 @@ from flax import nnx
 
 from headcount.analysis import plots
 from headcount.analysis.explorer import PLACE, TEMPLATE
+from headcount.analysis.roles import first_sentences
+from headcount.models.maps import attention_maps, single_example
 from headcount.tasks.heldout_loss import heldout_loss
 from headcount.training.run import load
 from tests.runs import fails, logged, read, succeed, training
@@ -46,8 +50,44 @@ def test_a_page_has_every_head_and_sentence_and_no_template_marks(
     assert len(run["sentences"]) == 3 and len(run["trials"]) == 2
     assert [len(trial["heads"]) for trial in run["trials"]] == [6, 6]
     sentence = load(trained, "last").task.read("val")["source"][0]
+    check_first_sentence(load(trained, "last"), run)
     shown = "".join(run["sentences"][0]["source"][:-1]).replace("▁", "")
     assert shown == sentence.replace(" ", "")
+
+
+def check_first_sentence(run, data):
+    """Weights and predictions, with all heads and without one, are the model's."""
+    (fields,) = first_sentences(run, run.task.load("val"), 1)
+    batch = single_example(fields)
+    packed = base64.b64decode(data["trials"][1]["maps"])
+    found = np.frombuffer(zlib.decompress(packed), np.uint8)
+    S, T = len(fields["source"]), len(fields["target"])
+    at = 0
+    maps = attention_maps(run.graph, *run.of(1), batch)
+    for site, shape in (("encoder", (S, S)), ("decoder", (T, T)), ("cross", (T, S))):
+        both = np.stack([np.asarray(each)[:, 0] for each in maps[site]], axis=2)
+        assert both.shape == (1, 2, 2, *shape)  # layers, heads, raw and by norm
+        own = found[at : at + both.size].reshape(both.shape) / 255
+        np.testing.assert_allclose(own, both, atol=0.5 / 255 + 1e-5)
+        at += both.size
+    model = nnx.merge(run.graph, run.of(1)[0])
+    gates = model.head_gates()
+
+    def strings(gates):
+        ids = model(batch, head_gates=gates).argmax(-1)[0]
+        labels = run.task.token_strings("target", ids)
+        return [label.replace("▁", " ").strip() or label for label in labels]
+
+    said = data["trials"][1]["predictions"][0]
+    assert said["tokens"] == strings(gates)
+    changed = 0
+    for site, own in gates.items():
+        for head in range(2):
+            now = strings(gates | {site: own.at[0, head].set(0)})
+            wanted = {str(i): x for i, x in enumerate(now) if x != said["tokens"][i]}
+            assert said["without"].get(f"{site}.0.{head}", {}) == wanted
+            changed += len(wanted)
+    assert changed
 
 
 def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
