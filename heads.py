@@ -191,7 +191,11 @@ def plot(workdir, found, examples, options) -> None:
 def find_roles(workdir, found, examples, options) -> None:
     """Print and write which heads have a role."""
     trials = choose_trials(found, TRIAL)
-    rows = measure_roles(found, examples, trials, EXAMPLES.value)
+    rows = [
+        row
+        for row in measure_roles(found, examples, trials, EXAMPLES.value)
+        if SITE.value in (None, row["site"])
+    ]
     path = workdir / f"heads-roles-{examples.split}.json"
     write_json(path, rows)
     print_roles(rows, examples.split, path)

@@ -73,10 +73,15 @@ def measure_roles(
         limit: how many examples of the split to use, from the first on.
 
     Raises:
-        ValueError: a sentence is longer than the model takes.
+        ValueError: a sentence is longer than the model takes, or there are too few.
     """
     cases = list(make_cases(run, examples, limit))
     names = role_names(cases)
+    if not any(names.values()):
+        raise ValueError(
+            f"{examples.split} has no role with {MIN_EXAMPLES} examples, the fewest "
+            f"that are tested; use another split, or more examples."
+        )
     found = []
     with sharding.using(run.mesh):
         params = untrained_params(run)
