@@ -12,11 +12,11 @@ from headcount.analysis import roles
 from headcount.configs.stories import get_config
 from headcount.data import columns, stories, tokenizers
 from headcount.data.examples import Examples
-from headcount.models.maps import attention_maps
+from headcount.models.maps import attention_maps, single_example
 from headcount.tasks import Run, make_task
 
 WORDS = sorted({w for story in stories.documents("val") for w in story.words})
-P = 96  # positions
+P = 48  # positions, and the most tokens of a story
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ def task(tmp_path_factory):
     config = get_config()
     config.model.width = 2 * (len(WORDS) + 4) + P
     config.model.mlp_dim = 8
+    config.data.max_length = config.model.max_positions = P
     config.model.attention.num_heads = 3
     config.model.attention.head_dim = P
     config.model.attention.value_dim = len(WORDS) + 4
@@ -136,12 +137,8 @@ def test_scores_are_means_over_queries_then_sentences_of_the_full_maps(task, exa
     role = "verb → its subject"
     wanted = []
     for index, story in enumerate(stories.documents("val")[:30]):
-        ids = examples.fields["target"][index]
-        batch = {
-            "target": ids[None],
-            "target_segments": np.ones_like(ids)[None],
-            "target_positions": np.arange(len(ids))[None],
-        }
+        ids = examples.fields["target"][index][:P]
+        batch = single_example({"target": ids.tolist()})
         graph, params = run.graph, run.of(0)[0]
         maps, _ = attention_maps(graph, params, {}, batch)["decoder"]
         maps = np.asarray(maps, float)[:, 0]
@@ -163,11 +160,7 @@ def test_norm_weighted_maps_are_shares_of_what_each_token_adds(task, examples):
     model = task.build(rngs=nnx.Rngs(3))
     run = as_run(task, model)
     ids = examples.fields["target"][0]
-    batch = {
-        "target": ids[None],
-        "target_segments": np.ones_like(ids)[None],
-        "target_positions": np.arange(len(ids))[None],
-    }
+    batch = single_example({"target": ids.tolist()})
     seen = []
     model.hidden(batch, observe={"decoder": seen.append})
     maps, shares = attention_maps(run.graph, run.of(0)[0], {}, batch)["decoder"]
