@@ -26,7 +26,7 @@ def task(tmp_path_factory):
     config.model.mlp_dim = 8
     config.data.max_length = config.model.max_positions = P
     config.model.attention.num_heads = 3
-    config.model.attention.head_dim = P
+    config.model.attention.head_dim = len(WORDS) + 4
     config.model.attention.value_dim = len(WORDS) + 4
     config.model.scale_embeddings = False
     config.model.norm_type = "rms_norm"  # keeps zeros
@@ -78,9 +78,9 @@ def made_by_hand(task):
     first, second = (layer.self_attention for layer in model.decoder)
     for layer in model.decoder:
         layer.self_norm.scale[...] = jnp.ones(D)
-    query, key = (np.zeros((D, 3, P)) for _ in range(2))
-    query[place, 0] = 3 * np.eye(P)
-    key[place, 0] = 3 * np.eye(P, k=1)
+    query, key = (np.zeros((D, 3, V)) for _ in range(2))
+    query[place, 0] = 3 * np.eye(P, V)
+    key[place, 0] = 3 * np.eye(P, V, k=1)
     verbs = [*stories.VERBS, *stories.VERBS.values(), *stories.WITH_THING, "has"]
     nouns = [*stories.NOUNS, *stories.NOUNS.values(), "she", "he"]
     nouns += [*stories.WOMEN, *stories.MEN]
@@ -95,10 +95,10 @@ def made_by_hand(task):
         jnp.asarray(value),
         jnp.asarray(kernel),
     )
-    query, key = (np.zeros((D, 3, P)) for _ in range(2))
-    query[token, 1, :V] = 3 * np.eye(V)
+    query, key = (np.zeros((D, 3, V)) for _ in range(2))
+    query[token, 1] = 3 * np.eye(V)
     query[ids_of(task, ["."]), 1] = 0  # what follows a full stop is often a name
-    key[before, 1, :V] = 3 * np.eye(V)
+    key[before, 1] = 3 * np.eye(V)
     second.query[...], second.key[...] = jnp.asarray(query), jnp.asarray(key)
     return as_run(task, model)
 
