@@ -1,6 +1,7 @@
 """Removing heads for real equals gating them, in every rule that allows it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -29,7 +30,7 @@ def made(**attention):
     graph, params = nnx.split(model)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: (x + rng.normal(0, 0.3, x.shape))[None], params)
-    params = jax.tree.map(np.float32, params)
+    params = jax.tree.map(jnp.float32, params)
     rest = {"trials": [{"seed": 0}], "head_gates": {}, "step": [0]}
     task = make_task(config)
     return Run(config, graph, params, **rest, diverged_at=[None], task=task)
@@ -50,6 +51,7 @@ def test_the_smaller_model_equals_the_gated_one(attention):
     every = {site: np.array(own) for site, own in every.items()}
     for site, *at in REMOVED:
         every[site][tuple(at)] = 0
+    every = jax.tree.map(jnp.asarray, every)
     config, params = smaller(run, 0, REMOVED)
     less = Transformer(20, **config.model.to_dict(), rngs=nnx.Rngs(1))
     nnx.update(less, params)
