@@ -14,7 +14,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from headcount.analysis.heads import all_gates, describe, heads_of, importance
+from headcount.analysis.heads import (
+    SIDES,
+    all_gates,
+    describe,
+    heads_of,
+    importance,
+)
 from headcount.analysis.roles import measure_roles
 from headcount.data.batches import unpacked_batches
 from headcount.data.examples import Examples, Ragged
@@ -156,7 +162,8 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
         maps = jax.device_get(attention_maps(run.graph, *run.of(trial), batch))
         for row, index in enumerate(indices):
             fields, own = sentences[index], []
-            for site, pair in maps.items():
+            for site in filter(maps.__contains__, SIDES):  # jit sorts dicts by key
+                pair = maps[site]
                 T = len(fields["source" if site == "encoder" else "target"])
                 S = len(fields["target" if site == "decoder" else "source"])
                 both = np.stack([each[:, row, :, :T, :S] for each in pair], axis=2)

@@ -89,17 +89,19 @@ def test_interactions_are_those_of_brute_force(run):
     examples = Examples("val", fields, {name: [""] * 3 for name in fields})
     rows = interactions(run, examples, 0, "cross")
     assert len(rows) == 6
-    model = nnx.merge(run.graph, run.of(0)[0])
+    params = run.of(0)[0]
+
+    @jax.jit
+    def sums(gates, batch):
+        model = nnx.merge(run.graph, params)
+        return run.task.loss(model, batch, head_gates=gates)
 
     def loss(*removed):
-        gates = model.head_gates()
+        gates = nnx.merge(run.graph, params).head_gates()
         for layer, head in removed:
             gates["cross"] = gates["cross"].at[layer, head].set(0)
-        total = weight = 0.0
-        for each in SENTENCES:
-            sums = run.task.loss(model, single_example(each), head_gates=gates)
-            total, weight = total + float(sums[0]), weight + float(sums[1])
-        return total / weight
+        each = [sums(gates, single_example(fields)) for fields in SENTENCES]
+        return sum(float(x) for x, _ in each) / sum(float(x) for _, x in each)
 
     whole = loss()
     for row in (rows[0], rows[4]):
