@@ -1,0 +1,81 @@
+"""Planned looks in real sweeps: killed and resumed, and shared by shards."""
+
+import csv
+import os
+import random
+import signal
+import time
+
+import pytest
+from sweep_cases import end, finish, metrics, rows, start, sweep
+
+FLAGS = ("--seeds=2:4", "--looks=2,4")
+
+
+def planned(workdir, corpus, *flags):
+    return sweep("run", workdir, corpus, *FLAGS, *flags)
+
+
+def verdicts(workdir):
+    with (workdir / "verdicts.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """A sweep with two looks that ran without interruption."""
+    workdir = tmp_path_factory.mktemp("whole") / "sweep"
+    assert "Everything is done" in finish(planned(workdir, corpus))
+    return workdir
+
+
+def test_undecided_arms_get_seeds_in_stages(whole):
+    (verdict,) = verdicts(whole)
+    seeds = {
+        arm: sorted(row["seed"] for row in rows(whole) if row["arm"] == arm)
+        for arm in ("N=1", "N=2")
+    }
+    is_early = verdict["verdict"] != "undecided" and verdict["seeds"] == "2"
+    assert seeds["N=1"] == seeds["N=2"] == list(range(2 if is_early else 4))
+
+
+def test_planned_looks_killed_at_any_moment_end_with_the_same_bits(
+    whole, tmp_path, corpus
+):
+    seed = random.randrange(10**6)
+    generator, workdir = random.Random(seed), tmp_path / "sweep"
+    for _ in range(3):
+        process = start(planned(workdir, corpus))
+        time.sleep(generator.uniform(5, 40))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(planned(workdir, corpus))
+    assert metrics(workdir) == metrics(whole), f"random seed {seed}"
+    assert verdicts(workdir) == verdicts(whole), f"random seed {seed}"
+
+
+def test_shards_of_planned_looks_share_every_stage(whole, tmp_path, corpus):
+    workdir = tmp_path / "sweep"
+    for _ in range(3):  # what waits for others is rerun
+        both = [
+            start(planned(workdir, corpus, f"--shard={index}/2")) for index in (0, 1)
+        ]
+        printed = [end(process) for process in both]
+        if all("Everything is done" in text for text in printed):
+            break
+    assert metrics(workdir) == metrics(whole)
+    assert verdicts(workdir) == verdicts(whole)
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (("--seeds=2:8", "--looks=2,8"), "looks"),
+        (("--margin=0.5",), "margin"),
+        (("--margin=0.5nats",), "--margin=0.5nats"),
+        (("--seeds=4", "--looks="), "looks"),
+    ],
+)
+def test_a_sweep_cannot_be_resumed_with_another_plan(whole, corpus, flags, named):
+    printed = finish(planned(whole, corpus, *flags), code=2)
+    assert named in printed.strip().splitlines()[-1] and "Traceback" not in printed
