@@ -24,9 +24,9 @@ from headcount.configs.commandline import (
     run,
 )
 from headcount.decoding import flags as decoding
-from headcount.runtime import cluster, distributed
-from headcount.runtime.logging import show_log
-from headcount.runtime.workdir import write_json
+from headcount.runtime import cluster, distributed, files
+from headcount.runtime.logging import heartbeat, show_log
+from headcount.runtime.workdir import with_digest, write_json
 from headcount.tasks import Run, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, load
 
@@ -131,7 +131,8 @@ def check_output(names: list[str]) -> None:
 
 def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
-    scores = found.task.evaluate(found, examples, **options)
+    with heartbeat(f"Still scoring {len(examples)} examples of {examples.split}"):
+        scores = found.task.evaluate(found, examples, **options)
     if not distributed.is_first():
         return
     rows, shown = [], None
@@ -157,7 +158,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
             write_predictions(predictions, examples.split, trial, len(scores))
             shown = predictions if trial == TRIAL.value else shown
     path = workdir / f"result-{examples.split}.json"
-    write_json(path, rows)
+    write_json(path, [with_digest(row) for row in rows])
     print_scores(rows, found.task.metrics, list(found.trials[0]), path)
     if shown is not None:
         print_examples(examples.text, shown, SHOW.value)
@@ -176,9 +177,7 @@ def write_predictions(lines: list[str], split: str, trial: int, count: int) -> N
     path = output_path(split)
     if count > 1:
         path = path.with_name(f"{path.stem}-{trial}{path.suffix}")
-    part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(line + "\n" for line in lines))
-    part.replace(path)
+    files.write(path, "".join(line + "\n" for line in lines))
 
 
 def cli():

@@ -31,7 +31,7 @@ from headcount.configs.commandline import (
     path_of,
     run,
 )
-from headcount.runtime import cluster, distributed
+from headcount.runtime import cluster, distributed, platform
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
 from headcount.sweeps.looks import parse_seeds
 from headcount.sweeps.plan import Shard
@@ -142,6 +142,7 @@ for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
 
 def main() -> None:
     """Open the sweep, then do what the verb says."""
+    platform.check_environment()
     jax.config.update("jax_platforms", "cpu")  # devices are for the trials
     with one_sentence(), tempfile.TemporaryDirectory() as temporary:
         check_flags()

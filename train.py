@@ -53,7 +53,7 @@ from headcount.runtime.workdir import (
 from headcount.tasks import import_file, make_task
 from headcount.training import dry_run
 from headcount.training.checkpoint import Checkpoints
-from headcount.training.checks import check_config
+from headcount.training.checks import check_config, check_memory
 from headcount.training.loop import Trainer, default_hooks, fit
 from headcount.training.metrics import MetricsWriter, is_evaluated
 from headcount.training.restore import (
@@ -169,6 +169,8 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     jax.set_mesh(mesh)
 
     model = cost.abstract(task.build)
+    with distributed.fail_together():
+        check_memory(config, model, spec, R)
     static = make_static(model, config, task.loss)
     sharding.warn_of_undivided(nnx.state(model), flat(config.to_dict()), mesh.shape)
     make_state = partial(init, static=static, build=task.build)

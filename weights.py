@@ -39,7 +39,7 @@ from headcount.configs.commandline import (
     run,
 )
 from headcount.configs.run import load_config
-from headcount.configs.validation import check_counts
+from headcount.configs.validation import check_values
 from headcount.data.tokenizers import marian_order
 from headcount.models import huggingface
 from headcount.models.cost import abstract
@@ -142,7 +142,7 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         settings |= huggingface.settings_of(family, tensors)
     with name_file(folder / "config.json"):
         config = config_of(settings)
-        check_counts(flat(config.to_dict()))
+        check_values(flat(config.to_dict()))
         params = split(config)[1]
     with name_file(folder / "model.safetensors"):
         if family == "marian":

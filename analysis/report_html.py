@@ -5,6 +5,8 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from headcount.runtime import files
+
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c1d21; --muted: #6a6d75;
   --grid: #dfe1e6; --accent: #2f6fca; --soft: #f5f6f8; --shade: #0003; }
@@ -104,4 +106,4 @@ def to_html(markdown: str, title: str, figures: dict[str, str]) -> str:
 
 def write_html(path: Path, markdown: str, title: str, figures: dict[str, str]) -> None:
     """Write the page of `to_html`."""
-    path.write_text(to_html(markdown, title, figures))
+    files.write(path, to_html(markdown, title, figures))

@@ -36,6 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.
     data.max_length = 128
+    data.max_decode_length = 1024  # translation: most tokens that are decoded
     data.cross_documents = True  # windows: may a token attend to the document before?
     data.stride = placeholder(int)  # windows in evaluation; None: max_length
     data.test_share = 0.0  # shakespeare: share of its last 10 % that is the split test

@@ -1,18 +1,19 @@
 """The command line: flags that scripts share, config overrides, one-line errors."""
 
 import contextlib
-import functools
 import os
 import re
 import sys
 import textwrap
+import traceback
 from difflib import get_close_matches
 from pathlib import Path
 
 from absl import flags
+from ml_collections import ConfigDict
 from ml_collections.config_flags import register_flag_parser_for_type
 
-from headcount.configs.base import get_config
+from headcount.configs.validation import check_values, flatten, known_keys
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (or sweep).")
 DIRECTORY = flags.DEFINE_string(
@@ -37,7 +38,11 @@ LESS_MEMORY = {  # what needs less memory, by script
     "data.batch_tokens, a higher train.accumulate_steps or train.remat=block needs",
     "eval.py": "A lower --beam_size or --batch_size needs",
 }
-EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(out of memory|allocat)", re.I | re.DOTALL)
+# JAX raises the same type for every failure of a device, and gives no code
+EXHAUSTED = re.compile(
+    r"RESOURCE_EXHAUSTED.*(out of memory|allocat)|Out of memory allocating",
+    re.I | re.DOTALL,
+)
 
 
 @contextlib.contextmanager
@@ -82,6 +87,17 @@ def describe(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def check_flag_files() -> None:
+    """Exit with one sentence if --flagfile can't be read."""
+    try:
+        flags.FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
+    except (flags.Error, OSError, ValueError) as error:
+        fail(f"--flagfile can't be read: {describe(error)}")
+
+
+check_flag_files()  # now, for defining a config flag reads them
+
+
 def run(main) -> None:
     """Parse the flags, then call `main()`; report a bad flag in one sentence."""
     replace_closed()
@@ -92,14 +108,13 @@ def run(main) -> None:
     take_none()
     try:
         rest = flags.FLAGS(sys.argv)[1:]
-        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
-            flags.FLAGS.config.keys()  # a config that can't be read fails here
-            check_keys(flags.FLAGS.config)
-            check_none(flags.FLAGS.config, flags.FLAGS["config"].override_values)
-    except (flags.Error, KeyError, AttributeError, OSError, ValueError) as error:
-        fail(flag_error(error, sys.argv[1:]))
-    except SyntaxError as error:
-        fail(f"{error.filename}, line {error.lineno}, is not Python: {error.msg}.")
+        if "config" in flags.FLAGS and flags.FLAGS["config"].present:
+            check_config_flag(flags.FLAGS.config)
+    except (Exception, SystemExit) as error:
+        sentence = flag_error(error, sys.argv[1:])
+        if sentence is None:
+            raise
+        fail(sentence)
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
     try:
@@ -165,7 +180,7 @@ def replace_closed() -> None:
 
 
 def take_none() -> None:
-    """Let flags of config keys accept None; `check_none` says which keys may."""
+    """Let flags of config keys accept None; `check_values` says which keys may."""
     parsers = {
         int: flags.IntegerParser,
         float: flags.FloatParser,
@@ -187,12 +202,27 @@ def path_of(flag) -> Path:
     """Return the file or folder that a flag names; ~ is the user's home."""
     if not flag.value:  # for example from an unset shell variable
         fail(f"--{flag.name} is empty; name a file or folder.")
-    return Path(os.path.expanduser(flag.value))
+    path = Path(os.path.expanduser(flag.value))
+    try:
+        os.path.abspath(path).encode()
+    except UnicodeEncodeError:  # Orbax would only fail at the first checkpoint
+        fail(f"--{flag.name}={os.fsencode(path)!r} is not UTF-8; rename it.")
+    if "\0" in str(path):
+        fail(f"--{flag.name}={flag.value!r} has a NUL character in it.")
+    return path
 
 
-def check_keys(config) -> None:
-    """Raise a ValueError if a config file adds or lacks a key."""
-    given, known = flat(config.to_dict()), flat(get_config().to_dict())
+def check_config_flag(config) -> None:
+    """Raise a ValueError unless a config has the right keys and values."""
+    if not isinstance(config, ConfigDict):
+        # what stands for a file that can't be read raises its OSError at any access
+        kind = "None" if config is None else getattr(config, "keys", config)
+        kind = kind if config is None else type(config).__name__
+        raise ValueError(
+            f"The config file's get_config() must return a ConfigDict, got {kind}; "
+            f"start from get_config() of configs/base.py."
+        )
+    given, known = flatten(config.to_dict()), known_keys()
     for key in given.keys() - known.keys():
         raise ValueError(
             f"The config file sets {key}, which is not a config key.{near_miss(key)}"
@@ -201,34 +231,86 @@ def check_keys(config) -> None:
         raise ValueError(
             f"The config file lacks {key}; start from get_config() of configs/base.py."
         )
+    check_values(given)
 
 
-def check_none(config, given: dict) -> None:
-    """Raise a ValueError if a key that needs a value was set to None."""
-    for path, value in given.items():
-        *sections, key = path.split(".")
-        section = functools.reduce(getattr, sections, config)
-        # only a placeholder, which may be None, keeps another type than NoneType
-        if value is None and section.get_type(key) is type(None):
-            raise ValueError(f"config.{path} must have a value, got None.")
+def flag_error(error: BaseException, argv: list[str]) -> str | None:
+    """Return a sentence that names the wrong flag or key, and what may be meant.
 
-
-def flag_error(error: Exception, argv: list[str]) -> str:
-    """Return a sentence that names the wrong flag or key, and what may be meant."""
+    None: the error is none of the command line's or of the config file's.
+    """
+    path = config_path(argv)
+    found = error_in_file(error, path) if path else None
+    if found is not None:
+        original, line = found
+        place = f"{path}, line {line}"
+        if isinstance(original, SyntaxError):
+            return f"{path}, line {original.lineno}, is not Python: {original.msg}."
+        if isinstance(original, KeyError | AttributeError) and is_of_config(original):
+            key = unknown_key(original)
+            return f"{place}, uses {key}, not a config key.{near_miss(key)}"
+        what = describe(original)
+        if not isinstance(original, ValueError) or not what:
+            what = f"{type(original).__name__}: {what}".removesuffix(": ")
+        return f"{place}: {what}"
     text = str(error)
+    if isinstance(error, SyntaxError):
+        return f"{path} is not Python: {error.msg}."
     if isinstance(error, KeyError | AttributeError):  # an unknown key of a config
-        if "no attribute 'get_config'" in text:
-            return "The config file has no function get_config(); see configs/base.py."
-        key = re.findall(r"\w+", text.replace("\\n", " "))[0]
+        if path and isinstance(error, AttributeError) and error.name == "get_config":
+            return f"{path} has no function get_config(); see configs/base.py."
+        key = unknown_key(error)
         names = [arg.split("=")[0].lstrip("-") for arg in argv]
         name = next((name for name in names if f".{key}" in name), None)
         if name is None:
-            return f"The config file uses {key}, not a config key.{near_miss(key)}"
+            return None
         return f"There is no config key {name}.{near_miss(name.split('.', 1)[-1])}"
     if isinstance(error, OSError):
-        path = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
-        path += [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
-        return f"There is no config file {path[-1]}; see the folder configs/."
+        return f"There is no config file {path}; see the folder configs/."
+    if isinstance(error, flags.Error) or type(error) in (ValueError, TypeError):
+        return bad_flag(text)
+    return None
+
+
+def config_path(argv: list[str]) -> str | None:
+    """Return the path of the config file on a command line, if it names one."""
+    found = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
+    found += [a.split("=", 1)[1] for a in argv if re.match("--?config=", a)]
+    return found[-1].split(":")[0] if found else None
+
+
+def error_in_file(error: BaseException, path: str) -> tuple | None:
+    """Return the error that a file's own code raised, and its line; None: none did.
+
+    Libraries wrap errors in others, so all that led to this one are searched.
+    """
+    seen = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    for error in reversed(seen):  # the first that was raised
+        if isinstance(error, SyntaxError) and error.filename == path:
+            return error, error.lineno
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        if lines:
+            return error, lines[-1]
+    return None
+
+
+def is_of_config(error: BaseException) -> bool:
+    """Whether ml_collections raised an error."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return "ml_collections" in Path(last.filename).parts
+
+
+def unknown_key(error: KeyError | AttributeError) -> str:
+    """Return the key that ml_collections could not find."""
+    return re.findall(r"\w+", str(error).replace("\\n", " "))[0]
+
+
+def bad_flag(text: str) -> str:
+    """Return what absl says about a flag that it can't parse, in our words."""
     for words, kind in WANTED.items():
         flag, found, _ = text.partition(f": {words}")
         if found and "\n" not in flag:
@@ -243,7 +325,7 @@ def flag_error(error: Exception, argv: list[str]) -> str:
 
 def near_miss(path: str) -> str:
     """Return a hint with config keys that look like an unknown one."""
-    keys = list(flat(get_config().to_dict()))
+    keys = list(known_keys())
     last = path.rsplit(".", 1)[-1]
     names = [key for key in keys if key.endswith(f".{last}")]
     names = names or get_close_matches(path, keys, n=1)

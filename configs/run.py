@@ -8,10 +8,9 @@
 import json
 from pathlib import Path
 
-from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from headcount.configs import base
+from headcount.configs.validation import read_config
 
 
 def get_config(workdir: str = ""):
@@ -29,18 +28,13 @@ def load_config(path: Path) -> ConfigDict:
     """Read a config.json; the result is locked and has all keys of configs/base.py.
 
     Raises:
-        ValueError: it is damaged, or a key is unknown, missing or of another type.
+        ValueError: it is damaged, or a key is unknown, missing, or its value is of
+            another type or out of range.
     """
-    config = base.get_config().lock()
     try:
-        found = json.loads(path.read_text())
-        missing = flatten_dict(config.to_dict()).keys() - flatten_dict(found).keys()
-        if missing:
-            raise ValueError(f"it has no {'.'.join(min(missing))}")
-        config.update(found)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason, *_ = str(error.args[0]).split(". ")  # the rest lists all keys
-        raise ValueError(
-            f"{path} is damaged, or of another version of Headcount: {reason}"
-        ) from error
-    return config
+        return read_config(json.loads(path.read_text()))
+    except RecursionError:
+        reason = "It is nested too deeply."
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"{path} is damaged, or of another version of Headcount: {reason}")

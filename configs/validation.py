@@ -1,20 +1,46 @@
-"""Checks of config values that any script needs; errors name the key."""
+"""Checks of configs, given as files or in a workdir; errors name the key."""
 
-COUNTS = (
-    "data.vocab_size",
-    "data.max_length",
-    "data.batch_tokens",
-    "model.width",
-    "model.mlp_dim",
-    "model.max_positions",
-    "train.num_steps",
-    "train.steps_per_dispatch",
-    "train.log_every_steps",
-    "train.eval_every_steps",
-    "train.checkpoint_every_steps",
-    "train.keep_checkpoints",
-    "train.patience",
-)
+import functools
+import math
+import re
+
+from ml_collections import ConfigDict
+
+from headcount.configs import base
+
+LARGEST = 2**31 - 1  # of an index on a device
+# Lowest and highest value of whole numbers. Other keys are checked where they are used.
+RANGES = {
+    "seeds": (1, 2**20),
+    "data.vocab_size": (1, LARGEST),
+    "data.max_length": (1, LARGEST),
+    "data.max_decode_length": (1, LARGEST),
+    "data.batch_tokens": (1, LARGEST),
+    "data.num_classes": (1, LARGEST),
+    "data.stride": (1, LARGEST),
+    "data.fold": (0, 9),
+    "model.width": (1, LARGEST),
+    "model.mlp_dim": (1, LARGEST),
+    "model.max_positions": (1, LARGEST),
+    "model.num_encoder_layers": (0, 1000),  # each is traced: more would take hours
+    "model.num_decoder_layers": (0, 1000),
+    "model.attention.mixture_heads": (1, LARGEST),
+    "train.num_steps": (1, LARGEST),
+    "train.steps_per_dispatch": (1, LARGEST),
+    "train.accumulate_steps": (1, LARGEST),
+    "train.log_every_steps": (1, LARGEST),
+    "train.eval_every_steps": (1, LARGEST),
+    "train.checkpoint_every_steps": (1, LARGEST),
+    "train.keep_checkpoints": (1, LARGEST),
+    "train.patience": (1, LARGEST),
+}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+}
+OF_A_SITE = re.compile(r"^model\.[a-z]+_attention\.")
 
 
 def choose(name: str, value, choices) -> None:
@@ -23,14 +49,95 @@ def choose(name: str, value, choices) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
-def check_counts(config: dict) -> None:
-    """Raise a ValueError unless a flat config's counts are from 1 to 2^31 - 1."""
-    for key in COUNTS:
-        if config[key] is not None and not 1 <= config[key] < 2**31:
-            wanted = "at least 1" if config[key] < 1 else "below 2^31"
-            raise ValueError(f"{key} must be {wanted}, got {config[key]}.")
-    epsilon = config["model.norm_epsilon"]
-    if not 0 < epsilon < float("inf"):
-        raise ValueError(
-            f"model.norm_epsilon must be above 0 and finite, got {epsilon}."
-        )
+@functools.cache
+def known_keys() -> dict[str, tuple[type, bool]]:
+    """Return the type of every config key, and whether it may be None."""
+
+    def walk(section: ConfigDict, prefix: str):
+        for key in section:
+            if isinstance(section[key], ConfigDict):
+                yield from walk(section[key], f"{prefix}{key}.")
+            else:
+                is_optional = section[key] is None
+                yield f"{prefix}{key}", (section.get_type(key), is_optional)
+
+    return dict(walk(base.get_config(), ""))
+
+
+def flatten(tree, prefix: str = "") -> dict:
+    """Flatten the dicts of a config to dotted keys.
+
+    Raises:
+        ValueError: a section is not a dict, or a key is not a string.
+    """
+    found = {}
+    sections = {key.rpartition(".")[0] for key in known_keys()}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict):
+            found |= flatten(value, f"{path}.")
+        elif path in sections:
+            raise ValueError(f"{path} must be a section of keys, got {value!r}.")
+        else:
+            found[path] = value
+    return found
+
+
+def check_values(config: dict) -> None:
+    """Raise a ValueError unless a flat config's values have their types and ranges.
+
+    Keys that are not config keys are left to `check_keys`.
+    """
+    types = known_keys()
+    for key, value in config.items():
+        if key in types:
+            check_value(key, value, *types[key])
+
+
+def check_value(key: str, value, kind: type, is_optional: bool) -> None:
+    """Raise a ValueError unless a value has its type and is in the range of its key."""
+    if value is None:
+        if is_optional:
+            return
+        raise ValueError(f"{key} must have a value, got None.")
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"{key} must be {KINDS[kind]}, got {value!r}.")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{key} must be finite, got {value}.")
+    if kind is str and "\0" in value:
+        raise ValueError(f"{key} must not contain a NUL character, got {value!r}.")
+    of_all_sites = OF_A_SITE.sub("model.attention.", key)
+    low, high = RANGES.get(of_all_sites, (value, value))
+    if value < low:
+        raise ValueError(f"{key} must be at least {low}, got {value}.")
+    if value > high:
+        raise ValueError(f"{key} must be at most {high}, got {value}.")
+    if key == "model.norm_epsilon" and value <= 0:
+        raise ValueError(f"{key} must be above 0, got {value}.")
+
+
+def check_keys(config: dict) -> None:
+    """Raise a ValueError if a flat config lacks a key, or has one that is none."""
+    known = known_keys()
+    for key in config.keys() - known.keys():
+        raise ValueError(f"It sets {key}, which is not a config key.")
+    for key in known.keys() - config.keys():
+        raise ValueError(f"It lacks {key}.")
+
+
+def read_config(tree) -> ConfigDict:
+    """Return a config from the dicts of a config.json; it is locked.
+
+    Raises:
+        ValueError: a key is unknown, missing, or its value is of another type or out of
+            range.
+    """
+    if not isinstance(tree, dict):
+        raise ValueError("It is not an object of config keys.")
+    found = flatten(tree)
+    check_keys(found)
+    check_values(found)
+    config = base.get_config().lock()
+    config.update_from_flattened_dict(found)
+    return config

@@ -319,7 +319,8 @@ def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
 def write(path: Path, content: bytes):
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
+    part.unlink(missing_ok=True)
+    with part.open("xb") as file:  # a new file: no link is followed
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

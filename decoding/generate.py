@@ -238,6 +238,12 @@ def generate(
     return generate_trials(graph, params, prompts, n_best=n_best, **options)[0]
 
 
+def default_limit(length: int, most: int | None) -> int:
+    """Return how many tokens may follow a prompt: twice its length and 16."""
+    limit = 2 * length + 16
+    return limit if most is None else min(limit, most)
+
+
 def generate_trials(
     graph: nnx.GraphDef,
     params,
@@ -246,6 +252,7 @@ def generate_trials(
     *,
     batch_size: int = 128,
     limits: Sequence[int] | None = None,
+    max_limit: int | None = None,
     seed: int = 0,
     sample_numbers: Sequence[int] | None = None,
     head_gates: dict | None = None,
@@ -269,7 +276,7 @@ def generate_trials(
         batch_size: hypotheses of a trial that are decoded at a time, beam_size per
             prompt; and prompts of a trial that are sent to the device at a time.
         limits: tokens that each result may have, EOS included; default: twice the
-            prompt and 16.
+            prompt and 16, but no more than `max_limit`.
         seed: of the samples.
         sample_numbers: of the prompts, by which samples of equal prompts differ;
             default: their places in the list.
@@ -284,7 +291,7 @@ def generate_trials(
     check_n_best(n_best, beam_size)
     is_decoder_only = limits is not None
     if limits is None:
-        limits = [2 * len(x) + 16 for x in prompts]
+        limits = [default_limit(len(x), max_limit) for x in prompts]
     leaves, structure = jax.tree.flatten(params)
     if chosen is None:
         chosen = [list(range(len(prompts)))] * len(leaves[0])

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headcount.configs.commandline import fail, flat, one_sentence, run
-from headcount.configs.validation import check_counts
+from headcount.configs.validation import check_values
 from headcount.data.batches import batch_spec
 from headcount.models.attention import Attention
 from headcount.models.cost import (
@@ -230,7 +230,7 @@ def main():
             "python -m headcount.models.describe --config=configs/presets.py:bert_base"
         )
     with one_sentence():
-        check_counts(flat(CONFIG.value.to_dict()))
+        check_values(flat(CONFIG.value.to_dict()))
         data, settings = CONFIG.value.data, CONFIG.value.model.to_dict()
         sizes = (data.vocab_size,) * (1 if data.joint_vocabulary else 2)
         model = abstract(partial(Transformer, *sizes, **settings))

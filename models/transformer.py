@@ -75,7 +75,7 @@ class Transformer(nnx.Module):
 
     Raises:
         ValueError: a setting is unknown or does not fit; the config key is named. That
-            sizes are positive is checked by `configs.validation.check_counts`.
+            sizes are positive is checked by `configs.validation.check_values`.
     """
 
     def __init__(

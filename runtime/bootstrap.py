@@ -2,4 +2,5 @@
 
 from headcount.runtime import platform
 
+platform.check_environment()
 platform.setup()

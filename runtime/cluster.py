@@ -19,9 +19,13 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, f
 COORDINATOR_TIMEOUT = flags.DEFINE_integer(
     "coordinator_timeout", 300, "Seconds to wait for all processes to connect.", 1
 )
-
-
-FLAGS = COORDINATOR, NUM_PROCESSES, PROCESS_ID, COORDINATOR_TIMEOUT
+BIND_ADDRESS = flags.DEFINE_string(
+    "bind_address",
+    None,
+    "HOST:PORT that process 0 listens at, such as an address of an internal network. "
+    "Default: the coordinator's port on all addresses.",
+)
+FLAGS = COORDINATOR, NUM_PROCESSES, PROCESS_ID, COORDINATOR_TIMEOUT, BIND_ADDRESS
 # Environment variables that number several processes on one host.
 RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from headcount.runtime.files import write
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import differences, environment, summarize
 
@@ -58,11 +59,24 @@ def check_flags(
         )
 
 
+def check_bind_address(bind_address: str | None, coordinator: str | None) -> None:
+    """Raise a ValueError unless --bind_address is HOST:PORT of a run with processes."""
+    if bind_address is None:
+        return
+    host, _, port = bind_address.rpartition(":")
+    if coordinator is None or not host or not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(
+            f"--bind_address must be HOST:PORT, as in 10.0.0.1:8476, and needs "
+            f"--coordinator; got {bind_address!r}."
+        )
+
+
 def connect(
     coordinator: str | None,
     num_processes: int | None,
     process_id: int | None,
     seconds: int,
+    bind_address: str | None = None,
 ) -> None:
     """Connect to the other processes of the run, if there are any.
 
@@ -72,13 +86,16 @@ def connect(
             a TPU pod that lists its hosts in TPU_WORKER_HOSTNAMES.
         num_processes, process_id: None with "auto".
         seconds: timeout for all processes to connect.
+        bind_address: HOST:PORT that process 0 listens at; None: all its addresses.
 
     Raises:
         ValueError: the flags don't go together, or process 0 doesn't answer.
     """
     check_flags(coordinator, num_processes, process_id)
+    check_bind_address(bind_address, coordinator)
     on_pod = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
     if coordinator is None and not on_pod:
+        check_devices()
         if jax.process_count() > 1:
             raise ValueError(
                 f"This is one of the {jax.process_count()} hosts of a TPU pod; add "
@@ -99,6 +116,7 @@ def connect(
             None if is_auto else coordinator,
             num_processes,
             process_id,
+            coordinator_bind_address=bind_address,
             initialization_timeout=seconds,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=SHUTDOWN,
@@ -121,6 +139,17 @@ def connect(
     )
     say.muted = not is_first()
     say(f"{jax.process_count()} processes with {jax.device_count()} devices.")
+
+
+def check_devices() -> None:
+    """Raise a ValueError if JAX finds no device of the kind it is told to use."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        told = os.environ.get("JAX_PLATFORMS")
+        fix = f"change JAX_PLATFORMS={told}" if told else "set JAX_PLATFORMS=cpu"
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ValueError(f"JAX finds no device ({reason}); {fix}.") from None
 
 
 def await_address(address: str, seconds: float) -> None:
@@ -211,7 +240,7 @@ def check_same_run(
     token = workdir / ".hosts"
     with fail_together():
         if is_first():
-            token.write_text(os.urandom(8).hex())
+            write(token, os.urandom(8).hex())
     here = environment()
     software = here["versions"] | {"commit": here["commit"]}
     has_commits = None not in gather(here["commit"])  # not so where one lacks git

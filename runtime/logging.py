@@ -1,9 +1,12 @@
 """Log lines and progress: a rich bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import functools
 import logging
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +52,24 @@ class Progress:
         """Stop updating the bar, and leave it on the screen."""
         if self.bar is not None:
             self.bar.stop()
+
+
+@contextlib.contextmanager
+def heartbeat(text: str, seconds: float = 30.0) -> Iterator[None]:
+    """Log every so many seconds that something still runs, and for how long."""
+    start, is_over = time.monotonic(), threading.Event()
+
+    def beat():
+        while not is_over.wait(seconds):
+            say(f"{text}, for {clock(time.monotonic() - start)} so far.")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @functools.cache

@@ -5,11 +5,48 @@ import ctypes
 import hashlib
 import os
 import platform
+import sys
 from pathlib import Path
 
+OPEN_FILES = 256  # that a run may need at once
+FOLDERS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # variables that name one
 GPU_MEMORY = 0.9  # share of a GPU's memory that JAX allocates at its start
 # malloc.h of glibc
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+
+
+def check_environment() -> None:
+    """Exit with code 2 and one sentence if a script can't run in this environment."""
+    wrong = unusable_environment()
+    if wrong is not None:
+        print(f"{Path(sys.argv[0]).name}: {wrong}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def unusable_environment() -> str | None:
+    """Return what must change in the environment, in words; None if nothing.
+
+    The limit of open files is raised if it is too low and may be raised.
+    """
+    with contextlib.suppress(ImportError):  # not on Windows
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
+            return (
+                f"At most {hard} files may be open at once, and {OPEN_FILES} are "
+                f"needed; raise the limit, as with ulimit -n {OPEN_FILES}."
+            )
+        if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
+    if os.environ.get("JAX_DISABLE_JIT", "0").lower() not in ("", "0", "false", "off"):
+        return "JAX_DISABLE_JIT is set, and nothing here runs without jit; unset it."
+    for name in FOLDERS:
+        value = os.environ.get(name, "")
+        # else every folder that a script is started in would have a cache of its own
+        if value and "://" not in value and not os.path.isabs(value):
+            return f"{name}={value} must be an absolute path."
+    return None
 
 
 def setup() -> None:

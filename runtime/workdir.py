@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -15,6 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
+
+from headcount.runtime.files import open_lock, remove_parts, write
+from headcount.runtime.schema import Number, matches, violation
 
 FORMAT_VERSION = 1  # of the files in a workdir; raise it when their meaning changes
 STATUSES = ("running", "stopped", "finished", "diverged", "failed")
@@ -32,17 +36,19 @@ MAY_CHANGE = (
 # Facts of run.json that the bits of a result depend on.
 AFFECTS_BITS = ("attention", "dtype", "versions", "mesh", "processes", "cores")
 SOURCES = ("*.py", "*.cc", "*.h")
-# What our own JSON files must contain, by name: values are examples of the type.
+# What our own JSON files must contain, by name; see `runtime.schema`. The values of a
+# config and of trials are checked by `configs.validation` and `training.trials`.
 SCHEMAS = {
     "config.json": {
-        "task": {"name": ""},
-        "data": {"name": ""},
-        "model": {"width": 0},
+        "task": {"name": str},
+        "data": {"name": str},
+        "model": {"width": Number(1)},
         "train": {},
     },
-    "trials.json": [{"seed": 0}],
-    "run.json": {"format_version": 0, "status": ""},
+    "trials.json": [{"seed": Number(0)}],
+    "run.json": {"format_version": int, "status": frozenset(STATUSES)},
 }
+DATA = dict.fromkeys(("examples", "crc32", "dev_crc32"), Number(0))  # of run.json
 
 
 @contextlib.contextmanager
@@ -53,7 +59,12 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
         ValueError: the folder holds another run, files that are not ours, or another
             process is training in it.
     """
-    recorded(workdir)  # fail before a lock file is left in a folder that is not ours
+    # fail before a lock file is left in a folder that is not ours
+    if len(recorded(workdir)) < 2 and has_started(workdir):
+        raise ValueError(
+            f"{workdir} has checkpoints or metrics, but lacks config.json or "
+            f"trials.json; restore them, or choose another --workdir."
+        )
     workdir.mkdir(parents=True, exist_ok=True)
     with open_lock(workdir / ".lock") as lock:
         try:
@@ -63,6 +74,7 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
                 f"Another process is training in {workdir}; wait for it, or choose "
                 f"another --workdir."
             ) from None
+        remove_parts(workdir)
         now = {"config.json": config, "trials.json": trials}
         there = recorded(workdir)
         changed = [
@@ -74,21 +86,6 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
                 f"Choose another --workdir, or use the settings of that run."
             )
         yield
-
-
-def open_lock(path: Path):
-    """Open a lock file, which is made if there is none, without changing it.
-
-    Raises:
-        ValueError: it is a link, which might lead to any file.
-    """
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if path.is_symlink():
-            raise ValueError(f"{path} must not be a link; remove it.") from error
-        raise
-    return os.fdopen(number, "r+")
 
 
 def has_started(workdir: Path) -> bool:
@@ -176,10 +173,11 @@ def read_json(path: Path):
             f"{path} is damaged ({error}); restore it, or train again in another "
             f"--workdir."
         ) from None
-    if path.name in SCHEMAS and not matches(value, SCHEMAS[path.name]):
+    wrong = violation(value, SCHEMAS.get(path.name, object))
+    if wrong:
         raise ValueError(
             f"{path} is not a file that train.py writes; restore it, or choose another "
-            f"--workdir."
+            f"--workdir: {wrong}."
         )
     if path.name == "run.json" and value["format_version"] != FORMAT_VERSION:
         raise ValueError(
@@ -211,27 +209,25 @@ def parse_json(text: str):
         raise ValueError("it is nested too deeply") from None
 
 
-def matches(value, schema) -> bool:
-    """Whether a JSON tree has the keys and types of a schema; see `SCHEMAS`.
-
-    None in a schema stands for a string or null.
-    """
-    if schema is None:
-        return value is None or isinstance(value, str)
-    if not isinstance(value, type(schema)):
-        return False
-    if isinstance(schema, dict):
-        return all(k in value and matches(value[k], schema[k]) for k in schema)
-    if isinstance(schema, list):
-        return bool(value) and all(matches(each, schema[0]) for each in value)
-    return True
-
-
 def write_json(path: Path, value) -> None:
     """Write a JSON file atomically; numbers that are not finite become null."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
-    part.replace(path)
+    write(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def with_digest(row: dict) -> dict:
+    """Add a digest to a row of a JSON file, by which `has_digest` notices edits."""
+    return row | {"digest": _digest(json.loads(json.dumps(_finite(row))))}
+
+
+def has_digest(row: dict) -> bool:
+    """Whether a row is as `with_digest` returned it."""
+    content = {key: value for key, value in row.items() if key != "digest"}
+    return row.get("digest") == _digest(content)
+
+
+def _digest(row: dict) -> str:
+    text = json.dumps(row, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _finite(value):
@@ -307,7 +303,7 @@ def check_data(workdir: Path, data: dict) -> None:
     if not path.exists() or not has_started(workdir):
         return
     before = read_json(path).get("data")
-    if not matches(before, {"examples": 0, "crc32": 0, "dev_crc32": 0}):
+    if not matches(before, DATA):
         raise ValueError(
             f"{path} does not say what the run was trained on; restore it, or choose "
             f"another --workdir."

@@ -14,16 +14,23 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from headcount.runtime.files import locked
 from headcount.runtime.logging import say
-from headcount.runtime.workdir import matches, write_json
+from headcount.runtime.schema import Number, Optional, matches
+from headcount.runtime.workdir import write_json
 from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.runner import POLL, SIGNALS, Runner, Stopped, group_command
-from headcount.sweeps.store import Sweep, locked, read_group, read_optional_json
+from headcount.sweeps.store import Sweep, read_group, read_optional_json
 from headcount.sweeps.table import collect
 from headcount.sweeps.workers import Worker
 
 # An order says what to run, never how: a follower runs our own scripts only.
-ORDER = {"number": 0, "do": "", "group": "", "splits": None}
+ORDER = {
+    "number": Number(0),
+    "do": frozenset(("run", "end")),
+    "group": str,
+    "splits": Optional(str),
+}
 
 
 class Meeting(NamedTuple):

@@ -14,6 +14,7 @@ from functools import reduce
 from operator import getitem
 from typing import NamedTuple
 
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -146,9 +147,18 @@ def expand(
             strict=True,
         )
     ]
-    kept, ids = [], set()
+    kept, ids, in_float32 = [], set(), {}
     for arm in sorted(resolved, key=lambda arm: not arm.is_baseline):
-        own = {trial.id for trial in make_trials(arm, arm.candidates, arm.seeds)}
+        trials = make_trials(arm, arm.candidates, arm.seeds)
+        own = {trial.id for trial in trials}
+        for trial in trials:
+            same = in_float32.setdefault(float32_id(trial.config), trial)
+            if same.id != trial.id:
+                raise ValueError(
+                    f"Arm {same.arm} with {same.nuisance} and arm {trial.arm} with "
+                    f"{trial.nuisance} are the same in float32, in which trials are "
+                    f"trained; leave one of them out."
+                )
         # a matched arm that needs no matching repeats the one that isn't matched
         if not own <= ids:
             kept.append(arm.name)
@@ -296,6 +306,14 @@ def trial_id(config: dict) -> str:
     """Hash everything in a trial's config that its result depends on."""
     kept = {k: v for k, v in flat(config).items() if k not in IGNORED}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def float32_id(config: dict) -> str:
+    """Hash a trial's config with the numbers that its program computes with."""
+    values = flat(config)
+    for key in set(trial_keys(values)) - {"seed"}:
+        values[key] = float(np.float32(values[key]))
+    return trial_id(values)
 
 
 def group_trials(trials: list[Trial], size: int) -> list[list[Trial]]:

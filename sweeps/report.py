@@ -21,6 +21,7 @@ from headcount.analysis.report_figures import make_figures, save_png, to_svg
 from headcount.analysis.report_html import write_html
 from headcount.analysis.report_markdown import join_markdown, write_markdown
 from headcount.configs.commandline import flat
+from headcount.runtime import files
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.plan import Arm
@@ -43,7 +44,7 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     """
     report = check_and_gather(sweep, rows, num_examples)
     markdown, svgs = render(report, sweep.workdir)
-    (sweep.workdir / "report.md").write_text(markdown)
+    files.write(sweep.workdir / "report.md", markdown)
     write_html(sweep.workdir / "report.html", markdown, report.title, svgs)
     for row in report.verdicts:
         print(row["sentence"])

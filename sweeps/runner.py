@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from headcount.runtime.files import locked, open_append
 from headcount.runtime.logging import Progress, say
 from headcount.runtime.workdir import commit, write_json
 from headcount.sweeps.plan import Group, Shard, program_and_trials
@@ -22,7 +23,6 @@ from headcount.sweeps.store import (
     TRAINED,
     Sweep,
     last_step,
-    locked,
     read_optional_json,
     read_run,
 )
@@ -326,7 +326,7 @@ class Runner:
         name = f"{group.trials[0].arm}, {len(group.trials)} trials"
         say(f"{name}: {shlex.join(['python', *command[1:]])}")
         log = self.sweep.folder(group) / "log.txt"
-        with log.open("a") as file:
+        with open_append(log) as file:
             file.write(f"$ {shlex.join(command)}\n")
             file.flush()
             start = file.tell()

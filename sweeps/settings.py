@@ -14,7 +14,10 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from headcount.configs.commandline import flat
+from headcount.configs.validation import read_config
 from headcount.runtime import cluster
+from headcount.runtime.files import locked
+from headcount.runtime.schema import Number, Optional, violation
 from headcount.runtime.workdir import differences, summarize, write_json
 from headcount.sweeps.ablation import (
     arms_of,
@@ -25,7 +28,7 @@ from headcount.sweeps.ablation import (
 from headcount.sweeps.looks import parse_margin
 from headcount.sweeps.plan import IGNORED, Group, Plan, Shard, expand
 from headcount.sweeps.search import Search, make_search, optional_package
-from headcount.sweeps.store import Sweep, locked, read_optional_json
+from headcount.sweeps.store import Sweep, read_optional_json
 from headcount.tasks import Task, best_metric, make_task
 
 FORMAT_VERSION = 1  # of sweep.json
@@ -33,10 +36,28 @@ FIXED = (  # what makes it this sweep
     *("base", "ablation", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "looks", "margin"),
 )
-SETTINGS = (  # what sweep.json holds
-    *("format_version", *FIXED, "arms", "docstring", "seeds", "config"),
-    *("overrides", "group_size", "note", "command"),
-)
+SETTINGS = {  # what sweep.json holds; see `runtime.schema`
+    "format_version": int,
+    "base": read_config,
+    "ablation": str,
+    "match": Optional(frozenset(("parameters", "flops"))),
+    "tune": list,
+    "search": Optional(str),
+    "search_seeds": Number(1),
+    "checkpoint": frozenset(("best", "last", "average")),
+    "metric": str,
+    "test_split": str,
+    "looks": Optional([Number(1)]),
+    "margin": Optional(Number(0, float)),
+    "arms": [{}],
+    "docstring": str,
+    "seeds": Number(1),
+    "config": str,
+    "overrides": {},
+    "group_size": Number(1),
+    "note": Optional(str),
+    "command": str,
+}
 FLAGS = (  # that set a setting
     *("ablation", "seeds", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "group_size", "note"),
@@ -150,10 +171,13 @@ def read_settings(path: Path) -> dict | None:
             f"of Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or "
             f"choose another --workdir."
         )
-    if missing := [key for key in SETTINGS if key not in known]:
+    wrong = violation(stored, SETTINGS)
+    if wrong is None and not all(isinstance(text, str) for text in known["tune"]):
+        wrong = "tune must be a list of strings"
+    if wrong:
         raise ValueError(
-            f"{path} is damaged (it lacks {summarize(missing)}); restore it, or start "
-            f"again in another --workdir."
+            f"{path} is damaged ({wrong}); restore it, or start again in another "
+            f"--workdir."
         )
     return known
 

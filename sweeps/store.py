@@ -12,26 +12,26 @@ any moment, and several processes or machines may work on one sweep.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from headcount.analysis.sequential import Looks
+from headcount.configs.validation import read_config
+from headcount.runtime.files import locked, remove_parts
+from headcount.runtime.schema import Number, Optional, violation
 from headcount.runtime.workdir import (
     differences,
-    matches,
-    open_lock,
+    has_digest,
     read_json,
     summarize,
     write_json,
 )
 from headcount.sweeps.looks import make_looks, staged_trials
-from headcount.sweeps.plan import Group, Plan, Trial, group_trials
+from headcount.sweeps.plan import Group, Plan, Trial, group_trials, trial_id
 from headcount.sweeps.search import (
     DIVERGED,
     DevScore,
@@ -42,27 +42,32 @@ from headcount.tasks import Metric, Task
 from headcount.training.metrics import read_metrics
 
 TRAINED = ("finished", "diverged")  # statuses of run.json with nothing left to train
-RUN = {  # what the table takes from run.json; see `runtime.workdir.matches`
-    **{"status": "", "num_parameters": 0, "devices": [""], "attention": {}},
-    **{"versions": {}, "python": "", "commit": None},
+# What the table takes from files of a group; see `runtime.schema`.
+RUN = {
+    "status": str,
+    "num_parameters": Number(0),
+    "devices": [str],
+    "attention": {},
+    "versions": {},
+    "python": str,
+    "commit": Optional(str),
 }
-RESULT = {"step": 0, "checkpoint": "", "options": {}, "signatures": {}}
-
-
-@contextlib.contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator:
-    """Lock a file; yield it, or None if another process has the lock.
-
-    The kernel releases the lock when the last process that has the file open ends, in
-    whatever way. A child process that inherits the file keeps the lock.
-    """
-    with open_lock(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield None
-        else:
-            yield file
+RESULT = {
+    "trial": Number(0),
+    "step": Number(0),
+    "checkpoint": str,
+    "diverged_at": Optional(Number(0)),
+    "options": {},
+    "signatures": {},
+}
+TRIAL = {
+    "id": str,
+    "arm": str,
+    "nuisance": {},
+    "seed": Number(0),
+    "config": read_config,
+    "attempt": Number(0),
+}
 
 
 class Sweep(NamedTuple):
@@ -143,6 +148,7 @@ class Sweep(NamedTuple):
         folder, lock = self.workdir / "groups", contextlib.nullcontext()
         if write:
             folder.mkdir(parents=True, exist_ok=True)
+            remove_parts(self.workdir)
             lock = locked(self.workdir / ".plan")
         with lock:
             groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
@@ -234,16 +240,18 @@ def read_group(path: Path) -> Group:
     Raises:
         ValueError: it is damaged.
     """
-    try:
-        trials = [Trial(**trial) for trial in read_json(path)]
-    except TypeError:
-        trials = []
-    if not trials:
+    found = read_json(path)
+    wrong = violation(found, [TRIAL])
+    if wrong is None:
+        for index, trial in enumerate(found):
+            if trial.keys() != TRIAL.keys() or trial_id(trial["config"]) != trial["id"]:
+                wrong = wrong or f"[{index}] was edited: its id is of another config"
+    if wrong:
         raise ValueError(
-            f"{path} is damaged (it holds no trials); restore it, or move its folder "
-            f"away and sweep.py run trains them again."
+            f"{path} is damaged ({wrong}); restore it, or move its folder away and "
+            f"sweep.py run trains its trials again."
         )
-    return Group(path.parent.name, trials)
+    return Group(path.parent.name, [Trial(**trial) for trial in found])
 
 
 def read_run(folder: Path) -> dict | None:
@@ -263,7 +271,7 @@ def read_failure(folder: Path) -> dict | None:
         ValueError: the file is damaged.
     """
     hint = "sweep.py run tries its group again."
-    return _read_record(folder / "failed.json", {"error": ""}, hint)
+    return _read_record(folder / "failed.json", {"error": str}, hint)
 
 
 def _read_record(path: Path, schema: dict, hint: str) -> dict | None:
@@ -271,8 +279,9 @@ def _read_record(path: Path, schema: dict, hint: str) -> dict | None:
         found = read_optional_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); {hint}") from None
-    if found is not None and not matches(found, schema):
-        raise ValueError(f"{path} is damaged (it lacks a value); {hint}")
+    wrong = None if found is None else violation(found, schema)
+    if wrong:
+        raise ValueError(f"{path} is damaged ({wrong}); {hint}")
     return found
 
 
@@ -290,9 +299,13 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
         raise ValueError(f"{path} is damaged ({error}); {hint}") from None
     if found is None:
         return None
-    whole = isinstance(found, list) and matches(found, [RESULT])
-    if not whole or len(found) != len(group.trials):
-        raise ValueError(f"{path} is damaged (it needs a row per trial); {hint}")
+    wrong = violation(found, [RESULT])
+    if wrong is None and [row["trial"] for row in found] != [*range(len(group.trials))]:
+        wrong = "it needs a row per trial"
+    if wrong is None and not all(map(has_digest, found)):
+        wrong = "it was changed since eval.py wrote it"
+    if wrong:
+        raise ValueError(f"{path} is damaged ({wrong}); {hint}")
     for row in found:
         needed = {m.name: row.get(m.name, "missing") for m in metrics}
         if row.get("diverged_at") is None and needed[sweep.metric.name] is None:

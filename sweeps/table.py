@@ -6,17 +6,19 @@ again at any time.
 
 import contextlib
 import csv
+import io
 import json
 import sqlite3
 from pathlib import Path
 
+from headcount.runtime import files
+from headcount.runtime.files import locked
 from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.plan import Arm, Group, Plan
 from headcount.sweeps.store import (
     TRAINED,
     Sweep,
     diverged_at,
-    locked,
     read_failure,
     read_run,
 )
@@ -226,18 +228,15 @@ def write_sqlite(path: Path, tables: dict[str, tuple[list[str], list[dict]]]) ->
             )
         database.commit()
         content = database.serialize()
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
     # SQLite would apply a journal that belongs to the old file to the new one
     path.with_name(path.name + "-journal").unlink(missing_ok=True)
-    part.replace(path)
+    files.write(path, content)
 
 
 def write_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """Write the rows for a spreadsheet."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    part.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write(path, text.getvalue())

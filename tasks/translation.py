@@ -10,7 +10,7 @@ import numpy as np
 from headcount.data import batches, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import largest_rows
-from headcount.decoding.generate import generate, generate_trials
+from headcount.decoding.generate import default_limit, generate, generate_trials
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
 from headcount.models.validation import check_bos
@@ -251,7 +251,10 @@ class Translation(Task):
         options |= {"return_scores": n_best is not None, "head_gates": gates}
         with sharding.using(run.mesh):
             chosen = [encoded[index] for index in full]
-            out = generate(run.graph, params, chosen, n_best=n_best, **options)
+            most = self.config.data.max_decode_length
+            out = generate(
+                run.graph, params, chosen, n_best=n_best, max_limit=most, **options
+            )
         found = dict(zip(full, out if n_best else out[0], strict=True))
         nothing = NOTHING if n_best else []
         everything = [found.get(index, nothing) for index in range(len(lines))]
@@ -364,6 +367,13 @@ def translations(
     that they hold, and all get all translations.
     """
     sentences = [ids.tolist() for ids in sources]
+    most = run.config.data.max_decode_length
+    cut = sum(default_limit(len(ids), None) > most for ids in sentences)
+    if cut:
+        say(
+            f"{cut} of {len(sentences)} sentences are so long that their translations "
+            f"are cut at data.max_decode_length={most} tokens."
+        )
     found, full = [], [i for i, ids in enumerate(sentences) if len(ids) > 1]
     for shares, params in sharding.trials_here(run.params, jax.sharding.get_mesh()):
         chosen = [
@@ -377,6 +387,7 @@ def translations(
             sentences,
             chosen,
             head_gates=jax.tree.map(lambda x, rows=rows: x[rows], run.head_gates),
+            max_limit=most,
             n_best=n_best,
             return_scores=n_best is not None,
             **options,

@@ -233,28 +233,31 @@ class Checkpoints:
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
         """Read the newest sound checkpoint: its step and items; None if there is none.
 
-        Damaged ones are logged, and moved to WORKDIR/damaged unless we are read-only.
+        Damaged ones after it are logged, and moved to WORKDIR/damaged unless we are
+        read-only.
 
         Raises:
-            ValueError: all are damaged. Training must not silently start over.
+            ValueError: all are damaged. Training must not silently start over, and
+                what is there may be of another program, so it stays.
         """
+        damaged = []
         for step in reversed(self.steps_of_all()):
             items, damage = self.read_all(step, **abstract)
             if damage is None:
+                for other in damaged if self.keep is not None else ():
+                    self.set_aside(other)
                 return step, items
+            damaged.append(step)
             say(
                 f"The checkpoint of step {step} is damaged ({damage}); trying the one "
                 f"before it."
             )
-            if self.keep is not None:
-                self.set_aside(step)
         with distributed.fail_together():
-            if self.keep is not None and self.damaged.exists():
+            if self.keep is not None and (damaged or self.damaged.exists()):
+                where = self.directory if damaged else self.damaged
                 raise ValueError(
-                    f"{self.directory} holds no sound checkpoint to resume from; "
-                    "those in "
-                    f"{self.damaged} are damaged. Restore one, or choose another "
-                    f"--workdir."
+                    f"{self.directory} holds no sound checkpoint to resume from; those "
+                    f"in {where} are damaged. Restore one, or choose another --workdir."
                 )
         return None
 

@@ -15,7 +15,7 @@ from headcount.data.batches import dispatch_spans, prefetched
 from headcount.data.examples import Examples
 from headcount.models.maps import head_summaries
 from headcount.runtime import sharding
-from headcount.runtime.logging import Progress, clock, say
+from headcount.runtime.logging import Progress, clock, heartbeat, say
 from headcount.runtime.profiling import CompileClock, Profile, peak_flops
 from headcount.runtime.signals import StopSignal
 from headcount.tasks import Run, Task, best_metric
@@ -189,9 +189,10 @@ def evaluate(trainer: Trainer) -> None:
     config, step, R = trainer.config.train, trainer.step, len(trainer.trials)
     with trainer.paused():
         alive = np.flatnonzero(~trainer.frozen).tolist()
-        rows = trainer.task.evaluate(
-            trainer.run(), trainer.dev, trials=alive, quick=True
-        )
+        with heartbeat(f"step {step}: still scoring {len(trainer.dev)} dev examples"):
+            rows = trainer.task.evaluate(
+                trainer.run(), trainer.dev, trials=alive, quick=True
+            )
         rows = dict(zip(alive, rows, strict=True))
         metrics = [
             m for m in trainer.task.metrics if all(m.name in r for r in rows.values())

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from headcount.runtime.workdir import matches, parse_json
+from headcount.runtime.files import open_append, write
+from headcount.runtime.schema import Number, matches
+from headcount.runtime.workdir import parse_json
+
+ROW = {"step": Number(0), "trial": Number(0)}
 
 
 class MetricsWriter:
@@ -29,10 +33,8 @@ class MetricsWriter:
         kept = [x for x in lines if (row := parse_row(x)) and row["step"] <= step]
         kept = "".join(line + "\n" for line in kept)
         if kept != text:
-            part = self.path.with_suffix(".part")
-            part.write_text(kept)
-            part.replace(self.path)
-        self.file = self.path.open("a", buffering=1)
+            write(self.path, kept)
+        self.file = open_append(self.path)
         self.workdir, self.step = workdir, step
 
     def write(self, step: int, trial: int, **values) -> None:
@@ -83,7 +85,10 @@ def parse_row(line: str) -> dict | None:
         row = parse_json(line)
     except ValueError:
         return None
-    return row if matches(row, {"step": 0, "trial": 0}) else None
+    if not matches(row, ROW):
+        return None
+    values = (int, float, type(None))
+    return row if all(isinstance(value, values) for value in row.values()) else None
 
 
 def read_metrics(workdir: Path) -> list[dict]:

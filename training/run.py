@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 from headcount.configs.commandline import flat
 from headcount.configs.run import load_config
 from headcount.models.cost import abstract
-from headcount.runtime import sharding
+from headcount.runtime import distributed, sharding
 from headcount.runtime.workdir import read_json
 from headcount.tasks import Run, make_task
 from headcount.training.restore import READERS, restore_parameters
-from headcount.training.trials import head_gates
+from headcount.training.trials import check_trials, head_gates
 
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
@@ -40,11 +40,14 @@ def load(workdir: Path | str, which: str = "best") -> Run:
     """
     if which not in READERS:
         raise ValueError(f"which must be one of {', '.join(READERS)}, got {which!r}.")
+    distributed.check_devices()
     workdir = Path(workdir)
     config = read_config(workdir)
     task = make_task(config, workdir / "tokenizer")
     graph, like = nnx.split(abstract(task.build))
-    trials = read_json(workdir / "trials.json")
+    path = workdir / "trials.json"
+    trials = read_json(path)
+    check_trials(path, trials, flat(config.to_dict()))
     params, steps, diverged_at = restore_parameters(workdir, which, len(trials), like)
     axes = {"trial": None, "data": -1, "model": 1}
     mesh = sharding.make_mesh(axes, len(trials), jax.device_count())

@@ -72,26 +72,7 @@ def read_trials(path: Path, config: dict) -> list[dict]:
         raise ValueError(f"{path} can't be read as JSON: {error}.") from None
     if not isinstance(found, list) or not found:
         raise ValueError(f"{path} must contain a list of at least one trial.")
-    for index, trial in enumerate(found):
-        place = f"trial {index} of {path}"
-        if not isinstance(trial, dict):
-            raise ValueError(
-                f"{place} must be an object from config key to number, got {trial!r}."
-            )
-        for key, value in trial.items():
-            if key.startswith("head_gates."):
-                check_gate(place, key, config)
-            elif key not in config:
-                near = get_close_matches(key, config, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise ValueError(f"{place}: there is no config key {key}.{hint}")
-            elif key not in trial_keys(config):
-                raise ValueError(
-                    f"{place}: {key} changes the program, so it needs a run of its "
-                    f"own; trials may differ in {', '.join(trial_keys(config))} and "
-                    f"head_gates.SITE.LAYER.HEAD."
-                )
-            check_value(f"{place}: {key}", key, value)
+    check_trials(path, found, config)
     keys = dict.fromkeys(["seed", *(key for trial in found for key in trial)])
     default = {key: 1 if GATE.fullmatch(key) else config[key] for key in keys}
     trials, first = [default | trial for trial in found], {}
@@ -104,6 +85,36 @@ def read_trials(path: Path, config: dict) -> list[dict]:
             )
         first[values] = index
     return trials
+
+
+def check_trials(path: Path, trials: list, config: dict) -> None:
+    """Raise a ValueError unless each trial is a dict from keys to numbers in range.
+
+    Args:
+        path: the file that lists them, for errors.
+        config: flat.
+    """
+    may_differ = set(trial_keys(config))
+    for index, trial in enumerate(trials):
+        place = f"trial {index} of {path}"
+        if not isinstance(trial, dict):
+            raise ValueError(
+                f"{place} must be an object from config key to number, got {trial!r}."
+            )
+        for key, value in trial.items():
+            if key.startswith("head_gates."):
+                check_gate(place, key, config)
+            elif key not in config:
+                near = get_close_matches(key, config, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{place}: there is no config key {key}.{hint}")
+            elif key not in may_differ:
+                raise ValueError(
+                    f"{place}: {key} changes the program, so it needs a run of its "
+                    f"own; trials may differ in {', '.join(trial_keys(config))} and "
+                    f"head_gates.SITE.LAYER.HEAD."
+                )
+            check_value(f"{place}: {key}", key, value)
 
 
 def setting_at(config: dict, site: str, name: str):
@@ -141,9 +152,11 @@ def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
     for index, trial in enumerate(trials):
         for key, value in trial.items():
             if match := GATE.fullmatch(key):
-                ones = np.ones((len(trials), *heads_at(config, match[1])), np.float32)
-                of_site = gates.setdefault(match[1], ones)
-                of_site[index, int(match[2]), int(match[3])] = value
+                site = match[1]
+                if site not in gates:
+                    shape = (len(trials), *heads_at(config, site))
+                    gates[site] = np.ones(shape, np.float32)
+                gates[site][index, int(match[2]), int(match[3])] = value
     return gates
 
 

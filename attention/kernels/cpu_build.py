@@ -67,6 +67,8 @@ def _library():
     name = f"attention_{hashlib.sha256(''.join(words).encode()).hexdigest()[:16]}.so"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        if not root.is_absolute():  # whoever owns the current folder could plant one
+            raise OSError(f"XDG_CACHE_HOME={root} is not absolute")
         return ctypes.CDLL(str(_compiled(command, root / "headcount" / name)))
     except (OSError, RuntimeError):  # not writable, not executable, no home at all
         with tempfile.TemporaryDirectory(prefix="headcount-") as folder:

@@ -13,7 +13,7 @@ from headcount import attention
 from headcount.configs.ablations import equal_gain
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
-from headcount.configs.validation import check_counts
+from headcount.configs.validation import check_values
 from headcount.models import precision
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
@@ -348,9 +348,9 @@ def test_a_kernel_without_a_bias_gradient_raises_an_error():
 )
 def test_counts_below_one_raise_an_error_that_names_the_key(key):
     config = flat(get_config().to_dict())
-    check_counts(config)
+    check_values(config)
     with pytest.raises(ValueError, match=f"{key} must be at least 1, got 0"):
-        check_counts(config | {key: 0})
+        check_values(config | {key: 0})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import signal
 import pytest
 from sweep_cases import end, finish, metrics, rows, start, started, sweep, wait_for
 
-from headcount.sweeps.store import locked
+from headcount.runtime.files import locked
 from tests.processes import free_address
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from headcount.configs import base
+from headcount.runtime.workdir import with_digest, write_json
 from headcount.sweeps import report
 from headcount.sweeps.settings import Options
 from headcount.sweeps.store import Sweep
@@ -145,7 +146,7 @@ def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "tes
             predictions = [line.replace("sun", f"{score:.0f}") for line in LINES]
             path = folder / f"{split}{suffix}.txt"
             path.write_text("\n".join(predictions) + "\n")
-        (folder / f"result-{split}.json").write_text(json.dumps(rows))
+        write_json(folder / f"result-{split}.json", [with_digest(r) for r in rows])
 
 
 def finish_all(sweep: Sweep) -> None:
@@ -159,7 +160,12 @@ def edit_results(sweep: Sweep, index: int, edit, splits=("val", "test")) -> None
     for split in splits:
         path = sweep.folder(sweep.groups[index]) / f"result-{split}.json"
         rows = json.loads(path.read_text())
-        path.write_text(json.dumps([edit(row) for row in rows]))
+        write_json(path, [with_digest(without_digest(edit(row))) for row in rows])
+
+
+def without_digest(row: dict) -> dict:
+    """Return a row as eval.py has it before it adds the digest."""
+    return {key: value for key, value in row.items() if key != "digest"}
 
 
 def statuses(sweep: Sweep) -> dict[str, str]:

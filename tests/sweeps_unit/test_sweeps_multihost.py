@@ -9,12 +9,12 @@ import time
 import pytest
 from sweep_fakes import options
 
+from headcount.runtime.files import locked
 from headcount.runtime.workdir import write_json
 from headcount.sweeps import multihost
 from headcount.sweeps.plan import Shard
 from headcount.sweeps.runner import SIGNALS, Stopped, eval_command, train_command
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.store import locked
 
 
 @pytest.fixture

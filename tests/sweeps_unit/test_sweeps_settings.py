@@ -55,13 +55,16 @@ def test_nothing_in_a_workdir_is_executed(tmp_path, corpus):
     for verb in ("run", "status", "report", "list"):
         open_sweep(only_workdir(given, verb=verb))
     path = tmp_path / "s" / "sweep.json"
+    whole = stored(tmp_path / "s")
     for key in ("arms", "docstring"):
-        lacking = {k: v for k, v in stored(tmp_path / "s").items() if k != key}
+        lacking = {k: v for k, v in whole.items() if k != key}
         path.write_text(json.dumps(lacking))
         for verb in ("run", "status", "report", "list"):
             with pytest.raises(ValueError, match=f"sweep.json is damaged.*{key}"):
                 open_sweep(only_workdir(given, verb=verb))
         path.write_text(json.dumps(lacking | {key: []}))
+        with pytest.raises(ValueError, match=f"sweep.json is damaged.*{key}"):
+            open_sweep(only_workdir(given))
     assert not (tmp_path / "executed").exists()
 
 

@@ -15,8 +15,8 @@ from sweep_fakes import (
     write_run,
 )
 
+from headcount.runtime.files import locked
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.store import locked
 from headcount.sweeps.table import collect
 
 

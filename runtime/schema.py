@@ -1,0 +1,121 @@
+"""What a JSON file must contain: types and ranges, checked when it is read.
+
+A schema is one of
+
+    a type or a tuple of types    int takes no bool, float takes int too
+    a Number                      in a range
+    a frozenset                   one of its values
+    Optional(schema)              or null
+    [schema]                      a list that is not empty
+    {key: schema, ...}            an object with at least these keys
+    a function                    raises a ValueError that says what is wrong
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
+
+
+class Number(NamedTuple):
+    """A finite number of at least `low`, by default a whole one."""
+
+    low: float
+    kind: type = int
+
+
+class Optional(NamedTuple):
+    """A value that may be null."""
+
+    schema: Any
+
+
+def matches(value, schema) -> bool:
+    """Whether a JSON value has the types and ranges of a schema."""
+    return violation(value, schema) is None
+
+
+def violation(value, schema, name: str = "it") -> str | None:
+    """Return where a JSON value does not match a schema, in words; None if it does.
+
+    Args:
+        name: of the value, in the words.
+    """
+    if isinstance(schema, Optional):
+        return None if value is None else violation(value, schema.schema, name)
+    if isinstance(schema, Number):
+        wrong = violation(value, schema.kind, name)
+        if wrong is None and not value >= schema.low:
+            return f"{name} must be at least {schema.low}, got {value}"
+        return wrong
+    if isinstance(schema, frozenset):
+        if isinstance(value, str | int) and value in schema:
+            return None
+        choices = ", ".join(sorted(map(str, schema)))
+        return f"{name} must be one of {choices}, got {shown(value)}"
+    if isinstance(schema, list):
+        return _in_list(value, schema[0], name)
+    if isinstance(schema, dict):
+        return _in_object(value, schema, name)
+    if isinstance(schema, type | tuple):
+        return _of_kind(value, schema if isinstance(schema, tuple) else (schema,), name)
+    return _by_function(value, schema, name)
+
+
+def _in_list(value, schema, name: str) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"{name} must be a list that is not empty, got {shown(value)}"
+    of = "" if name == "it" else name
+    found = (violation(each, schema, f"{of}[{i}]") for i, each in enumerate(value))
+    return next((wrong for wrong in found if wrong), None)
+
+
+def _in_object(value, schema: dict, name: str) -> str | None:
+    if not isinstance(value, dict):
+        return f"{name} must be an object, got {shown(value)}"
+    of = "" if name == "it" else f"{name}."
+    for key, each in schema.items():
+        if key not in value:
+            return f"{of}{key} is missing"
+        if wrong := violation(value[key], each, f"{of}{key}"):
+            return wrong
+    return None
+
+
+def _of_kind(value, kinds: tuple[type, ...], name: str) -> str | None:
+    if object in kinds:
+        return None
+    if isinstance(value, bool):
+        fits = bool in kinds
+    else:
+        fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+    if fits and isinstance(value, float) and not math.isfinite(value):
+        return f"{name} must be finite, got {value}"
+    if fits:
+        return None
+    wanted = " or ".join(KINDS[kind] for kind in kinds)
+    return f"{name} must be {wanted}, got {shown(value)}"
+
+
+def _by_function(value, check: Callable, name: str) -> str | None:
+    try:
+        check(value)
+    except ValueError as error:
+        text = str(error).rstrip(".")
+        return text if name == "it" else f"{name}: {text}"
+    return None
+
+
+def shown(value) -> str:
+    """Return a value for a sentence, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
