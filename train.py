@@ -129,6 +129,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
             cluster.connect()
             with distributed.fail_together():
                 check_config(config)
+                check_memory(config, len(trials))
                 if distributed.is_first():
                     stack.enter_context(claim(workdir, config.to_dict(), trials))
             distributed.check_same_run(
@@ -170,7 +171,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
 
     model = cost.abstract(task.build)
     with distributed.fail_together():
-        check_memory(config, model, spec, R)
+        check_memory(config, R, cost.parameters(model))
     static = make_static(model, config, task.loss)
     sharding.warn_of_undivided(nnx.state(model), flat(config.to_dict()), mesh.shape)
     make_state = partial(init, static=static, build=task.build)

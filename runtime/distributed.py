@@ -145,10 +145,10 @@ def check_devices() -> None:
     """Raise a ValueError if JAX finds no device of the kind it is told to use."""
     try:
         jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter without a plugin
         told = os.environ.get("JAX_PLATFORMS")
         fix = f"change JAX_PLATFORMS={told}" if told else "set JAX_PLATFORMS=cpu"
-        reason = str(error).split("\n")[0].rstrip(".")
+        reason = str(error).split("\n")[0].rstrip(".") or "no plugin is installed"
         raise ValueError(f"JAX finds no device ({reason}); {fix}.") from None
 
 

@@ -1,9 +1,7 @@
 """Check a config before anything is read or written, and a run before it is built."""
 
-import math
-
 from headcount.configs.validation import check_values, choose, flatten
-from headcount.models.cost import abstract, parameters
+from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
 from headcount.models.validation import check_positions
 from headcount.runtime.memory import total_memory
@@ -29,33 +27,38 @@ def check_config(config) -> None:
     abstract(make_task(shallow).build)
 
 
-def check_memory(config, model, spec: dict, num_trials: int) -> None:
+def check_memory(config, num_trials: int, count: int = 0) -> None:
     """Raise a ValueError if a run can't fit the memory of all devices together.
 
     What is counted is there at the least: four copies of the parameters (the weights,
-    their gradient, a moment of the optimizer, the best weights), and the batches of one
-    dispatch with one vector of the model per token. The step needs more.
+    their gradient, a moment of the optimizer, the best weights), the tokens of one
+    dispatch, and one vector per token of an update. The step needs more.
 
     Args:
-        model: abstract.
-        spec: of one trial's batch; see `tasks.base.Batches`.
+        count: parameters of a trial; 0: not known yet.
     """
     available = total_memory()
     if available is None:
         return
-    train, count = config.train, parameters(model)
-    tokens = sum(math.prod(array.shape) for array in spec.values())
-    longest = max(math.prod(array.shape) for array in spec.values())
+    train, tokens = config.train, 4 * num_trials * config.data.batch_tokens
     state = 4 * 4 * num_trials * count
-    batches = 4 * num_trials * train.steps_per_dispatch * tokens
-    batches += 4 * num_trials * longest * config.model.width // train.accumulate_steps
+    batches = tokens * train.steps_per_dispatch
+    batches += tokens * config.model.width // train.accumulate_steps
     if state + batches <= available:
         return
-    large = "a smaller model" if state > batches else "a lower data.batch_tokens"
+    fix = (
+        "choose a smaller model, or fewer trials (seeds)"
+        if state > batches
+        else "choose a lower data.batch_tokens or train.steps_per_dispatch, or fewer "
+        "trials (seeds)"
+    )
     raise ValueError(
-        f"{num_trials} trials of {count:,} parameters need at least "
-        f"{gib(state)} GiB for their state and {gib(batches)} GiB for batches, and the "
-        f"devices have {gib(available)} GiB; choose {large} or fewer trials (seeds)."
+        f"{num_trials} trials of {count:,} parameters need at least {gib(state)} GiB "
+        f"for their state and {gib(batches)} GiB for batches, and the devices have "
+        f"{gib(available)} GiB; {fix}."
+        if count
+        else f"{num_trials} trials need at least {gib(batches)} GiB for batches, and "
+        f"the devices have {gib(available)} GiB; {fix}."
     )
 
 

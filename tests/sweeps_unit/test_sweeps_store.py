@@ -9,13 +9,16 @@ from sweep_fakes import (
     edit_results,
     finish,
     finish_all,
+    only_workdir,
     options,
     statuses,
+    without_digest,
     write_report,
     write_run,
 )
 
 from headcount.runtime.files import locked
+from headcount.runtime.workdir import with_digest
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
 
@@ -85,10 +88,42 @@ def test_a_result_without_a_score_is_damaged(tmp_path, corpus, split, metric):
     rows = json.loads(path.read_text())
     lacking = {key: value for key, value in rows[1].items() if key != metric}
     for row in (lacking, lacking | {metric: None}, lacking | {metric: "high"}):
-        path.write_text(json.dumps([rows[0], row]))
+        path.write_text(json.dumps([rows[0], with_digest(without_digest(row))]))
         assert statuses(sweep)["K=2"] == "failed"
         with pytest.raises(ValueError, match=f"^{path} is damaged .*{metric}"):
             write_report(sweep)
+
+
+def test_a_result_changed_by_hand_does_not_count_as_done(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish_all(sweep)
+    path = sweep.folder(sweep.groups[1]) / "result-test.json"
+    path.write_text(path.read_text().replace('"exact_match": 0.5', '"exact_match": 1'))
+    assert statuses(sweep) == {"K=4": "done", "K=2": "failed", "K=1": "done"}
+    with pytest.raises(ValueError, match=f"^{path} is damaged .*eval.py wrote it"):
+        write_report(sweep)
+
+
+@pytest.mark.parametrize(
+    "edit, named",
+    [
+        (lambda trial: trial["config"]["model"].update(width=64), "id"),
+        (lambda trial: trial["config"]["model"].update(width=-4), "model.width"),
+        (lambda trial: trial["config"].update(model=None), "model"),
+        (lambda trial: trial.update(seed="0"), "seed"),
+        (lambda trial: trial.pop("arm"), "arm"),
+        (lambda trial: trial.update(more=3), "id"),
+    ],
+)
+def test_an_edited_group_is_named(tmp_path, corpus, edit, named):
+    given = options(tmp_path / "s", corpus)
+    sweep = open_sweep(given)
+    path = sweep.folder(sweep.groups[0]) / "group.json"
+    trials = json.loads(path.read_text())
+    edit(trials[1])
+    path.write_text(json.dumps(trials))
+    with pytest.raises(ValueError, match=f"^{path} is damaged .*{named}"):
+        open_sweep(only_workdir(given))
 
 
 def test_only_the_metric_of_the_sweep_must_be_finite(tmp_path, corpus):

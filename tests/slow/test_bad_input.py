@@ -3,10 +3,14 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from headcount.configs import base
+from headcount.configs.commandline import flat
+from headcount.training.trials import hyperparameters, make_trials
 from tests.runs import arguments, fails, read, run, start, training
 
 CONFIG = """
@@ -43,8 +47,7 @@ def get_config():
 def test_a_config_file_that_fails_is_named_with_its_line(tmp_path, line, culprits):
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(line))
-    line = fails(run(arguments("train.py", config=path, workdir=tmp_path)), *culprits)
-    assert str(path) in line or "config" in line.lower() or "model" in line
+    fails(run(arguments("train.py", config=path, workdir=tmp_path)), *culprits)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_a_config_file_that_fails_is_named_with_its_line(tmp_path, line, culprit
 def test_a_value_that_cannot_be_trained_with_is_named(corpus, tmp_path, key, value):
     """Also what fits no memory, before anything of it is allocated."""
     line = fails(run(training(tmp_path / "run", **corpus | {key: value}), timeout=120))
-    assert key in line or ("GiB" in line and "parameters" in line)
+    assert key in line or "GiB for their state" in line
 
 
 EDITS = [
@@ -78,7 +81,7 @@ EDITS = [
     ("config.json", ["model", "num_encoder_layers"], 10**8, "num_encoder_layers"),
     ("config.json", ["model", "dropout"], None, "model.dropout"),
     ("config.json", ["model", "norm_epsilon"], float("inf"), "norm_epsilon"),
-    ("config.json", ["data", "directory"], 5, "data.directory"),
+    ("config.json", ["task", "pooling"], 5, "task.pooling"),
     ("config.json", ["modle"], 3, "modle"),
     ("config.json", [], [], "config.json"),
     ("trials.json", [], [], "trials.json"),
@@ -170,17 +173,15 @@ def test_too_few_open_files_are_named():
         f"{LIMIT.format(100)}; from headcount.runtime import platform; "
         f"print(platform.unusable_environment())"
     )
-    import subprocess
-    import sys
-
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "100 files" in ran.stdout and "ulimit -n" in ran.stdout, ran.stderr
 
 
 def test_a_flag_file_that_is_missing_is_named(tmp_path):
-    for script in ("train.py", "eval.py"):
-        ran = run([script, f"--flagfile={tmp_path / 'none'}"])
-        fails(ran, "--flagfile", tmp_path / "none")
+    process = start(["train.py", f"--flagfile={tmp_path / 'none'}"])
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and "Traceback" not in log
+    assert "--flagfile" in log and str(tmp_path / "none") in log
 
 
 def test_a_workdir_that_is_not_utf_8_is_named(corpus, tmp_path):
@@ -191,9 +192,6 @@ def test_a_workdir_that_is_not_utf_8_is_named(corpus, tmp_path):
 
 
 def test_hundreds_of_thousands_of_trials_are_read_in_seconds(tmp_path):
-    from headcount.configs.commandline import flat
-    from headcount.training.trials import hyperparameters, make_trials
-
     path = tmp_path / "trials.json"
     gates = {"head_gates.cross.0.0": 0}
     path.write_text(json.dumps([{"seed": seed} | gates for seed in range(100_000)]))

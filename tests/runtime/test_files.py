@@ -1,0 +1,82 @@
+"""Writing files: atomically, without following links, cleaning up after kills."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from headcount.runtime.files import open_append, open_lock, remove_parts, write
+
+HALF = """
+import os, sys
+from pathlib import Path
+from headcount.runtime import files
+
+part, number = files._create_part(Path(sys.argv[1]))
+os.write(number, b"half")
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path):
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    write(link, "new")
+    assert victim.read_text() == "precious"
+    assert link.read_text() == "new" and not link.is_symlink()
+
+
+@pytest.mark.parametrize("opened", [open_lock, open_append])
+def test_a_link_is_not_opened(tmp_path, opened):
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    with pytest.raises(ValueError, match=f"{link} must not be a link"):
+        opened(link)
+    link.unlink()
+    link.symlink_to(tmp_path / "new")
+    with pytest.raises(ValueError, match="must not be a link"):
+        opened(link)
+    assert victim.read_text() == "precious" and not (tmp_path / "new").exists()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    write(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write(path, "\ud800")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "folder", "new")
+    assert path.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_what_a_kill_leaves_is_removed_but_not_what_is_being_written(tmp_path):
+    path = tmp_path / "file"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HALF, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "written\n"
+    (part,) = tmp_path.iterdir()
+    remove_parts(tmp_path)
+    assert part.exists(), "its writer lives"
+    process.kill()
+    process.communicate()
+    remove_parts(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "file", b"content")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
