@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from sweep_fakes import ROOT, finish_all, only_workdir, options
+from sweep_fakes import ROOT, edit_results, finish_all, only_workdir, options
 
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.status import print_status
@@ -95,9 +95,7 @@ def test_status_counts_trials_by_status_and_lists_what_diverged(
     print_status(sweep, collect(sweep))
     printed = capsys.readouterr().out
     assert "Everything is done" in printed and "dev BLEU" in printed
-    for path in sweep.folder(sweep.groups[1]).glob("result-*.json"):
-        rows = [row | {"diverged_at": 7} for row in json.loads(path.read_text())]
-        path.write_text(json.dumps(rows))
+    edit_results(sweep, 1, lambda row: row | {"diverged_at": 7})
     failed = sweep.folder(sweep.groups[2]) / "failed.json"
     failed.write_text(json.dumps({"error": "no memory"}))
     for split in ("val", "test"):
