@@ -71,7 +71,7 @@ def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
         svgs |= drawn
     title = f"{count(len(sweeps), 'sweep')}: {report.title.partition(', ')[2]}"
     markdown = join_markdown(title, parts, verdicts)
-    (first.workdir / "joined.md").write_text(markdown)
+    files.write(first.workdir / "joined.md", markdown)
     write_html(first.workdir / "joined.html", markdown, title, svgs)
     print(f"Written: {first.workdir / 'joined.html'} and {first.workdir / 'joined.md'}")
 

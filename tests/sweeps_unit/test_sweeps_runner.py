@@ -21,11 +21,11 @@ from sweep_fakes import (
 )
 
 from headcount.configs import run as config_of_run
+from headcount.runtime.files import locked
 from headcount.sweeps import workers
 from headcount.sweeps.plan import Shard
 from headcount.sweeps.runner import Runner, Stopped, eval_command, train_command
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.store import locked
 from headcount.sweeps.table import collect
 from headcount.sweeps.workers import local_workers
 
