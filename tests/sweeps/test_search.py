@@ -7,6 +7,7 @@ import pytest
 from sweep_cases import SMALL, finish, kill, rows, start, started, sweep, wait_for
 
 from headcount.configs import base
+from headcount.runtime.workdir import with_digest, write_json
 from headcount.sweeps.search import FIRST_SEED, ROUNDS
 from headcount.sweeps.settings import Options, open_sweep
 
@@ -43,8 +44,11 @@ def score(opened, best):
             made = {"checkpoint": "best", "options": {}, "signatures": {}}
             made |= {"step": 60, "diverged_at": None}
             made |= {"chrf": 50.0, "exact_match": 0.5, "loss": 1.0}
-            found = [made | {"bleu": score} for score in scores]
-            path.write_text(json.dumps(found))
+            found = [
+                with_digest(made | {"trial": trial, "bleu": score})
+                for trial, score in enumerate(scores)
+            ]
+            write_json(path, found)
 
 
 def test_optuna_searches_in_rounds_with_seeds_that_are_not_reported(tmp_path, corpus):
