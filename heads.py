@@ -30,7 +30,7 @@ from headcount.analysis.explorer import explore, first_of, page
 from headcount.analysis.heads import all_gates, describe, importance
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
-from headcount.analysis.roles import first_sentences, measure_roles
+from headcount.analysis.roles import MIN_EXAMPLES, first_sentences, measure_roles
 from headcount.analysis.similarity import interactions, similarity
 from headcount.analysis.tables import (
     print_heads,
@@ -196,6 +196,11 @@ def find_roles(workdir, found, examples, options) -> None:
         for row in measure_roles(found, examples, trials, EXAMPLES.value)
         if SITE.value in (None, row["site"])
     ]
+    if not rows:
+        raise ValueError(
+            f"{examples.split} has no role in {MIN_EXAMPLES} examples, the fewest that "
+            f"are tested; use another --split."
+        )
     path = workdir / f"heads-roles-{examples.split}.json"
     write_json(path, rows)
     print_roles(rows, examples.split, path)

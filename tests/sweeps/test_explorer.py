@@ -21,7 +21,7 @@ TRAIN = {
     "train.checkpoint_every_steps": 20,
     "seeds": 2,
 }
-EXPLORE = ("--examples=20", "--sentences=6")
+EXPLORE = ("--split=test", "--sentences=6")
 
 
 def trained(folder, corpus, **changes):
