@@ -132,7 +132,7 @@ def time_generation(arguments, config) -> None:
     theirs = peers.random_gpt2(config)
     theirs.save_pretrained(arguments.folder / "theirs")
     sides = {
-        "ours": ours(arguments, config.model.bos),
+        "ours": ours(arguments.folder, config.model.bos),
         "transformers": peers.transformers_side(theirs),
         "CTranslate2": peers.ctranslate2_side(theirs, arguments.folder),
     }
@@ -160,10 +160,13 @@ def time_generation(arguments, config) -> None:
             )
 
 
-def ours(arguments, eos: int):
-    """Return a function that continues prompts with `decoding.generate`."""
-    run = arguments.folder / "run"
-    import_checkpoint(arguments.folder / "theirs", run)
+def ours(folder: Path, eos: int):
+    """Return a function that continues prompts with `decoding.generate`.
+
+    The model is that of transformers in `folder/theirs`.
+    """
+    run = folder / "run"
+    import_checkpoint(folder / "theirs", run)
     graph, params = nnx.split(load_model(run))
     vocabulary = Vocabulary(eos=eos, banned=())
 

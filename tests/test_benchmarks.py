@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_gpu, training
+from benchmarks import attention, attention_gpu, language_model, training
+from headcount.configs import shakespeare
+from headcount.models import cost
+from headcount.tasks import make_task
 
 
 def test_a_peer_that_refuses_has_an_empty_cell(monkeypatch):
@@ -25,6 +28,17 @@ def test_a_gpu_is_not_asked_for_float32_by_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     calls = attention.contenders("B1xT4xN1xH4", True, np.random.default_rng(0))
     assert set(calls) == {"ours", "jax.nn", "einsum"}
+
+
+def test_a_token_of_a_language_model_attends_to_half_of_its_window():
+    """All else is what the model's own products cost, which have no mask."""
+    config = shakespeare.get_config("short")
+    task, model = make_task(config), config.model
+    counted = cost.update_flops(cost.abstract(task.build), task.spec())
+    T = config.data.max_length
+    later = 3 * model.num_decoder_layers * 4 * model.width * (T - 1) / 2
+    found = language_model.flop_per_token(config)
+    assert found + later == counted / config.data.batch_tokens
 
 
 def test_settings_that_torch_lacks_are_refused(monkeypatch):
