@@ -35,6 +35,12 @@ SCORE = flags.DEFINE_bool(
     "Print log-probability (nats) and number of tokens of each line instead; for "
     "translation a line is source, tab, target.",
 )
+SCORE_TOKENS = flags.DEFINE_bool(
+    "score_tokens",
+    False,
+    "Language models: print the tokens of each line and their log-probabilities "
+    "instead, as JSON.",
+)
 TRIAL = flags.DEFINE_integer("trial", 0, "Which trial of the run to use.", 0)
 
 
@@ -50,17 +56,19 @@ def main():
         if TASK_FILE.value:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
-        for name in sorted(options.keys() - {"batch_size"}) if SCORE.value else ():
+        scores = SCORE.value or SCORE_TOKENS.value
+        for name in sorted(options.keys() - {"batch_size"}) if scores else ():
             raise ValueError(f"--{name} is for decoding, and --score decodes nothing.")
         found = load(path_of(WORKDIR), CHECKPOINT.value)
         found.task.check_options(options)
         task, trial = found.task, choose_trial(found, TRIAL)
         answer = task.score_lines if SCORE.value else task.predict
+        answer = task.score_tokens if SCORE_TOKENS.value else answer
         number, size = 0, decoding.BATCH_SIZE.value
-        streams = hasattr(task, "stream") and not SCORE.value
+        streams = hasattr(task, "stream") and not scores
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
             about = {"trial": trial, "first": number}
-            about |= {} if SCORE.value else options
+            about |= {} if scores else options
             if streams and len(lines) == 1 and options.get("samples", 1) == 1:
                 print(lines[0], end="", flush=True)
                 for piece in task.stream(found, lines[0], **about):

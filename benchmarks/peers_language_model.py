@@ -5,6 +5,8 @@
 biases in addition. Neither drops attention weights, as ours does not.
 """
 
+from pathlib import Path
+
 import ctranslate2
 import numpy as np
 import torch
@@ -184,12 +186,12 @@ def transformers_side(model):
     return side
 
 
-def ctranslate2_side(model, folder):
+def ctranslate2_side(model, folder: Path):
     """Return a function that continues prompts with CTranslate2, in float32."""
-    path = str(folder / "ctranslate2")
+    path = folder / "ctranslate2"
     convert(model, path)
     generator = ctranslate2.Generator(
-        path,
+        str(path),
         device="cpu",
         compute_type="float32",
         intra_threads=torch.get_num_threads(),
@@ -208,8 +210,8 @@ def ctranslate2_side(model, folder):
     return side
 
 
-def convert(model, path: str) -> None:
-    """Write a GPT-2 of transformers in CTranslate2's format."""
+def convert(model, path: Path) -> None:
+    """Write a GPT-2 of transformers into a folder in CTranslate2's format."""
     config, state = model.config, model.state_dict()
     spec = ctranslate2.specs.TransformerDecoderModelSpec.from_config(
         config.n_layer,
@@ -247,4 +249,5 @@ def convert(model, path: str) -> None:
     spec.config.bos_token = spec.config.eos_token = "</s>"
     spec.config.unk_token = "<unk>"
     spec.validate()
-    spec.save(path)
+    path.mkdir()
+    spec.save(str(path))

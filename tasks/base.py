@@ -242,6 +242,10 @@ class Task:
         """Return log-probability (nats), tab, number of tokens for each line."""
         raise ValueError(f"The task {self.config.task.name} has no --score.")
 
+    def score_tokens(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
+        """Return the tokens of each line and their log-probabilities, as JSON."""
+        raise ValueError(f"The task {self.config.task.name} has no --score_tokens.")
+
     def token_strings(self, field: str, ids) -> list[str]:
         """Return the text of each token of a field, as labels in figures."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ bytes of the documents in UTF-8, and can be compared between tokenizers. Every t
 a split is scored exactly once, in windows that start `data.stride` tokens apart.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
@@ -30,7 +31,6 @@ from headcount.models.trial_axis import over_trials
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, Task
-from headcount.tasks.heldout_loss import row_losses
 
 BITS_PER_BYTE = Metric(
     "bits_per_byte", "bits per byte", "bits", False, ".4f", (0, None), margin=0.005
@@ -386,6 +386,28 @@ class LanguageModel(Task):
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
         """Yield log-probability (nats) and token count of each line, as a document."""
+        for ids, log_probabilities in self.log_probabilities(run, lines, trial, first):
+            yield f"{log_probabilities.sum():.4f}\t{len(ids)}"
+
+    def score_tokens(
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
+    ) -> Iterator[str]:
+        """See `Task.score_tokens`; a line is a document."""
+        for ids, log_probabilities in self.log_probabilities(run, lines, trial, first):
+            found = {
+                "tokens": self.tokenizer.pieces(ids),
+                "log_probabilities": log_probabilities.round(4).tolist(),
+            }
+            yield json.dumps(found, ensure_ascii=False)
+
+    def log_probabilities(
+        self, run: Run, lines: Sequence[str], trial: int, first: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens of each line, as a document, and their log-probabilities.
+
+        Raises:
+            ValueError: a line has more tokens than there are learned positions.
+        """
         fields = {"target": self.tokenizer.encode(list(lines), eos=False)}
         longest = self.config.model.max_positions
         for number, size in enumerate(fields["target"].lengths, first + 1):
@@ -394,16 +416,18 @@ class LanguageModel(Task):
                     f"Line {number} has {size} tokens, more than "
                     f"model.max_positions={longest}."
                 )
-        found = np.zeros((2, len(lines)))
         params, gates = run.of(trial)
+        found = [np.zeros(0)] * len(lines)
         with sharding.using(run.mesh):
             for indices, batch in batches.unpacked_batches(
                 fields, batch_tokens=SCORING_TOKENS
             ):
-                sums = row_losses(run.graph, self.loss, params, gates, batch)
-                found[:, indices] = np.stack(sums)[:, : len(indices)]
-        for loss, tokens in found.T:
-            yield f"{-loss:.4f}\t{tokens:.0f}"
+                rows = np.float64(
+                    batch_log_probabilities(run.graph, params, gates, batch)
+                )
+                for index, row in zip(indices, rows, strict=False):
+                    found[index] = row[: len(fields["target"][index])]
+        return list(zip(fields["target"], found, strict=True))
 
     def token_strings(self, field: str, ids) -> list[str]:
         """See `Task.token_strings`."""
@@ -411,7 +435,7 @@ class LanguageModel(Task):
 
 
 ALIGNED = {"target_weights": "target"}
-SCORING_TOKENS = 2048  # of a batch in `score_lines`: bounds the memory of its logits
+SCORING_TOKENS = 2048  # of a batch of lines: bounds the memory of its logits
 
 
 def scored_tokens(batch: dict):
@@ -437,3 +461,12 @@ def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dic
         return loss, weight, correct
 
     return over_trials(one)(params, head_gates)
+
+
+@partial(jax.jit, static_argnames="graph")
+def batch_log_probabilities(graph, params, head_gates: dict, batch: dict):
+    """Return the log-probability of each token of a batch, by one trial, B T."""
+    logits = precision.merge(graph, params)(batch, head_gates=head_gates)
+    return jnp.take_along_axis(
+        jax.nn.log_softmax(logits), batch["target"][..., None], axis=-1
+    )[..., 0]

@@ -223,6 +223,14 @@ def test_a_failed_start_does_not_keep_the_vocabulary_of_a_mended_corpus(tmp_path
     assert tokenizer.decode(tokenizer.encode(["dog Hund"])[0]) == "dog Hund"
 
 
+def test_documents_that_are_not_utf8_fail_with_file_and_offset(tmp_path):
+    (tmp_path / "train.txt").write_bytes(b"to be \xff or not")
+    changes = {"task.name": "language_model", "model.num_encoder_layers": 0}
+    changes |= {"data.name": "text", "data.directory": str(tmp_path)}
+    ran = run(training(tmp_path / "run", config="configs/base.py", **changes))
+    fails(ran, "train.txt", "byte 6")
+
+
 def test_a_folder_of_another_program_is_left_as_it_is(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     files = {

@@ -1,14 +1,16 @@
 """Language models: what is scored, bits per byte, documents apart, continuations."""
 
+import json
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 import scipy.special
+from flax import nnx
 
 from headcount.data import recall
-from headcount.data.windows import window_spec
+from headcount.data.windows import evaluation_windows, window_spec
 from tests.tasks.untrained import (
     DECODER_ONLY,
     evaluate,
@@ -139,6 +141,33 @@ def test_without_cross_documents_the_loss_is_that_of_documents_alone(folder):
     assert abs(other[0]["loss"] - rows[0]["loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("cross", [True, False])
+def test_a_window_leaks_across_documents_only_if_it_may(tmp_path, cross):
+    """The second document's loss has no gradient by what the first one's tokens are."""
+    (tmp_path / "train.txt").write_text("abcabc\n\nxyzyx")
+    keys = {"data.name": "text", "data.directory": str(tmp_path)}
+    keys |= {"data.tokenizer": "characters", "data.max_length": 4}
+    keys |= {"data.cross_documents": cross, "model.tie_embeddings": False}
+    task = small_task(tmp_path / "tokenizer", **DECODER_ONLY | keys)
+    examples = task.load("train")
+    stream = task.token_stream(examples)
+    batch = evaluation_windows(
+        stream, length=12, stride=12, batch_tokens=12, separator=1, cross=cross
+    )[0]
+    second = int(np.flatnonzero(stream == 1)[1])
+    batch["target_weights"] = (np.arange(12) >= second).astype(np.int32)[None]
+    run = untrained_run(task, num_trials=1)
+
+    def loss(params):
+        model = nnx.merge(run.graph, params)
+        return task.loss(model, jax.tree.map(jax.numpy.asarray, batch))[0]
+
+    table = jax.jit(jax.grad(loss))(run.of(0)[0])["embedding"][...]
+    first, second = (task.tokenizer.encode([x], eos=False)[0] for x in ("abc", "xyz"))
+    assert (table[first] != 0).any() == cross
+    assert (table[second[:2]] != 0).all(axis=1).any()
+
+
 def test_score_lines_equal_the_log_probabilities_of_the_logits(folder):
     task = make_task(folder)
     run = untrained_run(task, scale=2.0)
@@ -150,6 +179,11 @@ def test_score_lines_equal_the_log_probabilities_of_the_logits(folder):
             assert int(tokens) == len(ids)
             wanted = log_probs_of(run, ids, trial).sum()
             assert float(log_prob) == pytest.approx(wanted, rel=1e-4)
+        for line, ids in zip(task.score_tokens(run, lines, trial), fields, strict=True):
+            found = json.loads(line)
+            assert "".join(found["tokens"]) == task.tokenizer.decode(ids)
+            wanted = log_probs_of(run, ids, trial)
+            np.testing.assert_allclose(found["log_probabilities"], wanted, atol=2e-4)
 
 
 def test_a_batch_of_windows_is_a_function_of_seed_and_step(folder):
