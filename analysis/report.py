@@ -60,6 +60,7 @@ class ArmResult(NamedTuple):
     bootstrap: Bootstrap | None
     # by name of the metric: steps, and dev scores during training, R steps
     curves: dict[str, tuple[np.ndarray, np.ndarray]]
+    claim: str | None = None  # of those who published it; see configs/variants.py
 
 
 class Example(NamedTuple):
@@ -409,6 +410,8 @@ def scores_table(
     header += ["verdict"] if verdicts else []
     header += [f"seeds to see {margin_text(metric)}"] if metric.margin else []
     header += ["published"] if has_published else []
+    has_claims = any(c.arm.claim for c in comparisons)
+    header += ["claimed by its authors"] if has_claims else []
     spec, rows = metric.format, []
     for c in comparisons:
         paired = c.difference
@@ -427,6 +430,7 @@ def scores_table(
         row += [verdicts.get(c.arm.name, NOTHING)] if verdicts else []
         row += [format_seeds(c.seeds_needed)] if metric.margin else []
         row += [number(c.arm.published, ".1f")] if has_published else []
+        row += [c.arm.claim or NOTHING] if has_claims else []
         rows.append(row)
     return [header, *rows]
 

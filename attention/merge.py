@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 def checked(function: Callable) -> Callable:
@@ -211,15 +211,86 @@ def mixture_weights(
             f"mixture_heads must be from 1 to N = {N}, got {mixture_heads}"
         )
     logits = x @ router
-    # by rank, not by the k-th value: at equal logits exactly k must be chosen
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1)
-    chosen = rank < mixture_heads
+    chosen = largest(logits, mixture_heads)
     if mixture_heads == 1:  # a softmax over one is 1, from which no router could learn
         of_all = jax.nn.softmax(wide(logits))
-        largest = jax.lax.stop_gradient(of_all.max(-1, keepdims=True))
-        return jnp.where(chosen, of_all / largest, 0.0)
+        largest_share = jax.lax.stop_gradient(of_all.max(-1, keepdims=True))
+        return jnp.where(chosen, of_all / largest_share, 0.0)
     return jax.nn.softmax(wide(jnp.where(chosen, logits, -jnp.inf)))
+
+
+def mixture_routes(
+    x: Float[Array, "B T D"], *, router: Float[Array, "D N"], mixture_heads: int
+) -> tuple[Float[Array, "B T N"], Bool[Array, "B T N"]]:
+    """softmax(x · router), and which heads each token chooses."""
+    logits = x @ router
+    return jax.nn.softmax(wide(logits)), largest(logits, mixture_heads)
+
+
+def largest(logits: Float[Array, "B T N"], count: int) -> Bool[Array, "B T N"]:
+    """Which are the `count` largest, at equal values the first."""
+    # by rank, not by the k-th value: at equal logits exactly k must be chosen
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    return jnp.argsort(order, axis=-1) < count
+
+
+@checked
+def shared_mixture(
+    heads: Float[Array, "B T N V"],
+    x: Float[Array, "B T D"],
+    *,
+    kernel: Float[Array, "N V D"],
+    router: Float[Array, "D N"],
+    split: Float[Array, " D"],
+    mixture_heads: int,
+    mixture_shared: int,
+) -> Float[Array, "B T D"]:
+    """Concat of the first heads, always on, and of those that each token chooses.
+
+    MoH (Jin et al. 2024, 2410.11842): the `mixture_shared` first heads have the weights
+    a softmax(x · router) over them, the `mixture_heads` best of the others
+    (1 - a) softmax(x · router) over all the others. The published pair of weights is
+    the softmax of two maps of x; a = sigmoid(x · split) is the same.
+    """
+    settings = {"mixture_heads": mixture_heads, "mixture_shared": mixture_shared}
+    weights = shared_mixture_weights(x, router=router, split=split, **settings)
+    return concat(heads * weights.astype(heads.dtype)[..., None], x, kernel=kernel)
+
+
+def shared_mixture_weights(
+    x: Float[Array, "B T D"],
+    *,
+    router: Float[Array, "D N"],
+    split: Float[Array, " D"],
+    mixture_heads: int,
+    mixture_shared: int,
+) -> Float[Array, "B T N"]:
+    """a times the shared heads' softmax, 1 - a times that of those chosen, else 0."""
+    logits = x @ router
+    shared = jax.nn.softmax(wide(logits[..., :mixture_shared]))
+    settings = {"mixture_heads": mixture_heads, "mixture_shared": mixture_shared}
+    routed, chosen = shared_mixture_routes(x, router=router, **settings)
+    a = jax.nn.sigmoid(wide(x @ split))[..., None]
+    return jnp.concatenate([a * shared, (1 - a) * routed * chosen], axis=-1)
+
+
+def shared_mixture_routes(
+    x: Float[Array, "B T D"],
+    *,
+    router: Float[Array, "D N"],
+    mixture_heads: int,
+    mixture_shared: int,
+    **_,
+) -> tuple[Float[Array, "B T M"], Bool[Array, "B T M"]]:
+    """Do what `mixture_routes` does, for the heads that are not always on."""
+    N = router.shape[1]
+    if not (1 <= mixture_shared < N and 1 <= mixture_heads <= N - mixture_shared):
+        raise ValueError(
+            f"mixture_shared and mixture_heads must be at least 1 and their sum at "
+            f"most N = {N}, got {mixture_shared} and {mixture_heads}"
+        )
+    own = router[:, mixture_shared:]
+    return mixture_routes(x, router=own, mixture_heads=mixture_heads)
 
 
 def wide(x: Array) -> Array:
@@ -235,6 +306,8 @@ class MergeRule(NamedTuple):
     settings: tuple[str, ...] = ()  # of model.attention, that the function takes
     # x, and all but the kernel -> N, B T N or B T N V: what each head is multiplied by
     weights: Callable | None = None
+    # the same -> probabilities and choice of the heads that it routes, B T M each
+    routes: Callable | None = None
 
 
 def check_names(rules: dict[str, MergeRule]) -> None:
@@ -275,6 +348,14 @@ MERGE_RULES = {
         {"kernel": "N V D", "router": "D N"},
         ("mixture_heads",),
         mixture_weights,
+        mixture_routes,
+    ),
+    "shared_mixture": MergeRule(
+        shared_mixture,
+        {"kernel": "N V D", "router": "D N", "split": "D"},
+        ("mixture_heads", "mixture_shared"),
+        shared_mixture_weights,
+        shared_mixture_routes,
     ),
 }
 

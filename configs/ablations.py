@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from headcount.configs.variants import VARIANTS
+
 Arms = Iterable[dict]
 
 HEADS = (1, 2, 4, 8, 16, 32)
@@ -28,6 +30,7 @@ RULES = (
     "gated_elementwise",
     "mixture",
 )
+AVERAGES = ("concat", "mean", "weighted", "dynamic")
 
 
 def over(path: str, *values) -> list[dict]:
@@ -253,8 +256,80 @@ def positions(base) -> list[dict]:
     Fixed: the rest.
     """
     del base
-    kinds = ("sinusoidal", "learned", "rotary", "relative", "none")
+    kinds = ("sinusoidal", "learned", "rotary", "relative", "alibi", "none")
     return over("model.positions", *kinds)
+
+
+def variants(base) -> list[dict]:
+    """Which published variant of heads is better than plain heads?
+
+    Each as it is and with equal parameters; --match=parameters or --match=flops leaves
+    the former out. Formulas, sources and claims stand in configs/variants.py.
+
+    Scientific: the variants of model.attention.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest; model.mlp_dim is solved in the matched arms.
+    """
+    own = base.to_dict()["model"]["attention"]
+    arms = [variant.settings(base) for variant in VARIANTS.values()]
+    odd = own["num_heads"] % 2 or (own["num_kv_heads"] or 2) % 2
+    arms = [
+        arm
+        for arm in arms
+        # pairs of heads, and heads beside those always on, need more than one
+        if not (odd and "model.attention.differential" in arm)
+        and not (own["num_heads"] < 2 and "model.attention.mixture_shared" in arm)
+    ]
+    return chain([{}], arms, matched(arms))
+
+
+def merge_heads(base) -> list[dict]:
+    """Does averaging heads suffer less where there are many of them?
+
+    Scientific: model.attention.merge, at each number of heads with H = V = D / N.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    numbers = [heads_of("model.attention", N, share(base, N)) for N in (2, 4, 8, 16)]
+    return grid(numbers, over("model.attention.merge", *AVERAGES))
+
+
+def width_heads(base) -> list[dict]:
+    """Is one size of head right at every width, or one number of heads?
+
+    The widths are half of the base config's, its own and twice it, the feed-forward in
+    proportion; each with N = 2, 4, 8 and 16 and H = V = D / N.
+
+    Scientific: model.width and model.mlp_dim together, and the number of heads.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    arms = []
+    for share_of in (1, 2, 4):
+        width = base.model.width * share_of // 2
+        wide = {
+            "model.width": width,
+            "model.mlp_dim": base.model.mlp_dim * share_of // 2,
+        }
+        arms += [
+            wide | heads_of("model.attention", N, width // N)
+            for N in (2, 4, 8, 16)
+            if width % N == 0
+        ]
+    return arms
+
+
+def unscaled(base) -> list[dict]:
+    """Does it matter that logits are divided by √H?
+
+    With a scale of 1, logits start √H times as large.
+
+    Scientific: model.attention.scale.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    del base
+    return over("model.attention.scale", None, 1.0)
 
 
 def shazeer(base) -> list[dict]:

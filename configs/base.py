@@ -48,7 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.num_decoder_layers = 2  # 0: encoder only
     model.mlp_dim = 256  # F, hidden units of the feed-forward
     model.dropout = 0.1  # rate, after the embeddings and after each sublayer
-    # sinusoidal, sinusoidal_paper, learned, rotary, relative, none
+    # sinusoidal, sinusoidal_paper, learned, rotary, relative, alibi, none
     model.positions = "sinusoidal"
     model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
@@ -79,6 +79,25 @@ def get_config() -> ml_collections.ConfigDict:
     attention.sink = False  # a learned logit per head, to attend to nothing
     attention.qk_norm = False  # RMS-normalise queries and keys
     attention.scale = placeholder(float)  # of query · key; None: 1 / sqrt(H)
+    # Variants of heads; docs/reference/variants.md has their formulas and sources.
+    attention.gate = "none"  # on heads: sigmoid, or double_sigmoid, which starts at 1
+    attention.gate_size = "head"  # a gate per head or element, or shared by all heads
+    attention.gate_features = placeholder(int)  # of x, that gates see; None: all
+    attention.gate_on = "output"  # of the heads, or values
+    attention.exclusive = False  # remove the part of o along the token's own value
+    attention.differential = False  # pairs of heads: one map minus λ times the other
+    attention.value_residual = False  # mix values with those of the first layer
+    attention.knocking = "none"  # map all heads by shared features: linear or mlp
+    attention.knocking_all = False  # also queries and keys, not values alone
+    attention.mixture_shared = 1  # merge rule "shared_mixture": heads always on
+    attention.mixture_balance = 0.0  # factor on the load-balancing loss of mixtures
+    attention.rotary_dim = placeholder(int)  # elements that rotary turns; None: all
+    attention.latent_dim = placeholder(int)  # c, of latent attention; None: none
+    # Size of the key with positions that all heads of latent attention share; None:
+    # half of H with rotary positions, else 0.
+    attention.latent_rotary_dim = placeholder(int)
+    attention.latent_norm = True  # RMS-normalise the latent
+    attention.qk_clip = placeholder(float)  # largest logit, kept by rescaling kernels
     attention.use_bias = True  # in the query, key, value and merge projections
     attention.implementation = placeholder(str)  # kernel; None: automatic
     for site in ("encoder", "decoder", "cross"):  # None: as in model.attention

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from headcount.attention.platform import cores
 from headcount.decoding.step import (
+    SLOTS,
     Decoded,
     Prompt,
     Rows,
@@ -407,7 +408,7 @@ def keep_of_one(state, rows, count, *, shape):
         best=rows.best._replace(tokens=rows.best.tokens[..., latest]),
         prompt=fit_width(rows.prompt, S),
     )
-    cache = [(moved(key, 3), moved(value, 2)) for key, value in cache]
+    cache = [tuple(map(moved, kept, SLOTS)) for kept in cache]
     return State(clock, rows, cache)
 
 

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from headcount.attention.cached import cached_attention
 from headcount.decoding.search import NEVER, continue_hypotheses, length_penalty_at
-from headcount.models.positions import relative_bias
 from headcount.models.transformer import layer_gates
+
+SLOTS = 3, 2  # the axis of tokens in what `Attention.cache` returns
 
 
 class Prompt(NamedTuple):
     """Prompts as the decoder's layers attend to them."""
 
-    memory: list  # of (key, value) of each layer, B K H S and B K S V
+    memory: list  # of each layer; see `Attention.cache`
     mask: Bool[Array, "B 1 S"]
     first: Int[Array, "B"]  # the token that the first step reads
     offset: Int[Array, "B"]  # and its position
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
     clock: Int[Array, ""]
     rows: Rows
-    cache: list  # of (key, value) of each layer, B K H L·W and B K L·W V
+    cache: list  # of each layer; see `Attention.cache`
 
 
 class Decoded(NamedTuple):
@@ -89,7 +89,7 @@ def empty_state(model, prompts, keys, *, max_length, beam_size, n_best=None) -> 
 
     def cache(layer):
         x = jax.ShapeDtypeStruct((B, L * W, model.width), model.embedding.dtype)
-        return make_zeros(jax.eval_shape(partial(keys_values, layer.self_attention), x))
+        return make_zeros(jax.eval_shape(partial(entries, layer.self_attention), x)[0])
 
     # from shapes alone: XLA would fold a prefill of zeros at compile time, for seconds
     def rows():
@@ -120,7 +120,11 @@ def prefill(
         hidden = model.encode(
             prompts, real.astype(jnp.int32), positions, head_gates=head_gates
         )
-        memory = [keys_values(layer.cross_attention, hidden) for layer in model.decoder]
+        memory, own = [], None
+        for layer in model.decoder:
+            kept, value = entries(layer.cross_attention, hidden, first=own)
+            own = value if own is None else own
+            memory.append(kept)
         first = jnp.full(len(prompts), model.bos, jnp.int32)
         offset = jnp.zeros(len(prompts), jnp.int32)
         return Prompt(memory, real[:, None], first, offset, lengths > 0)
@@ -136,14 +140,18 @@ def decoder_memory(model, tokens, segments, head_gates=None) -> list:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = model.embed(tokens, positions, tokens.shape[1])
     arguments = model.position_arguments(positions, is_source=False)
-    memory = []
+    memory, values = [], []  # of all layers; the first one's may be needed by others
     for index, layer in enumerate(model.decoder):
         gates = layer_gates(head_gates, index, self="decoder")
 
         def to_self(x, attention=layer.self_attention, gates=gates):
-            memory.append(keys_values(attention, x, arguments.get("positions")))
+            first = values[0] if values else None
+            kept, value = entries(attention, x, arguments.get("positions"), first)
+            memory.append(kept)
+            values.append(value)
             return attention(
                 x,
+                first=first,
                 is_causal=True,
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
@@ -164,7 +172,10 @@ def fit_width(prompt: Prompt, S: int) -> Prompt:
         missing[axis] = (0, max(0, S - x.shape[axis]))
         return jax.lax.slice_in_dim(jnp.pad(x, missing), 0, S, axis=axis)
 
-    memory = [(fit(key, 3), fit(value, 2)) for key, value in prompt.memory]
+    memory = [
+        tuple(fit(x, axis) for x, axis in zip(kept, SLOTS, strict=False))
+        for kept in prompt.memory
+    ]
     return prompt._replace(memory=memory, mask=fit(prompt.mask, 2))
 
 
@@ -312,19 +323,19 @@ def next_hidden(
     rotation = positions if model.positions == "rotary" else None
     past = rows.visible.reshape(B, W, L * W)
     bias = None
-    if model.positions == "relative":  # all rows' slots have the same age
-        table, age = model.decoder_positions[...], (clock - jnp.arange(L)) % L
-        bias = jnp.repeat(relative_bias(table, -age, is_causal=True), W, axis=1)
+    if model.has_bias:  # all rows' slots have the same age
+        age = (clock - jnp.arange(L)) % L
+        bias = jnp.repeat(model.position_bias(-age, is_source=False), W, axis=1)
         if not model.encoder:
             place = jnp.arange(rows.prompt.mask.shape[-1])
             distance = place - positions[:, :1]  # B S, equal for all hypotheses
-            far = jnp.moveaxis(relative_bias(table, distance, is_causal=True), 0, 1)
+            far = jnp.moveaxis(model.position_bias(distance, is_source=False), 0, 1)
             near = jnp.broadcast_to(bias, (B, *bias.shape))
             bias = jnp.concatenate([far, near], axis=-1)
     if not model.encoder:
         seen = jnp.broadcast_to(rows.prompt.mask, (B, W, rows.prompt.mask.shape[-1]))
         past = jnp.concatenate([seen, past], axis=-1)
-    cache = []
+    cache, values = [], []
     for index, (layer, grown, memory) in enumerate(
         zip(model.decoder, state.cache, rows.prompt.memory, strict=True)
     ):
@@ -333,23 +344,29 @@ def next_hidden(
         def to_self(
             x, attention=layer.self_attention, grown=grown, memory=memory, gates=gates
         ):
-            query, *new = attention.queries_keys_values(x, rotation)
+            first = values[0] if values else None
+            query, *new = attention.queries_keys_values(x, rotation, first)
+            values.append(new[1])
+            kept = zip(grown, attention.cache(x, *new, rotation), SLOTS, strict=False)
             at = clock % L * W
-            key, value = (
+            grown = tuple(
                 jax.lax.dynamic_update_slice_in_dim(old, x, at, axis)
-                for old, x, axis in zip(grown, by_head(*new), (3, 2), strict=True)
+                for old, x, axis in kept
             )
-            cache.append((key, value))
+            cache.append(grown)
             if not model.encoder:
-                key = jnp.concatenate([memory[0], key], axis=3)
-                value = jnp.concatenate([memory[1], value], axis=2)
-            parameters = attention.softmax_parameters()
-            heads = cached_attention(query, key, value, past, bias, **parameters)
+                grown = tuple(
+                    jnp.concatenate(parts, axis=axis)
+                    for *parts, axis in zip(memory, grown, SLOTS, strict=False)
+                )
+            heads = attention.attend_cached(query, grown, past, bias)
+            heads = attention.finished_heads(heads, x, new[1])
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
-            query, parameters = attention.queries(x), attention.softmax_parameters()
-            heads = cached_attention(query, *memory, rows.prompt.mask, **parameters)
+            query = attention.queries(x)
+            heads = attention.attend_cached(query, memory, rows.prompt.mask)
+            heads = attention.finished_heads(heads, x)
             return attention.merged(heads, x, gates.get("cross"))
 
         x = layer.sublayer(to_self, layer.self_norm, x)
@@ -359,14 +376,10 @@ def next_hidden(
     return x if model.decoder_norm is None else model.decoder_norm(x), cache
 
 
-def keys_values(attention, x: Float[Array, "B S D"], positions=None):
-    """Return the keys and values of x in the cache's layout."""
-    return by_head(*attention.keys_values(x, positions))
-
-
-def by_head(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]):
-    """Return keys B K H S and values B K S V: a head's are contiguous."""
-    return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+def entries(attention, x: Float[Array, "B S D"], positions=None, first=None):
+    """Return what a cache keeps of x, and its values; see `Attention.cache`."""
+    key, value = attention.keys_values(x, positions, first)
+    return attention.cache(x, key, value, positions), value
 
 
 def pick(x: Shaped[Array, "B W L"], beams: Int[Array, "B X"]) -> Shaped[Array, "B X L"]:

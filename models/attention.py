@@ -1,6 +1,7 @@
 """Multi-head attention as a module: projections, head shapes and the merge."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,10 +11,22 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from headcount import attention
+from headcount.attention import variants
 from headcount.attention.api import IMPLEMENTATIONS
+from headcount.attention.cached import cached_attention
 from headcount.configs.validation import choose
 from headcount.models.linear import linear, project
 from headcount.models.positions import rotate
+from headcount.models.validation import check_variants
+from headcount.models.variants import (
+    GATE_PLACES,
+    KNOCKING,
+    Difference,
+    Gate,
+    Knocking,
+    Latent,
+    LatentShape,
+)
 
 INITS = {"xavier": "fan_avg", "fan_in": "fan_in"}  # modes of variance_scaling
 
@@ -44,6 +57,31 @@ class Attention(nnx.Module):
             2022) uses a constant / H. At 0 a head averages what it may attend to.
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
+        gate: "none", or the activation of a gate; see `attention.variants.gate`.
+        gate_size: "head", "element", or "shared" by all heads.
+        gate_features: of the input, that the gate looks at; None: all; 0: none.
+        gate_on: "output" of the heads, or "values".
+        exclusive: remove a head's output along the token's own value; see
+            `attention.variants.exclusive`. Self-attention only.
+        differential: subtract a second map from the first: N heads are N / 2 pairs with
+            values of 2 V; see `models.variants.Difference`.
+        value_residual: mix values with those of the stack's first layer; see
+            `attention.variants.residual_value`.
+        knocking: "none", "linear" or "mlp"; see `models.variants.Knocking`.
+        knocking_all: knock on queries and keys, too.
+        mixture_shared: heads of the rule "shared_mixture" that are always on.
+        mixture_balance: factor on the load-balancing loss of a mixture.
+        rotary_dim: how many elements of queries and keys positions rotate; None: all.
+        latent_dim: size of the latent that keys and values are made of; None: they are
+            made of the input. See `models.variants.Latent`.
+        latent_rotary_dim: size of the key that its heads share and positions rotate;
+            None: half of H with rotary positions, else 0.
+        latent_norm: RMS-normalise the latent.
+        qk_clip: largest logit; after an update that saw larger ones a head's queries
+            and keys are made smaller. See `Attention.clip`.
+        rotary: whether the model rotates queries and keys by their positions.
+        is_cross: whether it attends to another sequence.
+        layer: number of the layer in its stack, from 0.
         path: the section of the config, to name keys in errors.
 
     Raises:
@@ -69,6 +107,25 @@ class Attention(nnx.Module):
         scale: float | None = None,
         use_bias: bool = True,
         implementation: str | None = None,
+        gate: str = "none",
+        gate_size: str = "head",
+        gate_features: int | None = None,
+        gate_on: str = "output",
+        exclusive: bool = False,
+        differential: bool = False,
+        value_residual: bool = False,
+        knocking: str = "none",
+        knocking_all: bool = False,
+        mixture_shared: int = 1,
+        mixture_balance: float = 0.0,
+        rotary_dim: int | None = None,
+        latent_dim: int | None = None,
+        latent_rotary_dim: int | None = None,
+        latent_norm: bool = True,
+        qk_clip: float | None = None,
+        rotary: bool = False,
+        is_cross: bool = False,
+        layer: int = 0,
         path: str = "model.attention",
         rngs: nnx.Rngs,
     ):
@@ -83,11 +140,8 @@ class Attention(nnx.Module):
         choose(f"{path}.init", init, INITS)
         if scale is not None and not 0 <= scale <= 1e6:
             raise ValueError(f"{path}.scale must be from 0 to 1e6, got {scale}.")
-        if merge == "mixture" and not 1 <= mixture_heads <= num_heads:
-            raise ValueError(
-                f"{path}.mixture_heads must be from 1 to num_heads = {num_heads}, "
-                f"got {mixture_heads}."
-            )
+        pairs = 2 if differential else 1
+        check_mixture(path, merge, mixture_heads, mixture_shared, num_heads // pairs)
         if sink and talking_heads:
             raise ValueError(
                 f"{path}.sink must be False with talking_heads, whose mixed maps do "
@@ -100,22 +154,76 @@ class Attention(nnx.Module):
                     f"{path}.implementation must be None or 'reference' with "
                     f"talking_heads, which needs the whole map, got {implementation!r}."
                 )
+        choose(f"{path}.gate", gate, ("none", *variants.GATES))
+        choose(f"{path}.gate_size", gate_size, variants.GATE_SIZES)
+        choose(f"{path}.gate_on", gate_on, GATE_PLACES)
+        choose(f"{path}.knocking", knocking, KNOCKING)
+        check_variants(
+            path,
+            {
+                "num_heads": num_heads,
+                "num_kv_heads": num_kv_heads,
+                "head_dim": head_dim,
+                "width": width,
+                "qk_norm": qk_norm,
+                "talking_heads": talking_heads,
+                "gate": gate,
+                "gate_features": gate_features,
+                "gate_on": gate_on,
+                "exclusive": exclusive,
+                "differential": differential,
+                "value_residual": value_residual,
+                "knocking": knocking,
+                "merge": merge,
+                "mixture_balance": mixture_balance,
+                "rotary_dim": rotary_dim,
+                "latent_dim": latent_dim,
+                "latent_rotary_dim": latent_rotary_dim,
+                "qk_clip": qk_clip,
+            },
+            rotary=rotary,
+            is_cross=is_cross,
+        )
         self.merge_rule = merge
         self.mixture_heads = mixture_heads
+        self.mixture_shared = mixture_shared
+        self.mixture_balance = mixture_balance
         self.implementation = implementation
+        self.exclusive, self.value_residual = exclusive, value_residual
+        self.rotary_dim, self.qk_clip = rotary_dim, qk_clip
+        initial = partial(initializer, init)
+        latent = None
+        if latent_dim is not None:
+            default = head_dim // 2 if rotary else 0
+            size = default if latent_rotary_dim is None else latent_rotary_dim
+            latent = LatentShape(latent_dim, size)
 
-        def projection(heads, size, axes):
-            initial = initializer(init, 1, 3)
-            values = initial(rngs.params(), (width, heads, size))
+        key = rngs.params()
+        # keys of their own, so that all else starts as it does without the variants
+        own = nnx.Rngs(jax.random.fold_in(key, 1))
+
+        def projection(heads, size, axes, key=None):
+            key = rngs.params() if key is None else key
+            values = initial(1, 3)(key, (width, heads, size))
             kernel = nnx.Param(values, axes=f"D {axes}")
             zeros = jnp.zeros((heads, size))
             return kernel, nnx.Param(zeros, axes=axes) if use_bias else None
 
-        self.query, self.query_bias = projection(num_heads, head_dim, "N H")
-        self.key, self.key_bias = projection(num_kv_heads, head_dim, "K H")
-        self.value, self.value_bias = projection(num_kv_heads, value_dim, "K V")
+        query_dim = head_dim + (latent.rotary if latent else 0)
+        self.query, self.query_bias = projection(num_heads, query_dim, "N H", key)
+        if latent is None:
+            self.key, self.key_bias = projection(num_kv_heads, head_dim, "K H")
+            self.value, self.value_bias = projection(num_kv_heads, value_dim, "K V")
+            self.latent = None
+        else:
+            self.key = self.key_bias = self.value = self.value_bias = None
+            sizes = num_heads, head_dim, value_dim
+            settings = {"use_norm": latent_norm, "initial": initial, "rngs": own}
+            self.latent = Latent(width, latent, *sizes, **settings)
 
-        sizes = {"N": num_heads, "V": value_dim, "D": width}
+        merged = num_heads // pairs, value_dim * pairs
+        self.num_merged_heads = merged[0]
+        sizes = {"N": merged[0], "V": merged[1], "D": width}
 
         def parameter(name, axes):
             shape = tuple(sizes[letter] for letter in axes.split())
@@ -123,8 +231,8 @@ class Attention(nnx.Module):
                 return nnx.Param(jnp.zeros(shape), axes=axes)
             num_inputs = 1 if axes.startswith("D") else len(shape) - 1
             gain = merge_gain if name == "kernel" else 1.0
-            initial = initializer(init, num_inputs, len(shape), gain)
-            return nnx.Param(initial(rngs.params(), shape), axes=axes)
+            values = initial(num_inputs, len(shape), gain)(rngs.params(), shape)
+            return nnx.Param(values, axes=axes)
 
         shapes = attention.MERGE_RULES[merge].shapes
         self.merge = nnx.Dict({name: parameter(name, shapes[name]) for name in shapes})
@@ -145,29 +253,99 @@ class Attention(nnx.Module):
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
         # Every reader of queries divides by sqrt(H): a different scale is applied here.
-        self.query_factor = None if scale is None else scale * head_dim**0.5
+        self.query_factor = None if scale is None else scale * query_dim**0.5
+
+        def gated(where, sizes):
+            if gate == "none" or gate_on != where:
+                return None
+            return Gate(sizes, gate, gate_size, gate_features, initial, rngs=own)
+
+        of_values = {"N": num_kv_heads, "V": value_dim, "D": width}
+        self.value_gate = gated("values", of_values)
+        self.output_gate = gated("output", sizes)
+        self.difference = (
+            Difference(head_dim, merged[1], layer, rngs=own) if differential else None
+        )
+        self.knocking = (
+            None
+            if knocking == "none"
+            else Knocking(knocking, head_dim if knocking_all else None, value_dim)
+        )
+        # the first layer's values are what the others mix theirs with
+        self.value_share = (
+            nnx.Param(jnp.full((), 0.5), axes="") if value_residual and layer else None
+        )
 
     def queries(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T N H"]:
-        """Project to queries, normalise them, rotate them by positions, scale them."""
-        query = project(x, self.query, self.query_bias)
-        return self.scaled(normalize_and_rotate(query, self.query_norm, positions))
+        """Project to queries; normalise, rotate by positions, scale them."""
+        return self.finished_queries(project(x, self.query, self.query_bias), positions)
 
-    def scaled(self, query: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """Scale queries so that logits / sqrt(H) have the layer's own scale."""
+    def finished_queries(self, query: Float[Array, "B T N H"], positions):
+        """Return projections as queries, for logits divided by sqrt(H)."""
+        query = self.rotated(self.knocked(query, "query"), self.query_norm, positions)
         return query if self.query_factor is None else query * self.query_factor
 
     def keys_values(
-        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "B S"] | None = None,
+        first: Float[Array, "B S K V"] | None = None,
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-        """Project to keys (normalised, rotated by positions) and to values."""
+        """Project to keys (normalised, rotated by positions) and to values.
+
+        Args:
+            x: what they are made of.
+            positions: of x, to rotate keys by.
+            first: values of the stack's first layer, for `value_residual`.
+        """
+        if self.latent is not None:
+            return self.latent.keys_values(self.latent.compressed(x, positions))
         key = project(x, self.key, self.key_bias)
-        key = normalize_and_rotate(key, self.key_norm, positions)
-        return key, project(x, self.value, self.value_bias)
+        value = project(x, self.value, self.value_bias)
+        return self.finished_keys(key, positions), self.finished_values(value, x, first)
+
+    def finished_keys(self, key: Float[Array, "B S K H"], positions):
+        """Return projections as keys."""
+        return self.rotated(self.knocked(key, "key"), self.key_norm, positions)
+
+    def finished_values(self, value: Float[Array, "B S K V"], x, first):
+        """Return projections as values: knocked, gated, mixed with the first's."""
+        value = self.knocked(value, "value")
+        if self.value_gate is not None:
+            value = self.value_gate(value, x)
+        if self.value_share is None or first is None:
+            return value
+        return variants.residual_value(value, first, self.value_share[...])
+
+    def knocked(self, heads: Float[Array, "B T N H"], of: str):
+        """Let heads knock, if they do."""
+        return heads if self.knocking is None else self.knocking(heads, of)
+
+    def rotated(
+        self,
+        heads: Float[Array, "B T N H"],
+        norm: nnx.RMSNorm | None,
+        positions: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T N H"]:
+        """Normalise queries or keys, and rotate what is to be rotated of them."""
+        heads = heads if norm is None else norm(heads)
+        if positions is None:
+            return heads
+        if self.latent is not None:  # its rotary part comes last
+            plain, part = jnp.split(heads, [self.latent.key.shape[2]], axis=-1)
+            return jnp.concatenate([plain, rotate(part, positions)], axis=-1)
+        if self.rotary_dim is None:
+            return rotate(heads, positions)
+        part, plain = jnp.split(heads, [self.rotary_dim], axis=-1)
+        return jnp.concatenate([rotate(part, positions), plain], axis=-1)
 
     def queries_keys_values(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None,
+        first: Float[Array, "B T K V"] | None = None,
     ) -> tuple[
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]
     ]:
@@ -176,6 +354,8 @@ class Attention(nnx.Module):
         For decoding, where there are many kernels and few rows. In training heads may
         be sharded, and joining the kernels would move them.
         """
+        if self.latent is not None:
+            return self.queries(x, positions), *self.keys_values(x, positions)
         kernels = [param[...] for param in (self.query, self.key, self.value)]
         biases = [self.query_bias, self.key_bias, self.value_bias]
         flat = linear(
@@ -193,10 +373,65 @@ class Attention(nnx.Module):
             )
         )
         return (
-            self.scaled(normalize_and_rotate(query, self.query_norm, positions)),
-            normalize_and_rotate(key, self.key_norm, positions),
-            value,
+            self.finished_queries(query, positions),
+            self.finished_keys(key, positions),
+            self.finished_values(value, x, first),
         )
+
+    def cache(
+        self,
+        x: Float[Array, "B S D"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K V"],
+        positions: Int[Array, "B S"] | None = None,
+    ) -> tuple[Float[Array, "B K ..."], ...]:
+        """Return what a cache keeps of tokens, a head's contiguous.
+
+        Keys B K H S and values B K S V; or latents, B 1 latent+rotary S.
+        """
+        if self.latent is not None:
+            return (self.latent.compressed(x, positions)[:, None].swapaxes(2, 3),)
+        return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+
+    def attend_cached(
+        self, query: Float[Array, "B W N H"], cache: tuple, mask, bias=None
+    ) -> Float[Array, "B W N V"]:
+        """Attend to what `cache` has kept; see `attention.cached.cached_attention`."""
+        given = self.softmax_parameters()
+        if self.latent is not None:
+            return self.latent.attend_cached(query, *cache, mask, bias, **given)
+        key, value = cache
+        if self.difference is not None:
+            value = variants.paired(value.swapaxes(1, 2)).swapaxes(1, 2)
+        return cached_attention(query, key, value, mask, bias, **given)
+
+    def finished_heads(
+        self,
+        heads: Float[Array, "B T N V"],
+        x: Float[Array, "B T D"],
+        value: Float[Array, "B T K V"] | None = None,
+    ) -> Float[Array, "B T N V"]:
+        """Return outputs of attention as they are merged; see the class's variants.
+
+        Args:
+            heads: of a differential layer, both of each pair.
+            x: the layer's input.
+            value: of the query tokens themselves; None in cross-attention.
+        """
+        if self.difference is not None:
+            heads = self.difference(heads)
+        if self.exclusive:
+            if self.difference is not None:
+                value = variants.paired(value)[:, :, : value.shape[2] // 2]
+            heads = variants.exclusive(heads, value)
+        return heads if self.output_gate is None else self.output_gate(heads, x)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return N, K, H and V, as attention itself has them."""
+        _, N, H = self.query.shape
+        value = self.value if self.latent is None else self.latent.value
+        _, K, V = value.shape
+        return N, K, H, V if self.difference is None else 2 * V
 
     def resolve(
         self, B: int, T: int, S: int, *, dtype="float32", has_bias: bool = False
@@ -209,13 +444,13 @@ class Attention(nnx.Module):
         if self.talking_heads is not None:
             return "talking_heads_attention"
 
-        def like(length, kernel):
-            shape = (B, length, *kernel.shape[1:])
-            return jax.ShapeDtypeStruct(shape, dtype)
+        def like(length, *heads):
+            return jax.ShapeDtypeStruct((B, length, *heads), dtype)
 
-        arrays = like(T, self.query), like(S, self.key), like(S, self.value)
+        N, K, H, V = self.sizes()
+        arrays = like(T, N, H), like(S, K, H), like(S, K, V)
         if self.implementation is not None:
-            learned, N = {}, self.query.shape[1]
+            learned = {}
             if has_bias:
                 learned["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
             if self.sink is not None:
@@ -265,6 +500,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         gate: Float[Array, "*B N"] | None = None,
         observe: Callable | None = None,
+        first: Float[Array, "B S K V"] | None = None,
         **masks,
     ) -> Float[Array, "B T D"]:
         """Attend from x to the memory, or to x itself.
@@ -275,26 +511,77 @@ class Attention(nnx.Module):
             positions: to rotate queries and keys by.
             gate: factor on each head's output, `N` or `B N`.
             observe: called with `Intermediates`.
+            first: values of the stack's first layer, for `value_residual`.
             masks: bias and masks; see `attention.dot_product_attention`.
         """
         query = self.queries(x, positions)
-        key, value = self.keys_values(x if memory is None else memory, positions)
+        key, value = self.keys_values(x if memory is None else memory, positions, first)
         parameters = self.softmax_parameters()
         arguments = masks | parameters
+        attended = value if self.difference is None else variants.paired(value)
         if self.talking_heads is not None:
-            heads = attention.talking_heads_attention(query, key, value, **arguments)
+            heads = attention.talking_heads_attention(query, key, attended, **arguments)
         else:
             heads = attention.dot_product_attention(
-                query, key, value, **arguments, implementation=self.implementation
+                query, key, attended, **arguments, implementation=self.implementation
             )
+        heads = self.finished_heads(heads, x, value)
         if observe is not None:
             gated = attention.head_gated(heads, gate)
-            observe(
-                Intermediates(
-                    *(query, key, masks, parameters, gated, x, *self.rule(), value)
-                )
-            )
+            factor = None if self.difference is None else self.difference.factor()
+            seen = query, key, masks, parameters, gated, x, *self.rule(), value, factor
+            observe(Intermediates(*seen))
         return self.merged(heads, x, gate)
+
+    @property
+    def has_auxiliary(self) -> bool:
+        """Whether `auxiliary` returns anything."""
+        leads = self.value_residual and self.value_share is None
+        return bool(leads or self.mixture_balance or self.qk_clip is not None)
+
+    def auxiliary(self, seen: "Intermediates") -> dict:
+        """Return what training needs of a layer beside its output, if it does.
+
+        value: of the first layer, for the others' `value_residual`. balance: the
+        load-balancing loss, times its factor. largest: each head's largest logit.
+        """
+        found = {}
+        if self.value_residual and self.value_share is None:
+            found["value"] = seen.value
+        if self.mixture_balance:
+            arguments = {k: v for k, v in seen.arguments.items() if k != "kernel"}
+            shares, chosen = seen.rule.routes(seen.x, **arguments)
+            real = seen.masks["query_segment_ids"]
+            loss = variants.balance_loss(shares, chosen, real)
+            found["balance"] = self.mixture_balance * loss
+        if self.qk_clip is not None:
+            found["largest"] = variants.largest_logits(
+                seen.query, seen.key, **seen.masks
+            )
+        return found
+
+    def clip(self, largest: Float[Array, "N"]) -> None:
+        """Make logits smaller whose largest was above `qk_clip` (QK clip, Kimi K2).
+
+        The kernels of a head's query and key are multiplied by the root of the factor.
+        Where several heads share a key, or its rotary part, the query takes it all.
+        """
+        factor = variants.clip_factor(largest, self.qk_clip)
+        key = self.key if self.latent is None else self.latent.key
+        N, H, shared = self.query.shape[1], key.shape[2], key.shape[1] < len(factor)
+        own = factor if shared else jnp.sqrt(factor)
+        # of a latent's query, H elements belong to the head's own key
+        of_query = jnp.where(jnp.arange(self.query.shape[2]) < H, own[:, None], 1.0)
+        if self.latent is not None:
+            rest = jnp.arange(self.query.shape[2]) >= H
+            of_query = jnp.where(rest, factor[:, None], of_query)
+        changes = [(self.query, of_query), (self.query_bias, of_query)]
+        if not shared:
+            of_key = jnp.broadcast_to(own[:, None], (N, H))
+            changes += [(key, of_key), (self.key_bias, of_key)]
+        for param, by in changes:
+            if param is not None:
+                param[...] = (param[...] * by).astype(param.dtype)
 
 
 def initializer(name: str, num_inputs: int, rank: int, gain: float = 1.0):
@@ -316,47 +603,24 @@ class Intermediates(NamedTuple):
     key: Float[Array, "B S K H"]
     masks: dict  # and bias; see `attention.dot_product_attention`
     parameters: dict  # see `Attention.softmax_parameters`
-    heads: Float[Array, "B T N V"]  # outputs times their gates
+    heads: Float[Array, "B T N V"]  # as they are merged, times their gates
     x: Float[Array, "B T D"]  # the layer's input
     rule: attention.MergeRule
     arguments: dict  # of the rule: its parameters and settings
     value: Float[Array, "B S K V"] | None = None
+    difference: Float[Array, ""] | None = None  # λ of differential attention
 
 
 def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
-    """Return the attention weights of every head."""
+    """Return the attention weights of every head; differences where it is these."""
     talking = "logits_mix" in layer.parameters
     weights = attention.attention_weights
     if talking:
         weights = attention.talking_heads_weights
-    return weights(layer.query, layer.key, **layer.masks, **layer.parameters)
-
-
-def norm_weighted_map(layer: Intermediates) -> Float[Array, "B N T S"]:
-    """Return each key's share of the norms that a head adds, ‖α f(x)‖.
-
-    f(x) is the key's value times the head's merge kernel (Kobayashi et al. 2020). Rows
-    sum to 1; factors of a merge rule on the whole head cancel. A token that a head
-    looks at without taking anything from it counts little here.
-    """
-    kernel, weights = layer.arguments["kernel"], attention_map(layer)
-    value = jnp.repeat(layer.value, weights.shape[1] // layer.value.shape[2], axis=2)
-    kernel = jnp.broadcast_to(kernel, (*value.shape[2:], kernel.shape[-1]))
-    added = jnp.einsum("BSNV,NVD->BSND", value, kernel).astype(jnp.float32)
-    norms = jnp.linalg.norm(added, axis=-1).transpose(0, 2, 1)[:, :, None]
-    shares = jnp.abs(weights) * norms
-    total = shares.sum(-1, keepdims=True)
-    return shares / jnp.where(total > 0, total, 1.0)
-
-
-def normalize_and_rotate(
-    heads: Float[Array, "B T N H"],
-    norm: nnx.RMSNorm | None,
-    positions: Int[Array, "B T"] | None,
-) -> Float[Array, "B T N H"]:
-    """Normalise and rotate queries or keys, if the model does so."""
-    heads = heads if norm is None else norm(heads)
-    return heads if positions is None else rotate(heads, positions)
+    maps = weights(layer.query, layer.key, **layer.masks, **layer.parameters)
+    if layer.difference is None:
+        return maps
+    return variants.difference(maps.swapaxes(1, 2), layer.difference).swapaxes(1, 2)
 
 
 def head_shape(
@@ -387,3 +651,18 @@ def head_shape(
             raise ValueError(f"{path}.{name} must be at least 1, got {size}.")
     default = width // num_heads
     return num_kv_heads, head_dim or default, value_dim or default
+
+
+def check_mixture(path: str, merge: str, chosen: int, shared: int, N: int) -> None:
+    """Raise a ValueError unless a mixture's heads are there to be chosen."""
+    if merge == "mixture" and not 1 <= chosen <= N:
+        raise ValueError(
+            f"{path}.mixture_heads must be from 1 to num_heads = {N}, got {chosen}."
+        )
+    if merge == "shared_mixture" and not (
+        1 <= shared < N and 1 <= chosen <= N - shared
+    ):
+        raise ValueError(
+            f"{path}.mixture_shared and mixture_heads must be at least 1 and their sum "
+            f"at most the {N} heads, got {shared} and {chosen}."
+        )

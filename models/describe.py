@@ -45,7 +45,7 @@ ORDER = (
     *("pooler", "output"),
 )
 WITHIN = ("self_attention", "cross_attention", "mlp", "norms")
-OF_HEADS = ("query", "key", "value", "maps", "merge")
+OF_HEADS = ("query", "key", "value", "latent", "maps", "merge")
 
 
 class Part(NamedTuple):
@@ -94,7 +94,7 @@ def part_of(path: str) -> str:
     inside = rest[1]
     if inside.endswith("attention"):
         head = re.sub("_(bias|norm)", "", rest[2])
-        head = "maps" if head in ("talking_heads", "sink") else head
+        head = head if head in OF_HEADS else "maps"  # what variants add
         return f"{first}.{inside}.{head}"
     return f"{first}.{'norms' if inside.endswith('norm') else inside}"
 
@@ -138,17 +138,23 @@ def of_attention(attention: Attention, x, memory) -> dict[str, int]:
         def method(attention, x):
             return project(x, getattr(attention, name), None)
 
+        if getattr(attention, name) is None:  # latent attention has no such kernel
+            return 0
         return products_of(attention, x, method=method)
 
-    _, N, V = attention.value.shape
-    N = attention.query.shape[1]
-    heads = jax.ShapeDtypeStruct((*x.shape[:2], N, V), x.dtype)
+    def latent(attention, memory):
+        return attention.latent.keys_values(attention.latent.compressed(memory, None))
+
+    sizes = attention.num_merged_heads, attention.sizes()[3]
+    heads = jax.ShapeDtypeStruct((*x.shape[:2], *sizes), x.dtype)
     found = {
         "query": projected("query", x),
         "key": projected("key", memory),
         "value": projected("value", memory),
         "merge": products_of(attention, heads, x, method=Attention.merged),
     }
+    if attention.latent is not None:
+        found["latent"] = products_of(attention, memory, method=latent)
     whole = products_of(attention, x, memory)
     return found | {"maps": whole - sum(found.values())}
 
@@ -198,8 +204,7 @@ def print_heads(model: Transformer) -> None:
         attention = getattr(layers[0], name) if layers else None
         if attention is None:
             continue
-        _, N, H = attention.query.shape
-        _, K, V = attention.value.shape
+        N, K, H, V = attention.sizes()
         with_merge = parameters(attention)
         merge = dict(attention.merge), attention.merge_bias
         without = with_merge - parameters(merge)

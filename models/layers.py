@@ -158,8 +158,9 @@ class Layer(nnx.Module):
         gates: dict | None = None,
         drop: Dropout | None = None,
         observe: dict | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Apply the layer.
+        first: dict | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """Apply the layer; return its output, and `Attention.auxiliary` by place.
 
         Args:
             x: its input.
@@ -170,8 +171,21 @@ class Layer(nnx.Module):
             gates: head gates by `self` and `cross`, `N` or `B N` each; 1 if missing.
             drop: dropout of this layer.
             observe: functions by `self` and `cross`; see `Attention`.
+            first: likewise the values of the stack's first layer, if they are needed.
         """
-        gates, observe = gates or {}, observe or {}
+        gates, observe, first = gates or {}, observe or {}, first or {}
+        auxiliary = {}
+
+        def see(place, attention):
+            if place not in observe and not attention.has_auxiliary:
+                return None
+
+            def observed(intermediates):
+                auxiliary[place] = attention.auxiliary(intermediates)
+                if place in observe:
+                    observe[place](intermediates)
+
+            return observed
 
         def to_self(x):
             return self.self_attention(
@@ -180,7 +194,8 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 gate=gates.get("self"),
-                observe=observe.get("self"),
+                observe=see("self", self.self_attention),
+                first=first.get("self"),
                 **(position_arguments or {}),
             )
 
@@ -191,10 +206,11 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
                 gate=gates.get("cross"),
-                observe=observe.get("cross"),
+                observe=see("cross", self.cross_attention),
+                first=first.get("cross"),
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)
         if self.cross_attention is not None:
             x = self.sublayer(to_memory, self.cross_norm, x, drop, 1)
-        return self.sublayer(self.mlp, self.mlp_norm, x, drop, 2)
+        return self.sublayer(self.mlp, self.mlp_norm, x, drop, 2), auxiliary

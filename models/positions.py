@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from headcount.models.precision import lookup
 
 SINUSOIDAL = ("sinusoidal", "sinusoidal_paper")
-POSITIONS = (*SINUSOIDAL, "learned", "rotary", "relative", "none")
+POSITIONS = (*SINUSOIDAL, "learned", "rotary", "relative", "alibi", "none")
 
 BUCKETS = 32  # of relative distances, as T5
 FARTHEST = 128  # tokens; all longer distances share the last bucket
@@ -54,6 +54,17 @@ def rotate(
     return jnp.concatenate(
         [left * cosine - right * sine, right * cosine + left * sine], axis=-1
     ).astype(x.dtype)
+
+
+def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X"]:
+    """Return -slope · |distance|, with the slope 2^(-8 n / N) of the heads n = 1 to N.
+
+    Attention with linear biases (ALiBi, Press et al. 2022), for any N by the formula
+    that they give for powers of 2. In both directions alike where keys may stand later.
+    """
+    slopes = 2.0 ** (-8.0 * np.arange(1, num_heads + 1, dtype=np.float32) / num_heads)
+    far = jnp.abs(distance).astype(jnp.float32)
+    return -slopes.reshape(-1, *[1] * far.ndim) * far
 
 
 def relative_bias(

@@ -17,11 +17,12 @@ from headcount.models.positions import (
     BUCKETS,
     POSITIONS,
     SINUSOIDAL,
+    alibi_bias,
     relative_bias,
     sinusoidal,
 )
 from headcount.models.precision import compute_dtype, lookup, rematerialize
-from headcount.models.validation import check_gates, check_layers, check_rotary
+from headcount.models.validation import check_gates, check_layers
 
 SITES = ("encoder", "decoder", "cross")
 
@@ -144,7 +145,10 @@ class Transformer(nnx.Module):
             "cross": cross_attention,
         }
         arguments = {
-            site: attention_arguments(site, attention, own[site]) for site in SITES
+            site: attention_arguments(site, attention, own[site])
+            | {"rotary": positions == "rotary" and site != "cross"}
+            | {"is_cross": site == "cross"}
+            for site in SITES
         }
         stacks = {"encoder": num_encoder_layers, "decoder": num_decoder_layers}
         a_norm = partial(make_norm, width, norm_type, norm_epsilon, use_bias)
@@ -159,18 +163,15 @@ class Transformer(nnx.Module):
                     activation=activation,
                     gated=mlp == "gated",
                     use_bias=use_bias,
-                    self_attention=arguments[site],
-                    cross_attention=cross,
+                    self_attention=arguments[site] | {"layer": number},
+                    cross_attention=cross and cross | {"layer": number},
                     rngs=rngs,
                 )
-                for _ in range(stacks[site])
+                for number in range(stacks[site])
             )
 
         self.encoder = layers("encoder", None)
         self.decoder = layers("decoder", arguments["cross"] if self.encoder else None)
-        if positions == "rotary":
-            check_rotary(self.encoder, arguments["encoder"]["path"])
-            check_rotary(self.decoder, arguments["decoder"]["path"])
 
         def position_table(site):
             if positions == "learned":
@@ -261,14 +262,33 @@ class Transformer(nnx.Module):
         """Return what self-attention takes: `positions`, `bias` (1 N T T), or none."""
         if self.positions == "rotary":
             return {"positions": positions}
-        if self.positions == "relative":
-            table = self.encoder_positions if is_source else self.decoder_positions
+        if self.has_bias:
             # within a segment, distances of indices are those of positions
             index = jnp.arange(positions.shape[1])
             distance = index - index[:, None]
-            bias = relative_bias(table[...], distance, is_causal=not is_source)
-            return {"bias": bias[None]}
+            return {"bias": self.position_bias(distance, is_source=is_source)[None]}
         return {}
+
+    @property
+    def has_auxiliary(self) -> bool:
+        """Whether `hidden` has anything to fill `auxiliary` with."""
+        layers = [x for site in self.sites().values() for x in site.attentions]
+        return any(x.mixture_balance or x.qk_clip is not None for x in layers)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether positions are a bias on the logits of self-attention."""
+        return self.positions in ("relative", "alibi")
+
+    def position_bias(
+        self, distance: Int[Array, "*X"], *, is_source: bool
+    ) -> Float[Array, "N *X"]:
+        """Return the bias of a key that far from its query, in self-attention."""
+        if self.positions == "alibi":
+            layer = (self.encoder if is_source else self.decoder)[0]
+            return alibi_bias(layer.self_attention.query.shape[1], distance)
+        table = self.encoder_positions if is_source else self.decoder_positions
+        return relative_bias(table[...], distance, is_causal=not is_source)
 
     def encode(
         self,
@@ -280,13 +300,15 @@ class Transformer(nnx.Module):
         observe: dict | None = None,
         types: Int[Array, "B S"] | None = None,
         remat: str = "none",
+        auxiliary: dict | None = None,
     ) -> Float[Array, "B S D"]:
         """Return the encoder's output; see `hidden`."""
         x = self.embed(source, positions, source.shape[1], is_source=True, types=types)
         x = dropout(x, drop, 0)
         arguments = self.position_arguments(positions, is_source=True)
+        first = {}
         for index, layer in enumerate(self.encoder):
-            x = rematerialize(
+            x, found = rematerialize(
                 remat,
                 layer,
                 x,
@@ -295,7 +317,10 @@ class Transformer(nnx.Module):
                 gates=layer_gates(head_gates, index, self="encoder"),
                 drop=fold(drop, 1 + index),
                 observe=select(observe, self="encoder"),
+                first=first,
             )
+            first = first or first_values(found)
+            collect(auxiliary, found, self="encoder")
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def decode(
@@ -310,6 +335,7 @@ class Transformer(nnx.Module):
         observe: dict | None = None,
         remat: str = "none",
         inputs: Int[Array, "B T"] | None = None,
+        auxiliary: dict | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the decoder's output at each target token, from the tokens before it.
 
@@ -321,8 +347,9 @@ class Transformer(nnx.Module):
         x = self.embed(inputs, positions, target.shape[1])
         x = dropout(x, drop, 0)
         arguments = self.position_arguments(positions, is_source=False)
+        first = {}
         for index, layer in enumerate(self.decoder):
-            x = rematerialize(
+            x, found = rematerialize(
                 remat,
                 layer,
                 x,
@@ -334,7 +361,10 @@ class Transformer(nnx.Module):
                 gates=layer_gates(head_gates, index, self="decoder", cross="cross"),
                 drop=fold(drop, 1 + index),
                 observe=select(observe, self="decoder", cross="cross"),
+                first=first,
             )
+            first = first or first_values(found)
+            collect(auxiliary, found, self="decoder", cross="cross")
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
     def output(
@@ -374,7 +404,7 @@ class Transformer(nnx.Module):
     def head_gates(self) -> dict[str, Float[Array, "L N"]]:
         """Return a gate of 1 for every head of every layer, by site."""
         return {
-            name: jnp.ones((len(site.attentions), site.attentions[0].query.shape[1]))
+            name: jnp.ones((len(site.attentions), site.attentions[0].num_merged_heads))
             for name, site in self.sites().items()
         }
 
@@ -387,6 +417,7 @@ class Transformer(nnx.Module):
         head_gates: dict | None = None,
         observe: dict | None = None,
         remat: str = "none",
+        auxiliary: dict | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the last layer's output, of the target, or of an encoder's source.
 
@@ -395,6 +426,8 @@ class Transformer(nnx.Module):
             observe: functions by site, called for each layer in turn with its
                 `Intermediates`; see `Attention`.
             remat: what the backward pass recomputes; see `models.precision`.
+            auxiliary: to be filled with what `Attention.auxiliary` returns, lists over
+                the layers by site, where there is any.
         """
         check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
@@ -410,6 +443,7 @@ class Transformer(nnx.Module):
                 observe,
                 batch.get("source_types"),
                 remat,
+                auxiliary,
             )
         if not self.decoder:
             return memory
@@ -424,6 +458,7 @@ class Transformer(nnx.Module):
             observe,
             remat,
             batch.get("target_inputs"),
+            auxiliary,
         )
 
     def __call__(
@@ -474,6 +509,19 @@ def select(by_site: dict | None, **sites: str) -> dict:
     return {name: by_site[site] for name, site in sites.items() if site in by_site}
 
 
+def first_values(found: dict) -> dict:
+    """Return the first layer's values by place, of what all layers get with it."""
+    return {place: own["value"] for place, own in found.items() if "value" in own}
+
+
+def collect(auxiliary: dict | None, found: dict, **sites: str) -> None:
+    """Append what a layer returned by place to the lists by site, if there is any."""
+    for place, own in found.items():
+        own = {name: value for name, value in own.items() if name != "value"}
+        if auxiliary is not None and own:
+            auxiliary.setdefault(sites[place], []).append(own)
+
+
 def implementations(model: Transformer, spec: dict) -> dict[str, str]:
     """Return the attention implementation that each site runs for a batch spec.
 
@@ -484,7 +532,7 @@ def implementations(model: Transformer, spec: dict) -> dict[str, str]:
     for name, site in model.sites().items():
         B, T = spec[site.queries].shape
         S = spec[site.keys].shape[1]
-        has_bias = model.positions == "relative" and name != "cross"
+        has_bias = model.has_bias and name != "cross"
         found[name] = site.attentions[0].resolve(
             B, T, S, dtype=model.dtype, has_bias=has_bias
         )

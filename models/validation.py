@@ -26,15 +26,97 @@ def check_layers(
             )
 
 
-def check_rotary(layers, path: str) -> None:
-    """Raise a ValueError if a head of self-attention can't be rotated in halves."""
-    for layer in layers:
-        size = layer.self_attention.query.shape[-1]
-        if size % 2:
-            raise ValueError(
-                f"{path}.head_dim must be even with model.positions='rotary', got "
-                f"{size}."
-            )
+# Variants that exclude each other: setting, what it must be with which other, why.
+EXCLUSIVE = (
+    ("talking_heads", "differential", "whose maps belong to pairs of heads"),
+    ("differential", "latent_dim", "whose values are not kept by a cache"),
+    ("value_residual", "latent_dim", "whose values are not kept by a cache"),
+    ("qk_norm", "latent_dim", "whose keys are not kept by a cache"),
+    ("qk_norm", "qk_clip", "as normalised logits do not depend on the kernels' size"),
+    ("talking_heads", "qk_clip", "whose logits are mixtures of heads"),
+)
+
+
+def check_variants(path: str, s: dict, *, rotary: bool, is_cross: bool) -> None:
+    """Raise a ValueError unless variants of attention fit each other and the heads.
+
+    Args:
+        path: the section of the config.
+        s: settings by name, with their defaults resolved.
+        rotary: whether the model has rotary positions.
+        is_cross: whether it attends to another sequence.
+    """
+
+    def require(holds, name, must, reason=""):
+        if not holds:
+            raise ValueError(f"{path}.{name} must be {must}, got {s[name]}{reason}.")
+
+    def is_on(name):
+        return s[name] not in (None, False, "none")
+
+    for name, other, reason in EXCLUSIVE:
+        if is_on(name) and is_on(other):
+            raise ValueError(f"{path}.{name} can't be used with {other}, {reason}.")
+    features, width = s["gate_features"], s["width"]
+    require(
+        features is None or 0 <= features <= width,
+        "gate_features",
+        f"from 0 to model.width = {width}",
+    )
+    if is_cross and s["exclusive"]:
+        raise ValueError(
+            f"{path}.exclusive is for self-attention: in cross-attention a query has "
+            f"no value of its own; set model.cross_attention.exclusive=False."
+        )
+    if s["differential"]:
+        for name in ("num_heads", "num_kv_heads"):
+            require(s[name] % 2 == 0, name, "even with differential, for pairs")
+    balanced = s["merge"] in ("mixture", "shared_mixture")
+    require(s["mixture_balance"] >= 0, "mixture_balance", "at least 0")
+    require(
+        balanced or not s["mixture_balance"],
+        "mixture_balance",
+        f"0 with merge={s['merge']!r}, which routes nothing",
+    )
+    require(s["qk_clip"] is None or s["qk_clip"] > 0, "qk_clip", "above 0")
+    if s["latent_dim"] is None:
+        require(s["latent_rotary_dim"] is None, "latent_rotary_dim", "None")
+        size = s["head_dim"] if s["rotary_dim"] is None else s["rotary_dim"]
+        name = "head_dim" if s["rotary_dim"] is None else "rotary_dim"
+        if s["rotary_dim"] is not None:
+            most = s["head_dim"]
+            require(2 <= size <= most, name, f"from 2 to head_dim = {most}")
+        if rotary or name == "rotary_dim":
+            require(size % 2 == 0, name, "even with model.positions='rotary'")
+        return
+    require(s["latent_dim"] >= 1, "latent_dim", "at least 1")
+    require(
+        s["num_kv_heads"] == s["num_heads"],
+        "num_kv_heads",
+        f"num_heads = {s['num_heads']} with latent_dim",
+    )
+    require(s["rotary_dim"] is None, "rotary_dim", "None with latent_dim")
+    require(s["knocking"] == "none", "knocking", "'none' with latent_dim")
+    require(
+        s["gate"] == "none" or s["gate_on"] == "output",
+        "gate_on",
+        "'output' with latent_dim",
+    )
+    size = s["latent_rotary_dim"]
+    if rotary:
+        size = s["head_dim"] // 2 if size is None else size
+        require(
+            size >= 2 and size % 2 == 0,
+            "latent_rotary_dim",
+            "even and at least 2 with model.positions='rotary'",
+            f"; by default it is half of head_dim = {s['head_dim']}",
+        )
+    else:
+        require(
+            size in (None, 0),
+            "latent_rotary_dim",
+            "0 or None unless self-attention has rotary positions",
+        )
 
 
 def check_gates(head_gates: dict | None, like: dict) -> None:

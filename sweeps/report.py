@@ -21,6 +21,7 @@ from headcount.analysis.report_figures import make_figures, save_png, to_svg
 from headcount.analysis.report_html import write_html
 from headcount.analysis.report_markdown import join_markdown, write_markdown
 from headcount.configs.commandline import flat
+from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import verdict_rows
@@ -368,6 +369,7 @@ def arm_result(
         seconds=mean("seconds"),
         tokens_per_second=mean("tokens_per_second"),
         published=published_score(anchor, arm.config["model"]),
+        claim=claim_of(arm.overrides, sweep.settings["base"]),
         bootstrap=bootstrap,
         curves={m.name: curve(sweep, own, m) for m in sweep.task.metrics},
     )

@@ -37,6 +37,31 @@ SETTINGS = SHAPES | {
         "sink": True,
     },
     "mixture, rotary": {"merge": "mixture", "mixture_heads": 2, "positions": "rotary"},
+    "differential, alibi": {
+        "differential": True,
+        "value_residual": True,
+        "num_kv_heads": 2,
+        "gate": "sigmoid",
+        "positions": "alibi",
+    },
+    "latent, rotary": {"latent_dim": 5, "positions": "rotary", "sink": True},
+    "gated values, knocking": {
+        "gate": "sigmoid",
+        "gate_size": "element",
+        "gate_on": "values",
+        "knocking": "mlp",
+        "rotary_dim": 2,
+        "positions": "rotary",
+        "merge": "shared_mixture",
+    },
+    "exclusive": {
+        "settings": {
+            "decoder_attention": {"exclusive": True, "value_residual": True},
+            "cross_attention": {"value_residual": True},
+        },
+        "knocking": "linear",
+        "knocking_all": True,
+    },
     "talking": {"talking_heads": True, "num_kv_heads": 2, "positions": "relative"},
     "rms, gated feed-forward, untied": {
         "settings": {

@@ -61,6 +61,19 @@ SETTINGS = {
     "gated, sink": ("none", "post", {"merge": "gated", "head_dim": 3, "sink": True}),
     "gated_elementwise": ("sinusoidal_paper", "pre", {"merge": "gated_elementwise"}),
     "mixture": ("rotary", "post", {"merge": "mixture", "qk_norm": True}),
+    "shared_mixture": (
+        *("alibi", "post"),
+        {"merge": "shared_mixture", "mixture_balance": 0.01, "knocking": "mlp"},
+    ),
+    "differential": (
+        *("rotary", "pre"),
+        {"differential": True, "gate": "sigmoid", "gate_size": "element"},
+    ),
+    "latent": ("rotary", "pre", {"latent_dim": 6, "gate": "double_sigmoid"}),
+    "clipped": (
+        *("rotary", "post"),
+        {"qk_clip": 30.0, "rotary_dim": 2, "knocking": "linear", "knocking_all": True},
+    ),
 }
 
 

@@ -153,56 +153,84 @@ def train_steps(
 def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     """Return a trial's mean loss on a batch, its weight (a sum), and the gradient.
 
+    And each head's largest logit, where `qk_clip` needs it; see `balance_and_largest`.
     The batch may be computed in parts (`accumulate_steps`). Apart from dropout, which
     then drops other elements, the result does not depend on how many there are.
     """
 
     def summed(params, part, key):
-        return static.loss(
-            precision.merge(static.graph, sharding.gathered(params, static.shard)),
+        model = precision.merge(static.graph, sharding.gathered(params, static.shard))
+        options = {"auxiliary": {}} if model.has_auxiliary else {}
+        loss, weight = static.loss(
+            model,
             part,
             label_smoothing=trial["label_smoothing"],
             rate=trial["dropout"],
             key=key,
             head_gates=trial["head_gates"],
             remat=static.remat,
+            **options,
         )
+        balance, largest = balance_and_largest(options.get("auxiliary", {}))
+        # balance steers the gradient; the loss that is reported is the task's
+        return loss + weight * balance, (loss, weight, largest)
 
     def of_part(part, key, scale):
-        loss, pullback, weight = jax.vjp(
+        total, pullback, (loss, weight, largest) = jax.vjp(
             partial(summed, part=part, key=key), params, has_aux=True
         )
-        (gradient,) = pullback(jnp.ones_like(loss) * scale(weight))
-        return loss, weight, sharding.scattered(gradient, static.shard)
+        (gradient,) = pullback(jnp.ones_like(total) * scale(weight))
+        return loss, weight, sharding.scattered(gradient, static.shard), largest
 
     def divisor(weight):
         return jnp.where(weight > 0, weight, 1.0)
 
     count = static.accumulate_steps
     if count == 1:
-        loss, weight, gradient = of_part(batch, key, lambda weight: 1 / divisor(weight))
-        return loss / divisor(weight), weight, gradient
+        loss, weight, *rest = of_part(batch, key, lambda weight: 1 / divisor(weight))
+        return loss / divisor(weight), weight, *rest
 
     def add(total, numbered):
         index, part = numbered
-        found = of_part(part, jax.random.fold_in(key, index), lambda weight: 1.0)
-        return jax.tree.map(jnp.add, total, found), None
+        *found, largest = of_part(part, jax.random.fold_in(key, index), lambda _: 1.0)
+        sums = jax.tree.map(jnp.add, total, tuple(found))
+        return sums, largest
 
     def split(x):  # strided, so that every device has rows of each part
         return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
     parts = jax.tree.map(split, batch)
     zero = jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    loss, weight, gradient = jax.lax.scan(add, zero, (jnp.arange(count), parts))[0]
+    sums, largest = jax.lax.scan(add, zero, (jnp.arange(count), parts))
+    loss, weight, gradient = sums
     gradient = jax.tree.map(lambda x: x / divisor(weight), gradient)
-    return loss / divisor(weight), weight, gradient
+    largest = jax.tree.map(lambda x: x.max(0), largest)
+    return loss / divisor(weight), weight, gradient, largest
+
+
+def balance_and_largest(auxiliary: dict) -> tuple[jax.Array | float, dict]:
+    """Return the summed balance losses, and each head's largest logit by site.
+
+    Args:
+        auxiliary: see `Transformer.hidden`.
+    """
+    layers = [layer for site in auxiliary.values() for layer in site]
+    balance = sum(layer["balance"] for layer in layers if "balance" in layer)
+    largest = {
+        site: [layer["largest"] for layer in own]
+        for site, own in auxiliary.items()
+        if "largest" in own[0]
+    }
+    return balance, largest
 
 
 @partial(jax.jit, static_argnames="static", inline=True)  # so that it is traced once
 def update(state: TrainState, trial: dict, batch: dict, static: Static):
     """Update one trial on one batch; see `train_steps`."""
     key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
-    loss, weight, gradient = loss_and_gradient(state.params, trial, batch, key, static)
+    loss, weight, gradient, largest = loss_and_gradient(
+        state.params, trial, batch, key, static
+    )
     change, opt_state = trial_optimizer(static, trial).update(
         gradient, state.opt_state, state.params
     )
@@ -211,7 +239,9 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
     updated, diverged = finite & ~state.frozen, ~finite & ~state.frozen
     new = state._replace(
         step=state.step + 1,
-        params=optax.apply_updates(state.params, change),
+        params=clipped(
+            optax.apply_updates(state.params, change), largest, static.graph
+        ),
         opt_state=opt_state,
     )
     new = jax.tree.map(lambda new, old: jnp.where(updated, new, old), new, state)
@@ -231,6 +261,21 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
         "diverged": diverged,
     }
     return new._replace(diverged_at=diverged_at), metrics
+
+
+def clipped(params, largest: dict, graph):
+    """Return parameters after QK clip, at the sites that have it.
+
+    Args:
+        largest: each layer's largest logits by site; see `balance_and_largest`.
+    """
+    if not largest:
+        return params
+    model = nnx.merge(graph, params)
+    for site, logits in largest.items():
+        for layer, own in zip(model.sites()[site].attentions, logits, strict=True):
+            layer.clip(own)
+    return nnx.split(model)[1]
 
 
 def tokens_per_field(batch: dict) -> dict[str, jax.Array]:

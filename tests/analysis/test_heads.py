@@ -215,7 +215,10 @@ def test_what_a_rule_makes_of_each_head(rule):
         name: rng.normal(size=[sizes[letter] for letter in letters.split()])
         for name, letters in row.shapes.items()
     }
-    settings = {"mixture_heads": 3} if rule == "mixture" else {}
+    settings = {
+        "mixture": {"mixture_heads": 3},
+        "shared_mixture": {"mixture_heads": 2, "mixture_shared": 1},
+    }.get(rule, {})
 
     @jax.jit
     def look(heads, x, params):
@@ -247,6 +250,12 @@ def weights_by_hand(rule, x, params):
         return even + params["scale"]
     if rule in ("gated", "gated_elementwise"):
         return 1 / (1 + np.exp(-np.tensordot(x, params["gate"], 1)))
+    if rule == "shared_mixture":
+        powers = np.exp(x @ params["router"])[..., 1:]
+        a = 1 / (1 + np.exp(-x @ params["split"]))[..., None]
+        routed = powers / powers.sum(-1, keepdims=True)
+        routed *= powers > powers.min(-1, keepdims=True)  # two of three
+        return np.concatenate([a, (1 - a) * routed], axis=-1)
     logits = even * params["logits"] if rule == "weighted" else x @ params["router"]
     if rule == "mixture":
         logits = np.where(logits >= np.sort(logits)[..., [-3]], logits, -np.inf)

@@ -12,6 +12,10 @@ from headcount.attention.merge import MERGE_RULES, check_names
 
 B, T, N, V, D = 2, 3, 4, 5, 6
 SIZES = {"N": N, "V": V, "D": D}
+SETTINGS = {
+    "mixture": {"mixture_heads": 2},
+    "shared_mixture": {"mixture_heads": 2, "mixture_shared": 1},
+}
 
 
 def normal(shape, seed=0):
@@ -30,9 +34,8 @@ KERNEL, SHARED = parameters("concat")["kernel"], parameters("mean")["kernel"]
 
 
 def merge(rule, **settings):
-    if rule == "mixture":
-        settings.setdefault("mixture_heads", 2)
-    return MERGE_RULES[rule].function(HEADS, X, **parameters(rule) | settings)
+    settings = parameters(rule) | SETTINGS.get(rule, {}) | settings
+    return MERGE_RULES[rule].function(HEADS, X, **settings)
 
 
 def close(found, wanted):
@@ -145,11 +148,39 @@ def test_mixture_takes_exactly_k_where_all_are_equal():
     close(found, jnp.einsum("BTNV,NVD->BTD", HEADS[:, :, :2], KERNEL[:2]) / 2)
 
 
+def test_shared_mixture_of_all_heads_with_equal_routes_is_a_share_of_concat():
+    half = {"mixture_shared": N // 2, "mixture_heads": N // 2}
+    even = {"router": jnp.zeros((D, N)), "split": jnp.zeros(D)}
+    close(merge("shared_mixture", **even, **half), merge("concat") / N)
+
+
+@pytest.mark.parametrize("shared, k", [(1, 1), (1, 3), (2, 1)])
+def test_shared_mixture_by_hand(shared, k):
+    params = {name: np.float64(p) for name, p in parameters("shared_mixture").items()}
+    out = np.zeros((B, T, D))
+    for b, t in np.ndindex(B, T):
+        x = np.float64(X[b, t])
+        powers = np.exp(x @ params["router"])
+        a = 1 / (1 + np.exp(-x @ params["split"]))
+        on = a * powers[:shared] / powers[:shared].sum()
+        routed = (1 - a) * powers[shared:] / powers[shared:].sum()
+        routed[np.argsort(-routed)[k:]] = 0
+        for n, weight in enumerate([*on, *routed]):
+            out[b, t] += weight * np.float64(HEADS[b, t, n]) @ params["kernel"][n]
+    close(merge("shared_mixture", mixture_shared=shared, mixture_heads=k), out)
+
+
+@pytest.mark.parametrize("shared, k", [(0, 2), (4, 1), (2, 3), (1, 0)])
+def test_shared_mixture_of_heads_that_are_not_there_is_refused(shared, k):
+    with pytest.raises(ValueError, match="mixture_shared and mixture_heads .* N = 4"):
+        merge("shared_mixture", mixture_shared=shared, mixture_heads=k)
+
+
 @pytest.mark.parametrize("rule", [n for n, row in MERGE_RULES.items() if row.weights])
 def test_weights_are_what_the_heads_are_multiplied_by(rule):
     row, params = MERGE_RULES[rule], parameters(rule)
     kernel = params.pop("kernel")
-    settings = {"mixture_heads": 2} if rule == "mixture" else {}
+    settings = SETTINGS.get(rule, {})
     weights = np.float64(row.weights(X, **params, **settings))
     weights = weights if weights.ndim == 4 else weights[..., None]
     kernel = jnp.broadcast_to(kernel, (N, V, D))
@@ -175,7 +206,7 @@ def test_mixture_of_no_heads_or_more_than_there_are_is_refused(k):
 
 @pytest.mark.parametrize("rule", MERGE_RULES)
 def test_gradients(rule):
-    settings = {"mixture_heads": 2} if rule == "mixture" else {}
+    settings = SETTINGS.get(rule, {})
     function = MERGE_RULES[rule].function
 
     @jax.jit
@@ -189,10 +220,11 @@ def test_gradients(rule):
 
 
 @pytest.mark.parametrize(
-    "rule", ["concat", "scaled", "gated", "gated_elementwise", "mixture"]
+    "rule",
+    ["concat", "scaled", "gated", "gated_elementwise", "mixture", "shared_mixture"],
 )
 def test_a_head_at_zero_is_a_head_without_kernel(rule):
-    settings = {"mixture_heads": 2} if rule == "mixture" else {}
+    settings = SETTINGS.get(rule, {})
     function, params = MERGE_RULES[rule].function, parameters(rule)
     gate = jnp.array([1.0, 0.0, 1.0, 1.0])[:, None]
     gone = params | {"kernel": params["kernel"] * gate[..., None]}
@@ -204,7 +236,7 @@ def test_a_head_at_zero_is_a_head_without_kernel(rule):
 
 def test_the_dtype_is_kept():
     for rule, row in MERGE_RULES.items():
-        settings = {"mixture_heads": 2} if rule == "mixture" else {}
+        settings = SETTINGS.get(rule, {})
         heads, x, params = jax.tree.map(jnp.bfloat16, (HEADS, X, parameters(rule)))
         assert row.function(heads, x, **params, **settings).dtype == jnp.bfloat16
 

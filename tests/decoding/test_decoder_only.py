@@ -27,6 +27,24 @@ KINDS = {
     "none, pre-norm": {"model.positions": "none", "model.norm": "pre"},
     "talking heads": {"model.attention.talking_heads": True},
     "sink, QK norm": {"model.attention.sink": True, "model.attention.qk_norm": True},
+    "differential, exclusive, ALiBi": {
+        "model.attention.differential": True,
+        "model.attention.exclusive": True,
+        "model.attention.gate": "double_sigmoid",
+        "model.positions": "alibi",
+    },
+    "latent, rotary": {
+        "model.attention.latent_dim": 12,
+        "model.attention.exclusive": True,
+        "model.positions": "rotary",
+    },
+    "value residual, knocking, shared mixture": {
+        "model.attention.value_residual": True,
+        "model.attention.knocking": "mlp",
+        "model.attention.merge": "shared_mixture",
+        "model.attention.gate": "sigmoid",
+        "model.attention.gate_on": "values",
+    },
     "gated, other sizes": {
         "model.attention.merge": "gated",
         "model.attention.head_dim": 6,

@@ -204,6 +204,7 @@ def test_merge_rules_have_the_parameters_counted_by_hand(merge):
         "gated": N * V * D + D * N,
         "gated_elementwise": N * V * D + D * N * V,
         "mixture": N * V * D + D * N,
+        "shared_mixture": N * V * D + D * N + D,
     }
     layer = abstract(partial(Attention, D, num_heads=N, value_dim=V, merge=merge))
     assert parameters(nnx.state(layer.merge)) == counts[merge]

@@ -1,0 +1,209 @@
+"""The parameters of head variants, for `models.attention`; see `attention.variants`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from headcount.attention import cached, variants
+from headcount.models.linear import linear
+from headcount.models.positions import rotate
+
+KNOCKING = ("none", "linear", "mlp")
+GATE_PLACES = ("output", "values")
+
+
+class Gate(nnx.Module):
+    """Gates on heads, computed from the layer's input; see `attention.variants.gate`.
+
+    Args:
+        sizes: of the axes D, N and V.
+        activation: "sigmoid", whose kernel starts as the layer's others do, or
+            "double_sigmoid", whose kernel starts at 0, and so heads as without a gate.
+        size: "head", "element" or "shared".
+        features: how many of x it looks at; None: all, 0: none.
+        initial: initializer of a kernel, by the number of input axes and its rank.
+    """
+
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        activation: str,
+        size: str,
+        features: int | None,
+        initial,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.activation, self.size = activation, size
+        axes = variants.GATE_SIZES[size]
+        shape = [sizes[letter] for letter in axes.split()]
+        if features != 0:
+            axes = f"D {axes}" if features is None else f"features {axes}"
+            shape = [sizes["D"] if features is None else features, *shape]
+        values = jnp.zeros(shape)
+        if features != 0 and activation == "sigmoid":
+            values = initial(1, len(shape))(rngs.params(), shape)
+        self.kernel = nnx.Param(values, axes=axes)
+
+    def __call__(
+        self, heads: Float[Array, "B T N V"], x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T N V"]:
+        """Multiply heads by their gates."""
+        gates = variants.gate(x, self.kernel[...], self.activation, self.size)
+        return heads * gates.astype(heads.dtype)
+
+
+class Difference(nnx.Module):
+    """Differential attention's λ and norm (Ye et al. 2024).
+
+    λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init, of vectors of size H. The heads
+    are RMS-normalised and multiplied by 1 - λ_init, so that they start at the scale of
+    plain attention's.
+
+    Args:
+        head_dim: H.
+        value_dim: the size of a pair's value, twice V.
+        layer: from 0.
+    """
+
+    def __init__(self, head_dim: int, value_dim: int, layer: int, *, rngs: nnx.Rngs):
+        values = 0.1 * jax.random.normal(rngs.params(), (4, head_dim))
+        self.vectors = nnx.Param(values, axes="vectors H")  # q1, k1, q2, k2
+        self.initial = variants.initial_difference(layer)
+        self.norm = nnx.RMSNorm(
+            value_dim, epsilon=1e-5, scale_metadata={"axes": "V"}, rngs=rngs
+        )
+
+    def factor(self) -> Float[Array, ""]:
+        """Return λ."""
+        q1, k1, q2, k2 = self.vectors[...].astype(jnp.float32)
+        return jnp.exp(q1 @ k1) - jnp.exp(q2 @ k2) + self.initial
+
+    def __call__(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T N/2 V"]:
+        """Return the normalised differences of pairs of heads."""
+        heads = variants.difference(heads, self.factor())
+        return self.norm(heads) * (1 - self.initial)
+
+
+class Knocking(nnx.Module):
+    """Maps of features that all heads share (2510.23052), identities at the start.
+
+    Args:
+        kind: "linear" or "mlp", which maps values alone.
+        head_dim: H; None: queries and keys are left as they are.
+        value_dim: V.
+    """
+
+    def __init__(self, kind: str, head_dim: int | None, value_dim: int):
+        def matrix(size, values=jnp.eye):
+            array = jnp.zeros((size, size)) if values is None else values(size)
+            return nnx.Param(array, axes="features features")
+
+        self.value = matrix(value_dim)
+        self.gate = matrix(value_dim, None) if kind == "mlp" else None
+        self.down = matrix(value_dim) if kind == "mlp" else None
+        self.query = None if head_dim is None else matrix(head_dim)
+        self.key = None if head_dim is None else matrix(head_dim)
+
+    def __call__(self, heads: Float[Array, "B S N V"], of: str):
+        """Map the heads of `query`, `key` or `value`."""
+        kernel = getattr(self, of)
+        if kernel is None:
+            return heads
+        if of == "value" and self.gate is not None:
+            rest = self.gate[...], self.down[...]
+            return variants.knock_gated(heads, kernel[...], *rest)
+        return variants.knock(heads, kernel[...])
+
+
+class LatentShape(NamedTuple):
+    """Sizes of latent attention."""
+
+    latent: int  # c, numbers per token that keys and values are made of
+    rotary: int  # and those of a key that all heads share and positions rotate
+
+
+class Latent(nnx.Module):
+    """Keys and values of all heads from one small vector per token.
+
+    Multi-head latent attention (DeepSeek-V2, 2405.04434): c = x W_down, key_n =
+    [c W_n, r], value_n = c U_n, where the key part r = rotate(x W_rotary) is shared by
+    all heads. A cache holds c and r alone: a query times W_n is compared with c itself.
+
+    Args:
+        width: D.
+        shape: see `LatentShape`.
+        num_heads, head_dim, value_dim: N, H (without the rotary part), V.
+        use_norm: RMS-normalise c, as DeepSeek does.
+        initial: initializer of a kernel, by the number of input axes and its rank.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        shape: LatentShape,
+        num_heads: int,
+        head_dim: int,
+        value_dim: int,
+        *,
+        use_norm: bool,
+        initial,
+        rngs: nnx.Rngs,
+    ):
+        self.latent_dim, self.rotary_dim = shape
+
+        def kernel(*sizes, axes):
+            values = initial(1, len(sizes))(rngs.params(), sizes)
+            return nnx.Param(values, axes=axes)
+
+        self.down = kernel(width, sum(shape), axes="D latent")
+        self.key = kernel(shape.latent, num_heads, head_dim, axes="latent N H")
+        self.value = kernel(shape.latent, num_heads, value_dim, axes="latent N V")
+        self.norm = (
+            nnx.RMSNorm(shape.latent, scale_metadata={"axes": "latent"}, rngs=rngs)
+            if use_norm
+            else None
+        )
+
+    def compressed(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None
+    ) -> Float[Array, "B S latent+rotary"]:
+        """Return the latent of each token, and the rotated key that heads share."""
+        both = linear(x, self.down[...])
+        latent, shared = jnp.split(both, [self.latent_dim], axis=-1)
+        latent = latent if self.norm is None else self.norm(latent)
+        if positions is not None:
+            shared = rotate(shared[:, :, None], positions)[:, :, 0]
+        return jnp.concatenate([latent, shared], axis=-1)
+
+    def keys_values(self, compressed: Float[Array, "B S latent+rotary"]):
+        """Return every head's keys B S N H+rotary, and its values B S N V."""
+        latent, shared = jnp.split(compressed, [self.latent_dim], axis=-1)
+        key = jnp.einsum("BSC,CNH->BSNH", latent, self.key[...])
+        shape = (*key.shape[:3], self.rotary_dim)
+        shared = jnp.broadcast_to(shared[:, :, None], shape)
+        value = jnp.einsum("BSC,CNV->BSNV", latent, self.value[...])
+        return jnp.concatenate([key, shared], axis=-1), value
+
+    def attend_cached(
+        self,
+        query: Float[Array, "B W N H+rotary"],
+        compressed: Float[Array, "B 1 latent+rotary S"],
+        mask,
+        bias=None,
+        **arguments,
+    ) -> Float[Array, "B W N V"]:
+        """Attend to a cache of latents; see `attention.cached.cached_attention`."""
+        plain, rotated = jnp.split(query, [self.key.shape[2]], axis=-1)
+        absorbed = jnp.einsum("BWNH,CNH->BWNC", plain, self.key[...])
+        # whose logits `cached_attention` divides by the root of another size
+        scale = ((self.latent_dim + self.rotary_dim) / query.shape[-1]) ** 0.5
+        query = jnp.concatenate([absorbed, rotated], axis=-1) * scale
+        latents = compressed[:, :, : self.latent_dim].swapaxes(2, 3)
+        out = cached.cached_attention(
+            query, compressed, latents, mask, bias, **arguments
+        )
+        return jnp.einsum("BWNC,CNV->BWNV", out, self.value[...])

@@ -1,0 +1,286 @@
+"""Variants of heads: the identities that define them, gradients, and bad settings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.test_util import check_grads
+
+from headcount.attention import dot_product_attention, variants
+from headcount.configs.base import get_config
+from headcount.configs.variants import VARIANTS, claim_of
+from headcount.models.attention import Attention
+from headcount.models.variants import Difference
+
+B, T, N, D = 2, 5, 4, 16
+X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
+POSITIONS = jnp.broadcast_to(jnp.arange(T), (B, T))
+SEGMENTS = jnp.ones((B, T), jnp.int32)
+CAUSAL = {
+    "is_causal": True,
+    "query_segment_ids": SEGMENTS,
+    "key_value_segment_ids": SEGMENTS,
+}
+
+
+def layer(seed=0, **settings):
+    settings = {"num_heads": N, "implementation": "reference"} | settings
+    return Attention(D, **settings, rngs=nnx.Rngs(seed))
+
+
+def settings_of(variant):
+    base = get_config()
+    base.model.width, base.model.num_encoder_layers = D, 0
+    found = VARIANTS[variant].settings(base).items()
+    return {key.removeprefix("model.attention."): value for key, value in found}
+
+
+def stirred(module, scale=0.3):
+    """Move every parameter away from its start, at which many variants do nothing."""
+    random = np.random.default_rng(1)
+    for param in jax.tree.leaves(
+        nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    ):
+        param[...] += scale * random.normal(size=param.shape)
+    return module
+
+
+def close(found, wanted, **options):
+    np.testing.assert_allclose(found, wanted, **{"rtol": 1e-5, "atol": 1e-5} | options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gate": "double_sigmoid"},
+        {"gate": "double_sigmoid", "gate_size": "element", "gate_features": 3},
+        {"gate": "double_sigmoid", "gate_size": "shared"},
+        {"gate": "double_sigmoid", "gate_size": "element", "gate_features": 0},
+        {"gate": "double_sigmoid", "gate_on": "values", "num_kv_heads": 2},
+        {"knocking": "linear", "knocking_all": True},
+        {"knocking": "mlp"},
+    ],
+)
+def test_a_neutral_start_is_concat_bit_for_bit(settings):
+    heads = {k: v for k, v in settings.items() if k == "num_kv_heads"}
+    np.testing.assert_array_equal(layer(**settings)(X), layer(**heads)(X))
+
+
+def test_variants_leave_the_initial_values_of_the_rest_as_they_are():
+    plain = layer()
+    for name in VARIANTS:
+        settings = settings_of(name)
+        if "merge" in settings or name == "latent":
+            continue
+        other = layer(**settings)
+        np.testing.assert_array_equal(other.value[...], plain.value[...])
+        np.testing.assert_array_equal(other.query[...], plain.query[...])
+
+
+def test_exclusive_outputs_are_orthogonal_to_the_own_value():
+    module = layer(exclusive=True, num_kv_heads=2)
+    query, key, value = module.queries_keys_values(X, None)
+    heads = dot_product_attention(query, key, value, implementation="reference")
+    own = jnp.repeat(value, 2, axis=2)
+    found = module.finished_heads(heads, X, value)
+    close((found * own).sum(-1), 0)
+    parallel = found - heads  # what was removed lies along the value
+    share = (parallel * own).sum(-1, keepdims=True) / (own**2).sum(-1, keepdims=True)
+    close(parallel, share * own)
+    close(variants.exclusive(heads, 0 * value), heads)
+
+
+def test_differential_without_the_second_map_is_the_first_half_of_the_heads():
+    module = layer(differential=True, layer=2)
+    assert module.num_merged_heads == N // 2
+    # Ye et al. 2024: 0.8 - 0.6 exp(-0.3 (l - 1)) of the layer l, here the third
+    assert module.difference.initial == pytest.approx(0.8 - 0.6 * np.exp(-0.6))
+    vectors = module.difference.vectors
+    vectors[...] = jnp.stack([0 * vectors[0]] * 4)
+    close(module.difference.factor(), module.difference.initial)
+    query, key, value = module.queries_keys_values(X, None)
+    joint = jnp.concatenate([value[:, :, :2], value[:, :, 2:]], axis=-1)
+    first, second = (
+        dot_product_attention(query[:, :, at], key[:, :, at], joint)
+        for at in (slice(0, 2), slice(2, 4))
+    )
+    heads = dot_product_attention(query, key, variants.paired(value))
+    close(variants.difference(heads, jnp.zeros(())), first)
+    norm = Difference.__call__(module.difference, heads)
+    wanted = first - module.difference.initial * second
+    wanted /= jnp.sqrt((wanted**2).mean(-1, keepdims=True) + 1e-5)
+    close(norm, wanted * (1 - module.difference.initial))
+
+
+def test_a_latent_of_full_rank_without_norm_and_positions_is_concat():
+    settings = {"use_bias": False}
+    plain = layer(**settings)
+    module = layer(latent_dim=D, latent_norm=False, **settings)
+    module.latent.down[...] = jnp.eye(D)
+    module.latent.key[...], module.latent.value[...] = plain.key[...], plain.value[...]
+    module.query[...] = plain.query[...]
+    module.merge["kernel"][...] = plain.merge["kernel"][...]
+    close(module(X, **CAUSAL), plain(X, **CAUSAL))
+
+
+def test_value_residual_mixes_the_values_of_two_layers():
+    first, other = layer(value_residual=True), layer(1, value_residual=True, layer=1)
+    assert first.value_share is None and other.value_share[...] == 0.5
+    leading, own = first.keys_values(X)[1], layer(1, layer=1).keys_values(X)[1]
+    other.value_share[...] = 0.25
+    close(other.keys_values(X, None, leading)[1], 0.75 * own + 0.25 * leading)
+
+
+def test_knocking_maps_all_heads_by_one_matrix():
+    module = layer(knocking="linear")
+    matrix = jnp.asarray(np.random.default_rng(2).normal(size=(4, 4)), jnp.float32)
+    module.knocking.value[...] = matrix
+    plain = layer().keys_values(X)[1]
+    close(module.keys_values(X)[1], np.einsum("bsnv,vw->bsnw", plain, matrix))
+
+
+def test_partial_rotation_leaves_the_rest_of_a_head():
+    whole, part = layer(rotary=True), layer(rotary=True, rotary_dim=2)
+    plain = layer().queries(X)
+    found = part.queries(X, POSITIONS)
+    np.testing.assert_array_equal(found[..., 2:], plain[..., 2:])
+    assert (found[:, 1:, :, :2] != plain[:, 1:, :, :2]).any()
+    four = layer(rotary=True, rotary_dim=4)
+    np.testing.assert_array_equal(
+        four.queries(X, POSITIONS), whole.queries(X, POSITIONS)
+    )
+
+
+def test_qk_clip_brings_the_largest_logit_to_the_threshold():
+    for settings in ({}, {"num_kv_heads": 2}, {"latent_dim": 6, "rotary": True}):
+        module = layer(qk_clip=0.2, **settings)
+        module.query[...] *= 3.0
+        positions = POSITIONS if settings.get("rotary") else None
+
+        def largest(module, positions=positions):
+            query, key = module.queries(X, positions), module.keys_values(X, positions)
+            return variants.largest_logits(query, key[0], **CAUSAL)
+
+        before = largest(module)
+        assert (before > 0.2).all()
+        module.clip(before)
+        close(largest(module), 0.2)
+        module.clip(largest(module) / 2)  # below it nothing changes
+        close(largest(module), 0.2)
+
+
+def test_largest_logits_by_hand():
+    module = layer()
+    query, key = module.queries(X), module.keys_values(X)[0]
+    logits = np.einsum("btnh,bsnh->bnts", query, key) / 2
+    logits = np.where(np.tri(T, dtype=bool), logits, -np.inf)
+    close(variants.largest_logits(query, key, **CAUSAL), logits.max((0, 2, 3)))
+
+
+def test_balance_loss_of_even_and_of_one_sided_use():
+    shares = jnp.full((1, 4, 4), 0.25)
+    even = jnp.eye(4, dtype=bool)[None]
+    one = jnp.zeros((1, 4, 4), bool).at[..., 0].set(True)
+    real = jnp.ones((1, 4))
+    close(variants.balance_loss(shares, even, real), 0.25)
+    certain = one.astype(jnp.float32)
+    close(variants.balance_loss(certain, one, real), 1.0)
+    # padding counts for nothing
+    padded = jnp.array([[1, 0, 0, 0]])
+    first = jnp.eye(4)[None, :, :]
+    close(variants.balance_loss(first, first > 0, padded), 1.0)
+
+
+COMBINED = {
+    "exclusive, gated, residual": {
+        "exclusive": True,
+        "gate": "sigmoid",
+        "value_residual": True,
+        "layer": 1,
+        "num_kv_heads": 2,
+    },
+    "differential, exclusive, knocking": {
+        "differential": True,
+        "exclusive": True,
+        "knocking": "mlp",
+        "gate": "sigmoid",
+        "gate_on": "values",
+        "num_kv_heads": 2,
+    },
+    "latent": {"latent_dim": 6, "rotary": True, "exclusive": True},
+}
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *COMBINED])
+def test_gradients_and_causality(name):
+    """Of every parameter by finite differences; no token sees a later one."""
+    settings = COMBINED[name] if name in COMBINED else settings_of(name)
+    module = stirred(layer(**settings))
+    graph, params = nnx.split(module)
+    positions = POSITIONS if settings.get("rotary") else None
+    first = None
+    if "value_residual" in settings:
+        first = layer(3, **settings | {"layer": 0}).keys_values(X)[1]
+    weight = jnp.asarray(np.random.default_rng(3).normal(size=X.shape))
+
+    def out(params, x, first):
+        layer = nnx.merge(graph, params)
+        return layer(x, positions=positions, first=first, **CAUSAL)
+
+    def total(params, x, first):
+        return (out(params, x, first) * weight).sum()
+
+    with jax.enable_x64(True):
+        arguments = jax.tree.map(jnp.float64, (params, X, first))
+        jitted = jax.jit(total)
+        check_grads(jitted, arguments, order=1, modes=["rev"], rtol=1e-3, atol=1e-4)
+
+    @jax.jit
+    @jax.grad
+    def by_inputs(x):
+        return out(params, x, first)[0, 2].sum()
+
+    seen = np.abs(by_inputs(X)).sum(-1) > 0
+    np.testing.assert_array_equal(seen[0], [True] * 3 + [False] * 2)
+    assert not seen[1].any()
+
+
+@pytest.mark.parametrize(
+    "settings, keys",
+    [
+        ({"differential": True, "num_heads": 1}, "num_heads .* even"),
+        ({"differential": True, "num_kv_heads": 1}, "num_kv_heads .* even"),
+        ({"differential": True, "talking_heads": True}, "talking_heads .*differential"),
+        ({"latent_dim": 0}, "latent_dim must be at least 1"),
+        ({"latent_dim": 4, "num_kv_heads": 2}, "num_kv_heads .* latent_dim"),
+        ({"latent_dim": 4, "value_residual": True}, "value_residual .* latent_dim"),
+        ({"latent_dim": 4, "qk_norm": True}, "qk_norm .* latent_dim"),
+        ({"latent_dim": 4, "knocking": "mlp"}, "knocking .* latent_dim"),
+        ({"latent_dim": 4, "latent_rotary_dim": 2}, "latent_rotary_dim .* rotary"),
+        ({"latent_rotary_dim": 2}, "latent_rotary_dim must be None"),
+        ({"rotary_dim": 3, "rotary": True}, "rotary_dim must be even"),
+        ({"rotary_dim": 6, "rotary": True}, "rotary_dim must be from 2 to head_dim"),
+        ({"gate": "tanh"}, "gate must be one of none, sigmoid"),
+        ({"gate_features": 17}, "gate_features .*model.width = 16"),
+        ({"knocking": "soft"}, "knocking must be one of"),
+        ({"qk_clip": 0.0}, "qk_clip must be above 0"),
+        ({"qk_clip": 9.0, "qk_norm": True}, "qk_norm .* qk_clip"),
+        ({"mixture_balance": 0.1}, "mixture_balance .* merge"),
+        ({"merge": "shared_mixture", "mixture_heads": 4}, "mixture_shared and mixture"),
+        ({"exclusive": True, "is_cross": True}, "exclusive is for self-attention"),
+    ],
+)
+def test_settings_that_do_not_fit_raise_an_error_that_names_the_keys(settings, keys):
+    with pytest.raises(ValueError, match=f"model.attention.{keys}"):
+        layer(**settings)
+
+
+def test_claims_are_found_by_what_an_arm_sets():
+    base = get_config()
+    for variant in VARIANTS.values():
+        own = variant.settings(base)
+        assert claim_of(own, base.to_dict()) == variant.claim
+        matched = own | {"match": "parameters"}
+        assert claim_of(matched, base.to_dict()) == variant.claim
+    assert claim_of({"model.attention.num_heads": 2}, base.to_dict()) is None
