@@ -270,16 +270,16 @@ def variants(base) -> list[dict]:
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest; model.mlp_dim is solved in the matched arms.
     """
-    own = base.to_dict()["model"]["attention"]
+    own = base.model.attention
     arms = [variant.settings(base) for variant in VARIANTS.values()]
-    odd = own["num_heads"] % 2 or (own["num_kv_heads"] or 2) % 2
-    arms = [
-        arm
-        for arm in arms
-        # pairs of heads, and heads beside those always on, need more than one
-        if not (odd and "model.attention.differential" in arm)
-        and not (own["num_heads"] < 2 and "model.attention.mixture_shared" in arm)
-    ]
+    left_out = {}
+    if own.num_heads % 2 or (own.num_kv_heads or 2) % 2:  # no pairs of heads
+        left_out["model.attention.differential"] = True
+    if own.num_heads < 2:  # none beside the one that is always on
+        left_out["model.attention.merge"] = "shared_mixture"
+    if own.qk_norm:  # the baseline has it
+        left_out["model.attention.qk_norm"] = True
+    arms = [arm for arm in arms if not arm.items() & left_out.items()]
     return chain([{}], arms, matched(arms))
 
 

@@ -41,7 +41,18 @@ def exclusive(base) -> dict:
 
 def latent(base) -> dict:
     """Return a latent of half of the width: DeepSeek-V2's is 4 heads wide, of 128."""
-    return of_attention(latent_dim=max(1, base.model.width // 2))(base)
+    return without_norm(base, latent_dim=max(1, base.model.width // 2))
+
+
+def clip(base) -> dict:
+    """Return QK clip at a threshold that small models reach; Kimi K2's is 100."""
+    return without_norm(base, qk_clip=20.0)
+
+
+def without_norm(base, **settings) -> dict:
+    """Return settings of model.attention that exclude QK norm."""
+    norm = {"qk_norm": False} if base.model.attention.qk_norm else {}
+    return of_attention(**settings, **norm)(base)
 
 
 def shared_and_routed(base) -> dict:
@@ -160,7 +171,7 @@ VARIANTS = {
         "0.9 BLEU on small corpora; larger learning rates",
     ),
     "QK clip": Variant(
-        of_attention(qk_clip=20.0),
+        clip,
         "W_q, W_k ← √(τ / max) W_q, W_k where a head's largest logit exceeds τ",
         "Kimi K2 2025, 2507.20534",
         "no loss spikes; no effect on the loss otherwise",

@@ -40,7 +40,9 @@ class Gate(nnx.Module):
         self.activation, self.size = activation, size
         axes = variants.GATE_SIZES[size]
         shape = [sizes[letter] for letter in axes.split()]
-        if features != 0:
+        if features == 0:  # no matrix: nothing to decay, nothing for Muon
+            axes = axes.replace("N", "heads")
+        else:
             axes = f"D {axes}" if features is None else f"features {axes}"
             shape = [sizes["D"] if features is None else features, *shape]
         values = jnp.zeros(shape)
@@ -71,7 +73,13 @@ class Difference(nnx.Module):
 
     def __init__(self, head_dim: int, value_dim: int, layer: int, *, rngs: nnx.Rngs):
         values = 0.1 * jax.random.normal(rngs.params(), (4, head_dim))
-        self.vectors = nnx.Param(values, axes="vectors H")  # q1, k1, q2, k2
+        names = "query1", "key1", "query2", "key2"
+        self.vectors = nnx.Dict(
+            {
+                name: nnx.Param(value, axes="H")
+                for name, value in zip(names, values, strict=True)
+            }
+        )
         self.initial = variants.initial_difference(layer)
         self.norm = nnx.RMSNorm(
             value_dim, epsilon=1e-5, scale_metadata={"axes": "V"}, rngs=rngs
@@ -79,8 +87,9 @@ class Difference(nnx.Module):
 
     def factor(self) -> Float[Array, ""]:
         """Return λ."""
-        q1, k1, q2, k2 = self.vectors[...].astype(jnp.float32)
-        return jnp.exp(q1 @ k1) - jnp.exp(q2 @ k2) + self.initial
+        of = {name: jnp.float32(param[...]) for name, param in self.vectors.items()}
+        first, second = (jnp.exp(of[f"query{i}"] @ of[f"key{i}"]) for i in (1, 2))
+        return first - second + self.initial
 
     def __call__(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T N/2 V"]:
         """Return the normalised differences of pairs of heads."""

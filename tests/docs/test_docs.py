@@ -281,10 +281,23 @@ def test_commands_in_the_makefile_exist():
     assert [e for c in commands_in(text) for e in command_errors(*c)] == []
 
 
+def generator(name: str):
+    """The module that writes a page."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reference_of_variants_is_up_to_date():
+    generate = generator("generate_variants")
+    assert generate.render() == generate.TARGET.read_text(), (
+        "run python docs/generate_variants.py"
+    )
+
+
 def test_config_reference_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    generate = generator("generate")
     assert generate.render() == generate.TARGET.read_text(), (
         "run python docs/generate.py"
     )

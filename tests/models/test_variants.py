@@ -38,12 +38,9 @@ def settings_of(variant):
 
 def stirred(module, scale=0.3):
     """Move every parameter away from its start, at which many variants do nothing."""
-    random = np.random.default_rng(1)
-    for param in jax.tree.leaves(
-        nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable)
-    ):
-        param[...] += scale * random.normal(size=param.shape)
-    return module
+    random, (graph, params) = np.random.default_rng(1), nnx.split(module)
+    moved = jax.tree.map(lambda x: x + scale * random.normal(size=x.shape), params)
+    return nnx.merge(graph, moved)
 
 
 def close(found, wanted, **options):
@@ -96,8 +93,8 @@ def test_differential_without_the_second_map_is_the_first_half_of_the_heads():
     assert module.num_merged_heads == N // 2
     # Ye et al. 2024: 0.8 - 0.6 exp(-0.3 (l - 1)) of the layer l, here the third
     assert module.difference.initial == pytest.approx(0.8 - 0.6 * np.exp(-0.6))
-    vectors = module.difference.vectors
-    vectors[...] = jnp.stack([0 * vectors[0]] * 4)
+    for vector in module.difference.vectors.values():
+        vector[...] = jnp.zeros(N)
     close(module.difference.factor(), module.difference.initial)
     query, key, value = module.queries_keys_values(X, None)
     joint = jnp.concatenate([value[:, :, :2], value[:, :, 2:]], axis=-1)

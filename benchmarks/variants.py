@@ -1,0 +1,97 @@
+"""What does a variant of heads cost, beside what its arithmetic costs?
+
+    python -m benchmarks.variants [--seconds 1]
+
+Prints a Markdown table: of one layer of causal self-attention, forward and backward,
+the multiply-adds and the time as ratios to plain heads, and the second over the first.
+All layers are timed in turn in one process.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from headcount.configs.base import get_config
+from headcount.configs.variants import VARIANTS
+from headcount.models.attention import Attention
+from headcount.models.cost import plain, products_of
+
+B, T, D, N = 8, 256, 512, 8
+
+
+def layers(width: int, num_heads: int) -> dict[str, Attention]:
+    """Return a layer of every variant, and of plain heads."""
+    base = get_config()
+    base.model.num_encoder_layers, base.model.width = 0, width
+    base.model.attention.num_heads = num_heads
+    found = {}
+    arms = {name: variant.settings(base) for name, variant in VARIANTS.items()}
+    for name, settings in ({"plain heads": {}} | arms).items():
+        config = base.copy_and_resolve_references()
+        config.update_from_flattened_dict(settings)
+        arguments = config.model.attention.to_dict()
+        found[name] = Attention(width, layer=1, **arguments, rngs=nnx.Rngs(0))
+    return found
+
+
+def program(layer: Attention, x):
+    """Return a call that computes a layer's output and gradients, and multiply-adds."""
+    graph, params = nnx.split(layer)
+    first = layer.keys_values(x)[1] if layer.value_share is not None else None
+
+    def run(layer, x):
+        return layer(x, is_causal=True, first=first)
+
+    @jax.jit
+    def train(params, x):
+        out, pullback = jax.vjp(lambda p, x: run(nnx.merge(graph, p), x), params, x)
+        return pullback(out)
+
+    return partial(train, params, x), products_of(plain(layer), x, method=run)
+
+
+def timed(calls: dict, seconds: float) -> dict[str, float]:
+    """Return the median milliseconds of each call, all in turn."""
+    for call in calls.values():
+        jax.block_until_ready(call())
+    times = {name: [] for name in calls}
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end or len(times["plain heads"]) < 5:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=1, help="of each variant")
+    flags = parser.parse_args()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
+    found = {name: program(layer, x) for name, layer in layers(D, N).items()}
+    times = timed({name: call for name, (call, _) in found.items()}, flags.seconds)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0]}"
+    print(f"{datetime.date.today()}, {machine}, JAX {jax.__version__}")
+    plain_ms = times["plain heads"]
+    print(f"B {B}, T {T}, D {D}, N {N}, float32; plain heads {plain_ms:.1f} ms\n")
+    print("| variant | multiply-adds | time | time / multiply-adds |")
+    print("| --- | ---: | ---: | ---: |")
+    for name, (_, adds) in found.items():
+        work = adds / found["plain heads"][1]
+        spent = times[name] / plain_ms
+        print(f"| {name} | {work:.2f} | {spent:.2f} | {spent / work:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Write docs/reference/variants.md from configs/variants.py and results/.
+
+python docs/generate_variants.py
+"""
+
+import csv
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from headcount.attention.kernels import gpu, tpu
+from headcount.configs import modern
+from headcount.configs.ablations import variants
+from headcount.configs.base import get_config
+from headcount.configs.variants import VARIANTS
+from headcount.models.attention import Attention
+from headcount.models.cost import abstract, parameters, plain, products_of
+from headcount.sweeps.labels import name_arms
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "reference" / "variants.md"
+RESULTS = ROOT / "results" / "variants_shakespeare" / "verdicts.csv"
+WIDTH, HEADS, LENGTH = 1024, 16, 1024  # of the layer whose costs the table shows
+HEAD = """# Variants of heads
+
+*Written by `python docs/generate_variants.py` from
+[configs/variants.py](../../configs/variants.py) and `results/`. Do not edit.*
+
+Each is a set of keys of `model.attention`, off by default, for all sites or for one
+(`model.decoder_attention`, ...). `--ablation=variants` trains all of them beside plain
+heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
+applies them, [variants.py](../../attention/variants.py) has a function for each. Our
+verdicts are those of `results/variants_shakespeare`: Shakespeare by characters with the
+modern block, equal parameters, learning rate tuned per arm.
+
+Letters: o_n the output of head n, x the layer's input, v a value, N heads, H and V the
+sizes of a key and a value, D the width.
+
+"""
+COSTS = f"""
+## Costs
+
+Of one layer of causal self-attention without biases, D = {WIDTH:,}, N = {HEADS},
+{LENGTH:,} tokens. Multiply-adds are those of matrix products, per token. The cache is
+that of decoding in bfloat16, per token and layer. Kernels are fused ones that take the
+layer in bfloat16; `blockwise` takes whatever one of them does not, except for talking
+heads, which need the whole map.
+
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    TARGET.write_text(render())
+
+
+def render() -> str:
+    """Return the page."""
+    base = get_config()
+    base.model.num_encoder_layers = 0
+    base.model.width, base.model.attention.num_heads = WIDTH, HEADS
+    base.model.attention.use_bias = False
+    verdicts, rows, costs = read_verdicts(), [], []
+    plain_costs = costs_of(base, {})
+    costs.append(["plain heads", *show(plain_costs, plain_costs)])
+    for name, variant in VARIANTS.items():
+        settings = variant.settings(base)
+        keys = [f"`{k.removeprefix('model.')}={v}`" for k, v in settings.items()]
+        verdict = verdicts.get(name, "not measured yet")
+        cells = variant.formula, ", ".join(keys), variant.source, variant.claim
+        rows.append([name, *cells, verdict])
+        costs.append([name, *show(costs_of(base, settings), plain_costs)])
+    header = "variant", "formula", "keys", "source", "claim", "our verdict"
+    cost_header = "variant", "parameters", "multiply-adds", "cache bytes", "kernels"
+    return HEAD + table(header, rows) + COSTS + table(cost_header, costs)
+
+
+def costs_of(base, settings: dict) -> tuple[int, int, int, str]:
+    """Return parameters, multiply-adds and cache bytes per token, and kernels."""
+    config = base.copy_and_resolve_references()
+    config.update_from_flattened_dict(settings)
+    build = partial(Attention, WIDTH, layer=1, **config.model.attention.to_dict())
+    layer = abstract(build)
+    x = jax.ShapeDtypeStruct((1, LENGTH, WIDTH), jnp.float32)
+
+    def call(layer, x):
+        first = layer.keys_values(x)[1] if layer.value_share is not None else None
+        return layer(x, first=first)
+
+    adds = products_of(plain(layer), x, method=call)
+    if layer.value_share is not None:  # the first layer has computed them
+        adds -= products_of(layer, x, method=lambda layer, x: layer.keys_values(x)[1])
+    graph, params = nnx.split(layer)
+    token = jax.ShapeDtypeStruct((1, 1, WIDTH), jnp.float32)
+
+    def cached(params, x):
+        layer = nnx.merge(graph, params)
+        return layer.cache(x, *layer.keys_values(x))
+
+    kept = jax.eval_shape(cached, params, token)
+    size = sum(2 * leaf.size for leaf in jax.tree.leaves(kept))
+    return parameters(nnx.state(layer)), adds // LENGTH, size, kernels(layer)
+
+
+def kernels(layer: Attention) -> str:
+    """Return which fused kernels take a layer."""
+    if layer.talking_heads is not None:
+        return "none"
+    N, _, H, V = layer.sizes()
+    query, value = (
+        jax.ShapeDtypeStruct((1, LENGTH, N, size), jnp.dtype("bfloat16"))
+        for size in (H, V)
+    )
+    found = [
+        module.__name__.rsplit(".", 1)[-1]
+        for module in (gpu, tpu)
+        if module.unsupported(query, value, None, None) is None
+    ]
+    return ", ".join(["cpu (float32)", *found])
+
+
+def show(costs: tuple, of: tuple) -> list[str]:
+    """Return costs with their ratios to those of plain heads."""
+    texts = [f"{a:,} ({a / b:.2f})" for a, b in zip(costs[:3], of[:3], strict=True)]
+    return [*texts, costs[3]]
+
+
+def read_verdicts() -> dict[str, str]:
+    """Return the verdict of every variant with equal parameters, from results/."""
+    if not RESULTS.exists():
+        return {}
+    with RESULTS.open() as file:
+        rows = {row["arm"]: row for row in csv.DictReader(file)}
+    base = modern.get_config("short")
+    arms = variants(base)
+    names = dict(zip(map(str, arms), name_arms(arms)[0], strict=True))
+    found = {}
+    for name, variant in VARIANTS.items():
+        settings = variant.settings(base)
+        for arm in (settings | {"match": "parameters"}, settings):
+            row = rows.get(names.get(str(arm)))
+            if row is not None and name not in found:
+                found[name] = (
+                    f"{row['verdict']} ({row['metric']} {row['difference']}, "
+                    f"{row['low']} to {row['high']}, {row['seeds']} seeds)"
+                )
+    return found
+
+
+def table(header, rows) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
