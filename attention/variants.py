@@ -78,7 +78,7 @@ def paired(value: Float[Array, "B S K V"]) -> Float[Array, "B S K 2*V"]:
 
 def difference(
     heads: Float[Array, "B T N V"], factor: Float[Array, ""]
-) -> Float[Array, "B T N/2 V"]:
+) -> Float[Array, "B T M V"]:
     """Subtract factor times head n + N/2 from head n.
 
     Differential attention (Ye et al. 2024, 2410.05258), where both heads of a pair have
@@ -163,13 +163,14 @@ def clip_factor(largest: Float[Array, "N"], threshold: float) -> Float[Array, "N
 def balance_loss(
     shares: Float[Array, "B T N"],
     chosen: Bool[Array, "B T N"],
-    real: Bool[Array, "B T"] | Int[Array, "B T"],
+    real: Int[Array, "B T"],
 ) -> Float[Array, ""]:
     """Return Σ_n f_n P_n: the load-balancing loss of routed heads.
 
     MoH (Jin et al. 2024, 2410.11842): f_n is the share of the tokens that choose head
     n, P_n the router's mean probability for it. With k of N heads and even use it is
-    k / N, its least value if the choice follows the probabilities.
+    k / N, its least value if the choice follows the probabilities. Tokens count where
+    `real` is above 0, as in segment ids.
     """
     weights = (real > 0).astype(jnp.float32)[..., None]
     total = jnp.maximum(weights.sum(), 1)

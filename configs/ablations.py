@@ -277,8 +277,9 @@ def variants(base) -> list[dict]:
         left_out["model.attention.differential"] = True
     if own.num_heads < 2:  # none beside the one that is always on
         left_out["model.attention.merge"] = "shared_mixture"
-    if own.qk_norm:  # the baseline has it
+    if own.qk_norm:  # the baseline has it: what is it worth, and those without it?
         left_out["model.attention.qk_norm"] = True
+        arms += over("model.attention.qk_norm", False)
     arms = [arm for arm in arms if not arm.items() & left_out.items()]
     return chain([{}], arms, matched(arms))
 

@@ -409,8 +409,8 @@ class Attention(nnx.Module):
         self,
         heads: Float[Array, "B T N V"],
         x: Float[Array, "B T D"],
-        value: Float[Array, "B T K V"] | None = None,
-    ) -> Float[Array, "B T N V"]:
+        value: Float[Array, "B T K U"] | None = None,
+    ) -> Float[Array, "B T M V"]:
         """Return outputs of attention as they are merged; see the class's variants.
 
         Args:

@@ -91,7 +91,7 @@ class Difference(nnx.Module):
         first, second = (jnp.exp(of[f"query{i}"] @ of[f"key{i}"]) for i in (1, 2))
         return first - second + self.initial
 
-    def __call__(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T N/2 V"]:
+    def __call__(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T M V"]:
         """Return the normalised differences of pairs of heads."""
         heads = variants.difference(heads, self.factor())
         return self.norm(heads) * (1 - self.initial)
@@ -179,7 +179,7 @@ class Latent(nnx.Module):
 
     def compressed(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None
-    ) -> Float[Array, "B S latent+rotary"]:
+    ) -> Float[Array, "B S C"]:
         """Return the latent of each token, and the rotated key that heads share."""
         both = linear(x, self.down[...])
         latent, shared = jnp.split(both, [self.latent_dim], axis=-1)
@@ -188,7 +188,7 @@ class Latent(nnx.Module):
             shared = rotate(shared[:, :, None], positions)[:, :, 0]
         return jnp.concatenate([latent, shared], axis=-1)
 
-    def keys_values(self, compressed: Float[Array, "B S latent+rotary"]):
+    def keys_values(self, compressed: Float[Array, "B S C"]):
         """Return every head's keys B S N H+rotary, and its values B S N V."""
         latent, shared = jnp.split(compressed, [self.latent_dim], axis=-1)
         key = jnp.einsum("BSC,CNH->BSNH", latent, self.key[...])
@@ -199,8 +199,8 @@ class Latent(nnx.Module):
 
     def attend_cached(
         self,
-        query: Float[Array, "B W N H+rotary"],
-        compressed: Float[Array, "B 1 latent+rotary S"],
+        query: Float[Array, "B W N E"],
+        compressed: Float[Array, "B 1 C S"],
         mask,
         bias=None,
         **arguments,

@@ -179,7 +179,7 @@ def test_balance_loss_of_even_and_of_one_sided_use():
     shares = jnp.full((1, 4, 4), 0.25)
     even = jnp.eye(4, dtype=bool)[None]
     one = jnp.zeros((1, 4, 4), bool).at[..., 0].set(True)
-    real = jnp.ones((1, 4))
+    real = jnp.ones((1, 4), jnp.int32)
     close(variants.balance_loss(shares, even, real), 0.25)
     certain = one.astype(jnp.float32)
     close(variants.balance_loss(certain, one, real), 1.0)
