@@ -56,7 +56,7 @@ def exclusive(
 ) -> Float[Array, "B T N V"]:
     """Remove from each head's output its part along the query token's own value.
 
-    Exclusive self-attention (XSA, 2603.09078): o - (o · v) / |v|² v. A value of zero
+    Exclusive self-attention (XSA, 2603.09078): o - (o · v) / ‖v‖² v. A value of zero
     removes nothing. Head n has the value n // (N // K).
     """
     groups = heads.shape[2] // own.shape[2]

@@ -112,7 +112,7 @@ VARIANTS = {
     ),
     "exclusive": Variant(
         exclusive,
-        "o_n − (o_n·v) / |v|² v, v the token's own value",
+        "o_n − (o_n·v) / ‖v‖² v, v the token's own value",
         "XSA 2026, 2603.09078",
         "lower loss up to 2.7B parameters, more so for long sequences",
     ),
@@ -138,7 +138,7 @@ VARIANTS = {
         of_attention(knocking="mlp"),
         "(v_n U ⊙ 2σ(v_n G)) W, U = W = 1 and G = 0 at the start",
         "Zhou et al. 2025, 2510.23052",
-        "lower loss than the linear form",
+        "as the linear form",
     ),
     "value residual": Variant(
         of_attention(value_residual=True),
