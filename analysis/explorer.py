@@ -80,7 +80,7 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
         {
             "name": site,
             "layers": len(about.attentions),
-            "heads": about.attentions[0].query.shape[1],
+            "heads": about.attentions[0].num_merged_heads,
             "queries": READ.get(about.queries, about.queries),
             "keys": READ.get(about.keys, about.keys),
         }

@@ -79,6 +79,15 @@ def check(attention, site: str, gates: np.ndarray) -> None:
             f"The merge rule {attention.merge_rule!r} of {site} depends on how many "
             f"heads there are; heads can be removed with {', '.join(RULES)}."
         )
+    for name, is_on in (
+        ("latent_dim", attention.latent is not None),
+        ("differential", attention.difference is not None),
+    ):
+        if is_on:
+            raise ValueError(
+                f"The heads of {site} share more than keys and values ({name}); they "
+                f"can't be removed one by one."
+            )
     if attention.key.shape[1] != attention.query.shape[1]:
         raise ValueError(
             f"The heads of {site} share keys and values (num_kv_heads); they can't be "
