@@ -384,7 +384,7 @@ class Attention(nnx.Module):
         key: Float[Array, "B S K H"],
         value: Float[Array, "B S K V"],
         positions: Int[Array, "B S"] | None = None,
-    ) -> tuple[Float[Array, "B K ..."], ...]:
+    ) -> tuple[Float[Array, "B _ ..."], ...]:
         """Return what a cache keeps of tokens, a head's contiguous.
 
         Keys B K H S and values B K S V; or latents, B 1 latent+rotary S.
@@ -621,6 +621,26 @@ def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
     if layer.difference is None:
         return maps
     return variants.difference(maps.swapaxes(1, 2), layer.difference).swapaxes(1, 2)
+
+
+def norm_weighted_map(layer: Intermediates) -> Float[Array, "B N T S"]:
+    """Return each key's share of the norms that a head adds, ‖α f(x)‖.
+
+    f(x) is the key's value times the head's merge kernel (Kobayashi et al. 2020). Rows
+    sum to 1; factors of a merge rule on the whole head cancel. A token that a head
+    looks at without taking anything from it counts little here.
+    """
+    kernel, weights = layer.arguments["kernel"], attention_map(layer)
+    value = layer.value
+    if layer.difference is not None:  # of pairs
+        value = variants.paired(value)[:, :, : value.shape[2] // 2]
+    value = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
+    kernel = jnp.broadcast_to(kernel, (*value.shape[2:], kernel.shape[-1]))
+    added = jnp.einsum("BSNV,NVD->BSND", value, kernel).astype(jnp.float32)
+    norms = jnp.linalg.norm(added, axis=-1).transpose(0, 2, 1)[:, :, None]
+    shares = jnp.abs(weights) * norms
+    total = shares.sum(-1, keepdims=True)
+    return shares / jnp.where(total > 0, total, 1.0)
 
 
 def head_shape(

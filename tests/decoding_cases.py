@@ -41,7 +41,6 @@ SETTINGS = SHAPES | {
         "differential": True,
         "value_residual": True,
         "num_kv_heads": 2,
-        "gate": "sigmoid",
         "positions": "alibi",
     },
     "latent, rotary": {"latent_dim": 5, "positions": "rotary", "sink": True},

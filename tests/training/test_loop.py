@@ -107,7 +107,7 @@ def make_trainer(monkeypatch, rows=None, start=0, **settings):
         hyperparameters={"head_gates": {}},
         static=SimpleNamespace(graph=None),
         batches=Batches(),
-        dev=None,
+        dev=(),
         state=state,
         best=initial_best(best.params, 2),
         step=start,
