@@ -525,7 +525,8 @@ class Attention(nnx.Module):
             heads = attention.dot_product_attention(
                 query, key, attended, **arguments, implementation=self.implementation
             )
-        heads = self.finished_heads(heads, x, value)
+        own = value if memory is None else None
+        heads = self.finished_heads(heads, x, own)
         if observe is not None:
             gated = attention.head_gated(heads, gate)
             factor = None if self.difference is None else self.difference.factor()

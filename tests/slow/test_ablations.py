@@ -81,7 +81,9 @@ def test_every_ablation_builds_on_every_config(name):
         assert len({arm.name for arm in plan.arms}) == len(plan.arms)
         assert len({trial.id for trial in plan.trials}) == 2 * len(plan.arms)
         dropped = len(arms) - len(plan.arms)  # those that need no matching
-        assert dropped <= sum("match" in arm for arm in arms) / 2
+        matched_arms = sum("match" in arm for arm in arms)
+        # most variants have no parameters, or none on some configs
+        assert dropped <= matched_arms / (1 if name == "variants" else 2)
         (baseline,) = [arm for arm in plan.arms if arm.is_baseline]
         for arm in plan.arms:
             if "match" in arm.overrides:
