@@ -33,7 +33,7 @@ Each is a set of keys of `model.attention`, off by default, for all sites or for
 (`model.decoder_attention`, ...). `--ablation=variants` trains all of them beside plain
 heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
 applies them, [variants.py](../../attention/variants.py) has a function for each. Our
-verdicts are those of the sweep `variants_shakespeare`: Shakespeare by characters with the
+verdicts are of the sweep `variants_shakespeare`: Shakespeare by characters with the
 modern block, equal parameters, learning rate tuned per arm.
 
 Letters: o_n the output of head n, x the layer's input, v a value, N heads, H and V the
