@@ -1,14 +1,19 @@
-"""Import and export weights: Hugging Face Marian, BERT and GPT-2, in a local folder.
+"""Export a trained run to other libraries, and import Hugging Face weights.
 
-python weights.py --from=opus-mt-en-de --workdir=runs/opus
-python predict.py --workdir=runs/opus < source.txt
-python weights.py --workdir=runs/opus --to=FOLDER
-python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2
+    python weights.py --workdir=runs/numbers --to=ctranslate2:FOLDER
+    python weights.py --workdir=runs/numbers --to=huggingface:FOLDER
+    python weights.py --workdir=runs/numbers --to=stablehlo:FOLDER
 
-The folder holds config.json and model.safetensors, and for Marian source.spm,
-target.spm and vocab.json. The workdir is then like one of train.py. Exporting an
-imported run writes the same files with the same bits, float32. `--prune` writes a run
-without some heads, smaller, whose outputs equal those of the gated one.
+    python weights.py --from=opus-mt-en-de --workdir=runs/opus
+    python predict.py --workdir=runs/opus < source.txt
+    python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2
+
+An export has a README.md that says what the model is and how to load it. An import
+reads a local folder of Marian, BERT or GPT-2 with config.json and model.safetensors,
+and Marian's source.spm, target.spm and vocab.json. The workdir is then like one of
+train.py. Exporting an imported run to huggingface writes the same files with the same
+bits, float32. `--prune` writes a run without some heads, smaller, whose outputs equal
+those of the gated one.
 """
 
 # isort: off
@@ -16,7 +21,9 @@ from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
 import contextlib
+import importlib.util
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +35,8 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from headcount.analysis import export_usage as usages
+from headcount.analysis.model_card import model_card
 from headcount.analysis.removal import write_smaller
 from headcount.configs.base import get_config
 from headcount.configs.commandline import (
@@ -40,8 +49,15 @@ from headcount.configs.commandline import (
 )
 from headcount.configs.run import load_config
 from headcount.configs.validation import check_values
-from headcount.data.tokenizers import marian_order
-from headcount.models import huggingface
+from headcount.data import tokenizer_json
+from headcount.data.tokenizers import marian_order, pair_vocab_sizes
+from headcount.decoding import stablehlo
+from headcount.models import (
+    ctranslate2_format,
+    folding,
+    huggingface,
+    huggingface_export,
+)
 from headcount.models.cost import abstract
 from headcount.models.huggingface_config import settings_of
 from headcount.models.transformer import Transformer
@@ -49,16 +65,26 @@ from headcount.runtime.logging import say, show_log
 from headcount.runtime.workdir import (
     environment,
     parse_json,
+    read_json,
     record,
     set_status,
     write_json,
 )
+from headcount.tasks import Run
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import restore_parameters
-from headcount.training.run import CHECKPOINT, choose_trial, load
+from headcount.training.run import CHECKPOINT, choose_trial, load, read_config
 
 FROM = flags.DEFINE_string("from", None, "Folder of a Hugging Face checkpoint to read.")
-TO = flags.DEFINE_string("to", None, "Folder to write a Hugging Face checkpoint to.")
+TO = flags.DEFINE_string(
+    "to",
+    None,
+    "FORMAT:FOLDER to export to; the formats are ctranslate2, ctranslate2_int8, "
+    "huggingface, stablehlo.",
+)
+TRIAL = flags.DEFINE_integer(
+    "trial", 0, "Which trial to export (needed if there are several) or prune.", 0
+)
 PRUNE = flags.DEFINE_string(
     "prune", None, "Folder to write the run without its removed heads to."
 )
@@ -67,7 +93,6 @@ HEADS = flags.DEFINE_list(
     [],
     "prune: heads to remove besides those whose gate is 0: SITE.LAYER.HEAD.",
 )
-TRIAL = flags.DEFINE_integer("trial", 0, "prune: the trial to write.", 0)
 for flag in (WORKDIR, CHECKPOINT):
     flags.declare_key_flag(flag.name)  # so that --help lists it
 
@@ -99,7 +124,10 @@ def main():
         elif FROM.value is not None:
             import_checkpoint(path_of(FROM), path_of(WORKDIR))
         else:
-            export_checkpoint(path_of(WORKDIR), path_of(TO), CHECKPOINT.value)
+            kind, folder = parse_target(TO.value)
+            which = CHECKPOINT.value if CHECKPOINT.present else None
+            trial = TRIAL.value if TRIAL.present else None
+            export(path_of(WORKDIR), kind, folder, which, trial)
 
 
 def prune(workdir: Path, folder: Path, which: str) -> None:
@@ -180,25 +208,240 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
     say(f"Imported {count:,} parameters of {folder} ({family}) into {workdir}.")
 
 
-def export_checkpoint(workdir: Path, folder: Path, which: str) -> None:
-    """Write an imported run as a Hugging Face checkpoint.
+def parse_target(text: str) -> tuple[str, Path]:
+    """Return the format and the folder of FORMAT:FOLDER."""
+    kind, colon, folder = text.partition(":")
+    if not colon or not folder or kind not in FORMATS:
+        raise ValueError(
+            f"--to must be FORMAT:FOLDER with a format of {', '.join(FORMATS)}, got "
+            f"{text!r}."
+        )
+    return kind, Path(folder).expanduser()
+
+
+def export(
+    workdir: Path,
+    kind: str,
+    folder: Path,
+    which: str | None = None,
+    trial: int | None = None,
+) -> None:
+    """Write a trial of a run in another library's format, with a model card.
+
+    Args:
+        workdir: of the run.
+        kind: a name in `FORMATS`.
+        folder: is made; may be there if it is empty.
+        which: the checkpoint; None: the best of a run that is finished.
+        trial: None: the only one.
 
     Raises:
-        ValueError, OSError: the run was not imported, or the folder holds a checkpoint.
+        ValueError, OSError, NotImplementedError: the format can't say it (the setting
+            is named), the folder is not empty, or the run does not have this trial or
+            checkpoint. Nothing is written then.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty; choose another folder in --to.")
+    config = read_config(workdir)
+    status = read_json(workdir / "run.json")["status"]
+    if status != "finished" and which is None:
+        raise ValueError(
+            f"{workdir} is not finished (its status is {status}); add "
+            f"--checkpoint=last to export it as it is."
+        )
+    count = len(read_json(workdir / "trials.json"))
+    if trial is None and count > 1:
+        raise ValueError(
+            f"{workdir} has {count} trials; choose one with --trial, from 0 to "
+            f"{count - 1}."
+        )
+    trial = trial or 0
+    if trial >= count:
+        raise ValueError(f"--trial must be below {count}, got {trial}.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as part:
+        part = Path(part) / "model"
+        part.mkdir()
+        if kind == "huggingface" and (workdir / ORIGINAL).exists():
+            usage = export_imported(workdir, part, which or "best")
+        else:
+            run = load(workdir, which or "best")
+            usage = FORMATS[kind](run, trial, part)
+            usage = usages.USAGES[usage].format(**facts_of(run))
+        card = model_card(workdir, config, trial, which or "best", usage)
+        (part / "README.md").write_text(card)
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
+    say(f"Exported {workdir} to {folder} ({kind}); see {folder / 'README.md'}.")
+
+
+def parameters_of(run: Run, trial: int, folded: bool = True) -> tuple[dict, dict]:
+    """Return a trial's parameters by path, float32, and its head gates.
+
+    Args:
+        run: of `training.run.load`.
+        trial: which.
+        folded: put merge rules and gates into the output kernels; see `folding`.
+    """
+    params, gates = jax.device_get(run.of(trial))
+    params = {
+        name: np.asarray(leaf, np.float32)
+        for name, leaf in huggingface.named(params).items()
+    }
+    gates = {site: np.asarray(gate) for site, gate in gates.items()}
+    if folded:
+        params = folding.plain_heads(run.config, params, gates)
+    return params, gates
+
+
+def facts_of(run: Run) -> dict:
+    """Return what the usage of an export names: see `analysis.export_usage`."""
+    task, bos = run.task, run.config.model.bos
+    eos, banned = 2, [0, 1]
+    if not has_pairs(run):
+        eos, banned = bos, [i for i in range(4) if i != bos]
+    joint = (task.folder / "joint.model").exists()
+    try:
+        (text, *_) = next(iter(task.read("val").values()))
+    except (ValueError, OSError):  # the data is elsewhere
+        text = "a text"
+    facts = {
+        "example": " ".join(text.split())[:60].replace("\\", "").replace('"', ""),
+        "source": "joint" if joint else "source",
+        "target": "joint" if joint else "target",
+        "bos": bos,
+        "eos": eos,
+        "banned": banned,
+        "separator": "",
+        "cache": [],
+    }
+    if not has_pairs(run):
+        (facts["separator"],) = task.tokenizer.pieces([bos])
+    if run.config.model.num_decoder_layers:
+        sizes = folding.head_sizes(run.config, "decoder")[1:]
+        facts["cache"] = [sizes] * run.config.model.num_decoder_layers
+    return facts
+
+
+def has_pairs(run: Run) -> bool:
+    """Whether the model reads a source and writes a target."""
+    model = run.config.model
+    return model.num_encoder_layers > 0 and model.num_decoder_layers > 0
+
+
+def to_ctranslate2(
+    run: Run, trial: int, folder: Path, quantization: str | None = None
+) -> str:
+    """Write a run for CTranslate2; return its usage."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise NotImplementedError(
+            "--to=ctranslate2 needs the package ctranslate2; install it with pip "
+            "install -r requirements-peers.txt."
+        )
+    ctranslate2_format.check(run.config)
+    params, _ = parameters_of(run, trial)
+    copy_tokenizer(run.task.folder, folder)
+    if has_pairs(run):
+        pair = run.task.tokenizers
+        sides = pair[::-1][: len(pair_vocab_sizes(pair))]  # the target's first
+        vocabularies = [side.pieces(range(side.vocab_size)) for side in sides]
+    else:
+        tokenizer = run.task.tokenizer
+        vocabularies = [tokenizer.pieces(range(tokenizer.vocab_size))]
+        text = tokenizer_json.tokenizer_json(tokenizer)
+        (folder / "tokenizer.json").write_text(text)
+    ctranslate2_format.write(run.config, params, vocabularies, folder, quantization)
+    return "ctranslate2_pairs" if has_pairs(run) else "ctranslate2_texts"
+
+
+def to_huggingface(run: Run, trial: int, folder: Path) -> str:
+    """Write a run for transformers; return its usage."""
+    family = huggingface_export.family_of(run.config)
+    params, _ = parameters_of(run, trial)
+    labels = run.task.classes if family == "bert" else None
+    settings, generation, tensors = huggingface_export.convert(
+        run.config, family, params, labels
+    )
+    write_json(folder / "config.json", settings)
+    if generation is not None:
+        write_json(folder / "generation_config.json", generation)
+    save_tensors(tensors, folder)
+    if family == "marian":
+        write_marian_tokenizer(run.task, folder)
+        return "marian"
+    tokenizer = run.task.tokenizer
+    (folder / "tokenizer.json").write_text(tokenizer_json.tokenizer_json(tokenizer))
+    (separator,) = tokenizer.pieces([run.config.model.bos])
+    settings = tokenizer_json.configuration(separator)
+    (folder / "tokenizer_config.json").write_text(settings)
+    return "bert" if family == "bert" else "causal"
+
+
+def write_marian_tokenizer(task, folder: Path) -> None:
+    """Write a joint SentencePiece model as Marian's three files; ids stay."""
+    tokenizer = task.tokenizers[0]
+    for name in ("source.spm", "target.spm"):
+        (folder / name).write_bytes(tokenizer.vocabulary)
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    write_json(folder / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
+    data = task.config.data
+    settings = {
+        "tokenizer_class": "MarianTokenizer",
+        "source_lang": data.source,
+        "target_lang": data.target,
+        "model_max_length": data.max_length,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
+    """Write a run as programs of StableHLO; return their usage."""
+    params, gates = parameters_of(run, trial, folded=False)
+    pooling = getattr(run.task, "pooling", None)
+    programs, params = stablehlo.programs(run.config, params, gates, pooling)
+    for name, content in programs.items():
+        (folder / f"{name}.stablehlo").write_bytes(content)
+    save_tensors(params, folder)
+    copy_tokenizer(run.task.folder, folder)
+    if not run.config.model.num_decoder_layers:
+        return "stablehlo_classes"
+    return "stablehlo_pairs" if has_pairs(run) else "stablehlo_texts"
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy a run's tokenizer files."""
+    if tokenizer.is_dir():
+        shutil.copytree(tokenizer, folder / "tokenizer")
+
+
+def save_tensors(tensors: dict, folder: Path) -> None:
+    """Write model.safetensors."""
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers requires it
+
+
+FORMATS = {
+    "ctranslate2": to_ctranslate2,
+    "ctranslate2_int8": partial(to_ctranslate2, quantization="int8"),
+    "huggingface": to_huggingface,
+    "stablehlo": to_stablehlo,
+}
+
+
+def export_imported(workdir: Path, folder: Path, which: str) -> str:
+    """Write an imported run as the files that it was made of; return how to use them.
+
+    Raises:
+        ValueError, OSError: the run was not imported.
     """
     if not (workdir / ORIGINAL).exists():
-        raise ValueError(
-            f"{workdir} has no {ORIGINAL}: only runs that weights.py --from has made "
-            f"can be exported."
-        )
-    if (folder / "model.safetensors").exists():
-        raise ValueError(f"{folder} holds a checkpoint already; choose another --to.")
+        raise ValueError(f"{workdir} has no {ORIGINAL}: weights.py did not import it.")
     original = read_object(workdir / ORIGINAL)
     family = original["model_type"]
     params = nnx.split(load_model(workdir, which))[1]
     params = jax.device_get(huggingface.named(params))
     tensors = huggingface.to_huggingface(family, params)
-    folder.mkdir(parents=True, exist_ok=True)
     if family == "marian":
         order = vocabulary_order(workdir / "tokenizer" / "vocab.json", original)
         tensors = to_marian_order(tensors, order)
@@ -206,10 +449,8 @@ def export_checkpoint(workdir: Path, folder: Path, which: str) -> None:
         if (workdir / "tokenizer" / ours).exists():
             shutil.copyfile(workdir / "tokenizer" / ours, folder / theirs)
     write_json(folder / "config.json", original)
-    part = folder / "model.safetensors.part"
-    save_file(tensors, part, metadata={"format": "pt"})  # transformers requires it
-    part.replace(folder / "model.safetensors")
-    say(f"Exported {len(tensors)} tensors of {workdir} to {folder}.")
+    save_tensors(tensors, folder)
+    return 'import transformers\n\ntransformers.AutoModel.from_pretrained(".")\n'
 
 
 def load_model(workdir: Path, which: str = "best") -> Transformer:

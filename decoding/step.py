@@ -125,8 +125,8 @@ def prefill(
             kept, value = entries(layer.cross_attention, hidden, first=own)
             own = value if own is None else own
             memory.append(kept)
-        first = jnp.full(len(prompts), model.bos, jnp.int32)
-        offset = jnp.zeros(len(prompts), jnp.int32)
+        first = jnp.full(prompts.shape[0], model.bos, jnp.int32)
+        offset = jnp.zeros(prompts.shape[0], jnp.int32)
         return Prompt(memory, real[:, None], first, offset, lengths > 0)
     offset = jnp.maximum(lengths - 1, 0)
     real = place < offset[:, None]

@@ -104,6 +104,7 @@ BERT = [
     *linear("output_transform.linear", "cls.predictions.transform.dense"),
     *norm("output_transform.norm", "cls.predictions.transform.LayerNorm"),
     Row("cls.predictions.bias", "output_bias", "vector"),
+    *linear("classifier.linear", "classifier"),
 ]
 
 GPT2_LAYER = "transformer.h.{i}"
@@ -128,6 +129,34 @@ GPT2 = [
     *linear("decoder.{i}.mlp.up", f"{GPT2_LAYER}.mlp.c_fc"),
     *linear("decoder.{i}.mlp.down", f"{GPT2_LAYER}.mlp.c_proj"),
     *norm("decoder_norm", "transformer.ln_f"),
+    Row("lm_head.weight", "output_table", "table"),
+]
+
+LLAMA_LAYER = "model.layers.{i}"
+LLAMA = [  # and Qwen 3, which normalises queries and keys
+    Row("model.embed_tokens.weight", "embedding", "table"),
+    Row("lm_head.weight", "output_table", "table"),
+    *norm("decoder.{i}.self_norm", f"{LLAMA_LAYER}.input_layernorm"),
+    *attention(
+        GPT2_SELF,
+        f"{LLAMA_LAYER}.self_attn",
+        *("q_proj", "k_proj", "v_proj", ".o_proj"),
+    ),
+    Row(
+        f"{LLAMA_LAYER}.self_attn.q_norm.weight",
+        f"{GPT2_SELF}.query_norm.scale",
+        "vector",
+    ),
+    Row(
+        f"{LLAMA_LAYER}.self_attn.k_norm.weight",
+        f"{GPT2_SELF}.key_norm.scale",
+        "vector",
+    ),
+    *norm("decoder.{i}.mlp_norm", f"{LLAMA_LAYER}.post_attention_layernorm"),
+    *linear("decoder.{i}.mlp.gate", f"{LLAMA_LAYER}.mlp.gate_proj"),
+    *linear("decoder.{i}.mlp.up", f"{LLAMA_LAYER}.mlp.up_proj"),
+    *linear("decoder.{i}.mlp.down", f"{LLAMA_LAYER}.mlp.down_proj"),
+    *norm("decoder_norm", "model.norm"),
 ]
 
 
@@ -172,7 +201,15 @@ FAMILIES = {
         tied={"lm_head.weight": "transformer.wte.weight"},
         no_weights=r"transformer\.h\.\d+\.attn\.(masked_)?bias",  # causal masks
     ),
+    "llama": Family(
+        LLAMA,
+        outputs_first=True,
+        prefix="model.",
+        tied={},
+        no_weights=r".*\.rotary_emb\.inv_freq",
+    ),
 }
+FAMILIES["qwen3"] = FAMILIES["llama"]
 HEADS = ("lm_head.", "cls.", "final_logits_bias")  # names that have no prefix
 
 

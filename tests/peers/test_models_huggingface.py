@@ -17,7 +17,7 @@ from headcount.data import tokenizers
 from headcount.decoding.generate import decode
 from headcount.models.cost import parameters
 from headcount.weights import (
-    export_checkpoint,
+    export,
     import_checkpoint,
     load_model,
     split,
@@ -248,7 +248,7 @@ def test_transformers_reads_what_goes_out(kind, settings, tmp_path):
     make = getattr(transformers, kind)
     theirs = randomised(make(config))
     brought_in(theirs, tmp_path)
-    export_checkpoint(tmp_path / "run", tmp_path / "out", "best")
+    export(tmp_path / "run", "huggingface", tmp_path / "out")
     back = make.from_pretrained(tmp_path / "out")
     there = theirs.state_dict()
     assert there.keys() == back.state_dict().keys()

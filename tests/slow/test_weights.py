@@ -18,7 +18,7 @@ from headcount.models.huggingface_config import settings_of
 from headcount.training.run import load as load_run
 from headcount.weights import (
     config_of,
-    export_checkpoint,
+    export,
     import_checkpoint,
     load_model,
     split,
@@ -111,7 +111,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_comes_in_goes_out_the_same(folders, family, tmp_path):
     import_checkpoint(folders / family, tmp_path / "run")
-    export_checkpoint(tmp_path / "run", tmp_path / "out", "best")
+    export(tmp_path / "run", "huggingface", tmp_path / "out")
     there, back = (
         load_file(folder / "model.safetensors")
         for folder in (folders / family, tmp_path / "out")
@@ -131,8 +131,8 @@ def test_what_comes_in_goes_out_the_same(folders, family, tmp_path):
             assert (tmp_path / "out" / name).read_bytes() == path.read_bytes()
     with pytest.raises(ValueError, match="holds a run already"):
         import_checkpoint(folders / family, tmp_path / "run")
-    with pytest.raises(ValueError, match="holds a checkpoint already"):
-        export_checkpoint(tmp_path / "run", tmp_path / "out", "best")
+    with pytest.raises(ValueError, match="is not empty"):
+        export(tmp_path / "run", "huggingface", tmp_path / "out")
 
 
 def test_every_parameter_has_its_own_place():
@@ -321,5 +321,5 @@ def test_missing_and_broken_files_are_named(folders, tmp_path):
         import_checkpoint(tmp_path, tmp_path / "run")
     with pytest.raises(ValueError, match="eos_token_id must be 0, .* got None"):
         vocabulary_order(folders / "marian" / "vocab.json", {"pad_token_id": 39})
-    with pytest.raises(ValueError, match="has no huggingface.json"):
-        export_checkpoint(tmp_path, tmp_path / "out", "best")
+    with pytest.raises(FileNotFoundError, match="is no run|holds no run"):
+        export(tmp_path / "none", "huggingface", tmp_path / "out")

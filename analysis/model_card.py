@@ -1,0 +1,101 @@
+"""The README.md of an exported model: what it is, its scores, and how to load it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from headcount.analysis.significance import summary
+from headcount.configs.base import get_config
+from headcount.configs.commandline import flat
+from headcount.runtime.workdir import read_json
+
+
+def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str:
+    """Return the model card of a trial of a run, in Markdown.
+
+    Args:
+        workdir: of the run, whose scores are taken from its result-SPLIT.json.
+        config: of the run.
+        trial: which one was exported.
+        which: its checkpoint.
+        usage: Python code that loads the export.
+    """
+    facts = read_json(workdir / "run.json")
+    of_trial = read_json(workdir / "trials.json")[trial]
+    settings = changed(config) | of_trial
+    data = facts.get("data", {})
+    where = {
+        "task": config.task.name,
+        "data": data_of(config),
+        "training examples": data.get("examples", "unknown"),
+        "parameters": f"{facts['num_parameters']:,}",
+        "checkpoint": f"{which}, of trial {trial}",
+        "commit of Headcount": facts.get("commit") or "unknown",
+    }
+    lines = [
+        "# Model card",
+        "",
+        "Trained with Headcount.",
+        "",
+        "| | |",
+        "| --- | --- |",
+    ]
+    lines += [f"| {name} | {value} |" for name, value in where.items()]
+    lines += ["", "## Scores", "", *scores(workdir, facts, trial)]
+    lines += ["", "## Use", "", "```python", usage.rstrip(), "```", ""]
+    lines += ["## Config", "", "What differs from the defaults:", "", "```"]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    return "\n".join([*lines, "```", ""])
+
+
+def changed(config) -> dict:
+    """Return the settings that differ from the defaults, but for local folders."""
+    defaults = flat(get_config().to_dict())
+    return {
+        key: value
+        for key, value in flat(config.to_dict()).items()
+        if value != defaults[key] and key not in ("data.directory", "train.init_from")
+    }
+
+
+def data_of(config) -> str:
+    """Return what the model was trained on, in words."""
+    data = config.data
+    pair = f", {data.source} to {data.target}" * (config.task.name == "translation")
+    return f"{data.name}{pair}"
+
+
+def scores(workdir: Path, facts: dict, trial: int) -> list[str]:
+    """Return a table of the scores in result-*.json, with their signatures."""
+    lines, notes = ["| split | metric | this model | mean, 95 % interval |"], []
+    lines.append("| --- | --- | --- | --- |")
+    metrics = facts.get("task", {}).get("metrics", [])
+    for path in sorted(workdir.glob("result-*.json")):
+        rows = json.loads(path.read_text())
+        mine = next(row for row in rows if row["trial"] == trial)
+        decoding = "".join(f", {k} {v}" for k, v in mine["options"].items())
+        for metric in metrics:
+            name, values = metric["name"], [row.get(metric["name"]) for row in rows]
+            if mine.get(name) is None:
+                continue
+            scale = 100 if metric["unit"] == "%" else 1
+            values = [value * scale for value in values if value is not None]
+            what = f"{metric['label']} ({metric['unit']})" if metric["unit"] else name
+            split = f"{mine['split']} ({mine['checkpoint']}{decoding})"
+            shown = format(mine[name] * scale, metric["format"])
+            cells = split, what, shown, interval(values, metric["format"])
+            lines.append(f"| {' | '.join(cells)} |")
+        notes += [f"- {name}: `{text}`" for name, text in mine["signatures"].items()]
+    if len(lines) == 2:
+        return ["None yet: `eval.py` writes them."]
+    return [*lines, "", *sorted(set(notes))] if notes else lines
+
+
+def interval(values: list[float], form: str) -> str:
+    """Return the mean over the run's trials with its interval, if there are several."""
+    found = summary(values)
+    if not np.isfinite(found.low):
+        return "one seed"
+    low, high = format(found.low, form), format(found.high, form)
+    return f"{format(found.mean, form)}, {low} to {high}, {len(values)} trials"

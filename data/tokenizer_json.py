@@ -1,0 +1,112 @@
+"""Our tokenizers as the tokenizer.json of Hugging Face: same ids, same text."""
+
+import json
+
+from headcount.data import tokenizers as ours
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+
+
+def tokenizer_json(tokenizer) -> str:
+    """Return the JSON of a tokenizer that encodes and decodes as ours does.
+
+    It adds neither BOS nor EOS, as language models are trained without the latter.
+    """
+    if isinstance(tokenizer, ours.ByteLevelBPE):
+        return tokenizer.vocabulary
+    for kind, make in MAKERS.items():
+        if isinstance(tokenizer, kind):
+            made = make(tokenizer)
+            made.add_special_tokens(SPECIAL)
+            return made.to_str()
+    raise NotImplementedError(
+        f"{type(tokenizer).__name__} has no form in a tokenizer.json."
+    )
+
+
+def _table(tokenizer: ours.TableTokenizer):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    names = [*SPECIAL, *tokenizer.units]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    if tokenizer.separator:
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    else:
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)|\n"), "isolated")
+        made.decoder = decoders.Fuse()
+    return made
+
+
+def _bytes(tokenizer: ours.ByteTokenizer):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {name: i for i, name in enumerate(SPECIAL)}
+    for value, letter in enumerate(_letters()):
+        vocabulary[letter] = ours.NUM_SPECIAL + value
+    made = Tokenizer(models.BPE(vocabulary, []))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = byte_level
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _letters() -> list[str]:
+    """Return the letter that stands for each byte in byte-level BPE, as GPT-2.
+
+    A byte that prints in Latin-1 stands for itself; the others are numbered from 256.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def _sentencepiece(tokenizer: ours.SentencePieceTokenizer):
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.vocabulary)
+    names = [piece.piece for piece in proto.pieces]
+    scores = {piece.piece: piece.score for piece in proto.pieces}
+    vocabulary = {name: i for i, name in enumerate(names)}
+    merges = []
+    for name in names[ours.NUM_SPECIAL :]:
+        for cut in range(1, len(name)):
+            left, right = name[:cut], name[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[name], vocabulary[left], vocabulary[right]))
+    merges = [(names[left], names[right]) for _, left, right in sorted(merges)]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    charsmap = proto.normalizer_spec.precompiled_charsmap
+    steps = [normalizers.Precompiled(charsmap)] if charsmap else []
+    steps += [normalizers.Strip(), normalizers.Replace(_blanks(), " ")]
+    made.normalizer = normalizers.Sequence(steps)
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme="always")
+    return made
+
+
+def _blanks():
+    from tokenizers import Regex
+
+    return Regex(" {2,}")
+
+
+MAKERS = {
+    ours.TableTokenizer: _table,
+    ours.ByteTokenizer: _bytes,
+    ours.SentencePieceTokenizer: _sentencepiece,
+}
+
+
+def configuration(separator: str) -> str:
+    """Return tokenizer_config.json; BOS is what separates documents."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": separator,
+        "eos_token": separator,
+        "clean_up_tokenization_spaces": False,
+    }
+    if separator in SPECIAL:
+        settings |= {"pad_token": "<pad>", "unk_token": "<unk>"}
+    return json.dumps(settings, indent=1) + "\n"

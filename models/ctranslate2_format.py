@@ -1,0 +1,213 @@
+"""Our models in CTranslate2's format, by its own specification classes.
+
+Encoder-decoders and decoders alone; pre- and post-norm; layer and RMS norms; plain and
+gated feed-forwards; sinusoidal, learned, rotary, relative or no positions; grouped
+heads. The package ctranslate2 is only needed here; see requirements-peers.txt.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from headcount.models import folding
+from headcount.models.positions import FARTHEST
+
+TARGET = "CTranslate2"
+ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "silu": "SWISH"}
+MODEL = (
+    *("mlp", "positions", "max_positions", "norm", "norm_type", "norm_epsilon"),
+    *("use_bias", "activation", "scale_embeddings", "tie_embeddings"),
+    *("embedding_norm", "output_bias"),
+)
+HEADS = ("num_kv_heads", "head_dim", "value_dim", "qk_norm")
+POSITION_ROWS = 1024  # at least; a longer text can't be translated
+
+
+def check(config) -> None:
+    """Raise a ValueError if CTranslate2 can't express a config's model."""
+    folding.check_plain(config, TARGET, MODEL, HEADS)
+    if not config.model.num_decoder_layers:
+        folding.refuse(TARGET, "model.num_decoder_layers", "at least 1", 0)
+    sizes = {site: folding.head_sizes(config, site) for site in folding.sites(config)}
+    for site, (N, K, H, V) in sizes.items():
+        path = folding.site_settings(config, site)["path"]
+        if V != H:
+            folding.refuse(TARGET, f"{path}.value_dim", f"head_dim = {H}", V)
+        if site == "cross" and sizes["decoder"][:3] != (N, K, H):
+            folding.refuse(
+                TARGET, f"{path}.num_heads", f"as in the decoder, {sizes['decoder']}", N
+            )
+    normed = [folding.site_settings(config, site)["qk_norm"] for site in sizes]
+    if any(normed):
+        folding.require(config, f"{TARGET} with qk_norm", norm_epsilon=(1e-6,))
+    if any(normed) and config.model.num_encoder_layers:
+        folding.refuse(
+            f"{TARGET} with an encoder", "model.attention.qk_norm", False, True
+        )
+    if len(set(normed)) > 1:
+        folding.refuse(TARGET, "model.attention.qk_norm", "the same at all sites", None)
+
+
+def write(
+    config,
+    params: dict,
+    vocabularies: list[list[str]],
+    folder: Path,
+    quantization: str | None = None,
+) -> None:
+    """Write a model.
+
+    Args:
+        config: of the run; see `check`.
+        params: by path, of `folding.plain_heads`.
+        vocabularies: the text of each token: of the target, and of the source if it
+            differs.
+        folder: exists and is empty.
+        quantization: "int8", or None for float32.
+    """
+    from ctranslate2.specs import common_spec, transformer_spec
+
+    model = config.model
+    options = {
+        "pre_norm": model.norm == "pre",
+        "activation": common_spec.Activation[ACTIVATIONS[model.activation]],
+        "layernorm_embedding": model.embedding_norm,
+        "ffn_glu": model.mlp == "gated",
+        "rms_norm": model.norm_type == "rms_norm",
+        "relative_attention_bias": model.positions == "relative",
+    }
+    if model.positions == "rotary":  # 0: all of a head's dimensions; in halves
+        options |= {"rotary_dim": 0, "rotary_interleave": False}
+
+    cross = model.num_encoder_layers > 0
+
+    def stack(kind, site, **more):
+        N, K, H, _ = folding.head_sizes(config, site)
+        qk_norm = folding.site_settings(config, site)["qk_norm"]
+        # its cross-attention has no groups: there each head gets a copy instead
+        grouped = K != N and not cross
+        shape = {"num_heads_kv": K if grouped else None, "head_dim": H}
+        count = folding.num_layers(config, site)
+        return kind(count, N, qk_norm=qk_norm, **shape, **options, **more)
+
+    decoder = stack(
+        transformer_spec.TransformerDecoderSpec, "decoder", with_encoder_attention=cross
+    )
+    rows = max(POSITION_ROWS, 2 * config.data.max_length + 16)
+    tables = folding.position_tables(config, params, rows)
+    params = folding.ungrouped(params) if cross else params
+    # arrays of their own, which quantisation changes in place
+    params = {name: np.array(array) for name, array in params.items()}
+    filled = Filler(params, model)
+    table = params.get("output_table", params["embedding"])
+    filled.stack(decoder, "decoder", tables["decoder"], params["embedding"])
+    decoder.projection.weight = table
+    if "output_bias" in params:
+        decoder.projection.bias = params["output_bias"]
+    target = vocabularies[0]
+    if cross:
+        encoder = stack(transformer_spec.TransformerEncoderSpec, "encoder")
+        source = params.get("source_embedding", params["embedding"])
+        filled.stack(encoder, "encoder", tables["encoder"], source)
+        spec = transformer_spec.TransformerSpec(encoder, decoder)
+        spec.register_source_vocabulary(vocabularies[-1])
+        spec.register_target_vocabulary(target)
+        spec.config.decoder_start_token = target[model.bos]
+        spec.config.eos_token = target[2]
+    else:
+        spec = transformer_spec.TransformerDecoderModelSpec(decoder)
+        spec.register_vocabulary(target)
+        spec.config.eos_token = target[model.bos]  # it separates documents
+    spec.config.bos_token = target[model.bos]
+    spec.config.unk_token = target[3] if "<unk>" not in target else "<unk>"
+    spec.config.layer_norm_epsilon = model.norm_epsilon
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    spec.save(str(folder))
+
+
+class Filler:
+    """Put parameters into the specification's fields."""
+
+    def __init__(self, params: dict, model):
+        self.params, self.model = params, model
+
+    def stack(self, spec, side: str, positions, embedding) -> None:
+        """Fill an encoder or a decoder."""
+        embeddings = spec.embeddings if side == "decoder" else spec.embeddings[0]
+        embeddings.weight = embedding
+        spec.scale_embeddings = bool(self.model.scale_embeddings)
+        if self.model.positions not in ("rotary", "relative"):
+            spec.position_encodings.encodings = positions
+        for index, layer in enumerate(spec.layer):
+            self.layer(layer, f"{side}.{index}", side)
+        if self.model.norm == "pre":
+            self.norm(spec.layer_norm, f"{side}_norm")
+        if self.model.embedding_norm:
+            self.norm(spec.layernorm_embedding, f"{side}_embedding_norm")
+
+    def layer(self, spec, name: str, side: str) -> None:
+        """Fill a layer."""
+        self.attention(spec.self_attention, f"{name}.self_attention", True)
+        self.norm(spec.self_attention.layer_norm, f"{name}.self_norm")
+        if self.model.positions == "relative":
+            table = self.params[f"{side}_positions"]
+            spec.self_attention.relative_attention_bias = np.ascontiguousarray(table)
+            far = np.dtype("int32").type(FARTHEST)
+            spec.self_attention.relative_attention_max_distance = far
+        if f"{name}.cross_attention.query" in self.params:
+            self.attention(spec.attention, f"{name}.cross_attention", False)
+            self.norm(spec.attention.layer_norm, f"{name}.cross_norm")
+        up, down = f"{name}.mlp.up", f"{name}.mlp.down"
+        if self.model.mlp == "gated":
+            self.linear(spec.ffn.linear_0, (f"{name}.mlp.gate",))
+            self.linear(spec.ffn.linear_0_noact, (up,))
+        else:
+            self.linear(spec.ffn.linear_0, (up,))
+        self.linear(spec.ffn.linear_1, (down,))
+        self.norm(spec.ffn.layer_norm, f"{name}.mlp_norm")
+
+    def attention(self, spec, name: str, is_self: bool) -> None:
+        """Fill an attention; projections of one input are one matrix."""
+        query, key, value = (f"{name}.{x}" for x in ("query", "key", "value"))
+        groups = [(query, key, value)] if is_self else [(query,), (key, value)]
+        for linear, group in zip(spec.linear, groups, strict=False):
+            self.linear(linear, group)
+        merge = self.params[f"{name}.merge.kernel"]
+        spec.linear[-1].weight = matrix(merge.reshape(-1, merge.shape[-1]))
+        bias = self.params.get(f"{name}.merge_bias")
+        spec.linear[-1].bias = zeros(merge.shape[-1]) if bias is None else bias
+        for short in ("query", "key"):
+            if f"{name}.{short}_norm.scale" in self.params:
+                norm = getattr(spec, f"{short[0]}_norm")
+                norm.gamma = self.params[f"{name}.{short}_norm.scale"]
+
+    def linear(self, spec, names: tuple[str, ...]) -> None:
+        """Fill a linear map with one or several of ours, side by side."""
+        kernels, biases = [], []
+        for name in names:
+            of_linear = f"{name}.kernel" in self.params
+            kernel = self.params[f"{name}.kernel" if of_linear else name]
+            kernels.append(kernel.reshape(len(kernel), -1))
+            bias = self.params.get(f"{name}.bias" if of_linear else f"{name}_bias")
+            size = kernels[-1].shape[1]
+            biases.append(zeros(size) if bias is None else bias.reshape(-1))
+        spec.weight = matrix(np.concatenate(kernels, axis=1))
+        spec.bias = np.concatenate(biases)
+
+    def norm(self, spec, name: str) -> None:
+        """Fill a norm."""
+        spec.gamma = self.params[f"{name}.scale"]
+        if self.model.norm_type == "layer_norm":
+            bias = self.params.get(f"{name}.bias")
+            spec.beta = zeros(len(spec.gamma)) if bias is None else bias
+
+
+def matrix(kernel: np.ndarray) -> np.ndarray:
+    """Return a matrix outputs × inputs from ours, inputs × outputs."""
+    return np.ascontiguousarray(kernel.T)
+
+
+def zeros(size: int) -> np.ndarray:
+    """Return a bias of zeros."""
+    return np.zeros(size, np.float32)

@@ -1,0 +1,199 @@
+"""A model as other libraries know it: concat, 1 / sqrt(H), no gates, position tables.
+
+What is linear in the heads is multiplied into the output kernel, in float64, and what a
+format can't say raises an error that names the config key. Parameters are NumPy arrays
+by path, as `models.huggingface.named` gives them.
+"""
+
+import numpy as np
+
+from headcount.configs.base import get_config
+from headcount.models.positions import SINUSOIDAL, sinusoidal
+from headcount.models.transformer import attention_arguments
+
+STACKS = {  # by site: the layers that have it, and its name in them
+    "encoder": ("encoder", "self_attention"),
+    "decoder": ("decoder", "self_attention"),
+    "cross": ("decoder", "cross_attention"),
+}
+# Keys of a section that change no function: how training starts, and what computes it.
+START = ("merge_gain", "init", "implementation", "mixture_heads")
+# Keys of model.attention that `plain_heads` removes or every format can say.
+HEADS = ("num_heads", "use_bias", "merge", "scale")
+
+
+def plain_heads(config, params: dict, gates: dict) -> dict:
+    """Return parameters of the same function with the rule concat, without gates.
+
+    Args:
+        config: of the run.
+        params: by path.
+        gates: fixed head gates by site, L N, of the trial.
+
+    Raises:
+        ValueError: the merge rule of a layer is not linear in the heads.
+    """
+    params = dict(params)
+    for site, (stack, name) in STACKS.items():
+        settings = site_settings(config, site)
+        path = settings["path"]
+        for index in range(num_layers(config, site)):
+            layer = f"{stack}.{index}.{name}"
+            key = f"{layer}.merge.kernel"
+            num_heads = params[f"{layer}.query"].shape[1]
+            own = [x for x in params if x.startswith(f"{layer}.merge.")]
+            extra = {x.rsplit(".", 1)[1]: np.float64(params.pop(x)) for x in own}
+            kernel = concat_kernel(settings["merge"], extra, num_heads, path)
+            if site in gates:
+                kernel = kernel * np.float64(gates[site][index])[:, None, None]
+            params[key] = kernel.astype(np.float32)
+            if settings["scale"] is not None:
+                fold_scale(params, layer, settings["scale"])
+    return params
+
+
+def concat_kernel(rule: str, params: dict, num_heads: int, path: str) -> np.ndarray:
+    """Return the kernel N V D with which concat does what a rule does.
+
+    Raises:
+        ValueError: the rule is not linear in the heads.
+    """
+    kernel = params["kernel"]
+    if rule == "concat":
+        return kernel
+    if rule == "scaled":
+        return kernel * (1 + params["scale"])[:, None, None]
+    if rule == "mean":
+        return np.broadcast_to(kernel / num_heads, (num_heads, *kernel.shape))
+    if rule == "weighted":
+        weights = np.exp(params["logits"] - params["logits"].max())
+        return (weights / weights.sum())[:, None, None] * kernel
+    raise ValueError(
+        f"{path}.merge must be concat, scaled, mean or weighted to be exported, got "
+        f"{rule!r}, whose weights depend on the token."
+    )
+
+
+def ungrouped(params: dict) -> dict:
+    """Return parameters in which each head has its own copy of its keys and values."""
+    params = dict(params)
+    for name in [x for x in params if x.endswith("_attention.query")]:
+        layer, num_heads = name.removesuffix(".query"), params[name].shape[1]
+        for part, axis in (
+            ("key", 1),
+            ("value", 1),
+            ("key_bias", 0),
+            ("value_bias", 0),
+        ):
+            array = params.get(f"{layer}.{part}")
+            if array is not None:
+                times = num_heads // array.shape[axis]
+                params[f"{layer}.{part}"] = np.repeat(array, times, axis)
+    return params
+
+
+def fold_scale(params: dict, layer: str, scale: float) -> None:
+    """Multiply the queries so that logits / sqrt(H) have the layer's own scale."""
+    head_dim = params[f"{layer}.query"].shape[-1]
+    normed = f"{layer}.query_norm.scale"
+    names = [normed] if normed in params else [f"{layer}.query", f"{layer}.query_bias"]
+    for name in names:
+        if name in params:
+            wide = params[name].astype(np.float64) * scale * head_dim**0.5
+            params[name] = wide.astype(np.float32)
+
+
+def position_tables(config, params: dict, rows: int) -> dict[str, np.ndarray]:
+    """Return what is added to the embeddings by position, by stack: tables of D.
+
+    Args:
+        config: of the run.
+        params: by path.
+        rows: of tables that are not learned.
+    """
+    found, width = {}, config.model.width
+    for stack in ("encoder", "decoder"):
+        if not config.model[f"num_{stack}_layers"]:
+            continue
+        if config.model.positions == "learned":
+            found[stack] = params[f"{stack}_positions"]
+        elif config.model.positions in SINUSOIDAL:
+            found[stack] = sinusoidal(rows, width, config.model.positions)
+        else:
+            found[stack] = np.zeros((rows, width), np.float32)
+    return found
+
+
+def site_settings(config, site: str) -> dict:
+    """Return the arguments of a site's attention, and the `path` of their section."""
+    model = config.model.to_dict()
+    return attention_arguments(site, model["attention"], model[f"{site}_attention"])
+
+
+def num_layers(config, site: str) -> int:
+    """Return how many layers have a site."""
+    if site == "cross" and not config.model.num_encoder_layers:
+        return 0
+    return config.model[f"num_{STACKS[site][0]}_layers"]
+
+
+def sites(config) -> list[str]:
+    """Return the sites that a model has."""
+    return [site for site in STACKS if num_layers(config, site)]
+
+
+def head_sizes(config, site: str) -> tuple[int, int, int, int]:
+    """Return N, K, H and V of a site."""
+    of = site_settings(config, site)
+    N, default = of["num_heads"], config.model.width // of["num_heads"]
+    return (
+        N,
+        of["num_kv_heads"] or N,
+        of["head_dim"] or default,
+        of["value_dim"] or default,
+    )
+
+
+def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
+    """Raise a ValueError for a setting that has no place in a format.
+
+    A key that neither the format nor this file knows must have its default, so that a
+    variant added later is not left out without a word.
+
+    Args:
+        config: of the run.
+        target: the format, for the error.
+        model: keys of config.model that the format can say.
+        heads: keys of config.model.attention that it can say, besides `HEADS`.
+    """
+    defaults = get_config().model.to_dict()
+    known = {*model, "width", "mlp_dim", "num_encoder_layers", "num_decoder_layers"}
+    known |= {"dropout", "dtype", "bos"}
+    sections = {f"{site}_attention" for site in STACKS} | {"attention"}
+    mine = config.model.to_dict()
+    for key, value in mine.items():
+        if key not in known | sections and value != defaults[key]:
+            refuse(target, f"model.{key}", defaults[key], value)
+    for site in sites(config):
+        settings = site_settings(config, site)
+        path = settings.pop("path")
+        for key, value in settings.items():
+            default = defaults["attention"][key]
+            if key not in (*HEADS, *START, *heads) and value != default:
+                refuse(target, f"{path}.{key}", default, value)
+
+
+def refuse(target: str, key: str, wanted, got) -> None:
+    """Raise a ValueError that says what a format needs of a config key."""
+    raise ValueError(
+        f"{key} must be {wanted} for {target}, which can't say anything else; got "
+        f"{got}."
+    )
+
+
+def require(config, target: str, **wanted) -> None:
+    """Raise a ValueError unless keys of config.model have one of these values."""
+    for key, values in wanted.items():
+        if config.model[key] not in values:
+            text = " or ".join(map(str, values))
+            refuse(target, f"model.{key}", text, config.model[key])

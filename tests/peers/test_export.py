@@ -1,0 +1,308 @@
+"""Trained runs and random models, written for other libraries and loaded by them."""
+
+import importlib
+import json
+import re
+
+import ctranslate2
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+from headcount.configs.base import get_config
+from headcount.decoding.generate import generate
+from headcount.decoding.search import Vocabulary
+from headcount.models import (
+    ctranslate2_format,
+    folding,
+    huggingface,
+    huggingface_export,
+)
+from headcount.models.transformer import Transformer
+
+VOCAB = 40
+PIECES = ["<pad>", "<s>", "</s>", "<unk>", *map(str, range(4, VOCAB))]
+LENGTH = 12
+GATES = {"decoder": np.array([[1.0, 0.5, 0.0, 2.0]] * 2)}
+
+
+def make(text=False, num_classes=None, **changes):
+    """A config and a model of it with random parameters, gates included."""
+    config = get_config()
+    config.model.width, config.model.mlp_dim = 32, 48
+    if text:
+        config.model.num_encoder_layers, config.task.name = 0, "language_model"
+    for key, value in changes.items():
+        section = config.model
+        *path, last = key.split(".")
+        for name in path:
+            section = section[name]
+        section[last] = value
+    settings = config.model.to_dict()
+    model = Transformer(VOCAB, num_classes=num_classes, **settings, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [
+        leaf + 0.3 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return config, graph, jax.tree.unflatten(structure, noisy)
+
+
+def folded(config, params, gates=None):
+    arrays = {k: np.asarray(v) for k, v in huggingface.named(params).items()}
+    return folding.plain_heads(config, arrays, gates or {})
+
+
+def prompts(text):
+    rng = np.random.default_rng(0)
+    found = [rng.integers(4, VOCAB, n).tolist() for n in (7, 4, 1, 9)]
+    return [[1, *ids] if text else [*ids, 2] for ids in found]
+
+
+def ours(graph, params, text, gates=None):
+    """Greedy tokens of every prompt, up to EOS."""
+    vocabulary = Vocabulary(eos=1, banned=(0, 2, 3)) if text else Vocabulary()
+    given = jax.tree.map(jnp.asarray, gates or {})
+    options = {"limits": [LENGTH] * 4, "vocabulary": vocabulary, "head_gates": given}
+    found, _ = generate(graph, params, prompts(text), **options)
+    return [[int(i) for i in ids if i != vocabulary.eos] for ids in found]
+
+
+BLOCK = {
+    "norm": "pre",
+    "norm_type": "rms_norm",
+    "mlp": "gated",
+    "activation": "silu",
+    "positions": "rotary",
+    "use_bias": False,
+    "attention.use_bias": False,
+    "scale_embeddings": False,
+}
+SITES = ("encoder_attention", "decoder_attention", "cross_attention")
+CTRANSLATE2 = {
+    "default": {},
+    "pre": {"norm": "pre", "activation": "gelu_tanh", "positions": "sinusoidal_paper"},
+    "grouped": {"attention.num_kv_heads": 2, "attention.scale": 0.2},
+    "head_dim": {"attention.head_dim": 12, "attention.value_dim": 12},
+    "mean": {"attention.merge": "mean", "output_bias": True},
+    "learned": {"positions": "learned", "embedding_norm": True, "activation": "gelu"},
+    "relative": {"positions": "relative", "norm": "pre"},
+    "none": {"positions": "none"},
+    "tied": {"tie_embeddings": True},
+    "block": BLOCK,
+    "block_grouped": BLOCK | {"attention.num_kv_heads": 1},
+    "qk_norm": BLOCK | {"attention.num_kv_heads": 2, "attention.qk_norm": True},
+}
+
+
+REPEATED = ("tied", "grouped")  # models that repeat one token
+
+
+@pytest.mark.parametrize("name", CTRANSLATE2)
+@pytest.mark.parametrize("text", [False, True], ids=["pairs", "texts"])
+def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
+    # with a tied table of random numbers a model repeats the token that it reads
+    changes = {"tie_embeddings": False} | CTRANSLATE2[name]
+    if name == "qk_norm" and not text:
+        with pytest.raises(ValueError, match="model.attention.qk_norm must be False"):
+            ctranslate2_format.check(make(**changes)[0])
+        return
+    gates = GATES if name == "default" else None
+    config, graph, params = make(text=text, **changes)
+    ctranslate2_format.check(config)
+    arrays = folded(config, params, gates)
+    ctranslate2_format.write(config, arrays, [PIECES], tmp_path)
+    wanted = ours(graph, params, text, gates)
+    given = [[PIECES[i] for i in ids] for ids in prompts(text)]
+    if text:
+        generator = ctranslate2.Generator(str(tmp_path), compute_type="float32")
+        results = generator.generate_batch(
+            given,
+            max_length=LENGTH,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            suppress_sequences=[["<pad>"], ["</s>"], ["<unk>"]],
+        )
+        found = [result.sequences_ids[0] for result in results]
+    else:
+        translator = ctranslate2.Translator(str(tmp_path), compute_type="float32")
+        results = translator.translate_batch(
+            given,
+            beam_size=1,
+            max_decoding_length=LENGTH - 1,
+            suppress_sequences=[["<pad>"], ["<s>"]],
+        )
+        found = [[int(PIECES.index(x)) for x in r.hypotheses[0]] for r in results]
+    assert [ids[: LENGTH - 1] for ids in found] == [ids[: LENGTH - 1] for ids in wanted]
+    assert len({i for ids in wanted for i in ids}) > (0 if name in REPEATED else 4)
+
+
+def saved(config, params, folder, gates=None, labels=None):
+    """What transformers can load, of our parameters."""
+    family = huggingface_export.family_of(config)
+    settings, generation, tensors = huggingface_export.convert(
+        config, family, folded(config, params, gates), labels
+    )
+    (folder / "config.json").write_text(json.dumps(settings))
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    huggingface_export_save(tensors, folder)
+    return family, tensors
+
+
+def huggingface_export_save(tensors, folder):
+    importlib.import_module("headcount.weights").save_tensors(tensors, folder)
+
+
+def side(name, tokens):
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return {
+        name: jnp.asarray(tokens, jnp.int32),
+        f"{name}_segments": jnp.ones(tokens.shape, jnp.int32),
+        f"{name}_positions": place,
+    }
+
+
+def close(mine, theirs):
+    mine, theirs = np.asarray(mine), theirs.detach().numpy()
+    assert np.abs(theirs).max() > 1  # else the bound says little
+    bound = 1e-5 * np.abs(theirs).max()
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=bound)
+
+
+MARIAN = {
+    "default": {},
+    "same_epsilon": {"norm_epsilon": 1e-5, "positions": "sinusoidal_paper"},
+    "weighted": {"attention.merge": "weighted", "attention.use_bias": False},
+    "scaled": {"attention.merge": "scaled", "activation": "gelu", "use_bias": False},
+}
+
+
+@pytest.mark.parametrize("name", MARIAN)
+def test_marian_has_the_same_logits_and_translations(name, tmp_path):
+    config, graph, params = make(**MARIAN[name])
+    gates = GATES if name == "default" else None
+    assert saved(config, params, tmp_path, gates)[0] == "marian"
+    theirs = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
+    rng = np.random.default_rng(1)
+    source, target = (rng.integers(4, VOCAB, (3, n)) for n in (9, 6))
+    inputs = np.concatenate([np.ones((3, 1), int), target[:, :-1]], 1)
+    with torch.no_grad():
+        logits = theirs(
+            input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(inputs)
+        ).logits
+    model = nnx.merge(graph, params)
+    given = jax.tree.map(jnp.asarray, gates or {})
+    close(
+        model(side("source", source) | side("target", target), head_gates=given), logits
+    )
+    for ids, wanted in zip(
+        prompts(False), ours(graph, params, False, gates), strict=True
+    ):
+        found = theirs.generate(
+            input_ids=torch.tensor([ids]), max_new_tokens=LENGTH, do_sample=False
+        )[0].tolist()
+        assert [i for i in found if i > 2][: LENGTH - 1] == wanted[: LENGTH - 1]
+
+
+CAUSAL = {
+    "gpt2": {"norm": "pre", "positions": "learned", "activation": "gelu_tanh"},
+    "gpt2_untied": {"norm": "pre", "tie_embeddings": False, "use_bias": False},
+    "llama": BLOCK | {"attention.num_kv_heads": 2, "attention.merge": "mean"},
+    "llama_biases": BLOCK
+    | {"use_bias": True, "attention.use_bias": True, "scale_embeddings": True}
+    | {"attention.head_dim": 12, "attention.value_dim": 12},
+    "qwen3": BLOCK | {"attention.qk_norm": True, "attention.scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_language_models_have_the_same_logits_and_continuations(name, tmp_path):
+    config, graph, params = make(text=True, **CAUSAL[name])
+    gates = GATES if name == "llama" else None
+    family, _ = saved(config, params, tmp_path, gates)
+    assert name.startswith(family)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    target = np.random.default_rng(1).integers(4, VOCAB, (3, 9))
+    inputs = np.concatenate([np.ones((3, 1), int), target[:, :-1]], 1)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(inputs)).logits
+    model = nnx.merge(graph, params)
+    given = jax.tree.map(jnp.asarray, gates or {})
+    close(model(side("target", target), head_gates=given), logits)
+    for ids, wanted in zip(
+        prompts(True), ours(graph, params, True, gates), strict=True
+    ):
+        found = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=LENGTH, do_sample=False
+        )[0, len(ids) :].tolist()
+        assert [i for i in found if i != 1][: LENGTH - 1] == wanted[: LENGTH - 1]
+
+
+def test_bert_has_the_same_logits_of_tags(tmp_path):
+    changes = {"num_decoder_layers": 0, "embedding_norm": True}
+    config, graph, params = make(num_classes=5, **changes)
+    config.task.name = "tagging"
+    assert saved(config, params, tmp_path, labels=list("abcde"))[0] == "bert"
+    theirs = transformers.BertForTokenClassification.from_pretrained(tmp_path).eval()
+    source = np.random.default_rng(1).integers(4, VOCAB, (3, 9))
+    with torch.no_grad():
+        logits = theirs(torch.tensor(source)).logits
+    close(nnx.merge(graph, params).class_logits(side("source", source)), logits)
+    assert theirs.config.id2label[4] == "e"
+
+
+@pytest.mark.parametrize("name", ["marian", "gpt2", "llama"])
+def test_tensors_come_back_bit_by_bit(name, tmp_path):
+    text = name != "marian"
+    changes = MARIAN["same_epsilon"] if name == "marian" else CAUSAL[name]
+    changes = {k: v for k, v in changes.items() if k != "attention.merge"}
+    config, _, params = make(text=text, **changes | {"scale_embeddings": not text})
+    family, tensors = saved(config, params, tmp_path)
+    arrays = folded(config, params)
+    like = arrays | ({} if text else {"output_bias": np.zeros(VOCAB, np.float32)})
+    kept = {k: v for k, v in tensors.items() if "embed_positions" not in k}
+    back = huggingface.from_huggingface(family, kept, like)
+    assert back.keys() == like.keys()
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(back[key], array, err_msg=key)
+
+
+WRONG = [
+    ({"attention.merge": "gated"}, "model.attention.merge must be concat, scaled"),
+    ({"attention.sink": True}, "model.attention.sink must be False"),
+    ({"cross_attention.num_heads": 2}, "model.cross_attention.num_heads"),
+    ({"attention.value_dim": 4}, "model.attention.value_dim"),
+    ({"output_transform": True}, "model.output_transform must be False"),
+]
+FOR_MARIAN = [
+    ({"norm": "pre"}, "model.norm must be post for Hugging Face's Marian"),
+    (
+        {"attention.num_kv_heads": 2},
+        "model.attention.num_kv_heads must be num_heads = 4",
+    ),
+    ({"positions": "rotary"}, "model.positions must be sinusoidal"),
+    ({"norm_type": "rms_norm"}, "model.norm_type must be layer_norm"),
+]
+
+
+@pytest.mark.parametrize("changes, message", WRONG)
+def test_ctranslate2_names_what_it_cannot_express(changes, message):
+    config, _, params = make(**changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ctranslate2_format.check(config)
+        folded(config, params)
+
+
+@pytest.mark.parametrize("changes, message", WRONG + FOR_MARIAN)
+def test_marian_names_what_it_cannot_express(changes, message):
+    config, _, params = make(**changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        huggingface_export.family_of(config)
+        folded(config, params)
