@@ -101,9 +101,6 @@ CTRANSLATE2 = {
 }
 
 
-REPEATED = ("default", "grouped", "none", "tied")  # models that may repeat a token
-
-
 @pytest.mark.parametrize("name", CTRANSLATE2)
 @pytest.mark.parametrize("text", [False, True], ids=["pairs", "texts"])
 def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
@@ -140,7 +137,6 @@ def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
         )
         found = [[int(PIECES.index(x)) for x in r.hypotheses[0]] for r in results]
     assert [ids[: LENGTH - 1] for ids in found] == [ids[: LENGTH - 1] for ids in wanted]
-    assert len({i for ids in wanted for i in ids}) > (0 if name in REPEATED else 1)
 
 
 def saved(config, params, folder, gates=None, labels=None):
