@@ -186,7 +186,10 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     if last is None:
         step, other = 0, config.train.init_from
         if other:  # fails before anything is compiled
-            params = parameters_to_start_from(other, config, trials, abstract.params)
+            new = task.new_parameters(run_folder(other) / "tokenizer")
+            params = parameters_to_start_from(
+                other, config, trials, abstract.params, new
+            )
         k = config.train.steps_per_dispatch
         state = init_while_compiling(make_state, arrays, k, spec, static)
         if other:
@@ -280,7 +283,7 @@ def read_data(task, workdir: Path):
 
 def tokenizer_files(folder: Path) -> list[str]:
     """Return the names of the tokenizer files in a folder."""
-    return [name for name in tokenizers.FILES if (folder / name).exists()]
+    return [name for name in tokenizers.VOCABULARIES if (folder / name).exists()]
 
 
 def checksums(examples, dev) -> dict:

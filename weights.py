@@ -50,6 +50,7 @@ from headcount.configs.commandline import (
 from headcount.configs.run import load_config
 from headcount.configs.validation import check_values
 from headcount.data import tokenizer_json
+from headcount.data.encoder_tokenizers import wordpiece_of
 from headcount.data.tokenizers import marian_order, pair_vocab_sizes
 from headcount.decoding import stablehlo
 from headcount.models import (
@@ -71,6 +72,7 @@ from headcount.runtime.workdir import (
     write_json,
 )
 from headcount.tasks import Run
+from headcount.tasks.classes import CLASSES
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import restore_parameters
 from headcount.training.run import CHECKPOINT, choose_trial, load, read_config
@@ -104,7 +106,7 @@ TOKENIZER_FILES = {  # in the workdir's tokenizer/, and in the checkpoint's fold
         "vocab.json": "vocab.json",
     },
     "gpt2": {"tokenizer.json": "tokenizer.json"},
-    "bert": {},
+    "bert": {"wordpiece.json": "tokenizer.json"},
 }
 REQUIRED_FILES = ("source.spm", "target.spm", "vocab.json")
 
@@ -186,6 +188,8 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         if theirs in REQUIRED_FILES or (folder / theirs).exists():
             (workdir / "tokenizer").mkdir(exist_ok=True)
             shutil.copyfile(folder / theirs, workdir / "tokenizer" / ours)
+    if family == "bert":
+        write_bert_files(folder, workdir / "tokenizer", config, original)
     zero = np.zeros(1, np.int32)
     checkpoints = Checkpoints(workdir, 1)
     checkpoints.save(
@@ -206,6 +210,31 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
     if left_out:
         say(f"Left out, because our model has no such part: {', '.join(left_out)}.")
     say(f"Imported {count:,} parameters of {folder} ({family}) into {workdir}.")
+
+
+def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
+    """Write the classes of a fine-tuned BERT, and a tokenizer that is only a vocab.txt.
+
+    Raises:
+        ValueError, OSError: config.json does not name each class.
+    """
+    if config.task.name in ("tagging", "classification"):
+        names = original.get("id2label")
+        numbers = range(config.data.num_classes)
+        names = names or {str(i): f"LABEL_{i}" for i in numbers}
+        if sorted(names) != sorted(map(str, numbers)):
+            raise ValueError(
+                f"{folder / 'config.json'}: id2label must name the {len(numbers)} "
+                f"classes of the weights, got {', '.join(map(str, names))}."
+            )
+        to.mkdir(exist_ok=True)
+        write_json(to / CLASSES, [names[str(i)] for i in numbers])
+    if (folder / "vocab.txt").exists() and not (folder / "tokenizer.json").exists():
+        about = folder / "tokenizer_config.json"
+        lowercase = read_object(about).get("do_lower_case") if about.exists() else None
+        content = wordpiece_of(folder / "vocab.txt", lowercase is not False)
+        to.mkdir(exist_ok=True)
+        (to / "wordpiece.json").write_text(content)
 
 
 def parse_target(text: str) -> tuple[str, Path]:
@@ -473,6 +502,9 @@ def split(config):
     The vocabulary has `data.vocab_size` tokens.
     """
     settings = config.model.to_dict()
+    if config.task.name in ("tagging", "classification"):
+        pooling = config.task.pooling if config.task.name == "classification" else None
+        settings |= {"num_classes": config.data.num_classes, "pooling": pooling}
     return nnx.split(abstract(partial(Transformer, config.data.vocab_size, **settings)))
 
 

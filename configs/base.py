@@ -17,6 +17,8 @@ def get_config() -> ml_collections.ConfigDict:
     task.name = "translation"  # a name in headcount.tasks.TASKS
     task.entities = False  # tagging: tags are BIO tags of entities
     task.pooling = "mean"  # classification: first, mean or attention
+    # Tagging, classification: share of training tokens that become unknown ones.
+    task.token_dropout = 0.0
 
     config.data = data = ml_collections.ConfigDict()
     # Pairs: numbers, multi30k, text, or a TFDS translation set. Documents: shakespeare,
@@ -28,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Folder of local files; None: download multi30k, shakespeare.
     data.directory = placeholder(str)
     # Except translation: sentencepiece, characters, words, bytes; gpt2 if imported.
+    # Encoders alone also: affixes, and wordpiece if imported.
     data.tokenizer = "sentencepiece"
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
@@ -130,6 +133,7 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.muon_per_head = False  # Muon: orthogonalise each head's matrix by itself
     optimizer.weight_decay = 0.0  # of matrices: decoupled, times the learning rate
     optimizer.clip_norm = 1.0  # largest global gradient norm; 0: no clipping
+    optimizer.layer_decay = 1.0  # learning rate of a layer, by that of the one above
     optimizer.label_smoothing = 0.1  # probability spread over all tokens or classes
 
     config.train = train = ml_collections.ConfigDict()

@@ -29,6 +29,8 @@ class SentencePieceTokenizer:
         model: the model's bytes.
     """
 
+    bos, eos, unk = BOS, EOS, UNK
+
     def __init__(self, model: bytes):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
 
@@ -72,6 +74,8 @@ class TableTokenizer:
         separator: between units: "" for characters, " " for words.
     """
 
+    bos, eos, unk = BOS, EOS, UNK
+
     def __init__(self, units: list[str], separator: str):
         self.units, self.separator = units, separator
         self._ids = {unit: NUM_SPECIAL + i for i, unit in enumerate(units)}
@@ -112,6 +116,7 @@ class TableTokenizer:
 class ByteTokenizer:
     """The bytes of UTF-8, 256 of them after the special ids."""
 
+    bos, eos, unk = BOS, EOS, UNK
     vocab_size = NUM_SPECIAL + 256
     vocabulary = "bytes"
 
@@ -368,11 +373,12 @@ def _damaged(path: Path) -> ValueError:
     )
 
 
-FILES = (
+VOCABULARIES = (
     *("joint.model", "source.model", "target.model", "vocab.json"),
     *("text.model", "characters.json", "words.json", "tokenizer.json"),
-    "classes.json",
+    *("affixes.json", "wordpiece.json"),
 )
+FILES = (*VOCABULARIES, "classes.json")
 
 
 def remove(folder: Path) -> None:
@@ -414,12 +420,13 @@ def load_or_train_pair(
     return load_pair(folder)
 
 
-def load_or_make(folder: Path, kind: str, texts, vocab_size: int):
+def load_or_make(folder: Path, kind: str, texts, vocab_size: int, kinds=None):
     """Return the tokenizer of documents in a folder; make it if there is none.
 
     Args:
         folder: WORKDIR/tokenizer.
-        kind: a name in `KINDS`.
+        kind: a name in `kinds`.
+        kinds: a table such as `KINDS`, the default.
         texts: documents of the training split; None: only load.
         vocab_size: of a SentencePiece model.
 
@@ -427,10 +434,15 @@ def load_or_make(folder: Path, kind: str, texts, vocab_size: int):
         FileNotFoundError: there is none, and no texts to make it from.
         ValueError: a file is damaged, or the tokenizer can't be made.
     """
-    name, read, make = KINDS[kind]
+    name, read, make = (KINDS if kinds is None else kinds)[kind]
     path = folder / name if name else None
     if path is not None and not path.is_file():
-        if texts is None or make is None:
+        if make is None:
+            raise FileNotFoundError(
+                f"There is no {path}: a tokenizer of this kind comes with imported "
+                f"weights (weights.py --from)."
+            )
+        if texts is None:
             raise FileNotFoundError(f"There is no {path}; train first.")
         write(path, make(texts, vocab_size))
     try:

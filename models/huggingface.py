@@ -210,7 +210,8 @@ FAMILIES = {
     ),
 }
 FAMILIES["qwen3"] = FAMILIES["llama"]
-HEADS = ("lm_head.", "cls.", "final_logits_bias")  # names that have no prefix
+# Names that have no prefix.
+HEADS = ("lm_head.", "cls.", "classifier.", "final_logits_bias")
 
 
 def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
@@ -297,11 +298,18 @@ def settings_of(family: str, tensors: dict) -> dict:
     if family != "bert":
         return {}
     transform = "cls.predictions.transform.dense.weight" in tensors
-    return {
+    found = {
         "model.pooler": "bert.pooler.dense.weight" in tensors,
         "model.output_transform": transform,
         "model.output_bias": transform,
     }
+    if "classifier.weight" in tensors:
+        # a classifier of texts reads the pooler, one of tokens has none
+        found["task.name"] = "tagging"
+        if found["model.pooler"]:
+            found |= {"task.name": "classification", "task.pooling": "first"}
+        found["data.num_classes"] = len(tensors["classifier.weight"])
+    return found
 
 
 def named(params) -> dict:

@@ -119,7 +119,9 @@ def bert(theirs: dict) -> dict:
     """BERT: an encoder alone, post-norm."""
     size = partial(read, theirs, int)
     return {
-        "task.name": "language_model",
+        "task.name": "masked_language_model",
+        "data.name": "text",
+        "data.tokenizer": "wordpiece",
         "data.vocab_size": size("vocab_size"),
         "data.max_length": size("max_position_embeddings"),
         "model.width": size("hidden_size"),

@@ -13,6 +13,8 @@ POOLING = ("first", "mean", "attention")
 class Classifier(nnx.Module):
     """A linear map to classes, of every token or of a pooled vector per segment.
 
+    `linear` is applied to what `pool` returns.
+
     Args:
         width: D.
         num_classes: C.
@@ -37,16 +39,10 @@ class Classifier(nnx.Module):
             else None
         )
 
-    def __call__(
-        self, hidden: Float[Array, "B T D"], segments: Int[Array, "B T"]
-    ) -> Float[Array, "B T C"]:
-        """Return logits; every token of a segment has those of its pooled vector."""
-        return self.linear(self.pool(hidden, segments))
-
     def pool(
         self, hidden: Float[Array, "B T D"], segments: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Replace every token's vector by its segment's."""
+        """Replace every token's vector by its segment's pooled one."""
         if self.pooling is None:
             return hidden
         same = segments[:, :, None] == segments[:, None, :]
@@ -69,7 +65,11 @@ class Pooler(nnx.Module):
 
     def __call__(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
         """Pool each row."""
-        return jnp.tanh(self.linear(hidden[:, 0]))
+        return self.transform(hidden[:, 0])
+
+    def transform(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Return tanh of the linear map."""
+        return jnp.tanh(self.linear(vectors))
 
 
 class OutputTransform(nnx.Module):

@@ -230,10 +230,13 @@ class Transformer(nnx.Module):
         *,
         is_source: bool = False,
         types: Int[Array, "B T"] | None = None,
+        features: tuple[Int[Array, "B T"], ...] = (),
     ) -> Float[Array, "B T D"]:
         """Return scaled token embeddings plus positions, all below num_positions.
 
         `types` are the tokens' types, if the model has some; None: all have type 0.
+        `features` are further ids of each token; the embeddings of all its ids are
+        added up, and divided by the square root of their number.
         """
         embedding = self.source_embedding if is_source else None
         embedding = self.embedding if embedding is None else embedding
@@ -242,7 +245,9 @@ class Transformer(nnx.Module):
             # otherwise XLA joins the gradients of both sides' tokens into one list, and
             # moves tokens between devices for that
             table = jax.lax.optimization_barrier(table)
-        x = lookup(table, tokens) * self.scale
+        x = lookup(table, tokens) * (self.scale / (1 + len(features)) ** 0.5)
+        for ids in features:
+            x = x + lookup(table, ids) * (self.scale / (1 + len(features)) ** 0.5)
         if self.positions in SINUSOIDAL:
             table = sinusoidal(num_positions, self.width, self.positions)
             x = x + jnp.asarray(table, x.dtype)[positions]
@@ -301,9 +306,17 @@ class Transformer(nnx.Module):
         types: Int[Array, "B S"] | None = None,
         remat: str = "none",
         auxiliary: dict | None = None,
+        features: tuple[Int[Array, "B S"], ...] = (),
     ) -> Float[Array, "B S D"]:
         """Return the encoder's output; see `hidden`."""
-        x = self.embed(source, positions, source.shape[1], is_source=True, types=types)
+        x = self.embed(
+            source,
+            positions,
+            source.shape[1],
+            is_source=True,
+            types=types,
+            features=features,
+        )
         x = dropout(x, drop, 0)
         arguments = self.position_arguments(positions, is_source=True)
         first = {}
@@ -392,10 +405,21 @@ class Transformer(nnx.Module):
     def class_logits(self, batch: dict, **options) -> Float[Array, "B S C"]:
         """Return the logits of classes of an encoder with `num_classes`.
 
+        Dropout precedes the classifier, as it does BERT's. With a `pooler`, the first
+        token of each segment passes through it if the classifier reads that one.
+
         Args:
             batch, options: see `hidden`.
         """
-        return self.classifier(self.hidden(batch, **options), batch["source_segments"])
+        vectors = self.classifier.pool(
+            self.hidden(batch, **options), batch["source_segments"]
+        )
+        if self.pooler is not None and self.classifier.pooling == "first":
+            vectors = self.pooler.transform(vectors)
+        rate, key = options.get("rate"), options.get("key")
+        rate = self.dropout if rate is None else rate
+        drop = None if key is None else (rate, key)
+        return self.classifier.linear(dropout(vectors, fold(drop, 2), 0))
 
     def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
         """Return tanh of a linear map of each row's first token, as BERT."""
@@ -444,6 +468,11 @@ class Transformer(nnx.Module):
                 batch.get("source_types"),
                 remat,
                 auxiliary,
+                tuple(
+                    batch[name]
+                    for name in sorted(batch)
+                    if name.startswith("source_features_")
+                ),
             )
         if not self.decoder:
             return memory
@@ -477,9 +506,9 @@ class Transformer(nnx.Module):
             batch: int arrays `source`, `source_segments`, `source_positions` (B S) and
                 `target`, `target_segments`, `target_positions` (B T), where `target`
                 has the labels and segment 0 is padding. An encoder or decoder alone
-                needs only its own three. Optional: `source_types` (B S), and
-                `target_inputs` (B T), what the decoder reads instead of the target
-                shifted by one.
+                needs only its own three. Optional: `source_types` (B S);
+                `source_features_0`, ... (B S), see `embed`; and `target_inputs` (B T),
+                what the decoder reads instead of the target shifted by one.
             rate: dropout rate; None: the model's own.
             key: of dropout; None: no dropout.
             head_gates: factors on each head's output, arrays by site: one per layer and

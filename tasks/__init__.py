@@ -10,12 +10,14 @@ from pathlib import Path
 from headcount.tasks.base import LOSS, Metric, Run, Task
 from headcount.tasks.classification import Classification
 from headcount.tasks.language_model import LanguageModel
+from headcount.tasks.masked_language_model import MaskedLanguageModel
 from headcount.tasks.tagging import Tagging
 from headcount.tasks.translation import Translation
 
 TASKS: dict[str, type[Task]] = {
     "translation": Translation,
     "language_model": LanguageModel,
+    "masked_language_model": MaskedLanguageModel,
     "tagging": Tagging,
     "classification": Classification,
 }

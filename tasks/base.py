@@ -195,6 +195,14 @@ class Task:
         """Return a new model of the config, with the vocabulary sizes of `folder`."""
         raise NotImplementedError
 
+    def new_parameters(self, folder: Path) -> tuple[str, ...]:
+        """Return parts of the model that train.init_from must not copy.
+
+        Args:
+            folder: the vocabularies of the run that is started from.
+        """
+        return ()
+
     def batches(self, examples: Examples, seeds: list[int]) -> Batches:
         """Return the training batches of trials with these seeds."""
         raise NotImplementedError

@@ -7,20 +7,13 @@ import numpy as np
 
 from headcount.data import labelled
 from headcount.data.examples import Examples, Ragged
-from headcount.data.tokenizers import BOS, EOS
-from headcount.runtime import sharding
 from headcount.tasks import class_scores
 from headcount.tasks.base import LOSS, Run
+from headcount.tasks.classes import ACCURACY, MACRO_F1, UNKNOWN_CLASS, ClassTask
 from headcount.tasks.heldout_loss import heldout_loss
-from headcount.tasks.tagging import (
-    ACCURACY,
-    MACRO_F1,
-    EncoderTask,
-    class_probabilities,
-)
 
 
-class Classification(EncoderTask):
+class Classification(ClassTask):
     """Texts with a label each; the label is predicted at the text's first token.
 
     A text is the token BOS, its own tokens, and EOS; a pair has both texts, each with
@@ -46,26 +39,17 @@ class Classification(EncoderTask):
         text = self.read(split)
         if split == "train":
             lines = [part for line in text["source"] for part in line.split("\t")]
-            self.make_vocabulary(lines, set(text["label"]))
+            self.make_vocabulary(lines, text["label"])
         ids = self.class_ids(text["label"], split)
         return self.encode(split, text, [ids[label] for label in text["label"]])
 
     def encode(self, split: str, text: dict, labels: list[int]) -> Examples:
-        """Tokenise texts; the first token carries the label."""
+        """Tokenise texts; the first token, BOS, carries the label."""
         parts = [line.split("\t") for line in text["source"]]
-        flat = [part for line in parts for part in line]
-        encoded = iter(self.tokenizer.encode(flat, eos=False))
-        tokens = []
-        for line in parts:
-            ids = [BOS]
-            for _ in line:
-                ids += [*next(encoded).tolist(), EOS]
-            tokens.append(ids)
-        tags = [
-            [label] + [0] * (len(ids) - 1)
-            for label, ids in zip(labels, tokens, strict=True)
-        ]
-        fields = {"source": Ragged.of(tokens), "tags": Ragged.of(tags)}
+        fields, _ = self.encode_parts(split, parts, True)
+        tags = np.zeros_like(fields["source"].tokens)
+        tags[fields["source"].offsets[:-1]] = labels
+        fields["tags"] = Ragged(tags, fields["source"].offsets)
         return Examples(split, fields, text)
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
@@ -100,23 +84,10 @@ class Classification(EncoderTask):
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
     ) -> Iterator[str]:
         """Classify lines: JSON with the label and the probability of every label."""
-        examples = self.encode("input", {"source": list(lines)}, [0] * len(lines))
-        params, gates = run.of(trial)
-        found = [None] * len(lines)
-        with sharding.using(run.mesh):
-            for indices, batch in self.evaluation_batches(examples, packed=False):
-                probs = class_probabilities(run.graph, params, gates, batch)
-                for row, index in enumerate(indices):
-                    found[index] = np.asarray(probs[row, 0])
-        for probs in found:
-            each = {
-                c: round(float(p), 4) for c, p in zip(self.classes, probs, strict=True)
-            }
-            label = self.classes[int(probs.argmax())]
-            yield json.dumps(
-                {"label": label, "probabilities": each}, ensure_ascii=False
-            )
-
-    def token_strings(self, field: str, ids) -> list[str]:
-        """See `Task.token_strings`."""
-        return self.tokenizer.pieces(ids)
+        unknown = [UNKNOWN_CLASS] * len(lines)
+        examples = self.encode("input", {"source": list(lines)}, unknown)
+        for probs in self.probabilities(run, examples, trial):
+            each = zip(self.classes, probs[0], strict=True)
+            row = {"label": self.classes[int(probs[0].argmax())]}
+            row["probabilities"] = {name: round(float(p), 4) for name, p in each}
+            yield json.dumps(row, ensure_ascii=False)

@@ -182,6 +182,7 @@ def make_optimizer(
     decay_share,
     weight_decay,
     clip_norm,
+    layer_decay,
     width: int,
     **settings,
 ) -> optax.GradientTransformation:
@@ -195,6 +196,7 @@ def make_optimizer(
             width: see `learning_rate_at`.
         weight_decay: decoupled, times the learning rate; of matrices only.
         clip_norm: 0: no clip.
+        layer_decay: factor on the learning rate per layer above a parameter's own.
         settings: of `OPTIMIZERS[name]`.
     """
 
@@ -215,4 +217,49 @@ def make_optimizer(
         OPTIMIZERS[name](**settings),
         optax.add_decayed_weights(weight_decay, partial(by_parameter, is_matrix)),
         optax.scale_by_learning_rate(rate),
+        scale_by_depth(layer_decay),
     )
+
+
+BELOW_LAYERS = (  # parts of models.Transformer
+    *("embedding", "source_embedding", "types"),
+    *("encoder_positions", "decoder_positions"),
+    *("encoder_embedding_norm", "decoder_embedding_norm"),
+)
+
+
+def layers_above(params):
+    """Return a tree with how many layers each parameter is from the output.
+
+    The output and the last norm: 0. The decoder's layers are above the encoder's, and
+    embeddings and positions below all.
+    """
+    counts = {"encoder": 0, "decoder": 0}
+
+    def count(names, axes):
+        del axes
+        if names[0] in counts:
+            counts[names[0]] = max(counts[names[0]], int(names[1]) + 1)
+
+    def above(names, axes):
+        del axes
+        if names[0] in BELOW_LAYERS:
+            return sum(counts.values()) + 1
+        if names[0] not in counts:
+            return 0
+        own = counts[names[0]] - int(names[1])
+        return own + (counts["decoder"] if names[0] == "encoder" else 0)
+
+    by_parameter(count, params)
+    return by_parameter(above, params)
+
+
+def scale_by_depth(layer_decay) -> optax.GradientTransformation:
+    """Scale updates by layer_decay to the power of the layers above (Howard & Ruder)."""
+
+    def scaled(updates, params=None):
+        del params
+        powers = layers_above(updates)
+        return jax.tree.map(lambda u, power: u * layer_decay**power, updates, powers)
+
+    return optax.stateless(scaled)

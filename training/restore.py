@@ -9,7 +9,7 @@ import numpy as np
 from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import differences, read_json, summarize
-from headcount.training.checkpoint import Checkpoints
+from headcount.training.checkpoint import Checkpoints, path_name
 from headcount.training.step import TrainState
 
 
@@ -43,7 +43,9 @@ def restore_parameters(workdir: Path, which: str, num_trials: int, abstract):
     return params, steps, trials["diverged_at"]
 
 
-def parameters_to_start_from(workdir: str, config, trials: list[dict], params):
+def parameters_to_start_from(
+    workdir: str, config, trials: list[dict], params, new: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
     """Read the best parameters of another run (train.init_from).
 
     If that run has one trial, all trials start from it; otherwise it needs as many, and
@@ -52,6 +54,10 @@ def parameters_to_start_from(workdir: str, config, trials: list[dict], params):
 
     Args:
         params: of the new run, R in front; may be abstract.
+        new: parts of the model that do not come from the other run.
+
+    Returns:
+        The other run's parameters by path, without those of `new`.
 
     Raises:
         ValueError, OSError: there is no such run, or its parameters do not fit.
@@ -67,9 +73,11 @@ def parameters_to_start_from(workdir: str, config, trials: list[dict], params):
             )
         settings = read_json(there / "config.json")
     other = summarize(differences(settings["model"], config.model.to_dict(), "model"))
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params
-    )
+    abstract = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for name, leaf in by_path(params).items()
+        if name.split(".")[0] not in new
+    }
     try:
         found, steps, _ = restore_parameters(there, "best", count, abstract)
     except ValueError as error:
@@ -85,17 +93,34 @@ def parameters_to_start_from(workdir: str, config, trials: list[dict], params):
                     f"{key}={gate}, and has {trial.get(key, 1)}; --trials sets it."
                 )
     say(f"Starting from {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
+    if new:
+        say(f"New, because {workdir} has none that fits: {', '.join(new)}.")
     return found
 
 
-def with_parameters(state: TrainState, params) -> TrainState:
-    """Replace a state's parameters by those of one trial, or of as many trials."""
+def by_path(params) -> dict:
+    """Return leaves by their path, as checkpoints name them."""
+    return {
+        path_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
-    def put(ours, theirs):
-        theirs = np.broadcast_to(theirs, ours.shape)
-        return sharding.put(theirs, ours.sharding)
 
-    return state._replace(params=jax.tree.map(put, state.params, params))
+def with_parameters(state: TrainState, params: dict) -> TrainState:
+    """Replace parameters of a state by those of one trial, or of as many trials.
+
+    Args:
+        params: by path; what is missing stays as it is.
+    """
+
+    def put(path, ours):
+        theirs = params.get(path_name(path))
+        if theirs is None:
+            return ours
+        return sharding.put(np.broadcast_to(theirs, ours.shape), ours.sharding)
+
+    changed = jax.tree_util.tree_map_with_path(put, state.params)
+    return state._replace(params=changed)
 
 
 def run_folder(workdir: str) -> Path:

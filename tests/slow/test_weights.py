@@ -248,7 +248,7 @@ def test_the_command_lines(folders, tmp_path):
     import_checkpoint(folders / "bert", bert)
     refused = command("eval.py", f"--workdir={bert}", "--split=val")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "model.num_encoder_layers" in refused.stderr
+    assert "wordpiece.json" in refused.stderr
     other = ["--config=configs/numbers.py", f"--workdir={run}"]
     refused = command("train.py", *other)
     assert refused.returncode == 2 and "another config" in refused.stderr

@@ -10,8 +10,8 @@ import scipy.special
 from seqeval.metrics import f1_score as seqeval_f1
 from sklearn.metrics import accuracy_score, classification_report, f1_score
 
-from headcount.data import tokenizers
-from headcount.tasks import class_scores
+from headcount.data.tokenizers import BOS, EOS, UNK
+from headcount.tasks import class_scores, classes
 from tests.tasks.untrained import (
     ENCODER_ONLY,
     evaluate,
@@ -75,7 +75,9 @@ def logits_of(run, ids, trial=0):
     return output_of(run, "class_logits", trial, source=ids)
 
 
-@pytest.mark.parametrize("tokenizer", ["sentencepiece", "characters", "words"])
+@pytest.mark.parametrize(
+    "tokenizer", ["sentencepiece", "characters", "words", "affixes"]
+)
 def test_the_first_token_of_each_word_carries_its_tag(tmp_path, tokenizer):
     task = make_task(tmp_path, tokenizer)
     examples = task.load("val")
@@ -84,15 +86,16 @@ def test_the_first_token_of_each_word_carries_its_tag(tmp_path, tokenizer):
         zip(examples.fields["source"], examples.fields["tags"], strict=True)
     ):
         words = examples.text["source"][i].split(" ")
-        wanted_ids, wanted_tags = [], []
+        wanted_ids, wanted_tags = [BOS], [0]
         for word, tag in zip(words, examples.text["tags"][i].split(" "), strict=True):
             of_word = task.tokenizer.encode([word], eos=False)[0].tolist()
             wanted_ids += of_word
             number = task.classes.index(tag) + 1
             wanted_tags += [number] + [0] * (len(of_word) - 1)
             sizes.append(len(of_word))
-        assert ids.tolist() == wanted_ids and tags.tolist() == wanted_tags
-    assert (max(sizes) > 1) == (tokenizer != "words")
+        assert ids.tolist() == [*wanted_ids, EOS]
+        assert tags.tolist() == [*wanted_tags, 0]
+    assert (max(sizes) > 1) == (tokenizer in ("sentencepiece", "characters"))
 
 
 def test_tags_stay_at_their_tokens_in_packed_and_unpacked_batches(task):
@@ -101,7 +104,8 @@ def test_tags_stay_at_their_tokens_in_packed_and_unpacked_batches(task):
     packed = task.evaluation_batches(examples)
     unpacked = [batch for _, batch in task.evaluation_batches(examples, packed=False)]
     for batches in (packed, unpacked):
-        assert all((batch["source"][batch["tags"] > 0] > 0).all() for batch in batches)
+        for batch in batches:
+            assert (batch["source"][batch["tags"] > 0] > EOS).all()
         found = sum(
             np.bincount(
                 batch["tags"][batch["source_segments"] > 0], minlength=len(counts)
@@ -171,8 +175,8 @@ def test_predict_has_word_tag_and_probability_and_keeps_empty_lines(task, run):
     assert words == [lines[0].split(), lines[2].split()]
     assert found.count("") == len(lines)
     ids = task.tokenizer.encode(["the", "Rhine", "river"], eos=False)
-    starts = np.cumsum(ids.lengths) - ids.lengths
-    logits = logits_of(run, ids.tokens, trial=1)[starts]
+    starts = 1 + np.cumsum(ids.lengths) - ids.lengths
+    logits = logits_of(run, [BOS, *ids.tokens, EOS], trial=1)[starts]
     probs = scipy.special.softmax(logits, -1)
     rows = [row.split("\t") for row in found[-4:-1]]
     for row, prob in zip(rows, probs, strict=True):
@@ -202,8 +206,9 @@ def test_classes_are_read_back_and_those_of_equal_letters_logged(tmp_path, caplo
     saved = tmp_path / "tokenizer" / "classes.json"
     assert json.loads(saved.read_text()) == task.classes
     with caplog.at_level(logging.WARNING):
-        task.make_vocabulary(["x"], {"Dog", "dog"})
+        task.make_vocabulary(["x"], ["Dog", "dog", "Dog", *TAGS])
     assert "'Dog' and 'dog'" in caplog.text
+    assert "single training example: I-LOC, dog" in caplog.text
     saved.unlink()
     del task.classes
     with pytest.raises(FileNotFoundError, match="classes.json"):
@@ -216,9 +221,62 @@ def test_a_word_without_a_token_is_one_unknown_token(tmp_path):
     assert task.tokenizer.encode(["\u200b"], eos=False).lengths[0] == 0
     text = {"source": ["Ann \u200b Bo"], "tags": ["B-PER O B-PER"]}
     examples = task.encode("x", text, [[1, 2, 1]])
-    (starts,) = task.first_tokens(examples)
-    assert examples.fields["source"][0][starts[1]] == tokenizers.UNK
-    assert examples.fields["tags"][0][starts].tolist() == [1, 2, 1]
+    source, tags = (field[0] for field in examples.fields.values())
+    starts = np.flatnonzero(tags)
+    assert source[starts[1]] == UNK and tags[starts].tolist() == [1, 2, 1]
+
+
+def test_more_tokens_than_positions_are_counted_and_scored(tmp_path, caplog):
+    task = make_task(
+        tmp_path, **{"model.positions": "learned", "model.max_positions": 12}
+    )
+    with caplog.at_level(logging.WARNING):
+        examples = task.load("val")
+    count = (examples.fields["source"].lengths > 12).sum()
+    assert 0 < count < 25
+    assert f"{count} of 25 examples of val" in caplog.text
+    assert "model.max_positions=12" in caplog.text
+    assert len(evaluate(untrained_run(task), examples)[0]["predictions"]) == 25
+
+
+def test_classes_of_another_run_stay_if_they_include_all_tags(tmp_path):
+    """Otherwise the classes, and so the classifier, are new."""
+    task = make_task(tmp_path)
+    saved = tmp_path / "tokenizer" / "classes.json"
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for names, same in ((["X", *sorted(set(TAGS))], True), (["X", "O"], False)):
+        for path in (saved, theirs / "classes.json"):
+            path.write_text(json.dumps(names))
+        del task.classes
+        task.load("train")
+        assert (task.classes == names) == same
+        assert set(TAGS) <= set(task.classes)
+        new = task.new_parameters(theirs)
+        assert new == (() if same else ("classifier",))
+    assert task.new_parameters(tmp_path / "nowhere") == ("classifier",)
+
+
+def test_token_dropout_hides_words_in_training_alone(tmp_path):
+    """The word and its lower case, not its affixes; never BOS and EOS."""
+    task = make_task(tmp_path, "affixes", **{"task.token_dropout": 0.4})
+    (batch, *_) = task.evaluation_batches(task.load("val"))
+    batch = jax.tree.map(jax.numpy.asarray, batch)
+    dropped = classes.drop_tokens(batch, 0.4, jax.random.key(0), task.special)
+    assert dropped.keys() == {"source", "source_features_0"}
+    text = np.array(batch["source"]) > EOS
+    for name, ids in dropped.items():
+        gone = np.array(ids) != np.array(batch[name])
+        assert not gone[~text].any() and (np.array(ids)[gone] == UNK).all()
+        assert gone[text].mean() == pytest.approx(0.4, abs=0.1)
+    model = model_of(untrained_run(task, scale=3.0))
+    quiet, loud = (
+        task.loss(model, batch, key=key, rate=0.0)[0]
+        for key in (None, jax.random.key(0))
+    )
+    assert quiet == task.loss(model, batch)[0] != loud
+    with pytest.raises(ValueError, match="task.token_dropout .* got 1"):
+        make_task(tmp_path, **{"task.token_dropout": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ NUMBERS = {
     "epsilon": 1e-9,
     "weight_decay": 0.1,
     "clip_norm": 1.0,
+    "layer_decay": 1.0,
 }
 
 
@@ -183,3 +184,24 @@ def test_a_clip_norm_of_zero_does_not_clip(model):
     for one, other, old in zip(*map(jax.tree.leaves, (*found, params)), strict=True):
         np.testing.assert_array_equal(one, other)
         assert (one != old).any()
+
+
+def test_layer_decay_scales_each_layer_by_those_above_it(model):
+    """One more factor per layer, and none at the output; the decoder is above."""
+    params, (gradient, *_) = model
+    old, usual, slow = (
+        named(x)
+        for x in (
+            params,
+            *(run(optimizer_of(layer_decay=x), params, [gradient]) for x in (1.0, 0.5)),
+        )
+    )
+    powers = {"embedding": 3, "encoder_positions": 3, "decoder_positions": 3}
+    powers |= {"encoder.0": 2, "decoder.0": 1, "encoder_norm": 0, "decoder_norm": 0}
+    seen = set()
+    for name in old:
+        (part,) = [part for part in powers if f"{name}.".startswith(f"{part}.")]
+        wanted = (usual[name] - old[name]) * 0.5 ** powers[part]
+        np.testing.assert_allclose(slow[name] - old[name], wanted, atol=1e-5)
+        seen.add(part)
+    assert seen == powers.keys()

@@ -1,0 +1,38 @@
+"""Polarity of movie reviews: sentences of Pang and Lee (2005), with an encoder.
+
+    python train.py --config=configs/movie_reviews.py --workdir=runs/reviews \\
+      --config.data.directory=FOLDER
+    python eval.py --workdir=runs/reviews --split=test
+
+FOLDER holds rt-polarity.pos and rt-polarity.neg.
+"""
+
+from headcount.configs import base
+
+
+def get_config():
+    """Return one layer of four heads over words."""
+    config = base.get_config()
+    config.task.name = "classification"
+    config.task.pooling = "mean"
+    config.task.token_dropout = 0.3
+    config.data.name = "movie_reviews"
+    config.data.tokenizer = "affixes"
+    config.data.num_classes = 2
+    config.data.vocab_size = 20000
+    config.data.max_length = 128
+    config.data.batch_tokens = 2048
+    config.model.width = 128
+    config.model.mlp_dim = 256
+    config.model.num_encoder_layers = 1
+    config.model.num_decoder_layers = 0
+    config.model.dropout = 0.5
+    config.model.positions = "relative"
+    config.model.norm = "pre"
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 50
+    config.optimizer.schedule = "cosine"
+    config.train.num_steps = 500
+    config.train.eval_every_steps = 50
+    config.train.checkpoint_every_steps = 500
+    return config

@@ -1,0 +1,162 @@
+"""Tokenizers of encoders: those of documents, words by their affixes, BERT's WordPiece.
+
+Beside token ids a tokenizer may have features of every token: further ids, whose
+embeddings the model adds to the token's own (see `features`).
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from headcount.data import tokenizers
+from headcount.data.examples import Ragged
+from headcount.data.tokenizers import NUM_SPECIAL, UNK, TableTokenizer
+
+PREFIXES, SUFFIXES = (1, 2, 3), (1, 2, 3, 4)  # characters
+
+
+def parts_of(word: str) -> list[str]:
+    """Return what a word is made of: itself, in lower case, its affixes, its shape."""
+    lower = word.lower()
+    parts = [f"word {word}", f"lower {lower}"]
+    parts += [f"prefix {lower[:n]}" for n in PREFIXES]
+    parts += [f"suffix {lower[-n:]}" for n in SUFFIXES]
+    return [*parts, f"shape {shape(word)}"]
+
+
+def shape(word: str) -> str:
+    """Return a word's shape: A, a, 9 for runs of letters and digits, others as is."""
+    kinds = []
+    for character in word:
+        kind = character
+        if character.isdigit():
+            kind = "9"
+        elif character.isalpha():
+            kind = "a" if character.islower() else "A"
+        if not kinds or kinds[-1] != kind:
+            kinds.append(kind)
+    return "".join(kinds)
+
+
+class AffixTokenizer(TableTokenizer):
+    """Words as tokens, whose vectors are sums: of the word, its affixes and its shape.
+
+    An unknown word still has affixes that are known (compare the character n-grams of
+    Bojanowski et al. 2017).
+
+    Args:
+        units: parts of words, as `parts_of` names them.
+    """
+
+    num_features = 2 + len(PREFIXES) + len(SUFFIXES)
+
+    def __init__(self, units: list[str]):
+        super().__init__(units, " ")
+
+    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
+        """See `SentencePieceTokenizer.encode`; words are separated by blanks."""
+        end = [tokenizers.EOS] if eos else []
+        return Ragged.of(
+            [[self._ids.get(f"word {w}", UNK) for w in x.split()] + end for x in texts]
+        )
+
+    def features(self, texts: list[str]) -> np.ndarray:
+        """Return the features of every token of all texts, one after another."""
+        words = [word for text in texts for word in text.split()]
+        known = {word: self._features(word) for word in set(words)}
+        return np.array([known[word] for word in words], np.int32)
+
+    def _features(self, word: str) -> list[int]:
+        return [self._ids.get(part, UNK) for part in parts_of(word)[1:]]
+
+    def pieces(self, ids) -> list[str]:
+        """See `SentencePieceTokenizer.pieces`."""
+        return [piece.removeprefix("word ") for piece in super().pieces(ids)]
+
+    def decode(self, ids) -> str:
+        """See `SentencePieceTokenizer.decode`."""
+        return " ".join(self.pieces(tokenizers.until_eos(ids)))
+
+
+def make_affixes(texts: list[str], vocab_size: int) -> bytes:
+    """Return the most frequent parts of the words of texts, as JSON."""
+    words = Counter(word for text in texts for word in text.split())
+    counts = Counter()
+    for word, count in words.items():
+        for part in parts_of(word):
+            counts[part] += count
+    if not counts:
+        raise ValueError(
+            "There is no text to make a vocabulary of: every line is empty."
+        )
+    kept = sorted(counts, key=lambda part: (-counts[part], part))
+    return json.dumps(kept[: vocab_size - NUM_SPECIAL], ensure_ascii=False).encode()
+
+
+def read_affixes(path: Path) -> AffixTokenizer:
+    """Return the tokenizer of a file."""
+    units = json.loads(path.read_text())
+    if not isinstance(units, list) or not all(isinstance(u, str) for u in units):
+        raise ValueError(path)
+    return AffixTokenizer(units)
+
+
+class WordPieceTokenizer:
+    """BERT's WordPiece with its own ids, from the tokenizer.json of imported weights.
+
+    Needs the package `tokenizers`.
+    """
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other type
+            raise ValueError(f"{path}: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        names = ("[CLS]", "[SEP]", "[UNK]", "[MASK]")
+        ids = [self._tokenizer.token_to_id(name) for name in names]
+        if None in ids or self._tokenizer.token_to_id("[PAD]") != 0:
+            raise ValueError(f"{path} lacks a special token of BERT's.")
+        self.bos, self.eos, self.unk, self.mask = ids
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
+    def vocabulary(self):
+        """What ids mean."""
+        return self._tokenizer.to_str()
+
+    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
+        """See `SentencePieceTokenizer.encode`."""
+        end = [self.eos] if eos else []
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return Ragged.of([x.ids + end for x in encoded])
+
+    def pieces(self, ids) -> list[str]:
+        """See `SentencePieceTokenizer.pieces`."""
+        return [self._tokenizer.id_to_token(int(i)) or "?" for i in ids]
+
+    def decode(self, ids) -> str:
+        """See `SentencePieceTokenizer.decode`."""
+        return self._tokenizer.decode(tokenizers.until_eos(ids, self.eos))
+
+
+def wordpiece_of(vocabulary: Path, lowercase: bool) -> str:
+    """Return the tokenizer.json of a vocab.txt, as BERT uses it."""
+    from tokenizers import BertWordPieceTokenizer
+
+    return BertWordPieceTokenizer(str(vocabulary), lowercase=lowercase).to_str()
+
+
+KINDS = {k: v for k, v in tokenizers.KINDS.items() if k != "gpt2"} | {
+    "affixes": ("affixes.json", read_affixes, make_affixes),
+    "wordpiece": ("wordpiece.json", WordPieceTokenizer, None),
+}

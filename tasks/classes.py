@@ -1,0 +1,194 @@
+"""What tasks with a class per token or per text have in common."""
+
+import json
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from headcount.data import tokenizers
+from headcount.data.examples import Examples
+from headcount.models import precision
+from headcount.models.dropout import random_bits
+from headcount.models.transformer import Transformer
+from headcount.models.trial_axis import over_trials
+from headcount.runtime import sharding
+from headcount.tasks.base import Metric, Run
+from headcount.tasks.encoder import (
+    EncoderTask,
+    SpecialTokens,
+    is_text,
+    make_tokenizer,
+)
+
+ACCURACY = Metric("accuracy", "accuracy", "%", bounds=(0, 100), margin=0.5)
+MACRO_F1 = Metric("macro_f1", "macro F1", "%", bounds=(0, 100), margin=1.0)
+UNKNOWN_CLASS = -1  # of a token that has a class that training has never seen
+CLASSES = "classes.json"
+
+
+class ClassTask(EncoderTask):
+    """Predicts a class of some tokens of every example.
+
+    `tags` is a field aligned with the tokens: the class of a token plus one; 0 for
+    tokens without a class; `UNKNOWN_CLASS`.
+    """
+
+    own_fields = ("tags",)
+    pooling: str | None = None  # see models.output_heads
+
+    def __init__(self, config, folder=None):
+        super().__init__(config, folder)
+        if not 0 <= config.task.token_dropout < 1:
+            raise ValueError(
+                f"task.token_dropout must be from 0 to below 1, got "
+                f"{config.task.token_dropout}."
+            )
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The classes by number, from the run's folder."""
+        path = self.folder / CLASSES
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no {path}; train first.")
+        return json.loads(path.read_text())
+
+    def make_vocabulary(self, texts: list[str], labels: list[str]) -> None:
+        """Make the tokenizer and the list of classes of a new run.
+
+        Classes that came with train.init_from stay if they include all labels.
+        """
+        self.tokenizer = make_tokenizer(self.config, self.folder, texts)
+        path, classes = self.folder / CLASSES, sorted(set(labels))
+        if not path.is_file() or not set(classes) <= set(json.loads(path.read_text())):
+            tokenizers.write(path, json.dumps(classes).encode())
+        warn_of_labels(labels)
+
+    def new_parameters(self, folder) -> tuple[str, ...]:
+        """See `Task.new_parameters`: another list of classes has other logits."""
+        theirs = folder / CLASSES
+        same = theirs.is_file() and json.loads(theirs.read_text()) == self.classes
+        return () if same else ("classifier",)
+
+    def class_ids(self, labels: list[str], split: str) -> dict[str, int]:
+        """Return the number of each class plus one; `UNKNOWN_CLASS` if it is new."""
+        ids = {label: i for i, label in enumerate(self.classes, 1)}
+        unknown = sorted(set(labels) - ids.keys())
+        if unknown:
+            count = sum(label in set(unknown) for label in labels)
+            logging.warning(
+                "%s has %d examples of classes unknown in training: %s. They count as "
+                "wrong.",
+                split,
+                count,
+                ", ".join(unknown),
+            )
+        return ids | dict.fromkeys(unknown, UNKNOWN_CLASS)
+
+    def build(self, *, rngs) -> Transformer:
+        """See `Task.build`."""
+        size, num_classes = self.config.data.vocab_size, self.config.data.num_classes
+        if self.folder is not None:
+            size, num_classes = self.tokenizer.vocab_size, len(self.classes)
+        return Transformer(
+            size,
+            num_classes=num_classes,
+            pooling=self.pooling,
+            **self.config.model.to_dict(),
+            rngs=rngs,
+        )
+
+    def loss(self, model, batch: dict, label_smoothing=0.0, **options):
+        """Return the label-smoothed cross-entropy of the scored tokens' classes."""
+        rate, key = self.config.task.token_dropout, options.get("key")
+        if rate and key is not None:
+            batch = batch | drop_tokens(batch, rate, key, self.special)
+        logits = model.class_logits(batch, **options).astype(jnp.float32)
+        weights = (batch["tags"] > 0).astype(jnp.float32)
+        log_probs = jax.nn.log_softmax(logits)
+        labels = jnp.maximum(batch["tags"] - 1, 0)[..., None]
+        loss = -jnp.take_along_axis(log_probs, labels, axis=-1)[..., 0]
+        smoothed = -log_probs.mean(-1)
+        loss = (1 - label_smoothing) * loss + label_smoothing * smoothed
+        return (loss * weights).sum(), weights.sum()
+
+    def predicted(self, run: Run, examples: Examples) -> list[list[np.ndarray]]:
+        """Return the class of every token: arrays by trial and example."""
+        R = len(run.trials)
+        found = [[None] * len(examples) for _ in range(R)]
+        lengths = examples.fields["source"].lengths
+        for indices, batch in self.evaluation_batches(examples, packed=False):
+            best = sharding.fetch(
+                best_classes(run.graph, run.params, run.head_gates, batch)
+            )
+            for trial in range(R):
+                for row, index in enumerate(indices):
+                    found[trial][index] = best[trial, row, : lengths[index]]
+        return found
+
+    def probabilities(self, run: Run, examples: Examples, trial: int) -> list:
+        """Return the probabilities of the classes of every token, by example."""
+        params, gates = run.of(trial)
+        found = [None] * len(examples)
+        lengths = examples.fields["source"].lengths
+        with sharding.using(run.mesh):
+            for indices, batch in self.evaluation_batches(examples, packed=False):
+                probs = np.asarray(class_probabilities(run.graph, params, gates, batch))
+                for row, index in enumerate(indices):
+                    found[index] = probs[row, : lengths[index]]
+        return found
+
+
+def warn_of_labels(labels: list[str]) -> None:
+    """Log labels that differ only in case, and classes with a single example."""
+    lower, counts = {}, {}
+    for label in labels:
+        counts[label] = counts.get(label, 0) + 1
+    for label in sorted(counts):
+        if label.lower() in lower:
+            logging.warning(
+                "The classes %r and %r differ only in case.",
+                lower[label.lower()],
+                label,
+            )
+        lower[label.lower()] = label
+    once = sorted(label for label, count in counts.items() if count == 1)
+    if once:
+        logging.warning(
+            "%d of %d classes have a single training example: %s.",
+            len(once),
+            len(counts),
+            ", ".join(once),
+        )
+
+
+def drop_tokens(batch: dict, rate: float, key, special: SpecialTokens) -> dict:
+    """Return the batch's source with random tokens replaced by the unknown one.
+
+    A word's first feature, the word in lower case, goes with it; its affixes stay.
+    """
+    bits = random_bits(jax.random.fold_in(key, 1 << 20), batch["source"].shape)
+    dropped = (bits < jnp.uint32(rate * 2.0**32)) & is_text(batch, special)
+    names = [name for name in ("source", "source_features_0") if name in batch]
+    return {name: jnp.where(dropped, special.unk, batch[name]) for name in names}
+
+
+@partial(jax.jit, static_argnames="graph")
+def best_classes(graph, params, head_gates: dict, batch: dict):
+    """Return the most probable class of every token, R B T."""
+
+    def one(params, head_gates):
+        model = precision.merge(graph, params)
+        return model.class_logits(batch, head_gates=head_gates).argmax(-1)
+
+    return over_trials(one)(params, head_gates)
+
+
+@partial(jax.jit, static_argnames="graph")
+def class_probabilities(graph, params, head_gates: dict, batch: dict):
+    """Return the probabilities of the classes of every token, B T C, by one trial."""
+    model = precision.merge(graph, params)
+    logits = model.class_logits(batch, head_gates=head_gates)
+    return jax.nn.softmax(logits.astype(jnp.float32))

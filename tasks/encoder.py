@@ -1,0 +1,182 @@
+"""What tasks with an encoder alone have in common: tokens, their features, batches."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from headcount.configs.validation import choose
+from headcount.data import batches, encoder_tokenizers, tokenizers
+from headcount.data.examples import Examples, Ragged
+from headcount.data.packing import largest_rows
+from headcount.data.tokenizers import BOS, EOS, UNK
+from headcount.tasks.base import Task
+
+
+class SpecialTokens(NamedTuple):
+    """Ids that are not text; where there is no mask, `unk` stands for it."""
+
+    bos: int
+    eos: int
+    unk: int
+    mask: int
+
+
+class EncoderTask(Task):
+    """Encodes examples that are lists of texts.
+
+    Beside `source`, a batch may have features and types of its tokens.
+    """
+
+    own_fields: tuple[str, ...] = ()  # further fields, aligned with the source
+    min_length = 3  # BOS, a token, EOS: what is empty is left out
+
+    def __init__(self, config, folder=None):
+        super().__init__(config, folder)
+        check_encoder(config)
+        choose("data.tokenizer", config.data.tokenizer, encoder_tokenizers.KINDS)
+
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer in the run's folder."""
+        return make_tokenizer(self.config, self.folder, None)
+
+    @cached_property
+    def special(self) -> "SpecialTokens":
+        """The ids of the tokenizer that are not text."""
+        if self.folder is None:  # there is no data
+            return SpecialTokens(BOS, EOS, UNK, UNK)
+        of = self.tokenizer
+        return SpecialTokens(of.bos, of.eos, of.unk, getattr(of, "mask", of.unk))
+
+    @property
+    def aligned(self) -> dict[str, str]:
+        """The fields of a batch that are aligned with the source."""
+        names = [*self.own_fields]
+        if self.config.data.tokenizer == "affixes":
+            count = encoder_tokenizers.AffixTokenizer.num_features
+            names += [f"source_features_{i}" for i in range(count)]
+        if self.config.model.token_types:
+            names.append("source_types")
+        return dict.fromkeys(names, "source")
+
+    def encode_parts(
+        self, split: str, examples: list[list[str]], eos_after_each: bool
+    ) -> tuple[dict[str, Ragged], list[list[int]]]:
+        """Tokenise examples: BOS, the tokens of each part by itself, EOS.
+
+        Args:
+            split: of the examples, for the log.
+            examples: the parts of each: words, or one or two texts.
+            eos_after_each: EOS follows every part, not only the last.
+
+        Returns:
+            The fields but `own_fields`, and the place of the first token of each part.
+        """
+        tokenizer = self.tokenizer
+        flat = [part for parts in examples for part in parts]
+        encoded = tokenizer.encode(flat, eos=False)
+        lengths, start = encoded.lengths, 0
+        ids = encoded.tokens.tolist()
+        sources, origins, types, firsts, at = [], [], [], [], 0
+        for parts in examples:
+            source, origin, kinds, places = [tokenizer.bos], [-1], [0], []
+            for number in range(len(parts)):
+                end = start + int(lengths[at])
+                places.append(len(source))
+                # a part of which normalisation leaves nothing is one unknown token
+                own = ids[start:end] or ([] if eos_after_each else [tokenizer.unk])
+                source += own
+                origin += range(start, end) if end > start else [-1] * len(own)
+                if eos_after_each or number == len(parts) - 1:
+                    source.append(tokenizer.eos)
+                    origin.append(-1)
+                kind = int(eos_after_each and number > 0)
+                kinds += [kind] * (len(source) - len(kinds))
+                start, at = end, at + 1
+            sources.append(source)
+            origins.append(origin)
+            types.append(kinds)
+            firsts.append(places)
+        fields = {"source": Ragged.of(sources)}
+        if "source_types" in self.aligned:
+            fields["source_types"] = Ragged.of(types)
+        if "source_features_0" in self.aligned:
+            features = tokenizer.features(flat)
+            features = np.pad(features, ((0, 1), (0, 0)))  # origin -1: BOS and EOS
+            chosen = features[Ragged.of(origins).tokens]
+            for number, column in enumerate(chosen.T):
+                field = Ragged(np.ascontiguousarray(column), fields["source"].offsets)
+                fields[f"source_features_{number}"] = field
+        self.warn_of_long(split, fields["source"])
+        return fields, firsts
+
+    def warn_of_long(self, split: str, source: Ragged) -> None:
+        """Log how many examples have more tokens than learned positions tell apart."""
+        model = self.config.model
+        count = int((source.lengths > model.max_positions).sum())
+        if model.positions == "learned" and count:
+            logging.warning(
+                "%d of %d examples of %s have more tokens than model.max_positions=%d; "
+                "the tokens beyond share the last position.",
+                count,
+                len(source),
+                split,
+                model.max_positions,
+            )
+
+    def spec(self, rows: int | None = None, length: int | None = None) -> dict:
+        """See `Task.spec`."""
+        if rows is None:
+            data = self.config.data
+            rows, length = largest_rows(data.batch_tokens, data.max_length)
+        fields = ("source", *self.aligned)
+        return batches.batch_spec(fields, rows, {"source": length}, self.aligned)
+
+    def batches(self, examples: Examples, seeds: list[int]):
+        """See `Task.batches`."""
+        data = self.config.data
+        return batches.PackedBatches(
+            examples.fields,
+            aligned=self.aligned,
+            batch_tokens=data.batch_tokens,
+            max_length=data.max_length,
+            min_length=self.min_length,
+            seeds=seeds,
+        )
+
+    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
+        """See `Task.evaluation_batches`."""
+        of = batches.packed_evaluation_batches if packed else batches.unpacked_batches
+        tokens = self.config.data.batch_tokens
+        return of(examples.fields, aligned=self.aligned, batch_tokens=tokens)
+
+    def token_strings(self, field: str, ids) -> list[str]:
+        """See `Task.token_strings`."""
+        return self.tokenizer.pieces(ids)
+
+
+def check_encoder(config) -> None:
+    """Raise a ValueError unless the config is of an encoder alone."""
+    counts = config.model.num_encoder_layers, config.model.num_decoder_layers
+    if counts[0] < 1 or counts[1] != 0:
+        raise ValueError(
+            f"The task {config.task.name} needs an encoder alone: "
+            f"model.num_encoder_layers must be at least 1 and "
+            f"model.num_decoder_layers 0, got {counts[0]} and {counts[1]}."
+        )
+
+
+def is_text(batch: dict, special: SpecialTokens):
+    """Return which tokens of a batch are neither padding nor BOS nor EOS, B S."""
+    source = batch["source"]
+    ends = (source == special.bos) | (source == special.eos)
+    return ~ends & (batch["source_segments"] > 0)
+
+
+def make_tokenizer(config, folder, texts: list[str] | None):
+    """Return the tokenizer of an encoder's run; make it of texts if there is none."""
+    kind, size = config.data.tokenizer, config.data.vocab_size
+    kinds = encoder_tokenizers.KINDS
+    return tokenizers.load_or_make(folder, kind, texts, size, kinds)

@@ -1,0 +1,209 @@
+"""Masked language modelling: an encoder predicts tokens that were hidden from it.
+
+Of the tokens of a text 15 % are predicted: 80 % of these are masked, 10 % replaced by
+random ones, and 10 % stay as they are (Devlin et al. 2019).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headcount.data import documents
+from headcount.data.examples import Examples
+from headcount.models import precision
+from headcount.models.cross_entropy import cross_entropy
+from headcount.models.dropout import random_bits
+from headcount.models.transformer import Transformer
+from headcount.models.trial_axis import over_trials
+from headcount.runtime import sharding
+from headcount.tasks.base import LOSS, Metric, Run
+from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
+
+ACCURACY = Metric(
+    "masked_accuracy", "accuracy of masked tokens", "%", bounds=(0, 100), margin=0.5
+)
+PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # the last two: shares of the first
+MASK = "[MASK]"  # in lines of `predict`
+MOST_PROBABLE = 5  # tokens that `predict` names
+
+
+class MaskedLanguageModel(EncoderTask):
+    """Documents, cut into pieces of at most `data.max_length` tokens with BOS and EOS.
+
+    Where the tokenizer has no token for it, the unknown one stands for a masked one.
+    """
+
+    metrics = (LOSS, ACCURACY)
+
+    def read(self, split: str) -> dict[str, list[str]]:
+        """See `Task.read`."""
+        data = self.config.data
+        sizes = {"max_length": data.max_length, "vocab_size": data.vocab_size}
+        return {"text": documents.load(data.name, split, data.directory, **sizes)}
+
+    def load(self, split: str) -> Examples:
+        """See `Task.load`; an example is a piece of a document."""
+        texts = self.read(split)["text"]
+        if split == "train":
+            self.tokenizer = make_tokenizer(self.config, self.folder, texts)
+        pieces = [piece for text in texts for piece in self.cut(text)]
+        parts = [[piece] for piece in pieces]
+        fields, _ = self.encode_parts(split, parts, eos_after_each=True)
+        return Examples(split, fields, {"text": pieces})
+
+    def cut(self, text: str) -> list[str]:
+        """Cut a document at blanks into pieces of at most max_length tokens.
+
+        A word of more tokens is a piece by itself.
+        """
+        words = text.split()
+        room = self.config.data.max_length - 2
+        sizes = self.tokenizer.encode(words, eos=False).lengths
+        pieces, size = [[]], 0
+        for word, own in zip(words, sizes, strict=True):
+            if pieces[-1] and size + own > room:
+                pieces.append([])
+                size = 0
+            pieces[-1].append(word)
+            size += own
+        return [" ".join(piece) for piece in pieces if piece]
+
+    def build(self, *, rngs) -> Transformer:
+        """See `Task.build`."""
+        size = self.config.data.vocab_size
+        if self.folder is not None:
+            size = self.tokenizer.vocab_size
+        return Transformer(size, **self.config.model.to_dict(), rngs=rngs)
+
+    def loss(self, model, batch: dict, label_smoothing=0.0, **options):
+        """Return the label-smoothed cross-entropy of the tokens that are predicted.
+
+        Without a key, as in evaluation, the same ones are chosen each time.
+        """
+        inputs, chosen = self.masked(batch, options.get("key"), model)
+        features, table = model.output(model.hidden(inputs, **options))
+        weights = chosen.astype(jnp.float32)
+        loss = cross_entropy(
+            features.reshape(-1, features.shape[-1]),
+            table,
+            batch["source"].reshape(-1),
+            weights.reshape(-1),
+            label_smoothing,
+        )
+        return loss, weights.sum()
+
+    def masked(self, batch: dict, key, model) -> tuple[dict, jax.Array]:
+        """Return the batch as the model reads it, and which tokens it predicts, B S."""
+        key = jax.random.key(0) if key is None else jax.random.fold_in(key, 1 << 20)
+        source, shape = batch["source"], batch["source"].shape
+
+        def below(share, index):
+            bits = random_bits(jax.random.fold_in(key, index), shape)
+            return bits < jnp.uint32(share * 2.0**32)
+
+        chosen = below(PREDICTED, 0) & is_text(batch, self.special)
+        masked = chosen & below(MASKED, 1)
+        replaced = chosen & ~masked & below(RANDOM / (1 - MASKED), 2)
+        other = random_bits(jax.random.fold_in(key, 3), shape)
+        other = (other % jnp.uint32(model.embedding.shape[0])).astype(source.dtype)
+        inputs = jnp.where(masked, self.special.mask, source)
+        inputs = batch | {"source": jnp.where(replaced, other, inputs)}
+        for name in batch:  # features would tell what is hidden
+            if name.startswith("source_features_"):
+                hidden = masked | replaced
+                inputs[name] = jnp.where(hidden, self.special.unk, batch[name])
+        return inputs, chosen
+
+    def evaluate(
+        self,
+        run: Run,
+        examples: Examples,
+        trials: Sequence[int] | None = None,
+        quick: bool = False,
+        **options,
+    ) -> list[dict]:
+        """Score the loss and accuracy of 15 % of the tokens; see `Task.evaluate`."""
+        trials = range(len(run.trials)) if trials is None else trials
+        sums = [
+            sharding.fetch(
+                score_batch(run.graph, self, run.params, run.head_gates, batch)
+            )
+            for batch in self.evaluation_batches(examples)
+        ]
+        loss, weight, correct = (np.sum(x, axis=0) for x in zip(*sums, strict=True))
+        return [
+            {
+                "loss": float(loss[trial] / weight[trial]),
+                "masked_accuracy": float(correct[trial] / weight[trial]),
+            }
+            for trial in trials
+        ]
+
+    def predict(
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
+    ) -> Iterator[str]:
+        """Fill in each [MASK] of lines: a JSON list of {token: probability} each."""
+        params, gates = run.of(trial)
+        for line in lines:
+            before, *rest = line.split(MASK)
+            texts = [before, *rest]
+            encoded = self.tokenizer.encode(texts, eos=False)
+            source, places = [self.special.bos, *encoded[0].tolist()], []
+            for ids in list(encoded)[1:]:
+                places.append(len(source))
+                source += [self.special.mask, *ids.tolist()]
+            source.append(self.special.eos)
+            batch = self.row(texts, source, places)
+            with sharding.using(run.mesh):
+                probs = np.asarray(token_probabilities(run.graph, params, gates, batch))
+            answers = []
+            for place in places:
+                best = np.argsort(-probs[0, place])[:MOST_PROBABLE]
+                names = self.tokenizer.pieces(best)
+                shares = probs[0, place, best].tolist()
+                pairs = zip(names, shares, strict=True)
+                answers.append({name: round(share, 4) for name, share in pairs})
+            yield json.dumps(answers, ensure_ascii=False)
+
+    def row(self, texts: list[str], source: list[int], places: list[int]) -> dict:
+        """Return a batch of one text, padded to a multiple of 32 tokens."""
+        T = -(-len(source) // 32) * 32
+        batch = {name: np.zeros((1, T), np.int32) for name in self.spec(1, T)}
+        batch["source"][0, : len(source)] = source
+        batch["source_segments"][0, : len(source)] = 1
+        batch["source_positions"][0] = np.arange(T)
+        names = [name for name in batch if name.startswith("source_features_")]
+        if names:
+            features = self.tokenizer.features(texts)
+            text = [i for i in range(1, len(source) - 1) if i not in places]
+            for number, name in enumerate(names):
+                batch[name][0, text] = features[:, number]
+                batch[name][0, places] = self.special.unk
+        return batch
+
+
+@partial(jax.jit, static_argnames=("graph", "task"))
+def score_batch(graph, task: MaskedLanguageModel, params, head_gates, batch: dict):
+    """Return summed loss, weight and number of exact predictions of a batch, all R."""
+
+    def one(params, head_gates):
+        model = precision.merge(graph, params)
+        loss, weight = task.loss(model, batch, head_gates=head_gates)
+        inputs, chosen = task.masked(batch, None, model)
+        logits = model.logits(model.hidden(inputs, head_gates=head_gates))
+        exact = (logits.argmax(-1) == batch["source"]) & chosen
+        return loss, weight, exact.sum().astype(jnp.float32)
+
+    return over_trials(one)(params, head_gates)
+
+
+@partial(jax.jit, static_argnames="graph")
+def token_probabilities(graph, params, head_gates: dict, batch: dict):
+    """Return the probabilities of the vocabulary at every token, by one trial."""
+    model = precision.merge(graph, params)
+    logits = model.logits(model.hidden(batch, head_gates=head_gates))
+    return jax.nn.softmax(logits.astype(jnp.float32))
