@@ -15,6 +15,9 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.task = task = ml_collections.ConfigDict()
     task.name = "translation"  # a name in headcount.tasks.TASKS
+    # translation: bleu, chrf, exact_match, rouge1, rouge2, rougeL, squad_exact_match,
+    # squad_f1, separated by commas; the first selects models by default.
+    task.metrics = "bleu,chrf,exact_match"
     task.entities = False  # tagging: tags are BIO tags of entities
     task.pooling = "mean"  # classification: first, mean or attention
     # Tagging, classification: share of training tokens that become unknown ones.
@@ -27,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.name = "numbers"
     data.source = "en"  # translation: language translated from
     data.target = "de"  # translation: language translated into
+    data.prefix = ""  # translation: put before every source, as in "summarize: "
     # Folder of local files; None: download multi30k, shakespeare.
     data.directory = placeholder(str)
     # Except translation: sentencepiece, characters, words, bytes; gpt2 if imported.

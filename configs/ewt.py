@@ -12,13 +12,15 @@ from headcount.configs import base
 
 
 def get_config():
-    """Return two layers of four heads on subwords."""
+    """Return two layers of four heads on words as sums of their affixes."""
     config = base.get_config()
     config.task.name = "tagging"
+    config.task.token_dropout = 0.15
     config.data.name = "conllu"
     config.data.tag = "upos"
+    config.data.tokenizer = "affixes"
     config.data.num_classes = 17
-    config.data.vocab_size = 8000
+    config.data.vocab_size = 20000
     config.data.max_length = 256
     config.data.batch_tokens = 4096
     config.model.width = 128
@@ -31,7 +33,7 @@ def get_config():
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 200
     config.optimizer.schedule = "cosine"
-    config.train.num_steps = 1000
-    config.train.eval_every_steps = 200
+    config.train.num_steps = 600
+    config.train.eval_every_steps = 100
     config.train.checkpoint_every_steps = 200
     return config

@@ -1,25 +1,36 @@
 """Scores of generated text against references, with the signatures that define them."""
 
 import logging
+import string
 import unicodedata
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
+
+ROUGE = {"rouge1", "rouge2", "rougeL"}
+SQUAD = {"squad_exact_match", "squad_f1"}
 
 
 def score(
     hypotheses: Sequence[str], references: Sequence[str], names: Collection[str]
 ) -> tuple[dict, dict]:
-    """Return sacreBLEU and chrF (0 to 100) and the share of exact matches.
+    """Return scores of texts, by name.
+
+    "bleu", "chrf": sacreBLEU's, 0 to 100; chrF takes most of the time. "rouge1",
+    "rouge2", "rougeL": F1 of unigrams, bigrams and the longest common subsequence, by
+    rouge-score without stemming, 0 to 100. "exact_match", "squad_exact_match",
+    "squad_f1": shares; SQuAD's disregard case, punctuation and articles.
 
     A hypothesis is exact if it equals its reference after NFKC normalisation and with
     any white space as one blank: a vocabulary decodes to such text only. BLEU and chrF
     are computed on the text as it is.
 
     Args:
-        names: of "bleu", "chrf" and "exact_match"; chrF takes most of the time.
+        names: which scores; others are ignored.
 
     Returns:
         Scores and signatures by name.
@@ -37,10 +48,47 @@ def score(
             metric = _metric(name, tuple(references))
             scores[name] = metric.corpus_score(hypotheses, None).score
             signatures[name] = str(metric.get_signature())
+    if rouge := sorted(ROUGE & set(names)):
+        found = rouge_scores(hypotheses, references, rouge)
+        scores |= {name: 100 * value for name, value in found.items()}
+        signatures |= dict.fromkeys(rouge, f"rouge-score:{version('rouge-score')}|F1")
+    if SQUAD & set(names):
+        found = map(squad_scores, hypotheses, references)
+        columns = zip(*found, strict=True)
+        for name, column in zip(sorted(SQUAD), columns, strict=True):
+            if name in names:
+                scores[name] = sum(column) / len(references)
     if "exact_match" in names:
         exact = map(str.__eq__, map(normalize, hypotheses), map(normalize, references))
         scores["exact_match"] = sum(exact) / len(references)
     return scores, signatures
+
+
+def rouge_scores(
+    hypotheses: Sequence[str], references: Sequence[str], names: Sequence[str]
+) -> dict[str, float]:
+    """Return the mean F1 (0 to 1) of ROUGE (Lin 2004) by name."""
+    from rouge_score.rouge_scorer import RougeScorer  # slow to import
+
+    scorer = RougeScorer(list(names), use_stemmer=False)
+    each = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
+    return {name: sum(row[name].fmeasure for row in each) / len(each) for name in names}
+
+
+def squad_scores(hypothesis: str, reference: str) -> tuple[float, float]:
+    """Return SQuAD's exact match and F1 of an answer (Rajpurkar et al. 2016)."""
+    ours, theirs = (squad_words(text) for text in (hypothesis, reference))
+    exact = float(ours == theirs)
+    if not ours or not theirs:
+        return exact, exact
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return exact, 2 * common / (len(ours) + len(theirs))
+
+
+def squad_words(text: str) -> list[str]:
+    """Return the words of an answer: lower case, no punctuation, no articles."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 @lru_cache(maxsize=4)

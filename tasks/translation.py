@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from headcount.configs.validation import choose
 from headcount.data import batches, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import largest_rows
@@ -23,6 +24,24 @@ from headcount.tasks.heldout_loss import heldout_loss, row_losses
 BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
 CHRF = Metric("chrf", "chrF", "points", bounds=(0, 100), margin=0.3)
 EXACT_MATCH = Metric("exact_match", "exact match", "%", bounds=(0, 100), margin=0.5)
+METRICS = {  # that task.metrics may name
+    metric.name: metric
+    for metric in (
+        *(BLEU, CHRF, EXACT_MATCH),
+        *(
+            Metric(name, label, "points", bounds=(0, 100), margin=0.5)
+            for name, label in (
+                ("rouge1", "ROUGE-1"),
+                ("rouge2", "ROUGE-2"),
+                ("rougeL", "ROUGE-L"),
+            )
+        ),
+        Metric(
+            "squad_exact_match", "SQuAD exact match", "%", bounds=(0, 100), margin=0.5
+        ),
+        Metric("squad_f1", "SQuAD F1", "%", bounds=(0, 100), margin=0.5),
+    )
+}
 PUBLISHED = (
     Metric(
         "published_bleu",
@@ -63,7 +82,10 @@ class Translation(Task):
                 "model.num_encoder_layers and model.num_decoder_layers must be at "
                 f"least 1, got {counts[0]} and {counts[1]}."
             )
-        self.metrics = (BLEU, CHRF, EXACT_MATCH, LOSS)
+        names = [name.strip() for name in config.task.metrics.split(",")]
+        for name in names:
+            choose("task.metrics", name, METRICS)
+        self.metrics = (*(METRICS[name] for name in dict.fromkeys(names)), LOSS)
         if config.data.name == "multi30k":
             self.metrics += PUBLISHED
             self.test_split = "test_2016_flickr"
@@ -97,17 +119,24 @@ class Translation(Task):
         if split == "train":
             self.tokenizers = tokenizers.load_or_train_pair(
                 self.folder,
-                text["source"],
+                self.prefixed(text["source"]),
                 text["target"],
                 data.vocab_size,
                 joint=data.joint_vocabulary,
             )
             size = tokenizers.pair_vocab_sizes(self.tokenizers)[0]
             check_bos(self.config.model.bos, size)
-        encoders = zip(SIDES, self.tokenizers, strict=True)
-        return Examples(
-            split, {side: of.encode(text[side]) for side, of in encoders}, text
-        )
+        source, target = self.tokenizers
+        fields = {
+            "source": source.encode(self.prefixed(text["source"])),
+            "target": target.encode(text["target"]),
+        }
+        return Examples(split, fields, text)
+
+    def prefixed(self, sources: Sequence[str]) -> list[str]:
+        """Return sources with data.prefix in front, except empty ones."""
+        prefix = self.config.data.prefix
+        return [prefix + text if text.strip() else text for text in sources]
 
     def spec(self, rows: int | None = None, length: int | None = None) -> dict:
         """See `Task.spec`; both sides have the same length."""
@@ -169,7 +198,8 @@ class Translation(Task):
         """Score the loss and the translations; see `Task.evaluate`.
 
         Args:
-            quick: greedy translations, and chrF only if it selects the best model.
+            quick: greedy translations, and chrF and the published protocol only if
+                they select the best model.
             options: of `decoding.generate.generate_trials`. Default: beam search with
                 5 hypotheses and a length penalty of 0.6. With `n_best`, `predictions`
                 are the lines of n-best lists.
@@ -177,7 +207,9 @@ class Translation(Task):
         trials = range(len(run.trials)) if trials is None else trials
         if quick:
             options = {"beam_size": 1} | options
-            names = {EXACT_MATCH.name, BLEU.name, self.config.train.best_metric}
+            slow = {CHRF.name, *(metric.name for metric in PUBLISHED)}
+            best = self.config.train.best_metric or self.metrics[0].name
+            names = {metric.name for metric in self.metrics} - slow | {best}
         else:
             options = search_defaults(options)
             names = {metric.name for metric in self.metrics}
@@ -243,7 +275,7 @@ class Translation(Task):
         """
         check_lines("lines", lines)
         source, target = self.tokenizers
-        encoded = [ids.tolist() for ids in source.encode(lines)]
+        encoded = [ids.tolist() for ids in source.encode(self.prefixed(lines))]
         # a line of which normalisation leaves nothing is EOS alone
         full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         params, gates = run.of(trial)
@@ -292,7 +324,8 @@ class Translation(Task):
             raise ValueError(
                 f"each source needs a target, got {len(sources)} and {len(targets)}."
             )
-        texts = zip(SIDES, self.tokenizers, (sources, targets), strict=True)
+        both = self.prefixed(sources), targets
+        texts = zip(SIDES, self.tokenizers, both, strict=True)
         fields = {side: of.encode(lines) for side, of, lines in texts}
         found = np.zeros((2, len(sources)))
         params, gates = run.of(trial)
@@ -309,6 +342,7 @@ class Translation(Task):
     def warn_of_long(self, lines: Sequence[str], first: int, side: int = 0) -> None:
         """Log the lines that are longer than any training example."""
         longest = self.config.data.max_length
+        lines = lines if side else self.prefixed(lines)
         for index, ids in enumerate(self.tokenizers[side].encode(lines)):
             if len(ids) > longest:
                 which = ("", "'s target")[side]
@@ -334,6 +368,7 @@ class Translation(Task):
         """See `Task.fields_of_text`; without a target the model's own translation."""
         if target is None:
             (target,) = self.translate(run, [source], trial)
+        (source,) = self.prefixed([source])
         texts = zip(SIDES, self.tokenizers, (source, target), strict=True)
         fields = {side: of.encode([text])[0].tolist() for side, of, text in texts}
         self.check_length(fields, "The text")
@@ -341,6 +376,8 @@ class Translation(Task):
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
         """See `Task.bootstrap`: by BLEU, or by chrF for metrics nearer to it."""
+        if metric.name in text_scores.ROUGE | text_scores.SQUAD:
+            return None
         near_chrf = metric.name in ("chrf", "published_chrf", "exact_match")
         return text_scores.paired_bootstrap(
             systems, text["target"], "chrf" if near_chrf else "bleu"

@@ -255,7 +255,7 @@ def layers_above(params):
 
 
 def scale_by_depth(layer_decay) -> optax.GradientTransformation:
-    """Scale updates by layer_decay to the power of the layers above (Howard & Ruder)."""
+    """Scale updates by layer_decay, once for each layer above a parameter."""
 
     def scaled(updates, params=None):
         del params

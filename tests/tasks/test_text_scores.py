@@ -11,7 +11,13 @@ from sacrebleu.metrics import BLEU, CHRF
 from headcount.analysis.tables import heading, print_table
 from headcount.data import numbers
 from headcount.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from headcount.tasks.text_scores import moses, paired_bootstrap, published, score
+from headcount.tasks.text_scores import (
+    moses,
+    paired_bootstrap,
+    published,
+    score,
+    squad_scores,
+)
 
 MULTI30K = Path(__file__).resolve().parents[3] / "shared/data/multi30k"
 needs_multi30k = pytest.mark.skipif(
@@ -142,3 +148,37 @@ def test_no_cell_of_a_table_is_cut_off(terminal, capsys, monkeypatch):
     assert (name in printed) != terminal
     first = [line.split("│")[1].strip() for line in printed.splitlines() if "│" in line]
     assert "".join(first) == name
+
+
+def test_rouge_of_sentences_by_hand():
+    """F1 of unigrams, bigrams and the longest common subsequence: means over texts."""
+    hypotheses = ["the cat sat on a mat", "nothing"]
+    references = ["the cat was on the mat", "all of it"]
+    scores, signatures = score(hypotheses, references, {"rouge1", "rouge2", "rougeL"})
+    # common: the cat on mat; the cat; the cat on mat. Of 6 words and 5 bigrams each.
+    assert scores["rouge1"] == pytest.approx(100 * (4 / 6) / 2)
+    assert scores["rouge2"] == pytest.approx(100 * (1 / 5) / 2)
+    assert scores["rougeL"] == pytest.approx(100 * (4 / 6) / 2)
+    assert scores.keys() == signatures.keys()
+    assert score(hypotheses, hypotheses, {"rougeL"})[0]["rougeL"] == 100
+
+
+@pytest.mark.parametrize(
+    "hypothesis, reference, exact, f1",
+    [
+        ("The  Rhine.", "rhine", 1, 1),
+        ("the Rhine river", "Rhine", 0, 2 / 3),
+        ("in 1998, in May", "in May 1998", 0, 6 / 7),
+        ("an", "", 1, 1),
+        ("Bonn", "the", 0, 0),
+        ("Bonn", "Cologne", 0, 0),
+    ],
+)
+def test_squad_scores_by_hand(hypothesis, reference, exact, f1):
+    """Articles, case and punctuation do not count; repeated words count once."""
+    found = squad_scores(hypothesis, reference)
+    assert found == (exact, pytest.approx(f1))
+    names = {"squad_f1", "squad_exact_match"}
+    scores, _ = score([hypothesis, "b"], [reference, "b"], names)
+    assert scores["squad_exact_match"] == (exact + 1) / 2
+    assert scores["squad_f1"] == pytest.approx((f1 + 1) / 2)

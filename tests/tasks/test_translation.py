@@ -262,3 +262,36 @@ def test_multi30k_is_also_scored_in_its_published_protocol(tmp_path, monkeypatch
     scores, signatures = text_scores.published(decoded, references, "de")
     assert row | scores == row and row["signatures"] | signatures == row["signatures"]
     assert row["bleu"] < 100 > row["published_bleu"]
+
+
+def test_a_prefix_precedes_every_source_but_empty_ones(tmp_path):
+    """In training, in evaluation, and in lines of predict and score."""
+    keys = write_corpus(tmp_path / "corpus", ENGLISH, GERMAN, held_out=7)
+    keys |= {"data.directory": str(keys["data.directory"]), "data.vocab_size": 90}
+    plain, task = (
+        small_task(tmp_path / "tokenizer", **keys, **{"data.prefix": prefix})
+        for prefix in ("", "into German: ")
+    )
+    task.load("train")
+    source = task.tokenizers[0]
+    examples = task.load("val")
+    assert examples.text == plain.load("val").text
+    for ids, line in zip(examples.fields["source"], ENGLISH, strict=False):
+        assert source.decode(ids) == f"into German: {line}"
+    run = untrained_run(task, num_trials=1)
+    by_hand = [f"into German: {line}" for line in ENGLISH[:3]]
+    assert list(task.predict(run, ["", *ENGLISH[:3]])) == [
+        "",
+        *plain.predict(run, by_hand),
+    ]
+    assert task.score(run, ENGLISH[:3], GERMAN[:3]) == plain.score(
+        run, by_hand, GERMAN[:3]
+    )
+
+
+def test_metrics_are_those_of_the_config():
+    names = {"task.metrics": "rougeL, squad_f1"}
+    found = [metric.name for metric in small_task(None, **names).metrics]
+    assert found == ["rougeL", "squad_f1", "loss"]
+    with pytest.raises(ValueError, match="task.metrics must be one of .*'blue'"):
+        small_task(None, **{"task.metrics": "blue"})
