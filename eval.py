@@ -153,7 +153,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
             }
         )
         if trial == TRIAL.value and "report" in row:
-            print_report(row["report"], row["confusions"])
+            print_report(row["report"], row["confusions"], row.get("entities"))
         if predictions is not None:
             write_predictions(predictions, examples.split, trial, len(scores))
             shown = predictions if trial == TRIAL.value else shown

@@ -81,15 +81,25 @@ def print_scores(
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
-def print_report(report: list[dict], confusions: list[dict]) -> None:
-    """Print precision, recall and F1 per class, and the most frequent confusions."""
-    table = Table(title="classes")
-    for name in ("class", "precision", "recall", "F1", "support"):
-        table.add_column(name, justify="left" if name == "class" else "right")
-    for row in report:
-        shares = (f"{row[name]:.2%}" for name in ("precision", "recall", "f1"))
-        table.add_row(row["class"], *shares, str(int(row["support"] or 0)))
-    print_table(table)
+def print_report(
+    report: list[dict], confusions: list[dict], entities: list[dict] | None = None
+) -> None:
+    """Print precision, recall and F1 per class, and the most frequent confusions.
+
+    Args:
+        report, entities: rows by class; by type of entity, where tags are of entities.
+        confusions: pairs of classes with their number.
+    """
+    for title, rows in (("classes", report), ("entities", entities)):
+        if not rows:
+            continue
+        table = Table(title=title)
+        for name in ("class", "precision", "recall", "F1", "support"):
+            table.add_column(name, justify="left" if name == "class" else "right")
+        for row in rows:
+            shares = (f"{row[name]:.2%}" for name in ("precision", "recall", "f1"))
+            table.add_row(row["class"], *shares, str(int(row["support"] or 0)))
+        print_table(table)
     table = Table("true", "predicted", "count", title="most frequent confusions")
     for row in confusions:
         table.add_row(row["true"], row["predicted"], str(row["count"]))

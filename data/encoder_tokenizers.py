@@ -66,7 +66,8 @@ class AffixTokenizer(TableTokenizer):
         """Return the features of every token of all texts, one after another."""
         words = [word for text in texts for word in text.split()]
         known = {word: self._features(word) for word in set(words)}
-        return np.array([known[word] for word in words], np.int32)
+        found = np.array([known[word] for word in words], np.int32)
+        return found.reshape(-1, self.num_features)
 
     def _features(self, word: str) -> list[int]:
         return [self._ids.get(part, UNK) for part in parts_of(word)[1:]]

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 
+from seqeval.metrics import classification_report
 from seqeval.metrics import f1_score as entity_f1_score
 from sklearn.metrics import precision_recall_fscore_support
 
@@ -43,6 +44,24 @@ def entity_f1(true: list[list[str]], predicted: list[list[str]]) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes that are never predicted
         return float(entity_f1_score(true, predicted, zero_division=0))
+
+
+def entity_report(true: list[list[str]], predicted: list[list[str]]) -> list[dict]:
+    """Return precision, recall, F1 and support of every type of entity in BIO tags."""
+    if not any(tag != "O" for tags in (*true, *predicted) for tag in tags):
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of types that are never predicted
+        found = classification_report(
+            true, predicted, output_dict=True, zero_division=0
+        )
+    names = {"precision": "precision", "recall": "recall", "f1-score": "f1"}
+    names |= {"support": "support"}
+    return [
+        {"class": kind} | {ours: float(row[theirs]) for theirs, ours in names.items()}
+        for kind, row in found.items()
+        if not kind.endswith(" avg")
+    ]
 
 
 def _per_class(true, predicted, classes):

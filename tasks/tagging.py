@@ -86,6 +86,8 @@ class Tagging(ClassTask):
             if not quick:
                 row["report"] = class_scores.report(flat, guesses)
                 row["confusions"] = class_scores.confusions(flat, guesses)
+                if self.config.task.entities:
+                    row["entities"] = class_scores.entity_report(true, lines)
                 row["predictions"] = [" ".join(line) for line in lines]
             rows.append(row)
         return rows

@@ -221,11 +221,8 @@ def make_optimizer(
     )
 
 
-BELOW_LAYERS = (  # parts of models.Transformer
-    *("embedding", "source_embedding", "types"),
-    *("encoder_positions", "decoder_positions"),
-    *("encoder_embedding_norm", "decoder_embedding_norm"),
-)
+# endings of the names of what lies below all layers of models.Transformer
+BELOW_LAYERS = ("embedding", "embedding_norm", "positions", "types")
 
 
 def layers_above(params):
@@ -243,7 +240,7 @@ def layers_above(params):
 
     def above(names, axes):
         del axes
-        if names[0] in BELOW_LAYERS:
+        if names[0].endswith(BELOW_LAYERS):
             return sum(counts.values()) + 1
         if names[0] not in counts:
             return 0

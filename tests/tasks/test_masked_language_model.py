@@ -99,9 +99,10 @@ def test_loss_and_accuracy_are_those_of_the_logits_at_predicted_tokens(tmp_path)
     for trial, row in enumerate(rows):
         model, nats, right = model_of(run, trial), [], []
         for batch in task.evaluation_batches(examples):
+            batch = jax.tree.map(jnp.asarray, batch)
             inputs, chosen = task.masked(batch, None, model)
             logits = np.float64(model(inputs))[np.array(chosen)]
-            labels = batch["source"][np.array(chosen)]
+            labels = np.array(batch["source"])[np.array(chosen)]
             log_probs = scipy.special.log_softmax(logits, -1)
             nats += (-log_probs[np.arange(len(labels)), labels]).tolist()
             right += (logits.argmax(-1) == labels).tolist()
@@ -131,6 +132,7 @@ def test_predict_fills_in_each_mask(tmp_path, tokenizer):
                 batch[name] = np.where(batch["source"] == UNK, UNK, batch[name])
     batch["source_segments"] = np.ones_like(batch["source"])
     batch["source_positions"] = np.arange(len(ids))[None]
+    batch = {name: jnp.asarray(array, jnp.int32) for name, array in batch.items()}
     probs = scipy.special.softmax(np.float64(model_of(run, 1)(batch))[0, 2])
     best = task.tokenizer.pieces([probs.argmax()])[0]
     assert found[0][0][best] == pytest.approx(probs.max(), abs=1e-4)

@@ -259,7 +259,8 @@ def test_classes_of_another_run_stay_if_they_include_all_tags(tmp_path):
 
 def test_token_dropout_hides_words_in_training_alone(tmp_path):
     """The word and its lower case, not its affixes; never BOS and EOS."""
-    task = make_task(tmp_path, "affixes", **{"task.token_dropout": 0.4})
+    changes = {"task.token_dropout": 0.4, "data.vocab_size": 300}
+    task = make_task(tmp_path, "affixes", **changes)
     (batch, *_) = task.evaluation_batches(task.load("val"))
     batch = jax.tree.map(jax.numpy.asarray, batch)
     dropped = classes.drop_tokens(batch, 0.4, jax.random.key(0), task.special)
@@ -337,3 +338,14 @@ def test_entity_f1_needs_the_whole_entity():
     assert class_scores.entity_f1(true, [["B-LOC", "O", "O", "B-PER"]]) == 0.5
     assert class_scores.entity_f1(true, true) == 1
     assert class_scores.entity_f1(true, [["O"] * 4]) == 0
+
+
+def test_entities_are_reported_by_type():
+    """One of two places is found, and one that is none; the person is missed."""
+    true = [["B-LOC", "I-LOC", "O", "B-PER"], ["B-LOC", "O"]]
+    guesses = [["B-LOC", "I-LOC", "O", "O"], ["O", "B-LOC"]]
+    loc, per = class_scores.entity_report(true, guesses)
+    shares = {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
+    assert loc == {"class": "LOC"} | shares
+    assert per == {"class": "PER"} | dict.fromkeys(shares, 0) | {"support": 1}
+    assert class_scores.entity_report([["O"]], [["O"]]) == []

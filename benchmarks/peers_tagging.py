@@ -1,0 +1,109 @@
+"""transformers' BertForTokenClassification: the peer of `benchmarks.tagging`."""
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+PAD, UNSCORED = 0, -100
+
+
+class Transformers:
+    """A contestant of `benchmarks.tagging`, by its name there.
+
+    Args:
+        name: "transformers", perhaps with "compiled".
+        config: of the experiment.
+        fields: `source` and `tags`, as ours reads them.
+        is_tagging: tag the sentences instead of training on them.
+    """
+
+    def __init__(self, name, config, fields, is_tagging):
+        torch.manual_seed(0)
+        model = config.model
+        self.model = transformers.BertForTokenClassification(
+            transformers.BertConfig(
+                vocab_size=config.data.vocab_size,
+                hidden_size=model.width,
+                num_hidden_layers=model.num_encoder_layers,
+                num_attention_heads=model.attention.num_heads,
+                intermediate_size=model.mlp_dim,
+                max_position_embeddings=model.max_positions,
+                hidden_dropout_prob=model.dropout,
+                attention_probs_dropout_prob=0.0,
+                num_labels=config.data.num_classes,
+                attn_implementation="sdpa",
+            )
+        )
+        self.model.train(not is_tagging)
+        optimizer = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            1e-3,
+            (optimizer.beta1, optimizer.beta2),
+            optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.clip_norm = optimizer.clip_norm
+        self.forward = self.model
+        if "compiled" in name:
+            self.forward = torch.compile(self.model, dynamic=True)
+        self.batches = bucketed(fields, config.data.batch_tokens)
+        self.one = self.tag if is_tagging else self.update
+        self.step = 0
+        x = torch.ones(2048, 2048)
+        self.product = lambda: torch.mm(x, x)
+
+    def train(self, steps: int) -> int:
+        """Do some updates, or tag some batches; return the number of real tokens."""
+        tokens = 0
+        for step in range(self.step, self.step + steps):
+            source, tags = self.batches[step % len(self.batches)]
+            self.one(source, tags)
+            tokens += int((source != PAD).sum())
+        self.step += steps
+        return tokens
+
+    def update(self, source, tags) -> None:
+        """Do one update."""
+        loss = self.forward(source, attention_mask=source != PAD, labels=tags).loss
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+
+    @torch.inference_mode()
+    def tag(self, source, tags) -> None:
+        """Tag one batch."""
+        del tags
+        self.forward(source, attention_mask=source != PAD).logits.argmax(-1).numpy()
+
+
+def bucketed(fields, batch_tokens):
+    """Shuffled batches of sentences of like length, padded to the longest."""
+    batches, rows = [], []
+    for i in np.argsort(fields["source"].lengths, kind="stable"):
+        if rows and (len(rows) + 1) * len(fields["source"][i]) > batch_tokens:
+            batches.append(rows)
+            rows = []
+        rows.append(i)
+    batches.append(rows)
+    np.random.default_rng(0).shuffle(batches)
+    return [padded(fields, rows) for rows in batches]
+
+
+def padded(fields, rows):
+    """Source and labels of some sentences."""
+    source, tags = ([fields[name][i] for i in rows] for name in ("source", "tags"))
+    width = max(len(ids) for ids in source)
+    labels = [np.where(each > 0, each - 1, UNSCORED) for each in tags]
+    return tuple(
+        torch.tensor(
+            np.stack(
+                [np.pad(x, (0, width - len(x)), constant_values=value) for x in each]
+            ),
+            dtype=torch.int64,
+        )
+        for each, value in ((source, PAD), (labels, UNSCORED))
+    )
