@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules, whose numbers may differ between trials."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -221,8 +222,8 @@ def make_optimizer(
     )
 
 
-# endings of the names of what lies below all layers of models.Transformer
-BELOW_LAYERS = ("embedding", "embedding_norm", "positions", "types")
+# Parts of models.Transformer below its layers.
+BELOW_LAYERS = re.compile(r"types|.*embedding|.*embedding_norm|.*positions")
 
 
 def layers_above(params):
@@ -240,7 +241,7 @@ def layers_above(params):
 
     def above(names, axes):
         del axes
-        if names[0].endswith(BELOW_LAYERS):
+        if BELOW_LAYERS.fullmatch(names[0]):
             return sum(counts.values()) + 1
         if names[0] not in counts:
             return 0
