@@ -186,7 +186,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     if last is None:
         step, other = 0, config.train.init_from
         if other:  # fails before anything is compiled
-            new = task.new_parameters(run_folder(other) / "tokenizer")
+            new = task.new_parameters(Path(other) / "tokenizer")
             params = parameters_to_start_from(
                 other, config, trials, abstract.params, new
             )

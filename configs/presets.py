@@ -11,7 +11,8 @@ transformer_base, transformer_big: WMT14 English to German as Vaswani et al. 201
     same as configs/wmt14.py and its `:big`.
 transformer_tiny: Multi30k as Wu et al. 2021; the same as configs/multi30k.py.
 
-train.py trains the translation models; weights.py reads the weights of the others.
+train.py trains the translation models, and BERT on documents in data.directory;
+weights.py reads the weights of BERT and GPT-2.
 """
 
 from headcount.configs import base, multi30k, wmt14
@@ -39,6 +40,8 @@ def one_stack(side: str, num_layers: int, width: int, num_heads: int):
 def bert(num_layers: int, width: int, num_heads: int):
     """An encoder alone: post-norm, learned positions, GELU."""
     config = one_stack("encoder", num_layers, width, num_heads)
+    config.task.name = "masked_language_model"
+    config.data.name = "text"
     config.data.vocab_size = 30_522
     config.model.positions = "learned"
     config.model.max_positions = 512

@@ -245,9 +245,11 @@ class Transformer(nnx.Module):
             # otherwise XLA joins the gradients of both sides' tokens into one list, and
             # moves tokens between devices for that
             table = jax.lax.optimization_barrier(table)
-        x = lookup(table, tokens) * (self.scale / (1 + len(features)) ** 0.5)
-        for ids in features:
-            x = x + lookup(table, ids) * (self.scale / (1 + len(features)) ** 0.5)
+        if features:
+            ids = jnp.stack((tokens, *features), axis=-1)
+            x = lookup(table, ids).sum(-2) * (self.scale / ids.shape[-1] ** 0.5)
+        else:
+            x = lookup(table, tokens) * self.scale
         if self.positions in SINUSOIDAL:
             table = sinusoidal(num_positions, self.width, self.positions)
             x = x + jnp.asarray(table, x.dtype)[positions]

@@ -75,15 +75,15 @@ class ClassTask(EncoderTask):
     def class_ids(self, labels: list[str], split: str) -> dict[str, int]:
         """Return the number of each class plus one; `UNKNOWN_CLASS` if it is new."""
         ids = {label: i for i, label in enumerate(self.classes, 1)}
-        unknown = sorted(set(labels) - ids.keys())
+        unknown = set(labels) - ids.keys()
         if unknown:
-            count = sum(label in set(unknown) for label in labels)
+            count = sum(label in unknown for label in labels)
             logging.warning(
                 "%s has %d examples of classes unknown in training: %s. They count as "
                 "wrong.",
                 split,
                 count,
-                ", ".join(unknown),
+                ", ".join(sorted(unknown)),
             )
         return ids | dict.fromkeys(unknown, UNKNOWN_CLASS)
 

@@ -118,6 +118,18 @@ def test_each_side_is_embedded_by_its_own_table():
         np.testing.assert_allclose(found, 4 * of.embedding[...][tokens], rtol=1e-6)
 
 
+def test_the_embeddings_of_features_are_added_to_the_tokens():
+    """With the variance of one: divided by the root of their number."""
+    model = nnx.merge(*split(positions="none"))
+    table, positions = np.array(model.embedding[...]), jnp.zeros((1, 2), jnp.int32)
+    ids = [jnp.array([each]) for each in ([3, 4], [5, 6], [7, 7])]
+    found = model.embed(ids[0], positions, 2, is_source=True, features=tuple(ids[1:]))
+    wanted = sum(table[np.array(each)] for each in ids) * model.scale / np.sqrt(3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    alone = model.embed(ids[0], positions, 2, is_source=True)
+    np.testing.assert_array_equal(alone, table[np.array(ids[0])] * model.scale)
+
+
 def test_transformer_tiny_has_the_parameters_counted_by_hand():
     """4 + 4 layers, D 128, F 256, counted by hand: every kernel, bias and norm."""
     config = get_config().model
