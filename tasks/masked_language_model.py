@@ -62,7 +62,8 @@ class MaskedLanguageModel(EncoderTask):
         """
         words = text.split()
         room = self.config.data.max_length - 2
-        sizes = self.tokenizer.encode(words, eos=False).lengths
+        # with the blank before it, which may be a token
+        sizes = self.tokenizer.encode([f" {w}" for w in words], eos=False).lengths
         pieces, size = [[]], 0
         for word, own in zip(words, sizes, strict=True):
             if pieces[-1] and size + own > room:

@@ -1,6 +1,7 @@
 """Classification: texts and pairs as tokens, pooling, scores, answers."""
 
 import json
+import logging
 
 import jax
 import numpy as np
@@ -160,3 +161,20 @@ def test_an_unknown_pooling_raises_with_the_key(tmp_path):
     task = make_task(tmp_path, "max")
     with pytest.raises(ValueError, match="task.pooling .* attention, got 'max'"):
         untrained_run(task)
+
+
+def test_an_empty_text_is_left_out_of_training_with_a_count(tmp_path, caplog):
+    """And is scored like any other."""
+    task = make_task(tmp_path)
+    for split in ("train", "dev"):
+        with (tmp_path / f"{split}.tsv").open("a") as file:
+            file.write("pos\t\npos\t \n")
+    with caplog.at_level(logging.INFO):
+        batches = task.batches(task.load("train"), seeds=[0])
+    assert "Skipped 2 examples" in caplog.text
+    source = batches[0]["source"]
+    assert not ((source[..., :-1] == BOS) & (source[..., 1:] == EOS)).any()
+    examples = task.load("val")
+    assert examples.fields["source"][-1].tolist() == [BOS, EOS]
+    (row, _) = evaluate(untrained_run(task), examples)
+    assert len(row["predictions"]) == 27

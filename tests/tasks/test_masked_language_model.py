@@ -34,7 +34,9 @@ def make_task(folder, tokenizer="words", **changes):
     return task
 
 
-@pytest.mark.parametrize("tokenizer", ["words", "sentencepiece", "affixes"])
+@pytest.mark.parametrize(
+    "tokenizer", ["words", "sentencepiece", "affixes", "characters"]
+)
 def test_a_document_is_cut_into_pieces_that_fit(tmp_path, tokenizer):
     task = make_task(tmp_path, tokenizer)
     examples, text = task.load("val"), (tmp_path / "val.txt").read_text()
