@@ -268,8 +268,8 @@ def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
     for index in range(min(count, len(examples))):
         fields = {
             name: examples.fields[name][index].tolist()
-            for name in ("source", "target")
-            if name in examples.fields
+            for name in examples.fields
+            if name.startswith(("source", "target"))  # with features and types
         }
         if "source" not in fields:
             fields = {"target": fields["target"][:longest]}
@@ -310,7 +310,8 @@ def words_of_tokens(run: Run, text: str, ids: list[int]) -> np.ndarray:
     tokenizer, words = run.task.tokenizer, text.split()
     if "source" in run.task.spec(1, 1):  # tagging: each word by itself
         sizes = np.maximum(tokenizer.encode(words, eos=False).lengths, 1)
-        return np.repeat(np.arange(len(words)), sizes)
+        # BOS and EOS are of no word
+        return np.pad(np.repeat(np.arange(len(words)), sizes), 1, constant_values=-1)
     if run.config.data.tokenizer == "words":
         return np.arange(len(ids))
     pieces = [p.replace("▁", " ") for p in run.task.token_strings("target", ids)]

@@ -52,11 +52,6 @@ class Classification(ClassTask):
         fields["tags"] = Ragged(tags, fields["source"].offsets)
         return Examples(split, fields, text)
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """See `Task.encode_texts`."""
-        found = self.encode("input", {"source": texts}, [0] * len(texts))
-        return [ids.tolist() for ids in found.fields["source"]]
-
     def evaluate(
         self,
         run: Run,

@@ -30,6 +30,7 @@ class EncoderTask(Task):
     """
 
     own_fields: tuple[str, ...] = ()  # further fields, aligned with the source
+    eos_after_each = True  # EOS follows each part of an example, not only the last
     min_length = 3  # BOS, a token, EOS: what is empty is left out
 
     def __init__(self, config, folder=None):
@@ -111,6 +112,23 @@ class EncoderTask(Task):
                 fields[f"source_features_{number}"] = field
         self.warn_of_long(split, fields["source"])
         return fields, firsts
+
+    def fields_of_text(self, run, source, target, trial) -> dict[str, list[int]]:
+        """See `Task.fields_of_text`; of a pair, a tab is between the texts."""
+        del run, trial
+        if target is not None:
+            raise ValueError(f"The task {self.config.task.name} has no target texts.")
+        if not source.strip():
+            raise ValueError("The text has no tokens.")
+        parts = self.parts_of_text(source)
+        encoded, _ = self.encode_parts("input", [parts], self.eos_after_each)
+        fields = {name: field[0].tolist() for name, field in encoded.items()}
+        self.check_length(fields, "The text")
+        return fields
+
+    def parts_of_text(self, text: str) -> list[str]:
+        """Return the parts of an example that are tokenised by themselves."""
+        return text.split("\t")
 
     def warn_of_long(self, split: str, source: Ragged) -> None:
         """Log how many examples have more tokens than learned positions tell apart."""

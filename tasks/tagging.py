@@ -18,6 +18,7 @@ class Tagging(ClassTask):
     """Sentences of words with a tag each, from CoNLL or CoNLL-U files."""
 
     corpus_keys = ("name", "directory", "tag")
+    eos_after_each = False
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
@@ -45,6 +46,10 @@ class Tagging(ClassTask):
         ids = self.class_ids(flat, split)
         return self.encode(split, text, [[ids[tag] for tag in line] for line in tags])
 
+    def parts_of_text(self, text: str) -> list[str]:
+        """See `EncoderTask.parts_of_text`: words."""
+        return text.split()
+
     def encode(self, split: str, text: dict, tags: list[list[int]]) -> Examples:
         """Tokenise each word by itself; its first token carries its tag."""
         sentences = [line.split(" ") for line in text["source"]]
@@ -55,13 +60,6 @@ class Tagging(ClassTask):
             labels[start + np.array(places)] = of_words
         fields["tags"] = Ragged(labels, offsets)
         return Examples(split, fields, text)
-
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """See `Task.encode_texts`."""
-        blank = [[0] * len(text.split()) for text in texts]
-        text = {"source": [" ".join(text.split()) for text in texts]}
-        found = self.encode("input", text, blank).fields["source"]
-        return [ids.tolist() for ids in found]
 
     def evaluate(
         self,
