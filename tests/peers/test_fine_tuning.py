@@ -22,7 +22,7 @@ from headcount.training.restore import (
 )
 from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters, make_trials
-from headcount.weights import export_checkpoint, import_checkpoint, load_model
+from headcount.weights import export, import_checkpoint, load_model
 
 LABELS = ["B", "I", "O"]
 WORDS = ["the", "dog", "barks", "##ing", "bark", "a", "cat", "##s", "un", "##able"]
@@ -255,7 +255,7 @@ def test_wordpiece_from_a_vocabulary_alone(tokenizer, tmp_path, lowercase):
 def test_a_fine_tuned_checkpoint_goes_out_the_same(tokenizer, tmp_path):
     theirs = bert("BertForTokenClassification", tokenizer, tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", tmp_path / "run")
-    export_checkpoint(tmp_path / "run", tmp_path / "out", "best")
+    export(tmp_path / "run", "huggingface", tmp_path / "out", "best")
     kind = transformers.BertForTokenClassification
     back = kind.from_pretrained(tmp_path / "out")
     assert theirs.state_dict().keys() == back.state_dict().keys()
