@@ -169,7 +169,7 @@ def test_layer(size, norm, activation, decoder):
     run = nnx.jit(lambda layer, *arrays, **kw: layer(*arrays, **kw))
     with torch.no_grad():
         if decoder:
-            got = nnx.jit(
+            got, _ = nnx.jit(
                 lambda layer, x, memory, segments, memory_segments: layer(
                     x,
                     memory,
@@ -186,7 +186,7 @@ def test_layer(size, norm, activation, decoder):
                 memory_key_padding_mask=torch.tensor(memory_segments == 0),
             )
         else:
-            got = run(ours, x, segments=segments)
+            got, _ = run(ours, x, segments=segments)
             wanted = theirs(
                 torch.tensor(x), src_key_padding_mask=torch.tensor(segments == 0)
             )
