@@ -35,7 +35,6 @@ from headcount.data.windows import WindowBatches
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.tasks import make_task
-from headcount.weights import import_checkpoint, load_model
 
 PEERS = ("torch", "torch.compile", "transformers", "transformers, compiled")
 PROMPT = 16  # tokens of each prompt that is continued
@@ -166,8 +165,9 @@ def ours(folder: Path, eos: int):
     The model is that of transformers in `folder/theirs`.
     """
     run = folder / "run"
-    import_checkpoint(folder / "theirs", run)
-    graph, params = nnx.split(load_model(run))
+    weights = importlib.import_module("headcount.weights")  # a script: defines flags
+    weights.import_checkpoint(folder / "theirs", run)
+    graph, params = nnx.split(weights.load_model(run))
     vocabulary = Vocabulary(eos=eos, banned=())
 
     def side(prompts, new_tokens):
