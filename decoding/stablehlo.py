@@ -148,7 +148,7 @@ def empty_cache(build, params, slots) -> list:
     B, L = slots.shape
     x = jnp.zeros((B, L, model.width))
     return [
-        [jnp.zeros_like(each) for each in decoding.keys_values(layer.self_attention, x)]
+        [jnp.zeros_like(each) for each in decoding.entries(layer.self_attention, x)[0]]
         for layer in model.decoder
     ]
 

@@ -105,6 +105,7 @@ def initialized(shared, trained, corpus):
 
 
 SCRIPTS = {}  # the modules of scripts, each with the flags that it defines
+NAMES = ("train", "eval", "predict", "heads", "sweep", "weights")
 
 
 def load_script(name: str):
@@ -112,12 +113,22 @@ def load_script(name: str):
     if name not in SCRIPTS:
         for library in ("decoding.flags", "runtime.cluster", "training.run"):
             importlib.import_module(f"headcount.{library}")  # flags that scripts share
-        before = set(flags.FLAGS)
+        take_flags()  # of scripts that tests import themselves
         module = importlib.import_module(f"headcount.{name.removesuffix('.py')}")
-        SCRIPTS[name] = module, {n: flags.FLAGS[n] for n in set(flags.FLAGS) - before}
-        for flag in SCRIPTS[name][1]:
-            delattr(flags.FLAGS, flag)
+        take_flags()
+        SCRIPTS[name] = module, TAKEN[module.__name__]
     return SCRIPTS[name]
+
+
+TAKEN = {}  # flags by the script that defined them
+
+
+def take_flags():
+    """Move the flags of all scripts from absl's table to ours."""
+    for module in (f"headcount.{name}" for name in NAMES):
+        for flag in list(flags.FLAGS.flags_by_module_dict().get(module, ())):
+            TAKEN.setdefault(module, {})[flag.name] = flag
+            delattr(flags.FLAGS, flag.name)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from headcount.configs.base import get_config
 from headcount.data.examples import Ragged
 from headcount.decoding.generate import generate, programs
 from headcount.decoding.scheduling import Queue
@@ -36,6 +37,7 @@ def main():
     gates["cross"][2, 0, 1] = 0.0
     rng = np.random.default_rng(0)
     sources = [[*rng.integers(3, 40, n).tolist(), 2] for n in (3, 8, 5, 2, 7)]
+    config = get_config()
     own_platform, found = sharding.platform_of, []
     for shape in json.loads(sys.argv[1]):
         devices = jax.devices()[: int(np.prod(list(shape.values())))]
@@ -43,7 +45,7 @@ def main():
         placed = jax.device_put(params, sharding.named(mesh, "trial"))
         for platform in (own_platform, lambda mesh: "gpu"):
             sharding.platform_of = platform
-            run = Run(None, graph, placed, [{}] * 4, gates, [0] * 4, [None] * 4, None)
+            run = Run(config, graph, placed, [{}] * 4, gates, [0] * 4, [None] * 4, None)
             with jax.set_mesh(mesh):
                 chosen = Ragged.of(sources), [0, 2, 3]
                 of_trials = translations(run, *chosen, beam_size=2)

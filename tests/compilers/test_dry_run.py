@@ -18,7 +18,7 @@ from headcount.training.trials import hyperparameters
 
 NOT_TRAINED = (
     *("__init__", "ablations", "base", "commandline", "presets", "run"),
-    "validation",
+    *("validation", "variants"),
 )
 FOLDER = Path(__file__).parents[2] / "configs"
 PODS = ("v5e:16x16", "v6e:16x16")
