@@ -1,5 +1,7 @@
 """Decoding of decoder-only models: with the cache as without it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,16 +72,26 @@ def make_model(changes: dict, seed: int = 0):
     return graph, params
 
 
-def next_logits(graph, params, tokens: list[int]):
-    """Logits after a text, computed from scratch."""
-    inputs = jnp.array([tokens])
+LENGTH = 32  # of every text that is computed from scratch: one program for all
+
+
+@partial(jax.jit, static_argnums=0)
+def all_logits(graph, params, inputs, length):
+    """Logits at every place of a padded text, computed from scratch."""
+    place = jnp.arange(LENGTH)[None]
     batch = {
         "target": jnp.zeros_like(inputs),
         "target_inputs": inputs,
-        "target_segments": jnp.ones_like(inputs),
-        "target_positions": jnp.arange(len(tokens))[None],
+        "target_segments": (place < length).astype(jnp.int32),
+        "target_positions": place,
     }
-    return nnx.merge(graph, params)(batch)[0, -1]
+    return nnx.merge(graph, params)(batch)[0]
+
+
+def next_logits(graph, params, tokens: list[int]):
+    """Logits after a text, computed from scratch."""
+    inputs = jnp.array([tokens + [0] * (LENGTH - len(tokens))])
+    return all_logits(graph, params, inputs, len(tokens))[len(tokens) - 1]
 
 
 def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
