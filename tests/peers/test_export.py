@@ -74,6 +74,19 @@ def ours(graph, params, text, gates=None):
     return [[int(i) for i in ids if i != vocabulary.eos] for ids in found]
 
 
+def log_probabilities(graph, params, text, gates, target, source=None):
+    """Of each token of a target, computed as in training."""
+    sides = {"target": target} if text else {"source": source, "target": target}
+    batch = {}
+    for side, ids in sides.items():
+        batch[side] = jnp.asarray([ids])
+        batch[f"{side}_segments"] = jnp.ones_like(batch[side])
+        batch[f"{side}_positions"] = jnp.arange(len(ids))[None]
+    given = jax.tree.map(jnp.asarray, gates or {})
+    logits = nnx.merge(graph, params)(batch, head_gates=given)[0]
+    return jax.nn.log_softmax(logits)[jnp.arange(len(target)), jnp.asarray(target)]
+
+
 BLOCK = {
     "norm": "pre",
     "norm_type": "rms_norm",
@@ -103,7 +116,7 @@ CTRANSLATE2 = {
 
 @pytest.mark.parametrize("name", CTRANSLATE2)
 @pytest.mark.parametrize("text", [False, True], ids=["pairs", "texts"])
-def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
+def test_ctranslate2_generates_the_same_tokens_and_scores(name, text, tmp_path):
     # with a tied table of random numbers a model repeats the token that it reads
     changes = {"tie_embeddings": False} | CTRANSLATE2[name]
     if name == "qk_norm" and not text:
@@ -117,6 +130,10 @@ def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
     ctranslate2_format.write(config, arrays, [PIECES], tmp_path)
     wanted = ours(graph, params, text, gates)
     given = [[PIECES[i] for i in ids] for ids in prompts(text)]
+    # random models may repeat a token: the scores of random texts tell them apart
+    rng = np.random.default_rng(1)
+    targets = [rng.integers(4, VOCAB, n).tolist() for n in (5, 1, 9, 3)]
+    pieces = [[PIECES[i] for i in ids] for ids in targets]
     if text:
         generator = ctranslate2.Generator(str(tmp_path), compute_type="float32")
         results = generator.generate_batch(
@@ -127,6 +144,7 @@ def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
             suppress_sequences=[["<pad>"], ["</s>"], ["<unk>"]],
         )
         found = [result.sequences_ids[0] for result in results]
+        scored = generator.score_batch([["<s>", *ids] for ids in pieces])
     else:
         translator = ctranslate2.Translator(str(tmp_path), compute_type="float32")
         results = translator.translate_batch(
@@ -136,6 +154,11 @@ def test_ctranslate2_generates_the_same_tokens(name, text, tmp_path):
             suppress_sequences=[["<pad>"], ["<s>"]],
         )
         found = [[int(PIECES.index(x)) for x in r.hypotheses[0]] for r in results]
+        scored = translator.score_batch(given, pieces)
+        targets = [[*ids, 2] for ids in targets]
+    for source, target, result in zip(prompts(text), targets, scored, strict=True):
+        expected = log_probabilities(graph, params, text, gates, target, source)
+        np.testing.assert_allclose(result.log_probs, expected, rtol=1e-4, atol=1e-4)
     assert [ids[: LENGTH - 1] for ids in found] == [ids[: LENGTH - 1] for ids in wanted]
 
 
