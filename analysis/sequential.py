@@ -196,13 +196,14 @@ def judge(
         half = two_sided[look] * sd / np.sqrt(count)
         narrow = one_sided[look] * sd / np.sqrt(count)
         low, high = mean - half, mean + half
-        kind = "undecided"
-        if sd <= 1e-12 * (1 + abs(mean)):
-            pass  # identical differences: nothing to judge the spread by
+        if sd <= 1e-12 * (1 + abs(mean)):  # nothing to judge the spread by
+            kind = "undecided"
         elif low > 0 or high < 0:
             kind = "better" if sign * mean > 0 else "worse"
         elif looks.margin is not None and abs(mean) + narrow < looks.margin:
             kind = "equivalent"
+        else:
+            kind = "undecided"
         if kind != "undecided":
             break
     return Verdict(kind, float(mean), float(low), float(high), count)

@@ -113,8 +113,8 @@ VARIANTS = {
     "exclusive": Variant(
         exclusive,
         "o_n − (o_n·v) / ‖v‖² v, v the token's own value",
-        "XSA 2026, 2603.09078",
-        "lower loss up to 2.7B parameters, more so for long sequences",
+        "Zhai 2026, 2603.09078",
+        "better up to 2.7B parameters, more so for long sequences",
     ),
     "differential": Variant(
         of_attention(differential=True),
@@ -126,7 +126,7 @@ VARIANTS = {
         latent,
         "c = x W; k_n = [c K_n, r], v_n = c U_n",
         "DeepSeek-V2 2024, 2405.04434",
-        "better than multi-head attention with a 93 % smaller cache",
+        "better than multi-head attention; a cache 93 % smaller than DeepSeek 67B's",
     ),
     "knocking": Variant(
         of_attention(knocking="linear", knocking_all=True),
@@ -168,7 +168,7 @@ VARIANTS = {
         of_attention(qk_norm=True),
         "RMSNorm(q_n) · RMSNorm(k_n)",
         "Henry et al. 2020, 2010.04245",
-        "0.9 BLEU on small corpora; larger learning rates",
+        "0.9 BLEU on five small corpora",
     ),
     "QK clip": Variant(
         clip,

@@ -110,6 +110,15 @@ def test_n_best_lists_are_written_and_the_best_are_scored(
     assert lines[1::2] == [f"{i} |||  ||| -1.5000" for i in range(len(references))]
 
 
+@pytest.mark.parametrize("name", ["config.json", "run.json", "result-val.json"])
+def test_output_may_not_be_a_file_of_the_run(name, trained, call):
+    path = trained / name
+    before = path.read_bytes() if path.exists() else None
+    ran = call("eval.py", workdir=trained, split="val", output=path)
+    fails(ran, f"--output={path}", "would overwrite a file of the run")
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
 def test_output_that_cannot_be_written_fails_before_a_run_is_read(call, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     ran = call("eval.py", workdir="x", split="val", output="o.txt")

@@ -8,6 +8,7 @@ import scipy.special
 
 from headcount.data import numbers, pairs, tokenizers
 from headcount.data.examples import Ragged
+from headcount.runtime import sharding
 from headcount.tasks import text_scores, translation
 from tests.runs import write_corpus
 from tests.tasks.untrained import evaluate, output_of, small_task, untrained_run
@@ -122,6 +123,29 @@ def test_every_trial_is_scored_by_its_own_translations_and_loss(run, task):
         assert row["loss"] == pytest.approx(-log_prob / tokens, rel=1e-5)
     (alone,) = evaluate(run, examples, trials=[1])
     assert alone == rows[1]
+
+
+def test_long_sentences_are_cut_at_the_longest_decoding_and_it_says_so(
+    run, task, capsys
+):
+    fields = task.load("val").fields["source"]
+
+    def translated():
+        with sharding.using(run.mesh):
+            return translation.translations(run, fields, [0], beam_size=1)[0]
+
+    whole = translated()
+    assert max(map(len, whole)) > 3
+    assert "max_decode_length" not in capsys.readouterr().err
+    most = task.config.data.max_decode_length
+    with task.config.unlocked():
+        task.config.data.max_decode_length = 3
+    cut = translated()
+    with task.config.unlocked():
+        task.config.data.max_decode_length = most
+    assert cut == [ids[:2] for ids in whole]  # EOS is the third
+    assert "7 of 7 sentences" in (told := capsys.readouterr().err)
+    assert "data.max_decode_length=3 tokens" in told
 
 
 def test_quick_evaluation_is_greedy_and_has_chrf_only_to_select_by_it(run, task):
