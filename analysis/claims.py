@@ -1,259 +1,67 @@
-"""What is claimed of attention heads, tested with the sweeps under results/.
+"""What is claimed of attention heads, tested with what lies under results/.
 
     python -m analysis.claims
 
 Writes results/claims.md, results/claims.png and the table of docs/research/claims.md.
 A claim is a row of `CLAIMS`: what is said, by whom, with which figure, and which arms
-of which ablation test it. Every number of the page is computed from the sweep.csv of
-the sweeps; a claim without one is "not tested yet".
-
-A sweep's folder is named ABLATION_CORPUS, as in heads_multi30k. Arms are compared by
-the loss on test, paired by seed, with intervals that hold for all arms of a claim
-together, and for all planned looks.
+of which ablation test it, or which analysis of trained heads. Every number of the page
+is computed from the files of the sweeps and analyses; a claim without one is "not
+tested yet". See `analysis.claim_tests`.
 """
 
 import argparse
-import csv
-import json
-import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
-import numpy as np
-from scipy import stats
 
-from headcount.analysis.formatting import NOTHING, interval, number, signed
-from headcount.analysis.sequential import Looks, judge
-from headcount.analysis.significance import CONFIDENCE
-from headcount.configs import ablations
+from headcount.analysis.claim_tests import (
+    CONTRADICTED,
+    SUPPORTED,
+    UNDECIDED,
+    Claim,
+    Effect,
+    cheaper,
+    deeper_is_wider,
+    find_effects,
+    has,
+    heads_differ,
+    heads_have,
+    heads_interact,
+    less_spread,
+    loss_is,
+    merge,
+    most_can_go,
+    no_slower,
+    one_of,
+    read_analyses,
+    read_results,
+    same_parameters,
+    smaller_keys,
+)
+from headcount.analysis.formatting import NOTHING
 from headcount.tasks.base import LOSS
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 
 ROOT = Path(__file__).resolve().parent.parent
-SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 UNTESTED = "not tested yet"
 COLOURS = {SUPPORTED: "#1f9e89", CONTRADICTED: "#c2456b", UNDECIDED: "#6a6d75"}
-SLOWER = 0.95  # of the reference's speed: less is slower
 MARKS = "<!-- claims: python -m analysis.claims -->", "<!-- end of claims -->"
 HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "verdict")
-
-
-class Arm(NamedTuple):
-    """The trials of an arm that are done, as a sweep.csv has them."""
-
-    name: str
-    settings: dict  # overrides, by the last part of their key
-    is_baseline: bool
-    parameters: int
-    flops: float
-    speed: float | None  # tokens per second of its groups
-    loss: dict[int, float]  # on test, by seed
-    lost: int  # trials that diverged or failed
-
-
-class Results(NamedTuple):
-    """A sweep under results/."""
-
-    ablation: str
-    corpus: str
-    arms: list[Arm]
-    looks: tuple[int, ...] | None  # numbers of seeds; None: they were fixed
-
-    @property
-    def baseline(self) -> Arm | None:
-        """The arm that is the base config."""
-        return next((arm for arm in self.arms if arm.is_baseline), None)
-
-
-class Effect(NamedTuple):
-    """What a sweep says about a claim."""
-
-    corpus: str
-    text: str  # with numbers
-    verdict: str
-    seeds: int
-    difference: tuple[float, float, float] | None = None  # of the loss, and interval
-
-
-Chooses = Callable[[dict, dict], bool]  # by an arm's settings and the baseline's
-
-
-class Claim(NamedTuple):
-    """Something that is said about heads, and how it is tested."""
-
-    sentence: str
-    who: str
-    published: str
-    ablation: str  # of configs/ablations.py; or what else it needs
-    test: Callable | None = None  # None: nothing under results/ can test it yet
-    arms: Chooses | None = None  # None: all but the reference
-    reference: Chooses | None = None  # None: the baseline
-    margin: float = LOSS.margin  # of the loss, in nats per token
-
-
-def has(match: str | None = None, **wanted) -> Chooses:
-    """Choose the arms with these settings, and no others if they are matched."""
-
-    def chooses(settings: dict, baseline: dict) -> bool:
-        del baseline
-        if settings.get("match") != match:
-            return False
-        return all(settings.get(key, "") == value for key, value in wanted.items())
-
-    return chooses
-
-
-def one_of(*choices: Chooses) -> Chooses:
-    """Choose the arms that any of some functions chooses."""
-    return lambda settings, baseline: any(x(settings, baseline) for x in choices)
-
-
-def smaller_keys(settings: dict, baseline: dict) -> bool:
-    """Choose arms with the baseline's value size and smaller keys."""
-    same = settings["value_dim"] == baseline["value_dim"]
-    return same and settings["head_dim"] < baseline["head_dim"]
-
-
-def merge(rule: str, match: str | None = None) -> Chooses:
-    """Choose the arm of a merge rule."""
-    return has(match, merge=rule)
-
-
-# Tests: functions of a claim and a sweep, to effects.
-
-
-def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
-    """Return the arms of a claim in a sweep, and the one they are compared with."""
-    baseline = sweep.baseline
-    if baseline is None:
-        return [], None
-    base, reference = baseline.settings, baseline
-    if claim.reference is not None:
-        found = [arm for arm in sweep.arms if claim.reference(arm.settings, base)]
-        if not found:
-            return [], None
-        reference = found[0]
-    others = [arm for arm in sweep.arms if arm is not reference]
-    if claim.arms is not None:
-        others = [arm for arm in others if claim.arms(arm.settings, base)]
-    return others, reference
-
-
-RULES = {  # from the interval of the difference in loss to "supported", "contradicted"
-    "lower": lambda low, high, margin: (high < 0, low > -margin),
-    "higher": lambda low, high, margin: (low > 0, high < margin),
-    "no lower": lambda low, high, margin: (low > -margin, high < -margin),
-    "little higher": lambda low, high, margin: (high < margin, low > margin),
-}
-
-
-def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether the arms' loss is lower, higher, ... than the reference's."""
-    arms, reference = chosen(claim, sweep)
-    found = []
-    for arm in arms:
-        seeds = sorted(arm.loss.keys() & reference.loss.keys())
-        if len(seeds) < 2:
-            continue
-        each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
-        looks = sweep.looks or (len(seeds),)
-        result = judge(each, Looks(looks, None, len(arms)))
-        if math.isnan(result.low):
-            continue
-        is_so, is_not = RULES[rule](result.low, result.high, claim.margin)
-        verdict = SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
-        if arm.lost + reference.lost and verdict == SUPPORTED:
-            verdict = UNDECIDED  # the seeds that are left are no fair sample
-        spread = interval(result.low, result.high, LOSS.format, signed)
-        text = f"loss of {arm.name} − {reference.name}: "
-        text += f"{signed(result.mean, LOSS.format)} ({spread})"
-        numbers = (result.mean, result.low, result.high)
-        effect = Effect(sweep.corpus, text, verdict, result.num_seeds, numbers)
-        found.append(effect)
-    return found
-
-
-def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether all arms have the reference's parameters, exactly."""
-    arms, reference = chosen(claim, sweep)
-    if not arms:
-        return []
-    counts = sorted({arm.parameters for arm in [*arms, reference]})
-    text = f"{len(arms) + 1} arms: {' to '.join(f'{c:,}' for c in counts)} parameters"
-    verdict = SUPPORTED if len(counts) == 1 else CONTRADICTED
-    return [Effect(sweep.corpus, text, verdict, len(reference.loss))]
-
-
-def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether an arm has fewer parameters and takes fewer operations."""
-    arms, reference = chosen(claim, sweep)
-    found = []
-    for arm in arms:
-        parameters = arm.parameters / reference.parameters
-        flops = arm.flops / reference.flops
-        text = f"{arm.name} / {reference.name}: parameters {parameters:.3f}, FLOP "
-        text += f"{flops:.3f}"
-        is_so = parameters < 1 and flops <= 1
-        verdict = SUPPORTED if is_so else CONTRADICTED
-        found.append(Effect(sweep.corpus, text, verdict, len(arm.loss)))
-    return found
-
-
-def no_slower(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether arms train at the reference's speed. It is measured once per arm."""
-    arms, reference = chosen(claim, sweep)
-    arms = [arm for arm in arms if arm.speed is not None]
-    if not arms or reference.speed is None:
-        return []
-    slowest = min(arms, key=lambda arm: arm.speed)
-    ratio = slowest.speed / reference.speed
-    text = f"tokens/s of {slowest.name} / {reference.name}: {ratio:.2f}, once each"
-    verdict = SUPPORTED if ratio >= SLOWER else CONTRADICTED
-    return [Effect(sweep.corpus, text, verdict, len(slowest.loss))]
-
-
-def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether an arm's loss varies less over seeds, which are paired.
-
-    By the interval of Pitman (1939) and Morgan (1939) for the ratio of two correlated
-    variances.
-    """
-    arms, reference = chosen(claim, sweep)
-    found = []
-    for arm in arms:
-        seeds = sorted(arm.loss.keys() & reference.loss.keys())
-        if len(seeds) < 4:
-            continue
-        x, y = ([of.loss[seed] for seed in seeds] for of in (arm, reference))
-        ratio, low, high = ratio_of_spreads(np.array(x), np.array(y))
-        verdict = UNDECIDED
-        if high < 1 or low > 1:
-            verdict = SUPPORTED if high < 1 else CONTRADICTED
-        text = f"sd of {arm.name} / {reference.name}: {number(ratio)} "
-        text += f"({interval(low, high)})"
-        found.append(Effect(sweep.corpus, text, verdict, len(seeds)))
-    return found
-
-
-def ratio_of_spreads(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Return the ratio of standard deviations of paired samples, and its interval."""
-    count, ratio = len(x), float(x.std(ddof=1) / y.std(ddof=1))
-    correlation = np.corrcoef(x, y)[0, 1]
-    t = stats.t.isf((1 - CONFIDENCE) / 2, count - 2)
-    K = 1 + 2 * (1 - correlation**2) * t**2 / (count - 2)
-    root = math.sqrt(K**2 - 1)
-    return ratio, ratio * math.sqrt(K - root), ratio * math.sqrt(K + root)
-
 
 lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
 no_lower = partial(loss_is, "no lower")
 little_higher = partial(loss_is, "little higher")
 VASWANI = "Vaswani et al. 2017, Table 3"
+ROLES = (  # of every corpus, by `analysis.roles`
+    *("self", "previous token", "next token", "same token earlier"),
+    *("after the same token", "induction", "beginning", "end", "punctuation"),
+)
+SYNTAX = (  # links of the corpus `stories` between words that agree or refer
+    *("verb → its subject", "before the verb → its subject"),
+)
 
 CLAIMS = (
     Claim(
@@ -389,38 +197,44 @@ CLAIMS = (
         "Heads specialise, more than in an untrained model.",
         "Clark et al. 2019; Voita et al. 2019",
         NOTHING,
-        "roles of heads, trained and untrained",
+        "roles",
+        partial(heads_have, ROLES),
     ),
     Claim(
         "Low layers attend locally, high layers don't.",
         "Clark et al. 2019",
         NOTHING,
-        "distances of heads by layer",
+        "roles",
+        deeper_is_wider,
     ),
     Claim(
         "Heads follow syntax beyond any fixed offset.",
         "Clark et al. 2019; Voita et al. 2019",
         NOTHING,
-        "gold dependencies of CoNLL-U",
+        "roles",
+        partial(heads_have, SYNTAX),
     ),
     Claim(
         "Most heads can be removed without loss.",
         "Michel et al. 2019; Voita et al. 2019",
         "38 of 48 encoder heads for 0.15 BLEU",
-        "pruning curves over seeds",
+        "roles",
+        most_can_go,
     ),
     Claim(
         "Heads look at different subspaces, rather than being redundant.",
         "Vaswani et al. 2017",
         NOTHING,
-        "similarity between heads",
+        "roles",
+        heads_differ,
     ),
     Claim(
         "Heads interact through the output projection: removing two costs other than "
         "the sum.",
         "common belief",
         NOTHING,
-        "removal of pairs of heads",
+        "roles",
+        heads_interact,
     ),
     Claim(
         "Positions are needed.",
@@ -480,73 +294,6 @@ CLAIMS = (
         lower,
     ),
 )
-
-
-def read_results(folder: Path) -> Results | None:
-    """Read the sweep of a folder; None if it holds none, or is of no known ablation."""
-    table = folder / "sweep.csv"
-    known = [
-        name
-        for name in dir(ablations)
-        if folder.name.startswith(f"{name}_") and callable(getattr(ablations, name))
-    ]
-    if not table.exists() or not known:
-        return None
-    ablation = max(known, key=len)
-    with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["stage"] == "report"]
-    arms = [
-        read_arm(name, [row for row in rows if row["arm"] == name])
-        for name in dict.fromkeys(row["arm"] for row in rows)
-    ]
-    return Results(
-        ablation, folder.name.removeprefix(f"{ablation}_"), arms, read_looks(folder)
-    )
-
-
-def read_arm(name: str, rows: list[dict]) -> Arm:
-    """Return an arm from its rows of a sweep.csv."""
-    done = [row for row in rows if row["status"] == "done"]
-    speeds = [
-        float(row["tokens_per_second"]) for row in done if row["tokens_per_second"]
-    ]
-    settings = json.loads(rows[0]["overrides"])
-    return Arm(
-        name=name,
-        settings={key.rsplit(".")[-1]: value for key, value in settings.items()},
-        is_baseline=rows[0]["is_baseline"] == "1",
-        parameters=int(rows[0]["parameters"]),
-        flops=float(rows[0]["flops"]),
-        speed=float(np.mean(speeds)) if speeds else None,
-        loss={
-            int(row["seed"]): float(row["test_loss"])
-            for row in done
-            if row["test_loss"]
-        },
-        lost=sum(row["status"] in ("diverged", "failed") for row in rows),
-    )
-
-
-def read_looks(folder: Path) -> tuple[int, ...] | None:
-    """Return the planned looks of a sweep, from its verdicts.csv."""
-    path = folder / "verdicts.csv"
-    if not path.exists():
-        return None
-    with path.open(newline="") as file:
-        looks = next((row["looks"] for row in csv.DictReader(file)), "")
-    return tuple(map(int, looks.split(","))) if looks else None
-
-
-def find_effects(claim: Claim, sweeps: list[Results]) -> list[Effect]:
-    """Return what all sweeps say about a claim."""
-    if claim.test is None:
-        return []
-    return [
-        effect
-        for sweep in sweeps
-        if sweep.ablation == claim.ablation
-        for effect in claim.test(claim, sweep)
-    ]
 
 
 def make_rows(found: list[tuple[Claim, list[Effect]]]) -> list[tuple[str, ...]]:
@@ -640,7 +387,9 @@ def main() -> None:
     if not arguments.results.is_dir():
         parser.error(f"--results={arguments.results} is not a folder.")
     folders = sorted(path for path in arguments.results.iterdir() if path.is_dir())
-    sweeps = [sweep for sweep in map(read_results, folders) if sweep is not None]
+    readers = read_results, read_analyses
+    found = [read(folder) for folder in folders for read in readers]
+    sweeps = [results for results in found if results is not None]
     found = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
     text = to_markdown(found)
     draw(found, arguments.results / "claims.png")

@@ -2,30 +2,34 @@
 
 import csv
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from headcount.analysis import claims
-from headcount.analysis.claims import (
-    CLAIMS,
+from headcount.analysis import claim_tests, claims
+from headcount.analysis.claim_tests import (
     CONTRADICTED,
     SUPPORTED,
     UNDECIDED,
-    UNTESTED,
     Claim,
     cheaper,
-    fill,
+    deeper_is_wider,
     find_effects,
     has,
+    heads_differ,
+    heads_have,
+    heads_interact,
     loss_is,
-    make_rows,
+    most_can_go,
     no_slower,
     ratio_of_spreads,
+    read_analyses,
     read_results,
     same_parameters,
 )
+from headcount.analysis.claims import CLAIMS, UNTESTED, fill, make_rows
 
 NOISE = np.array([0.0, 0.001, -0.001, 0.0005, -0.0005, 0.0008])
 
@@ -50,7 +54,7 @@ def write_sweep(folder, losses, **columns):
 
 
 def claim(rule, **changes):
-    test = rule if callable(rule) else claims.partial(loss_is, rule)
+    test = rule if callable(rule) else partial(loss_is, rule)
     return Claim("x", "y", "z", "heads", test)._replace(**changes)
 
 
@@ -78,7 +82,7 @@ def test_each_rule_follows_the_interval_and_the_margin(tmp_path, shift, verdicts
 def test_noise_leaves_a_claim_undecided(tmp_path):
     losses = {1: 2 + 100 * NOISE, 8: 2 - 100 * NOISE}
     sweep = write_sweep(tmp_path / "heads_x", losses)
-    for rule in claims.RULES:
+    for rule in claim_tests.RULES:
         assert find_effects(claim(rule), [sweep])[0].verdict == UNDECIDED
 
 
@@ -141,6 +145,88 @@ def test_a_folder_belongs_to_the_ablation_with_the_longest_name(tmp_path):
     assert read_results(tmp_path) is None
 
 
+def write_analyses(folder, **rows):
+    """Write what heads.py would have found, by verb."""
+    folder.mkdir()
+    for verb, found in rows.items():
+        (folder / f"heads-{verb}-val.json").write_text(json.dumps(found))
+    return read_analyses(folder)
+
+
+@pytest.mark.parametrize(
+    "having, verdict", [(8, SUPPORTED), (5, UNDECIDED), (0, CONTRADICTED)]
+)
+def test_heads_have_a_role_if_most_seeds_have_such_a_head(tmp_path, having, verdict):
+    rows = [
+        {"trial": trial, "site": "decoder", "layer": 0, "head": head, "role": role}
+        | {"has_role": role == "other" or (head == 1 and trial < having)}
+        for trial in range(8)
+        for head in range(2)
+        for role in ("induction", "self", "other")
+    ]
+    found = write_analyses(tmp_path / "roles_x", roles=rows)
+    test = partial(heads_have, ("induction", "self"))
+    (effect,) = find_effects(claim(test, ablation="roles"), [found])
+    assert effect.verdict == verdict and (effect.corpus, effect.seeds) == ("x", 8)
+    low, high = stats.binomtest(having, 8).proportion_ci(0.95)
+    assert f"{having} of 8 seeds" in effect.text
+    assert f"({100 * low:.2f} to {100 * high:.2f} %)" in effect.text
+    assert f"{having / 8:.1f} of 2 heads" in effect.text
+
+
+@pytest.mark.parametrize("shift, verdict", [(2, SUPPORTED), (-2, CONTRADICTED)])
+def test_deeper_layers_are_wider_if_their_heads_look_further(tmp_path, shift, verdict):
+    rows = [
+        {"trial": trial, "site": site, "layer": layer, "head": head}
+        | {"distance": 3 + layer * shift + head + NOISE[trial] * (layer + head)}
+        for trial in range(6)
+        for site in ("encoder", "cross")
+        for layer in range(2)
+        for head in range(2)
+    ]
+    found = write_analyses(tmp_path / "roles_x", describe=rows)
+    (effect,) = find_effects(claim(deeper_is_wider, ablation="roles"), [found])
+    assert effect.verdict == verdict and f"{shift:+.2f} (" in effect.text
+
+
+@pytest.mark.parametrize("added, verdict", [(0.0, SUPPORTED), (0.1, CONTRADICTED)])
+def test_most_heads_can_go_if_the_loss_stays_without_more_than_half(
+    tmp_path, added, verdict
+):
+    rows = [
+        {"trial": trial, "order": order, "removed": removed, "heads": 8}
+        | {"loss": 1 + (removed > 4) * (added + NOISE[trial]) + (removed > 5)}
+        for trial in range(6)
+        for order in ("added_loss", "random")
+        for removed in (0, 4, 5, 8)
+    ]
+    found = write_analyses(tmp_path / "roles_x", prune=rows)
+    (effect,) = find_effects(claim(most_can_go, ablation="roles"), [found])
+    assert effect.verdict == verdict and "without 5 of 8 heads" in effect.text
+
+
+def test_pairs_of_heads_of_a_layer_are_compared(tmp_path):
+    rows = [
+        {"trial": trial, "layer": 0, "other_layer": other}
+        | {"cka": 0.2 + 0.7 * other + NOISE[trial]}
+        | {"interaction": 0.3 + NOISE[trial]}
+        for trial in range(6)
+        for other in (0, 1)
+    ]
+    folder = tmp_path / "roles_x"
+    found = write_analyses(folder, similarity=rows, interactions=rows)
+    (differ,) = find_effects(claim(heads_differ, ablation="roles"), [found])
+    (interact,) = find_effects(claim(heads_interact, ablation="roles"), [found])
+    assert differ.verdict == SUPPORTED and ": 0.20 (" in differ.text
+    assert interact.verdict == SUPPORTED and ": +0.3001 (" in interact.text
+    less = [row | {"interaction": row["interaction"] - 0.3} for row in rows]
+    alike = [row | {"cka": 0.9 + NOISE[row["trial"]]} for row in rows]
+    found = write_analyses(tmp_path / "roles_y", similarity=alike, interactions=less)
+    for test in (heads_differ, heads_interact):
+        (effect,) = find_effects(claim(test, ablation="roles"), [found])
+        assert effect.verdict == CONTRADICTED
+
+
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):
     rows = make_rows([(claim("lower"), [])])
     assert rows[0][-1] == UNTESTED and "needs: heads" in rows[0][-2]
@@ -150,8 +236,8 @@ def test_an_untested_claim_is_said_to_be_untested(tmp_path):
 
 def test_claims_name_ablations_that_exist_or_will():
     for each in CLAIMS:
-        if each.test is not None and each.ablation != "variants":
-            assert hasattr(claims.ablations, each.ablation)
+        if each.test is not None and each.ablation != "roles":
+            assert hasattr(claim_tests.ablations, each.ablation)
 
 
 def test_the_page_is_filled_between_its_marks_again_and_again():

@@ -1,0 +1,442 @@
+"""Tests of claims about heads: functions of a claim and of what lies under results/.
+
+A sweep is a folder named ABLATION_CORPUS with its sweep.csv. Arms are compared by the
+loss on test, paired by seed, with intervals that hold for all arms of a claim
+together, and for all planned looks. What heads of trained models do is a folder named
+roles_CORPUS, with the files that heads.py writes, one trial per seed.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from headcount.analysis.formatting import interval, number, signed
+from headcount.analysis.sequential import Looks, judge
+from headcount.analysis.significance import CONFIDENCE, summary
+from headcount.configs import ablations
+from headcount.tasks.base import LOSS
+
+SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
+SLOWER = 0.95  # of the reference's speed: less is slower
+
+
+class Arm(NamedTuple):
+    """The trials of an arm that are done, as a sweep.csv has them."""
+
+    name: str
+    settings: dict  # overrides, by the last part of their key
+    is_baseline: bool
+    parameters: int
+    flops: float
+    speed: float | None  # tokens per second of its groups
+    loss: dict[int, float]  # on test, by seed
+    lost: int  # trials that diverged or failed
+
+
+class Results(NamedTuple):
+    """A sweep under results/."""
+
+    ablation: str
+    corpus: str
+    arms: list[Arm]
+    looks: tuple[int, ...] | None  # numbers of seeds; None: they were fixed
+
+    @property
+    def baseline(self) -> Arm | None:
+        """The arm that is the base config."""
+        return next((arm for arm in self.arms if arm.is_baseline), None)
+
+
+class Analyses(NamedTuple):
+    """What a run's heads do: rows by verb of heads.py, with a trial per seed."""
+
+    corpus: str
+    rows: dict[str, list[dict]]
+    ablation: str = "roles"
+
+
+class Effect(NamedTuple):
+    """What a sweep or an analysis says about a claim."""
+
+    corpus: str
+    text: str  # with numbers
+    verdict: str
+    seeds: int
+    difference: tuple[float, float, float] | None = None  # of the loss, and interval
+
+
+Chooses = Callable[[dict, dict], bool]  # by an arm's settings and the baseline's
+
+
+class Claim(NamedTuple):
+    """Something that is said about heads, and how it is tested."""
+
+    sentence: str
+    who: str
+    published: str
+    ablation: str  # of configs/ablations.py; "roles"; or what else it needs
+    test: Callable | None = None  # None: nothing under results/ can test it yet
+    arms: Chooses | None = None  # None: all but the reference
+    reference: Chooses | None = None  # None: the baseline
+    margin: float = LOSS.margin  # of the loss, in nats per token
+
+
+def has(match: str | None = None, **wanted) -> Chooses:
+    """Choose the arms with these settings, and no others if they are matched."""
+
+    def chooses(settings: dict, baseline: dict) -> bool:
+        del baseline
+        if settings.get("match") != match:
+            return False
+        return all(settings.get(key, "") == value for key, value in wanted.items())
+
+    return chooses
+
+
+def one_of(*choices: Chooses) -> Chooses:
+    """Choose the arms that any of some functions chooses."""
+    return lambda settings, baseline: any(x(settings, baseline) for x in choices)
+
+
+def smaller_keys(settings: dict, baseline: dict) -> bool:
+    """Choose arms with the baseline's value size and smaller keys."""
+    same = settings["value_dim"] == baseline["value_dim"]
+    return same and settings["head_dim"] < baseline["head_dim"]
+
+
+def merge(rule: str, match: str | None = None) -> Chooses:
+    """Choose the arm of a merge rule."""
+    return has(match, merge=rule)
+
+
+# Tests: functions of a claim and a sweep, to effects.
+
+
+def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
+    """Return the arms of a claim in a sweep, and the one they are compared with."""
+    baseline = sweep.baseline
+    if baseline is None:
+        return [], None
+    base, reference = baseline.settings, baseline
+    if claim.reference is not None:
+        found = [arm for arm in sweep.arms if claim.reference(arm.settings, base)]
+        if not found:
+            return [], None
+        reference = found[0]
+    others = [arm for arm in sweep.arms if arm is not reference]
+    if claim.arms is not None:
+        others = [arm for arm in others if claim.arms(arm.settings, base)]
+    return others, reference
+
+
+RULES = {  # from the interval of the difference in loss to "supported", "contradicted"
+    "lower": lambda low, high, margin: (high < 0, low > -margin),
+    "higher": lambda low, high, margin: (low > 0, high < margin),
+    "no lower": lambda low, high, margin: (low > -margin, high < -margin),
+    "little higher": lambda low, high, margin: (high < margin, low > margin),
+}
+
+
+def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether the arms' loss is lower, higher, ... than the reference's."""
+    arms, reference = chosen(claim, sweep)
+    found = []
+    for arm in arms:
+        seeds = sorted(arm.loss.keys() & reference.loss.keys())
+        if len(seeds) < 2:
+            continue
+        each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
+        looks = sweep.looks or (len(seeds),)
+        result = judge(each, Looks(looks, None, len(arms)))
+        if math.isnan(result.low):
+            continue
+        is_so, is_not = RULES[rule](result.low, result.high, claim.margin)
+        verdict = SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
+        if arm.lost + reference.lost and verdict == SUPPORTED:
+            verdict = UNDECIDED  # the seeds that are left are no fair sample
+        spread = interval(result.low, result.high, LOSS.format, signed)
+        text = f"loss of {arm.name} − {reference.name}: "
+        text += f"{signed(result.mean, LOSS.format)} ({spread})"
+        numbers = (result.mean, result.low, result.high)
+        effect = Effect(sweep.corpus, text, verdict, result.num_seeds, numbers)
+        found.append(effect)
+    return found
+
+
+def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether all arms have the reference's parameters, exactly."""
+    arms, reference = chosen(claim, sweep)
+    if not arms:
+        return []
+    counts = sorted({arm.parameters for arm in [*arms, reference]})
+    text = f"{len(arms) + 1} arms: {' to '.join(f'{c:,}' for c in counts)} parameters"
+    verdict = SUPPORTED if len(counts) == 1 else CONTRADICTED
+    return [Effect(sweep.corpus, text, verdict, len(reference.loss))]
+
+
+def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether an arm has fewer parameters and takes fewer operations."""
+    arms, reference = chosen(claim, sweep)
+    found = []
+    for arm in arms:
+        parameters = arm.parameters / reference.parameters
+        flops = arm.flops / reference.flops
+        text = f"{arm.name} / {reference.name}: parameters {parameters:.3f}, FLOP "
+        text += f"{flops:.3f}"
+        is_so = parameters < 1 and flops <= 1
+        verdict = SUPPORTED if is_so else CONTRADICTED
+        found.append(Effect(sweep.corpus, text, verdict, len(arm.loss)))
+    return found
+
+
+def no_slower(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether arms train at the reference's speed. It is measured once per arm."""
+    arms, reference = chosen(claim, sweep)
+    arms = [arm for arm in arms if arm.speed is not None]
+    if not arms or reference.speed is None:
+        return []
+    slowest = min(arms, key=lambda arm: arm.speed)
+    ratio = slowest.speed / reference.speed
+    text = f"tokens/s of {slowest.name} / {reference.name}: {ratio:.2f}, once each"
+    verdict = SUPPORTED if ratio >= SLOWER else CONTRADICTED
+    return [Effect(sweep.corpus, text, verdict, len(slowest.loss))]
+
+
+def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether an arm's loss varies less over seeds, which are paired.
+
+    By the interval of Pitman (1939) and Morgan (1939) for the ratio of two correlated
+    variances.
+    """
+    arms, reference = chosen(claim, sweep)
+    found = []
+    for arm in arms:
+        seeds = sorted(arm.loss.keys() & reference.loss.keys())
+        if len(seeds) < 4:
+            continue
+        x, y = ([of.loss[seed] for seed in seeds] for of in (arm, reference))
+        ratio, low, high = ratio_of_spreads(np.array(x), np.array(y))
+        verdict = UNDECIDED
+        if high < 1 or low > 1:
+            verdict = SUPPORTED if high < 1 else CONTRADICTED
+        text = f"sd of {arm.name} / {reference.name}: {number(ratio)} "
+        text += f"({interval(low, high)})"
+        found.append(Effect(sweep.corpus, text, verdict, len(seeds)))
+    return found
+
+
+def ratio_of_spreads(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    """Return the ratio of standard deviations of paired samples, and its interval."""
+    count, ratio = len(x), float(x.std(ddof=1) / y.std(ddof=1))
+    correlation = np.corrcoef(x, y)[0, 1]
+    t = stats.t.isf((1 - CONFIDENCE) / 2, count - 2)
+    K = 1 + 2 * (1 - correlation**2) * t**2 / (count - 2)
+    root = math.sqrt(K**2 - 1)
+    return ratio, ratio * math.sqrt(K - root), ratio * math.sqrt(K + root)
+
+
+def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Effect]:
+    """Test whether in most trials some head has one of some roles; see `roles`."""
+    rows = [row for row in found.rows.get("roles", ()) if row["role"] in roles]
+    if not rows:
+        return []
+    trials = by_trial(rows)
+    having = [any(row["has_role"] for row in each) for each in trials]
+    share = stats.binomtest(sum(having), len(having)).proportion_ci(CONFIDENCE)
+    heads = [{head_of(row) for row in each if row["has_role"]} for each in trials]
+    count, total = np.mean([len(x) for x in heads]), len({head_of(x) for x in rows})
+    text = f"{sum(having)} of {len(having)} seeds have such a head "
+    text += f"({interval(100 * share.low, 100 * share.high)} %), on average "
+    text += f"{count:.1f} of {total} heads"
+    verdict = verdict_of(share.low > 0.5, share.high < 0.5)
+    return [Effect(found.corpus, text, verdict, len(having))]
+
+
+def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
+    """Test whether heads of the last layer look further than those of the first."""
+    effects, rows = [], found.rows.get("describe", ())
+    for site in dict.fromkeys(row["site"] for row in rows if row["site"] != "cross"):
+        own = [row for row in rows if row["site"] == site]
+        last = max(row["layer"] for row in own)
+        first_and_last = [
+            [
+                np.mean([x["distance"] for x in each if x["layer"] == layer])
+                for layer in (0, last)
+            ]
+            for each in by_trial(own)
+        ]
+        each = np.array(first_and_last)
+        mean, low, high = interval_of(each[:, 1] - each[:, 0])
+        if math.isnan(low) or not last:
+            continue
+        text = f"distance in layer {last + 1} − layer 1, {site}, tokens: {mean:+.2f} "
+        text += f"({interval(low, high, '+.2f')})"
+        verdict = verdict_of(low > 0, high < 0)
+        effects.append(Effect(found.corpus, text, verdict, len(each)))
+    return effects
+
+
+def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
+    """Test whether the loss stays within the margin without more than half the heads.
+
+    Heads are removed in the order of their added loss, the least first.
+    """
+    rows = found.rows.get("prune", ())
+    rows = [row for row in rows if row["order"] == "added_loss"]
+    added, shares = [], set()
+    for each in by_trial(rows):
+        whole = next(row for row in each if not row["removed"])
+        half = min(
+            (row for row in each if row["removed"] > row["heads"] / 2),
+            key=lambda row: row["removed"],
+        )
+        added.append(half["loss"] - whole["loss"])
+        shares.add(f"{half['removed']} of {half['heads']}")
+    mean, low, high = interval_of(added)
+    if math.isnan(low):
+        return []
+    text = f"loss without {', '.join(sorted(shares))} heads − with all: "
+    text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
+    verdict = verdict_of(high < claim.margin, low > claim.margin)
+    return [Effect(found.corpus, text, verdict, len(added))]
+
+
+def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
+    """Test whether the outputs of two heads of a layer are less than half alike.
+
+    By linear CKA (Kornblith et al. 2019), of which 0.5 lies half-way between outputs
+    that share nothing and outputs that are one, rotated.
+    """
+    rows = found.rows.get("similarity", ())
+    rows = [row for row in rows if row["layer"] == row["other_layer"]]
+    each = [np.mean([row["cka"] for row in own]) for own in by_trial(rows)]
+    mean, low, high = interval_of(each)
+    if math.isnan(low):
+        return []
+    text = f"CKA of two heads of a layer: {mean:.2f} ({interval(low, high, '.2f')})"
+    verdict = verdict_of(high < 0.5, low > 0.5)
+    return [Effect(found.corpus, text, verdict, len(each))]
+
+
+def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
+    """Test whether removing two heads costs other than the sum of removing each."""
+    each = [
+        np.mean([row["interaction"] for row in own])
+        for own in by_trial(found.rows.get("interactions", ()))
+    ]
+    mean, low, high = interval_of(each)
+    if math.isnan(low):
+        return []
+    text = "added loss without two heads − the sum of each alone, mean over pairs: "
+    text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
+    within = -claim.margin < low and high < claim.margin
+    verdict = verdict_of((low > 0 or high < 0) and not within, within)
+    return [Effect(found.corpus, text, verdict, len(each))]
+
+
+def by_trial(rows) -> list[list[dict]]:
+    """Return the rows of each trial."""
+    trials = dict.fromkeys(row["trial"] for row in rows)
+    return [[row for row in rows if row["trial"] == trial] for trial in trials]
+
+
+def head_of(row: dict) -> tuple:
+    """Return the head that a row is about."""
+    return row["site"], row["layer"], row["head"]
+
+
+def interval_of(values) -> tuple[float, float, float]:
+    """Return mean and interval over seeds; NaN without at least two."""
+    if len(values) < 2:
+        return math.nan, math.nan, math.nan
+    mean, _, low, high = summary(values)
+    return float(mean), float(low), float(high)
+
+
+def verdict_of(is_so: bool, is_not: bool) -> str:
+    """Return the verdict of an interval that lies on one side, the other, or both."""
+    return SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
+
+
+def read_analyses(folder: Path) -> Analyses | None:
+    """Read what heads.py wrote about a run; None if the folder is not roles_CORPUS."""
+    if not folder.name.startswith("roles_"):
+        return None
+    rows = {
+        path.name.split("-")[1]: json.loads(path.read_text())
+        for path in sorted(folder.glob("heads-*.json"))
+    }
+    return Analyses(folder.name.removeprefix("roles_"), rows)
+
+
+def read_results(folder: Path) -> Results | None:
+    """Read the sweep of a folder; None if it holds none, or is of no known ablation."""
+    table = folder / "sweep.csv"
+    known = [
+        name
+        for name in dir(ablations)
+        if folder.name.startswith(f"{name}_") and callable(getattr(ablations, name))
+    ]
+    if not table.exists() or not known:
+        return None
+    ablation = max(known, key=len)
+    with table.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["stage"] == "report"]
+    arms = [
+        read_arm(name, [row for row in rows if row["arm"] == name])
+        for name in dict.fromkeys(row["arm"] for row in rows)
+    ]
+    return Results(
+        ablation, folder.name.removeprefix(f"{ablation}_"), arms, read_looks(folder)
+    )
+
+
+def read_arm(name: str, rows: list[dict]) -> Arm:
+    """Return an arm from its rows of a sweep.csv."""
+    done = [row for row in rows if row["status"] == "done"]
+    speeds = [
+        float(row["tokens_per_second"]) for row in done if row["tokens_per_second"]
+    ]
+    settings = json.loads(rows[0]["overrides"])
+    return Arm(
+        name=name,
+        settings={key.rsplit(".")[-1]: value for key, value in settings.items()},
+        is_baseline=rows[0]["is_baseline"] == "1",
+        parameters=int(rows[0]["parameters"]),
+        flops=float(rows[0]["flops"]),
+        speed=float(np.mean(speeds)) if speeds else None,
+        loss={
+            int(row["seed"]): float(row["test_loss"])
+            for row in done
+            if row["test_loss"]
+        },
+        lost=sum(row["status"] in ("diverged", "failed") for row in rows),
+    )
+
+
+def read_looks(folder: Path) -> tuple[int, ...] | None:
+    """Return the planned looks of a sweep, from its verdicts.csv."""
+    path = folder / "verdicts.csv"
+    if not path.exists():
+        return None
+    with path.open(newline="") as file:
+        looks = next((row["looks"] for row in csv.DictReader(file)), "")
+    return tuple(map(int, looks.split(","))) if looks else None
+
+
+def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]:
+    """Return what all sweeps and analyses say about a claim."""
+    if claim.test is None:
+        return []
+    return [
+        effect
+        for sweep in sweeps
+        if sweep.ablation == claim.ablation
+        for effect in claim.test(claim, sweep)
+    ]
