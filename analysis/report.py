@@ -61,6 +61,8 @@ class ArmResult(NamedTuple):
     # by name of the metric: steps, and dev scores during training, R steps
     curves: dict[str, tuple[np.ndarray, np.ndarray]]
     claim: str | None = None  # of those who published it; see configs/variants.py
+    # by statistic: steps, and means over all heads, R steps; empty: not logged
+    heads: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
 
 class Example(NamedTuple):

@@ -37,6 +37,12 @@ COLOURS = (
 )
 LINES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1)), "-."), "osD^"
 DIRECT = 30  # letters of all arms' names that still fit beside their points
+HEAD_STATISTICS = {  # in metrics.jsonl with train.log_heads, and what they are called
+    "entropy": "entropy, nats",
+    "distance": "distance, tokens",
+    "sink": "weight on the sink",
+    "largest_logit": "largest logit",
+}
 RC = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -78,6 +84,7 @@ def make_figures(report: Report) -> dict[str, tuple]:
         }
         for metric in curve_metrics(report):
             made[f"dev_{metric.name}"] = learning_curves(report, metric)
+        made["heads"] = head_curves(report)
         made["costs"] = costs(report)
     return {name: figure for name, figure in made.items() if figure is not None}
 
@@ -242,12 +249,7 @@ def learning_curves(report: Report, metric: Metric):
     styles = arm_styles(report.arms)
     figure, ax = plt.subplots(figsize=(WIDTH, 2.7), layout="constrained")
     for arm in drawn:
-        steps, scores = arm.curves[metric.name]
-        colour, line, _ = styles[arm.name]
-        ax.plot(steps, scores.mean(0), color=colour, ls=line, lw=1.6, label=arm.name)
-        if len(scores) > 1:
-            low, high = scores.min(0), scores.max(0)
-            ax.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
+        draw_range(ax, *arm.curves[metric.name], arm.name, styles)
     ax.set_xlabel("updates")
     ax.set_title(with_unit(f"Dev {metric.label} during training", metric))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -256,6 +258,38 @@ def learning_curves(report: Report, metric: Metric):
         f"Dev {metric.label} during training: the mean over seeds, and the range from "
         f"the lowest to the highest."
     )
+
+
+def head_curves(report: Report):
+    """Draw what heads attended to during training, where it was logged."""
+    drawn = [arm for arm in report.arms if arm.heads and len(arm.heads["entropy"][0])]
+    if not drawn:
+        return None
+    styles = arm_styles(report.arms)
+    figure, axes = plt.subplots(
+        2, 2, figsize=(WIDTH, 4.2), sharex=True, layout="constrained"
+    )
+    for ax, (name, title) in zip(axes.flat, HEAD_STATISTICS.items(), strict=True):
+        for arm in drawn:
+            draw_range(ax, *arm.heads[name], arm.name, styles)
+        ax.set_title(title)
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    for ax in axes[1]:
+        ax.set_xlabel("updates")
+    legend_below(figure, axes[0, 0])
+    return figure, (
+        "What heads attend to during training: means over all heads and seeds, and the "
+        "range over seeds."
+    )
+
+
+def draw_range(ax, steps, values, arm: str, styles: dict[str, tuple]) -> None:
+    """Draw an arm's mean over seeds at each step, and the range from low to high."""
+    colour, line, _ = styles[arm]
+    ax.plot(steps, values.mean(0), color=colour, ls=line, lw=1.6, label=arm)
+    if len(values) > 1:
+        low, high = values.min(0), values.max(0)
+        ax.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
 
 
 def costs(report: Report):

@@ -68,6 +68,8 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         )
     curves = [figure(figures, f"dev_{m.name}") for m in curve_metrics(report)]
     parts += ["## Learning curves" if any(curves) else "", *curves]
+    heads = figure(figures, "heads")
+    parts += ["## Heads" if heads else "", heads]
     if others:
         parts += ["## Other scores", table(others, report.baseline.name)]
         parts.append(escape(explain_others(report)))

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,12 @@ from headcount.analysis.report import (
     Example,
     Report,
 )
-from headcount.analysis.report_figures import make_figures, save_png, to_svg
+from headcount.analysis.report_figures import (
+    HEAD_STATISTICS,
+    make_figures,
+    save_png,
+    to_svg,
+)
 from headcount.analysis.report_html import write_html
 from headcount.analysis.report_markdown import join_markdown, write_markdown
 from headcount.configs.commandline import flat
@@ -339,7 +345,7 @@ def arm_result(
         and row["stage"] == "report"
         and row["status"] in ("diverged", "failed")
     ]
-    metrics = comparable_metrics(sweep)
+    metrics, trials = comparable_metrics(sweep), logged(sweep, own)
     axis = sweep.plan.axis
 
     def scores(side):
@@ -371,7 +377,8 @@ def arm_result(
         published=published_score(anchor, arm.config["model"]),
         claim=claim_of(arm.overrides, sweep.settings["base"]),
         bootstrap=bootstrap,
-        curves={m.name: curve(sweep, own, m) for m in sweep.task.metrics},
+        curves={m.name: curve(trials, score_of(m)) for m in sweep.task.metrics},
+        heads={name: curve(trials, mean_of(name)) for name in HEAD_STATISTICS},
     )
 
 
@@ -402,29 +409,62 @@ def curve_metric(sweep: Sweep) -> Metric:
     return best_metric(sweep.task)
 
 
-def curve(
-    sweep: Sweep, rows: list[dict], metric: Metric
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps at which all trials were evaluated, and dev scores, R steps."""
-    name = f"dev_{metric.name}"
+def logged(sweep: Sweep, rows: list[dict]) -> list[list[dict]]:
+    """Return the rows of metrics.jsonl of each trial of the sweep's table."""
     places = {
         trial.id: (group, index)
         for group in sweep.groups
         for index, trial in enumerate(group.trials)
     }
-    curves = []
+    groups = {group.name: group for group, _ in (places[row["id"]] for row in rows)}
+    metrics = {key: read_metrics(sweep.folder(group)) for key, group in groups.items()}
+    found = []
     for row in rows:
         group, index = places[row["id"]]
-        curves.append(
-            {
-                m["step"]: m[name]
-                for m in read_metrics(sweep.folder(group))
-                if m["trial"] == index and m.get(name) is not None
-            }
-        )
+        found.append([m for m in metrics[group.name] if m["trial"] == index])
+    return found
+
+
+def curve(
+    trials: list[list[dict]], value: Callable[[dict], float | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps at which all trials have a value, and the values, R steps.
+
+    Args:
+        trials: rows of metrics.jsonl of each, by `logged`.
+        value: of a row; None: it has none.
+    """
+    curves = [
+        {row["step"]: x for row in rows if (x := value(row)) is not None}
+        for rows in trials
+    ]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     values = np.array([[one[step] for step in steps] for one in curves], float)
-    return np.array(steps), metric.scale * values
+    return np.array(steps), values
+
+
+def score_of(metric: Metric) -> Callable[[dict], float | None]:
+    """Return a function from a row of metrics.jsonl to its dev score, as shown."""
+
+    def score(row: dict) -> float | None:
+        found = row.get(f"dev_{metric.name}")
+        return None if found is None else metric.scale * found
+
+    return score
+
+
+def mean_of(statistic: str) -> Callable[[dict], float | None]:
+    """Return a function from a row of metrics.jsonl to a statistic's mean over heads.
+
+    That is None where heads were not logged; see `train.log_heads`.
+    """
+
+    def mean(row: dict) -> float | None:
+        values = [x for name, x in row.items() if name.startswith(f"{statistic}/")]
+        values = [x for x in values if x is not None]
+        return float(np.mean(values)) if values else None
+
+    return mean
 
 
 def choose_examples(

@@ -18,6 +18,7 @@ from sweep_fakes import (
     write_report,
 )
 
+from headcount.analysis.report_figures import HEAD_STATISTICS
 from headcount.sweeps import report
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
@@ -182,10 +183,34 @@ def test_a_curve_is_per_seed_and_of_common_steps(tmp_path, corpus):
     path = sweep.folder(sweep.groups[0]) / "metrics.jsonl"
     path.write_text("\n".join(lines))
     done = [row for row in collect(sweep) if row["status"] == "done"]
-    steps, scores = report.curve(sweep, done, sweep.metric)
+    trials = report.logged(sweep, done)
+    steps, scores = report.curve(trials, report.score_of(sweep.metric))
     assert steps.tolist() == [1, 2] and scores.tolist() == [[1, 2], [11, 12]]
     percent = Metric("bleu", "BLEU", "%")
-    assert report.curve(sweep, done, percent)[1][0].tolist() == [100, 200]
+    assert report.curve(trials, report.score_of(percent))[1][0].tolist() == [100, 200]
+
+
+def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
+    """As means over heads, by statistic."""
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish_all(sweep)
+    assert "## Heads" not in write_report(sweep)
+    heads = {"decoder.0.0": 1.0, "decoder.0.1": 4.0, "cross.0.0": None}
+    lines = [
+        {"step": step, "trial": trial}
+        | {f"{name}/{head}": x for head, x in heads.items() for name in HEAD_STATISTICS}
+        for step in (1, 2)
+        for trial in (0, 1)
+    ]
+    for group in sweep.groups:
+        with (sweep.folder(group) / "metrics.jsonl").open("a") as file:
+            file.writelines("\n" + json.dumps(line) for line in lines)
+    done = [row for row in collect(sweep) if row["arm"] == sweep.plan.arms[0].name]
+    steps, values = report.curve(report.logged(sweep, done), report.mean_of("sink"))
+    assert steps.tolist() == [1, 2] and (values == 2.5).all()
+    markdown = write_report(sweep)
+    assert "## Heads" in markdown and "(report/heads.png)" in markdown
+    assert (tmp_path / "s/report/heads.png").exists()
 
 
 def test_the_curve_of_a_metric_not_evaluated_in_training_is_that_which_selects(
