@@ -15,6 +15,7 @@ import contextlib
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -50,11 +51,11 @@ from headcount.runtime.workdir import (
     record,
     set_status,
 )
-from headcount.tasks import import_file, make_task
+from headcount.tasks import Run, import_file, make_task
 from headcount.training import dry_run
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.checks import check_config, check_memory
-from headcount.training.loop import Trainer, default_hooks, fit
+from headcount.training.loop import Hook, Trainer, default_hooks, fit
 from headcount.training.metrics import MetricsWriter, is_evaluated
 from headcount.training.restore import (
     parameters_to_start_from,
@@ -69,6 +70,7 @@ from headcount.training.step import (
     make_static,
     state_from_items,
 )
+from headcount.training.tracking import tracker_names
 from headcount.training.trials import describe_trial, hyperparameters, make_trials
 
 STARTED = time.monotonic()
@@ -153,6 +155,87 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
                 trainer.writer.close()
                 trainer.checkpoints.close()
         report_end(trainer, stop)
+
+
+def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) -> Run:
+    """Train a config from Python, or resume; return the run with its best parameters.
+
+    The same call resumes. Ctrl-C raises a KeyboardInterrupt; the run then resumes from
+    its last checkpoint. It is for one process; several need the script.
+
+    Args:
+        config: of a `get_config`, changed as wanted.
+        workdir: see docs/reference/workdir.md.
+        callbacks: hooks that are called after those that log, evaluate and save. One
+            that returns True stops training, after saving.
+
+    Raises:
+        ValueError, OSError: the config is wrong, or the workdir holds another run.
+        RuntimeError: all trials diverged.
+    """
+    started = time.monotonic()
+    config, workdir = config.copy_and_resolve_references().lock(), Path(workdir)
+    trials = make_trials(flat(config.to_dict()), None)
+    check_config(config)
+    check_memory(config, len(trials))
+    stop = StopFlag()
+    hooks = [Hook(hook.every, stop.watched(hook.call)) for hook in callbacks]
+    with claim(workdir, config.to_dict(), trials):
+        trainer = make_trainer(config, workdir, trials)
+        trainer.started = started
+        progress = Progress(trainer.num_steps, trainer.step)
+        status = "failed"
+        try:
+            if trainer.step < trainer.num_steps and not trainer.frozen.all():
+                hooks = default_hooks(config, progress) + hooks
+                fit(trainer, hooks, stop, Profile(workdir, None))
+            done = trainer.step >= trainer.num_steps or trainer.frozen.all()
+            status = "finished" if done else "stopped"
+            status = "diverged" if diverged(trainer).all() else status
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        finally:
+            finish(workdir, status)
+            progress.close()
+            trainer.writer.close()
+            trainer.checkpoints.close()
+    if status == "diverged":
+        raise RuntimeError(f"all trials of {workdir} diverged; see its metrics.jsonl.")
+    return best_run(trainer)
+
+
+def best_run(trainer: Trainer) -> Run:
+    """Return the run with the best parameters, or those of now if none were scored."""
+    best, now = trainer.best, trainer.run()
+    if not np.isfinite(best["score"]).any():
+        return now
+    return now._replace(
+        params=best["params"],
+        step=[int(step) for step in best["step"]],
+        diverged_at=[int(step) or None for step in diverged(trainer)],
+        mesh=jax.sharding.get_mesh(),
+    )
+
+
+class StopFlag:
+    """What `fit` asks whether to stop, set by a callback that returns True."""
+
+    def __init__(self):
+        self.is_set = False
+
+    def watched(self, call):
+        """Return a function that calls a callback and notes what it returns."""
+
+        def watch(trainer):
+            self.is_set = self.is_set or call(trainer) is True
+
+        return watch
+
+    def reached(self, count: int) -> bool:
+        """Whether to stop at the count-th call."""
+        del count
+        return self.is_set
 
 
 def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
@@ -247,7 +330,12 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         best=best,
         step=step,
         checkpoints=checkpoints,
-        writer=MetricsWriter(workdir, step, silent=not distributed.is_first()),
+        writer=MetricsWriter(
+            workdir,
+            step,
+            silent=not distributed.is_first(),
+            trackers=tracker_names(config.train.tracker),
+        ),
         flops=partial(cost.update_flops, model, spec),
         compile_clock=compile_clock,
         started=STARTED,

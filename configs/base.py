@@ -145,6 +145,9 @@ def get_config() -> ml_collections.ConfigDict:
     train.num_steps = 1000  # updates
     train.steps_per_dispatch = 8  # most updates per call of the device
     train.accumulate_steps = 1  # split each batch into parts, to save memory
+    # What records metrics besides metrics.jsonl: tensorboard, wandb, both with a comma
+    # between them, or none.
+    train.tracker = "tensorboard"
     # none, block, dots: what to recompute in the backward pass, to save memory
     train.remat = "none"
     train.log_every_steps = 50  # write training metrics

@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
     "train.log_heads",
+    "train.tracker",
     "data.directory",
     "mesh.trial",
     "mesh.data",

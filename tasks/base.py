@@ -79,6 +79,17 @@ class Run(NamedTuple):
             raise ValueError(f"trial must be from 0 to {count - 1}, got {trial}.")
         return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
 
+    def predict(self, lines: Sequence[str], **options) -> list[str]:
+        """Answer lines of text: translate, complete, tag, classify; see `Task.predict`.
+
+        Tagging gives several results per line.
+        """
+        return list(self.task.predict(self, lines, **options))
+
+    def evaluate(self, split: str, **options) -> list[dict]:
+        """Score every trial on a split; see `Task.evaluate`."""
+        return self.task.evaluate(self, self.task.load(split), **options)
+
     def attention(
         self,
         source: str,

@@ -24,6 +24,14 @@ from headcount.runtime.logging import say
 CHECKSUMS = "checksums"
 
 
+def is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Whether a record of absl's log is of anything but Orbax.
+
+    What Orbax warns of, this file raises or reports itself.
+    """
+    return "orbax" not in record.pathname or record.levelno >= logging.ERROR
+
+
 class SaveError(OSError):
     """A checkpoint could not be written; those before it are intact."""
 
@@ -106,6 +114,7 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, keep: int | None = None, every: int = 1):
         sys.unraisablehook = ignore_closed_event_loops(sys.unraisablehook)
+        logging.getLogger("absl").addFilter(is_not_of_orbax)
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
         self.damaged = self.directory.parent / "damaged"
         if self.directory.is_file():  # Orbax would only notice at the first save

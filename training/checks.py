@@ -8,6 +8,7 @@ from headcount.runtime.memory import total_memory
 from headcount.runtime.sharding import SHARD
 from headcount.tasks import make_task
 from headcount.training.optimizer import OPTIMIZERS, SCHEDULES
+from headcount.training.tracking import tracker_names
 
 
 def check_config(config) -> None:
@@ -18,6 +19,7 @@ def check_config(config) -> None:
     choose("optimizer.name", config.optimizer.name, OPTIMIZERS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
     choose("train.remat", config.train.remat, REMAT)
+    tracker_names(config.train.tracker)
     choose("mesh.shard", config.mesh.shard, SHARD)
     check_positions(model, config.data.max_length)
     shallow = config.copy_and_resolve_references()

@@ -1,8 +1,9 @@
-"""What a run reports while it trains: metrics.jsonl and TensorBoard."""
+"""What a run reports while it trains: metrics.jsonl and its trackers."""
 
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +11,33 @@ import numpy as np
 from headcount.runtime.files import open_append, write
 from headcount.runtime.schema import Number, matches
 from headcount.runtime.workdir import parse_json
+from headcount.training.tracking import start_trackers
 
 ROW = {"step": Number(0), "trial": Number(0)}
 
 
 class MetricsWriter:
-    """Append rows to metrics.jsonl and to TensorBoard's event file.
+    """Append rows to metrics.jsonl, and pass them on to the trackers.
 
     Rows after `step` are dropped at the start: they are of updates that a killed run
     did after its last checkpoint, and that will be done again. A `silent` writer writes
     nothing: of several processes only the first one does.
+
+    Args:
+        workdir: of the run.
+        step: updates done before.
+        silent: see above.
+        trackers: names in `training.tracking.TRACKERS`.
     """
 
-    def __init__(self, workdir: Path, step: int, silent: bool = False):
-        self.file = self.board = None
+    def __init__(
+        self,
+        workdir: Path,
+        step: int,
+        silent: bool = False,
+        trackers: Sequence[str] = ("tensorboard",),
+    ):
+        self.file, self.boards, self.trackers = None, None, trackers
         self.silent = silent
         if silent:
             return
@@ -38,7 +52,7 @@ class MetricsWriter:
         self.workdir, self.step = workdir, step
 
     def write(self, step: int, trial: int, **values) -> None:
-        """Write one row; numbers go to TensorBoard too. What is not finite is null.
+        """Write one row; numbers go to trackers too. What is not finite is null.
 
         Raises:
             OSError: the row can't be written, for example because the disk is full.
@@ -56,17 +70,11 @@ class MetricsWriter:
                 f"{self.path} can't be written at step {step} ({error.strerror}); free "
                 f"some space and rerun the same command: the checkpoints are intact."
             ) from error
-        if self.board is None:  # imported late: it takes a second
-            from tensorboardX import SummaryWriter
-
-            # An unbounded queue: when its thread dies on a full disk, nobody empties
-            # the queue, and a put into a full one would wait forever.
-            self.board = SummaryWriter(
-                str(self.workdir), purge_step=self.step + 1, max_queue=0
-            )
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self.board.add_scalar(f"trial_{trial}/{name}", value, step)
+        if self.boards is None:  # late: importing their libraries takes a second
+            self.boards = start_trackers(self.trackers, self.workdir, self.step)
+        numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
+        for board in self.boards:
+            board.write(step, trial, numbers)
 
     def close(self) -> None:
         """Close both files; `write` has already reported a full disk."""
@@ -74,9 +82,9 @@ class MetricsWriter:
             return
         with contextlib.suppress(OSError):
             self.file.close()
-        if self.board is not None:
+        for board in self.boards or ():
             with contextlib.suppress(OSError):
-                self.board.close()
+                board.close()
 
 
 def parse_row(line: str) -> dict | None:

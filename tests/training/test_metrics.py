@@ -166,7 +166,10 @@ def test_writing_does_not_block_after_tensorboard_died_of_a_full_disk(
 ):
     writer = MetricsWriter(tmp_path, 0)
     writer.write(1, 0, loss=1.0)
-    events, ended = writer.board.file_writer.event_writer._ev_writer, threading.Event()
+    events, ended = (
+        writer.boards[0].tracker.writer.file_writer.event_writer._ev_writer,
+        threading.Event(),
+    )
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,64 @@
+"""Train, evaluate and predict from Python, as docs/guides/python.md shows."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from headcount.configs import numbers
+from headcount.train import train_config
+from headcount.training.loop import Hook
+from headcount.training.run import load
+from tests.runs import ROOT, SMALL, checksums, status
+
+
+def small(corpus):
+    config = numbers.get_config()
+    with config.unlocked():
+        config.update_from_flattened_dict(
+            SMALL | corpus | {"data.directory": str(corpus["data.directory"])}
+        )
+    return config
+
+
+def test_a_config_trains_with_callbacks_stops_and_resumes(trained, corpus, tmp_path):
+    """The end has the bits of train.py's, which was not interrupted."""
+    seen = []
+
+    def look(trainer):
+        seen.append(trainer.step)
+        return trainer.step >= 40
+
+    run = train_config(small(corpus), tmp_path, callbacks=[Hook(20, look)])
+    assert seen == [20, 40] and status(tmp_path) == "stopped"
+    assert run.step == [40, 40]
+
+    run = train_config(small(corpus), str(tmp_path))
+    assert status(tmp_path) == "finished" and run.step == [60, 60]
+    assert checksums(tmp_path) == checksums(trained)
+
+    rows = run.evaluate("val", beam_size=1)
+    again = load(trained).evaluate("val", beam_size=1)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in again]
+    assert [row["predictions"] for row in rows] == [row["predictions"] for row in again]
+    lines = ["two hundred and six", "twelve"]
+    assert run.predict(lines, beam_size=1) == run.task.translate(run, lines)
+    assert np.isfinite([p for p, _ in run.task.score(run, lines, lines)]).all()
+
+
+def test_a_wrong_config_is_a_value_error(corpus, tmp_path):
+    config = small(corpus)
+    config.train.tracker = "mlflow"
+    with pytest.raises(ValueError, match="train.tracker"):
+        train_config(config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_prints_nothing(trained):
+    """Orbax warns of checkpoints that its own tools would write differently."""
+    code = f"from headcount.training.run import load; load({str(trained)!r})"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

@@ -1,0 +1,129 @@
+"""Weights & Biases, offline: what a run and its resumption record."""
+
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from headcount.training.metrics import MetricsWriter
+from headcount.training.tracking import RECORD
+from tests.runs import ROOT
+
+wandb = pytest.importorskip("wandb")
+
+
+BLOCK, HEADER = 32768, 7  # of the log format of LevelDB, in which wandb writes
+
+
+def payloads(data: bytes):
+    """Yield the entries of a .wandb file, which may be in several parts."""
+    place, entry = HEADER, b""  # wandb's own header is as long as one of a part
+    while place + HEADER <= len(data):
+        left = BLOCK - place % BLOCK
+        if left < HEADER:
+            place += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + HEADER])
+        entry += data[place + HEADER : place + HEADER + size]
+        place += HEADER + size
+        if kind in (1, 4):  # a whole entry, or the last part of one
+            yield entry
+            entry = b""
+
+
+def records(folder):
+    """The records that the offline runs in a folder wrote, in their order."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for entry in payloads(path.read_bytes()):
+            found.append(wandb_internal_pb2.Record.FromString(entry))
+    return found
+
+
+def started_run(workdir):
+    """Write the files of a run that has started; return its folder."""
+    workdir.mkdir(parents=True)
+    names = {"task": {"name": "translation"}, "data": {"name": "numbers"}}
+    settings = {"model": {"width": 16}, "train": {}, **names}
+    (workdir / "config.json").write_text(json.dumps(settings))
+    (workdir / "trials.json").write_text(json.dumps([{"seed": 3}]))
+    facts = {"format_version": 1, "status": "running"}
+    (workdir / "run.json").write_text(json.dumps(facts))
+    return workdir
+
+
+def test_a_run_of_a_sweep_is_recorded_offline_and_continued(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    workdir = started_run(tmp_path / "my_sweep" / "groups" / "N=4")
+    for step in (0, 10):
+        writer = MetricsWriter(workdir, step, trackers=["wandb"])
+        writer.write(step + 1, 0, loss=2.5 - step / 10)
+        writer.close()
+    name = json.loads((workdir / RECORD).read_text())["id"]
+    found = records(workdir)
+    runs = [record.run for record in found if record.HasField("run")]
+    assert {run.run_id for run in runs} == {name} and len(runs) >= 2
+    assert {run.run_group for run in runs} == {"my_sweep"}
+    assert {run.display_name for run in runs} == {"N=4"}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["model"] == {"width": 16} and config["trials"] == [{"seed": 3}]
+    rows = [
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in found
+        if record.HasField("history")
+    ]
+    losses = [(row["step"], row["trial_0/loss"]) for row in rows]
+    assert losses == [(1, 2.5), (11, 1.5)]
+    artifacts = [record.artifact for record in found if record.HasField("artifact")]
+    assert {artifact.name for artifact in artifacts} == {f"run-{name}"}
+    for artifact in artifacts:
+        files = {entry.path for entry in artifact.manifest.contents}
+        assert files == {"config.json", "trials.json", "run.json", "metrics.jsonl"}
+
+
+WRITE = """
+import pathlib, sys
+from headcount.training.metrics import MetricsWriter
+writer = MetricsWriter(pathlib.Path(sys.argv[1]), 0, trackers=["wandb"])
+writer.write(1, 0, loss=2.5)
+writer.close()
+"""
+NO_LOGIN = {"WANDB_API_KEY": ""}
+NO_NETWORK = {
+    "WANDB_API_KEY": "0" * 40,
+    "WANDB_BASE_URL": "http://127.0.0.1:9",  # where nobody listens
+    "WANDB_INIT_TIMEOUT": "2",
+}
+
+
+@pytest.mark.parametrize("settings", [NO_LOGIN, NO_NETWORK], ids=["login", "network"])
+def test_without_login_or_network_it_warns_and_records_offline(settings, tmp_path):
+    """In a terminal, too, where wandb would ask for a key."""
+    workdir = started_run(tmp_path / "run")
+    environment = os.environ | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    environment |= settings
+    environment.pop("WANDB_MODE", None)
+    terminal, end = pty.openpty()
+    process = subprocess.run(
+        [sys.executable, "-c", WRITE, workdir],
+        cwd=ROOT,
+        env=environment,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        timeout=120,
+    )
+    said = os.read(terminal, 65536).decode()
+    assert process.returncode == 0, said
+    assert "; recording offline." in said
+    assert [r for r in records(workdir) if r.HasField("history")]
