@@ -25,8 +25,8 @@ from headcount.configs.commandline import (
 )
 from headcount.decoding import flags as decoding
 from headcount.runtime import cluster, distributed, files
-from headcount.runtime.logging import heartbeat, show_log
-from headcount.runtime.workdir import with_digest, write_json
+from headcount.runtime.logging import heartbeat, say, show_log
+from headcount.runtime.workdir import read_json, with_digest, write_json
 from headcount.tasks import Run, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, load
 
@@ -158,10 +158,30 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
             write_predictions(predictions, examples.split, trial, len(scores))
             shown = predictions if trial == TRIAL.value else shown
     path = workdir / f"result-{examples.split}.json"
+    keep_other(path, rows[0])
     write_json(path, [with_digest(row) for row in rows])
     print_scores(rows, found.task.metrics, list(found.trials[0]), path)
     if shown is not None:
         print_examples(examples.text, shown, SHOW.value)
+
+
+def keep_other(path: Path, row: dict) -> None:
+    """Rename the scores of another checkpoint or search, which would be overwritten.
+
+    Args:
+        path: result-SPLIT.json.
+        row: a row that is to be written there.
+    """
+    try:
+        before = read_json(path)[0]
+        made = {"checkpoint": before["checkpoint"], **before["options"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # there are none that could be read
+    if made != {"checkpoint": row["checkpoint"], **row["options"]}:
+        how = ",".join(f"{name}={value}" for name, value in made.items())
+        other = path.with_name(f"{path.stem}-{how}{path.suffix}")
+        path.replace(other)
+        say(f"Kept the scores of other settings in {other}.")
 
 
 def output_path(split: str) -> Path:

@@ -20,6 +20,7 @@ from tests.runs import (
     exclusively,
     start,
     succeed,
+    text_keys,
     training,
     write_corpus,
 )
@@ -55,7 +56,7 @@ def corpus(shared):
         if not (shared / "corpus").exists():
             texts = (numbers.phrases(range(2000), name) for name in ("en", "de"))
             write_corpus(shared / "corpus", *texts, held_out=200)
-    return {"data.name": "text", "data.directory": shared / "corpus"}
+    return text_keys(shared / "corpus")
 
 
 @pytest.fixture(scope="session")

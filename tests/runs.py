@@ -98,7 +98,13 @@ def write_corpus(folder: Path, source, target, held_out: int | None = None) -> d
         lines = [f"{text}\n" for text in texts]
         (folder / f"train.{language}").write_text("".join(lines))
         (folder / f"val.{language}").write_text("".join(lines[:held_out]))
-    return {"data.name": "text", "data.directory": folder}
+    return text_keys(folder)
+
+
+def text_keys(folder: Path) -> dict:
+    """Return the config keys of a corpus in text files, with all usual metrics."""
+    metrics = "exact_match,bleu,chrf"
+    return {"data.name": "text", "data.directory": folder, "task.metrics": metrics}
 
 
 @contextlib.contextmanager

@@ -9,17 +9,20 @@ import pytest
 
 from headcount.tasks import translation
 from headcount.training.run import load
-from tests.conftest import NO_CROSS
+from tests.conftest import NO_CROSS, load_script
 from tests.runs import arguments, fails, logged, read, run, write_corpus
 
 
-def test_best_last_and_average_checkpoints_are_scored(trained, call):
-    dev = [row["dev_loss"] for row in logged(trained) if "dev_loss" in row]
+def test_best_last_and_average_checkpoints_are_scored(workdir, call):
+    """And the scores of each stay beside those of the next."""
+    dev = [row["dev_loss"] for row in logged(workdir) if "dev_loss" in row]
     steps = {}
     for which in ("best", "last", "average"):
         args = {"split": "val", "checkpoint": which, "beam_size": 1}
-        ran = call("eval.py", workdir=trained, **args)
-        found = read(trained, "result-val.json")
+        ran = call("eval.py", workdir=workdir, **args)
+        found = read(workdir, "result-val.json")
+        kept = [read(workdir, x.name) for x in workdir.glob("result-val-*.json")]
+        assert {rows[0]["checkpoint"] for rows in kept} == set(steps)
         assert [(row["trial"], row["seed"]) for row in found] == [(0, 0), (1, 1)]
         assert {row["checkpoint"] for row in found} == {which}
         chrf = [row["chrf"] for row in found]
@@ -32,6 +35,26 @@ def test_best_last_and_average_checkpoints_are_scored(trained, call):
         else:
             assert [row["loss"] for row in found] == pytest.approx(dev, rel=1e-5)
     assert steps == {"best": 60, "last": 60, "average": 60}
+
+
+def test_scores_are_replaced_by_those_of_the_same_settings_alone(tmp_path, capsys):
+    """Others are kept beside them, and the log says where."""
+    keep_other = load_script("eval.py")[0].keep_other
+    path = tmp_path / "result-val.json"
+    row = {"checkpoint": "best", "options": {"beam_size": 5}, "loss": 1.0}
+    path.write_text(json.dumps([row]))
+    keep_other(path, row | {"loss": 2.0})
+    assert [each.name for each in tmp_path.iterdir()] == ["result-val.json"]
+    for change in ({"checkpoint": "last"}, {"options": {"beam_size": 1}}):
+        path.write_text(json.dumps([row]))
+        keep_other(path, row | change)
+        (kept,) = tmp_path.iterdir()
+        assert kept != path and json.loads(kept.read_text()) == [row]
+        assert str(kept) in capsys.readouterr().err
+        kept.unlink()
+    path.write_text("damaged")
+    keep_other(path, row)
+    assert path.read_text() == "damaged"
 
 
 def test_a_row_says_what_was_scored_and_how(trained, call):
