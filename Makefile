@@ -17,15 +17,16 @@ demo: .venv/.runtime
 	  --output=runs/demo/cross_attention.png
 
 test: lint
-	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal
+	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
 
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-# Every merge rule, preset, mesh and ablation in whole models: minutes of compiling.
+# Every merge rule, preset, mesh and ablation in whole models, and the tests of the
+# other folders that are marked slow: minutes of compiling.
 test-slow: .venv/.dev
-	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal tests/slow
+	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal -m slow tests/slow tests
 
 # Training that is killed 20 times, and the like: minutes.
 test-faults: .venv/.dev

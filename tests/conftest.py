@@ -37,6 +37,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("TFDS_DATA_DIR", str(ROOT / ".cache" / "tfds"))
 
+
+def pytest_collection_modifyitems(items):
+    """Mark what lies in tests/slow, so that -m slow chooses it with the others."""
+    for item in items:
+        if item.path.parent.name == "slow":
+            item.add_marker(pytest.mark.slow)
+
+
 NO_CROSS = {"head_gates.cross.0.0": 0, "head_gates.cross.0.1": 0}
 
 

@@ -1,5 +1,7 @@
 """Check a config before anything is read or written, and a run before it is built."""
 
+import json
+
 from headcount.configs.validation import check_values, choose, flatten
 from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
@@ -9,6 +11,8 @@ from headcount.runtime.sharding import SHARD
 from headcount.tasks import make_task
 from headcount.training.optimizer import OPTIMIZERS, SCHEDULES
 from headcount.training.tracking import tracker_names
+
+_built: set[str] = set()  # sections of configs whose model can be built
 
 
 def check_config(config) -> None:
@@ -25,8 +29,13 @@ def check_config(config) -> None:
     shallow = config.copy_and_resolve_references()
     for stack in ("num_encoder_layers", "num_decoder_layers"):
         shallow.model[stack] = min(1, shallow.model[stack])
-    # reading the data may take minutes, so find out first whether the heads fit
-    abstract(make_task(shallow).build)
+    shallow.data.directory = None  # no corpus is read
+    sections = {name: shallow[name].to_dict() for name in ("task", "data", "model")}
+    # a sweep checks many configs, whose models are often the same
+    if (key := json.dumps(sections, sort_keys=True)) not in _built:
+        # reading the data may take minutes, so find out first whether the heads fit
+        abstract(make_task(shallow).build)
+        _built.add(key)
 
 
 def check_memory(config, num_trials: int, count: int = 0) -> None:

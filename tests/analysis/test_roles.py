@@ -124,6 +124,7 @@ def test_heads_set_by_hand_have_their_role_and_no_other(task, examples):
     assert matched["noun → its adjective"]["having"] == 0
 
 
+@pytest.mark.slow
 def test_untrained_heads_have_no_role(task, examples):
     run = as_run(task, task.build(rngs=nnx.Rngs(5)))
     rows = roles.measure_roles(run, examples, [0], limit=60)

@@ -367,6 +367,7 @@ def test_refusals_name_the_reason():
         attention.head_statistics(*inputs[:2], implementation="xla")
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_table_of_support_in_the_documents_is_up_to_date():
     text = DOCUMENT.read_text()

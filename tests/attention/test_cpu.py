@@ -234,6 +234,7 @@ print(*re.findall(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_memory_grows_as_length():
     """What a process holds at most: of T = 4096 a map alone would be 64 MiB."""

@@ -114,6 +114,7 @@ def test_a_search_that_the_cache_cuts_short_is_started_again(monkeypatch):
     np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_result_too_long_for_its_prompt_holds_up_no_other(monkeypatch, one_lane):
     """It is left out when the others continue in a smaller cache, and starts again."""
     graph, params = make(seed=2)

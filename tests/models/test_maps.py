@@ -14,7 +14,9 @@ SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 1, "sink": True}], ids=str)
-@pytest.mark.parametrize("positions", ["sinusoidal", "relative"])
+@pytest.mark.parametrize(
+    "positions", ["sinusoidal", pytest.param("relative", marks=pytest.mark.slow)]
+)
 def test_summaries_are_those_of_the_full_maps(changes, positions):
     config = get_config().model
     config.update({"width": 16, "mlp_dim": 16, "positions": positions})

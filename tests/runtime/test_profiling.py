@@ -135,6 +135,7 @@ def test_compiling_is_timed():
     assert clock.seconds > 0
 
 
+@pytest.mark.slow
 def test_a_trace_is_written(tmp_path):
     profile = Profile(tmp_path, steps_to_profile("2:3", 9))
     for step in range(9):

@@ -42,7 +42,10 @@ def test_heads_of_one_trial_are_measured(trained, call, verb, measure, columns):
         assert values and all(f" {value:{form}} " in ran.stdout for value in values)
 
 
-@pytest.mark.parametrize("given, trials", [({}, [0]), ({"trial": 1}, [1])])
+@pytest.mark.parametrize(
+    "given, trials",
+    [({}, [0]), pytest.param({"trial": 1}, [1], marks=pytest.mark.slow)],
+)
 def test_diverged_trials_are_left_out_unless_named(
     workdir, call, monkeypatch, given, trials
 ):
@@ -93,6 +96,7 @@ def test_an_example_that_is_not_there(trained, call, tmp_path):
     fails(ran, "--example=1000000", "199")
 
 
+@pytest.mark.slow
 def test_heads_are_pruned_in_every_order_the_least_important_first(trained, call):
     ran = call("heads.py", "prune", workdir=trained, **LAST)
     assert ran.returncode == 0, ran.stderr

@@ -51,7 +51,13 @@ def start_training(corpus, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGTERM",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGINT", "SIGHUP")),
+    ],
+)
 def test_a_repeated_signal_to_the_process_group_saves_and_stops(
     start_training, tmp_path, name
 ):
@@ -69,6 +75,7 @@ def test_a_repeated_signal_to_the_process_group_saves_and_stops(
     assert checksums(tmp_path, logged(tmp_path)[-1]["step"]), "of its last step"
 
 
+@pytest.mark.slow
 def test_a_run_whose_trials_all_diverge_exits_with_1(corpus, tmp_path):
     """Also when it is started again, with as many steps or fewer."""
     overrides = corpus | {"optimizer.learning_rate": 1e30}

@@ -48,7 +48,9 @@ def test_step_is_compiled_once_and_before_the_first_batch(trained):
     assert log.index("XLA compilation of jit(train") < log.index("First step")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_resume_after_a_signal_is_bit_identical(trained, corpus, tmp_path, number):
     """Stopped twice at random moments, with the same metrics as uninterrupted."""
     seed = random.randrange(10**6)

@@ -107,6 +107,7 @@ def test_status_counts_trials_by_status_and_lists_what_diverged(
     assert "failed: K=1: no memory" in printed
 
 
+@pytest.mark.slow
 def test_several_workdirs_are_joined_and_others_named(tmp_path, corpus):
     for name in ("a", "b"):
         given = options(tmp_path / name, corpus)

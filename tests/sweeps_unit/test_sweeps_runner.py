@@ -353,6 +353,7 @@ def finish_instead(runner):
     return trained
 
 
+@pytest.mark.slow
 def test_shards_of_planned_looks_take_turns_until_the_last_look(tmp_path, corpus):
     """No arm is ever decided, since all seeds have the same scores."""
     given = options(tmp_path / "s", corpus, seeds=8, looks=[2, 4, 8])

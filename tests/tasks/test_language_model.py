@@ -65,6 +65,7 @@ def test_bits_per_byte_are_nats_over_bytes_for_any_tokenizer(folder, tokenizer):
     assert evaluate(run, examples, trials=[1]) == rows[1:]
 
 
+@pytest.mark.slow
 def test_a_model_without_context_has_the_same_loss_for_any_stride(folder):
     """Without heads and positions a token depends on the one before it alone."""
     gates = {"decoder": np.zeros((1, 1, 2), np.float32)}
@@ -101,7 +102,15 @@ def test_a_vocabulary_larger_than_the_corpus_supports_raises(tmp_path):
         task.load("train")
 
 
-@pytest.mark.parametrize("stride", [16, 11, 5, 1])
+@pytest.mark.parametrize(
+    "stride",
+    [
+        pytest.param(16, marks=pytest.mark.slow),
+        11,
+        pytest.param(1, marks=pytest.mark.slow),
+        5,
+    ],
+)
 @pytest.mark.parametrize("cross", [True, False])
 def test_every_token_of_a_split_is_scored_once_for_any_stride(folder, stride, cross):
     task = make_task(folder, **{"data.stride": stride, "data.cross_documents": cross})

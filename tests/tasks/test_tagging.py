@@ -257,6 +257,7 @@ def test_classes_of_another_run_stay_if_they_include_all_tags(tmp_path):
     assert task.new_parameters(tmp_path / "nowhere") == ("classifier",)
 
 
+@pytest.mark.slow
 def test_token_dropout_hides_words_in_training_alone(tmp_path):
     """The word and its lower case, not its affixes; never BOS and EOS."""
     changes = {"task.token_dropout": 0.4, "data.vocab_size": 300}

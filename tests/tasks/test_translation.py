@@ -176,6 +176,7 @@ def test_samples_of_equal_lines_differ_by_their_number(run, task):
     assert list(task.predict(run, [ENGLISH[0]] * 2, first=2, **options)) == four[2:]
 
 
+@pytest.mark.slow
 def test_n_best_lines_are_numbered_and_sorted(run, task):
     found = list(task.predict(run, ENGLISH[:2], first=5, n_best=3))
     columns = [line.split(" ||| ") for line in found]
@@ -268,6 +269,7 @@ def test_fields_to_plot_are_a_source_and_its_translation(run, task):
     assert labels == task.tokenizers[1].pieces(found["target"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k is not beside the project")
 def test_multi30k_is_also_scored_in_its_published_protocol(tmp_path, monkeypatch):
     """Against the tokenised references of the split that is scored."""

@@ -122,6 +122,7 @@ MATRICES = ("embedding", "query", "key", "value", "merge.kernel", "merge.gate")
 MATRICES += ("mlp.up.kernel", "mlp.down.kernel")
 
 
+@pytest.mark.slow
 def test_adamw_equals_optax_with_the_decay_of_matrices_alone(model):
     params, gradients = model
     flat = [named(x) for x in (params, *map(clipped, gradients))]
@@ -147,7 +148,9 @@ def as_matrices(name, value, per_head):
     return [value]
 
 
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    "per_head", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_muon_equals_optax_on_each_matrix_and_adamw_on_the_rest(model, per_head):
     params, gradients = model
     optimizer = optimizer_of("muon", per_head)

@@ -92,6 +92,7 @@ def test_a_trial_of_a_group_equals_the_same_trial_alone_bit_for_bit(
     assert abs(group[0, 0] - group[1, 0]) > 1e-3 < abs(group[0, 1] - group[2, 1])
 
 
+@pytest.mark.slow
 def test_trials_of_muon_have_their_own_hyperparameters(config, corpus, program):
     config = config.copy_and_resolve_references()
     config.optimizer.name = "muon"
