@@ -12,7 +12,7 @@ OTHERS = [
 ]
 OTHERS += [f"blocks:{name}" for name in gpu_cases.CASES]
 OTHERS += [f"bfloat16:{size}" for size in ("8x8", "48x96", "64x128", "128x128")]
-OTHERS += ["trials:"]
+OTHERS += ["trials:", "long:"]
 OTHERS = [case for case in OTHERS if case not in CASES]
 
 
