@@ -74,7 +74,7 @@ def _chunk_tokens_tpu(vocab: int, width: int, num_trials: int) -> int:
 
 
 def _num_trials() -> int:
-    """How many trials are computed side by side, see `training.step.over_trials`."""
+    """How many trials are computed side by side, see `models.trial_axis`."""
     try:
         return jax.lax.axis_size(TRIALS)
     except NameError:  # they take turns

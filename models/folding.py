@@ -70,7 +70,7 @@ def concat_kernel(rule: str, params: dict, num_heads: int, path: str) -> np.ndar
         return (weights / weights.sum())[:, None, None] * kernel
     raise ValueError(
         f"{path}.merge must be concat, scaled, mean or weighted to be exported, got "
-        f"{rule!r}, whose weights depend on the token."
+        f"{rule!r}, which is not known to be linear in the heads."
     )
 
 

@@ -150,7 +150,7 @@ class Batches(Protocol):
 
 
 class Task:
-    """A task; see `tasks.translation` for one that is complete.
+    """A task; see `tasks.language_model` for one that is complete.
 
     Args:
         config: the whole config. What does not fit the task raises a ValueError that

@@ -182,6 +182,8 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
         (gradient,) = pullback(jnp.ones_like(total) * scale(weight))
         return loss, weight, sharding.scattered(gradient, static.shard), largest
 
+    # The sums run over the rows of all devices: B is divided over the mesh's axis
+    # "data", and the compiler adds what each device has.
     def divisor(weight):
         return jnp.where(weight > 0, weight, 1.0)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headcount.configs.base import get_config
 from headcount.runtime.workdir import parse_json
 
 SMALLEST = float(np.finfo(np.float32).smallest_normal)  # below it XLA flushes to 0
@@ -28,7 +29,12 @@ RANGES = {
     "optimizer.final_share": (0, 1.0000001),
     "optimizer.decay_share": (0, 1.0000001),
 }
-OPTIMIZER_PROGRAM_KEYS = ("name", "schedule", "muon_per_head")  # no numbers
+# What is no number is part of the program: trials of a group share it.
+OPTIMIZER_PROGRAM_KEYS = tuple(
+    key
+    for key, value in get_config().optimizer.items()
+    if isinstance(value, (str, bool))
+)
 SITES = ("encoder", "decoder", "cross")
 GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
