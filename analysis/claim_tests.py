@@ -275,8 +275,8 @@ def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
         mean, low, high = interval_of(each[:, 1] - each[:, 0])
         if math.isnan(low) or not last:
             continue
-        text = f"distance in layer {last + 1} − layer 1, {site}, tokens: {mean:+.2f} "
-        text += f"({interval(low, high, '+.2f')})"
+        text = f"distance in layer {last + 1} − layer 1, {site}, tokens: "
+        text += f"{signed(mean, '.2f')} ({interval(low, high, '.2f', signed)})"
         verdict = verdict_of(low > 0, high < 0)
         effects.append(Effect(found.corpus, text, verdict, len(each)))
     return effects

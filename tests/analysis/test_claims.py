@@ -30,6 +30,7 @@ from headcount.analysis.claim_tests import (
     same_parameters,
 )
 from headcount.analysis.claims import CLAIMS, UNTESTED, fill, make_rows
+from headcount.analysis.formatting import signed
 
 NOISE = np.array([0.0, 0.001, -0.001, 0.0005, -0.0005, 0.0008])
 
@@ -186,7 +187,7 @@ def test_deeper_layers_are_wider_if_their_heads_look_further(tmp_path, shift, ve
     ]
     found = write_analyses(tmp_path / "roles_x", describe=rows)
     (effect,) = find_effects(claim(deeper_is_wider, ablation="roles"), [found])
-    assert effect.verdict == verdict and f"{shift:+.2f} (" in effect.text
+    assert effect.verdict == verdict and f": {signed(shift, '.2f')} (" in effect.text
 
 
 @pytest.mark.parametrize("added, verdict", [(0.0, SUPPORTED), (0.1, CONTRADICTED)])
