@@ -25,9 +25,9 @@ SIDES = {"encoder": "source", "decoder": "target", "cross": "target"}  # of the 
 def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
     """Return a row for every head: site, layer, head, gate, and
 
-    - the fields of `attention.HeadStatistics`, averaged over all query tokens, of the
-      weights without a learned sink's, renormalised; None with talking heads, whose
-      mixed maps are not distributions;
+    - the fields of `attention.HeadStatistics`, averaged over all query tokens (of
+      max_logit the largest), of the weights without a learned sink's, renormalised;
+      None with talking heads, whose mixed maps are not distributions;
     - sink: the mean weight on the source's EOS, in the decoder on BOS; None with
       talking heads;
     - learned_sink: the mean weight on `model.attention.sink`; None without one;
@@ -44,7 +44,7 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
         for _, batch in run.task.evaluation_batches(examples, packed=False):
             found = observe(run.graph, run.task.loss, params, gates, batch)
             found = jax.device_get(found)
-            sums = found if sums is None else jax.tree.map(np.add, sums, found)
+            sums = found if sums is None else added(sums, found)
     seen, counts = sums
     rows = []
     for site, layer, head in heads_of(gates):
@@ -52,6 +52,8 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
         means = {
             name: float(x[head] / counts[SIDES[site]]) for name, x in totals.items()
         }
+        if "max_logit" in totals:
+            means["max_logit"] = float(totals["max_logit"][head])
         row = {"site": site, "layer": layer, "head": head}
         row["gate"] = float(gates[site][layer, head])
         row |= {name: means.get(name) for name in attention.HeadStatistics._fields}
@@ -64,6 +66,16 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
             row["merge_weight_sd"] = max(0.0, square - weight**2) ** 0.5
         rows.append(row)
     return rows
+
+
+def added(sums, found):
+    """Add up what `observe` returns of two batches; of the largest logits take one."""
+
+    def one(path, x, y):
+        largest = path[-1] == jax.tree_util.DictKey("max_logit")
+        return np.maximum(x, y) if largest else np.add(x, y)
+
+    return jax.tree_util.tree_map_with_path(one, sums, found)
 
 
 def importance(
@@ -170,7 +182,7 @@ def with_progress(heads: list) -> Iterator:
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def observe(graph, loss, params, head_gates: dict, batch: dict):
-    """Return sums over the tokens of a batch with one example per row.
+    """Return sums over the tokens of a batch with one example per row, and maxima.
 
     They are the statistics and `contributions` of every head, N per layer by site, and
     the number of tokens by side.
@@ -192,7 +204,10 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
         if sink is not None or not layer.parameters:
             arrays, masks = (layer.query, layer.key), layer.masks
             means = attention.head_statistics(*arrays, **masks)._asdict()
-            sums |= jax.tree.map(partial(jnp.matmul, counts[SIDES[site]]), means)
+            count, largest = counts[SIDES[site]], means.pop("max_logit")
+            sums |= jax.tree.map(partial(jnp.matmul, count), means)
+            largest = jnp.where(count[:, None] > 0, largest, -jnp.inf)
+            sums["max_logit"] = largest.max(0)
             shares = weight_on_special_token(site, *arrays, sink=sink, **masks)
             sums["sink"] = shares.sum((0, 1))
             if sink is not None:

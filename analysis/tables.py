@@ -129,6 +129,7 @@ SHORT = {
     "previous": "i-1",
     "current": "i",
     "following": "i+1",
+    "max_logit": "max\nlogit",
     "added_loss": "added\nloss",
     "learned_sink": "learned\nsink",
     "merge_weight": "merge\nweight",
@@ -136,7 +137,8 @@ SHORT = {
 }
 LEGEND = {
     "entropy": "entropy (nats), confidence (largest weight), distance (tokens) and "
-    "i-1, i, i+1 (weight on the token before, itself, after): means over tokens",
+    "i-1, i, i+1 (weight on the token before, itself, after): means over tokens; "
+    "max logit: the largest of all",
     "sink": "sink: weight on EOS, in the decoder on BOS; the other columns count it",
     "learned_sink": "learned sink: weight on it; the other columns leave it out",
     "share": "share: of the norms of what the heads of a layer add to its output",

@@ -4,9 +4,11 @@ An implementation is a module (or two names of it) with two functions:
 
     attend(query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
            key_value_seq_lengths, local_window_size, query_segment_ids,
-           key_value_segment_ids, statistics=False) -> (out, lse) or, with statistics,
+           key_value_segment_ids, alibi_slopes=None, dropout_rate=0.0,
+           dropout_keys=None, statistics=False) -> (out, lse) or, with statistics,
            (out, lse, HeadStatistics)
-    head_statistics(query, key, bias, mask, *, the same) -> HeadStatistics
+    head_statistics(query, key, bias, mask, *, the same without dropout)
+           -> HeadStatistics
 
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
   multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, but B may
@@ -18,13 +20,19 @@ An implementation is a module (or two names of it) with two functions:
   right), Python ints >= 0. What they mean for T != S stands in `masks.may_attend`.
 - query_seq_lengths, key_value_seq_lengths: None or int32 `B`, independently.
 - query_segment_ids `B T` and key_value_segment_ids `B S`: int32, both or neither; 0 is
-  padding and sees and is seen by nothing.
+  padding and sees and is seen by nothing. What is padding by a length or an id is 0
+  in query, key and value.
+- alibi_slopes: None or float32 `N`.
+- dropout_rate: a Python float, 0 if and only if dropout_keys is None; dropout_keys:
+  int32 `B T N`, of `dropout.row_keys`. Weights are dropped where `dropout.kept` is
+  False; out is computed from the others, divided by 1 - dropout_rate. lse and
+  statistics know nothing of it.
 - All conditions hold together. What a kernel does not support it refuses with
   NotImplementedError, in one sentence that names the argument and another choice.
 - out: `B T N V` in query's dtype. lse: `B T N` float32, the log-sum-exp of the scaled,
   biased logits. Logits and softmax are float32. A query that may attend to nothing has
-  out = 0, lse = `masks.EMPTY`, and gives no gradient. Of finite arrays, and a bias of
-  -inf too, nothing is ever NaN.
+  out = 0, lse = `masks.EMPTY`, and gives no gradient. Where the logits (and the sums
+  of products that make them) are finite, and a bias may be -inf too, nothing is NaN.
 - Both are differentiable by query, key and value (and bias where supported). If only
   out is used, its cotangent for lse is zero.
 - HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
@@ -45,10 +53,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from headcount.attention import masks, reference, verification
-from headcount.attention.arguments import normalise, require
+from headcount.attention.arguments import dropout_arguments, normalise, require
 from headcount.attention.kernels import cpu_build, jax_nn
 from headcount.attention.platform import platform as current_platform
-from headcount.attention.statistics import HeadStatistics, mean_over_queries
+from headcount.attention.statistics import HeadStatistics, over_queries
 
 # Name: the module that implements it, and options for it. Modules load when first used,
 # because Pallas is slow to import.
@@ -80,6 +88,9 @@ def dot_product_attention(
     local_window_size: SupportsIndex | Sequence[SupportsIndex] | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Array | None = None,
     head_gate: ArrayLike | None = None,
     sink: ArrayLike | None = None,
     implementation: str | None = None,
@@ -89,8 +100,8 @@ def dot_product_attention(
     """Softmax attention: a drop-in for `jax.nn.dot_product_attention`, with more.
 
     Args:
-      query: `B T N H`, or `T N H` without a batch (then nor have the results). B may
-        be 0.
+      query: `B T N H`, or `T N H` without a batch (then nor have the results). B, T
+        and S may be 0.
       key: `B S K H` (or `S K H` for B = 1), N a multiple of K: grouped-query
         attention, multi-query for K = 1.
       value: `B S K V` (or `S K V` for B = 1); V may differ from H.
@@ -106,6 +117,14 @@ def dot_product_attention(
         An int is both.
       query_segment_ids: `B T`; a query attends within its segment only. 0 is padding.
       key_value_segment_ids: `B S`; given if and only if query_segment_ids is.
+      alibi_slopes: `N`; minus a head's slope times |i - j| is added to the logit of
+        query i and key j (Press et al. 2022), inside the kernels. Indices count from
+        the start of both sequences. Only "reference" has its gradient.
+      dropout_rate: share of the weights that are dropped, the others being divided by
+        1 - rate; at least 0, below 1, and known when compiling.
+      dropout_seed: an integer below 2**32, or an array of one; needed if the rate is
+        above 0. What is dropped depends on it and on batch row, head, query and key,
+        and is the same in every implementation: see `attention.dropout`.
       head_gate: `N` or `B N`; multiplies each head's output.
       sink: `N` or `B N`; one more logit in each head's softmax, of no key: what it
         takes of the weight goes to nothing. In float32.
@@ -140,8 +159,12 @@ def dot_product_attention(
         local_window_size=local_window_size,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        alibi_slopes=alibi_slopes,
     )
+    structure |= dropout_arguments(dropout_rate, dropout_seed, arrays[0])
     name = _named(implementation, arrays)
+    if structure["alibi_slopes"] is not None and name != "reference":
+        structure["alibi_slopes"] = _constant(name, structure["alibi_slopes"])
     out, lse, *rows = _function(name, "attend")(
         *arrays, statistics=return_statistics, **structure
     )
@@ -154,7 +177,7 @@ def dot_product_attention(
     if return_residual:
         results.append(lse)
     if return_statistics:
-        results.append(mean_over_queries(jax.lax.stop_gradient(rows[0])))
+        results.append(over_queries(jax.lax.stop_gradient(rows[0])))
     if not batched:
         results = jax.tree.map(lambda x: x[0], results)
     return tuple(results) if len(results) > 1 else results[0]
@@ -171,9 +194,11 @@ def head_statistics(
 ) -> HeadStatistics:
     """What each head attends to, as the mean over its real queries, `B N` each.
 
-    A query that may attend to nothing is not real. `arguments` are those of
+    And the largest of their logits, `max_logit`: scaled, biased, of allowed pairs. A
+    query that may attend to nothing is not real. `arguments` are those of
     `dot_product_attention` that decide the weights: scale, is_causal, the lengths,
-    local_window_size and the segment ids. Distances and offsets count key index minus
+    local_window_size, the segment ids and alibi_slopes. Dropout changes nothing: they
+    are of the weights before it. Distances and offsets count key index minus
     query index. Of a head with a sink, which is not told here, they are those of what
     it leaves: the weights divided by their sum are the same as without it. In O(T)
     memory except for "reference"; not differentiable.
@@ -182,8 +207,9 @@ def head_statistics(
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
+    structure["alibi_slopes"] = jax.lax.stop_gradient(structure["alibi_slopes"])
     name = _named(implementation, arrays)
-    statistics = mean_over_queries(
+    statistics = over_queries(
         _function(name, "head_statistics")(query, key, bias, mask, **structure)
     )
     return statistics if batched else jax.tree.map(lambda x: x[0], statistics)
@@ -205,7 +231,7 @@ def attention_weights(
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
-    weights, lse = reference.weights_and_lse(query, key, bias, mask, **structure)
+    weights, lse, _ = reference.weights_and_lse(query, key, bias, mask, **structure)
     if sink is not None:
         share, _ = beside_sink(lse, sink, batched)
         weights = weights * share.transpose(0, 2, 1)[..., None]
@@ -216,7 +242,7 @@ def attention_weights(
 def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=None):
     """Return the name that `implementation=None` stands for.
 
-    On a CPU "cpu" for float32 without a bias, if its kernels can be compiled (which
+    On a CPU "cpu" for all dtypes but float64, if its kernels can be compiled (which
     takes some seconds at the first call on a machine). On a GPU or TPU the fused kernel
     named like it, if it has these arrays and the device, and `verification` has
     accepted it there. Otherwise "blockwise". When compiling for a device that is not
@@ -235,7 +261,7 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     is_here = platform is None and current_platform() == jax.default_backend()
     platform = platform or current_platform()
     if platform == "cpu":
-        has_kernel = jnp.dtype(query.dtype) == jnp.float32 and bias is None
+        has_kernel = jnp.dtype(query.dtype).itemsize <= 4
         return "cpu" if has_kernel and cpu_build.unavailable() is None else "blockwise"
     kernel = importlib.import_module(f"{KERNELS}.{platform}")
     query, value = (_with_dtype_object(x) for x in (query, value))
@@ -295,15 +321,29 @@ def _of_heads(name, array, B, N, batched):
 
 
 def _named(name, arrays):
-    """The implementation to run: for an empty batch the one that needs none."""
+    """The implementation to run: where there is nothing, the one that needs none."""
     require(
         name is None or isinstance(name, str) and name in IMPLEMENTATIONS,
         f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
         f"{name!r}",
     )
-    if arrays[0].shape[0] == 0:
+    if 0 in (*arrays[0].shape[:2], arrays[1].shape[1]):
         return "reference"
     return resolve_implementation(*arrays) if name is None else name
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name, alibi_slopes):
+    """`alibi_slopes`, whose gradient raises: a kernel would return none."""
+    return alibi_slopes
+
+
+@_constant.defjvp
+def _refuse_gradient(name, primals, tangents):
+    raise NotImplementedError(
+        f"implementation {name!r} has no gradient by alibi_slopes; use 'reference', or "
+        "jax.lax.stop_gradient(alibi_slopes) if none is wanted"
+    )
 
 
 def _function(name, function):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from headcount.attention import dropout, masks
 from headcount.attention.kernels.partition import varying_alike
 
 FAR = 2**30  # a window without an end; an index and this are less than 2**31
@@ -30,6 +31,7 @@ def normalise(
     local_window_size=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
+    alibi_slopes=None,
 ):
     """Arrays and structure as implementations take them, and whether query has B.
 
@@ -58,8 +60,8 @@ def normalise(
     )
     for name, x in (("query", query), ("key", key), ("value", value)):
         require(
-            0 not in x.shape[1:],
-            f"{name} has an axis of size 0 that is not B, its shape is {x.shape}",
+            0 not in x.shape[2:],
+            f"{name} has no heads or heads of size 0, its shape is {x.shape}",
         )
     require(N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}")
     if bias is not None and jnp.issubdtype(jnp.result_type(bias), jnp.integer):
@@ -67,7 +69,11 @@ def normalise(
     bias = _map("bias", bias, (B, N, T, S), jnp.floating)
     mask = _map("mask", mask, (B, N, T, S), jnp.bool_)
     scale = H**-0.5 if scale is None else scale
-    require(_is_real(scale), f"scale must be one real number, got {scale!r}")
+    kind = scale.dtype if isinstance(scale, jax.Array) else np.asarray(scale).dtype
+    require(
+        np.ndim(scale) == 0 and _is_real(kind),
+        f"scale must be one real number, got {scale!r}",
+    )
     if isinstance(scale, jax.core.Tracer):
         # It may be differentiated, so it cannot be a kernel's constant; its gradient
         # is a sum of what would cancel but for the rounding of the scaled query.
@@ -93,22 +99,88 @@ def normalise(
             ("key_value_segment_ids", key_value_segment_ids, (B, S), None),
         )
     }
-    arrays, integers = varying_alike(((query, key, value, bias, mask), integers))
+    if alibi_slopes is not None:
+        alibi_slopes = jnp.asarray(alibi_slopes)
+        require(
+            alibi_slopes.shape == (N,) and _is_real(alibi_slopes.dtype),
+            f"alibi_slopes must have one real number a head, shape {(N,)}, got "
+            f"{alibi_slopes.dtype}{alibi_slopes.shape}",
+        )
+        alibi_slopes = alibi_slopes.astype(jnp.float32)
+    query, key, value = _without_padding(query, key, value, **integers)
+    arrays = query, key, value, bias, mask
+    more = integers | {"alibi_slopes": alibi_slopes}
+    arrays, more = varying_alike((arrays, more))
     structure = {
         "scale": float(scale),
         "is_causal": bool(is_causal),
         "local_window_size": local_window_size,
-        **integers,
+        **more,
     }
     return arrays, structure, batched
 
 
-def _is_real(number):
-    if not isinstance(number, jax.Array):
-        number = np.asarray(number)
-    dtype = number.dtype
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return real and number.ndim == 0
+def dropout_arguments(rate, seed, query):
+    """Return `dropout_rate` and `dropout_keys` as implementations take them."""
+    given = rate
+    try:
+        rate = float(given)
+    except (TypeError, ValueError):  # traced, or no number at all
+        rate = float("nan")
+    require(
+        0 <= rate < 1,
+        "dropout_rate must be a number from 0 to below 1, known when compiling; got "
+        f"{given!r}",
+    )
+    if rate == 0:
+        return {"dropout_rate": 0.0, "dropout_keys": None}
+    require(seed is not None, "dropout_seed must be given with a dropout_rate above 0")
+    if not isinstance(seed, jax.Array):
+        seed = np.asarray(seed)
+        whole = seed.ndim == 0 and np.issubdtype(seed.dtype, np.integer)
+        require(
+            whole and 0 <= seed < 2**32,
+            f"dropout_seed must be an integer from 0 to below 2**32, got {seed}",
+        )
+        seed = seed.astype(np.uint32)
+    require(
+        seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer),
+        f"dropout_seed must be one integer, got {seed.dtype}{seed.shape}",
+    )
+    B, T, N, _ = query.shape
+    keys = dropout.row_keys(jnp.asarray(seed).astype(jnp.int32), B, T, N)
+    _, keys = varying_alike((query, keys))
+    return {"dropout_rate": rate, "dropout_keys": keys}
+
+
+def _without_padding(
+    query,
+    key,
+    value,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    query_segment_ids,
+    key_value_segment_ids,
+):
+    """Zeros where lengths or ids say padding: 0 times infinity would be NaN."""
+
+    def real(x, lengths, ids):
+        index = jnp.arange(x.shape[1])
+        return masks.conjunction(
+            None if lengths is None else index < lengths[:, None],
+            None if ids is None else ids != 0,
+        )
+
+    def zeroed(x, seen):
+        return x if seen is None else jnp.where(seen[..., None, None], x, 0)
+
+    seen = real(key, key_value_seq_lengths, key_value_segment_ids)
+    query = zeroed(query, real(query, query_seq_lengths, query_segment_ids))
+    return query, zeroed(key, seen), zeroed(value, seen)
+
+
+def _is_real(dtype):
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _window(size):
@@ -143,6 +215,8 @@ def _map(name, array, full, kind):
 def _integers(name, array, shape, batched, most):
     if array is None:
         return None
+    if most is None:
+        array = _ids(name, array)
     array = jnp.asarray(array)
     if not batched and array.ndim == len(shape) - 1:
         array = array[None]
@@ -154,6 +228,30 @@ def _integers(name, array, shape, batched, most):
         # before its type is, of which it may be out, as the end may be of its own
         array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
     return array.astype(jnp.int32)
+
+
+def _ids(name, ids):
+    """As they are if int32 holds them all: wrapped, different ids would be equal."""
+    if isinstance(ids, jax.Array):
+        narrow = jnp.iinfo(ids.dtype).max < 2**31 if _is_integer(ids) else True
+        require(
+            narrow,
+            f"{name} must be of a type that int32 holds, got {ids.dtype}; number the "
+            "segments of a row from 1 and pass int32",
+        )
+        return ids
+    ids = np.asarray(ids)
+    if _is_integer(ids) and ids.size:
+        least, most = int(ids.min()), int(ids.max())
+        require(
+            least >= -(2**31) and most < 2**31,
+            f"{name} must fit into int32, got ids from {least} to {most}",
+        )
+    return ids
+
+
+def _is_integer(array):
+    return jnp.issubdtype(array.dtype, jnp.integer)
 
 
 def require(condition, message):

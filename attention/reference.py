@@ -8,15 +8,31 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float
 
-from headcount.attention import masks
+from headcount.attention import dropout, masks
 from headcount.attention.statistics import from_weights
 
 
-def attend(query, key, value, bias, mask, *, scale, statistics=False, **structure):
+def attend(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    dropout_rate=0.0,
+    dropout_keys=None,
+    statistics=False,
+    **structure,
+):
     """Output `B T N V` and log-sum-exp `B T N`: see `attention.api`."""
-    weights, lse = weights_and_lse(query, key, bias, mask, scale=scale, **structure)
+    weights, lse, max_logit = weights_and_lse(query, key, bias, mask, **structure)
+    rows = (from_weights(weights, max_logit),) if statistics else ()
     B, N, T, S = weights.shape
     K = value.shape[2]
+    if dropout_keys is not None:
+        row_keys = dropout_keys.transpose(0, 2, 1)[..., None]
+        kept = dropout.kept(row_keys, jnp.arange(S, dtype=jnp.int32), dropout_rate)
+        weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
     out = jnp.einsum(
         "BKGTS,BSKV->BTKGV",
         weights.reshape(B, K, N // K, T, S),
@@ -24,25 +40,41 @@ def attend(query, key, value, bias, mask, *, scale, statistics=False, **structur
         precision=Precision.HIGHEST,
     )
     out = out.reshape(B, T, N, value.shape[-1]).astype(query.dtype)
-    return (out, lse, from_weights(weights)) if statistics else (out, lse)
+    return out, lse, *rows
 
 
-def head_statistics(query, key, bias, mask, *, scale, **structure):
+def head_statistics(query, key, bias, mask, **structure):
     """Statistics of every row: see `attention.api`."""
-    weights, _ = weights_and_lse(query, key, bias, mask, scale=scale, **structure)
-    return from_weights(weights)
+    weights, _, max_logit = weights_and_lse(query, key, bias, mask, **structure)
+    return from_weights(weights, max_logit)
 
 
 def weights_and_lse(
-    query, key, bias, mask, *, scale, **structure
-) -> tuple[Float[Array, "B N T S"], Float[Array, "B T N"]]:
-    """The softmax's weights and its log-sum-exp, in float32 (float64 for float64)."""
+    query, key, bias, mask, *, scale, alibi_slopes=None, **structure
+) -> tuple[Float[Array, "B N T S"], Float[Array, "B T N"], Float[Array, "B N T"]]:
+    """The softmax's weights, its log-sum-exp, and the largest logit of every row.
+
+    In float32 (float64 for float64). The last is 0 in a row that may see nothing.
+    """
     logits = scaled_logits(query, key, scale)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
+    if alibi_slopes is not None:
+        logits = logits + alibi(alibi_slopes, *logits.shape[2:])
     allowed = masks.dense(*logits.shape[2:], mask, **structure)
     weights, lse = softmax(logits, allowed)
-    return weights, lse.transpose(0, 2, 1).astype(jnp.float32)
+    seen = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+    largest = seen.max(-1, initial=-jnp.inf)
+    largest = jnp.where(lse > masks.EMPTY, largest, 0)
+    return weights, lse.transpose(0, 2, 1).astype(jnp.float32), largest
+
+
+def alibi(
+    slopes: Float[Array, "N"], num_queries: int, num_keys: int
+) -> Float[Array, "N T S"]:
+    """What is added to the logits: minus a head's slope times the distance."""
+    offset = jnp.arange(num_keys) - jnp.arange(num_queries)[:, None]
+    return -slopes[:, None, None] * jnp.abs(offset)
 
 
 def softmax(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from headcount.attention import masks
 from headcount.attention.api import head_gated
 from headcount.attention.arguments import normalise
-from headcount.attention.reference import scaled_logits, softmax
+from headcount.attention.reference import alibi, scaled_logits, softmax
 
 
 def talking_heads_attention(
@@ -32,8 +32,9 @@ def talking_heads_attention(
 
     Its weights are Σ_n softmax(those)_n · weights_mix[n, m]; both mixes are `N N`. With
     two identity matrices this is `dot_product_attention`, whose shapes, errors, scale,
-    is_causal, lengths, window and segment ids it shares. The bias is added and the mask
-    applied after the first mix, so that a mixed map sees no more than its own.
+    is_causal, lengths, window, segment ids and slopes it shares. Bias and slopes are
+    added and the mask applied after the first mix, so that a mixed map sees no more
+    than its own.
     """
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
@@ -70,7 +71,16 @@ def talking_heads_weights(
 
 
 def mixed_weights(
-    query, key, bias, mask, logits_mix, weights_mix, *, scale, **structure
+    query,
+    key,
+    bias,
+    mask,
+    logits_mix,
+    weights_mix,
+    *,
+    scale,
+    alibi_slopes=None,
+    **structure,
 ) -> Float[Array, "B N T S"]:
     """The weights after both mixes, in float32; rows that see nothing are zero.
 
@@ -86,6 +96,8 @@ def mixed_weights(
     logits = mix(logits, logits_mix)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
+    if alibi_slopes is not None:
+        logits = logits + alibi(alibi_slopes, *logits.shape[2:])
     allowed = masks.dense(*logits.shape[2:], mask, **structure)
     weights = mix(softmax(logits, allowed)[0], weights_mix)
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from headcount.attention import masks, reference
+from headcount.attention import dropout, masks, reference
 
 # Largest error allowed, relative to the largest number of the reference's result. The
 # same as of the compilers' and simulation's tests: products of 16-bit numbers.
@@ -138,6 +138,12 @@ PROBLEMS = {
         "local_window_size": (40, 9),
         "lengths": True,
     },
+    "dropout and slopes": {
+        "sizes": (140, 190, 4, 2, 64, 64),
+        "is_causal": True,
+        "dropout_rate": 0.2,
+        "slopes": True,
+    },
 }
 NOTHING = {
     "is_causal": False,
@@ -146,7 +152,9 @@ NOTHING = {
 }
 
 
-def problem_error(module, dtype, *, sizes, segments=False, lengths=False, **options):
+def problem_error(
+    module, dtype, *, sizes, segments=False, lengths=False, slopes=False, **options
+):
     """Return a kernel's largest error in a problem, relative to the reference's result.
 
     Output, log-sum-exp, statistics, and the gradients by query, key and value.
@@ -162,6 +170,12 @@ def problem_error(module, dtype, *, sizes, segments=False, lengths=False, **opti
     if lengths:
         structure["query_seq_lengths"] = jnp.asarray([T, T // 2], jnp.int32)
         structure["key_value_seq_lengths"] = jnp.asarray([S // 3, S], jnp.int32)
+    if slopes:
+        structure["alibi_slopes"] = jnp.asarray(
+            2.0 ** -np.arange(1, N + 1), jnp.float32
+        )
+    if "dropout_rate" in options:
+        structure["dropout_keys"] = dropout.row_keys(jnp.int32(0), 2, T, N)
     cotangent = jnp.asarray(random.normal(size=(2, T, N, V)), dtype)
 
     def results(module, arrays, cotangent):

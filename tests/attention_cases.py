@@ -105,6 +105,22 @@ FEATURES = {
     "bias of B N T S": ("groups", a_map("bias", normal, "BNTS")),
     "bias of N T S": ("groups", a_map("bias", normal, "NTS")),
     "bias of B T": ("one key head", a_map("bias", normal, "BT")),
+    "alibi_slopes": (
+        "groups",
+        lambda rng, B, T, S, N: {
+            **pair(ids)(rng, B, T, S, N),
+            "alibi_slopes": jnp.abs(normal(rng, N)),
+        },
+    ),
+    "dropout": ("groups", fixed(dropout_rate=0.3, dropout_seed=7, is_causal=True)),
+    "dropout of segments": (
+        "one key head",
+        lambda *sizes: {
+            **pair(unordered_ids)(*sizes),
+            "dropout_rate": 0.1,
+            "dropout_seed": jnp.uint32(2**32 - 5),
+        },
+    ),
     "head_gate": ("groups", lambda rng, B, T, S, N: {"head_gate": normal(rng, B, N)}),
     "sink": ("one key head", lambda rng, B, T, S, N: {"sink": normal(rng, N)}),
     "sink of B N": (
@@ -173,7 +189,7 @@ def differentiate(implementation, inputs, arguments, residual=True, statistics=F
 
 def statistics(implementation, inputs, arguments):
     """The statistics of a feature, by name."""
-    told = arguments.keys() - {"head_gate", "sink"}
+    told = arguments.keys() - {"head_gate", "sink", "dropout_rate", "dropout_seed"}
     arguments = {name: arguments[name] for name in told}
     return attention.head_statistics(
         *inputs[:2], implementation=implementation, **arguments

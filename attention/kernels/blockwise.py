@@ -23,7 +23,8 @@ SHORT = 128  # rows of up to so many queries and keys are one block
 LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
 
-QUERIES = ("query", "out_gradient", "maximum", "delta")  # B T K G ...
+# B T K G ...
+QUERIES = ("query", "out_gradient", "maximum", "delta", "dropout_keys")
 HEADS_THIRD = ("key", "value", *QUERIES)  # others are B K ...
 ROWS = dict.fromkeys(("lse", *HeadStatistics._fields), "BTN")
 
@@ -38,11 +39,12 @@ def attend(
     scale,
     is_causal,
     local_window_size,
+    dropout_rate=0.0,
     statistics=False,
     **indices,
 ):
     """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`."""
-    structure = scale, is_causal, local_window_size
+    structure = scale, is_causal, local_window_size, dropout_rate
     problem = _problem(query, key, bias, structure, statistics)
     differentiable = present(query=query, key=key, value=value, bias=bias)
     constant = present(mask=mask, **indices)
@@ -55,7 +57,7 @@ def head_statistics(
     query, key, bias, mask, *, scale, is_causal, local_window_size, **indices
 ):
     """Statistics of every row: see `attention.api`."""
-    structure = scale, is_causal, local_window_size
+    structure = scale, is_causal, local_window_size, 0.0
     problem = _problem(query, key, bias, structure, statistics=True)
     arrays = present(query=query, key=key, bias=bias, mask=mask, **indices)
     head = heads.short if problem.short else heads.forward
@@ -167,6 +169,8 @@ def _all_heads(function, problem, results, arrays):
             return _pad(x, 1, more_queries)[:, None]
         if name == "key_value_segment_ids":
             return _pad(x, 1, more_keys)[:, None]
+        if name == "alibi_slopes":
+            return x.reshape(1, K, G)
         if name in ("key", "value"):
             return _pad(x, 1, more_keys)
         if name in ("mask", "bias"):

@@ -1,10 +1,10 @@
 """One key/value head with its group of query heads, block by block: see `blockwise`.
 
-A head is a dict of its arrays: query and out_gradient `G T H`, delta `G T`, key and
-value `S H`, mask and bias `G T S` with axes of 1 where they are broadcast, lengths,
-segment ids `T` and `S`, and what the forward pass has kept: the exponentials `(G T) S`
-of a short row, the maximum `G T` of a long one. In a block the queries of the group
-come one after the other: products of two matrices.
+A head is a dict of its arrays: query and out_gradient `G T H`, delta and dropout_keys
+`G T`, key and value `S H`, mask and bias `G T S` with axes of 1 where they are
+broadcast, lengths, segment ids `T` and `S`, alibi_slopes `G`, and what the forward pass
+has kept: the exponentials `(G T) S` of a short row, the maximum `G T` of a long one. In
+a block the queries of the group come one after the other: products of two matrices.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from headcount.attention import masks
+from headcount.attention import dropout, masks
 
 # Summed row by row for the statistics: their sum over total is what they are.
 OFFSETS = {"previous": -1, "current": 0, "following": 1}
@@ -25,6 +25,7 @@ class Problem(NamedTuple):
     scale: float
     is_causal: bool
     local_window_size: tuple[int, int] | None
+    dropout_rate: float
     queries: int  # of a block; divides the padded T
     keys: int  # of a block; divides the padded S
     short: bool  # one block holds the whole row
@@ -113,7 +114,8 @@ def _sums(problem, head, exponentials, i, j):
             sums[name] = _diagonal(problem, exponentials, offset, row, column)
     if "value" in head:
         value = _slice(head["value"], 0, j, problem.keys)
-        sums["out"] = _dot(exponentials.astype(value.dtype), value)
+        kept = _dropped(problem, head, exponentials, i, j)
+        sums["out"] = _dot(kept.astype(value.dtype), value)
     return sums | {"total": exponentials.sum(-1)}
 
 
@@ -128,7 +130,18 @@ def _results(maximum, total, sums):
     # The energy's logits count from the maximum, as log(total) does.
     entropy = log_total - sums["energy"] * reciprocal
     means = (sums[name] * reciprocal for name in ("distance", *OFFSETS))
-    return *out, lse, entropy, reciprocal, *means
+    max_logit = jnp.where(total > 0, maximum, 0)
+    return *out, lse, entropy, reciprocal, *means, max_logit
+
+
+def _dropped(problem, head, weights, i, j):
+    """Weights of a block, or gradients by them, after dropout."""
+    if "dropout_keys" not in head:
+        return weights
+    row_key = _rows(problem, head, "dropout_keys", i)[:, None]
+    column = jnp.int32(j * problem.keys) + jnp.arange(problem.keys, dtype=jnp.int32)
+    kept = dropout.kept(row_key, column[None], problem.dropout_rate)
+    return jnp.where(kept, weights * (1 / (1 - problem.dropout_rate)), 0)
 
 
 def _diagonal(problem, exponentials, offset, row, column):
@@ -174,11 +187,12 @@ def backward(problem, head):
                 maximum = _rows(problem, head, "maximum", i)
                 weights = _exponentials(_logits(problem, head, i, j), maximum)
             weights_gradient = _dot(out_gradient.astype(value.dtype), value, 1)
+            weights_gradient = _dropped(problem, head, weights_gradient, i, j)
             logits_gradient = weights * (weights_gradient - delta[:, None])
             if bias_gradient is not None:
                 (more,) = _grouped(problem, (logits_gradient,))
                 bias_gradient = _add(bias_gradient, more, (i, j), problem)
-            weights = weights.astype(value.dtype)
+            weights = _dropped(problem, head, weights, i, j).astype(value.dtype)
             logits_gradient = logits_gradient.astype(value.dtype)
             # Products along the rows of both matrices are the fastest on CPU.
             value_more = _dot(out_gradient.T.astype(value.dtype), weights)
@@ -232,13 +246,18 @@ def _logits(problem, head, i, j):
     def ids(name, index, size):
         return _slice(head[name], 0, index, size) if name in head else None
 
+    row = (i * problem.queries + jnp.arange(problem.queries))[:, None]
+    column = (j * problem.keys + jnp.arange(problem.keys))[None, :]
     if "bias" in head:
         logits += rows(block(head["bias"])).astype(logits.dtype)
+    if "alibi_slopes" in head:
+        slopes = head["alibi_slopes"][:, None, None]
+        logits -= rows(slopes * abs(column - row)).astype(logits.dtype)
     allowed = masks.conjunction(
         block(head["mask"]) if "mask" in head else None,
         masks.may_attend(
-            (i * problem.queries + jnp.arange(problem.queries))[:, None],
-            (j * problem.keys + jnp.arange(problem.keys))[None, :],
+            row,
+            column,
             is_causal=problem.is_causal,
             local_window_size=problem.local_window_size,
             query_seq_length=head.get("query_seq_lengths"),

@@ -91,6 +91,7 @@ struct Forward : Problem {
   void softmax(int64_t b, int64_t n, int64_t t, Range range, float* logits,
                float& highest, float& total, float* outs, float* sums) const {
     const int64_t width = padded(range.size());
+    lean(logits, b, n, t, range);
     hide(logits, b, n, t, range);
     Vector most = at(logits);
     for (int64_t s = W; s < width; s += W)
@@ -117,13 +118,15 @@ struct Forward : Problem {
       offset += static_cast<float>(W);
     }
     total += sum(more);
-    if (!statistics) return;
-    sums[0] += sum(energy);
-    sums[1] += sum(distance);
-    for (int j = 0; j < 3; ++j) {
-      const int64_t s = t + j - 1 - range.start;
-      if (s >= 0 && s < width) sums[2 + j] += logits[s];
+    if (statistics) {
+      sums[0] += sum(energy);
+      sums[1] += sum(distance);
+      for (int j = 0; j < 3; ++j) {
+        const int64_t s = t + j - 1 - range.start;
+        if (s >= 0 && s < width) sums[2 + j] += logits[s];
+      }
     }
+    if (dropout_keys) drop(logits, b, n, t, range);
   }
 };
 
@@ -131,6 +134,7 @@ struct Backward : Problem {
   const float *maximum, *reciprocal, *out_gradient, *delta;
   // Those of key and value `B S N H` and `B S N V`: of each query head apart.
   float *query_gradient, *key_gradient, *value_gradient;
+  float* bias_gradient;  // `B N T S` or none
 
   int64_t tasks() const { return batch * N; }
 
@@ -153,6 +157,8 @@ struct Backward : Problem {
     copy(T, H, query + row(b, 0, n) * H, N * H, q, deep, scale);
     copy(T, V, out_gradient + row(b, 0, n) * V, N * V, d_out, wide);
     std::fill_n(dq, T * deep, 0.f);
+    float* by_bias = bias_gradient ? bias_gradient + task * T * S : nullptr;
+    if (by_bias) std::fill_n(by_bias, T * S, 0.f);
     for (int64_t s = 0; s < S; s += KEYS) {
       const Range all{s, std::min(S, s + KEYS)};
       bool laid_out = false;
@@ -178,17 +184,19 @@ struct Backward : Problem {
                  block, false);
         for (int64_t r = 0; r < rows; ++r)
           softmax(b, n, i + r, range, weights + r * block, gradient + r * block);
-        multiply(range.size(), wide, rows, {weights, 1, block}, d_here, wide,
-                 dv + offset * wide, wide, true);
-        multiply(range.size(), deep, rows, {gradient, 1, block}, q_here, deep,
-                 dk + offset * deep, deep, true);
+        if (by_bias)
+          for (int64_t r = 0; r < rows; ++r)
+            std::copy_n(gradient + r * block, range.size(),
+                        by_bias + (i + r) * S + range.start);
+        add_product(rows, range, offset, V, wide, weights, d_here, block, dv);
+        add_product(rows, range, offset, H, deep, gradient, q_here, block, dk);
         multiply(rows, deep, range.size(), {gradient, block, 1}, k + offset * deep,
                  deep, dq + i * deep, deep, true);
       }
       for (int64_t j = 0; j < all.size(); ++j) {
         const int64_t r = (b * S + s + j) * N + n;
-        std::copy_n(dk + j * deep, H, key_gradient + r * H);
-        std::copy_n(dv + j * wide, V, value_gradient + r * V);
+        take_row(dk, j, H, deep, block, key_gradient + r * H);
+        take_row(dv, j, V, wide, block, value_gradient + r * V);
       }
     }
     for (int64_t t = 0; t < T; ++t)
@@ -196,17 +204,42 @@ struct Backward : Problem {
         query_gradient[row(b, t, n) * H + c] = dq[t * deep + c] * scale;
   }
 
-  // A row's logits to weights, and the gradient by the weights to that by the logits.
+  // Add the product of a block of the map, transposed, and an array of its queries to
+  // an array of its keys. Of heads narrower than a vector that array is transposed, so
+  // that keys fill the vectors, which such a head would leave empty for the most part.
+  static void add_product(int64_t rows, Range range, int64_t offset, int64_t size,
+                          int64_t width, const float* map, const float* queries,
+                          int64_t block, float* keys) {
+    if (size < W)
+      multiply(size, padded(range.size()), rows, {queries, 1, width}, map, block,
+               keys + offset, block, true);
+    else
+      multiply(range.size(), width, rows, {map, 1, block}, queries, width,
+               keys + offset * width, width, true);
+  }
+
+  // A key's row of such an array.
+  static void take_row(const float* keys, int64_t j, int64_t size, int64_t width,
+                       int64_t block, float* to) {
+    if (size >= W) keys += j * width;
+    for (int64_t c = 0; c < size; ++c) to[c] = size < W ? keys[c * block + j] : keys[c];
+  }
+
+  // A row's logits to the weights after dropout, and the gradient by those to that by
+  // the logits.
   void softmax(int64_t b, int64_t n, int64_t t, Range range, float* weights,
                float* gradient) const {
     const int64_t r = row(b, t, n);
+    lean(weights, b, n, t, range);
     hide(weights, b, n, t, range);
+    if (dropout_keys) drop(gradient, b, n, t, range);
     for (int64_t s = 0; s < padded(range.size()); s += W) {
       const Vector x = clipped(at(weights + s) - maximum[r]);
       const Vector weight = exponential(x) * reciprocal[r];
       at(weights + s) = weight;
       at(gradient + s) = weight * (at(gradient + s) - delta[r]);
     }
+    if (dropout_keys) drop(weights, b, n, t, range);
   }
 };
 
@@ -260,10 +293,11 @@ auto* given(const Array& x) {
   return x.element_count() ? x.typed_data() : nullptr;
 }
 
-Problem problem(Floats query, Floats key, Floats value, Booleans mask,
+Problem problem(float scale, bool is_causal, int64_t left, int64_t right,
+                int32_t dropped, float kept, Floats query, Floats key, Floats value,
+                Floats bias, Booleans mask, Floats slopes, Integers dropout_keys,
                 Integers query_lengths, Integers key_lengths, Integers query_ids,
-                Integers key_ids, float scale, bool is_causal, int64_t left,
-                int64_t right) {
+                Integers key_ids) {
   Problem p;
   p.B = size(query, 4), p.T = size(query, 3), p.N = size(query, 2);
   p.S = size(key, 3), p.K = size(key, 2);
@@ -272,6 +306,10 @@ Problem problem(Floats query, Floats key, Floats value, Booleans mask,
   p.query = query.typed_data(), p.key = key.typed_data(), p.value = value.typed_data();
   p.mask = given(mask);
   for (int i = 0; i < 4; ++i) p.mask_sizes[i] = size(mask, 4 - i);
+  p.bias = given(bias);
+  for (int i = 0; i < 4; ++i) p.bias_sizes[i] = size(bias, 4 - i);
+  p.slopes = given(slopes), p.dropout_keys = given(dropout_keys);
+  p.dropped = dropped, p.kept = kept;
   p.query_lengths = given(query_lengths), p.key_lengths = given(key_lengths);
   p.query_ids = given(query_ids), p.key_ids = given(key_ids);
   p.scale = scale, p.is_causal = is_causal, p.left = left, p.right = right;
@@ -279,32 +317,37 @@ Problem problem(Floats query, Floats key, Floats value, Booleans mask,
 }
 
 ffi::Error forward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,
-                   int64_t right, Floats query, Floats key, Floats value, Booleans mask,
-                   Integers query_lengths, Integers key_lengths, Integers query_ids,
-                   Integers key_ids, ffi::Result<Floats> out,
+                   int64_t right, int32_t dropped, float kept, Floats query, Floats key,
+                   Floats value, Floats bias, Booleans mask, Floats slopes,
+                   Integers dropout_keys, Integers query_lengths, Integers key_lengths,
+                   Integers query_ids, Integers key_ids, ffi::Result<Floats> out,
                    ffi::Result<Floats> maximum, ffi::Result<Floats> reciprocal,
                    ffi::Result<Floats> statistics) {
-  const Problem p = problem(query, key, value, mask, query_lengths, key_lengths,
-                            query_ids, key_ids, scale, is_causal, left, right);
+  const Problem p = problem(scale, is_causal, left, right, dropped, kept, query, key,
+                            value, bias, mask, slopes, dropout_keys, query_lengths,
+                            key_lengths, query_ids, key_ids);
   return run(Forward{p, out->typed_data(), maximum->typed_data(),
                      reciprocal->typed_data(), given(*statistics)},
              pool);
 }
 
 ffi::Error backward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,
-                    int64_t right, Floats query, Floats key, Floats value,
-                    Booleans mask, Integers query_lengths, Integers key_lengths,
+                    int64_t right, int32_t dropped, float kept, Floats query,
+                    Floats key, Floats value, Floats bias, Booleans mask, Floats slopes,
+                    Integers dropout_keys, Integers query_lengths, Integers key_lengths,
                     Integers query_ids, Integers key_ids, Floats maximum,
                     Floats reciprocal, Floats out_gradient, Floats delta,
                     ffi::Result<Floats> query_gradient,
                     ffi::Result<Floats> key_gradient,
-                    ffi::Result<Floats> value_gradient) {
-  const Problem p = problem(query, key, value, mask, query_lengths, key_lengths,
-                            query_ids, key_ids, scale, is_causal, left, right);
+                    ffi::Result<Floats> value_gradient,
+                    ffi::Result<Floats> bias_gradient) {
+  const Problem p = problem(scale, is_causal, left, right, dropped, kept, query, key,
+                            value, bias, mask, slopes, dropout_keys, query_lengths,
+                            key_lengths, query_ids, key_ids);
   return run(Backward{p, maximum.typed_data(), reciprocal.typed_data(),
                       out_gradient.typed_data(), delta.typed_data(),
                       query_gradient->typed_data(), key_gradient->typed_data(),
-                      value_gradient->typed_data()},
+                      value_gradient->typed_data(), given(*bias_gradient)},
              pool);
 }
 
@@ -315,10 +358,15 @@ auto binding() {
       .Attr<bool>("is_causal")
       .Attr<int64_t>("left")
       .Attr<int64_t>("right")
+      .Attr<int32_t>("dropped")
+      .Attr<float>("kept")
+      .Arg<Floats>()
       .Arg<Floats>()
       .Arg<Floats>()
       .Arg<Floats>()
       .Arg<Booleans>()
+      .Arg<Floats>()
+      .Arg<Integers>()
       .Arg<Integers>()
       .Arg<Integers>()
       .Arg<Integers>()
@@ -337,6 +385,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
+                                  .Ret<Floats>()
                                   .Ret<Floats>()
                                   .Ret<Floats>()
                                   .Ret<Floats>());

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <vector>
 
@@ -56,9 +57,13 @@ class Scratch {
 // rest. Leading axes, of `jax.vmap`, count as more of the batch.
 struct Problem {
   int64_t batch, B, T, S, N, K, H, V;
-  const float *query, *key, *value;
+  const float *query, *key, *value, *bias;
+  int64_t bias_sizes[4], mask_sizes[4];  // B N T S or 1
   const bool* mask;
-  int64_t mask_sizes[4];  // B N T S or 1
+  const float* slopes;  // N, of each trial
+  const int32_t* dropout_keys;  // B T N
+  int32_t dropped;  // of 2^24 hashes
+  float kept;  // factor on the weights that are not dropped
   const int32_t *query_lengths, *key_lengths, *query_ids, *key_ids;
   float scale;
   bool is_causal;
@@ -108,6 +113,44 @@ struct Problem {
     return found;
   }
 
+  // Where an array `B N T S`, some axes of which may be 1, has a row of keys from `start`
+  // on, and how far apart they are.
+  struct Row {
+    int64_t offset, step;
+  };
+  Row row_of(const int64_t found[4], int64_t b, int64_t n, int64_t t,
+             int64_t start) const {
+    const int64_t sizes[4] = {B, N, T, S}, place[4] = {b % B, n, t, start};
+    Row at{b / B, 0};
+    for (int i = 0; i < 4; ++i) {
+      at.step = sizes[i] > 1 && found[i] == sizes[i];
+      at.offset = at.offset * found[i] + at.step * place[i];
+    }
+    return at;
+  }
+
+  // Add the bias, and minus the head's slope times the distance.
+  void lean(float* logits, int64_t b, int64_t n, int64_t t, Range range) const {
+    if (bias) {
+      const Row at = row_of(bias_sizes, b, n, t, range.start);
+      const float* more = bias + at.offset;
+      for (int64_t s = 0; s < range.size(); ++s) logits[s] += more[s * at.step];
+    }
+    if (slopes) {
+      const float slope = slopes[b / B * N + n];
+      const int64_t first = range.start - t;
+      for (int64_t s = 0; s < range.size(); ++s)
+        logits[s] -= slope * static_cast<float>(std::abs(first + s));
+    }
+  }
+
+  // Multiply by 0 what dropout drops of a row of keys from `start` on, else by `kept`.
+  void drop(float* row, int64_t b, int64_t n, int64_t t, Range range) const {
+    const Dropout hash(dropout_keys[this->row(b, t, n)], range.start);
+    for (int64_t s = 0; s < padded(range.size()); s += W)
+      at(row + s) = hash(s) < dropped ? Vector{} : at(row + s) * kept;
+  }
+
   // Set the logits of a range of keys, and what pads it, to EMPTY where the query may
   // not attend.
   void hide(float* logits, int64_t b, int64_t n, int64_t t, Range range) const {
@@ -123,15 +166,10 @@ struct Problem {
         logits[s] = ids[s] == id ? logits[s] : EMPTY;
     }
     if (mask) {
-      const int64_t sizes[4] = {B, N, T, S}, place[4] = {b % B, n, t, range.start};
-      int64_t offset = b / B, step = 0;
-      for (int i = 0; i < 4; ++i) {
-        step = sizes[i] > 1 && mask_sizes[i] == sizes[i];
-        offset = offset * mask_sizes[i] + step * place[i];
-      }
-      const bool* allowed = mask + offset;
+      const Row at = row_of(mask_sizes, b, n, t, range.start);
+      const bool* allowed = mask + at.offset;
       for (int64_t s = start; s < stop; ++s)
-        logits[s] = allowed[s * step] ? logits[s] : EMPTY;
+        logits[s] = allowed[s * at.step] ? logits[s] : EMPTY;
     }
     std::fill(logits + stop, logits + padded(size), EMPTY);
   }

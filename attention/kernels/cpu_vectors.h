@@ -20,6 +20,7 @@ constexpr int W = 4, TALL = 8;
 // Of any alignment.
 typedef float Vector __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t Bits __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 // Not one template: its argument would lose the alignment.
@@ -60,6 +61,26 @@ inline Vector exponential(Vector x) {
   const Vector power = (Vector)(((Bits)shifted + 127) << 23);  // 2^n
   return x <= -88.f ? Vector{} : p * power;
 }
+
+// The hashes of a row of weights from the key `start` on: `kept` of attention/dropout.py.
+class Dropout {
+ public:
+  Dropout(int32_t row_key, int64_t start) {
+    for (int i = 0; i < W; ++i) first_[i] = static_cast<uint32_t>(start + i) * SPREAD;
+    row_key_ = Words{} + static_cast<uint32_t>(row_key);
+  }
+  // Of the W keys from start + s on.
+  Bits operator()(int64_t s) const {
+    Words x = row_key_ ^ (first_ + static_cast<uint32_t>(s) * SPREAD);
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return (Bits)(x >> 8);
+  }
+
+ private:
+  static constexpr uint32_t SPREAD = 0x9E3779B9u;
+  Words first_, row_key_;
+};
 
 // A matrix as an operand: element (i, j) at i * row + j * column.
 struct Left {

@@ -27,12 +27,24 @@ from headcount.attention.statistics import HeadStatistics
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = 128  # head size whose backward pass fits into registers
+# Of `HeadStatistics` what a kernel returns; max_logit follows from the highest logit.
+FIELDS = tuple(name for name in HeadStatistics._fields if name != "max_logit")
 THREADS = 6  # that the simulation needs
 WIDTH = 32  # head sizes are padded to a multiple of it
 
 
 def attend(
-    query, key, value, bias, mask, *, statistics=False, interpret=False, **structure
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    alibi_slopes=None,
+    dropout_keys=None,
+    statistics=False,
+    interpret=False,
+    **structure,
 ):
     """Return output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
 
@@ -41,13 +53,19 @@ def attend(
     """
     _check(interpret, query, value, bias, mask)
     static, arrays = _split(structure, statistics, interpret)
+    arrays["alibi_slopes"] = _slopes(alibi_slopes, static)
+    if dropout_keys is not None:
+        arrays["dropout_keys"] = jnp.swapaxes(dropout_keys, 1, 2)
     return _attend(static, query, key, value, present(**arrays))
 
 
-def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
+def head_statistics(
+    query, key, bias, mask, *, alibi_slopes=None, interpret=False, **structure
+):
     """Return the statistics of every row: see `attention.api`."""
     _check(interpret, query, query, bias, mask)
     static, arrays = _split(structure, True, interpret)
+    arrays["alibi_slopes"] = _slopes(alibi_slopes, static)
     arrays = present(query=query, key=key, **arrays)
     return _public(static, _forward(static, arrays))[-1]
 
@@ -103,6 +121,13 @@ def _split(structure, statistics, interpret):
     return tuple(sorted(structure.items())), arrays
 
 
+def _slopes(alibi_slopes, static):
+    """Return the slopes in the unit of the kernels' logits."""
+    if alibi_slopes is None:
+        return None
+    return alibi_slopes * (kernels.LOG2E / kernels.exponent_unit(dict(static)["scale"]))
+
+
 def _public(static, found):
     """Return what `attend` returns, from the results of `_forward`."""
     rows = {name: jnp.swapaxes(found[name], 1, 2) for name in found if name != "out"}
@@ -111,7 +136,10 @@ def _public(static, found):
     unit = kernels.exponent_unit(dict(static)["scale"])
     lse = (highest * unit - jnp.log2(confidence)) / kernels.LOG2E
     lse = jnp.where(seen, lse, masks.EMPTY)
-    statistics = (HeadStatistics(**rows),) if len(rows) > 1 else ()
+    statistics = ()
+    if len(rows) > 1:
+        max_logit = jnp.where(seen, highest * (unit / kernels.LOG2E), 0)
+        statistics = (HeadStatistics(**rows, max_logit=max_logit),)
     return found.get("out"), lse, *statistics
 
 
@@ -158,7 +186,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 def _forward(static, arrays):
     """Return results by name: of rows, `B N T`, and `out` if there are values."""
     statistics = dict(static)["statistics"]
-    rows = ("highest", *(HeadStatistics._fields if statistics else ("confidence",)))
+    rows = ("highest", *(FIELDS if statistics else ("confidence",)))
     names = (*rows, "out") if "value" in arrays else rows
 
     def outputs(arrays):
@@ -196,7 +224,8 @@ def _run(kernel, static, arrays, outputs, results):
 
     if problem.interpret:  # with effects, which can't be partitioned
         return function(arrays)
-    axes = axes_of(arrays, **dict.fromkeys(kernels.ROWS, "BNT"))
+    by_head = dict.fromkeys((*kernels.ROWS, "dropout_keys"), "BNT")
+    axes = axes_of(arrays, **by_head)
     return partitioned(function, arrays, axes, results)
 
 
@@ -227,6 +256,7 @@ def _problem(kernel, static, arrays):
     interpret, scale = static.pop("interpret"), static.pop("scale")
     sizes = choose_tiles(kernel, max(H, V), T, S)
     del static["statistics"]
+    rate = static.pop("dropout_rate", 0.0)
     seen = {name: arrays.get(name) for name in masks.STRUCTURE}
     by_key = kernel == "key_value_gradient"
     bounds, head, tail = visits(T, S, sizes, by_key=by_key, **static, **seen)
@@ -240,6 +270,7 @@ def _problem(kernel, static, arrays):
         head=head,
         tail=tail,
         interpret=interpret,
+        dropout_rate=rate,
         **static,
     )
     return problem, dict(arrays, bounds=jnp.asarray(bounds))
@@ -288,7 +319,8 @@ def _launch(name, problem, arrays, types):
 
 # Which of the tiles' sides an array's sequence is cut into.
 _AXES = {
-    **dict.fromkeys(("query", "out", "out_gradient", "query_segment_ids"), "queries"),
+    **dict.fromkeys(("query", "out", "out_gradient"), "queries"),
+    **dict.fromkeys(("query_segment_ids", "dropout_keys"), "queries"),
     **dict.fromkeys(("key", "value", "key_value_segment_ids"), "keys"),
 }
 

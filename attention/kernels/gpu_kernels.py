@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from headcount.attention import masks
+from headcount.attention import dropout, masks
 from headcount.attention.kernels.gpu_blocks import HEIGHT, Tiles
 from headcount.attention.kernels.gpu_rings import (
     fetch,
@@ -57,6 +57,7 @@ class Problem:
     head: bool  # see `gpu_blocks.Visits`
     tail: bool
     interpret: bool
+    dropout_rate: float
 
 
 class Place(NamedTuple):
@@ -83,6 +84,9 @@ def _forward(inputs, outputs, scratch, problem, place):
     unit = exponent_unit(problem.scale)
     query = _own(inputs, scratch, "query", place)
     row_ids = _ids(inputs, "query", place.first, HEIGHT, OF_ROWS, place, problem)
+    row_keys = _row_keys(
+        inputs, place.head, place.first, HEIGHT, OF_ROWS, place, problem
+    )
     looking = "entropy" in outputs
 
     def step(j, carry, masked):
@@ -90,7 +94,7 @@ def _forward(inputs, outputs, scratch, problem, place):
         key, slot = wait(scratch["key"], j - place.start)
         logits = _product(query, key, problem, transposed=True)
         release(scratch["key"], slot, loaded=problem.interpret)
-        logits = _logits(logits, inputs, row_ids, j, place, problem, masked)
+        logits = _logits(logits, inputs, row_ids, j, place.head, place, problem, masked)
         new_highest = jnp.maximum(highest, logits.max(1))
         below = (logits - _of_rows(new_highest, logits)) * unit
         weights = jnp.exp2(below)
@@ -110,8 +114,9 @@ def _forward(inputs, outputs, scratch, problem, place):
         total = total * correction + weights.sum(1)
         if out is not None:
             out = out * _of_rows(correction, out)
+            kept = _dropped(weights, row_keys, j, place, problem)
             value, slot = wait(scratch["value"], j - place.start)
-            out = _add_product(out, weights.astype(query.dtype), value, problem)
+            out = _add_product(out, kept.astype(query.dtype), value, problem)
             release(scratch["value"], slot, loaded=problem.interpret)
         return new_highest, total, out, excess, distance, *shares
 
@@ -179,6 +184,9 @@ def _query_gradient(inputs, outputs, scratch, problem, place):
     query = _own(inputs, scratch, "query", place)
     out_gradient = _own(inputs, scratch, "out_gradient", place)
     row_ids = _ids(inputs, "query", place.first, HEIGHT, OF_ROWS, place, problem)
+    row_keys = _row_keys(
+        inputs, place.head, place.first, HEIGHT, OF_ROWS, place, problem
+    )
     stacked = inputs["stacked"].at[place.batch, place.head]
     highest, log_confidence, delta = (
         _vector(stacked.at[k, pl.ds(place.first, HEIGHT)], OF_ROWS, problem)
@@ -188,12 +196,13 @@ def _query_gradient(inputs, outputs, scratch, problem, place):
     def step(j, gradient, masked):
         key, slot = wait(scratch["key"], j - place.start)
         logits = _product(query, key, problem, transposed=True)
-        logits = _logits(logits, inputs, row_ids, j, place, problem, masked)
+        logits = _logits(logits, inputs, row_ids, j, place.head, place, problem, masked)
         below = (logits - _of_rows(highest, logits)) * unit
         weights = jnp.exp2(below + _of_rows(log_confidence, logits))
         value, _ = wait(scratch["value"], j - place.start)
         weight_gradient = _product(out_gradient, value, problem, transposed=True)
         release(scratch["value"], slot, loaded=problem.interpret)
+        weight_gradient = _dropped(weight_gradient, row_keys, j, place, problem)
         logit_gradient = weights * (weight_gradient - _of_rows(delta, logits))
         logit_gradient = logit_gradient.astype(query.dtype)
         gradient = _add_product(gradient, logit_gradient, key, problem)
@@ -225,7 +234,14 @@ def _key_value_gradient(inputs, outputs, scratch, problem, place):
             turn = n * place.count + i - place.start
             query, slot = wait(scratch["query"], turn)
             logits = _product(key, query, problem, transposed=True)
-            logits = _logits(logits, inputs, column_ids, i, place, problem, masked)
+            head = place.head * _group(inputs) + n
+            logits = _logits(
+                logits, inputs, column_ids, i, head, place, problem, masked
+            )
+            size = logits.shape[1]
+            row_keys = _row_keys(
+                inputs, head, i * size, size, OF_COLUMNS, place, problem
+            )
             stacked, _ = wait(scratch["stacked"], turn)
             highest, log_confidence, delta = (
                 _of_columns(_vector(stacked.at[k], OF_COLUMNS, problem), logits)
@@ -234,10 +250,12 @@ def _key_value_gradient(inputs, outputs, scratch, problem, place):
             release(scratch["stacked"], slot, loaded=True)
             weights = jnp.exp2((logits - highest) * unit + log_confidence)
             out_gradient, _ = wait(scratch["out_gradient"], turn)
+            kept = _dropped(weights, row_keys, i, place, problem)
             value_gradient = _add_product(
-                value_gradient, weights.astype(key.dtype), out_gradient, problem
+                value_gradient, kept.astype(key.dtype), out_gradient, problem
             )
             weight_gradient = _product(value, out_gradient, problem, transposed=True)
+            weight_gradient = _dropped(weight_gradient, row_keys, i, place, problem)
             release(scratch["out_gradient"], slot, loaded=problem.interpret)
             logit_gradient = (weights * (weight_gradient - delta)).astype(key.dtype)
             key_gradient = _add_product(key_gradient, logit_gradient, query, problem)
@@ -351,18 +369,41 @@ def _group(inputs):
     return jnp.int32(inputs["query"].shape[2] // inputs["key"].shape[2])
 
 
-def _logits(products, inputs, own_ids, inner, place, problem, masked):
+def _row_keys(inputs, head, start, size, layout, place, problem):
+    """The dropout keys of the queries from `start` on, None if nothing is dropped."""
+    if "dropout_keys" not in inputs:
+        return None
+    ref = inputs["dropout_keys"].at[place.batch, head, pl.ds(start, size)]
+    return _vector(ref, layout, problem)
+
+
+def _dropped(weights, row_keys, inner, place, problem):
+    """Weights of a block, or gradients by them, after dropout."""
+    if row_keys is None:
+        return weights
+    own, other = _indices(weights.shape, inner, place, problem)
+    column, spread = (own, _of_columns) if place.by_key else (other, _of_rows)
+    kept = dropout.kept(spread(row_keys, weights), column, problem.dropout_rate)
+    return jnp.where(kept, weights * (1 / (1 - problem.dropout_rate)), 0.0)
+
+
+def _logits(products, inputs, own_ids, inner, head, place, problem, masked):
     """Products of queries and keys, or transposed -> logits in `exponent_unit`.
 
     -inf where none may attend. `own_ids` are those of the block's rows, `inner` is the
-    number of the block along its columns.
+    number of the block along its columns, `head` that of the queries.
     """
     if exponent_unit(problem.scale) == LOG2E:
         products = products * problem.scale
-    if not masked:
+    if not masked and "alibi_slopes" not in inputs:
         return products
     own, other = _indices(products.shape, inner, place, problem)
     row, column = (other, own) if place.by_key else (own, other)
+    if "alibi_slopes" in inputs:
+        distance = jnp.abs(column - row).astype(jnp.float32)
+        products -= inputs["alibi_slopes"][head] * distance
+    if not masked:
+        return products
     segments = {}
     if own_ids is not None:
         kind, size = "query" if place.by_key else "key_value", products.shape[1]

@@ -15,7 +15,19 @@ from headcount.attention.platform import platform
 
 
 def attend(
-    query, key, value, bias, mask, *, scale, backend, statistics=False, **structure
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale,
+    backend,
+    alibi_slopes=None,
+    dropout_rate=0.0,
+    dropout_keys=None,
+    statistics=False,
+    **structure,
 ):
     """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
 
@@ -23,6 +35,11 @@ def attend(
     """
     if statistics:
         head_statistics(query, key, bias, mask, backend=backend)
+    if alibi_slopes is not None or dropout_keys is not None:
+        name = "dropout_rate" if alibi_slopes is None else "alibi_slopes"
+        raise NotImplementedError(
+            f"implementation {backend!r} (jax.nn) takes no {name}; use 'blockwise'"
+        )
     H, V = query.shape[-1], value.shape[-1]
     if H != V:
         raise NotImplementedError(

@@ -28,6 +28,8 @@ AXES = {
     "key_value_seq_lengths": "B",
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
+    "alibi_slopes": "N",
+    "dropout_keys": "BTN",
 }
 # Those of arrays whose axes may be broadcast.
 BROADCAST_AXES = {

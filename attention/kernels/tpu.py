@@ -36,7 +36,17 @@ BACKWARD_TILES = (512, 512)
 
 
 def attend(
-    query, key, value, bias, mask, *, statistics=False, interpret=False, **structure
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    alibi_slopes=None,
+    dropout_keys=None,
+    statistics=False,
+    interpret=False,
+    **structure,
 ):
     """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
 
@@ -45,15 +55,29 @@ def attend(
     """
     _check(interpret, query, value)
     problem, ids = _split(query, key, interpret, **structure)
-    static = problem, statistics
-    return _attend(static, query, key, value, bias, present(mask=mask, **ids))
+    others = present(
+        mask=mask,
+        alibi_slopes=masks.expand(alibi_slopes, 0),
+        dropout_keys=dropout_keys,
+        **ids,
+    )
+    return _attend((problem, statistics), query, key, value, bias, others)
 
 
-def head_statistics(query, key, bias, mask, *, interpret=False, **structure):
+def head_statistics(
+    query, key, bias, mask, *, alibi_slopes=None, interpret=False, **structure
+):
     """Statistics of every row: see `attention.api`."""
     _check(interpret, query, query)
     problem, ids = _split(query, key, interpret, **structure)
-    arrays = present(query=query, key=key, bias=bias, mask=mask, **ids)
+    arrays = present(
+        query=query,
+        key=key,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=masks.expand(alibi_slopes, 0),
+        **ids,
+    )
     _, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
     return HeadStatistics(*jnp.moveaxis(rows, -1, 0))
 
@@ -186,7 +210,7 @@ def _call(function, problem, arrays, results):
         results = _trials(function, problem)(trials)
         return tuple(result[0] for result in results)
 
-    axes = axes_of(arrays, highest="BTN", confidence="BTN")
+    axes = axes_of(arrays, highest="BTN", confidence="BTN", alibi_slopes="1N")
     return partitioned(one_trial, arrays, axes, results)
 
 

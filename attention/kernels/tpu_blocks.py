@@ -31,6 +31,8 @@ AXES = {
     "highest": "RBNxT",
     "confidence": "RBNxT",
     "delta": "RBNxT",
+    "dropout_keys": "RBNxT",
+    "alibi_slopes": "RBNxx",
     "rows": "RBNxT",
     "query_ids": "RBxT",
     "key_ids": "RBxS",
@@ -187,8 +189,10 @@ def lay_out(arrays, T, S, padded):
                 x = x.astype(jnp.int8)
             elif suffix:
                 x = x.astype(jnp.float32)
-        elif name in ("highest", "confidence", "delta"):
+        elif name in ("highest", "confidence", "delta", "dropout_keys"):
             x = jnp.swapaxes(x, 2, 3)[:, :, :, None]
+        elif name == "alibi_slopes":
+            x = x[..., None, None]
         elif name in ("query_ids", "key_ids"):
             x = x[:, :, None]
         else:

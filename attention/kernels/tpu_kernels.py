@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from headcount.attention import masks
+from headcount.attention import dropout, masks
 from headcount.attention.statistics import HeadStatistics
 
 LANES = 128
@@ -30,6 +30,7 @@ class Problem(NamedTuple):
     is_causal: bool
     local_window_size: tuple[int, int] | None
     interpret: bool
+    dropout_rate: float = 0.0
 
 
 class Block(NamedTuple):
@@ -55,7 +56,8 @@ def forward(problem, block, refs, scratch):
     def update():
         logits = _logits(problem, block, refs)
         exponentials, decay = _online_softmax(logits, highest, total)
-        _add_values(out, refs["value"][...], exponentials, decay)
+        kept = _dropped(problem, block, refs, exponentials)
+        _add_values(out, refs["value"][...], kept, decay)
 
     def finish():
         seen = total[...] > 0
@@ -73,7 +75,7 @@ def statistics(problem, block, refs, scratch):
     And `out`, as of `forward`, if there are values.
     """
     highest, total, sums, *out = scratch
-    entropy, confidence, distance, previous, current, following = (
+    entropy, confidence, distance, previous, current, following, max_logit = (
         slice(i, i + 1) for i in range(len(HeadStatistics._fields))
     )
     shares = ((previous, -1), (current, 0), (following, 1))
@@ -100,7 +102,8 @@ def statistics(problem, block, refs, scratch):
         for place, wanted in shares:
             sums[place, :] += _sum(jnp.where(offset == wanted, exponentials, 0))
         for accumulator in out:
-            _add_values(accumulator, refs["value"][...], exponentials, decay)
+            kept = _dropped(problem, block, refs, exponentials)
+            _add_values(accumulator, refs["value"][...], kept, decay)
 
     def finish():
         seen = total[...] > 0
@@ -110,6 +113,7 @@ def statistics(problem, block, refs, scratch):
         rows[...] = mean
         rows[entropy, :] = jnp.log(divisor) - mean[entropy]
         rows[confidence, :] = jnp.where(seen, 1 / divisor, 0)
+        rows[max_logit, :] = jnp.where(seen, highest[...], 0)
         refs["highest"][...] = highest[...]
         for accumulator in out:
             mean = accumulator[...] / divisor
@@ -161,14 +165,25 @@ def key_value_gradient(problem, block, refs, scratch):
 
 
 def _weights_and_gradient(problem, block, refs):
-    """The weights of the block, and the gradient by its scaled logits.
+    """The weights of the block after dropout, and the gradient by its scaled logits.
 
     Not from the log-sum-exp: where that is large, the total is lost in its rounding.
     """
     exponentials = jnp.exp(_logits(problem, block, refs) - refs["highest"][...])
     weights = exponentials * refs["confidence"][...]
     products = _dot(refs["value"][...], refs["out_gradient"][...], 0, 0)
-    return weights, weights * (products - refs["delta"][...])
+    products = _dropped(problem, block, refs, products)
+    logits_gradient = weights * (products - refs["delta"][...])
+    return _dropped(problem, block, refs, weights), logits_gradient
+
+
+def _dropped(problem, block, refs, weights):
+    """Weights of a block, keys by queries, or gradients by them, after dropout."""
+    if "dropout_keys" not in refs:
+        return weights
+    _, column = _indices(block, weights.shape)
+    kept = dropout.kept(refs["dropout_keys"][...], column, problem.dropout_rate)
+    return jnp.where(kept, weights * (1 / (1 - problem.dropout_rate)), 0.0)
 
 
 def _online_softmax(logits, highest, total):
@@ -197,6 +212,8 @@ def _logits(problem, block, refs):
     if "key_ids" in refs:
         allowed.append(_column(refs["key_ids"][...]) == refs["query_ids"][...])
     row, column = _indices(block, logits.shape)
+    if "alibi_slopes" in refs:
+        logits -= refs["alibi_slopes"][...] * jnp.abs(column - row).astype(F32)
     allowed.append(
         masks.may_attend(
             row,

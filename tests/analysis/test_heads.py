@@ -20,7 +20,12 @@ from headcount.analysis.heads import (
 from headcount.analysis.plots import plot_maps
 from headcount.analysis.pruning import curve, orders
 from headcount.analysis.tables import print_heads, scores_without
-from headcount.attention import MERGE_RULES, HeadStatistics, attention_weights
+from headcount.attention import (
+    MERGE_RULES,
+    HeadStatistics,
+    attention_weights,
+    head_statistics,
+)
 from headcount.configs.base import get_config
 from headcount.data.examples import Examples, Ragged
 from headcount.models.attention import Intermediates, attention_map
@@ -140,7 +145,8 @@ def seen(model, gates):
 
 
 def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
-    names = *HeadStatistics._fields, "sink", "learned_sink"
+    fields = [name for name in HeadStatistics._fields if name != "max_logit"]
+    names = *fields, "sink", "learned_sink"
     means = {site: [] for site in SIDES}
     for kept in seen:
         for site, layers in kept.items():
@@ -167,6 +173,27 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
         assert (row["learned_sink"] is None) == (site != "cross")
         told = [row[name] or 0 for name in names]
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
+
+
+def test_max_logit_is_the_largest_over_all_sentences(model, gates, rows):
+    graph, params = graph_and_params(model)
+
+    @jax.jit
+    def look(batch):
+        kept = {site: [] for site in SIDES}
+
+        def keep(site, layer):
+            found = head_statistics(layer.query, layer.key, **layer.masks)
+            kept[site].append(found.max_logit[0])
+
+        observe = {site: partial(keep, site) for site in SIDES}
+        nnx.merge(graph, params).hidden(batch, head_gates=gates, observe=observe)
+        return kept
+
+    each = [look(batch) for batch in pairs()]
+    for (site, layer, head), row in rows.items():
+        largest = max(float(kept[site][layer][head]) for kept in each)
+        np.testing.assert_allclose(row["max_logit"], largest, rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_merge_makes_of_heads_is_the_mean_over_all_tokens(model, rows, seen):

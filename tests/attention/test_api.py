@@ -321,7 +321,27 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"query": QUERY[0]}, "key must be (1, 7, 2, 8) to fit query"),
         ({"key": KEY[0, 0]}, "key must have 4 axes or 3, got (2, 8)"),
         ({"value": KEY.astype(jnp.bfloat16)}, "must have one floating dtype"),
-        ({"query": QUERY[:, :0]}, "query has an axis of size 0"),
+        ({"query": QUERY[..., :0], "key": KEY[..., :0]}, "heads of size 0"),
+        ({"value": KEY[..., :0]}, "value has no heads or heads of size 0"),
+        (
+            {"alibi_slopes": jnp.ones(3)},
+            "alibi_slopes must have one real number a head",
+        ),
+        ({"dropout_rate": 1.0}, "dropout_rate must be a number from 0 to below 1"),
+        ({"dropout_rate": -0.1}, "dropout_rate must be a number from 0 to below 1"),
+        ({"dropout_rate": 0.1}, "dropout_seed must be given with a dropout_rate"),
+        ({"dropout_rate": 0.1, "dropout_seed": 2**32}, "from 0 to below 2**32"),
+        ({"dropout_rate": 0.1, "dropout_seed": jnp.ones(2)}, "must be one integer"),
+        (
+            {"query_segment_ids": np.full((2, 5), 2**31)}
+            | {"key_value_segment_ids": np.full((2, 7), 1)},
+            "query_segment_ids must fit into int32",
+        ),
+        (
+            {"query_segment_ids": jnp.ones((2, 5), jnp.uint32)}
+            | {"key_value_segment_ids": jnp.ones((2, 7), jnp.uint32)},
+            "query_segment_ids must be of a type that int32 holds, got uint32",
+        ),
         ({"mask": jnp.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
         ({"mask": jnp.ones((5, 7))}, "an additive mask is a bias"),
         ({"bias": jnp.ones((5, 7), bool)}, "bias must be floating"),
@@ -387,12 +407,15 @@ def test_table_of_support_in_the_documents_is_up_to_date():
         ("tpu", "float32", 257, False, "blockwise"),
         ("tpu", "float16", 64, False, "blockwise"),
         ("tpu", "float32", 64, True, "blockwise"),
-        ("cpu", "bfloat16", 64, False, "blockwise"),
-        ("cpu", "float32", 64, True, "blockwise"),
+        ("cpu", "float64", 64, False, "blockwise"),
+        pytest.param("cpu", "bfloat16", 64, False, "cpu", marks=needs_kernels),
+        pytest.param("cpu", "float16", 64, False, "cpu", marks=needs_kernels),
+        pytest.param("cpu", "float32", 64, True, "cpu", marks=needs_kernels),
     ],
 )
 def test_default_implementation_of_a_platform(platform, dtype, size, bias, name):
-    x = jax.ShapeDtypeStruct((1, 8, 2, size), dtype)
+    with jax.enable_x64(dtype == "float64"):
+        x = jax.ShapeDtypeStruct((1, 8, 2, size), dtype)
     bias = jax.ShapeDtypeStruct((1, 1, 8, 8), "float32") if bias else None
     assert attention.resolve_implementation(x, x, x, bias, platform=platform) == name
 

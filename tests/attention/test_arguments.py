@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from headcount import attention
+from headcount.attention import masks
+from tests.attention_cases import CPU
 
 attend = attention.dot_product_attention
 B, T, S, N, K, H = 1, 5, 7, 4, 2, 8
+
+
+NAMES = "reference", "blockwise", "tpu_interpret"
 
 
 def normal(seed, *shape):
@@ -49,6 +54,64 @@ def test_an_empty_batch(implementation):
     assert attention.talking_heads_attention(query, key, key, **mixes).shape == (
         query.shape
     )
+
+
+@pytest.mark.parametrize("implementation", [None, "blockwise", "tpu_interpret"])
+@pytest.mark.parametrize("sizes", [(0, S), (T, 0), (0, 0)])
+def test_sequences_without_tokens(sizes, implementation):
+    """Zeros for queries without keys, nothing without queries; and gradients."""
+    t, s = sizes
+    query, key = jnp.ones((B, t, N, H)), jnp.ones((B, s, K, H))
+    told = {"implementation": implementation, "is_causal": True, "dropout_rate": 0.1}
+    told |= {"dropout_seed": 1, "alibi_slopes": jnp.ones(N)}
+
+    def run(*arrays):
+        return attend(*arrays, **told, return_residual=True, return_statistics=True)
+
+    out, lse, seen = jax.jit(run)(query, key, key)
+    assert out.shape == query.shape and not out.any()
+    np.testing.assert_array_equal(lse, np.full((B, t, N), np.float32(masks.EMPTY)))
+    assert all(x.shape == (B, N) and not x.any() for x in seen)
+    gradients = jax.grad(lambda *x: run(*x)[0].sum(), (0, 1, 2))(query, key, key)
+    assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["lengths", "segments"])
+@pytest.mark.parametrize("implementation", [*NAMES, CPU])
+def test_what_is_padding_never_matters(implementation, kind, bad):
+    """Not even infinity there: same results, and gradients of 0."""
+    told = {"query_seq_lengths": [3], "key_value_seq_lengths": [4]}
+    if kind == "segments":
+        told = {"query_segment_ids": [[1, 1, 1, 0, 0]]}
+        told["key_value_segment_ids"] = [[1, 1, 1, 1, 0, 0, 0]]
+    told = {name: jnp.asarray(x, jnp.int32) for name, x in told.items()}
+    clean = ARRAYS[0].at[:, 3:].set(0), *(x.at[:, 4:].set(0) for x in ARRAYS[1:])
+    spoilt = ARRAYS[0].at[:, 3:].set(bad), *(x.at[:, 4:].set(bad) for x in ARRAYS[1:])
+
+    @jax.jit
+    def run(arrays):
+        out, pullback = jax.vjp(
+            lambda *x: attend(*x, **told, implementation=implementation), *arrays
+        )
+        return out, pullback(jnp.ones_like(out))
+
+    for x, y in zip(*map(jax.tree.leaves, map(run, (spoilt, clean))), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_segment_ids_of_any_integers_that_fit():
+    """Compared as they are: int64 of NumPy, int8, and lists."""
+    wanted = attend(*ARRAYS[:1], *(x[:, :T] for x in ARRAYS[1:]), **segments(np.int32))
+    for kind in (np.int64, np.int8, np.uint16, list):
+        found = attend(*ARRAYS[:1], *(x[:, :T] for x in ARRAYS[1:]), **segments(kind))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def segments(kind):
+    ids = [[1, 1, 2, 2, 0]]
+    ids = ids if kind is list else np.asarray(ids, kind)
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
 
 
 def test_causal_as_a_number():

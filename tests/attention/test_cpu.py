@@ -37,10 +37,6 @@ def native(inputs, arguments):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature):
     inputs, arguments = make(feature)
-    if "bias" in arguments:
-        with pytest.raises(NotImplementedError, match="'cpu' takes no bias; use"):
-            attend(*inputs, **arguments, implementation="cpu")
-        return
     together, alone = native(inputs, arguments)
     check(together, expected(feature))
     check(alone, expected(feature))
@@ -252,10 +248,39 @@ def test_memory_grows_as_length():
     assert most(4096, "reference") > least + 64 * 1024
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_arrays(dtype):
+    """Computed in float32: outputs are the rounded ones of the rounded inputs."""
+    inputs, arguments = make("bias of N T S", dtype)
+    assert attention.resolve_implementation(*inputs) == "cpu"
+    got = everything("cpu", inputs, arguments)
+    assert got["out"].dtype == got["gradient of key"].dtype == dtype
+    assert got["lse"].dtype == jnp.float32
+    exact = tuple(x.astype(jnp.float32) for x in inputs)
+    want = everything("reference", exact, arguments)
+    check(got, want, jnp.bfloat16)
+    for name in ("lse", "entropy", "gradient of bias"):
+        check({name: got[name]}, want)
+
+
 def test_other_types_are_refused():
-    for dtype in (jnp.bfloat16, jnp.float16):
-        inputs, _ = make("nothing", dtype)
-        told = f"'cpu' takes float32, not {jnp.dtype(dtype)}; use 'blockwise'"
+    with jax.enable_x64(True):
+        inputs, _ = make("nothing", jnp.float64)
+        told = "'cpu' takes float32, bfloat16, float16, not float64; use 'blockwise'"
         with pytest.raises(NotImplementedError, match=told):
             attend(*inputs, implementation="cpu")
         assert attention.resolve_implementation(*inputs) == "blockwise"
+
+
+def test_a_constant_bias_has_no_gradient_to_compute():
+    """The kernel writes the gradient of a bias, `B N T S`, only where it is wanted."""
+    inputs, arguments = make("bias of N T S")
+
+    def number(query, bias):
+        return attend(query, *inputs[1:], bias, implementation="cpu").sum()
+
+    of_query = jax.jit(jax.grad(number)).lower(inputs[0], arguments["bias"])
+    of_both = jax.jit(jax.grad(number, (0, 1))).lower(inputs[0], arguments["bias"])
+    B, T, N, _ = inputs[0].shape
+    map_type = f"tensor<{B}x{N}x{T}x{inputs[1].shape[1]}xf32>"
+    assert map_type in of_both.as_text() and map_type not in of_query.as_text()

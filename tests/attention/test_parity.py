@@ -52,6 +52,11 @@ def test_jax_nn(feature):
         with pytest.raises(NotImplementedError, match="equal key and value sizes"):
             differentiate("xla", inputs, arguments, residual=False)
         return
+    for name in ("alibi_slopes", "dropout_rate"):
+        if name in arguments:
+            with pytest.raises(NotImplementedError, match=f"takes no {name}"):
+                differentiate("xla", inputs, arguments, residual=False)
+            return
     if "sink" in arguments:
         attend = functools.partial(
             attention.dot_product_attention, implementation="xla", **arguments

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from headcount import attention
-from headcount.attention import masks, reference
+from headcount.attention import dropout, masks, reference
 from headcount.attention.kernels import partition, tpu
 from tests.processes import ROOT, with_devices
 
@@ -88,6 +88,9 @@ def main():
                 key_value_seq_lengths=None,
                 query_segment_ids=ids,
                 key_value_segment_ids=ids,
+                alibi_slopes=jnp.float32([0.1, 0.2, 0.3, 0.4]),
+                dropout_rate=0.2,
+                dropout_keys=dropout.row_keys(jnp.int32(1), 2, 40, 4),
                 **options,
             )
             return (out**2).mean() + jnp.where(lse > masks.EMPTY, lse, 0).mean()

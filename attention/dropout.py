@@ -1,0 +1,50 @@
+"""Dropout of attention weights: a hash of where each one stands, the same everywhere.
+
+Whether a weight is kept depends on the seed and on its batch row, head, query and key,
+and on nothing else: not on blocks, devices or the order of the computation. So kernels
+find it again in the backward pass, hold no mask, and agree bit for bit.
+
+The generator is counter-based: the 32-bit finaliser "lowbias32" (Wellons 2018,
+Prospecting for hash functions) over a counter. `row_keys` is computed once per query;
+`kept` is all that a kernel does per weight. Both use int32, whose arithmetic wraps,
+because kernels for accelerators lack uint32.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+SPREAD = np.int32(np.uint32(0x9E3779B9))  # between neighbouring keys; odd
+FIRST, SECOND = np.int32(0x7FEB352D), np.int32(np.uint32(0x846CA68B))
+BITS = 24  # of the hash that are compared with the rate
+
+
+def threshold(rate: float) -> int:
+    """Return the number of the 2**24 hashes that are dropped."""
+    return round(rate * 2**BITS)
+
+
+def row_keys(seed: Int32[Array, ""], B: int, T: int, N: int) -> Int32[Array, "B T N"]:
+    """Return a hash of the seed, batch row, head and query."""
+    of_rows = _mixed(_mixed(seed) + jax.lax.iota(jnp.int32, B))
+    of_heads = _mixed(of_rows[:, None] + jax.lax.iota(jnp.int32, N))
+    return _mixed(of_heads[:, None] + jax.lax.iota(jnp.int32, T)[:, None])
+
+
+def kept(row_key: Int32[Array, "..."], column, rate: float) -> Bool[Array, "..."]:
+    """Whether the weight on the key at index `column` is kept; they broadcast."""
+    x = row_key ^ (column * SPREAD)
+    x = (x ^ _shifted(x, 16)) * FIRST
+    x = (x ^ _shifted(x, 15)) * SECOND
+    return _shifted(x, 32 - BITS) >= np.int32(threshold(rate))
+
+
+def _mixed(x):
+    x = (x ^ _shifted(x, 16)) * FIRST
+    x = (x ^ _shifted(x, 15)) * SECOND
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x, count):
+    return jax.lax.shift_right_logical(x, jnp.full_like(x, count))
