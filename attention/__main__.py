@@ -3,40 +3,65 @@
 python -m headcount.attention
 """
 
+import importlib
+
 import jax
 
-from headcount.attention.api import KERNELS, resolve_implementation
+from headcount.attention.api import IMPLEMENTATIONS, KERNELS, resolve_implementation
 from headcount.attention.kernels import cpu_build
+from headcount.attention.kernels.cpu import DTYPES as CPU_DTYPES
 from headcount.attention.verification import verdict
 
-COLUMNS = "{:12}  {:9}  {:>9}  {:>9}  {}"
+COLUMNS = "{:9}  {:14}  {:6}  {:>9}  {:>9}  {}"
+DTYPES = ("float32", "bfloat16", "float16")
+WITHOUT_VERDICT = {
+    "reference": "the definition; holds a T x S map",
+    "blockwise": "XLA, any device",
+    "xla": "jax.nn; holds a T x S map",
+}
 
 
 def main() -> None:
-    """Print a row per dtype: the choice, and the verdict on this platform's kernel."""
+    """Print a row per dtype and implementation: picked or not, and the verdict."""
     platform, device = jax.default_backend(), jax.devices()[0].device_kind
     print(f"{device} ({platform}), jax {jax.__version__}")
-    if platform == "cpu":
-        reason = cpu_build.unavailable()
-        print(f"cpu kernel: {'compiled' if reason is None else reason}")
-        return
-    print(COLUMNS.format("kernel", "dtype", "error", "time", "verdict"))
-    for dtype in ("float32", "bfloat16", "float16"):
+    print(COLUMNS.format("dtype", "implementation", "picked", "error", "time", "why"))
+    for dtype in DTYPES:
         x = jax.ShapeDtypeStruct((1, 128, 8, 64), dtype)
         chosen = resolve_implementation(x, x, x)
-        module = __import__(f"{KERNELS}.{platform}", fromlist=["unsupported"])
-        reason = module.unsupported(x, x, None, None) or module.unsupported_device()
-        if reason is not None:
-            print(COLUMNS.format(platform, dtype, "", "", reason))
-            continue
-        found = verdict(platform, dtype)
-        if found is None:
-            print(COLUMNS.format(platform, dtype, "", "", "not verified"))
-            continue
-        error = "" if found.error is None else f"{found.error:.1e}"
-        ratio = "" if found.relative_time is None else f"{found.relative_time:.2f}"
-        text = found.reason or "accepted"
-        print(COLUMNS.format(platform, dtype, error, ratio, f"{text}: {chosen} runs"))
+        for name, (_, options) in IMPLEMENTATIONS.items():
+            if "interpret" not in options:
+                picked = "picked" if name == chosen else ""
+                print(COLUMNS.format(dtype, name, picked, *why(name, dtype)))
+
+
+def why(name: str, dtype: str) -> tuple[str, str, str]:
+    """Return an implementation's largest error, relative time and verdict here.
+
+    The error is relative to the reference, the time to blockwise.
+    """
+    if name in WITHOUT_VERDICT:
+        return "", "", WITHOUT_VERDICT[name]
+    platform = jax.default_backend()
+    if name == "cudnn":
+        has_it = platform == "gpu"
+        return "", "", "jax.nn" if has_it else "needs an NVIDIA GPU"
+    if name == "cpu":
+        if platform != "cpu":
+            return "", "", f"needs a CPU, the platform is {platform!r}"
+        reason = None if dtype in CPU_DTYPES else f"takes no {dtype}"
+        return "", "", reason or cpu_build.unavailable() or "compiled for this machine"
+    kernel = importlib.import_module(f"{KERNELS}.{name}")
+    x = jax.ShapeDtypeStruct((1, 128, 8, 64), jax.numpy.dtype(dtype))
+    reason = kernel.unsupported_device() or kernel.unsupported(x, x, None, None)
+    if reason is not None:
+        return "", "", reason
+    found = verdict(name, dtype)
+    if found is None:
+        return "", "", "not verified"
+    error = "" if found.error is None else f"{found.error:.1e}"
+    ratio = "" if found.relative_time is None else f"{found.relative_time:.2f}"
+    return error, ratio, found.reason or f"verified on {found.device}"
 
 
 if __name__ == "__main__":
