@@ -85,6 +85,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.talking_heads = False  # mix heads before and after the softmax
     attention.sink = False  # a learned logit per head, to attend to nothing
     attention.qk_norm = False  # RMS-normalise queries and keys
+    attention.dropout = 0.0  # rate, on the attention weights; training only
     attention.scale = placeholder(float)  # of query · key; None: 1 / sqrt(H)
     # Variants of heads; docs/reference/variants.md has their formulas and sources.
     attention.gate = "none"  # on heads: sigmoid, or double_sigmoid, which starts at 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from headcount import attention
 from headcount.attention import variants
@@ -53,6 +53,8 @@ class Attention(nnx.Module):
             `attention.dot_product_attention`. Not with talking heads.
         qk_norm: RMS-normalise queries and keys, with learned scales of size H, like
             Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
+        dropout: rate of dropout on the weights, where a call gives a key. Not with
+            talking heads.
         scale: factor on query · key; None: 1 / sqrt(H). Tensor Programs V (Yang et al.
             2022) uses a constant / H. At 0 a head averages what it may attend to.
         use_bias: in all four projections.
@@ -104,6 +106,7 @@ class Attention(nnx.Module):
         talking_heads: bool = False,
         sink: bool = False,
         qk_norm: bool = False,
+        dropout: float = 0.0,
         scale: float | None = None,
         use_bias: bool = True,
         implementation: str | None = None,
@@ -142,6 +145,10 @@ class Attention(nnx.Module):
             raise ValueError(f"{path}.scale must be from 0 to 1e6, got {scale}.")
         pairs = 2 if differential else 1
         check_mixture(path, merge, mixture_heads, mixture_shared, num_heads // pairs)
+        if not 0 <= dropout < 1:
+            raise ValueError(
+                f"{path}.dropout must be from 0 to below 1, got {dropout}."
+            )
         if sink and talking_heads:
             raise ValueError(
                 f"{path}.sink must be False with talking_heads, whose mixed maps do "
@@ -166,6 +173,7 @@ class Attention(nnx.Module):
                 "head_dim": head_dim,
                 "width": width,
                 "qk_norm": qk_norm,
+                "dropout": dropout,
                 "talking_heads": talking_heads,
                 "gate": gate,
                 "gate_features": gate_features,
@@ -189,6 +197,7 @@ class Attention(nnx.Module):
         self.mixture_shared = mixture_shared
         self.mixture_balance = mixture_balance
         self.implementation = implementation
+        self.dropout = dropout
         self.exclusive, self.value_residual = exclusive, value_residual
         self.rotary_dim, self.qk_clip = rotary_dim, qk_clip
         initial = partial(initializer, init)
@@ -455,11 +464,12 @@ class Attention(nnx.Module):
                 learned["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
             if self.sink is not None:
                 learned["sink"] = jax.ShapeDtypeStruct((N,), dtype)
+            dropped = self.dropout_arguments(jax.random.key(0))
 
             def total(arrays, learned):
                 name = self.implementation
                 return attention.dot_product_attention(
-                    *arrays, **learned, implementation=name
+                    *arrays, **learned, **dropped, implementation=name
                 ).sum()
 
             run = jax.grad(total, (0, 1)) if learned else total
@@ -474,6 +484,13 @@ class Attention(nnx.Module):
         if self.sink is not None:
             given["sink"] = self.sink
         return {name: param[...] for name, param in given.items()}
+
+    def dropout_arguments(self, key: Key[Array, ""] | None) -> dict:
+        """Return the arguments that drop weights; none without a key or a rate."""
+        if key is None or not self.dropout:
+            return {}
+        seed = jax.random.bits(key, dtype=jnp.uint32)
+        return {"dropout_rate": self.dropout, "dropout_seed": seed}
 
     def merged(
         self,
@@ -501,6 +518,7 @@ class Attention(nnx.Module):
         gate: Float[Array, "*B N"] | None = None,
         observe: Callable | None = None,
         first: Float[Array, "B S K V"] | None = None,
+        dropout_key: Key[Array, ""] | None = None,
         **masks,
     ) -> Float[Array, "B T D"]:
         """Attend from x to the memory, or to x itself.
@@ -512,12 +530,13 @@ class Attention(nnx.Module):
             gate: factor on each head's output, `N` or `B N`.
             observe: called with `Intermediates`.
             first: values of the stack's first layer, for `value_residual`.
+            dropout_key: of dropout on the weights; None: no dropout.
             masks: bias and masks; see `attention.dot_product_attention`.
         """
         query = self.queries(x, positions)
         key, value = self.keys_values(x if memory is None else memory, positions, first)
         parameters = self.softmax_parameters()
-        arguments = masks | parameters
+        arguments = masks | parameters | self.dropout_arguments(dropout_key)
         attended = value if self.difference is None else variants.paired(value)
         if self.talking_heads is not None:
             heads = attention.talking_heads_attention(query, key, attended, **arguments)

@@ -38,6 +38,11 @@ def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, ".
     return (x ^ (x >> 16)).reshape(shape)
 
 
+def key_of(drop: Dropout | None, index: int) -> Key[Array, ""] | None:
+    """The key of a place in the model that has a rate of its own."""
+    return None if drop is None else jax.random.fold_in(drop[1], index)
+
+
 def fold(drop: Dropout | None, index: int) -> Dropout | None:
     """Dropout for a part of the model, independent of the other parts'."""
     return None if drop is None else (drop[0], jax.random.fold_in(drop[1], index))

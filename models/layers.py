@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from headcount.configs.validation import choose
 from headcount.models.attention import Attention
-from headcount.models.dropout import Dropout, dropout
+from headcount.models.dropout import Dropout, dropout, key_of
 from headcount.models.linear import linear
 
 ACTIVATIONS = {
@@ -196,6 +196,7 @@ class Layer(nnx.Module):
                 gate=gates.get("self"),
                 observe=see("self", self.self_attention),
                 first=first.get("self"),
+                dropout_key=key_of(drop, 3),
                 **(position_arguments or {}),
             )
 
@@ -208,6 +209,7 @@ class Layer(nnx.Module):
                 gate=gates.get("cross"),
                 observe=see("cross", self.cross_attention),
                 first=first.get("cross"),
+                dropout_key=key_of(drop, 4),
             )
 
         x = self.sublayer(to_self, self.self_norm, x, drop, 0)
