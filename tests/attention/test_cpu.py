@@ -259,7 +259,7 @@ def test_16_bit_arrays(dtype):
     exact = tuple(x.astype(jnp.float32) for x in inputs)
     want = everything("reference", exact, arguments)
     check(got, want, jnp.bfloat16)
-    for name in ("lse", "entropy", "gradient of bias"):
+    for name in ("lse", "entropy"):  # not of out or its cotangent, which are rounded
         check({name: got[name]}, want)
 
 
