@@ -6,7 +6,7 @@ Holds the whole T x S map; every other implementation is tested against this one
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from headcount.attention import dropout, masks
 from headcount.attention.statistics import from_weights
@@ -29,10 +29,7 @@ def attend(
     rows = (from_weights(weights, max_logit),) if statistics else ()
     B, N, T, S = weights.shape
     K = value.shape[2]
-    if dropout_keys is not None:
-        row_keys = dropout_keys.transpose(0, 2, 1)[..., None]
-        kept = dropout.kept(row_keys, jnp.arange(S, dtype=jnp.int32), dropout_rate)
-        weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
+    weights = dropped(weights, dropout_rate, dropout_keys)
     out = jnp.einsum(
         "BKGTS,BSKV->BTKGV",
         weights.reshape(B, K, N // K, T, S),
@@ -41,6 +38,20 @@ def attend(
     )
     out = out.reshape(B, T, N, value.shape[-1]).astype(query.dtype)
     return out, lse, *rows
+
+
+def dropped(
+    weights: Float[Array, "B N T S"],
+    dropout_rate: float,
+    dropout_keys: Int32[Array, "B T N"] | None,
+) -> Float[Array, "B N T S"]:
+    """Weights after dropout; without keys as they are."""
+    if dropout_keys is None:
+        return weights
+    row_keys = dropout_keys.transpose(0, 2, 1)[..., None]
+    column = jnp.arange(weights.shape[-1], dtype=jnp.int32)
+    kept = dropout.kept(row_keys, column, dropout_rate)
+    return jnp.where(kept, weights / (1 - dropout_rate), 0)
 
 
 def head_statistics(query, key, bias, mask, **structure):

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from headcount.attention import masks
 from headcount.attention.api import head_gated
-from headcount.attention.arguments import normalise
-from headcount.attention.reference import alibi, scaled_logits, softmax
+from headcount.attention.arguments import dropout_arguments, normalise
+from headcount.attention.reference import alibi, dropped, scaled_logits, softmax
 
 
 def talking_heads_attention(
@@ -25,6 +25,8 @@ def talking_heads_attention(
     *,
     logits_mix: ArrayLike,
     weights_mix: ArrayLike,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Array | None = None,
     head_gate: ArrayLike | None = None,
     **arguments,
 ) -> Array:
@@ -34,14 +36,16 @@ def talking_heads_attention(
     two identity matrices this is `dot_product_attention`, whose shapes, errors, scale,
     is_causal, lengths, window, segment ids and slopes it shares. Bias and slopes are
     added and the mask applied after the first mix, so that a mixed map sees no more
-    than its own.
+    than its own. Dropout is on the weights after the second mix.
     """
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
     query, key, value, bias, mask = arrays
     weights = mixed_weights(
         query, key, bias, mask, logits_mix, weights_mix, **structure
-    ).astype(value.dtype)
+    )
+    drop = dropout_arguments(dropout_rate, dropout_seed, query)
+    weights = dropped(weights, **drop).astype(value.dtype)
     B, N, T, S = weights.shape
     K, V = value.shape[2:]
     out = jnp.einsum(

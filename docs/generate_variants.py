@@ -119,7 +119,7 @@ def kernels(layer: Attention) -> str:
         for module in (gpu, tpu)
         if module.unsupported(query, value, None, None) is None
     ]
-    return ", ".join(["cpu (float32)", *found])
+    return ", ".join(["cpu", *found])
 
 
 def show(costs: tuple, of: tuple) -> list[str]:

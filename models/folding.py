@@ -16,8 +16,8 @@ STACKS = {  # by site: the layers that have it, and its name in them
     "decoder": ("decoder", "self_attention"),
     "cross": ("decoder", "cross_attention"),
 }
-# Keys of a section that change no function: how training starts, and what computes it.
-START = ("merge_gain", "init", "implementation", "mixture_heads")
+# Keys of a section that change no function: how it is trained, and what computes it.
+START = ("merge_gain", "init", "dropout", "implementation", "mixture_heads")
 # Keys of model.attention that `plain_heads` removes or every format can say.
 HEADS = ("num_heads", "use_bias", "merge", "scale")
 

@@ -105,6 +105,7 @@ def marian(theirs: dict) -> dict:
         "model.num_decoder_layers": size("decoder_layers"),
         "model.mlp_dim": size("decoder_ffn_dim"),
         "model.dropout": read(theirs, float, "dropout", 0.1),
+        "model.attention.dropout": read(theirs, float, "attention_dropout", 0.0),
         "model.positions": "sinusoidal_paper",
         "model.norm_epsilon": 1e-5,
         "model.activation": activation(theirs, "activation_function"),
@@ -129,6 +130,9 @@ def bert(theirs: dict) -> dict:
         "model.num_decoder_layers": 0,
         "model.mlp_dim": size("intermediate_size"),
         "model.dropout": read(theirs, float, "hidden_dropout_prob", 0.1),
+        "model.attention.dropout": read(
+            theirs, float, "attention_probs_dropout_prob", 0.1
+        ),
         "model.positions": "learned",
         "model.max_positions": size("max_position_embeddings"),
         "model.norm_epsilon": read(theirs, float, "layer_norm_eps", 1e-12),
@@ -155,6 +159,7 @@ def gpt2(theirs: dict) -> dict:
         "model.num_decoder_layers": size("n_layer"),
         "model.mlp_dim": size(inner) if inner else 4 * size("n_embd"),
         "model.dropout": read(theirs, float, "resid_pdrop", 0.1),
+        "model.attention.dropout": read(theirs, float, "attn_pdrop", 0.1),
         "model.positions": "learned",
         "model.max_positions": size("n_positions"),
         "model.norm": "pre",

@@ -149,7 +149,7 @@ def marian(config, params: dict, tables: dict):
         "max_position_embeddings": len(tables["encoder"]),
         "scale_embedding": bool(model.scale_embeddings),
         "dropout": model.dropout,
-        "attention_dropout": 0.0,
+        "attention_dropout": model.attention.dropout,
         "activation_dropout": 0.0,
         "normalize_before": False,
         "normalize_embedding": False,
@@ -230,7 +230,7 @@ def gpt2(config, family: str, params: dict):
         "layer_norm_epsilon": model.norm_epsilon,
         "resid_pdrop": model.dropout,
         "embd_pdrop": model.dropout,
-        "attn_pdrop": 0.0,
+        "attn_pdrop": model.attention.dropout,
         "tie_word_embeddings": "output_table" not in params,
     }
     return finished(config, settings, family, params)
@@ -258,7 +258,7 @@ def llama(config, family: str, params: dict):
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": 10000.0,
         "attention_bias": bool(of["use_bias"]),
-        "attention_dropout": 0.0,
+        "attention_dropout": model.attention.dropout,
         "mlp_bias": bool(model.use_bias),
         "tie_word_embeddings": "output_table" not in params,
     }
@@ -300,7 +300,7 @@ def bert(config, params: dict, tables: dict, labels: list[str] | None):
         "type_vocab_size": len(params["types"]),
         "layer_norm_eps": model.norm_epsilon,
         "hidden_dropout_prob": model.dropout,
-        "attention_probs_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": model.attention.dropout,
         "id2label": {str(i): label for i, label in enumerate(labels or [])},
         "label2id": {label: i for i, label in enumerate(labels or [])},
         **SPECIAL,

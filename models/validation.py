@@ -29,7 +29,6 @@ def check_layers(
 # Variants that exclude each other: setting, what it must be with which other, why.
 EXCLUSIVE = (
     ("talking_heads", "differential", "whose maps belong to pairs of heads"),
-    ("dropout", "talking_heads", "which have no dropout"),
     ("differential", "latent_dim", "whose values are not kept by a cache"),
     ("value_residual", "latent_dim", "whose values are not kept by a cache"),
     ("qk_norm", "latent_dim", "whose keys are not kept by a cache"),

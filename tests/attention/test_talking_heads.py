@@ -67,6 +67,14 @@ def test_a_bias_of_minus_infinity_hides(causal):
     assert np.isfinite(jax.grad(of_mix)(EYE["logits_mix"])).all()
 
 
+def test_dropout_drops_what_it_drops_without_mixes():
+    drop = {"dropout_rate": 0.4, "dropout_seed": 5}
+    found = talking_heads_attention(*ARRAYS, **EYE, **drop)
+    wanted = dot_product_attention(*ARRAYS, **drop, implementation="reference")
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert (found != talking_heads_attention(*ARRAYS, **EYE)).mean() > 0.5
+
+
 @pytest.mark.parametrize("name", EYE)
 @pytest.mark.parametrize("shape", [(N, 1), (1, N), (N, 8), (N, 2), (2, N, N), ()])
 def test_a_mix_of_another_shape_is_refused(name, shape):
