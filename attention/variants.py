@@ -11,10 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from headcount.attention import masks as rules
-from headcount.attention.arguments import normalise
 from headcount.attention.merge import wide
-from headcount.attention.reference import scaled_logits
 
 GATES = {  # activation by name; the second is 1 at 0, so heads start as without it
     "sigmoid": jax.nn.sigmoid,
@@ -127,29 +124,6 @@ def residual_value(
     Zhou et al. 2024 (Value residual learning, 2410.17897), with a learned λ per layer.
     """
     return (1 - share) * value + share * first
-
-
-def largest_logits(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    bias: Float[Array, "B N T S"] | None = None,
-    mask: Bool[Array, "B N T S"] | None = None,
-    **arguments,
-) -> Float[Array, "N"]:
-    """Return the largest logit of each head over the batch, for `clip_factor`.
-
-    The arguments are those of `dot_product_attention`. Nothing attended to: 0.
-    """
-    arrays, structure, _ = normalise(query, key, key, bias, mask, **arguments)
-    query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
-    logits = scaled_logits(query, key, structure.pop("scale"))
-    if bias is not None:
-        logits = logits + bias
-    allowed = rules.dense(*logits.shape[2:], mask, **structure)
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
-    largest = logits.max((0, 2, 3)).astype(jnp.float32)
-    return jnp.where(jnp.isfinite(largest), largest, 0)
 
 
 def clip_factor(largest: Float[Array, "N"], threshold: float) -> Float[Array, "N"]:

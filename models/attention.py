@@ -53,8 +53,7 @@ class Attention(nnx.Module):
             `attention.dot_product_attention`. Not with talking heads.
         qk_norm: RMS-normalise queries and keys, with learned scales of size H, like
             Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
-        dropout: rate of dropout on the weights, where a call gives a key. Not with
-            talking heads.
+        dropout: rate of dropout on the weights, where a call gives a key.
         scale: factor on query · key; None: 1 / sqrt(H). Tensor Programs V (Yang et al.
             2022) uses a constant / H. At 0 a head averages what it may attend to.
         use_bias: in all four projections.
@@ -173,7 +172,6 @@ class Attention(nnx.Module):
                 "head_dim": head_dim,
                 "width": width,
                 "qk_norm": qk_norm,
-                "dropout": dropout,
                 "talking_heads": talking_heads,
                 "gate": gate,
                 "gate_features": gate_features,
@@ -443,9 +441,20 @@ class Attention(nnx.Module):
         return N, K, H, V if self.difference is None else 2 * V
 
     def resolve(
-        self, B: int, T: int, S: int, *, dtype="float32", has_bias: bool = False
+        self,
+        B: int,
+        T: int,
+        S: int,
+        *,
+        dtype="float32",
+        positions: str | None = None,
     ) -> str:
-        """Return the implementation that runs for these sizes.
+        """Return the implementation that runs for these sizes, in training.
+
+        Args:
+            B, T, S: of queries and keys.
+            dtype: of both.
+            positions: see `models.positions`; None in cross-attention.
 
         Raises:
             NotImplementedError: the named implementation can't.
@@ -458,19 +467,26 @@ class Attention(nnx.Module):
 
         N, K, H, V = self.sizes()
         arrays = like(T, N, H), like(S, K, H), like(S, K, V)
+        has_bias = positions == "relative"
         if self.implementation is not None:
             learned = {}
             if has_bias:
                 learned["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
             if self.sink is not None:
                 learned["sink"] = jax.ShapeDtypeStruct((N,), dtype)
-            dropped = self.dropout_arguments(jax.random.key(0))
+            given = self.dropout_arguments(jax.random.key(0))
+            if positions == "alibi":
+                given["alibi_slopes"] = jnp.ones(N)
 
             def total(arrays, learned):
-                name = self.implementation
-                return attention.dot_product_attention(
-                    *arrays, **learned, **dropped, implementation=name
-                ).sum()
+                results = attention.dot_product_attention(
+                    *arrays,
+                    **learned,
+                    **given,
+                    implementation=self.implementation,
+                    return_statistics=self.qk_clip is not None,
+                )
+                return jax.tree.leaves(results)[0].sum()
 
             run = jax.grad(total, (0, 1)) if learned else total
             jax.eval_shape(run, arrays, learned)
@@ -538,19 +554,23 @@ class Attention(nnx.Module):
         parameters = self.softmax_parameters()
         arguments = masks | parameters | self.dropout_arguments(dropout_key)
         attended = value if self.difference is None else variants.paired(value)
+        largest = None
         if self.talking_heads is not None:
             heads = attention.talking_heads_attention(query, key, attended, **arguments)
         else:
-            heads = attention.dot_product_attention(
-                query, key, attended, **arguments, implementation=self.implementation
-            )
+            arguments["implementation"] = self.implementation
+            arguments["return_statistics"] = self.qk_clip is not None
+            heads = attention.dot_product_attention(query, key, attended, **arguments)
+            if self.qk_clip is not None:
+                heads, statistics = heads
+                largest = statistics.max_logit.max(0)
         own = value if memory is None else None
         heads = self.finished_heads(heads, x, own)
         if observe is not None:
             gated = attention.head_gated(heads, gate)
             factor = None if self.difference is None else self.difference.factor()
             seen = query, key, masks, parameters, gated, x, *self.rule(), value, factor
-            observe(Intermediates(*seen))
+            observe(Intermediates(*seen, largest))
         return self.merged(heads, x, gate)
 
     @property
@@ -575,9 +595,7 @@ class Attention(nnx.Module):
             loss = variants.balance_loss(shares, chosen, real)
             found["balance"] = self.mixture_balance * loss
         if self.qk_clip is not None:
-            found["largest"] = variants.largest_logits(
-                seen.query, seen.key, **seen.masks
-            )
+            found["largest"] = seen.largest
         return found
 
     def clip(self, largest: Float[Array, "N"]) -> None:
@@ -629,6 +647,7 @@ class Intermediates(NamedTuple):
     arguments: dict  # of the rule: its parameters and settings
     value: Float[Array, "B S K V"] | None = None
     difference: Float[Array, ""] | None = None  # λ of differential attention
+    largest: Float[Array, "N"] | None = None  # logit of the batch, with `qk_clip`
 
 
 def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:

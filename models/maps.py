@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Bool, Float
 
+from headcount.attention.reference import alibi
 from headcount.models import precision
 from headcount.models.attention import (
     Intermediates,
@@ -88,6 +89,8 @@ def summaries_of(
     logits = logits * H**-0.5
     if layer.masks.get("bias") is not None:
         logits = logits + layer.masks["bias"]
+    if layer.masks.get("alibi_slopes") is not None:
+        logits = logits + alibi(layer.masks["alibi_slopes"], T, S)
     return {
         "entropy": -xlogy(weights, weights).sum((0, 2, 3)) / queries,
         "distance": (weights * distance).sum((0, 2, 3)) / queries,

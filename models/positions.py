@@ -56,15 +56,19 @@ def rotate(
     ).astype(x.dtype)
 
 
-def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X"]:
-    """Return -slope · |distance|, with the slope 2^(-8 n / N) of the heads n = 1 to N.
+def alibi_slopes(num_heads: int) -> Float[np.ndarray, "N"]:
+    """Return 2^(-8 n / N) of the heads n = 1 to N.
 
     Attention with linear biases (ALiBi, Press et al. 2022), for any N by the formula
-    that they give for powers of 2. In both directions alike where keys may stand later.
+    that they give for powers of 2.
     """
-    slopes = 2.0 ** (-8.0 * np.arange(1, num_heads + 1, dtype=np.float32) / num_heads)
+    return 2.0 ** (-8.0 * np.arange(1, num_heads + 1, dtype=np.float32) / num_heads)
+
+
+def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X"]:
+    """Return -slope · |distance|: in both directions alike if keys may stand later."""
     far = jnp.abs(distance).astype(jnp.float32)
-    return -slopes.reshape(-1, *[1] * far.ndim) * far
+    return -alibi_slopes(num_heads).reshape(-1, *[1] * far.ndim) * far
 
 
 def relative_bias(

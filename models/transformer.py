@@ -18,6 +18,7 @@ from headcount.models.positions import (
     POSITIONS,
     SINUSOIDAL,
     alibi_bias,
+    alibi_slopes,
     relative_bias,
     sinusoidal,
 )
@@ -266,11 +267,17 @@ class Transformer(nnx.Module):
     def position_arguments(
         self, positions: Int[Array, "B T"], *, is_source: bool
     ) -> dict:
-        """Return what self-attention takes: `positions`, `bias` (1 N T T), or none."""
+        """Return what self-attention takes, if it takes anything.
+
+        `positions`; `bias`, 1 N T T; or `alibi_slopes`, N.
+        """
         if self.positions == "rotary":
             return {"positions": positions}
-        if self.has_bias:
-            # within a segment, distances of indices are those of positions
+        # within a segment, distances of indices are those of positions
+        if self.positions == "alibi":
+            slopes = alibi_slopes(self.num_heads(is_source=is_source))
+            return {"alibi_slopes": jnp.asarray(slopes)}
+        if self.positions == "relative":
             index = jnp.arange(positions.shape[1])
             distance = index - index[:, None]
             return {"bias": self.position_bias(distance, is_source=is_source)[None]}
@@ -284,16 +291,20 @@ class Transformer(nnx.Module):
 
     @property
     def has_bias(self) -> bool:
-        """Whether positions are a bias on the logits of self-attention."""
+        """Whether positions are added to the logits of self-attention."""
         return self.positions in ("relative", "alibi")
+
+    def num_heads(self, *, is_source: bool) -> int:
+        """Return N of self-attention."""
+        layer = (self.encoder if is_source else self.decoder)[0]
+        return layer.self_attention.query.shape[1]
 
     def position_bias(
         self, distance: Int[Array, "*X"], *, is_source: bool
     ) -> Float[Array, "N *X"]:
         """Return the bias of a key that far from its query, in self-attention."""
         if self.positions == "alibi":
-            layer = (self.encoder if is_source else self.decoder)[0]
-            return alibi_bias(layer.self_attention.query.shape[1], distance)
+            return alibi_bias(self.num_heads(is_source=is_source), distance)
         table = self.encoder_positions if is_source else self.decoder_positions
         return relative_bias(table[...], distance, is_causal=not is_source)
 
@@ -563,9 +574,9 @@ def implementations(model: Transformer, spec: dict) -> dict[str, str]:
     for name, site in model.sites().items():
         B, T = spec[site.queries].shape
         S = spec[site.keys].shape[1]
-        has_bias = model.has_bias and name != "cross"
+        positions = None if name == "cross" else model.positions
         found[name] = site.attentions[0].resolve(
-            B, T, S, dtype=model.dtype, has_bias=has_bias
+            B, T, S, dtype=model.dtype, positions=positions
         )
     return found
 

@@ -13,11 +13,19 @@ from headcount.models.transformer import Transformer
 SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 1, "sink": True}], ids=str)
+SHARED = {"num_kv_heads": 1, "sink": True}
+
+
 @pytest.mark.parametrize(
-    "positions", ["sinusoidal", pytest.param("relative", marks=pytest.mark.slow)]
+    "positions, changes",
+    [
+        ("sinusoidal", SHARED),
+        ("alibi", {}),
+        pytest.param("relative", {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_summaries_are_those_of_the_full_maps(changes, positions):
+def test_summaries_are_those_of_the_full_maps(positions, changes):
     config = get_config().model
     config.update({"width": 16, "mlp_dim": 16, "positions": positions})
     config.attention.update({"num_heads": 2} | changes)
@@ -38,7 +46,10 @@ def test_summaries_are_those_of_the_full_maps(changes, positions):
             N, H = layer.query.shape[2:]
             key = np.repeat(layer.key, N // layer.key.shape[2], axis=2)
             each = np.einsum("BTNH,BSNH->NTS", layer.query, key) / H**0.5
-            logits[site].append(each + np.asarray(layer.masks.get("bias", [0.0]))[0])
+            each += np.asarray(layer.masks.get("bias", [0.0]))[0]
+            slopes = np.asarray(layer.masks.get("alibi_slopes", np.zeros(N)))
+            offset = np.arange(each.shape[2]) - np.arange(each.shape[1])[:, None]
+            logits[site].append(each - slopes[:, None, None] * abs(offset))
 
         observe = {site: (lambda x, site=site: keep(site, x)) for site in maps}
         nnx.merge(graph, own).hidden(batch, observe=observe)

@@ -155,24 +155,42 @@ def test_qk_clip_brings_the_largest_logit_to_the_threshold():
         module.query[...] *= 3.0
         positions = POSITIONS if settings.get("rotary") else None
 
-        def largest(module, positions=positions):
-            query, key = module.queries(X, positions), module.keys_values(X, positions)
-            return variants.largest_logits(query, key[0], **CAUSAL)
-
-        before = largest(module)
+        before = largest_logits(module, positions)
         assert (before > 0.2).all()
         module.clip(before)
-        close(largest(module), 0.2)
-        module.clip(largest(module) / 2)  # below it nothing changes
-        close(largest(module), 0.2)
+        close(largest_logits(module, positions), 0.2)
+        module.clip(largest_logits(module, positions) / 2)  # nothing is above it
+        close(largest_logits(module, positions), 0.2)
 
 
-def test_largest_logits_by_hand():
-    module = layer()
+def largest_logits(module, positions=None):
+    """What the layer's attention says they were."""
+    seen = []
+    module(X, positions=positions, observe=seen.append, **CAUSAL)
+    return module.auxiliary(*seen)["largest"]
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_largest_logits_by_hand(implementation):
+    module = layer(qk_clip=1.0, implementation=implementation)
     query, key = module.queries(X), module.keys_values(X)[0]
     logits = np.einsum("btnh,bsnh->bnts", query, key) / 2
     logits = np.where(np.tri(T, dtype=bool), logits, -np.inf)
-    close(variants.largest_logits(query, key, **CAUSAL), logits.max((0, 2, 3)))
+    close(largest_logits(module), logits.max((0, 2, 3)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_drops_weights(variant):
+    """Where a call gives a key, and other ones by another key."""
+    module = layer(**settings_of(variant) | {"dropout": 0.4})
+    plain = module(X, **CAUSAL)
+    close(plain, layer(**settings_of(variant))(X, **CAUSAL))
+    first, again, other = (
+        module(X, dropout_key=jax.random.key(seed), **CAUSAL) for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    for found in (plain, other):
+        assert (found != first).mean() > 0.5
 
 
 def test_balance_loss_of_even_and_of_one_sided_use():
