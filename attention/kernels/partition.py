@@ -148,6 +148,11 @@ def partitioned(function, arrays, axes, results, levels=()):
             seen = _by_name(mesh, dict(sizes))
         if seen is not None:
             local, ins, outs = plan(mesh, seen)
+            if mesh.explicit_axes:  # slopes and keys of dropout may be whole everywhere
+                arrays = {
+                    name: jax.sharding.reshard(arrays[name], spec)
+                    for name, spec in zip(names, ins, strict=True)
+                }
             # By default all, which under vmap is all but the axis that vmap took.
             some = {*mesh.explicit_axes, *mesh.auto_axes} if mesh.manual_axes else set()
             return jax.shard_map(
