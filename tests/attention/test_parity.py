@@ -172,6 +172,10 @@ def test_statistics_of_the_full_map():
         "following": weights[..., offset == 1].sum(-1),
     }
     want = {name: total / real for name, total in want.items()}
+    query, key = (np.float64(x) for x in inputs[:2])
+    key = np.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    logits = np.einsum("BTNH,BSNH->BNTS", query, key) / query.shape[-1] ** 0.5
+    want["max_logit"] = np.where(weights > 0, logits, -np.inf).max((-2, -1))
     for implementation in ("reference", "blockwise", None):
         found = jax.jit(functools.partial(statistics, implementation))
         check(found(inputs, arguments), want)
