@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import subprocess
+import sys
 
 import ctranslate2
 import jax
@@ -23,6 +25,9 @@ from headcount.models import (
     huggingface_export,
 )
 from headcount.models.transformer import Transformer
+from headcount.training.run import load
+from tests.runs import arguments, read, succeed, training, write_corpus
+from tests.scripts.test_train_script import MEMORIZING, TEN_PAIRS
 
 VOCAB = 40
 PIECES = ["<pad>", "<s>", "</s>", "<unk>", *map(str, range(4, VOCAB))]
@@ -325,3 +330,133 @@ def test_marian_names_what_it_cannot_express(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         huggingface_export.family_of(config)
         folded(config, params)
+
+
+EOS = 2
+UNSEEN = ["a girl plays in the cold lake", "the old dog runs down a street at night"]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """A translator that knows ten pairs, and its exports, by format."""
+    folder = tmp_path_factory.mktemp("exports")
+    corpus = write_corpus(folder / "corpus", TEN_PAIRS, TEN_PAIRS.values())
+    succeed(training(folder / "run", **corpus | MEMORIZING))
+    scoring = {"split": "val", "beam_size": 1}
+    succeed(arguments("eval.py", workdir=folder / "run", **scoring))
+    for kind in ("ctranslate2", "ctranslate2_int8", "huggingface", "stablehlo"):
+        to = f"{kind}:{folder / kind}"
+        succeed(arguments("weights.py", workdir=folder / "run", to=to))
+    return folder
+
+
+def translated(folder):
+    """The run, lines, and its translations of them."""
+    run, lines = load(folder / "run"), [*TEN_PAIRS, *UNSEEN]
+    texts = run.task.translate(run, lines)
+    assert texts[: len(TEN_PAIRS)] == [*TEN_PAIRS.values()]
+    return run, lines, texts
+
+
+def usage_of(folder) -> str:
+    """The Python code of a model card."""
+    card = (folder / "README.md").read_text()
+    return re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+
+
+def run_alone(code, folder, *hidden) -> str:
+    """Return what code prints in a folder where some packages can't be imported."""
+    hide = f"import sys; sys.modules.update(dict.fromkeys({hidden}))\n"
+    ran = subprocess.run(
+        [sys.executable, "-I", "-c", hide + code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("kind", ["ctranslate2", "huggingface"])
+def test_model_cards_translate_where_ours_is_not_installed(kind, exports):
+    """Their code has the first sentence of the dev split."""
+    ours = ("headcount", "jax", "flax")
+    assert next(iter(TEN_PAIRS.values())) in run_alone(
+        usage_of(exports / kind), exports / kind, *ours
+    )
+
+
+def test_model_cards_say_what_was_trained_and_scored(exports):
+    card = (exports / "ctranslate2" / "README.md").read_text()
+    (row,) = read(exports / "run", "result-val.json")
+    commit = read(exports / "run", "run.json")["commit"]
+    for words in (
+        *("model.width = 64", "text, en to de", row["signatures"]["bleu"], commit),
+        f"| {100 * row['exact_match']:.2f} |",
+    ):
+        assert words in card
+
+
+def test_a_trained_run_translates_alike_in_ctranslate2(exports):
+    run, lines, wanted = translated(exports)
+    source, target = run.task.tokenizers
+    encoded = source.encode(lines)
+    sizes = {}
+    for kind in ("ctranslate2", "ctranslate2_int8"):
+        theirs = ctranslate2.Translator(str(exports / kind))
+        found = []
+        for ids in encoded:
+            (result,) = theirs.translate_batch(
+                [source.pieces(ids)],
+                beam_size=1,
+                max_decoding_length=2 * len(ids) + 15,  # ours ends with an EOS there
+            )
+            ids = [target._processor.piece_to_id(x) for x in result.hypotheses[0]]
+            found += target.decode_many([ids])
+        sizes[kind] = (exports / kind / "model.bin").stat().st_size
+        # eight bits may change what an unseen sentence becomes
+        number = len(TEN_PAIRS) if kind.endswith("int8") else len(lines)
+        assert found[:number] == wanted[:number]
+    assert sizes["ctranslate2_int8"] < sizes["ctranslate2"]
+
+
+def test_a_trained_run_translates_alike_in_transformers(exports):
+    run, lines, wanted = translated(exports)
+    folder = exports / "huggingface"
+    theirs = transformers.MarianMTModel.from_pretrained(folder).eval()
+    tokenizer = transformers.MarianTokenizer.from_pretrained(folder)
+    encoded = run.task.tokenizers[0].encode(lines)
+    for line, ids, text in zip(lines, encoded, wanted, strict=True):
+        batch = tokenizer([line], return_tensors="pt")
+        assert batch["input_ids"][0].tolist() == ids.tolist()
+        found = theirs.generate(**batch, max_new_tokens=2 * len(ids) + 15)
+        (back,) = tokenizer.batch_decode(found, skip_special_tokens=True)
+        assert back == text
+
+
+def test_stablehlo_scores_and_decodes_where_ours_is_not_installed(exports):
+    run, lines, texts = translated(exports)
+    code = "import numpy as np\nL = 60\n"
+    for name, side, given in zip(
+        ("source", "target"), run.task.tokenizers, (lines, texts), strict=True
+    ):
+        rows = [ids.tolist() for ids in side.encode(given)]
+        lengths = [len(row) for row in rows]
+        rows = [row + [0] * (max(lengths) - len(row)) for row in rows]
+        code += f"{name} = np.array({rows}, np.int32)\n"
+        code += f"{name}_lengths = np.array({lengths}, np.int32)\n"
+    usage = usage_of(exports / "stablehlo")
+    usage = usage.replace("for number", "tokens = []\nfor number", 1)
+    code += usage + "    tokens.append(token.tolist())\n"
+    code += "import json; print(json.dumps(np.asarray(log_probs).sum(1).tolist()))\n"
+    code += "print(json.dumps(tokens))\n"
+    printed = run_alone(code, exports / "stablehlo", "headcount", "flax")
+    sums, tokens = map(json.loads, printed.splitlines())
+    scores = [score for score, _ in run.task.score(run, lines, texts)]
+    np.testing.assert_allclose(sums, scores, rtol=1e-4, atol=1e-4)
+    source, target = run.task.tokenizers
+    for row, ids, text in zip(
+        np.array(tokens).T, source.encode(lines), texts, strict=True
+    ):
+        row = [*row[: 2 * len(ids) + 15].tolist(), EOS]  # ours ends with an EOS there
+        assert target.decode_many([row[: row.index(EOS)]]) == [text]
