@@ -13,6 +13,7 @@ from pathlib import Path
 
 from absl import flags
 
+from headcount.analysis.heads import open_heads
 from headcount.analysis.tables import print_examples, print_report, print_scores
 from headcount.configs.commandline import (
     DIRECTORY,
@@ -138,6 +139,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     rows, shown = [], None
     for trial, row in enumerate(scores):
         predictions = row.pop("predictions", None)
+        heads = open_heads(found, trial)
         rows.append(
             {
                 "trial": trial,
@@ -147,6 +149,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
                 "step": found.step[trial],
                 "diverged_at": found.diverged_at[trial],
                 "examples": len(examples),
+                **({} if heads is None else {"open_heads": heads}),
                 "options": row.pop("options", {}),
                 "signatures": row.pop("signatures", {}),
                 **row,

@@ -137,6 +137,19 @@ def all_gates(run: Run, params, gates: dict) -> dict:
     return ones | {site: jnp.asarray(own) for site, own in gates.items()}
 
 
+def open_heads(run: Run, trial: int) -> int | None:
+    """Return how many heads of a trial have open gates; None: no gate is learned."""
+    params, gates = run.of(trial)
+    gates, count, is_learned = all_gates(run, params, gates), 0, False
+    for site, about in nnx.merge(run.graph, params).sites().items():
+        for own, layer in zip(gates[site], about.attentions, strict=True):
+            is_open, learned = np.asarray(own) > 0, layer.learned_gates()
+            if learned is not None:
+                is_open, is_learned = is_open & (np.asarray(learned) > 0), True
+            count += is_open.sum()
+    return int(count) if is_learned else None
+
+
 def heads_of(gates: dict) -> list[tuple[str, int, int]]:
     """List site, layer and number of every head."""
     return [(s, *at) for s, own in gates.items() for at in np.ndindex(own.shape)]

@@ -43,6 +43,7 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             )
         gates[site][layer, head] = 0
     model = nnx.merge(run.graph, params)
+    learned = fold_learned(model, gates)
     if model.positions == "relative":
         raise ValueError(
             "model.positions=relative has a bias per head that all layers share; its "
@@ -59,10 +60,31 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             chosen = np.sort(np.concatenate([own, rest[: N - len(own)]]))
             slice_heads(attention, chosen, is_kept=np.isin(chosen, own))
         section = config.model[f"{site}_attention"]
+        if site in learned:
+            section.gate, section.gate_penalty = "none", 0.0
         section.num_heads, section.num_kv_heads = N, N
         section.head_dim = first.query.shape[-1]
         section.value_dim = first.value.shape[-1]
     return config, nnx.split(model)[1]
+
+
+def fold_learned(model, gates: dict[str, np.ndarray]) -> set[str]:
+    """Multiply learned gates into the merge kernels; those that are 0 close `gates`.
+
+    Returns:
+        The sites that had learned gates; now they have none.
+    """
+    found = set()
+    for site, about in model.sites().items():
+        for layer, attention in enumerate(about.attentions):
+            learned = attention.learned_gates()
+            if learned is not None:
+                kernel = attention.merge["kernel"]
+                kernel[...] = kernel[...] * learned[:, None, None]
+                gates[site][layer] *= np.asarray(learned) > 0
+                attention.output_gate = None
+                found.add(site)
+    return found
 
 
 def shapes(gates: dict) -> dict:

@@ -61,6 +61,7 @@ class ArmResult(NamedTuple):
     # by name of the metric: steps, and dev scores during training, R steps
     curves: dict[str, tuple[np.ndarray, np.ndarray]]
     claim: str | None = None  # of those who published it; see configs/variants.py
+    open_heads: list[int] = []  # by seed, where gates are learned
     # by statistic: steps, and means over all heads, R steps; empty: not logged
     heads: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -469,8 +470,10 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
 def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
     """Return the table of the arms' size and cost, and of their nuisance settings."""
     has_nuisance = any(c.arm.nuisance for c in comparisons)
+    has_gates = any(c.arm.open_heads for c in comparisons)
     header = ["arm", "parameters", "F", "multiply-adds per token", "seconds per trial"]
-    rows = [[*header, "tokens/s", *(["nuisance settings"] if has_nuisance else [])]]
+    header += ["tokens/s", *["heads left"] * has_gates]
+    rows = [[*header, *(["nuisance settings"] if has_nuisance else [])]]
     for arm in (c.arm for c in comparisons):
         rows.append(
             [
@@ -480,7 +483,16 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
                 f"{arm.flops:,}",
                 number(arm.seconds, ".1f"),
                 number(arm.tokens_per_second, ",.0f"),
+                *[heads_left(arm)] * has_gates,
                 *([format_settings(arm.nuisance)] if has_nuisance else []),
             ]
         )
     return rows
+
+
+def heads_left(arm: ArmResult) -> str:
+    """Return how many heads an arm's learned gates left open, over seeds."""
+    if not arm.open_heads:
+        return NOTHING
+    mean, sd, *_ = summary(arm.open_heads)
+    return f"{number(mean, '.1f')} ± {number(sd, '.1f')}"

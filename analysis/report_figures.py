@@ -22,7 +22,7 @@ from headcount.analysis.report import (
     with_unit,
 )
 from headcount.analysis.report_markdown import curve_metrics
-from headcount.analysis.significance import MIN_SEEDS
+from headcount.analysis.significance import MIN_SEEDS, summary
 from headcount.tasks.base import LOSS, Metric
 
 matplotlib.use("agg")
@@ -85,6 +85,7 @@ def make_figures(report: Report) -> dict[str, tuple]:
         for metric in curve_metrics(report):
             made[f"dev_{metric.name}"] = learning_curves(report, metric)
         made["heads"] = head_curves(report)
+        made["heads_left"] = scores_by_heads(report)
         made["costs"] = costs(report)
     return {name: figure for name, figure in made.items() if figure is not None}
 
@@ -290,6 +291,32 @@ def draw_range(ax, steps, values, arm: str, styles: dict[str, tuple]) -> None:
     if len(values) > 1:
         low, high = values.min(0), values.max(0)
         ax.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
+
+
+def scores_by_heads(report: Report):
+    """Draw the score against the heads that learned gates left open, if there are."""
+    metric, styles = report.metric, arm_styles(report.arms)
+    drawn = [c for c in compare(report, metric) if c.arm.open_heads]
+    if not drawn:
+        return None
+    figure, ax = plt.subplots(figsize=(WIDTH, 2.7), layout="constrained")
+    for comparison in drawn:
+        colour, _, marker = styles[comparison.arm.name]
+        heads, _, low, high = summary(comparison.arm.open_heads)
+        mean = comparison.summary.mean
+        if len(comparison.arm.open_heads) >= MIN_SEEDS:
+            ax.plot([max(low, 0), high], [mean, mean], color=colour, lw=1.2)
+        style = {"color": colour, "fmt": marker, "ms": 5.5, "elinewidth": 1.2}
+        style["label"] = comparison.arm.name
+        draw_interval(ax, float(heads), mean, comparison, metric, True, **style)
+    baseline_line(ax.axhline, report, metric)
+    ax.set_xlabel("heads left open")
+    ax.set_title(with_unit(f"Test {metric.label}", metric))
+    legend_below(figure, ax)
+    return figure, (
+        f"Test {metric.label} against the heads that learned gates left open, means "
+        f"with 95% intervals over seeds; dashed: {report.baseline.name}."
+    )
 
 
 def costs(report: Report):

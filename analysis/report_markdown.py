@@ -74,6 +74,7 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         parts += ["## Other scores", table(others, report.baseline.name)]
         parts.append(escape(explain_others(report)))
     parts += ["## Cost", table(costs_table(comparisons), report.baseline.name), COSTS]
+    parts += [figure(figures, "heads_left")]
     parts += [figure(figures, "costs"), *examples(report), "## Environment"]
     environment = [[name, value] for name, value in report.environment.items()]
     parts.append(table([["", ""], *environment], is_numbers=False))

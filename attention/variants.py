@@ -9,7 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from headcount.attention.merge import wide
 
@@ -17,6 +17,11 @@ GATES = {  # activation by name; the second is 1 at 0, so heads start as without
     "sigmoid": jax.nn.sigmoid,
     "double_sigmoid": lambda x: 2 * jax.nn.sigmoid(x),
 }
+LEARNED = "hard_concrete"  # gates that close by themselves under a penalty
+# Their stretch and temperature: Louizos et al. 2018, section 4. Their logits are
+# multiples of a parameter, as steps of Adam are as large as its rate and a gate has to
+# travel far from its start, where it is open, to close.
+LOW, HIGH, TEMPERATURE, STEP, OPEN = -0.1, 1.1, 2 / 3, 30.0, 3.0
 GATE_SIZES = {"head": "N", "element": "N V", "shared": "V"}  # axes of a token's gate
 
 
@@ -25,6 +30,7 @@ def gate(
     kernel: Float[Array, "..."],
     activation: str,
     size: str,
+    key: Key[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
     """Return the gates of every token, from its first `features` elements.
 
@@ -35,17 +41,47 @@ def gate(
     Args:
         x: the layer's input.
         kernel: (features,) and the axes that `GATE_SIZES` says.
-        activation: a name in `GATES`.
+        activation: a name in `GATES`, or `LEARNED`: see `hard_concrete`.
         size: a name in `GATE_SIZES`; "shared" is one gate per element for all heads.
+        key: of the noise of `hard_concrete` in training.
     """
     own = GATE_SIZES[size].split()
     logits = kernel
     if kernel.ndim > len(own):
         logits = jnp.einsum("BTD,D...->BT...", x[..., : len(kernel)], kernel)
-    gates = GATES[activation](logits)
+    if activation == LEARNED:
+        gates = hard_concrete(logits, key)
+    else:
+        gates = GATES[activation](logits)
     if size == "head":
         gates = gates[..., None]
     return gates[..., None, :] if size == "shared" else gates
+
+
+def hard_concrete(
+    values: Float[Array, "N"], key: Key[Array, ""] | None = None
+) -> Float[Array, "N"]:
+    """Return gates of heads that may be 0 and still have gradients.
+
+    Louizos et al. 2018 (1712.01312), by which Voita et al. 2019 prune heads: a logistic
+    variable, stretched beyond 0 and 1 and cut there. Without a key the gates are those
+    that a trained model uses: the same for all inputs, 0 for heads that are removed.
+
+    Args:
+        values: logits / `STEP`.
+        key: of the noise.
+    """
+    logits = STEP * values.astype(jnp.float32)
+    if key is not None:
+        noise = jax.random.logistic(key, logits.shape)
+        logits = (logits + noise) / TEMPERATURE
+    return jnp.clip(LOW + (HIGH - LOW) * jax.nn.sigmoid(logits), 0, 1)
+
+
+def expected_heads(values: Float[Array, "N"]) -> Float[Array, ""]:
+    """Return how many gates of `hard_concrete` are expected to be above 0."""
+    shift = TEMPERATURE * math.log(-LOW / HIGH)
+    return jax.nn.sigmoid(STEP * values.astype(jnp.float32) - shift).sum()
 
 
 def exclusive(

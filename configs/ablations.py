@@ -30,6 +30,7 @@ RULES = (
     "gated_elementwise",
     "mixture",
 )
+PENALTIES = (0.0003, 0.001, 0.003, 0.01, 0.03)  # nats per token and head
 AVERAGES = ("concat", "mean", "weighted", "dynamic")
 
 
@@ -369,6 +370,22 @@ def gates(base) -> list[dict]:
             over("model.attention.mixture_heads", *mixtures),
         ),
     )
+
+
+def gates_l0(base) -> list[dict]:
+    """How many heads does a model keep, if it pays for each?
+
+    Gates that may close for good (Louizos et al. 2018; Voita et al. 2019), at several
+    prices in nats per token; the report shows how many heads are left.
+
+    Scientific: model.attention.gate_penalty.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    gates = {"model.attention.gate": "hard_concrete"}
+    gates["model.attention.gate_features"] = 0
+    paying = grid([gates], over("model.attention.gate_penalty", *PENALTIES))
+    return chain(over("model.attention.gate", base.model.attention.gate), paying)
 
 
 def sites(base) -> list[dict]:

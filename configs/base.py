@@ -88,10 +88,12 @@ def get_config() -> ml_collections.ConfigDict:
     attention.dropout = 0.0  # rate, on the attention weights; training only
     attention.scale = placeholder(float)  # of query · key; None: 1 / sqrt(H)
     # Variants of heads; docs/reference/variants.md has their formulas and sources.
-    attention.gate = "none"  # on heads: sigmoid, or double_sigmoid, which starts at 1
+    # On heads: sigmoid, double_sigmoid (starts at 1), hard_concrete (learns to close).
+    attention.gate = "none"
     attention.gate_size = "head"  # a gate per head or element, or shared by all heads
     attention.gate_features = placeholder(int)  # of x, that gates see; None: all
     attention.gate_on = "output"  # of the heads, or values
+    attention.gate_penalty = 0.0  # hard_concrete: nats per token and head left open
     attention.exclusive = False  # remove the part of o along the token's own value
     attention.differential = False  # pairs of heads: one map minus λ times the other
     attention.value_residual = False  # mix values with those of the first layer

@@ -59,9 +59,12 @@ class Attention(nnx.Module):
         use_bias: in all four projections.
         implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
         gate: "none", or the activation of a gate; see `attention.variants.gate`.
+            "hard_concrete": a gate per head, that may close for good.
         gate_size: "head", "element", or "shared" by all heads.
         gate_features: of the input, that the gate looks at; None: all; 0: none.
         gate_on: "output" of the heads, or "values".
+        gate_penalty: of "hard_concrete": added to the loss, nats per token, for each
+            head that is expected to stay open.
         exclusive: remove a head's output along the token's own value; see
             `attention.variants.exclusive`. Self-attention only.
         differential: subtract a second map from the first: N heads are N / 2 pairs with
@@ -113,6 +116,7 @@ class Attention(nnx.Module):
         gate_size: str = "head",
         gate_features: int | None = None,
         gate_on: str = "output",
+        gate_penalty: float = 0.0,
         exclusive: bool = False,
         differential: bool = False,
         value_residual: bool = False,
@@ -160,7 +164,7 @@ class Attention(nnx.Module):
                     f"{path}.implementation must be None or 'reference' with "
                     f"talking_heads, which needs the whole map, got {implementation!r}."
                 )
-        choose(f"{path}.gate", gate, ("none", *variants.GATES))
+        choose(f"{path}.gate", gate, ("none", *variants.GATES, variants.LEARNED))
         choose(f"{path}.gate_size", gate_size, variants.GATE_SIZES)
         choose(f"{path}.gate_on", gate_on, GATE_PLACES)
         choose(f"{path}.knocking", knocking, KNOCKING)
@@ -176,6 +180,8 @@ class Attention(nnx.Module):
                 "gate": gate,
                 "gate_features": gate_features,
                 "gate_on": gate_on,
+                "gate_size": gate_size,
+                "gate_penalty": gate_penalty,
                 "exclusive": exclusive,
                 "differential": differential,
                 "value_residual": value_residual,
@@ -194,6 +200,7 @@ class Attention(nnx.Module):
         self.mixture_heads = mixture_heads
         self.mixture_shared = mixture_shared
         self.mixture_balance = mixture_balance
+        self.gate_penalty = gate_penalty
         self.implementation = implementation
         self.dropout = dropout
         self.exclusive, self.value_residual = exclusive, value_residual
@@ -417,6 +424,7 @@ class Attention(nnx.Module):
         heads: Float[Array, "B T N V"],
         x: Float[Array, "B T D"],
         value: Float[Array, "B T K U"] | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T M V"]:
         """Return outputs of attention as they are merged; see the class's variants.
 
@@ -424,6 +432,7 @@ class Attention(nnx.Module):
             heads: of a differential layer, both of each pair.
             x: the layer's input.
             value: of the query tokens themselves; None in cross-attention.
+            key: of the noise of learned gates; None: none.
         """
         if self.difference is not None:
             heads = self.difference(heads)
@@ -431,7 +440,7 @@ class Attention(nnx.Module):
             if self.difference is not None:
                 value = variants.paired(value)[:, :, : value.shape[2] // 2]
             heads = variants.exclusive(heads, value)
-        return heads if self.output_gate is None else self.output_gate(heads, x)
+        return heads if self.output_gate is None else self.output_gate(heads, x, key)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Return N, K, H and V, as attention itself has them."""
@@ -546,7 +555,8 @@ class Attention(nnx.Module):
             gate: factor on each head's output, `N` or `B N`.
             observe: called with `Intermediates`.
             first: values of the stack's first layer, for `value_residual`.
-            dropout_key: of dropout on the weights; None: no dropout.
+            dropout_key: of dropout on the weights and of learned gates' noise; None:
+                neither.
             masks: bias and masks; see `attention.dot_product_attention`.
         """
         query = self.queries(x, positions)
@@ -565,7 +575,8 @@ class Attention(nnx.Module):
                 heads, statistics = heads
                 largest = statistics.max_logit.max(0)
         own = value if memory is None else None
-        heads = self.finished_heads(heads, x, own)
+        noise = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+        heads = self.finished_heads(heads, x, own, noise)
         if observe is not None:
             gated = attention.head_gated(heads, gate)
             factor = None if self.difference is None else self.difference.factor()
@@ -577,13 +588,15 @@ class Attention(nnx.Module):
     def has_auxiliary(self) -> bool:
         """Whether `auxiliary` returns anything."""
         leads = self.value_residual and self.value_share is None
-        return bool(leads or self.mixture_balance or self.qk_clip is not None)
+        steers = self.mixture_balance or self.gate_penalty or self.qk_clip is not None
+        return bool(leads or steers)
 
     def auxiliary(self, seen: "Intermediates") -> dict:
         """Return what training needs of a layer beside its output, if it does.
 
-        value: of the first layer, for the others' `value_residual`. balance: the
-        load-balancing loss, times its factor. largest: each head's largest logit.
+        value: of the first layer, for the others' `value_residual`. penalty: the
+        load-balancing loss and the expected number of open gates, times their factors.
+        largest: each head's largest logit.
         """
         found = {}
         if self.value_residual and self.value_share is None:
@@ -593,10 +606,20 @@ class Attention(nnx.Module):
             shares, chosen = seen.rule.routes(seen.x, **arguments)
             real = seen.masks["query_segment_ids"]
             loss = variants.balance_loss(shares, chosen, real)
-            found["balance"] = self.mixture_balance * loss
+            found["penalty"] = self.mixture_balance * loss
+        if self.gate_penalty:
+            count = variants.expected_heads(self.output_gate.kernel[...])
+            found["penalty"] = found.get("penalty", 0) + self.gate_penalty * count
         if self.qk_clip is not None:
             found["largest"] = seen.largest
         return found
+
+    def learned_gates(self) -> Float[Array, "N"] | None:
+        """Return the gates that training may have closed; None: it has no such."""
+        gate = self.output_gate
+        if gate is None or gate.activation != variants.LEARNED:
+            return None
+        return variants.hard_concrete(gate.kernel[...])
 
     def clip(self, largest: Float[Array, "N"]) -> None:
         """Make logits smaller whose largest was above `qk_clip` (QK clip, Kimi K2).

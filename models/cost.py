@@ -54,13 +54,14 @@ def update_flops(model, spec: dict) -> float:
 def plain(model):
     """Return the model with reference attention, whose products can be counted.
 
-    Without what training alone computes: balance losses and largest logits.
+    Without what training alone computes: penalties and largest logits.
     """
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Attention):
             module.implementation = "reference"
-            module.mixture_balance, module.qk_clip = 0.0, None
+            module.mixture_balance, module.gate_penalty = 0.0, 0.0
+            module.qk_clip = None
     return model
 
 

@@ -5,8 +5,10 @@ format can't say raises an error that names the config key. Parameters are NumPy
 by path, as `models.huggingface.named` gives them.
 """
 
+import jax.numpy as jnp
 import numpy as np
 
+from headcount.attention.variants import LEARNED, hard_concrete
 from headcount.configs.base import get_config
 from headcount.models.positions import SINUSOIDAL, sinusoidal
 from headcount.models.transformer import attention_arguments
@@ -18,6 +20,7 @@ STACKS = {  # by site: the layers that have it, and its name in them
 }
 # Keys of a section that change no function: how it is trained, and what computes it.
 START = ("merge_gain", "init", "dropout", "implementation", "mixture_heads")
+START += ("qk_clip",)
 # Keys of model.attention that `plain_heads` removes or every format can say.
 HEADS = ("num_heads", "use_bias", "merge", "scale")
 
@@ -47,6 +50,11 @@ def plain_heads(config, params: dict, gates: dict) -> dict:
             if site in gates:
                 kernel = kernel * np.float64(gates[site][index])[:, None, None]
             params[key] = kernel.astype(np.float32)
+            if settings["gate"] == LEARNED:
+                learned = hard_concrete(
+                    jnp.asarray(params.pop(f"{layer}.output_gate.kernel"))
+                )
+                params[key] = params[key] * np.asarray(learned)[:, None, None]
             if settings["scale"] is not None:
                 fold_scale(params, layer, settings["scale"])
     return params
@@ -177,6 +185,9 @@ def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
     for site in sites(config):
         settings = site_settings(config, site)
         path = settings.pop("path")
+        if settings["gate"] == LEARNED:  # `plain_heads` folds it
+            for key in ("gate", "gate_features", "gate_penalty"):
+                del settings[key]
         for key, value in settings.items():
             default = defaults["attention"][key]
             if key not in (*HEADS, *START, *heads) and value != default:

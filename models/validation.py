@@ -1,5 +1,7 @@
 """Checks of a model's settings and arguments; errors name the config key."""
 
+from headcount.attention.variants import LEARNED
+
 
 def check_layers(
     num_encoder_layers: int, num_decoder_layers: int, encoder_only: dict
@@ -62,6 +64,19 @@ def check_variants(path: str, s: dict, *, rotary: bool, is_cross: bool) -> None:
         features is None or 0 <= features <= width,
         "gate_features",
         f"from 0 to model.width = {width}",
+    )
+    if s["gate"] == LEARNED:
+        for name, must in (
+            ("gate_features", 0),
+            ("gate_size", "head"),
+            ("gate_on", "output"),
+        ):
+            require(s[name] == must, name, f"{must!r} with gate={LEARNED!r}")
+    require(s["gate_penalty"] >= 0, "gate_penalty", "at least 0")
+    require(
+        s["gate"] == LEARNED or not s["gate_penalty"],
+        "gate_penalty",
+        f"0 with gate={s['gate']!r}, which can't close",
     )
     if is_cross and s["exclusive"]:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from headcount.attention import cached, variants
 from headcount.models.linear import linear
@@ -20,8 +20,9 @@ class Gate(nnx.Module):
 
     Args:
         sizes: of the axes D, N and V.
-        activation: "sigmoid", whose kernel starts as the layer's others do, or
-            "double_sigmoid", whose kernel starts at 0, and so heads as without a gate.
+        activation: "sigmoid", whose kernel starts as the layer's others do,
+            "double_sigmoid", whose kernel starts at 0, and so heads as without a gate,
+            or "hard_concrete", whose gates start at 1.
         size: "head", "element" or "shared".
         features: how many of x it looks at; None: all, 0: none.
         initial: initializer of a kernel, by the number of input axes and its rank.
@@ -45,16 +46,20 @@ class Gate(nnx.Module):
         else:
             axes = f"D {axes}" if features is None else f"features {axes}"
             shape = [sizes["D"] if features is None else features, *shape]
-        values = jnp.zeros(shape)
+        start = variants.OPEN / variants.STEP if activation == variants.LEARNED else 0.0
+        values = jnp.full(shape, start)
         if features != 0 and activation == "sigmoid":
             values = initial(1, len(shape))(rngs.params(), shape)
         self.kernel = nnx.Param(values, axes=axes)
 
     def __call__(
-        self, heads: Float[Array, "B T N V"], x: Float[Array, "B T D"]
+        self,
+        heads: Float[Array, "B T N V"],
+        x: Float[Array, "B T D"],
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T N V"]:
-        """Multiply heads by their gates."""
-        gates = variants.gate(x, self.kernel[...], self.activation, self.size)
+        """Multiply heads by their gates; a key adds noise to learned ones."""
+        gates = variants.gate(x, self.kernel[...], self.activation, self.size, key)
         return heads * gates.astype(heads.dtype)
 
 

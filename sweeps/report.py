@@ -371,6 +371,7 @@ def arm_result(
         test=scores("test"),
         dev=scores("dev"),
         lost=len(lost),
+        open_heads=[row["open_heads"] for row in own if row["open_heads"] is not None],
         nuisance=json.loads(own[0]["nuisance"]) if own else {},
         seconds=mean("seconds"),
         tokens_per_second=mean("tokens_per_second"),

@@ -38,7 +38,7 @@ def column_names(metrics: tuple[Metric, ...]) -> list[str]:
         *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
         *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
         *(f"{split}_{metric.name}" for split in ("dev", "test") for metric in metrics),
-        *("test_split", "checkpoint", "options", "signatures"),
+        *("test_split", "checkpoint", "open_heads", "options", "signatures"),
         *("device", "attention", "versions", "python", "commit", "folder", "error"),
     ]
 
@@ -153,6 +153,7 @@ def score_columns(side: str, result: dict, metrics: tuple[Metric, ...]) -> dict:
         "best_step": result["step"],
         "diverged_at": result["diverged_at"],
         "checkpoint": result["checkpoint"],
+        "open_heads": result.get("open_heads"),
         "options": json.dumps(result["options"]),
         "signatures": json.dumps(result["signatures"]),
     }

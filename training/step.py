@@ -153,7 +153,7 @@ def train_steps(
 def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     """Return a trial's mean loss on a batch, its weight (a sum), and the gradient.
 
-    And each head's largest logit, where `qk_clip` needs it; see `balance_and_largest`.
+    And each head's largest logit, where `qk_clip` needs it; see `penalty_and_largest`.
     The batch may be computed in parts (`accumulate_steps`). Apart from dropout, which
     then drops other elements, the result does not depend on how many there are.
     """
@@ -171,9 +171,9 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
             remat=static.remat,
             **options,
         )
-        balance, largest = balance_and_largest(options.get("auxiliary", {}))
-        # balance steers the gradient; the loss that is reported is the task's
-        return loss + weight * balance, (loss, weight, largest)
+        penalty, largest = penalty_and_largest(options.get("auxiliary", {}))
+        # penalties steer the gradient; the loss that is reported is the task's
+        return loss + weight * penalty, (loss, weight, largest)
 
     def of_part(part, key, scale):
         total, pullback, (loss, weight, largest) = jax.vjp(
@@ -210,20 +210,20 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     return loss / divisor(weight), weight, gradient, largest
 
 
-def balance_and_largest(auxiliary: dict) -> tuple[jax.Array | float, dict]:
-    """Return the summed balance losses, and each head's largest logit by site.
+def penalty_and_largest(auxiliary: dict) -> tuple[jax.Array | float, dict]:
+    """Return the summed penalties, and each head's largest logit by site.
 
     Args:
         auxiliary: see `Transformer.hidden`.
     """
     layers = [layer for site in auxiliary.values() for layer in site]
-    balance = sum(layer["balance"] for layer in layers if "balance" in layer)
+    penalty = sum(layer["penalty"] for layer in layers if "penalty" in layer)
     largest = {
         site: [layer["largest"] for layer in own]
         for site, own in auxiliary.items()
         if "largest" in own[0]
     }
-    return balance, largest
+    return penalty, largest
 
 
 @partial(jax.jit, static_argnames="static", inline=True)  # so that it is traced once
@@ -269,7 +269,7 @@ def clipped(params, largest: dict, graph):
     """Return parameters after QK clip, at the sites that have it.
 
     Args:
-        largest: each layer's largest logits by site; see `balance_and_largest`.
+        largest: each layer's largest logits by site; see `penalty_and_largest`.
     """
     if not largest:
         return params

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from headcount.analysis.heads import open_heads
 from headcount.analysis.removal import RULES, smaller
+from headcount.attention import variants
 from headcount.configs.base import get_config
 from headcount.models.maps import single_example
 from headcount.models.transformer import Transformer
@@ -65,6 +67,30 @@ def test_the_smaller_model_equals_the_gated_one(attention):
         return sum(leaf.size for leaf in jax.tree.leaves(state))
 
     assert size(params) < size(run.params)
+
+
+def test_learned_gates_are_folded_and_those_that_closed_removed():
+    run = made(gate="hard_concrete", gate_features=0, merge="scaled")
+    values = np.float32([[-9, 9, 0, 1], [0.5, -9, -9, 0]]) / variants.STEP
+    model = nnx.merge(run.graph, run.of(0)[0])
+    for layer, own in zip(model.decoder, values, strict=True):
+        layer.self_attention.output_gate.kernel[...] = jnp.asarray(own)
+    params = jax.tree.map(lambda x: x[None], nnx.split(model)[1])
+    run = run._replace(params=params)
+    others = 3 * 4  # of one encoder layer and two of cross-attention, all but closed
+    closed = sum(
+        int((np.asarray(attention.learned_gates()) == 0).sum())
+        for site in ("encoder", "cross")
+        for attention in model.sites()[site].attentions
+    )
+    assert open_heads(run, 0) == 3 + 2 + others - closed
+    config, params = smaller(run, 0, [])
+    assert config.model.decoder_attention.gate == "none"
+    assert config.model.decoder_attention.num_heads == 3
+    less = Transformer(20, **config.model.to_dict(), rngs=nnx.Rngs(1))
+    nnx.update(less, params)
+    np.testing.assert_allclose(less(BATCH), model(BATCH), atol=2e-5)
+    assert open_heads(made(), 0) is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from headcount.attention import variants
 from headcount.attention.merge import MERGE_RULES
 from headcount.configs.base import get_config
 from headcount.models import folding
@@ -50,9 +51,13 @@ def test_a_folded_model_has_the_same_logits():
     config.model.attention.scale = 0.2
     config.model.decoder_attention.num_kv_heads = 2
     config.model.cross_attention.merge = "mean"
+    config.model.encoder_attention.gate = "hard_concrete"
+    config.model.encoder_attention.gate_features = 0
     graph, params = nnx.split(
         Transformer(9, **config.model.to_dict(), rngs=nnx.Rngs(0))
     )
+    learned = np.float32([-9, 9, 0, 1]) / variants.STEP
+    params["encoder"][0]["self_attention"]["output_gate"]["kernel"][...] = learned
     gates = {"cross": np.array([[1.0, 0.0, 0.5, 1.0]])}
     tokens = jnp.asarray(RNG.integers(4, 9, (2, 6)), jnp.int32)
     place = jnp.broadcast_to(jnp.arange(6), (2, 6))
@@ -71,6 +76,7 @@ def test_a_folded_model_has_the_same_logits():
     plain["attention"]["scale"] = None
     plain["decoder_attention"]["num_kv_heads"] = None
     plain["cross_attention"]["merge"] = None
+    plain["encoder_attention"]["gate"] = None
     graph, like = nnx.split(Transformer(9, **plain, rngs=nnx.Rngs(0)))
     folded = nnx.merge(graph, unnamed(arrays, like))(batch)
     np.testing.assert_allclose(folded, ours, rtol=1e-4, atol=1e-5)
@@ -78,6 +84,8 @@ def test_a_folded_model_has_the_same_logits():
 
 def test_a_setting_that_a_format_does_not_know_must_have_its_default():
     config = get_config()
+    folding.check_plain(config, "X", (), ())
+    config.model.encoder_attention.update({"gate": "hard_concrete", "gate_features": 0})
     folding.check_plain(config, "X", (), ())
     config.model.decoder_attention.sink = True
     with pytest.raises(ValueError, match="model.decoder_attention.sink must be False"):

@@ -55,6 +55,7 @@ def close(found, wanted, **options):
         {"gate": "double_sigmoid", "gate_size": "shared"},
         {"gate": "double_sigmoid", "gate_size": "element", "gate_features": 0},
         {"gate": "double_sigmoid", "gate_on": "values", "num_kv_heads": 2},
+        {"gate": "hard_concrete", "gate_features": 0},
         {"knocking": "linear", "knocking_all": True},
         {"knocking": "mlp"},
     ],
@@ -62,6 +63,34 @@ def close(found, wanted, **options):
 def test_a_neutral_start_is_concat_bit_for_bit(settings):
     heads = {k: v for k, v in settings.items() if k == "num_kv_heads"}
     np.testing.assert_array_equal(layer(**settings)(X), layer(**heads)(X))
+
+
+def test_learned_gates_are_open_as_often_as_expected_and_closed_for_good_at_last():
+    """By 4,000 draws of gates with other chances; the last ones are without noise."""
+    values = jnp.asarray([-3.0, -1.0, 0.0, 1.0, 3.0]) / variants.STEP
+    keys = jax.random.split(jax.random.key(0), 4000)
+    drawn = jax.vmap(lambda key: variants.hard_concrete(values, key))(keys)
+    assert drawn.min() == 0 and drawn.max() == 1
+    each = jnp.stack([variants.expected_heads(value[None]) for value in values])
+    np.testing.assert_allclose((drawn > 0).mean(0), each, atol=0.03)
+    assert each[0] < 0.3 and each[-1] > 0.95
+    for low, high in zip(drawn.mean(0)[:-1], drawn.mean(0)[1:], strict=True):
+        assert low < high
+    final = variants.hard_concrete(values)
+    assert (final[0], final[-1]) == (0, 1) and 0 < final[2] < 1
+
+
+def test_learned_gates_are_noisy_in_training_alone():
+    one = layer(gate="hard_concrete", gate_features=0, gate_penalty=0.1)
+    gate = one.output_gate.kernel
+    gate[...] = jnp.asarray([0.0, -9.0, 0.0, 9.0]) / variants.STEP
+    noisy = [one(X, dropout_key=jax.random.key(seed)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(noisy[0], noisy[1])
+    assert jnp.abs(noisy[0] - noisy[2]).max() > 1e-3
+    learned = np.asarray(one.learned_gates())
+    assert (learned[1], learned[3]) == (0, 1) and 0 < learned[0] == learned[2] < 1
+    plain = layer()
+    close(one(X), plain(X, gate=jnp.asarray(learned)))
 
 
 def test_variants_leave_the_initial_values_of_the_rest_as_they_are():
@@ -279,6 +308,8 @@ def test_gradients_and_causality(name):
         ({"gate": "tanh"}, "gate must be one of none, sigmoid"),
         ({"gate_features": 17}, "gate_features .*model.width = 16"),
         ({"knocking": "soft"}, "knocking must be one of"),
+        ({"gate": "hard_concrete"}, "gate_features must be 0 with gate"),
+        ({"gate": "sigmoid", "gate_penalty": 0.1}, "gate_penalty must be 0 with gate"),
         ({"qk_clip": 0.0}, "qk_clip must be above 0"),
         ({"qk_clip": 9.0, "qk_norm": True}, "qk_norm .* qk_clip"),
         ({"mixture_balance": 0.1}, "mixture_balance .* merge"),

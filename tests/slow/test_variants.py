@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from headcount.attention import variants
 from headcount.configs.base import get_config
 from headcount.configs.commandline import flat
 from headcount.models.cost import abstract
@@ -113,12 +114,33 @@ def test_balance_steers_the_router_and_not_the_reported_loss():
             "decoder": 2,
             "cross": 2,
         }
-        return sum(layer["balance"] for own in auxiliary.values() for layer in own)
+        return sum(layer["penalty"] for own in auxiliary.values() for layer in own)
 
     added = jax.tree.map(jnp.subtract, with_balance, plain)
     assert_close(added, balance(params))
     router = balance(params)["decoder"][0]["self_attention"]["merge"]["router"]
     assert np.abs(router[...]).max() > 1e-4
+
+
+def test_a_penalty_on_gates_is_its_factor_times_the_heads_expected_to_be_open():
+    """Of all sites and layers; the reported loss is without it."""
+    settings = {"gate": "hard_concrete", "gate_features": 0}
+    build, without = build_of(**settings, gate_penalty=0.1), build_of(**settings)
+    params = nnx.split(build(rngs=nnx.Rngs(0)))[1]
+    loss, _, with_penalty, _ = gradient_of(build, params)
+    plain_loss, _, plain, _ = gradient_of(without, params)
+    np.testing.assert_array_equal(loss, plain_loss)
+    slope = jax.grad(variants.expected_heads)
+    count = 0
+    pairs = zip(*map(jax.tree.leaves_with_path, (with_penalty, plain)), strict=True)
+    for (path, one), (_, other) in pairs:
+        added, name = one - other, jax.tree_util.keystr(path)
+        wanted = jnp.zeros_like(added)
+        if "output_gate" in name:
+            start = jnp.full(added.shape, variants.OPEN / variants.STEP)
+            wanted, count = 0.1 * slope(start), count + 1
+        np.testing.assert_allclose(added, wanted, rtol=1e-3, atol=1e-6)
+    assert count == 6
 
 
 def test_qk_clip_shrinks_the_heads_whose_logits_were_too_large():

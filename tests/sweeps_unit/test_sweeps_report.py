@@ -213,6 +213,19 @@ def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
     assert (tmp_path / "s/report/heads.png").exists()
 
 
+def test_scores_are_drawn_against_the_heads_that_learned_gates_left(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish_all(sweep)
+    assert "heads left" not in write_report(sweep)
+    for index in (1, 2):  # not the baseline
+        edit_results(sweep, index, lambda row: row | {"open_heads": 5 + row["trial"]})
+    markdown = write_report(sweep)
+    assert "(report/heads_left.png)" in markdown and "| heads left |" in markdown
+    assert markdown.count("| 5.5 ± 0.7 |") == 2
+    table = (tmp_path / "s" / "sweep.csv").read_text()
+    assert table.splitlines()[0].count("open_heads") == 1
+
+
 def test_the_curve_of_a_metric_not_evaluated_in_training_is_that_which_selects(
     tmp_path, corpus
 ):
