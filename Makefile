@@ -26,7 +26,8 @@ lint: .venv/.dev
 # Every merge rule, preset, mesh and ablation in whole models, and the tests of the
 # other folders that are marked slow: minutes of compiling.
 test-slow: .venv/.dev
-	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal -m slow tests/slow tests
+	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal -m slow \
+	  -o norecursedirs=".* compilers peers gpu faults sweeps"
 
 # Training that is killed 20 times, and the like: minutes.
 test-faults: .venv/.dev
