@@ -134,7 +134,7 @@ TAKEN = {}  # flags by the script that defined them
 
 def take_flags():
     """Move the flags of all scripts from absl's table to ours."""
-    for module in (f"headcount.{name}" for name in NAMES):
+    for module in (f"headcount.{name}" for name in (*NAMES, "models.describe")):
         for flag in list(flags.FLAGS.flags_by_module_dict().get(module, ())):
             TAKEN.setdefault(module, {})[flag.name] = flag
             delattr(flags.FLAGS, flag.name)

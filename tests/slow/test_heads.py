@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from headcount.attention import talking_heads_attention, talking_heads_weights
+from headcount.attention.kernels import cpu_build
 from headcount.attention.merge import MERGE_RULES
 from headcount.attention.reference import attend
 from headcount.configs.base import get_config
@@ -290,8 +291,9 @@ def test_relative_bias_is_a_row_of_its_table():
 
 def test_implementations_are_listed_by_site():
     model = abstract(build_of("relative", cross_attention={"talking_heads": True}))
+    ours = "cpu" if cpu_build.unavailable() is None else "blockwise"
     assert implementations(model, SPEC) == {
-        "encoder": "blockwise",
-        "decoder": "blockwise",
+        "encoder": ours,
+        "decoder": ours,
         "cross": "talking_heads_attention",
     }

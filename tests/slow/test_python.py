@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from headcount.configs import numbers
-from headcount.train import train_config
 from headcount.training.loop import Hook
 from headcount.training.run import load
+from tests.conftest import load_script
 from tests.runs import ROOT, SMALL, checksums, status
+
+train_config = load_script("train")[0].train_config
 
 
 def small(corpus):
