@@ -242,7 +242,7 @@ def ratio_of_spreads(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]
 
 
 def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether in most trials some head has one of some roles; see `roles`."""
+    """Test whether most trials have a head with a role; see `analysis.roles`."""
     rows = [row for row in found.rows.get("roles", ()) if row["role"] in roles]
     if not rows:
         return []

@@ -588,8 +588,13 @@ class Attention(nnx.Module):
     def has_auxiliary(self) -> bool:
         """Whether `auxiliary` returns anything."""
         leads = self.value_residual and self.value_share is None
-        steers = self.mixture_balance or self.gate_penalty or self.qk_clip is not None
-        return bool(leads or steers)
+        return leads or self.steers
+
+    @property
+    def steers(self) -> bool:
+        """Whether an update needs a penalty or the largest logits of the layer."""
+        penalty = self.mixture_balance or self.gate_penalty
+        return bool(penalty) or self.qk_clip is not None
 
     def auxiliary(self, seen: "Intermediates") -> dict:
         """Return what training needs of a layer beside its output, if it does.

@@ -19,8 +19,7 @@ STACKS = {  # by site: the layers that have it, and its name in them
     "cross": ("decoder", "cross_attention"),
 }
 # Keys of a section that change no function: how it is trained, and what computes it.
-START = ("merge_gain", "init", "dropout", "implementation", "mixture_heads")
-START += ("qk_clip",)
+START = ("merge_gain", "init", "dropout", "implementation", "mixture_heads", "qk_clip")
 # Keys of model.attention that `plain_heads` removes or every format can say.
 HEADS = ("num_heads", "use_bias", "merge", "scale")
 

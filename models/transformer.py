@@ -287,9 +287,7 @@ class Transformer(nnx.Module):
     def has_auxiliary(self) -> bool:
         """Whether `hidden` has anything to fill `auxiliary` with."""
         layers = [x for site in self.sites().values() for x in site.attentions]
-        return any(
-            x.mixture_balance or x.gate_penalty or x.qk_clip is not None for x in layers
-        )
+        return any(attention.steers for attention in layers)
 
     @property
     def has_bias(self) -> bool:
