@@ -27,9 +27,9 @@ def threshold(rate: float) -> int:
 
 def row_keys(seed: Int32[Array, ""], B: int, T: int, N: int) -> Int32[Array, "B T N"]:
     """Return a hash of the seed, batch row, head and query."""
-    of_rows = _mixed(_mixed(seed) + jax.lax.iota(jnp.int32, B))
-    of_heads = _mixed(of_rows[:, None] + jax.lax.iota(jnp.int32, N))
-    return _mixed(of_heads[:, None] + jax.lax.iota(jnp.int32, T)[:, None])
+    of_rows = mixed(mixed(seed) + jax.lax.iota(jnp.int32, B))
+    of_heads = mixed(of_rows[:, None] + jax.lax.iota(jnp.int32, N))
+    return mixed(of_heads[:, None] + jax.lax.iota(jnp.int32, T)[:, None])
 
 
 def kept(row_key: Int32[Array, "..."], column, rate: float) -> Bool[Array, "..."]:
@@ -40,7 +40,8 @@ def kept(row_key: Int32[Array, "..."], column, rate: float) -> Bool[Array, "..."
     return _shifted(x, 32 - BITS) >= np.int32(threshold(rate))
 
 
-def _mixed(x):
+def mixed(x: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """Return a hash of each number."""
     x = (x ^ _shifted(x, 16)) * FIRST
     x = (x ^ _shifted(x, 15)) * SECOND
     return x ^ _shifted(x, 16)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from headcount.attention import dropout as hashing
+
 Dropout = tuple[Float[Array, ""] | float, Key[Array, ""]]  # rate, key
 
 
@@ -28,14 +30,13 @@ def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, ".
     """A hash of each element's index: enough for dropout, cheap enough to do again.
 
     It fuses into what reads it, where `jax.random.bits` is a pass of 20 rounds. The
-    key gives each call a stride and a start of its own; the mixing is the 32-bit
-    finaliser "lowbias32" (Wellons 2018, Prospecting for hash functions).
+    key gives each call a stride and a start of its own; the mixing is that of
+    `attention.dropout`.
     """
     start, stride = jax.random.key_data(key)[-2:]
     x = jax.lax.iota(jnp.uint32, math.prod(shape)) * (stride | 1) + start
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return (x ^ (x >> 16)).reshape(shape)
+    mixed = hashing.mixed(jax.lax.bitcast_convert_type(x, jnp.int32))
+    return jax.lax.bitcast_convert_type(mixed, jnp.uint32).reshape(shape)
 
 
 def key_of(drop: Dropout | None, index: int) -> Key[Array, ""] | None:
