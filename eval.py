@@ -134,12 +134,13 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
     with heartbeat(f"Still scoring {len(examples)} examples of {examples.split}"):
         scores = found.task.evaluate(found, examples, **options)
+    # by every process: a trial's parameters may lie on all of them
+    heads = [open_heads(found, trial) for trial in range(len(found.trials))]
     if not distributed.is_first():
         return
     rows, shown = [], None
     for trial, row in enumerate(scores):
         predictions = row.pop("predictions", None)
-        heads = open_heads(found, trial)
         rows.append(
             {
                 "trial": trial,
@@ -149,7 +150,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
                 "step": found.step[trial],
                 "diverged_at": found.diverged_at[trial],
                 "examples": len(examples),
-                **({} if heads is None else {"open_heads": heads}),
+                **({} if heads[trial] is None else {"open_heads": heads[trial]}),
                 "options": row.pop("options", {}),
                 "signatures": row.pop("signatures", {}),
                 **row,

@@ -138,14 +138,17 @@ def all_gates(run: Run, params, gates: dict) -> dict:
 
 
 def open_heads(run: Run, trial: int) -> int | None:
-    """Return how many heads of a trial have open gates; None: no gate is learned."""
+    """Return how many heads of a trial have open gates; None: no gate is learned.
+
+    Every process must call it, if there are several.
+    """
     params, gates = run.of(trial)
     gates, count, is_learned = all_gates(run, params, gates), 0, False
     for site, about in nnx.merge(run.graph, params).sites().items():
         for own, layer in zip(gates[site], about.attentions, strict=True):
-            is_open, learned = np.asarray(own) > 0, layer.learned_gates()
+            is_open, learned = sharding.fetch(own) > 0, layer.learned_gates()
             if learned is not None:
-                is_open, is_learned = is_open & (np.asarray(learned) > 0), True
+                is_open, is_learned = is_open & (sharding.fetch(learned) > 0), True
             count += is_open.sum()
     return int(count) if is_learned else None
 
