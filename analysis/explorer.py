@@ -218,7 +218,7 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
 @partial(jax.jit, static_argnames="graph")
 def predicted(graph, params, head_gates: dict, batch: dict):
     """Return the most probable token or class of every place, B T."""
-    model = precision.merge(graph, params)
+    model = precision.model_of(graph, params)
     if model.classifier is not None:
         return model.class_logits(batch, head_gates=head_gates).argmax(-1)
     return model(batch, head_gates=head_gates).argmax(-1)

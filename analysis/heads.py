@@ -232,7 +232,7 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
         seen[site].append(sums)
 
     observers = {site: partial(add, site) for site in head_gates}
-    model = precision.merge(graph, params)
+    model = precision.model_of(graph, params)
     loss(model, batch, head_gates=head_gates, observe=observers)
     return seen, {side: count.sum() for side, count in counts.items()}
 
@@ -245,7 +245,7 @@ def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
     """
 
     def total(gates):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         return loss(model, batch, head_gates=gates)
 
     # with gates of their own for every row, the gradient of the sum is that of each
@@ -260,7 +260,7 @@ def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def loss_of(graph, loss, params, head_gates: dict, batch: dict):
     """Return the summed loss of a batch."""
-    return loss(precision.merge(graph, params), batch, head_gates=head_gates)[0]
+    return loss(precision.model_of(graph, params), batch, head_gates=head_gates)[0]
 
 
 def contributions(layer: Intermediates) -> dict[str, Float[Array, "B T N"]]:

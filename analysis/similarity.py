@@ -101,7 +101,7 @@ def alignments(outputs: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnames="graph")
 def head_outputs(graph, params, head_gates: dict, batch: dict) -> dict:
     """Return the output of every head of every layer, L B T N V, by site."""
-    model = precision.merge(graph, params)
+    model = precision.model_of(graph, params)
     found = {site: [] for site in model.sites()}
     observers = {
         site: (lambda layer, own=own: own.append(layer.heads))
@@ -166,4 +166,4 @@ def interactions(
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def weight_of(graph, loss, params, head_gates: dict, batch: dict):
     """Return the weight that the summed loss of a batch is divided by."""
-    return loss(precision.merge(graph, params), batch, head_gates=head_gates)[1]
+    return loss(precision.model_of(graph, params), batch, head_gates=head_gates)[1]

@@ -152,7 +152,7 @@ def _idle(leaves, *, graph, structure, shape, **sizes) -> State:
     """Return `empty_state` of every trial, for B and S of `shape`."""
 
     def one(leaves):
-        model = precision.merge(graph, jax.tree.unflatten(structure, leaves))
+        model = precision.model_of(graph, jax.tree.unflatten(structure, leaves))
         keys = jnp.broadcast_to(jax.random.key(0), shape[:1])
         return empty_state(model, jnp.zeros(shape, jnp.int32), keys, **sizes)
 
@@ -398,7 +398,7 @@ def _stream_programs(graph, options) -> tuple[Callable, Callable]:
 
     @partial(jax.jit, static_argnames="max_length")
     def begin(params, head_gates, tokens, lengths, limits, keys, max_length):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         sizes = {"max_length": max_length, "beam_size": beam_size}
         state = empty_state(model, tokens, keys, **sizes)
         prompt = prefill(model, tokens, lengths, head_gates)
@@ -406,7 +406,7 @@ def _stream_programs(graph, options) -> tuple[Callable, Callable]:
 
     @partial(jax.jit, donate_argnums=0)
     def step(state, params, head_gates):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         clock, L = state.clock, state.rows.tokens.shape[2]
         state = advance(model, state, head_gates=head_gates, **options)
         token = state.rows.tokens[0, 0, clock % L]

@@ -27,7 +27,7 @@ def attention_maps(
         graph, params, head_gates: of one trial; see `tasks.Run.of`.
         batch: without a trial axis; see `models.transformer.Transformer`.
     """
-    model = precision.merge(graph, params)
+    model = precision.model_of(graph, params)
     found = {site: [] for site in model.sites()}
 
     def observe(site, layer):
@@ -53,7 +53,7 @@ def head_summaries(
     """
 
     def one(params, head_gates):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         found = {site: [] for site in model.sites()}
 
         def observe(site, about, layer):

@@ -33,7 +33,7 @@ def compute_dtype(name: str | None) -> str:
     return "float32" if platform() == "cpu" else "bfloat16"
 
 
-def merge(graph: nnx.GraphDef, params):
+def model_of(graph: nnx.GraphDef, params):
     """Return a model with its parameters in the dtype that it computes in."""
     return nnx.merge(graph, rounded(graph, params))
 

@@ -180,7 +180,7 @@ def best_classes(graph, params, head_gates: dict, batch: dict):
     """Return the most probable class of every token, R B T."""
 
     def one(params, head_gates):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         return model.class_logits(batch, head_gates=head_gates).argmax(-1)
 
     return over_trials(one)(params, head_gates)
@@ -189,6 +189,6 @@ def best_classes(graph, params, head_gates: dict, batch: dict):
 @partial(jax.jit, static_argnames="graph")
 def class_probabilities(graph, params, head_gates: dict, batch: dict):
     """Return the probabilities of the classes of every token, B T C, by one trial."""
-    model = precision.merge(graph, params)
+    model = precision.model_of(graph, params)
     logits = model.class_logits(batch, head_gates=head_gates)
     return jax.nn.softmax(logits.astype(jnp.float32))

@@ -25,7 +25,7 @@ def summed_loss(
     """
 
     def one(params, head_gates):
-        return loss(precision.merge(graph, params), batch, head_gates=head_gates)
+        return loss(precision.model_of(graph, params), batch, head_gates=head_gates)
 
     return over_trials(one)(params, head_gates)
 
@@ -36,7 +36,7 @@ def row_losses(graph, loss: Callable, params, head_gates: dict, batch: dict):
 
     def one(row):
         row = jax.tree.map(lambda x: x[None], row)
-        return loss(precision.merge(graph, params), row, head_gates=head_gates)
+        return loss(precision.model_of(graph, params), row, head_gates=head_gates)
 
     return jax.vmap(one)(batch)
 

@@ -451,7 +451,7 @@ def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dic
     """Return summed loss, weight, and number of exact predictions of a batch, all R."""
 
     def one(params, head_gates):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         loss, weight = task.loss(model, batch, head_gates=head_gates)
         correct = jnp.zeros(())
         if task.is_recall:
@@ -466,7 +466,7 @@ def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dic
 @partial(jax.jit, static_argnames="graph")
 def batch_log_probabilities(graph, params, head_gates: dict, batch: dict):
     """Return the log-probability of each token of a batch, by one trial, B T."""
-    logits = precision.merge(graph, params)(batch, head_gates=head_gates)
+    logits = precision.model_of(graph, params)(batch, head_gates=head_gates)
     return jnp.take_along_axis(
         jax.nn.log_softmax(logits), batch["target"][..., None], axis=-1
     )[..., 0]

@@ -192,7 +192,7 @@ def score_batch(graph, task: MaskedLanguageModel, params, head_gates, batch: dic
     """Return summed loss, weight and number of exact predictions of a batch, all R."""
 
     def one(params, head_gates):
-        model = precision.merge(graph, params)
+        model = precision.model_of(graph, params)
         loss, weight = task.loss(model, batch, head_gates=head_gates)
         inputs, chosen = task.masked(batch, None, model)
         logits = model.logits(model.hidden(inputs, head_gates=head_gates))
@@ -205,6 +205,6 @@ def score_batch(graph, task: MaskedLanguageModel, params, head_gates, batch: dic
 @partial(jax.jit, static_argnames="graph")
 def token_probabilities(graph, params, head_gates: dict, batch: dict):
     """Return the probabilities of the vocabulary at every token, by one trial."""
-    model = precision.merge(graph, params)
+    model = precision.model_of(graph, params)
     logits = model.logits(model.hidden(batch, head_gates=head_gates))
     return jax.nn.softmax(logits.astype(jnp.float32))

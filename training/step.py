@@ -159,7 +159,9 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     """
 
     def summed(params, part, key):
-        model = precision.merge(static.graph, sharding.gathered(params, static.shard))
+        model = precision.model_of(
+            static.graph, sharding.gathered(params, static.shard)
+        )
         options = {"auxiliary": {}} if model.has_auxiliary else {}
         loss, weight = static.loss(
             model,

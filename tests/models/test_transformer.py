@@ -83,7 +83,7 @@ def test_embedding_gradients_accumulate_in_float32():
     @jax.jit
     @jax.grad
     def gradient(params):
-        return precision.merge(graph, params).embed(alike, alike, 1).sum(dtype=float)
+        return precision.model_of(graph, params).embed(alike, alike, 1).sum(dtype=float)
 
     found = gradient(params)
     for name in ("embedding", "decoder_positions"):
