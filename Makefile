@@ -35,7 +35,7 @@ test-faults: .venv/.dev
 
 # Whole sweeps, killed, shared, on Ray and submitit, their report in a browser: minutes.
 test-sweeps: .venv-sweeps/.installed
-	$(QUICK) .venv-sweeps/bin/python -m pytest tests/sweeps
+	$(QUICK) .venv-sweeps/bin/python -m pytest -n 2 --dist worksteal tests/sweeps
 
 # Beside PyTorch and CTranslate2, in an environment of its own.
 test-peers: .venv-peers/.installed

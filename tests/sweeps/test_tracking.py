@@ -6,6 +6,7 @@ import pty
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -66,6 +67,7 @@ def test_a_run_of_a_sweep_is_recorded_offline_and_continued(tmp_path, monkeypatc
         writer = MetricsWriter(workdir, step, trackers=["wandb"])
         writer.write(step + 1, 0, loss=2.5 - step / 10)
         writer.close()
+        time.sleep(1)  # wandb names the folder by the second; a training takes longer
     name = json.loads((workdir / RECORD).read_text())["id"]
     found = records(workdir)
     runs = [record.run for record in found if record.HasField("run")]
