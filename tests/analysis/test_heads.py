@@ -367,6 +367,7 @@ def test_alone_of_one_head_and_of_two():
     assert len(set(others)) == 4 and [row["alone"] for row in of_two] == others
 
 
+@pytest.mark.slow
 def test_heads_that_talk_have_no_statistics():
     attention = {"num_heads": 4, "talking_heads": True}
     run = made(cross_attention=attention)

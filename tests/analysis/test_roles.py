@@ -132,6 +132,7 @@ def test_untrained_heads_have_no_role(task, examples):
     assert [row for row in rows if row["has_role"]] == []
 
 
+@pytest.mark.slow
 def test_scores_are_means_over_queries_then_sentences_of_the_full_maps(task, examples):
     run = as_run(task, task.build(rngs=nnx.Rngs(3)))
     rows = roles.measure_roles(run, examples, [0], limit=30)

@@ -70,6 +70,7 @@ def test_many_blocks(feature, shape):
     is_causal=st.booleans(),
 )
 @settings(max_examples=20, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_any_shape_and_mask(sizes, widths, window, features, is_causal):
     """Whatever masks meet."""
     T, S, B, K, G = sizes

@@ -82,6 +82,7 @@ def test_a_compiler_is_enough(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_kept_from_process_to_process(tmp_path):
     """Compiled once; a library cut short, as a crash may leave it, harms nobody."""
     assert chosen(tmp_path) == ("cpu", "")

@@ -44,6 +44,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
+@pytest.mark.slow
 def test_sharded_kernels(index, outcomes):
     difference, moved = outcomes[index]
     assert difference < 1e-5

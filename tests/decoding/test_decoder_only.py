@@ -155,6 +155,7 @@ def test_stream_gives_what_generate_does():
         assert list(pieces) == whole
 
 
+@pytest.mark.slow
 def test_many_prompts_refill_rows_and_do_not_depend_on_each_other():
     graph, params = make_model(KINDS["relative, one key head"])
     rng = np.random.default_rng(0)

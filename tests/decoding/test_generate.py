@@ -41,6 +41,7 @@ def test_tokens_are_the_same_without_scores(options):
         assert np.isfinite(scores).all() and np.all(np.array(scores) < others)
 
 
+@pytest.mark.slow
 def test_results_are_the_same_where_python_numbers_are_int64():
     graph, params = make(layers=1)
     texts = sentences(5, 3, 9)

@@ -48,6 +48,7 @@ def test_rows_are_refilled_on_the_device(monkeypatch, one_lane):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_lanes_together_equal_one(monkeypatch):
     graph, params = make(layers=1)
     texts = sentences(*np.random.default_rng(0).integers(1, 20, 41))
@@ -137,6 +138,7 @@ def test_a_result_too_long_for_its_prompt_holds_up_no_other(monkeypatch, one_lan
     np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_where_most_results_are_long_all_start_again(monkeypatch, one_lane):
     graph, params = make(layers=1)
     scale_eos(params, 0.0)

@@ -98,6 +98,7 @@ def test_several_splits_and_trials_write_a_file_each(trained, call, corpus, tmp_
     assert read(trained, "result-test.json")[0]["examples"] == 9
 
 
+@pytest.mark.slow
 def test_a_trial_is_scored_without_the_heads_that_its_gates_remove(workdir, tmp_path):
     """Without cross-attention, nothing of the source is left in a translation."""
     trials = [{"seed": 0}, {"seed": 1, **NO_CROSS}]

@@ -161,6 +161,7 @@ def test_heads_are_removed_from_a_run_for_real(trained, call, tmp_path):
     fails(call("weights.py", workdir=trained, **wrong, **LAST), "--heads", "cross-7")
 
 
+@pytest.mark.slow
 def test_heads_are_logged_at_evaluations_if_asked(tmp_path, corpus):
     changes = {"train.log_heads": True, "train.num_steps": 4}
     succeed(training(tmp_path / "run", **corpus | changes))

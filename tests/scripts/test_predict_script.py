@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from headcount.training.run import load
 from tests.runs import ROOT, arguments, fails, run, succeed
 
@@ -69,6 +71,7 @@ def test_lines_are_answered_as_they_come(trained):
     assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_gets_no_error(trained):
     """As `head` does. It is the reader's business, so nothing is printed."""
     read, write = os.pipe()

@@ -127,6 +127,7 @@ def snapshot(folder) -> dict:
     return {path: path.read_bytes() for path in files if path.name != ".lock"}
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_given_more_steps_finishes_again(workdir, corpus):
     ran = succeed(training(workdir, **corpus | {"train.num_steps": 62}))
     assert "Resuming" in ran.stderr and status(workdir) == "finished"

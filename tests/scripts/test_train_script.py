@@ -104,6 +104,7 @@ metrics.Window.add, metrics.Window.paused = count_read, print_counts
 """
 
 
+@pytest.mark.slow
 def test_pending_steps_finish_before_a_pause_of_the_clock(corpus, tmp_path):
     """Otherwise their tokens would count, and their time would not."""
     steps = {"train.num_steps": 12, "train.log_every_steps": 12}
@@ -200,6 +201,7 @@ def test_a_run_does_not_resume_as_another(trained, corpus, tmp_path, change, cul
     assert {path: path.read_bytes() for path in trained.glob("*.json")} == before
 
 
+@pytest.mark.slow
 def test_a_failed_start_does_not_claim_the_workdir(corpus, tmp_path):
     """Nor keep its vocabulary, which is of another config."""
     workdir = tmp_path / "run"
@@ -214,6 +216,7 @@ def test_a_failed_start_does_not_claim_the_workdir(corpus, tmp_path):
     fails(run(training(workdir, **corpus, seed=1)), "seed (there 0, now 1)")
 
 
+@pytest.mark.slow
 def test_a_failed_start_does_not_keep_the_vocabulary_of_a_mended_corpus(tmp_path):
     workdir, folder = tmp_path / "run", tmp_path / "corpus"
     overrides = write_corpus(folder, ["cat " * 999] * 9, ["Katze"] * 9)
@@ -305,6 +308,7 @@ MEMORIZING = {
 }
 
 
+@pytest.mark.slow
 def test_ten_pairs_are_memorized_and_translated(tmp_path):
     """With two vocabularies, so that taking one for the other is noticed."""
     apart = {"data.joint_vocabulary": False, "data.vocab_size": 120}

@@ -72,6 +72,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_sweep_with_one_sentence(tmp_path, corpus):
     workdir = tmp_path / "s"
     open_sweep(options(workdir, corpus))
