@@ -135,7 +135,7 @@ def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     return others, reference
 
 
-RULES = {  # from the interval of the difference in loss to "supported", "contradicted"
+VERDICTS = {  # is it supported or contradicted, by the interval of the loss
     "lower": lambda low, high, margin: (high < 0, low > -margin),
     "higher": lambda low, high, margin: (low > 0, high < margin),
     "no lower": lambda low, high, margin: (low > -margin, high < -margin),
@@ -156,7 +156,7 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
         result = judge(each, Looks(looks, None, len(arms)))
         if math.isnan(result.low):
             continue
-        is_so, is_not = RULES[rule](result.low, result.high, claim.margin)
+        is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
         verdict = SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
         if arm.lost + reference.lost and verdict == SUPPORTED:
             verdict = UNDECIDED  # the seeds that are left are no fair sample

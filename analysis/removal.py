@@ -15,7 +15,7 @@ from headcount.tasks import Run, make_task
 from headcount.training.checkpoint import Checkpoints
 
 # Each head has a kernel of its own, and they are added up: one of zeros adds nothing.
-RULES = ("concat", "scaled", "gated", "gated_elementwise")
+REMOVABLE_RULES = ("concat", "scaled", "gated", "gated_elementwise")
 
 
 def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
@@ -96,10 +96,11 @@ def check(attention, site: str, gates: np.ndarray) -> None:
     """Raise a ValueError for heads that can't be removed one by one."""
     if not np.isin(gates, (0, 1)).all():
         raise ValueError(f"The gates of {site} must be 0 or 1 for removal.")
-    if attention.merge_rule not in RULES:
+    if attention.merge_rule not in REMOVABLE_RULES:
         raise ValueError(
-            f"The merge rule {attention.merge_rule!r} of {site} depends on how many "
-            f"heads there are; heads can be removed with {', '.join(RULES)}."
+            f"The merge rule {attention.merge_rule!r} of {site} is not a sum of "
+            f"heads with kernels of their own; heads can be removed with "
+            f"{', '.join(REMOVABLE_RULES)}."
         )
     for name, is_on in (
         ("latent_dim", attention.latent is not None),

@@ -21,7 +21,7 @@ Arms = Iterable[dict]
 
 HEADS = (1, 2, 4, 8, 16, 32)
 SIZES = (8, 16, 32, 64, 128)
-RULES = (
+MERGE_ARMS = (
     "concat",
     "mean",
     "weighted",
@@ -121,7 +121,7 @@ def merge(base) -> list[dict]:
         rule
         if rule["model.attention.merge"] != "mixture"
         else rule | {"model.attention.mixture_heads": half}
-        for rule in over("model.attention.merge", *RULES)
+        for rule in over("model.attention.merge", *MERGE_ARMS)
     ]
     return chain(rules, matched(rules[1:]))
 

@@ -86,8 +86,8 @@ def _shakespeare_file(directory: str | None) -> bytes:
         except (urllib.error.URLError, OSError) as error:
             raise FileNotFoundError(
                 f"{SHAKESPEARE_URL} can't be downloaded "
-                f"({getattr(error, 'reason', error)}); set data.directory to a folder "
-                f"that holds input.txt."
+                f"({getattr(error, 'reason', error)}); download it elsewhere and set "
+                f"--config.data.directory=FOLDER, the folder that holds input.txt."
             ) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

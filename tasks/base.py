@@ -227,7 +227,9 @@ class Task:
         raise NotImplementedError
 
     def loss(self, model, batch: dict, **options) -> tuple[jax.Array, jax.Array]:
-        """Return the loss summed over a batch, and the weight that it is divided by.
+        """Return the loss summed over a batch, and its weight.
+
+        `training.step.loss_and_gradient` divides one by the other.
 
         Args:
             model: of one trial, in the dtype that it computes in.

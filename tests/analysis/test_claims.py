@@ -83,7 +83,7 @@ def test_each_rule_follows_the_interval_and_the_margin(tmp_path, shift, verdicts
 def test_noise_leaves_a_claim_undecided(tmp_path):
     losses = {1: 2 + 100 * NOISE, 8: 2 - 100 * NOISE}
     sweep = write_sweep(tmp_path / "heads_x", losses)
-    for rule in claim_tests.RULES:
+    for rule in claim_tests.VERDICTS:
         assert find_effects(claim(rule), [sweep])[0].verdict == UNDECIDED
 
 

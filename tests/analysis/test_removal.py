@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from headcount.analysis.heads import open_heads
-from headcount.analysis.removal import RULES, smaller
+from headcount.analysis.removal import REMOVABLE_RULES, smaller
 from headcount.attention import variants
 from headcount.configs.base import get_config
 from headcount.models.maps import single_example
@@ -40,7 +40,7 @@ def made(**attention):
 
 @pytest.mark.parametrize(
     "attention",
-    [*({"merge": rule} for rule in RULES), {"sink": True, "qk_norm": True}],
+    [*({"merge": rule} for rule in REMOVABLE_RULES), {"sink": True, "qk_norm": True}],
     ids=str,
 )
 def test_the_smaller_model_equals_the_gated_one(attention):
