@@ -135,7 +135,7 @@ def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     return others, reference
 
 
-VERDICTS = {  # is it supported or contradicted, by the interval of the loss
+VERDICTS = {  # supported? contradicted? by the interval of the difference in loss
     "lower": lambda low, high, margin: (high < 0, low > -margin),
     "higher": lambda low, high, margin: (low > 0, high < margin),
     "no lower": lambda low, high, margin: (low > -margin, high < -margin),
