@@ -107,12 +107,27 @@ def softmax(
 
 def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
     """Products of queries and keys, in float32 (float64 for float64)."""
-    B, T, N, H = query.shape
+    B, T, N, _ = query.shape
     S, K = key.shape[1:3]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    return scale * jnp.einsum(
+    # Queries are scaled, not logits: XLA would make the scale, and the maximum that
+    # the softmax subtracts, one exact operation. See `of_two_features`.
+    query, key = of_two_features(scale * query.astype(dtype), key.astype(dtype))
+    return jnp.einsum(
         "BTKGH,BSKH->BKGTS",
-        query.reshape(B, T, K, N // K, H).astype(dtype),
-        key.astype(dtype),
+        query.reshape(B, T, K, N // K, query.shape[-1]),
+        key,
         precision=Precision.HIGHEST,
     ).reshape(B, N, T, S)
+
+
+def of_two_features(query, key):
+    """Append a zero to queries and keys of one feature, so that a dot product is one.
+
+    XLA replaces those of one feature by a multiplication, which it then fuses with the
+    subtraction of the softmax's maximum and does not round: the largest logit differs
+    from the maximum by its rounding, which for one of 1e30 is more than exp can take.
+    """
+    if query.shape[-1] > 1:
+        return query, key
+    return tuple(jnp.concatenate([x, jnp.zeros_like(x)], -1) for x in (query, key))

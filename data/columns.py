@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from absl import logging
 
+NAMES = "conll", "conllu"  # of data.name
 CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag; or feature:NAME
 FEATURES, HEAD = 5, 6
 NO_FEATURE = "_"
@@ -37,6 +38,10 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
     Raises:
         ValueError, OSError: there is no such file or tag, or a line is malformed.
     """
+    if name not in NAMES:
+        raise ValueError(
+            f"data.name must be one of {', '.join(NAMES)} for tagging, got {name!r}."
+        )
     if directory is None:
         raise ValueError(
             f"data.name={name} needs data.directory, the folder of your files."

@@ -8,6 +8,7 @@ from absl import logging
 
 from headcount.data.columns import find_file, read_lines
 
+NAMES = "labelled", "movie_reviews"  # of data.name
 FOLDS = 10
 SEED = 2005
 REVIEWS = {"neg": "rt-polarity.neg", "pos": "rt-polarity.pos"}
@@ -34,6 +35,11 @@ def load(name: str, split: str, directory: str | None, fold: int) -> Labelled:
     Raises:
         ValueError, OSError: there is no such file, or a line is malformed.
     """
+    if name not in NAMES:
+        raise ValueError(
+            f"data.name must be one of {', '.join(NAMES)} for classification, got "
+            f"{name!r}."
+        )
     if directory is None:
         raise ValueError(
             f"data.name={name} needs data.directory, the folder of your files."

@@ -177,7 +177,8 @@ def throughput(metrics: list[dict]) -> tuple[float | None, float]:
 
     Without compilation, evaluation and saving.
     """
-    logged = {m["step"]: m for m in metrics if m.get("steps_per_second")}
+    rates = "steps_per_second", "tokens_per_second"
+    logged = {m["step"]: m for m in metrics if all(m.get(rate) for rate in rates)}
     seconds, tokens, before = 0.0, 0.0, 0
     for step, row in sorted(logged.items()):
         duration = (step - before) / row["steps_per_second"]

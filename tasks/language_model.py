@@ -69,6 +69,11 @@ class LanguageModel(Task):
         self.is_recall = data.name == "recall"
         self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY)
         if self.is_recall:
+            if data.tokenizer != "words":  # each is scored, or not, as a whole
+                raise ValueError(
+                    f"data.tokenizer must be words for data.name=recall, got "
+                    f"{data.tokenizer}."
+                )
             self.metrics = (LOSS, RECALL)
         if not 0 <= data.test_share < 1:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,8 +96,14 @@ def parse_row(line: str) -> dict | None:
         return None
     if not matches(row, ROW):
         return None
-    values = (int, float, type(None))
-    return row if all(isinstance(value, values) for value in row.values()) else None
+    return row if all(map(_is_number_or_null, row.values())) else None
+
+
+def _is_number_or_null(value) -> bool:
+    """Whether a value is null or fits a float: JSON's 1e999 and long integers don't."""
+    if not isinstance(value, int | float):
+        return value is None
+    return abs(value) <= sys.float_info.max
 
 
 def read_metrics(workdir: Path) -> list[dict]:

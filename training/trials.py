@@ -17,6 +17,7 @@ from headcount.runtime.workdir import parse_json
 
 SMALLEST = float(np.finfo(np.float32).smallest_normal)  # below it XLA flushes to 0
 LARGEST = 3.4e38  # above it float32 is infinite
+PAST_ONE = 1.0000001  # what is below it is at most 1
 # Ranges [low, high) of hyperparameters; the others are [0, LARGEST).
 RANGES = {
     "seed": (0, 2**32),
@@ -26,8 +27,8 @@ RANGES = {
     "optimizer.muon_beta": (0, 1),
     "optimizer.epsilon": (1e-37, LARGEST),  # less is 0 in float32, and leads to 0 / 0
     "optimizer.label_smoothing": (0, 1),
-    "optimizer.final_share": (0, 1.0000001),
-    "optimizer.decay_share": (0, 1.0000001),
+    "optimizer.final_share": (0, PAST_ONE),
+    "optimizer.decay_share": (0, PAST_ONE),
 }
 # What is no number is part of the program: trials of a group share it.
 OPTIMIZER_PROGRAM_KEYS = tuple(
@@ -182,12 +183,13 @@ def check_value(name: str, key: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, kinds):
         kind = "a whole number" if key == "seed" else "a number"
         raise ValueError(f"{name} must be {kind}, got {value!r}.")
+    end = "1" if high == PAST_ONE else f"below {high}"
     if not low <= value < high:
-        raise ValueError(f"{name} must be from {low} to below {high}, got {value}.")
+        raise ValueError(f"{name} must be from {low} to {end}, got {value}.")
     single = 0.0 if abs(value) < SMALLEST else float(np.float32(value))
     if key != "seed" and (single >= high or value and not single):
         raise ValueError(
-            f"{name} must be from {low} to below {high} in float32, and {value} "
+            f"{name} must be from {low} to {end} in float32, and {value} "
             f"becomes {single} there."
         )
 

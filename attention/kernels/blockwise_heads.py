@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from headcount.attention import dropout, masks
+from headcount.attention.reference import of_two_features
 
 # Summed row by row for the statistics: their sum over total is what they are.
 OFFSETS = {"previous": -1, "current": 0, "following": 1}
@@ -230,7 +231,8 @@ def _logits(problem, head, i, j):
     key = _slice(head["key"], 0, j, problem.keys)
     exact = query.dtype == _dtype(head)
     # Scaling the smaller array is faster, but would round it if it is bfloat16.
-    logits = _dot(query * problem.scale if exact else query, key, 1)
+    query, key = of_two_features(query * problem.scale if exact else query, key)
+    logits = _dot(query, key, 1)
     logits = logits if exact else logits * problem.scale
 
     def block(x):

@@ -108,7 +108,7 @@ def _is_sound(library):
     """Whether there is a library with the digest that was written beside it."""
     try:
         return library.with_suffix(".sha256").read_text() == _digest(library)
-    except OSError:
+    except (OSError, ValueError):  # damaged, so that it is no text
         return False
 
 

@@ -93,3 +93,12 @@ def test_kept_from_process_to_process(tmp_path):
     library.write_bytes(library.read_bytes()[:4096])
     assert chosen(tmp_path) == ("cpu", "")
     assert library.stat().st_size == whole
+
+
+@pytest.mark.parametrize("digest", [b"", b"\xff\xfe", b"0" * 64, None])
+def test_a_library_without_its_digest_is_made_again(tmp_path, digest):
+    library = tmp_path / "attention.so"
+    library.write_bytes(b"a library")
+    if digest is not None:
+        library.with_suffix(".sha256").write_bytes(digest)
+    assert not cpu_build._is_sound(library)

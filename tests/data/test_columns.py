@@ -88,6 +88,8 @@ def test_a_conll_line_without_a_tag_raises_with_the_line(tmp_path):
 def test_a_missing_or_ambiguous_file_of_a_split_raises(tmp_path):
     with pytest.raises(ValueError, match="conll .*data.directory"):
         load("conll", "train", None, "upos")
+    with pytest.raises(ValueError, match="data.name.* conll, conllu .*'conlu'"):
+        load("conlu", "train", str(tmp_path), "upos")
     with pytest.raises(FileNotFoundError, match=r"nowhere \(data.directory\)"):
         load("conll", "train", str(tmp_path / "nowhere"), "upos")
     folder = write(tmp_path, CONLLU)

@@ -56,6 +56,11 @@ def test_a_malformed_tsv_raises_with_file_and_line(tmp_path, content, culprit):
         load_tsv(tmp_path)
 
 
+def test_a_corpus_that_is_not_known_is_named(tmp_path):
+    with pytest.raises(ValueError, match="data.name.* movie_reviews .*'movie_review'"):
+        load("movie_review", "train", str(tmp_path), 0)
+
+
 def test_ten_folds_test_every_review_once(tmp_path):
     write_reviews(tmp_path)
     tested = []

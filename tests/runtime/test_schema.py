@@ -112,6 +112,8 @@ def test_rows_of_metrics_that_are_not_numbers_are_left_out():
     assert parse_row('{"step": 1, "trial": 0, "loss": null}') is not None
     for row in ('{"step": -1, "trial": 0}', '{"step": 1, "trial": 0, "loss": "x"}'):
         assert parse_row(row) is None
+    for number in ("Infinity", "1e999", "1" + "0" * 400, "NaN"):
+        assert parse_row(f'{{"step": 1, "trial": 0, "loss": {number}}}') is None
 
 
 def test_checkpoints_without_a_config_are_another_programs(tmp_path):

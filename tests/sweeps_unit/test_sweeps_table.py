@@ -65,6 +65,7 @@ def test_throughput_is_weighted_by_time():
     ]
     assert throughput(rows) == (pytest.approx(2200), pytest.approx(25))
     assert throughput(rows[3:]) == (None, 0)
+    assert throughput([rows[-1] | {"steps_per_second": 2.0}]) == (None, 0)
 
 
 def test_a_result_that_was_moved_away_is_not_done(tmp_path, corpus):

@@ -313,6 +313,7 @@ def test_lines_longer_than_learned_positions_raise_with_their_number(run):
         ({"model.num_encoder_layers": 1}, "model.num_encoder_layers must be 0"),
         ({"model.num_decoder_layers": 0}, "model.num_decoder_layers"),
         ({"data.tokenizer": "letters"}, "data.tokenizer .*'letters'"),
+        ({"data.name": "recall"}, "data.tokenizer must be words .*recall"),
         ({"data.stride": 0}, "data.stride .*data.max_length=64, got 0"),
         ({"data.stride": 65}, "data.stride .*data.max_length=64, got 65"),
     ],
@@ -324,7 +325,9 @@ def test_a_config_that_does_not_fit_raises_with_its_key(changes, culprit):
 
 def test_the_metrics_and_the_test_split_follow_from_the_corpus():
     tasks = {
-        name: small_task(None, **DECODER_ONLY | {"data.name": name})
+        name: small_task(
+            None, **DECODER_ONLY | {"data.name": name, "data.tokenizer": "words"}
+        )
         for name in ("text", "recall", "shakespeare")
     }
     names = {name: [m.name for m in task.metrics] for name, task in tasks.items()}
