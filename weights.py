@@ -35,7 +35,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from headcount.analysis import export_usage as usages
+from headcount.analysis import export_usage
 from headcount.analysis.model_card import model_card
 from headcount.analysis.removal import write_smaller
 from headcount.configs.base import get_config
@@ -292,12 +292,14 @@ def export(
         part = Path(part) / "model"
         part.mkdir()
         if kind == "huggingface" and (workdir / ORIGINAL).exists():
-            usage = export_imported(workdir, part, which or "best")
+            export_imported(workdir, part, which or "best")
+            usage, facts = "imported", {}
         else:
             run = load(workdir, which or "best")
             usage = FORMATS[kind](run, trial, part)
-            usage = usages.USAGES[usage].format(**facts_of(run))
-        card = model_card(workdir, config, trial, which or "best", usage)
+            facts = facts_of(run)
+        use = export_usage.section(usage, facts)
+        card = model_card(workdir, config, trial, which or "best", use)
         (part / "README.md").write_text(card)
         if folder.exists():
             folder.rmdir()
@@ -350,7 +352,17 @@ def facts_of(run: Run) -> dict:
     if run.config.model.num_decoder_layers:
         sizes = folding.head_sizes(run.config, "decoder")[1:]
         facts["cache"] = [sizes] * run.config.model.num_decoder_layers
+    else:
+        facts["ids"], facts["places"] = class_tokens(task, facts["example"])
     return facts
+
+
+def class_tokens(task, text: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of a text, and the places of those that have a class."""
+    parts = task.parts_of_text(text)
+    fields, firsts = task.encode_parts("input", [parts], task.eos_after_each)
+    whole = task.config.task.name == "classification"
+    return fields["source"][0].tolist(), [0] if whole else firsts[0]
 
 
 def has_pairs(run: Run) -> bool:
@@ -426,6 +438,7 @@ def write_marian_tokenizer(task, folder: Path) -> None:
 
 def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
     """Write a run as programs of StableHLO; return their usage."""
+    check_stablehlo(run.config)
     params, gates = parameters_of(run, trial, folded=False)
     pooling = getattr(run.task, "pooling", None)
     programs, params = stablehlo.programs(run.config, params, gates, pooling)
@@ -435,7 +448,25 @@ def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
     copy_tokenizer(run.task.folder, folder)
     if not run.config.model.num_decoder_layers:
         return "stablehlo_classes"
-    return "stablehlo_pairs" if has_pairs(run) else "stablehlo_texts"
+    if has_pairs(run):
+        return "stablehlo_pairs"
+    text = tokenizer_json.tokenizer_json(run.task.tokenizer)
+    (folder / "tokenizer.json").write_text(text)
+    return "stablehlo_texts"
+
+
+def check_stablehlo(config) -> None:
+    """Raise a NotImplementedError unless a model maps tokens to tokens or classes."""
+    for key, value in (
+        ("task.name", "masked_language_model"),
+        ("data.tokenizer", "affixes"),
+    ):
+        section, name = key.split(".")
+        if config[section][name] == value:
+            raise NotImplementedError(
+                f"stablehlo has no program for {key}={value}: its programs read token "
+                f"ids alone and give tokens or classes."
+            )
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
@@ -458,8 +489,8 @@ FORMATS = {
 }
 
 
-def export_imported(workdir: Path, folder: Path, which: str) -> str:
-    """Write an imported run as the files that it was made of; return how to use them.
+def export_imported(workdir: Path, folder: Path, which: str) -> None:
+    """Write an imported run as the files that it was made of.
 
     Raises:
         ValueError, OSError: the run was not imported.
@@ -479,7 +510,6 @@ def export_imported(workdir: Path, folder: Path, which: str) -> str:
             shutil.copyfile(workdir / "tokenizer" / ours, folder / theirs)
     write_json(folder / "config.json", original)
     save_tensors(tensors, folder)
-    return 'import transformers\n\ntransformers.AutoModel.from_pretrained(".")\n'
 
 
 def load_model(workdir: Path, which: str = "best") -> Transformer:

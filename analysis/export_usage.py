@@ -1,4 +1,4 @@
-"""How an export is used, for its README.md: code that runs in its folder.
+"""How an export is used, for its README.md: what to install, and code for its folder.
 
 Words in braces are replaced; `weights.facts_of` has them.
 """
@@ -9,20 +9,28 @@ import ctranslate2, sentencepiece
 source = sentencepiece.SentencePieceProcessor("tokenizer/{source}.model")
 target = sentencepiece.SentencePieceProcessor("tokenizer/{target}.model")
 translator = ctranslate2.Translator(".")
-pieces = source.encode(["{example}"], out_type=str, add_eos=True)
-(result,) = translator.translate_batch(pieces, beam_size=1)
-print(target.decode(result.hypotheses[0]))
+
+def translate(text):
+    pieces = source.encode([text], out_type=str, add_eos=True)
+    (result,) = translator.translate_batch(pieces, beam_size=1)
+    return target.decode(result.hypotheses[0])
+
+print(translate("{example}"))
 """
 CTRANSLATE2_TEXTS = """\
 import ctranslate2, tokenizers
 
 tokenizer = tokenizers.Tokenizer.from_file("tokenizer.json")
 generator = ctranslate2.Generator(".")
-prompt = ["{separator}", *tokenizer.encode("{example}").tokens]
-(result,) = generator.generate_batch([prompt], max_length=50, sampling_topk=10)
-print(tokenizer.decode(result.sequences_ids[0]))
+
+def complete(text):
+    prompt = ["{separator}", *tokenizer.encode(text).tokens]
+    (result,) = generator.generate_batch([prompt], max_length=50, sampling_topk=10)
+    return tokenizer.decode(result.sequences_ids[0])
+
+print(complete("{example}"))
 """
-MARIAN_USAGE = """\
+MARIAN = """\
 from transformers import MarianMTModel, MarianTokenizer
 
 model = MarianMTModel.from_pretrained(".")
@@ -30,7 +38,7 @@ tokenizer = MarianTokenizer.from_pretrained(".")
 batch = tokenizer(["{example}"], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**batch), skip_special_tokens=True))
 """
-CAUSAL_USAGE = """\
+CAUSAL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(".")
@@ -39,7 +47,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 batch = tokenizer([tokenizer.bos_token + "{example}"], return_tensors="pt")
 print(tokenizer.decode(model.generate(**batch, max_new_tokens=50)[0]))
 """
-BERT_USAGE = """\
+BERT = """\
 import torch
 from tokenizers import Tokenizer
 from transformers import BertForTokenClassification
@@ -54,8 +62,8 @@ for word in words:
     print(model.config.id2label[int(logits[place].argmax())])
     place += len(word)
 """
+IMPORTED = 'import transformers\n\ntransformers.AutoModel.from_pretrained(".")\n'
 _LOAD = """\
-import numpy as np
 from jax import export
 from safetensors.numpy import load_file
 
@@ -64,56 +72,110 @@ def program(name):
         return export.deserialize(bytearray(file.read())).call
 
 params = load_file("model.safetensors")
+
+def padded(texts):  # token ids, padded behind with 0, and lengths, all int32
+    lengths = np.array([len(ids) for ids in texts], np.int32)
+    rows = np.zeros((len(texts), lengths.max()), np.int32)
+    for row, ids in zip(rows, texts):
+        row[: len(ids)] = ids
+    return rows, lengths
 """
-_STEPS = """\
-# then a token at a time; L: the most that are generated
-B = len(prompt["first"])
-cache = [
-    [np.zeros((B, K, H, L), np.float32), np.zeros((B, K, L, V), np.float32)]
-    for K, H, V in {cache}
-]
-token = prompt["first"]
-step = program("step")
-for number in range(L):
-    logits, cache = step(params, prompt, cache, token, np.int32(number))
-    logits = np.array(logits)
-    logits[:, {banned}] = -np.inf
-    token = logits.argmax(-1).astype(np.int32)  # {eos} ends a text
+_STEPS = """
+prefill, step = program("prefill"), program("step")
+
+def generate(prompts, length):  # greedily; at most `length` tokens of each
+    prompt = prefill(params, *padded(prompts))
+    B, L = len(prompts), length
+    cache = [
+        [np.zeros((B, K, H, L), np.float32), np.zeros((B, K, L, V), np.float32)]
+        for K, H, V in {cache}
+    ]
+    token, tokens = prompt["first"], []
+    for number in range(length):
+        logits, cache = step(params, prompt, cache, token, np.int32(number))
+        logits = np.array(logits)
+        logits[:, {banned}] = -np.inf
+        token = logits.argmax(-1).astype(np.int32)
+        tokens.append(token)
+    rows = [[*row.tolist(), {eos}] for row in np.stack(tokens, 1)]
+    return [row[: row.index({eos})] for row in rows]
 """
 STABLEHLO_PAIRS = (
-    _LOAD
-    + """\
-# token ids B S and B T, padded behind with 0, and their lengths B, all int32
-log_probs = program("score")(params, source, source_lengths, target, target_lengths)
-prompt = program("prefill")(params, source, source_lengths)
-"""
+    "import numpy as np, sentencepiece\n"
+    + _LOAD
     + _STEPS
+    + """
+source = sentencepiece.SentencePieceProcessor("tokenizer/{source}.model")
+target = sentencepiece.SentencePieceProcessor("tokenizer/{target}.model")
+texts = source.encode(["{example}"], add_eos=True)
+found = generate(texts, 50)
+print(target.decode(found))
+found = [[*ids, {eos}] for ids in found]
+log_probs = program("score")(params, *padded(texts), *padded(found))  # of each token
+"""
 )
 STABLEHLO_TEXTS = (
-    _LOAD
-    + """\
-# token ids B T, padded behind with 0, and their lengths B, all int32
-log_probs = program("score")(params, tokens, lengths)
-# prompts start with the token that separates documents, {bos}
-prompt = program("prefill")(params, prompts, prompt_lengths)
-"""
+    "import numpy as np, tokenizers\n"
+    + _LOAD
     + _STEPS
+    + """
+tokenizer = tokenizers.Tokenizer.from_file("tokenizer.json")
+ids = tokenizer.encode("{example}").ids
+# a prompt starts with the token that separates documents
+(found,) = generate([[{bos}, *ids]], 50)
+print(tokenizer.decode(found))
+log_probs = program("score")(params, *padded([ids]))  # of each token
+"""
 )
 STABLEHLO_CLASSES = (
-    _LOAD
-    + """\
-# token ids B S, padded behind with 0, and their lengths B, all int32
-logits = program("classify")(params, tokens, lengths)  # B S C
+    "import json\n\nimport numpy as np\n"
+    + _LOAD
+    + """
+with open("tokenizer/classes.json") as file:
+    classes = json.load(file)
+# the tokens of "{example}"
+logits = program("classify")(params, *padded([{ids}]))  # B S C
+for place in {places}:  # of the tokens that have a class
+    print(classes[int(logits[0, place].argmax())])
 """
 )
 
+SERVE = """\
+
+Serve it as a web page and over HTTP, after `pip install gradio`:
+
+```python
+import gradio
+gradio.Interface({function}, "text", "text").launch()
+```
+"""
+
+# What pip installs for each usage, and its code.
 USAGES = {
-    "ctranslate2_pairs": CTRANSLATE2_PAIRS,
-    "ctranslate2_texts": CTRANSLATE2_TEXTS,
-    "marian": MARIAN_USAGE,
-    "causal": CAUSAL_USAGE,
-    "bert": BERT_USAGE,
-    "stablehlo_pairs": STABLEHLO_PAIRS,
-    "stablehlo_texts": STABLEHLO_TEXTS,
-    "stablehlo_classes": STABLEHLO_CLASSES,
+    "ctranslate2_pairs": ("ctranslate2 sentencepiece", CTRANSLATE2_PAIRS),
+    "ctranslate2_texts": ("ctranslate2 tokenizers", CTRANSLATE2_TEXTS),
+    "marian": ("torch transformers sentencepiece", MARIAN),
+    "causal": ("torch transformers", CAUSAL),
+    "bert": ("torch transformers", BERT),
+    "imported": ("torch transformers", IMPORTED),
+    "stablehlo_pairs": ("jax flatbuffers safetensors sentencepiece", STABLEHLO_PAIRS),
+    "stablehlo_texts": ("jax flatbuffers safetensors tokenizers", STABLEHLO_TEXTS),
+    "stablehlo_classes": ("jax flatbuffers safetensors", STABLEHLO_CLASSES),
 }
+# The function of a usage's code that a server can call.
+SERVED = {"ctranslate2_pairs": "translate", "ctranslate2_texts": "complete"}
+
+
+def section(usage: str, facts: dict) -> str:
+    """Return how an export is used, in Markdown.
+
+    Args:
+        usage: a key of `USAGES`.
+        facts: what the words in braces stand for.
+    """
+    packages, code = USAGES[usage]
+    text = f"```\npip install {packages}\n```\n\nIn this folder:\n\n"
+    text += f"```python\n{code.format(**facts)}```\n"
+    if usage in SERVED:
+        text += SERVE.format(function=SERVED[usage])
+    return text

@@ -19,7 +19,7 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
         config: of the run.
         trial: which one was exported.
         which: its checkpoint.
-        usage: Python code that loads the export.
+        usage: how the export is used, in Markdown.
     """
     facts = read_json(workdir / "run.json")
     of_trial = read_json(workdir / "trials.json")[trial]
@@ -43,7 +43,7 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
     ]
     lines += [f"| {name} | {value} |" for name, value in where.items()]
     lines += ["", "## Scores", "", *scores(workdir, facts, trial)]
-    lines += ["", "## Use", "", "```python", usage.rstrip(), "```", ""]
+    lines += ["", "## Use", "", usage]
     lines += ["## Config", "", "What differs from the defaults:", "", "```"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     return "\n".join([*lines, "```", ""])

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import distribution
 
 import ctranslate2
 import jax
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from packaging.requirements import Requirement
 
 from headcount.configs.base import get_config
 from headcount.decoding.generate import generate
@@ -332,7 +334,7 @@ def test_marian_names_what_it_cannot_express(changes, message):
         folded(config, params)
 
 
-EOS = 2
+KINDS = ("ctranslate2", "ctranslate2_int8", "huggingface", "stablehlo")
 UNSEEN = ["a girl plays in the cold lake", "the old dog runs down a street at night"]
 
 
@@ -344,7 +346,7 @@ def exports(tmp_path_factory):
     succeed(training(folder / "run", **corpus | MEMORIZING))
     scoring = {"split": "val", "beam_size": 1}
     succeed(arguments("eval.py", workdir=folder / "run", **scoring))
-    for kind in ("ctranslate2", "ctranslate2_int8", "huggingface", "stablehlo"):
+    for kind in KINDS:
         to = f"{kind}:{folder / kind}"
         succeed(arguments("weights.py", workdir=folder / "run", to=to))
     return folder
@@ -358,32 +360,90 @@ def translated(folder):
     return run, lines, texts
 
 
-def usage_of(folder) -> str:
-    """The Python code of a model card."""
+def card_of(folder) -> tuple[list[str], list[str]]:
+    """What a model card installs, and its blocks of Python code."""
     card = (folder / "README.md").read_text()
-    return re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    return re.search(r"^pip install (.*)$", card, re.MULTILINE)[1].split(), code
 
 
-def run_alone(code, folder, *hidden) -> str:
-    """Return what code prints in a folder where some packages can't be imported."""
-    hide = f"import sys; sys.modules.update(dict.fromkeys({hidden}))\n"
+def required(names) -> dict:
+    """The packages that pip installs for these names, with all that they require."""
+    found, waiting = {}, [*names]
+    while waiting:
+        package = distribution(waiting.pop())
+        if package.name not in found:
+            found[package.name] = package
+            needs = map(Requirement, package.requires or [])
+            needs = [n for n in needs if not n.marker or n.marker.evaluate()]
+            waiting += [need.name for need in needs]
+    return found
+
+
+def run_alone(code, folder, packages, lines=()) -> str:
+    """Return what code prints where only some packages are installed.
+
+    Args:
+        lines: its standard input.
+    """
+    names = {
+        path.parts[0]
+        for package in required(packages).values()
+        for path in package.files
+        if path.parts[0] not in ("..", "__pycache__")
+    }
+    site = folder.parent / f"site-{'-'.join(packages)}"
+    if not site.exists():
+        site.mkdir()
+        for name in names:
+            (site / name).symlink_to(distribution("pip").locate_file(name))
+    start = f"import sys; sys.path.append({str(site)!r})\n"
     ran = subprocess.run(
-        [sys.executable, "-I", "-c", hide + code],
+        [sys.executable, "-I", "-S", "-c", start + code],
         cwd=folder,
         capture_output=True,
         text=True,
+        input="".join(f"{line}\n" for line in lines),
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
-@pytest.mark.parametrize("kind", ["ctranslate2", "huggingface"])
-def test_model_cards_translate_where_ours_is_not_installed(kind, exports):
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_cards_translate_where_only_what_they_install_is(kind, exports):
     """Their code has the first sentence of the dev split."""
-    ours = ("headcount", "jax", "flax")
-    assert next(iter(TEN_PAIRS.values())) in run_alone(
-        usage_of(exports / kind), exports / kind, *ours
-    )
+    packages, (code, *_) = card_of(exports / kind)
+    assert not {"flax", "headcount"} & required(packages).keys()
+    found = run_alone(code, exports / kind, packages)
+    assert next(iter(TEN_PAIRS.values())) in found
+    with pytest.raises(AssertionError, match="ModuleNotFoundError|ImportError"):
+        run_alone(code, exports / kind, packages[1:])
+
+
+GRADIO = """
+import sys, types
+sys.modules["gradio"] = types.ModuleType("gradio")
+
+class Interface:
+    def __init__(self, call, inputs, outputs):
+        assert (inputs, outputs) == ("text", "text")
+        self.call = call
+
+    def launch(self):
+        for line in sys.stdin:
+            print(self.call(line.rstrip()))
+
+sys.modules["gradio"].Interface = Interface
+"""
+
+
+def test_the_server_of_a_model_card_gets_a_function_that_translates(exports):
+    """In place of Gradio something that reads standard input."""
+    packages, code = card_of(exports / "ctranslate2")
+    lines = [*TEN_PAIRS]
+    served = "".join([GRADIO, *code])
+    found = run_alone(served, exports / "ctranslate2", packages, lines).splitlines()
+    assert found[-len(lines) :] == [*TEN_PAIRS.values()]
 
 
 def test_model_cards_say_what_was_trained_and_scored(exports):
@@ -436,27 +496,19 @@ def test_a_trained_run_translates_alike_in_transformers(exports):
 
 def test_stablehlo_scores_and_decodes_where_ours_is_not_installed(exports):
     run, lines, texts = translated(exports)
-    code = "import numpy as np\nL = 60\n"
-    for name, side, given in zip(
-        ("source", "target"), run.task.tokenizers, (lines, texts), strict=True
-    ):
-        rows = [ids.tolist() for ids in side.encode(given)]
-        lengths = [len(row) for row in rows]
-        rows = [row + [0] * (max(lengths) - len(row)) for row in rows]
-        code += f"{name} = np.array({rows}, np.int32)\n"
-        code += f"{name}_lengths = np.array({lengths}, np.int32)\n"
-    usage = usage_of(exports / "stablehlo")
-    usage = usage.replace("for number", "tokens = []\nfor number", 1)
-    code += usage + "    tokens.append(token.tolist())\n"
-    code += "import json; print(json.dumps(np.asarray(log_probs).sum(1).tolist()))\n"
-    code += "print(json.dumps(tokens))\n"
-    printed = run_alone(code, exports / "stablehlo", "headcount", "flax")
-    sums, tokens = map(json.loads, printed.splitlines())
+    packages, (code,) = card_of(exports / "stablehlo")
+    code += f"""
+import json
+found = generate(source.encode({lines}, add_eos=True), 60)
+texts = [source.encode({lines}, add_eos=True), target.encode({texts}, add_eos=True)]
+log_probs = program("score")(params, *padded(texts[0]), *padded(texts[1]))
+print(json.dumps([found, np.asarray(log_probs).sum(1).tolist()]))
+"""
+    printed = run_alone(code, exports / "stablehlo", packages)
+    tokens, sums = json.loads(printed.splitlines()[-1])
     scores = [score for score, _ in run.task.score(run, lines, texts)]
     np.testing.assert_allclose(sums, scores, rtol=1e-4, atol=1e-4)
     source, target = run.task.tokenizers
-    for row, ids, text in zip(
-        np.array(tokens).T, source.encode(lines), texts, strict=True
-    ):
-        row = [*row[: 2 * len(ids) + 15].tolist(), EOS]  # ours ends with an EOS there
-        assert target.decode_many([row[: row.index(EOS)]]) == [text]
+    for ids, of, text in zip(tokens, source.encode(lines), texts, strict=True):
+        most = 2 * len(of) + 15  # ours ends with an EOS there
+        assert target.decode_many([ids[:most]]) == [text]

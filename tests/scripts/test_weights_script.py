@@ -1,9 +1,13 @@
 """weights.py --to: tokenizers in the form of another library."""
 
+import shutil
+
 import pytest
 
 from headcount.data import tokenizers
 from headcount.data.tokenizer_json import tokenizer_json
+from headcount.runtime.workdir import read_json, write_json
+from tests.runs import fails
 
 TEXTS = [
     "To be, or not to be:\nthat is  the question.\n\n“quoted” ﬁne",
@@ -37,3 +41,42 @@ def test_a_tokenizer_json_gives_the_same_ids_and_text(kind):
         assert theirs.encode(text).ids == ids
         assert theirs.decode(ids) == ours.decode(ids)
     assert ours.encode(["☃"], eos=False)[0].tolist() == theirs.encode("☃").ids
+
+
+def set_positions(run):
+    config = read_json(run / "config.json")
+    config["model"]["positions"] = "rotary"
+    write_json(run / "config.json", config)
+
+
+def stop(run):
+    write_json(run / "run.json", read_json(run / "run.json") | {"status": "stopped"})
+
+
+def fill(run):
+    (run.parent / "out").mkdir()
+    (run.parent / "out" / "mine.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    "kind, trial, change, culprits",
+    [
+        ("huggingface", 1, set_positions, ["model.positions", "rotary"]),
+        ("stablehlo", 1, stop, ["--checkpoint=last", "stopped"]),
+        ("stablehlo", None, None, ["--trial", "2 trials"]),
+        ("stablehlo", 2, None, ["--trial must be below 2"]),
+        ("stablehlo", 1, fill, ["out", "is not empty"]),
+        ("onnx", 1, None, ["FORMAT:FOLDER", "onnx"]),
+    ],
+)
+def test_what_cannot_be_exported_is_named_and_nothing_is_written(
+    kind, trial, change, culprits, trained, call, tmp_path
+):
+    workdir, out = shutil.copytree(trained, tmp_path / "run"), tmp_path / "out"
+    if change is not None:
+        change(workdir)
+    before = sorted(tmp_path.rglob("*"))
+    fails(
+        call("weights.py", workdir=workdir, to=f"{kind}:{out}", trial=trial), *culprits
+    )
+    assert sorted(tmp_path.rglob("*")) == before

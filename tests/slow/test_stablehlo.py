@@ -1,5 +1,7 @@
 """Exported programs give the tokens that `generate` gives and the model's scores."""
 
+import re
+
 import jax
 import jaxtyping
 import numpy as np
@@ -7,11 +9,15 @@ import pytest
 from flax import nnx
 from jax import export
 
+from headcount.analysis import export_usage
 from headcount.configs.base import get_config
 from headcount.decoding import stablehlo
 from headcount.decoding.generate import generate
 from headcount.models.huggingface import named
 from headcount.models.transformer import Transformer
+from headcount.weights import facts_of, to_stablehlo
+from tests.tasks import test_classification, test_language_model, test_tagging
+from tests.tasks.untrained import untrained_run
 
 VOCAB, LENGTH = 30, 6
 SETTINGS = {"pairs": {}, "texts": {"num_encoder_layers": 0, "positions": "rotary"}}
@@ -72,6 +78,60 @@ def test_programs_of_symbolic_shapes_decode_and_score(name, unchecked):
         np.testing.assert_allclose(
             np.asarray(found).sum(1), np.array(scores)[rows], rtol=1e-4
         )
+
+
+def card_run(run, folder, monkeypatch, capsys) -> tuple[dict, str]:
+    """Export a run and execute its card's code: what that defines, and prints."""
+    out = folder / "out"
+    out.mkdir()
+    usage = to_stablehlo(run, 0, out)
+    card = export_usage.section(usage, facts_of(run))
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(out)
+    names = {}
+    exec(code, names)
+    return names, capsys.readouterr().out
+
+
+def test_the_card_of_a_language_model_scores_and_continues(
+    tmp_path, unchecked, monkeypatch, capsys
+):
+    for split, texts in (
+        ("train", test_language_model.TRAIN),
+        ("val", test_language_model.VAL),
+    ):
+        (tmp_path / f"{split}.txt").write_text("\n\n".join(texts))
+    task = test_language_model.make_task(tmp_path)
+    run = untrained_run(task, num_trials=1, scale=3.0)
+    names, printed = card_run(run, tmp_path, monkeypatch, capsys)
+    text = task.read("val")["text"][0]
+    (score,) = task.score_lines(run, [text])
+    np.testing.assert_allclose(
+        np.asarray(names["log_probs"]).sum(), float(score.split()[0]), atol=1e-3
+    )
+    # ours ends with a separator
+    (wanted,) = task.predict(run, [text], temperature=0.0, max_new_tokens=51)
+    assert text + printed.removesuffix("\n") == wanted
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "affixes"])
+@pytest.mark.parametrize("tests", [test_classification, test_tagging])
+def test_the_card_of_classes_prints_what_predict_says(
+    tests, tokenizer, tmp_path, unchecked, monkeypatch, capsys
+):
+    task = tests.make_task(tmp_path, **{"data.tokenizer": tokenizer})
+    run = untrained_run(task, num_trials=1, scale=3.0)
+    if tokenizer == "affixes":
+        with pytest.raises(NotImplementedError, match="data.tokenizer=affixes"):
+            card_run(run, tmp_path, monkeypatch, capsys)
+        return
+    _, printed = card_run(run, tmp_path, monkeypatch, capsys)
+    text = " ".join(task.read("val")["source"][0].split())[:60]
+    lines = list(task.predict(run, [text]))
+    if tests is test_tagging:
+        assert printed.split() == [line.split("\t")[1] for line in lines if line]
+    else:
+        assert f'"label": "{printed.strip()}"' in lines[0]
 
 
 KEY = jax.random.key(1)
