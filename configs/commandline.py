@@ -1,8 +1,10 @@
 """The command line: flags that scripts share, config overrides, one-line errors."""
 
 import contextlib
+import errno
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -83,7 +85,9 @@ def describe(error: BaseException) -> str:
         return f"{error.filename} is a file where a folder is needed; choose another."
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}."
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "; free some space and rerun the same command" if full else ""
+        return f"{name}{error.strerror}{fix}."
     return " ".join(str(error).split())
 
 
@@ -117,6 +121,8 @@ def run(main) -> None:
         fail(sentence)
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of runtime.bootstrap
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
         sys.stdout.flush()

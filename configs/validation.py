@@ -1,8 +1,8 @@
 """Checks of configs, given as files or in a workdir; errors name the key."""
 
 import functools
-import math
 import re
+import sys
 
 from ml_collections import ConfigDict
 
@@ -103,7 +103,8 @@ def check_value(key: str, value, kind: type, is_optional: bool) -> None:
     kinds = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{key} must be {KINDS[kind]}, got {value!r}.")
-    if kind is float and not math.isfinite(value):
+    # NaN is below nothing, and a long integer may be above every float
+    if kind is float and not abs(value) <= sys.float_info.max:
         raise ValueError(f"{key} must be finite, got {value}.")
     if kind is str and "\0" in value:
         raise ValueError(f"{key} must not contain a NUL character, got {value!r}.")

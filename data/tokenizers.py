@@ -325,11 +325,16 @@ def write(path: Path, content: bytes):
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)
-    with part.open("xb") as file:  # a new file: no link is followed
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("xb") as file:  # a new file: no link is followed
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # unknown when the disk is full
+        part.unlink(missing_ok=True)
+        raise
 
 
 def load_pair(folder: Path) -> tuple:

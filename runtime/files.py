@@ -22,7 +22,9 @@ def write(path: Path, content: str | bytes) -> None:
             file.write(content)
             file.flush()
             part.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # the disk is full
+            error.filename = str(path)
         with contextlib.suppress(OSError):
             part.unlink()
         raise

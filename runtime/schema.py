@@ -11,10 +11,11 @@ A schema is one of
     a function                    raises a ValueError that says what is wrong
 """
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+LARGEST = sys.float_info.max  # a longer integer overflows in any calculation
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -98,8 +99,8 @@ def _of_kind(value, kinds: tuple[type, ...], name: str) -> str | None:
         fits = bool in kinds
     else:
         fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
-    if fits and isinstance(value, float) and not math.isfinite(value):
-        return f"{name} must be finite, got {value}"
+    if fits and isinstance(value, int | float) and not abs(value) <= LARGEST:
+        return f"{name} must be finite, got {shown(value)}"
     if fits:
         return None
     wanted = " or ".join(KINDS[kind] for kind in kinds)

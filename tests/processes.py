@@ -25,3 +25,8 @@ def free_address() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
+
+
+def repeats(default: int) -> int:
+    """How often a test of faults repeats them: HEADCOUNT_FAULTS, or a few times."""
+    return int(os.environ.get("HEADCOUNT_FAULTS", default))

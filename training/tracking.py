@@ -5,6 +5,7 @@ run: without its library, network or login there is a warning, and training goes
 """
 
 import os
+import time
 import uuid
 from pathlib import Path
 
@@ -18,17 +19,32 @@ FILES = ("config.json", "trials.json", "run.json", "metrics.jsonl")  # of the ar
 class TensorBoard:
     """An event file in the workdir."""
 
-    def __init__(self, workdir: Path, step: int):
-        from tensorboardX import SummaryWriter
+    FLUSH_SECONDS = 10.0
 
-        # An unbounded queue: when its thread dies on a full disk, nobody empties the
-        # queue, and a put into a full one would wait forever.
-        self.writer = SummaryWriter(str(workdir), purge_step=step + 1, max_queue=0)
+    def __init__(self, workdir: Path, step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self.event, self.scalar = Event, scalar
+        # Not a SummaryWriter: its thread and its exit handler print tracebacks when the
+        # disk is full.
+        self.writer, self.flushed_at = EventsWriter(str(workdir / "events")), 0.0
+        # TensorBoard then hides what a killed run wrote after its last checkpoint.
+        start = SessionLog(status=SessionLog.START)
+        self.writer.write_event(
+            Event(wall_time=time.time(), step=step + 1, session_log=start)
+        )
 
     def write(self, step: int, trial: int, numbers: dict) -> None:
         """Add a row of one trial."""
         for name, value in numbers.items():
-            self.writer.add_scalar(f"trial_{trial}/{name}", value, step)
+            summary = self.scalar(f"trial_{trial}/{name}", value)
+            event = self.event(wall_time=time.time(), step=step, summary=summary)
+            self.writer.write_event(event)
+        if time.monotonic() > self.flushed_at + self.FLUSH_SECONDS:
+            self.writer.flush()
+            self.flushed_at = time.monotonic()
 
     def close(self) -> None:
         """Write what is left."""

@@ -1,5 +1,6 @@
 """Writing files: atomically, without following links, cleaning up after kills."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -53,6 +54,18 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         write(tmp_path / "folder", "new")
     assert path.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(tmp_path / "file", "content")
+    monkeypatch.undo()
+    assert caught.value.filename == str(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_kill_leaves_is_removed_but_not_what_is_being_written(tmp_path):

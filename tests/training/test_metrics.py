@@ -1,9 +1,6 @@
 """metrics.jsonl, TensorBoard, and the window of averages and throughput."""
 
-import errno
 import json
-import os
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -159,34 +156,3 @@ def test_progress_without_a_terminal_prints_rarely(capsys):
 )
 def test_clock_formats_seconds(seconds, text):
     assert clock(seconds) == text
-
-
-def test_writing_does_not_block_after_tensorboard_died_of_a_full_disk(
-    tmp_path, monkeypatch
-):
-    writer = MetricsWriter(tmp_path, 0)
-    writer.write(1, 0, loss=1.0)
-    events, ended = (
-        writer.boards[0].tracker.writer.file_writer.event_writer._ev_writer,
-        threading.Event(),
-    )
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    for name in ("write_event", "flush"):
-        monkeypatch.setattr(events, name, full)
-    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
-    writer.write(2, 0, loss=1.0)
-    assert ended.wait(10), "the thread that writes lives"
-
-    def write():
-        for step in range(3, 50):
-            writer.write(step, 0, loss=1.0)
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-    writer.close()
-    assert len(rows_of(tmp_path / "metrics.jsonl")) == 49

@@ -1,8 +1,11 @@
 """train.tracker: which trackers get the rows, and what happens when one fails."""
 
 import builtins
+import contextlib
+import struct
 
 import pytest
+from tensorboardX.proto import event_pb2
 
 from headcount.training import tracking
 from headcount.training.metrics import MetricsWriter
@@ -47,6 +50,43 @@ def test_a_tracker_that_fails_is_logged_once_and_training_goes_on(
     assert [row["step"] for row in logged(tmp_path)] == [8, 9, 10]
     said = capsys.readouterr().err
     assert said.count("train.tracker=wandb failed") == 1 and "network is gone" in said
+
+
+def events(path):
+    """Return the events of a TensorBoard file: length, checksum, event, checksum."""
+    content, found = path.read_bytes(), []
+    while content:
+        (size,) = struct.unpack("Q", content[:8])
+        found.append(event_pb2.Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    return found
+
+
+def test_tensorboard_has_every_number_and_where_the_run_was_resumed(tmp_path):
+    board = tracking.TensorBoard(tmp_path, 7)
+    board.write(8, 1, {"loss": 2.5, "dev_bleu": 30})
+    board.close()
+    (path,) = tmp_path.iterdir()
+    _, start, *rows = events(path)
+    assert start.step == 8 and start.session_log.status == event_pb2.SessionLog.START
+    values = [
+        (row.step, v.tag, v.simple_value) for row in rows for v in row.summary.value
+    ]
+    assert values == [(8, "trial_1/loss", 2.5), (8, "trial_1/dev_bleu", 30)]
+
+
+def test_tensorboard_on_a_full_disk_is_logged_once(tmp_path, capsys):
+    board = tracking.Forgiving("tensorboard", tracking.TensorBoard(tmp_path, 0))
+    records = board.tracker.writer._py_recordio_writer
+    records._writer.close()
+    records._writer = open("/dev/full", "wb")  # noqa: SIM115
+    for step in (1, 2):
+        board.write(step, 0, {"loss": 1.0})
+    board.close()
+    said = capsys.readouterr().err
+    assert said.count("failed") == 1 and "No space left" in said
+    with contextlib.suppress(OSError):
+        records._writer.close()
 
 
 def test_a_tracker_whose_package_is_missing_is_left_out(tmp_path, monkeypatch, capsys):
