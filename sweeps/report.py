@@ -36,6 +36,7 @@ from headcount.sweeps.store import Sweep, read_run
 from headcount.sweeps.table import collect, count_unfinished
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
+from headcount.training.tracking import record_report, tracker_names
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -57,6 +58,21 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
         print(row["sentence"])
     print(report.cost)
     print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
+    track(sweep, rows, report)
+
+
+def track(sweep: Sweep, rows: list[dict], report: Report) -> None:
+    """Add the report to Weights & Biases, if the config's train.tracker names it."""
+    base = sweep.settings["base"]
+    if "wandb" not in tracker_names(base["train"]["tracker"]):
+        return
+    pictures = sorted((sweep.workdir / "report").glob("*.png"))
+    names = ["report.html", "report.md", "sweep.csv", "verdicts.csv"]
+    names += [f"report/{path.name}" for path in pictures]
+    tables = {"trials": rows, "verdicts": report.verdicts}
+    about = ("ablation", "metric", "checkpoint", "test_split", "command", "note")
+    settings = {name: sweep.settings[name] for name in about} | {"base": base}
+    record_report(sweep.workdir, names, tables, settings)
 
 
 def write_joined(sweeps: list[Sweep], num_examples: int) -> None:

@@ -4,6 +4,7 @@
 run: without its library, network or login there is a warning, and training goes on.
 """
 
+import json
 import os
 import time
 import uuid
@@ -59,32 +60,18 @@ class WandB:
     """
 
     def __init__(self, workdir: Path, step: int):
-        import wandb
+        import wandb  # noqa: F401  fails before files are read if it is not installed
 
-        self.wandb, self.workdir = wandb, workdir
-        folder, path = workdir.resolve(), workdir / RECORD
-        if step == 0 or not path.exists():
-            write_json(path, {"id": uuid.uuid4().hex})
+        self.workdir, folder = workdir, workdir.resolve()
         in_sweep = folder.parent.name == "groups"
-        options = {
-            "id": read_json(path)["id"],
-            "resume": "allow",
-            "dir": str(workdir),
-            "name": folder.name,
-            "group": folder.parent.parent.name if in_sweep else None,
-            "config": read_json(workdir / "config.json")
+        self.run = start_wandb(
+            workdir,
+            is_new=step == 0,
+            name=folder.name,
+            group=folder.parent.parent.name if in_sweep else None,
+            config=read_json(workdir / "config.json")
             | {"trials": read_json(workdir / "trials.json")},
-        }
-        if "WANDB_PROJECT" not in os.environ:
-            options["project"] = "headcount"
-        try:
-            # init would ask for a key in a terminal, and training would wait for it
-            if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
-                raise ValueError("no login")
-            self.run = wandb.init(**options)
-        except Exception as error:  # no login or no network; it raises many types
-            say(f"Weights & Biases: {first_line(error)}; recording offline.")
-            self.run = wandb.init(**options, mode="offline")
+        )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -94,13 +81,89 @@ class WandB:
         self.run.log({"step": step, **row})
 
     def close(self) -> None:
-        """Add the run's files as an artifact, and end the record."""
-        artifact = self.wandb.Artifact(f"run-{self.run.id}", type="run")
-        for path in (self.workdir / name for name in FILES):
-            if path.exists():
-                artifact.add_file(str(path))
-        self.run.log_artifact(artifact)
+        """Add a table of evaluations and the run's files, and end the record."""
+        lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "dev_loss" in row]
+        add_table(self.run, "evaluations", rows)
+        add_files(self.run, "run", self.workdir, FILES)
         self.run.finish()
+
+
+def start_wandb(workdir: Path, is_new: bool, config: dict, **options):
+    """Start or continue the record of a folder; return wandb's run.
+
+    Args:
+        workdir: has wandb.json, by which a record is continued.
+        is_new: start another record, even if there is one.
+        config, options: of `wandb.init`.
+    """
+    import wandb
+
+    path = workdir / RECORD
+    if is_new or not path.exists():
+        write_json(path, {"id": uuid.uuid4().hex})
+    options |= {"id": read_json(path)["id"], "resume": "allow", "dir": str(workdir)}
+    if "WANDB_PROJECT" not in os.environ:
+        options["project"] = "headcount"
+    try:
+        # init would ask for a key in a terminal, and training would wait for it
+        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
+            raise ValueError("no login")
+        return wandb.init(config=config, **options)
+    except Exception as error:  # no login or no network; it raises many types
+        say(f"Weights & Biases: {first_line(error)}; recording offline.")
+        return wandb.init(config=config, **options, mode="offline")
+
+
+def add_table(run, name: str, rows: list[dict]) -> None:
+    """Add a table to a record of Weights & Biases, unless it has no rows."""
+    import wandb
+
+    if rows:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [[row.get(column) for column in columns] for row in rows]
+        table = wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
+        run.log({name: table})
+
+
+def add_files(run, kind: str, folder: Path, names) -> None:
+    """Add those files of a folder that exist to a record, as an artifact."""
+    import wandb
+
+    artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
+    for name in names:
+        if (folder / name).exists():
+            artifact.add_file(str(folder / name), name=name)
+    run.log_artifact(artifact)
+
+
+def record_report(
+    workdir: Path, names: list[str], tables: dict[str, list[dict]], config: dict
+) -> None:
+    """Add the report of a sweep to Weights & Biases; log why if that fails.
+
+    Args:
+        workdir: of the sweep, whose groups are the runs of the same group.
+        names: of the report's files.
+        tables: rows by the name of a table.
+        config: the sweep's settings.
+    """
+    attempt("wandb", _record_report, workdir, names, tables, config)
+
+
+def _record_report(workdir, names, tables, config) -> None:
+    run = start_wandb(
+        workdir,
+        is_new=False,
+        config=config,
+        name="report",
+        group=workdir.resolve().name,
+        job_type="report",
+    )
+    for name, rows in tables.items():
+        add_table(run, name, rows)
+    add_files(run, "report", workdir, names)
+    run.finish()
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}

@@ -7,9 +7,12 @@ import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from headcount.sweeps.report import track
+from headcount.training import tracking
 from headcount.training.metrics import MetricsWriter
 from headcount.training.tracking import RECORD
 from tests.runs import ROOT
@@ -47,6 +50,22 @@ def records(folder):
     return found
 
 
+def tables(folder) -> dict:
+    """The tables that the offline runs in a folder added, by name; the last of each."""
+    found = {}
+    for path in sorted(folder.glob("wandb/offline-run-*/files/media/table/*.json")):
+        content = json.loads(path.read_text())
+        columns, name = content["columns"], path.name.split("_")[0]
+        found[name] = [dict(zip(columns, row, strict=True)) for row in content["data"]]
+    return found
+
+
+def artifacts_of(records, kind) -> list:
+    """The artifacts of a type; wandb makes some of its own, for tables."""
+    found = [record.artifact for record in records if record.HasField("artifact")]
+    return [artifact for artifact in found if artifact.type == kind]
+
+
 def started_run(workdir):
     """Write the files of a run that has started; return its folder."""
     workdir.mkdir(parents=True)
@@ -66,6 +85,7 @@ def test_a_run_of_a_sweep_is_recorded_offline_and_continued(tmp_path, monkeypatc
     for step in (0, 10):
         writer = MetricsWriter(workdir, step, trackers=["wandb"])
         writer.write(step + 1, 0, loss=2.5 - step / 10)
+        writer.write(step + 1, 0, dev_loss=3.0 + step)
         writer.close()
         time.sleep(1)  # wandb names the folder by the second; a training takes longer
     name = json.loads((workdir / RECORD).read_text())["id"]
@@ -84,13 +104,67 @@ def test_a_run_of_a_sweep_is_recorded_offline_and_continued(tmp_path, monkeypatc
         for record in found
         if record.HasField("history")
     ]
-    losses = [(row["step"], row["trial_0/loss"]) for row in rows]
+    losses = [
+        (row["step"], row["trial_0/loss"]) for row in rows if "trial_0/loss" in row
+    ]
     assert losses == [(1, 2.5), (11, 1.5)]
-    artifacts = [record.artifact for record in found if record.HasField("artifact")]
+    assert tables(workdir)["evaluations"] == [
+        {"step": 1, "trial": 0, "dev_loss": 3.0},
+        {"step": 11, "trial": 0, "dev_loss": 13.0},
+    ]
+    artifacts = artifacts_of(found, "run")
+    assert len(artifacts) == 2
     assert {artifact.name for artifact in artifacts} == {f"run-{name}"}
     for artifact in artifacts:
         files = {entry.path for entry in artifact.manifest.contents}
         assert files == {"config.json", "trials.json", "run.json", "metrics.jsonl"}
+
+
+def finished_sweep(workdir, tracker):
+    """A sweep, its rows and its report, as far as tracking looks at them."""
+    (workdir / "report").mkdir(parents=True)
+    for name in ("report.html", "report.md", "sweep.csv", "report/loss.png"):
+        (workdir / name).write_text(name)
+    names = ("ablation", "metric", "checkpoint", "test_split", "command", "note")
+    settings = dict.fromkeys(names, "x") | {"base": {"train": {"tracker": tracker}}}
+    rows = [{"arm": "N=4", "seed": 0, "loss": 1.5}, {"arm": "N=8", "seed": 0}]
+    verdicts = [{"arm": "N=8", "verdict": "worse"}]
+    sweep = SimpleNamespace(workdir=workdir, settings=settings)
+    return sweep, rows, SimpleNamespace(verdicts=verdicts)
+
+
+def test_the_report_of_a_sweep_is_recorded_in_the_group_of_its_runs(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    workdir = tmp_path / "my_sweep"
+    sweep, rows, report = finished_sweep(workdir, "tensorboard,wandb")
+    track(sweep, rows, report)
+    found = records(workdir)
+    run = next(record.run for record in found if record.HasField("run"))
+    assert (run.run_group, run.job_type) == ("my_sweep", "report")
+    (artifact,) = artifacts_of(found, "report")
+    files = {entry.path for entry in artifact.manifest.contents}
+    assert files == {"report.html", "report.md", "sweep.csv", "report/loss.png"}
+    assert tables(workdir) == {
+        "trials": [rows[0], rows[1] | {"loss": None}],
+        "verdicts": report.verdicts,
+    }
+
+
+def test_a_report_is_not_recorded_unasked_nor_stopped_by_an_error(
+    tmp_path, monkeypatch, capsys
+):
+    track(*finished_sweep(tmp_path / "unasked", "tensorboard"))
+    assert not (tmp_path / "unasked" / RECORD).exists()
+
+    def fail(*arguments, **options):
+        raise RuntimeError("the network is gone")
+
+    monkeypatch.setattr(tracking, "start_wandb", fail)
+    track(*finished_sweep(tmp_path / "asked", "wandb"))
+    assert "network is gone" in capsys.readouterr().err
 
 
 WRITE = """
