@@ -87,9 +87,10 @@ def main():
             if DIRECTORY.value is not None:
                 found.task.set_directory(DIRECTORY.value)
             with distributed.fail_together():
-                for name in names:  # fails before the first split is decoded
-                    found.task.check_scoring(name)
+                # fails before the first split is decoded
                 examples = [found.task.load(name) for name in names]
+                for name in names:
+                    found.task.check_references(name)
             for split in examples:
                 evaluate(workdir, found, split, options)
             distributed.gather(None)  # process 0 may score for longer than SHUTDOWN

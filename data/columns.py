@@ -60,15 +60,13 @@ def find_file(folder: Path, split: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
     names = SPLITS.get(split, (split,))
-    found = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.suffix in SUFFIXES and any(name in path.name for name in names)
-    ]
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    found = [path for path in files if any(name in path.name for name in names)]
     if not found:
         raise FileNotFoundError(
             f"The folder {folder} has no file for the split {split!r}: its name must "
-            f"contain {' or '.join(names)} and end in {', '.join(SUFFIXES)}."
+            f"contain {' or '.join(names)} and end in {', '.join(SUFFIXES)}. "
+            f"It holds {', '.join(path.name for path in files) or 'no such file'}."
         )
     if len(found) > 1:
         listed = ", ".join(path.name for path in found)

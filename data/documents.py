@@ -121,9 +121,16 @@ def _text(name, split, directory, **_) -> list[str]:
         names = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
         paths = [path for path in names if path.is_file()][:1]
     if not paths:
+        there = [
+            name
+            for name in ("train", "val", "test")
+            if (folder / name).is_dir()
+            or any((folder / f"{name}{suffix}").is_file() for suffix in SUFFIXES)
+        ]
+        has = f" It has the splits {', '.join(there)}." if there else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each "
-            f"may be gzipped), nor a folder {split}/ of such files."
+            f"may be gzipped), nor a folder {split}/ of such files.{has}"
         )
     one_per_file = (folder / split).is_dir()
     return [text for path in paths for text in _documents_of(path, one_per_file)]

@@ -90,6 +90,8 @@ def _movie_reviews(folder: Path, split: str, fold: int) -> Labelled:
     of_split = {"test": part == fold, "val": part == (fold + 1) % FOLDS}
     of_split["train"] = ~(of_split["test"] | of_split["val"])
     if split not in of_split:
-        raise ValueError(f"movie_reviews has no split {split!r}.")
+        raise ValueError(
+            f"movie_reviews has no split {split!r}; it has {', '.join(of_split)}."
+        )
     chosen = order[of_split[split]]
     return Labelled([texts[i] for i in chosen], [labels[i] for i in chosen])

@@ -14,6 +14,8 @@ from absl import logging
 
 from headcount.data import multi30k, numbers
 
+USUAL_SPLITS = ("train", "val", "test")  # named where another is not there
+
 
 def prepared_in(data_dir=None) -> Path:
     """Return where data is prepared: `data_dir`, $TFDS_DATA_DIR, or TFDS's default."""
@@ -115,6 +117,12 @@ def _existing(folder: Path, name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def _holds(folder: Path, split: str, source: str, target: str) -> bool:
+    """Whether a folder has the text files of a split."""
+    pair = [_existing(folder, f"{split}.{language}") for language in (source, target)]
+    return all(pair) or _existing(folder, f"{split}.tsv") is not None
+
+
 def _text_files(name, source, target, split, directory, data_dir):
     folder = _folder(directory)
     table = _existing(folder, f"{split}.tsv")
@@ -129,9 +137,11 @@ def _text_files(name, source, target, split, directory, data_dir):
             raise ValueError(f"{counts}; line i of one must translate line i.")
         return tuple(texts)
     if table is None:
+        there = [name for name in USUAL_SPLITS if _holds(folder, name, source, target)]
+        has = f" It has the splits {', '.join(there)}." if there else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.{source} and {split}.{target} "
-            f"nor {split}.tsv (each may be gzipped)."
+            f"nor {split}.tsv (each may be gzipped).{has}"
         )
     pairs = [line.split("\t") for line in _read_lines(table)]
     for number, fields in enumerate(pairs, 1):

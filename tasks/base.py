@@ -179,6 +179,13 @@ class Task:
     def check_scoring(self, split: str) -> None:
         """Raise a ValueError or OSError unless a split can be read and scored."""
         self.read(split)
+        self.check_references(split)
+
+    def check_references(self, split: str) -> None:
+        """Raise a ValueError or OSError if more than the text is needed and not there.
+
+        Some scores are by other references than the split's text.
+        """
 
     def check_options(self, options: dict) -> None:
         """Raise a ValueError for a decoding option that the task does not have."""

@@ -98,7 +98,7 @@ def test_movie_reviews_without_fold_file_or_split_raise(tmp_path):
     for fold in (-1, 10):
         with pytest.raises(ValueError, match=f"data.fold .* 9, got {fold}"):
             load("movie_reviews", "train", str(tmp_path), fold)
-    with pytest.raises(ValueError, match="'dev'"):
+    with pytest.raises(ValueError, match="'dev'; it has test, val, train"):
         load("movie_reviews", "dev", str(tmp_path), 0)
 
 

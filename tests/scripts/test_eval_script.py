@@ -152,7 +152,7 @@ def test_output_that_cannot_be_written_fails_before_a_run_is_read(call, monkeypa
 def test_every_split_is_checked_before_the_first_is_decoded(workdir, call, monkeypatch):
     """References as published, too, which only scores need."""
     ran = call("eval.py", workdir=workdir, split="val,tset")
-    fails(ran, "tset")
+    fails(ran, "tset", "It has the splits train, val.")
     assert not ran.stdout
 
     def no_references(task, split):
