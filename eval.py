@@ -56,6 +56,7 @@ OWN_FILES = (
     *("config.json", "trials.json", "run.json", "metrics.jsonl", "huggingface.json"),
     *("group.json", "trial_settings.json", "log.txt", ".lock", ".claim"),
 )
+OWN_FOLDERS = "checkpoints", "tokenizer", "base"
 
 
 def main():
@@ -114,14 +115,22 @@ def split_names() -> list[str]:
 
 def check_output(names: list[str]) -> None:
     """Raise a ValueError if --output can't be written, before anything is decoded."""
-    for name in names if OUTPUT.value else ():
+    workdir = path_of(WORKDIR).resolve()
+    for name in names if OUTPUT.value is not None else ():
         path = output_path(name)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(
                 f"--output={OUTPUT.value} must be a file in an existing folder."
             )
-        if path.resolve().parent == path_of(WORKDIR).resolve() and (
-            path.name in OWN_FILES or path.name.startswith(("result-", "heads-"))
+        # It is replaced as a whole, which nobody means by /dev/null or /dev/stdout.
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise ValueError(
+                f"--output={OUTPUT.value} must be a regular file, or a new one."
+            )
+        folder = path.resolve().parent
+        is_own = path.name in OWN_FILES or path.name.startswith(("result-", "heads-"))
+        if (folder == workdir and is_own) or any(
+            folder.is_relative_to(workdir / own) for own in OWN_FOLDERS
         ):
             raise ValueError(
                 f"--output={OUTPUT.value} would overwrite a file of the run; choose "
@@ -192,6 +201,8 @@ def keep_other(path: Path, row: dict) -> None:
 def output_path(split: str) -> Path:
     """Return the file that --output names for a split."""
     path = path_of(OUTPUT)
+    if not path.name:
+        raise ValueError(f"--output={OUTPUT.value} is a folder; name a file in it.")
     return path.with_name(path.name.replace("SPLIT", split))
 
 

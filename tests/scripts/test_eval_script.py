@@ -134,13 +134,25 @@ def test_n_best_lists_are_written_and_the_best_are_scored(
     assert lines[1::2] == [f"{i} |||  ||| -1.5000" for i in range(len(references))]
 
 
-@pytest.mark.parametrize("name", ["config.json", "run.json", "result-val.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "run.json", "result-val.json", "checkpoints/x"]
+)
 def test_output_may_not_be_a_file_of_the_run(name, trained, call):
     path = trained / name
     before = path.read_bytes() if path.exists() else None
     ran = call("eval.py", workdir=trained, split="val", output=path)
     fails(ran, f"--output={path}", "would overwrite a file of the run")
     assert (path.read_bytes() if path.exists() else None) == before
+
+
+@pytest.mark.parametrize("name", ["pipe", "link", "", "/"])
+def test_output_is_a_regular_file(name, trained, call, tmp_path):
+    """A device would be replaced by a file, such as /dev/null by root."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    path = tmp_path / name if name.isalpha() else name
+    fails(call("eval.py", workdir=trained, split="val", output=path), "--output")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
 def test_output_that_cannot_be_written_fails_before_a_run_is_read(call, monkeypatch):

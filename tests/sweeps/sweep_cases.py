@@ -173,3 +173,9 @@ def metrics(workdir):
         ]
         for path in sorted((workdir / "groups").glob("*/metrics.jsonl"))
     }
+
+
+def scores(workdir):
+    """Return what the table says of every trial, except what depends on the time."""
+    columns = ("id", "arm", "seed", "status", "steps", "dev_bleu", "test_chrf")
+    return sorted(tuple(row[c] for c in columns) for row in rows(workdir))

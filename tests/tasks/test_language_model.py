@@ -307,6 +307,12 @@ def test_lines_longer_than_learned_positions_raise_with_their_number(run):
         list(run.task.predict(run, "to"))
 
 
+def test_lines_without_a_token_have_no_log_probability(run):
+    assert list(run.task.score_lines(run, ["", ""])) == ["0.0000\t0"] * 2
+    (found,) = run.task.score_tokens(run, [""])
+    assert json.loads(found) == {"tokens": [], "log_probabilities": []}
+
+
 @pytest.mark.parametrize(
     "changes, culprit",
     [
