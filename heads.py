@@ -124,6 +124,8 @@ def describe_heads(workdir, found, examples, options) -> None:
     path = workdir / f"heads-describe-{examples.split}.json"
     write_json(path, rows)
     print_heads(rows, examples.split, "entropy", path)
+    more = f"heads.py explore --workdir={workdir} --output=FILE.html"
+    print(f"A page of pictures: {more}")
 
 
 def rank_heads(workdir, found, examples, options) -> None:
