@@ -111,6 +111,7 @@ def ours(model, forced: int | None):
 
     def side(sentences, beam_size):
         options = {"beam_size": beam_size, "length_penalty": PENALTY}
+        options["return_scores"] = False  # as eval.py, and CTranslate2 by default
         limits = [forced or LONGEST + 1] * len(sentences)
         return generate(graph, params, sentences, limits=limits, **options)[0]
 

@@ -289,7 +289,7 @@ def generate_trials(
     options = check_options(**options)
     beam_size = options["beam_size"]
     check_n_best(n_best, beam_size)
-    is_decoder_only = limits is not None
+    is_decoder_only = "encoder" not in params
     if limits is None:
         limits = [default_limit(len(x), max_limit) for x in prompts]
     leaves, structure = jax.tree.flatten(params)
