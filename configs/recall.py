@@ -37,7 +37,7 @@ def get_config():
     config.optimizer.schedule = "cosine"
     config.optimizer.warmup_steps = 100
     config.optimizer.label_smoothing = 0.0
-    config.train.num_steps = 1000
+    config.train.num_steps = 1500
     config.train.eval_every_steps = 100
     config.train.checkpoint_every_steps = 500
     config.train.best_metric = "recall"

@@ -13,6 +13,7 @@ from tests.conftest import NO_CROSS, load_script
 from tests.runs import arguments, fails, logged, read, run, write_corpus
 
 
+@pytest.mark.slow
 def test_best_last_and_average_checkpoints_are_scored(workdir, call):
     """And the scores of each stay beside those of the next."""
     dev = [row["dev_loss"] for row in logged(workdir) if "dev_loss" in row]

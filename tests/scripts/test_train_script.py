@@ -262,6 +262,7 @@ def test_two_processes_do_not_share_a_workdir(corpus, tmp_path):
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint_intact(workdir, trained, corpus):
     """Files that can't grow past a limit are to the writer the same as a full disk."""
     longer = training(workdir, **corpus, **{"train.num_steps": 80})

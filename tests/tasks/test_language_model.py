@@ -208,6 +208,7 @@ def test_a_batch_of_windows_is_a_function_of_seed_and_step(folder):
     assert (first != second).any()
 
 
+@pytest.mark.slow
 def test_recall_counts_only_the_values_that_were_asked_for(tmp_path):
     keys = {"data.name": "recall", "data.vocab_size": 24, "data.tokenizer": "words"}
     keys |= {"data.max_length": 16, "data.batch_tokens": 4096}

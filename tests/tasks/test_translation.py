@@ -290,6 +290,7 @@ def test_multi30k_is_also_scored_in_its_published_protocol(tmp_path, monkeypatch
     assert row["bleu"] < 100 > row["published_bleu"]
 
 
+@pytest.mark.slow
 def test_a_prefix_precedes_every_source_but_empty_ones(tmp_path):
     """In training, in evaluation, and in lines of predict and score."""
     keys = write_corpus(tmp_path / "corpus", ENGLISH, GERMAN, held_out=7)
