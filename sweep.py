@@ -258,7 +258,7 @@ def options(workdir: Path, task_file: Path | None) -> settings.Options:
 
 
 def run_groups(sweep: Sweep, groups: list | Shard) -> None:
-    """Run groups, print the status, and exit with 1 if any failed.
+    """Run groups, print the status, and exit with 1 if any failed or was cancelled.
 
     Exits with 128 + signal number if a signal stopped it; see `sweeps.runner`.
     """
@@ -285,12 +285,21 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
     # with the trials that a search has chosen, which the rows contain
     now = sweep.extended(propose=False)
     status.print_status(now, rows)
-    if SHARD.value and sweep.grows and count_unfinished(now.plan, rows):
+    left = count_unfinished(now.plan, rows)
+    if SHARD.value and sweep.grows and left:
         print(
             "Other shards have groups left. Rerun this command when they are done: "
             "more groups may follow from theirs."
         )
     if any(row["status"] == "failed" for row in rows):
+        sys.exit(1)
+    is_whole = SHARD.value is None and GROUP.value is None
+    if left and is_whole and LAUNCHER.value != "local":
+        print(
+            f"sweep.py: {left} trainings are not done: their jobs were cancelled or "
+            f"killed. Rerun the same command to resume.",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

@@ -87,6 +87,33 @@ def test_a_full_disk_ends_a_sweep_with_one_sentence(tmp_path, corpus):
     assert "No space left on device" in last and str(workdir) in last
 
 
+CANCELLED = """
+import runpy
+import sys
+from headcount.sweeps import launchers
+from headcount.sweeps.table import collect
+launchers.LAUNCHERS["slurm"] = lambda sweep, *_: collect(sweep)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_whose_jobs_are_cancelled_exits_with_1(tmp_path, corpus):
+    """As by scancel, of which submitit says nothing where there is no sacct."""
+    workdir = tmp_path / "s"
+    open_sweep(options(workdir, corpus))
+    flags = ("run", f"--workdir={workdir}", "--launcher=slurm")
+    found = subprocess.run(
+        [sys.executable, "-c", CANCELLED, "sweep.py", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
+    assert "6 trainings are not done" in found.stderr.splitlines()[-1]
+
+
 def test_status_counts_trials_by_status_and_lists_what_diverged(
     tmp_path, corpus, capsys
 ):
