@@ -419,13 +419,14 @@ def scores_table(
     for c in comparisons:
         paired = c.difference
         has_spread = c.summary.sd > 1e-9 * (1 + abs(c.summary.mean))
+        within = metric.clip(c.summary.low, c.summary.high)
         row = [
             c.arm.name,
             str(len(c.arm.seeds)),
             number(c.arm.dev[metric.name].mean(), spec),
             f"{number(c.summary.mean, spec)} ± {number(c.summary.sd, spec)}",
             # seeds that are all alike say no more than one
-            interval(c.summary.low, c.summary.high, spec) if has_spread else NOTHING,
+            interval(*within, spec) if has_spread else NOTHING,
             "baseline" if c.arm.is_baseline else signed(paired and paired.mean, spec),
             interval(paired.low, paired.high, spec, signed) if paired else NOTHING,
             *[p_value(c.p)] * (not report.is_planned),

@@ -116,12 +116,8 @@ def draw_interval(
 
     With fewer than three seeds the interval says nothing, and is left out.
     """
-    least, most = (
-        limit if bound is None else bound
-        for bound, limit in zip(metric.bounds, (-np.inf, np.inf), strict=True)
-    )
-    low, high = comparison.summary.low, comparison.summary.high
-    bar = [[value - max(low, least)], [min(high, most) - value]]
+    low, high = metric.clip(comparison.summary.low, comparison.summary.high)
+    bar = [[value - low], [high - value]]
     has_interval = len(comparison.arm.seeds) >= MIN_SEEDS and np.isfinite(low)
     ax.errorbar(
         *(([at], [value]) if vertical else ([value], [at])),

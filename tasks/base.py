@@ -49,6 +49,14 @@ class Metric:
         text = format(value * self.scale, self.format)
         return text + "%" if self.unit == "%" else text
 
+    def clip(self, low: float, high: float) -> tuple[float, float]:
+        """Cut an interval of shown values to what the metric can be."""
+        least, most = self.bounds
+        return (
+            low if least is None else max(low, least),
+            high if most is None else min(high, most),
+        )
+
 
 LOSS = Metric(
     "loss", "loss", "nats per token", False, ".4f", bounds=(0.0, None), margin=0.005

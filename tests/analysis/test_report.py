@@ -386,11 +386,12 @@ def intervals(figure):
 
 
 def test_intervals_are_clipped_to_the_bounds_of_the_metric(drawn):
-    figure, _ = drawn(make_report(EXACT, {"whole": [97, 99, 100], "half": [0, 0, 4]}))[
-        "test_exact_match"
-    ]
+    report = make_report(EXACT, {"whole": [97, 99, 100], "half": [0, 0, 4]})
+    figure, _ = drawn(report)["test_exact_match"]
     (whole, half), *_ = intervals(figure)
     assert whole[1] == 100 and half[0] == 0
+    _, whole, half = scores_table(report, EXACT, compare(report, EXACT))
+    assert whole[4].endswith("to 100.00") and half[4].startswith("0.00 to")
 
 
 @pytest.mark.parametrize("seeds, has_intervals", [(1, False), (2, False), (3, True)])
