@@ -233,6 +233,7 @@ assert "all-gather" in text
 """
 
 
+@pytest.mark.slow
 def test_sharded_over_batch_and_heads():
     """Eight devices, no gathering: a process of its own, for the devices' number."""
     process = subprocess.run(

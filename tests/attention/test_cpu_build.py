@@ -72,6 +72,7 @@ def test_without_a_compiler(compiler, reason, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiler_is_enough(tmp_path):
     """Where there is one, the kernels compile; also if they cannot be kept."""

@@ -16,7 +16,10 @@ from headcount.attention import dot_product_attention
 from headcount.attention.kernels import gpu
 from tests.processes import ROOT, with_devices
 
-CASES = ["feature:everything", "blocks:causal segments"]
+CASES = [
+    "feature:everything",
+    pytest.param("blocks:causal segments", marks=pytest.mark.slow),
+]
 
 
 def simulated(*cases):

@@ -106,10 +106,17 @@ def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
     return found
 
 
+QUICK = "learned", "rotary, grouped", "differential, exclusive, ALiBi", "latent, rotary"
 PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_greedy_with_the_cache_equals_greedy_without(kind):
     seed = 9 if kind == "talking heads" else 0  # one that does not end at once
     graph, params = make_model(KINDS[kind], seed)

@@ -22,7 +22,7 @@ from tests.decoding_cases import (
 @pytest.mark.parametrize(
     "options",
     [
-        {"length_penalty": 0.6},
+        pytest.param({"length_penalty": 0.6}, marks=pytest.mark.slow),
         {"temperature": 2.0, "top_k": 5},
         {"beam_size": 3, "length_penalty": 0.6},
     ],
@@ -53,7 +53,7 @@ def test_results_are_the_same_where_python_numbers_are_int64():
     np.testing.assert_allclose(others, scores, rtol=1e-4)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_results_do_not_depend_on_the_batch(beam_size):
     """With more prompts than rows, so that rows are used again and the cache wraps."""
     graph, params = make(layers=1)
@@ -114,7 +114,7 @@ def test_trials_under_vmap_equal_each_alone():
         np.testing.assert_allclose(found.scores[trial], wanted.scores, rtol=1e-5)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_trials_together_equal_each_alone(beam_size):
     graphs, params = zip(*(make(seed=seed, layers=1) for seed in range(3)), strict=True)
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)

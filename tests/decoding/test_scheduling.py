@@ -90,6 +90,7 @@ def test_an_error_in_one_lane_is_raised_and_ends_the_others(monkeypatch):
     assert len(threads) < 20  # of a hundred
 
 
+@pytest.mark.slow
 def test_a_search_that_the_cache_cuts_short_is_started_again(monkeypatch):
     """Poor hypotheses have ended when the cache is full, and better ones are longer."""
     graph, params = make(seed=9)

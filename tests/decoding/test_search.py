@@ -65,6 +65,7 @@ def test_n_best_of_a_wide_beam_equals_exhaustive_search(n_best, length_penalty):
         assert (out.scores[0, count:] == -np.inf).all()
 
 
+@pytest.mark.slow
 def test_n_best_lists_of_many_prompts_have_the_uncached_scores():
     """In rows that are used again."""
     graph, params = make(layers=1)

@@ -19,7 +19,7 @@ SHARED = {"num_kv_heads": 1, "sink": True}
 @pytest.mark.parametrize(
     "positions, changes",
     [
-        ("sinusoidal", SHARED),
+        pytest.param("sinusoidal", SHARED, marks=pytest.mark.slow),
         ("alibi", {}),
         pytest.param("relative", {}, marks=pytest.mark.slow),
     ],

@@ -336,6 +336,7 @@ def test_ten_pairs_are_memorized_and_translated(tmp_path):
     assert ran.stdout.split("\n") == [first[1], "", "", second[1], ""]
 
 
+@pytest.mark.slow
 def test_init_from_starts_from_the_best_parameters_of_another_run(trained, initialized):
     log = (initialized / "log.txt").read_text()
     assert "model.dropout (there 0.1, now 0.3)" in log

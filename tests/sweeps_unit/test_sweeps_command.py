@@ -25,11 +25,19 @@ def call(*arguments, **options):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["list", "--config=configs/base.py", "--ablation=haeds"], "--ablation.*heads"),
+        pytest.param(
+            ["list", "--config=configs/base.py", "--ablation=haeds"],
+            "--ablation.*heads",
+            marks=pytest.mark.slow,
+        ),
         (["report", "--workdir=/nonexistent/s"], "/nonexistent/s holds no sweep"),
         (["status"], "--workdir"),
-        (["list", "--ablation=heads"], "--config"),
-        (["run", "--workdir=/nonexistent/s", "--resources=num_gpus=1"], "--resources"),
+        pytest.param(["list", "--ablation=heads"], "--config", marks=pytest.mark.slow),
+        pytest.param(
+            ["run", "--workdir=/nonexistent/s", "--resources=num_gpus=1"],
+            "--resources",
+            marks=pytest.mark.slow,
+        ),
         (
             [
                 *("run", "--workdir=/nonexistent/s", "--resources=cores=1"),
@@ -41,7 +49,11 @@ def call(*arguments, **options):
             ["run", "--workdir=/nonexistent/s", "--launcher=ray", "--coordinator=auto"],
             "--coordinator",
         ),
-        (["status", "--workdir=/nonexistent/s", "--task_file=no.py"], "no.py"),
+        pytest.param(
+            ["status", "--workdir=/nonexistent/s", "--task_file=no.py"],
+            "no.py",
+            marks=pytest.mark.slow,
+        ),
         (["sweep"], "list, run, status, report"),
     ],
 )
