@@ -58,6 +58,24 @@ def test_a_slurm_array_runs_on_the_local_executor(uninterrupted, tmp_path, corpu
     assert [row["status"] for row in rows(workdir)] == ["done"] * 4
 
 
+def test_a_killed_job_of_slurm_is_named_and_resumed(uninterrupted, tmp_path, corpus):
+    """On the local executor; a kill takes the job and what it has started."""
+    pytest.importorskip("submitit", reason="pip install -r requirements-sweeps.txt")
+    workdir = tmp_path / "sweep"
+    flags = ("--launcher=slurm", "--address=local", "--resources=timeout_min=9")
+    process = start(sweep("run", workdir, corpus, *flags))
+    wait_for(lambda: list(workdir.glob("groups/*/metrics.jsonl")), process)
+    (group,) = processes("sweep.py run", str(workdir), "--group=N=1-")
+    trainings = processes("train.py", f"{workdir}/groups/N=1-")
+    for number in (parent(group), group, *trainings):
+        os.kill(number, signal.SIGKILL)
+    printed = end(process, code=1)
+    assert "Rerun the same command" in printed and "Traceback" not in printed
+    assert "Everything is done" in finish(sweep("run", workdir, corpus, *flags))
+    assert metrics(workdir) == metrics(uninterrupted)
+    assert [row["status"] for row in rows(workdir)] == ["done"] * 4
+
+
 def test_a_missing_slurm_is_named(tmp_path, corpus):
     pytest.importorskip("submitit", reason="pip install -r requirements-sweeps.txt")
     if subprocess.run(["which", "sbatch"], capture_output=True).returncode == 0:
