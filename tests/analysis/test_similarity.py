@@ -43,6 +43,7 @@ def run():
     return Run(config, graph, params, **rest, diverged_at=[None], task=task)
 
 
+@pytest.mark.slow
 def test_divergences_are_scipys_means_over_queries(run):
     rows = similarity(run, SENTENCES, 0)
     found = {

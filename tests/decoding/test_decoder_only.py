@@ -144,6 +144,7 @@ def test_scores_are_log_probabilities_of_the_uncached_model():
             np.testing.assert_allclose(score, total, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_stream_gives_what_generate_does():
     graph, params = make_model(KINDS["learned"])
     for number, options in enumerate(

@@ -68,6 +68,7 @@ def test_a_row_says_what_was_scored_and_how(trained, call):
     assert row["diverged_at"] is None and "predictions" not in row
 
 
+@pytest.mark.slow
 def test_several_splits_and_trials_write_a_file_each(trained, call, corpus, tmp_path):
     """And the predictions shown are those of --trial."""
     shutil.copytree(corpus["data.directory"], tmp_path / "corpus")

@@ -301,6 +301,7 @@ def test_predictions_are_of_the_first_seed_that_all_arms_have(tmp_path, corpus):
     assert "From each arm's first seed" in markdown
 
 
+@pytest.mark.slow
 def test_published_scores_stand_beside_our_own_ablations_only(tmp_path, corpus):
     body = 'yield from ({"model.attention.num_heads": N} for N in (4, 8))'
     path = write_ablation(tmp_path, body).removesuffix(":sizes")

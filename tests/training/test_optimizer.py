@@ -148,6 +148,7 @@ def as_matrices(name, value, per_head):
     return [value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "per_head", [pytest.param(False, marks=pytest.mark.slow), True]
 )
