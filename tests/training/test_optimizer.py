@@ -149,9 +149,7 @@ def as_matrices(name, value, per_head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "per_head", [pytest.param(False, marks=pytest.mark.slow), True]
-)
+@pytest.mark.parametrize("per_head", [False, True])
 def test_muon_equals_optax_on_each_matrix_and_adamw_on_the_rest(model, per_head):
     params, gradients = model
     optimizer = optimizer_of("muon", per_head)
