@@ -22,7 +22,8 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
     """Return the config and the parameters of a trial without some heads.
 
     A site has one head count, so its layers keep as many heads as the layer that keeps
-    most; the others are filled up with heads whose merge kernel is 0.
+    most; the others are filled up with heads whose merge kernel is 0. With
+    `value_residual` all layers keep the heads that any of them keeps.
 
     Args:
         removed: site, layer and number of each, besides those whose gate is 0.
@@ -53,16 +54,17 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
     for site, about in model.sites().items():
         first = about.attentions[0]
         check(first, site, gates[site])
-        kept = [np.flatnonzero(own) for own in gates[site]]
-        N = max(1, *map(len, kept))
-        for attention, own in zip(about.attentions, kept, strict=True):
-            rest = np.setdiff1d(np.arange(gates[site].shape[1]), own)
-            chosen = np.sort(np.concatenate([own, rest[: N - len(own)]]))
-            slice_heads(attention, chosen, is_kept=np.isin(chosen, own))
+        kept = gates[site] > 0
+        if first.value_residual:  # the first layer has the values of the same head
+            kept[:] = kept.any(0)
+        N = max(1, kept.sum(1).max())
+        for layer, attention in enumerate(about.attentions):
+            chosen = np.sort(np.argsort(~kept[layer], stable=True)[:N])
+            slice_heads(attention, chosen, is_kept=gates[site][layer, chosen] > 0)
         section = config.model[f"{site}_attention"]
         if site in learned:
             section.gate, section.gate_penalty = "none", 0.0
-        section.num_heads, section.num_kv_heads = N, N
+        section.num_heads = section.num_kv_heads = int(N)
         section.head_dim = first.query.shape[-1]
         section.value_dim = first.value.shape[-1]
     return config, nnx.split(model)[1]
@@ -117,7 +119,7 @@ def check(attention, site: str, gates: np.ndarray) -> None:
             f"removed one by one."
         )
     for path, param in parameters(attention):
-        if "heads" in param.axes.split():
+        if param.axes.split().count("heads") > 1:
             raise ValueError(
                 f"{'.'.join(map(str, path))} of {site} mixes heads; they can't be "
                 f"removed one by one."
@@ -134,7 +136,7 @@ def slice_heads(attention, chosen: np.ndarray, is_kept: np.ndarray) -> None:
     """Keep some heads of an attention layer, and make those not kept add nothing."""
     for _, param in parameters(attention):
         for axis, letter in enumerate(param.axes.split()):
-            if letter in ("N", "K"):
+            if letter in ("N", "K", "heads"):
                 param.set_value(jnp.take(param[...], chosen, axis))
     kernel = attention.merge["kernel"]
     kernel[...] = kernel[...] * is_kept[:, None, None]

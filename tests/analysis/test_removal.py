@@ -40,7 +40,13 @@ def made(**attention):
 
 @pytest.mark.parametrize(
     "attention",
-    [*({"merge": rule} for rule in REMOVABLE_RULES), {"sink": True, "qk_norm": True}],
+    [
+        *({"merge": rule} for rule in REMOVABLE_RULES),
+        {"sink": True, "qk_norm": True},
+        {"gate": "sigmoid", "gate_size": "element", "value_residual": True},
+        {"gate": "double_sigmoid", "gate_features": 0, "qk_clip": 1.0},
+        {"gate": "sigmoid", "gate_on": "values", "knocking": "mlp"},
+    ],
     ids=str,
 )
 def test_the_smaller_model_equals_the_gated_one(attention):
@@ -58,7 +64,8 @@ def test_the_smaller_model_equals_the_gated_one(attention):
     less = Transformer(20, **config.model.to_dict(), rngs=nnx.Rngs(1))
     nnx.update(less, params)
     heads = {s: x.attentions[0].query.shape[1] for s, x in less.sites().items()}
-    assert heads == {"encoder": 2, "decoder": 3, "cross": 2}
+    shared = attention.get("value_residual", False)  # by layers that keep other heads
+    assert heads == {"encoder": 2, "decoder": 3, "cross": 3 if shared else 2}
     wanted = model(BATCH, head_gates=every)
     np.testing.assert_allclose(less(BATCH), wanted, atol=2e-5)
     assert abs(np.asarray(model(BATCH) - wanted)).max() > 0.05
@@ -99,6 +106,9 @@ def test_learned_gates_are_folded_and_those_that_closed_removed():
         ({"merge": "mean"}, REMOVED, "'mean'"),
         ({"num_kv_heads": 2}, REMOVED, "num_kv_heads"),
         ({"talking_heads": True}, REMOVED, "talking_heads"),
+        ({"latent_dim": 6}, REMOVED, "latent_dim"),
+        ({"differential": True}, REMOVED[:1], "differential"),
+        ({"merge": "shared_mixture"}, REMOVED, "'shared_mixture'"),
         ({"positions": "relative"}, REMOVED, "model.positions"),
         ({}, [("cross", 2, 0)], r"cross\.2\.0.* cross 2 × 4"),
         ({}, [("middle", 0, 0)], r"middle\.0\.0"),
