@@ -344,6 +344,15 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
 
 def read_data(task, workdir: Path):
     """Read the training and dev splits; a new run makes its vocabulary first."""
+    try:
+        return _read_data(task, workdir)
+    except BaseException:
+        if distributed.is_first() and not has_started(workdir):
+            tokenizers.remove(task.folder)
+        raise
+
+
+def _read_data(task, workdir: Path):
     with distributed.fail_together():
         if distributed.is_first():
             other = None if has_started(workdir) else task.config.train.init_from

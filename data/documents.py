@@ -8,14 +8,13 @@ import functools
 import gzip
 import hashlib
 import json
-import urllib.error
-import urllib.request
 import zlib
 from pathlib import Path
 
 from absl import logging
 
 from headcount.data import recall, stories
+from headcount.data.cache import download
 from headcount.data.pairs import prepared_in
 
 SHAKESPEARE_URL = (
@@ -79,21 +78,12 @@ def _shakespeare_file(directory: str | None) -> bytes:
             )
         return path.read_bytes()
     path = prepared_in() / "downloads" / "tinyshakespeare" / "input.txt"
-    if not path.is_file():
-        try:
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
-                content = response.read()
-        except (urllib.error.URLError, OSError) as error:
-            raise FileNotFoundError(
-                f"{SHAKESPEARE_URL} can't be downloaded "
-                f"({getattr(error, 'reason', error)}); download it elsewhere and set "
-                f"--config.data.directory=FOLDER, the folder that holds input.txt."
-            ) from error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(content)
-        part.replace(path)
-    return path.read_bytes()
+    return download(
+        SHAKESPEARE_URL,
+        path,
+        "download it elsewhere and set --config.data.directory=FOLDER, the folder that "
+        "holds input.txt.",
+    )
 
 
 def _recall(name, split, directory, *, max_length, vocab_size, **_) -> list[str]:

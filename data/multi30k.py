@@ -9,13 +9,10 @@ this repository.
 import functools
 import gzip
 import hashlib
-import os
 import pathlib
-import urllib.error
-import urllib.request
 import zlib
 
-from absl import logging
+from headcount.data.cache import download
 
 LANGUAGES = ("en", "de", "fr")
 SPLITS = ("train", "val", "test_2016_flickr", "test_2017_flickr", "test_2017_mscoco")
@@ -59,29 +56,15 @@ def _from_folder(kind: str, name: str, directory: pathlib.Path) -> list[str]:
     raise FileNotFoundError(f"the folder {directory} holds no {kind}/{name}.gz")
 
 
-def _download(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            return response.read()
-    except (urllib.error.URLError, OSError) as error:
-        raise FileNotFoundError(
-            f"cannot download {url} ({getattr(error, 'reason', error)}); give the "
-            "folder of local files as data.directory"
-        ) from error
-
-
 def _from_network(kind: str, name: str, cache: pathlib.Path) -> list[str]:
     # Published as raw/*.gz and, uncompressed, tok/*.
     published = f"{name}.gz" if kind == "raw" else name
     path = cache / "multi30k_files" / kind / published
-    if not path.is_file():
-        logging.info("downloading Multi30k's %s/%s", kind, published)
-        content = _download(f"{URL}/{kind}/{published}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # not tempfile's, which nobody but the owner could read
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_bytes(content)
-        part.replace(path)  # a second process sees all of it or nothing
+    download(
+        f"{URL}/{kind}/{published}",
+        path,
+        "give the folder of local files as data.directory",
+    )
     try:
         return _checked_lines(name, _unpacked(path), str(path))
     except ValueError:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import sys
 from pathlib import Path
@@ -14,22 +13,7 @@ import tensorflow_datasets.translate  # noqa: F401  both register their data set
 from tensorflow_datasets.core.download import downloader
 
 from headcount.data import multi30k, numbers
-
-
-@contextlib.contextmanager
-def _exclusively(path: Path):
-    """Hold the lock at `path`, after waiting for other processes that hold it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
-    except OSError as error:
-        raise type(error)(
-            f"Prepared data can't be written to {path.parent} ({error.strerror}); set "
-            "TFDS_DATA_DIR to a folder that can."
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+from headcount.data.cache import exclusively
 
 
 def prepare(make_builder, data_dir: Path):
@@ -51,7 +35,7 @@ def prepare(make_builder, data_dir: Path):
     tfds.disable_progress_bar()
     # TFDS prints to standard output, which is for predictions.
     with (
-        _exclusively(data_dir / f".{name.replace('/', '-')}.lock"),
+        exclusively(data_dir / f".{name.replace('/', '-')}.lock"),
         contextlib.redirect_stdout(sys.stderr),
     ):
         builder = make_builder()  # finds what another process may have prepared

@@ -6,6 +6,7 @@ are one of `KINDS`. All are made from the training split. Ids: pad 0, bos 1, eos
 3, then the vocabulary; only GPT-2's own tokenizer differs.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import numpy as np
 import sentencepiece
 from absl import logging
 
+from headcount.data.cache import write
 from headcount.data.examples import Ragged
 
 PAD, BOS, EOS, UNK = range(4)
@@ -321,22 +323,6 @@ def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def write(path: Path, content: bytes):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
-    try:
-        with part.open("xb") as file:  # a new file: no link is followed
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # unknown when the disk is full
-        part.unlink(missing_ok=True)
-        raise
-
-
 def load_pair(folder: Path) -> tuple:
     """Return the tokenizers of source and target from a folder.
 
@@ -387,9 +373,13 @@ FILES = (*VOCABULARIES, "classes.json")
 
 
 def remove(folder: Path) -> None:
-    """Remove the vocabularies in a folder, and nothing else."""
+    """Remove the vocabularies in a folder, and it if it is then empty."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
+        for part in folder.glob(f".{name}.*.part"):  # of a process that was killed
+            part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def copy(folder: Path, to: Path) -> None:

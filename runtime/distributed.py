@@ -237,10 +237,6 @@ def check_same_run(
     Args:
         no_cpu_kernel: why this process can't use the CPU attention kernels, if so.
     """
-    token = workdir / ".hosts"
-    with fail_together():
-        if is_first():
-            write(token, os.urandom(8).hex())
     here = environment()
     software = here["versions"] | {"commit": here["commit"]}
     has_commits = None not in gather(here["commit"])  # not so where one lacks git
@@ -256,13 +252,26 @@ def check_same_run(
         )
     check_same("config", config, may_differ=("data.directory",))
     check_same("list of trials", trials)
-    mark = gather(is_first() and token.read_text())[0]
-    with fail_together():
-        if not token.exists() or token.read_text() != mark:
-            raise ValueError(
-                f"{workdir} is not the folder of process 0; --workdir must lie on a "
-                f"file system that all hosts share."
-            )
+    check_same_folder(workdir)
+
+
+def check_same_folder(workdir: Path) -> None:
+    """Raise a ValueError unless all processes see a file that the first one writes."""
+    token, mark = workdir / ".hosts", os.urandom(8).hex()
+    try:
+        with fail_together():
+            if is_first():
+                write(token, mark)
+        mark = gather(mark)[0]
+        with fail_together():
+            if not token.exists() or token.read_text() != mark:
+                raise ValueError(
+                    f"{workdir} is not the folder of process 0; --workdir must lie on "
+                    f"a file system that all hosts share."
+                )
+    finally:
+        if is_first():
+            token.unlink(missing_ok=True)
 
 
 def check_same(what: str, value, may_differ: tuple[str, ...] = ()) -> None:

@@ -87,12 +87,24 @@ def locked(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
     """Lock a file; yield it, or None if another process has the lock.
 
     The kernel releases the lock when the last process that has the file open ends, in
-    whatever way. A child process that inherits the file keeps the lock.
+    whatever way. A child process that inherits the file keeps the lock. Who has the
+    lock may remove the file.
     """
-    with open_lock(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield None
-        else:
-            yield file
+    held = False
+    while not held:
+        with open_lock(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield None
+                return
+            held = _is_at(path, file)  # else removed before it was locked
+            if held:
+                yield file
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Whether an open file is the one of a name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False

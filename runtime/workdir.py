@@ -1,7 +1,6 @@
 """A run's folder: which run it holds, its status, and the JSON files in it."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from headcount.runtime.files import open_lock, remove_parts, write
+from headcount.runtime.files import locked, remove_parts, write
 from headcount.runtime.schema import Number, matches, violation
 
 FORMAT_VERSION = 1  # of the files in a workdir; raise it when their meaning changes
@@ -56,6 +55,8 @@ DATA = dict.fromkeys(("examples", "crc32", "dev_crc32"), Number(0))  # of run.js
 def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
     """Lock the workdir for training this config and these trials; write nothing else.
 
+    A start that fails before it has recorded anything leaves nothing behind.
+
     Raises:
         ValueError: the folder holds another run, files that are not ours, or another
             process is training in it.
@@ -66,15 +67,14 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
             f"{workdir} has checkpoints or metrics, but lacks config.json or "
             f"trials.json; restore them, or choose another --workdir."
         )
+    is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
-    with open_lock(workdir / ".lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with locked(workdir / ".lock", wait=False) as lock:
+        if lock is None:
             raise ValueError(
                 f"Another process is training in {workdir}; wait for it, or choose "
                 f"another --workdir."
-            ) from None
+            )
         remove_parts(workdir)
         now = {"config.json": config, "trials.json": trials}
         there = recorded(workdir)
@@ -86,7 +86,14 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
                 f"{workdir} holds a run with another config: {summarize(changed)}. "
                 f"Choose another --workdir, or use the settings of that run."
             )
-        yield
+        try:
+            yield
+        except BaseException:
+            if not (workdir / "run.json").exists():
+                (workdir / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # there is more in it
+                    is_new and workdir.rmdir()
+            raise
 
 
 def has_started(workdir: Path) -> bool:

@@ -179,6 +179,7 @@ def test_what_one_process_cannot_do_all_say(settings, tmp_path):
         for said in ended(start(tmp_path / "run", 2, own=own, **settings), wanted=2):
             for part in parts:
                 assert part in said.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 def test_processes_that_do_not_come_are_not_waited_for_long(settings, tmp_path):

@@ -4,10 +4,17 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from headcount.runtime.files import open_append, open_lock, remove_parts, write
+from headcount.runtime.files import (
+    locked,
+    open_append,
+    open_lock,
+    remove_parts,
+    write,
+)
 
 HALF = """
 import os, sys
@@ -84,6 +91,29 @@ def test_what_a_kill_leaves_is_removed_but_not_what_is_being_written(tmp_path):
     process.communicate()
     remove_parts(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_one_at_a_time_although_each_removes_the_lock_file(tmp_path, wait):
+    """Of two that hold files of one name, only the one that has the name goes on."""
+    lock, counter = tmp_path / ".lock", tmp_path / "counter"
+    counter.write_text("0")
+
+    def count():
+        done = 0
+        while done < 100:
+            with locked(lock, wait=wait) as held:
+                if held:
+                    counter.write_text(str(int(counter.read_text()) + 1))
+                    lock.unlink()
+                    done += 1
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter.read_text() == "400"
 
 
 def test_files_have_the_permissions_of_the_umask(tmp_path):

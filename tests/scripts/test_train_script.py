@@ -202,6 +202,19 @@ def test_a_run_does_not_resume_as_another(trained, corpus, tmp_path, change, cul
 
 
 @pytest.mark.slow
+def test_a_start_without_its_data_leaves_nothing(corpus, tmp_path):
+    """Also where the training split is there, and its vocabulary was made."""
+    folder = shutil.copytree(corpus["data.directory"], tmp_path / "corpus")
+    overrides = corpus | {"data.directory": folder}
+    for split in ("val", "train"):
+        (folder / f"{split}.de").unlink()
+        fails(run(training(tmp_path / "run", **overrides)), f"{split}.de")
+        assert list(tmp_path.iterdir()) == [folder]
+    (tmp_path / "run").mkdir()
+    fails(run(training(tmp_path / "run", **overrides)), "train.de")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_a_failed_start_does_not_claim_the_workdir(corpus, tmp_path):
     """Nor keep its vocabulary, which is of another config."""
     workdir = tmp_path / "run"
