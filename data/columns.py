@@ -160,6 +160,8 @@ def conllu_rows(path: Path) -> Iterator[list[tuple[int, list[str]]]]:
             raise ValueError(
                 f"{path}, line {number}, has {len(fields)} columns; CoNLL-U has 10."
             )
+        if not fields[1].strip():
+            raise ValueError(f"{path}, line {number}, has no word in its column 2.")
         if fields[0].isdecimal():
             rows.append((number, fields))
 

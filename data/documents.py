@@ -144,7 +144,9 @@ def _documents_of(path: Path, one_per_file: bool) -> list[str]:
             f"with iconv -f latin1 -t utf-8."
         ) from error
     if path.name.removesuffix(".gz").endswith(".jsonl"):
-        return [_json_text(path, n, x) for n, x in enumerate(text.splitlines(), 1) if x]
+        # not splitlines, which also splits at characters that occur within strings
+        lines = enumerate(text.split("\n"), 1)
+        return [_json_text(path, n, line) for n, line in lines if line.strip()]
     if one_per_file:
         return [text] if text.strip() else []
     blocks = text.replace("\r\n", "\n").split("\n\n")
@@ -154,12 +156,12 @@ def _documents_of(path: Path, one_per_file: bool) -> list[str]:
 def _json_text(path: Path, number: int, line: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
+        text.encode()  # "\ud800" alone is no character
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
-            f'{path}, line {number}, is not an object with a string "text".'
-        )
+            f'{path}, line {number}, is not an object with a string "text" of Unicode '
+            f"characters."
+        ) from None
     return text
 
 

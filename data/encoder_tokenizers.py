@@ -98,10 +98,7 @@ def make_affixes(texts: list[str], vocab_size: int) -> bytes:
 
 def read_affixes(path: Path) -> AffixTokenizer:
     """Return the tokenizer of a file."""
-    units = json.loads(path.read_text())
-    if not isinstance(units, list) or not all(isinstance(u, str) for u in units):
-        raise ValueError(path)
-    return AffixTokenizer(units)
+    return AffixTokenizer(tokenizers.read_units(path))
 
 
 class WordPieceTokenizer:

@@ -454,11 +454,18 @@ def _words(texts, vocab_size: int) -> bytes:
     return json.dumps(sorted(set().union(*map(str.split, texts)))).encode()
 
 
-def _read_table(path: Path, separator: str) -> TableTokenizer:
+def read_units(path: Path) -> list[str]:
+    """Return what the ids of a table mean, from its file; ValueError if damaged."""
     units = json.loads(path.read_text())
     if not isinstance(units, list) or not all(isinstance(u, str) for u in units):
         raise ValueError(path)
-    return TableTokenizer(units, separator)
+    if len(set(units)) < len(units):
+        raise ValueError(path)
+    return units
+
+
+def _read_table(path: Path, separator: str) -> TableTokenizer:
+    return TableTokenizer(read_units(path), separator)
 
 
 # File, reader, and maker of the tokenizers of documents (data.tokenizer).

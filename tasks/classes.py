@@ -2,6 +2,7 @@
 
 import json
 from functools import cached_property, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from headcount.models.dropout import random_bits
 from headcount.models.transformer import Transformer
 from headcount.models.trial_axis import over_trials
 from headcount.runtime import sharding
+from headcount.runtime.schema import violation
+from headcount.runtime.workdir import read_json
 from headcount.tasks.base import Metric, Run
 from headcount.tasks.encoder import (
     EncoderTask,
@@ -50,32 +53,44 @@ class ClassTask(EncoderTask):
     @cached_property
     def classes(self) -> list[str]:
         """The classes by number, from the run's folder."""
-        path = self.folder / CLASSES
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no {path}; train first.")
-        return json.loads(path.read_text())
+        return read_classes(self.folder / CLASSES)
 
     def make_vocabulary(self, texts: list[str], labels: list[str]) -> None:
         """Make the tokenizer and the list of classes of a new run.
 
         Classes that came with train.init_from stay if they include all labels.
         """
+        classes = sorted(set(labels))
+        if len(classes) == 1:
+            raise ValueError(
+                f"The training examples have one class alone, {classes[0]!r}, so there "
+                f"is nothing to learn; check the files in data.directory and data.tag."
+            )
         self.tokenizer = make_tokenizer(self.config, self.folder, texts)
-        path, classes = self.folder / CLASSES, sorted(set(labels))
-        if not path.is_file() or not set(classes) <= set(json.loads(path.read_text())):
+        path = self.folder / CLASSES
+        if not path.is_file() or not set(classes) <= set(read_classes(path)):
             tokenizers.write(path, json.dumps(classes).encode())
         warn_of_labels(labels)
 
     def new_parameters(self, folder) -> tuple[str, ...]:
         """See `Task.new_parameters`: another list of classes has other logits."""
         theirs = folder / CLASSES
-        same = theirs.is_file() and json.loads(theirs.read_text()) == self.classes
+        same = theirs.is_file() and read_classes(theirs) == self.classes
         return () if same else ("classifier",)
 
     def class_ids(self, labels: list[str], split: str) -> dict[str, int]:
-        """Return the number of each class plus one; `UNKNOWN_CLASS` if it is new."""
+        """Return the number of each class plus one; `UNKNOWN_CLASS` if it is new.
+
+        Raises:
+            ValueError: all are new, so there is no loss.
+        """
         ids = {label: i for i, label in enumerate(self.classes, 1)}
         unknown = set(labels) - ids.keys()
+        if len(unknown) == len(set(labels)):
+            raise ValueError(
+                f"The split {split!r} has no class of the training examples: its are "
+                f"{listed(unknown)}, and theirs {listed(self.classes)}."
+            )
         if unknown:
             count = sum(label in unknown for label in labels)
             logging.warning(
@@ -83,7 +98,7 @@ class ClassTask(EncoderTask):
                 "wrong.",
                 split,
                 count,
-                ", ".join(sorted(unknown)),
+                listed(unknown),
             )
         return ids | dict.fromkeys(unknown, UNKNOWN_CLASS)
 
@@ -141,6 +156,34 @@ class ClassTask(EncoderTask):
         return found
 
 
+def read_classes(path: Path) -> list[str]:
+    """Return the names of classes, by number, from a file of a run.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no {path}; train first.")
+    classes = read_json(path)
+    wrong = violation(classes, [str])
+    if wrong is None and len(set(classes)) < len(classes):
+        wrong = "it has a class twice"
+    if wrong:
+        raise ValueError(
+            f"{path} is not a list of classes as train.py writes it; restore it: "
+            f"{wrong}."
+        )
+    return classes
+
+
+def listed(classes, most: int = 10) -> str:
+    """Return the names of some classes for a sentence."""
+    names = sorted(classes)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def warn_of_labels(labels: list[str]) -> None:
     """Log labels that differ only in case, and classes with a single example."""
     lower, counts = {}, {}
@@ -160,7 +203,7 @@ def warn_of_labels(labels: list[str]) -> None:
             "%d of %d classes have a single training example: %s.",
             len(once),
             len(counts),
-            ", ".join(once),
+            listed(once),
         )
 
 

@@ -1,5 +1,6 @@
 """Tagging: one tag per word, with an encoder. The first token of a word carries it."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -8,9 +9,16 @@ from headcount.data import columns
 from headcount.data.examples import Examples, Ragged
 from headcount.tasks import class_scores
 from headcount.tasks.base import LOSS, Metric, Run
-from headcount.tasks.classes import ACCURACY, MACRO_F1, UNKNOWN_CLASS, ClassTask
+from headcount.tasks.classes import (
+    ACCURACY,
+    MACRO_F1,
+    UNKNOWN_CLASS,
+    ClassTask,
+    listed,
+)
 from headcount.tasks.heldout_loss import heldout_loss
 
+BIO = re.compile(r"O|[BIES]-.+")  # E and S, of IOBES, mean the same to seqeval
 ENTITY_F1 = Metric("entity_f1", "entity F1", "%", bounds=(0, 100), margin=1.0)
 
 
@@ -30,6 +38,8 @@ class Tagging(ClassTask):
         """Return words and tags of each sentence, separated by blanks."""
         data = self.config.data
         sentences = columns.load(data.name, split, data.directory, data.tag)
+        if self.config.task.entities:
+            check_entities({tag for s in sentences for tag in s.tags}, split)
         clean = [["".join(word.split()) for word in s.words] for s in sentences]
         return {
             "source": [" ".join(words) for words in clean],
@@ -118,3 +128,13 @@ class Tagging(ClassTask):
                     best = int(of_word.argmax())
                     yield f"{word}\t{self.classes[best]}\t{of_word[best]:.4f}"
             yield ""
+
+
+def check_entities(tags: set[str], split: str) -> None:
+    """Raise a ValueError unless the tags are those of entities, B-NAME, I-NAME, O."""
+    others = [tag for tag in tags if not BIO.fullmatch(tag)]
+    if others:
+        raise ValueError(
+            f"task.entities needs tags like B-NAME, I-NAME and O, and the split "
+            f"{split!r} has {listed(others)}; mend them, or set task.entities=False."
+        )

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from headcount.configs.commandline import flat
 from headcount.configs.run import load_config
+from headcount.models import cost
 from headcount.models.cost import abstract
 from headcount.runtime import distributed, sharding
 from headcount.runtime.workdir import read_json
@@ -44,10 +45,12 @@ def load(workdir: Path | str, which: str = "best") -> Run:
     workdir = Path(workdir)
     config = read_config(workdir)
     task = make_task(config, workdir / "tokenizer")
-    graph, like = nnx.split(abstract(task.build))
+    model = abstract(task.build)
+    graph, like = nnx.split(model)
     path = workdir / "trials.json"
     trials = read_json(path)
     check_trials(path, trials, flat(config.to_dict()))
+    check_trained(workdir, config.task.name, len(trials), cost.parameters(model))
     params, steps, diverged_at = restore_parameters(workdir, which, len(trials), like)
     axes = {"trial": None, "data": -1, "model": 1}
     mesh = sharding.make_mesh(axes, len(trials), jax.device_count())
@@ -88,6 +91,36 @@ def read_config(workdir: Path) -> ConfigDict:
         )
     read_json(workdir / "run.json")  # checks the format version
     return load_config(path)
+
+
+def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) -> None:
+    """Raise a ValueError if a run was trained on another task or with another model.
+
+    Then one of its files was edited: the task of a model of the same shapes would give
+    answers that mean nothing.
+    """
+    path = workdir / "run.json"
+    facts = read_json(path)
+    there = facts.get("task", {"name": task})
+    name = there.get("name") if isinstance(there, dict) else there
+    if name != task:
+        raise ValueError(
+            f"{workdir / 'config.json'} has task.name={task}, and {path} says that the "
+            f"run was trained with {name}; restore the one that was edited."
+        )
+    count = facts.get("trials", trials)
+    if count != trials:
+        raise ValueError(
+            f"{workdir / 'trials.json'} lists {trials} trials, and {path} says that "
+            f"{count} were trained; restore the one that was edited."
+        )
+    count = facts.get("num_parameters", num_parameters)
+    if count != num_parameters:
+        raise ValueError(
+            f"{workdir / 'config.json'} and {workdir / 'tokenizer'} are of a model of "
+            f"{num_parameters:,} parameters, and {path} says that {count} were "
+            f"trained; restore the one that was edited."
+        )
 
 
 def choose_trial(run: Run, flag) -> int:

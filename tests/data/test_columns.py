@@ -70,6 +70,7 @@ def test_the_val_split_may_be_called_dev_or_valid(tmp_path, name):
         (CONLLU, "upo", "data.tag must be one of upos, .*'upo'"),
         ("1\ta\tb\n", "upos", "train.conllu, line 1, has 3 "),
         (CONLLU.replace("Acc\t1", "Acc 1"), "upos", "train.conllu, line 5, has 9 "),
+        ("1\t \t" + 7 * "_\t" + "_\n", "upos", "train.conllu, line 1, has no word"),
         ("# nothing\n\n", "upos", "train.conllu has no sentences"),
         (b"# a\n\xff\n", "upos", "train.conllu, line 2, is not UTF-8"),
     ],

@@ -37,9 +37,9 @@ def test_blank_lines_separate_documents_of_a_text_file(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
 def test_a_line_of_jsonl_is_a_document(tmp_path, name):
-    texts = ["one\n\ntwo", " ß ", ""]
-    lines = [json.dumps({"text": text, "more": 1}) for text in texts]
-    write(tmp_path / name, "\n".join(lines) + "\n\n")
+    texts = ["one\n\ntwo", " ß ", "", "a line\u2028and\x85a line"]
+    lines = [json.dumps({"text": x, "more": 1}, ensure_ascii=False) for x in texts]
+    write(tmp_path / name, "\n".join(lines) + "\r\n\n")
     assert load(tmp_path) == texts
 
 
@@ -67,6 +67,12 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
         ({"train.jsonl": '{"text": 3}'}, ValueError, "train.jsonl, line 1"),
         ({"train.jsonl": '{"text": "a"}\n["b"]'}, ValueError, "train.jsonl, line 2"),
         ({"train.jsonl": "{"}, ValueError, "train.jsonl, line 1"),
+        ({"train.jsonl": '{"text": ' + "[" * 10**5}, ValueError, "jsonl, line 1"),
+        (
+            {"train.jsonl": '{"text": "\\ud800"}'},
+            ValueError,
+            "line 1, .*Unicode",
+        ),
     ],
 )
 def test_malformed_documents_raise_with_file_and_line(tmp_path, files, error, culprit):

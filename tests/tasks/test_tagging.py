@@ -10,7 +10,8 @@ import scipy.special
 from seqeval.metrics import f1_score as seqeval_f1
 from sklearn.metrics import accuracy_score, classification_report, f1_score
 
-from headcount.data.tokenizers import BOS, EOS, UNK
+from headcount.data import encoder_tokenizers
+from headcount.data.tokenizers import BOS, EOS, UNK, load_or_make
 from headcount.tasks import class_scores, classes
 from tests.tasks.untrained import (
     ENCODER_ONLY,
@@ -213,6 +214,43 @@ def test_classes_are_read_back_and_those_of_equal_letters_logged(tmp_path, caplo
     del task.classes
     with pytest.raises(FileNotFoundError, match="classes.json"):
         task.classes  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "{}", "[]", "[1]", '["O", "O"]', '"O"', b"\xff", "[" * 10**5]
+)
+def test_a_damaged_list_of_classes_is_named(tmp_path, text):
+    path = tmp_path / "classes.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match="classes.json"):
+        classes.read_classes(path)
+
+
+@pytest.mark.parametrize("kind", ["words", "affixes"])
+def test_a_vocabulary_that_has_a_word_twice_is_damaged(tmp_path, kind):
+    name = encoder_tokenizers.KINDS[kind][0]
+    (tmp_path / name).write_text('["word a", "word a"]')
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        load_or_make(tmp_path, kind, None, 9, encoder_tokenizers.KINDS)
+
+
+@pytest.mark.parametrize(
+    "split, tags, culprits",
+    [
+        ("train", {"x": "O"}, "one class alone, 'O'.*data.tag"),
+        ("train", {"x": "O", "y": "PERSON"}, "task.entities.*'train' has PERSON"),
+        ("val", {"x": "O", "y": "B"}, "task.entities.*'val' has B"),
+        ("val", {"x": "B-NEW"}, "'val' has no class.*B-NEW.*B-LOC"),
+    ],
+)
+def test_tags_that_cannot_be_learned_or_scored_are_named(
+    tmp_path, split, tags, culprits
+):
+    task = make_task(tmp_path)
+    lines = [f"{word}\t{tag}" for word, tag in tags.items()]
+    (tmp_path / f"{split}.conll").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=culprits):
+        task.load(split)
 
 
 def test_a_word_without_a_token_is_one_unknown_token(tmp_path):

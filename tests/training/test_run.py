@@ -104,3 +104,28 @@ def test_a_damaged_file_of_a_run_raises_with_its_name(workdir, name):
     (workdir / name).write_text("{")
     with pytest.raises(ValueError, match=f"{name} is damaged"):
         load(workdir)
+
+
+@pytest.mark.parametrize(
+    "name, keys, value, culprit",
+    [
+        ("config.json", ["model", "mlp_dim"], 17, "config.json and .*tokenizer"),
+        ("run.json", ["num_parameters"], "9", "run.json says that 9 were"),
+        ("run.json", ["trials"], 3, "trials.json lists 2 trials, .* 3 were"),
+        ("run.json", ["task", "name"], "tagging", "task.name=translation.*tagging"),
+        ("run.json", ["task"], None, "task.name=translation.*None"),
+    ],
+)
+def test_a_run_of_another_model_or_task_than_was_trained_raises(
+    workdir, name, keys, value, culprit
+):
+    """A task of a model of the same shapes would give answers without a meaning."""
+    tree = json.loads((workdir / name).read_text())
+    *path, last = keys
+    section = tree
+    for key in path:
+        section = section[key]
+    section[last] = value
+    (workdir / name).write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match=culprit):
+        load(workdir)
