@@ -111,13 +111,14 @@ def devices(target: str) -> np.ndarray:
     return np.array(found.devices)
 
 
-def compile_for(devices: np.ndarray, function, *arguments):
+def compile_for(devices: np.ndarray, function, *arguments, **options):
     """Compile a jitted function for the first of the devices.
 
     Args:
         devices: of a target.
         function: as `jax.jit` gives it.
         arguments: trees of arrays or `jax.ShapeDtypeStruct`s.
+        options: of the compiler.
     """
     device = devices.flat[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("data",))
@@ -128,4 +129,5 @@ def compile_for(devices: np.ndarray, function, *arguments):
     platform = "tpu" if device.platform == "tpu" else "cuda"
     with jax.set_mesh(mesh):
         traced = function.trace(*arguments)
-        return traced.lower(lowering_platforms=(platform,)).compile()
+        lowered = traced.lower(lowering_platforms=(platform,))
+        return lowered.compile(compiler_options=options)

@@ -47,9 +47,13 @@ class Operation(NamedTuple):
 
 
 class Program:
-    """The computations of a program's text, of `compiled.as_text()`."""
+    """The computations of a program's text, of `compiled.as_text()`.
 
-    def __init__(self, text: str):
+    `rounds` is how often a loop is taken to run whose number of rounds is not known.
+    """
+
+    def __init__(self, text: str, rounds: float = 1):
+        self.rounds = rounds
         self.computations: dict[str, dict[str, Operation]] = {}
         self.entry = None
         here = self.computations.setdefault("", {})  # of lines that are in none
@@ -71,12 +75,11 @@ class Program:
 
     def executed(
         self, computation: str, fused: bool = False
-    ) -> Iterator[tuple[Operation, str, int]]:
+    ) -> Iterator[tuple[Operation, str, float]]:
         """The operations of a computation, of its loops and of all branches.
 
         If `fused`, of what decides on another round of a loop and of fusions, too.
-        Beside each is the computation that it is in, and how often it is executed: what
-        is in a loop of an unknown number of rounds, as often as in one of them.
+        Beside each is the computation that it is in, and how often it is executed.
         """
         for operation in self.computations[computation].values():
             kinds = ["body", *BRANCHES, *["to_apply"] * (operation.kind == "call")]
@@ -87,20 +90,22 @@ class Program:
             if not inside and operation.kind not in FREE:
                 yield operation, computation, 1
 
-    def _rounds(self, loop: Operation) -> int:
+    def _rounds(self, operation: Operation) -> float:
         """How often a loop is run: a number beside it, or that it counts up to."""
-        if known := re.search(r"known_trip_count\D*(\d+)", loop.rest):
+        if operation.kind != "while":
+            return 1
+        if known := re.search(r"known_trip_count\D*(\d+)", operation.rest):
             return int(known[1])
-        for name in loop.called("condition"):
+        for name in operation.called("condition"):
             condition = self.computations[name]
             root = next(each for each in condition.values() if each.is_root)
             last = condition.get(root.operands[-1], root)
             number = last.rest.split(")")[0]
             if "direction=LT" in root.rest and last.kind == "constant":
-                return int(number) if number.isdigit() else 1
-        return 1
+                return int(number) if number.isdigit() else self.rounds
+        return self.rounds
 
-    def traffic(self) -> tuple[int, int]:
+    def traffic(self) -> tuple[float, float]:
         """Bytes that go to and from memory, and how many operations there are.
 
         Every operation reads its operands and writes its results once, but for what

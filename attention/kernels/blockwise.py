@@ -22,6 +22,9 @@ from headcount.attention.statistics import HeadStatistics
 SHORT = 128  # rows of up to so many queries and keys are one block
 LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
 SHARED = (128, 512)  # and when they go together
+# Every block reads its keys, values and the sums of its gradients. So on accelerators
+# there are more queries in one, as long as all heads' have no more logits than this.
+LARGEST, LOGITS = 512, 2**24
 
 # B T K G ...
 QUERIES = ("query", "out_gradient", "maximum", "delta", "dropout_keys")
@@ -136,6 +139,8 @@ def _problem(query, key, bias, structure, statistics):
     # A bias may belong to all heads, so its gradient is a sum: they go together.
     one_by_one = platform() == "cpu" and bias is None and not short
     sizes = LONG if one_by_one else SHARED
+    if platform() != "cpu":
+        sizes = _larger(query.shape[0] * query.shape[2], *sizes)
     # Blocks of nearly equal size need the least padding.
     queries, keys = (
         -(-n // -(-n // size)) for n, size in zip((T, S), sizes, strict=True)
@@ -143,8 +148,18 @@ def _problem(query, key, bias, structure, statistics):
     return heads.Problem(*structure, queries, keys, short, one_by_one, statistics)
 
 
+def _larger(num_heads, queries, keys):
+    """Double the queries of a block while all heads together have at most `LOGITS`."""
+    while 2 * queries <= LARGEST and 2 * queries * keys * num_heads <= LOGITS:
+        queries *= 2
+    return queries, keys
+
+
 def _run(function, problem, arrays, results):
     """`function(problem, head)` of each key/value head; results: their letters."""
+    T, S = arrays["query"].shape[1], arrays["key"].shape[1]
+    if problem.queries < T or problem.keys < S:
+        arrays = arrays | {"blocks": jnp.asarray(heads.blocks(problem, T, S))[None]}
     local = functools.partial(_all_heads, function, problem, tuple(results.values()))
     if not problem.one_by_one:
         return local(arrays)
@@ -163,7 +178,7 @@ def _all_heads(function, problem, results, arrays):
 
     def split(name, x):
         """Pad, and split heads to K and G of query heads; axes of 1 where all share."""
-        if name in ("query_seq_lengths", "key_value_seq_lengths"):
+        if name in ("query_seq_lengths", "key_value_seq_lengths", "blocks"):
             return x[:, None]
         if name == "query_segment_ids":
             return _pad(x, 1, more_queries)[:, None]

@@ -3,14 +3,16 @@
 A head is a dict of its arrays: query and out_gradient `G T H`, delta and dropout_keys
 `G T`, key and value `S H`, mask and bias `G T S` with axes of 1 where they are
 broadcast, lengths, segment ids `T` and `S`, alibi_slopes `G`, and what the forward pass
-has kept: the exponentials `(G T) S` of a short row, the maximum `G T` of a long one. In
-a block the queries of the group come one after the other: products of two matrices.
+has kept: the exponentials `(G T) S` of a short row, the maximum `G T` of a long one. If
+there is more than one block, `blocks` has the indices of those to visit. In a block the
+queries of the group come one after the other: products of two matrices.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from headcount.attention import dropout, masks
 from headcount.attention.reference import of_two_features
@@ -42,35 +44,33 @@ def forward(problem, head):
     """
     dtype = _dtype(head)
 
-    def chunk(i):
-        def step(j, carry):
-            maximum, total, sums = carry
-            logits = _logits(problem, head, i, j)
-            new = jnp.maximum(logits.max(-1), maximum)
-            rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
-            if problem.statistics:
-                # Bounded, for a product of the two largest numbers would be infinite.
-                shift = jnp.maximum(maximum - new, -1e4)
-                sums = sums | {"energy": sums["energy"] + shift * total}
-            more = _sums(problem, head, exponentials, i, j)
-            total = total * rescale + more.pop("total")
-            sums = {
-                name: x * rescale.reshape(-1, *(1,) * (x.ndim - 1)) + more[name]
-                for name, x in sums.items()
-            }
-            return new, total, sums
+    def step(i, j, rows):
+        before = {name: _rows(problem, rows, name, i) for name in rows}
+        maximum, total = before.pop("maximum"), before.pop("total")
+        logits = _logits(problem, head, i, j)
+        new = jnp.maximum(logits.max(-1), maximum)
+        rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
+        if problem.statistics:
+            # Bounded, for a product of the two largest numbers would be infinite.
+            before["energy"] += jnp.maximum(maximum - new, -1e4) * total
+        more = _sums(problem, head, exponentials, i, j)
+        before["total"] = total
+        after = {
+            name: x * rescale.reshape(-1, *(1,) * (x.ndim - 1)) + more[name]
+            for name, x in before.items()
+        }
+        after["maximum"] = new
+        return {name: _with_rows(problem, rows[name], i, after[name]) for name in rows}
 
-        rows = jnp.zeros(head["query"].shape[0] * problem.queries, dtype)
-        sums = dict.fromkeys(STATISTICS if problem.statistics else (), rows)
-        if "value" in head:
-            sums["out"] = jnp.zeros((rows.size, head["value"].shape[-1]), dtype)
-        carry = _varying(head, (rows + masks.LOWEST, rows, sums))
-        carry = _visit(problem, head, i, step, carry)
-        maximum, total, _ = carry
-        return _grouped(problem, (*_results(*carry), _reciprocal(total), maximum))
-
-    *results, reciprocal, maximum = _over_chunks(problem, head, chunk)
-    return (*results, reciprocal, maximum) if "value" in head else tuple(results)
+    zeros = jnp.zeros(head["query"].shape[:2], dtype)
+    sums = dict.fromkeys(STATISTICS if problem.statistics else (), zeros)
+    if "value" in head:
+        sums["out"] = jnp.zeros((*zeros.shape, head["value"].shape[-1]), dtype)
+    rows = sums | {"maximum": zeros + masks.LOWEST, "total": zeros}
+    rows = _visit(problem, head, step, _varying(head, rows))
+    maximum, total = rows.pop("maximum"), rows.pop("total")
+    results = _results(maximum, total, rows)
+    return (*results, _reciprocal(total), maximum) if "value" in head else results
 
 
 def short(problem, head):
@@ -125,7 +125,7 @@ def _results(maximum, total, sums):
     reciprocal = _reciprocal(total)
     log_total = jnp.log(jnp.where(total > 0, total, 1))
     lse = jnp.where(total > 0, maximum + log_total, masks.EMPTY)
-    out = (sums["out"] * reciprocal[:, None],) if "out" in sums else ()
+    out = (sums["out"] * reciprocal[..., None],) if "out" in sums else ()
     if "energy" not in sums:
         return *out, lse
     # The energy's logits count from the maximum, as log(total) does.
@@ -170,59 +170,46 @@ def backward(problem, head):
     1 / total, which the exponentials lack.
     """
     dtype, scale = _dtype(head), problem.scale
-    S = head["key"].shape[0]
 
-    def chunk(sums, i):
+    def step(i, j, gradients):
         query, out_gradient, delta = (
             _rows(problem, head, name, i) for name in ("query", "out_gradient", "delta")
         )
+        key, value = (
+            _slice(head[name], 0, j, problem.keys) for name in ("key", "value")
+        )
+        if "exponentials" in head:
+            weights = head["exponentials"].astype(dtype)
+        else:
+            maximum = _rows(problem, head, "maximum", i)
+            weights = _exponentials(_logits(problem, head, i, j), maximum)
+        weights_gradient = _dot(out_gradient.astype(value.dtype), value, 1)
+        weights_gradient = _dropped(problem, head, weights_gradient, i, j)
+        logits_gradient = weights * (weights_gradient - delta[:, None])
+        if "bias" in gradients:
+            more = logits_gradient.reshape(-1, problem.queries, problem.keys)
+            bias = _add(gradients["bias"], more, (i, j), problem)
+            gradients = gradients | {"bias": bias}
+        weights = _dropped(problem, head, weights, i, j).astype(value.dtype)
+        logits_gradient = logits_gradient.astype(value.dtype)
+        so_far = _rows(problem, gradients, "query", i)
+        so_far += _dot(logits_gradient, key) * scale
+        # Products along the rows of both matrices are the fastest on CPU.
+        key_more = _dot(query.T, logits_gradient) * scale
+        value_more = _dot(out_gradient.T.astype(value.dtype), weights)
+        return gradients | {
+            "query": _with_rows(problem, gradients["query"], i, so_far),
+            "key": _add(gradients["key"], key_more, (None, j), problem),
+            "value": _add(gradients["value"], value_more, (None, j), problem),
+        }
 
-        def step(j, carry):
-            query_gradient, key_gradient, value_gradient, bias_gradient = carry
-            key, value = (
-                _slice(head[name], 0, j, problem.keys) for name in ("key", "value")
-            )
-            if "exponentials" in head:
-                weights = head["exponentials"].astype(dtype)
-            else:
-                maximum = _rows(problem, head, "maximum", i)
-                weights = _exponentials(_logits(problem, head, i, j), maximum)
-            weights_gradient = _dot(out_gradient.astype(value.dtype), value, 1)
-            weights_gradient = _dropped(problem, head, weights_gradient, i, j)
-            logits_gradient = weights * (weights_gradient - delta[:, None])
-            if bias_gradient is not None:
-                (more,) = _grouped(problem, (logits_gradient,))
-                bias_gradient = _add(bias_gradient, more, (i, j), problem)
-            weights = _dropped(problem, head, weights, i, j).astype(value.dtype)
-            logits_gradient = logits_gradient.astype(value.dtype)
-            # Products along the rows of both matrices are the fastest on CPU.
-            value_more = _dot(out_gradient.T.astype(value.dtype), weights)
-            key_more = _dot(query.T, logits_gradient) * scale
-            query_more = _dot(logits_gradient, key) * scale
-            return (
-                query_gradient + query_more,
-                _add(key_gradient, key_more, (None, j), problem),
-                _add(value_gradient, value_more, (None, j), problem),
-                bias_gradient,
-            )
-
-        carry = (_varying(head, jnp.zeros(query.shape, dtype)), *sums)
-        query_gradient, *sums = _visit(problem, head, i, step, carry)
-        return tuple(sums), *_grouped(problem, (query_gradient,))
-
-    sums = tuple(
-        jnp.zeros((head[name].shape[-1], S), dtype) for name in ("key", "value")
-    ) + (jnp.zeros(head["bias"].shape, dtype) if "bias" in head else None,)
-    sums = _varying(head, sums)
-    count = head["query"].shape[1] // problem.queries
-    if count == 1:
-        sums, query_gradient = chunk(sums, 0)
-    else:
-        sums, chunks = jax.lax.scan(chunk, sums, jnp.arange(count))
-        query_gradient = _join(chunks)
-    key_gradient, value_gradient, bias_gradient = sums
-    gradients = query_gradient, key_gradient, value_gradient
-    return gradients if bias_gradient is None else (*gradients, bias_gradient)
+    shapes = {name: head[name].shape for name in ("query", "key", "value")}
+    shapes |= {name: shapes[name][::-1] for name in ("key", "value")}
+    if "bias" in head:
+        shapes["bias"] = head["bias"].shape
+    gradients = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    gradients = _visit(problem, head, step, _varying(head, gradients))
+    return tuple(gradients[name] for name in shapes)
 
 
 def _logits(problem, head, i, j):
@@ -300,46 +287,74 @@ def _reciprocal(total):
     return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
 
-def _over_chunks(problem, head, chunk):
-    """`chunk(i)` of every block of queries, joined along the rows."""
-    count = head["query"].shape[1] // problem.queries
-    if count == 1:
-        return chunk(0)
-    return jax.tree.map(_join, jax.lax.map(chunk, jnp.arange(count)))
+def _visit(problem, head, step, state):
+    """Run `step(i, j, state)` of the blocks that a query may attend to, row by row.
 
-
-def _join(chunks):
-    """From chunks, G, rows, ... to G, all rows, ..."""
-    count, G, rows, *rest = chunks.shape
-    return chunks.swapaxes(0, 1).reshape(G, count * rows, *rest)
-
-
-def _visit(problem, head, i, step, carry):
-    """Run `step` over the blocks of keys that queries of block i may attend to."""
-    S = head["key"].shape[0]
-    if problem.keys == S:
-        return step(0, carry)
-    first = i * problem.queries
-    start, stop = masks.key_bounds(
-        first,
-        first + problem.queries - 1,
-        S,
-        is_causal=problem.is_causal,
-        local_window_size=problem.local_window_size,
+    Which these are is known when compiling, unless lengths or segments rule out more.
+    """
+    if "blocks" not in head:
+        return step(0, 0, state)
+    rows, columns = head["blocks"]
+    count = len(rows)
+    if not set(masks.STRUCTURE).isdisjoint(head):
+        live = _of_any(_live(problem, head, rows, columns))
+        order, count = jnp.argsort(~live), live.sum()
+        rows, columns = rows[order], columns[order]
+    return jax.lax.fori_loop(
+        0, count, lambda n, state: step(rows[n], columns[n], state), state
     )
-    if "key_value_seq_lengths" in head:
-        stop = jnp.minimum(stop, head["key_value_seq_lengths"])
+
+
+def blocks(problem, num_queries, num_keys):
+    """The indices of the blocks that a causal or window mask leaves, `2 count`."""
+    pairs = []
+    for i in range(-(-num_queries // problem.queries)):
+        start, stop = masks.key_bounds(
+            i * problem.queries,
+            (i + 1) * problem.queries - 1,
+            num_keys,
+            is_causal=problem.is_causal,
+            local_window_size=problem.local_window_size,
+        )
+        pairs += [
+            (i, j) for j in range(start // problem.keys, -(-stop // problem.keys))
+        ]
+    return np.array(pairs, np.int32).reshape(-1, 2).T
+
+
+def _live(problem, head, i, j):
+    """Whether lengths and segments leave anything of the blocks at indices i and j."""
+    live = jnp.ones(len(i), bool)
     if "query_seq_lengths" in head:
-        stop = jnp.where(first < head["query_seq_lengths"], stop, 0)
+        live &= i * problem.queries < head["query_seq_lengths"]
+    if "key_value_seq_lengths" in head:
+        live &= j * problem.keys < head["key_value_seq_lengths"]
     if "query_segment_ids" in head:
-        ids = _slice(head["query_segment_ids"], 0, i, problem.queries)
-        keys = head["key_value_segment_ids"]
-        lowest = jnp.where(ids != 0, ids, ids.max()).min()
-        near = (keys >= lowest) & (keys <= ids.max()) & (keys != 0)
-        start = jnp.maximum(start, near.argmax())
-        stop = jnp.minimum(stop, jnp.where(near.any(), S - near[::-1].argmax(), 0))
-    start, stop = start // problem.keys, -(-stop // problem.keys)
-    return jax.lax.fori_loop(start, stop, step, carry)
+        low, high = _range(head["query_segment_ids"], problem.queries)
+        key_low, key_high = _range(head["key_value_segment_ids"], problem.keys)
+        live &= (low[i] <= key_high[j]) & (key_low[j] <= high[i])
+    return live
+
+
+def _range(ids, size):
+    """The smallest and largest segment id of every block; of padding alone, none."""
+    ids, limits = ids.reshape(-1, size), jnp.iinfo(ids.dtype)
+    low = jnp.where(ids == 0, limits.max, ids).min(1)
+    return low, jnp.where(ids == 0, limits.min, ids).max(1)
+
+
+@jax.custom_batching.custom_vmap
+def _of_any(live):
+    """What is True in any row of a batch: they share a loop, and so its indices.
+
+    With indices of its own each row would gather its blocks, and scatter its sums.
+    """
+    return live
+
+
+@_of_any.def_vmap
+def _of_any_row(size, in_batched, live):
+    return _of_any(live.any(0)), False
 
 
 def _varying(head, sums):
@@ -369,10 +384,36 @@ def _add(total, block, indices, problem):
             starts[axis] = jnp.int32(index * size)
     if total.ndim == 3 and total.shape[0] == 1:
         block = block.sum(0, keepdims=True)
-    if total.shape == block.shape:
-        return total + block
     old = jax.lax.dynamic_slice(total, starts, block.shape)
-    return jax.lax.dynamic_update_slice(total, old + block, starts)
+    return _written(total, old + block, *starts)
+
+
+def _with_rows(problem, whole, i, rows):
+    """Replace block i of an array of queries, whose rows lie as `_rows` gives them."""
+    block = rows.reshape(whole.shape[0], problem.queries, *whole.shape[2:])
+    start = jnp.int32(i * problem.queries)
+    rest = [jnp.int32(0)] * (whole.ndim - 2)
+    return _written(whole, block, jnp.int32(0), start, *rest)
+
+
+@jax.custom_batching.custom_vmap
+def _written(whole, block, *starts):
+    """`jax.lax.dynamic_update_slice`, which stays one under `jax.vmap`.
+
+    JAX's own rule makes it a scatter, of which XLA checks the bounds in another pass.
+    """
+    if whole.shape == block.shape:
+        return block
+    return jax.lax.dynamic_update_slice(whole, block, starts)
+
+
+@_written.def_vmap
+def _written_in_all(size, in_batched, whole, block, *starts):
+    whole, block = (
+        x if batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, batched in zip((whole, block), in_batched, strict=False)
+    )
+    return _written(whole, block, jnp.int32(0), *starts), True
 
 
 def _dot(left, right, contract=0):

@@ -38,6 +38,7 @@ BROADCAST_AXES = {
     "query_ids": "BT",
     "key_ids": "BS",
     "bounds": "Bxy",
+    "blocks": "1xy",
 }
 
 # The mesh's axes as `training` names them, and what they divide.

@@ -44,6 +44,17 @@ def test_many_blocks(feature, small_blocks):
     check(everything("blockwise", *make(feature)), expected(feature))
 
 
+@pytest.mark.parametrize(
+    "feature",
+    ["causal", "window", "lengths", "segments", "dropout of segments", "alibi_slopes"],
+)
+def test_many_blocks_of_all_heads_at_once(feature, small_blocks, monkeypatch):
+    """As accelerators compute them, which also take more queries in a block."""
+    monkeypatch.setattr(blockwise, "platform", lambda: "gpu")
+    monkeypatch.setattr(blockwise, "LARGEST", 10)
+    check(everything("blockwise", *make(feature)), expected(feature))
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_jax_nn(feature):
     """The reference and "xla" mean what jax.nn means."""

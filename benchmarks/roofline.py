@@ -1,0 +1,266 @@
+"""Predict attention's time on chips that are not here, by what their compilers say.
+
+    .venv-compilers/bin/python -m benchmarks.roofline [--implementations tpu gpu ...]
+
+Compiles each implementation for each chip and shape, prints what the programs need, and
+the larger of two times as Markdown: the arithmetic at the chip's peak, and the memory
+traffic at its bandwidth. Nothing runs, so nothing is measured. One process at a time
+may use libtpu.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headcount.attention import dot_product_attention, masks
+from headcount.attention.kernels import tpu
+from headcount.attention.kernels.tpu_blocks import tile
+from headcount.runtime import topology
+from headcount.training.hlo_cost import Program
+
+MIB = 2**20
+BFLOAT16 = 2  # bytes
+# B, T = S, N, K, H = V; all causal, in bfloat16.
+SHAPES = {
+    "64": (64, 64, 8, 8, 64),
+    "2k": (8, 2048, 8, 8, 64),
+    "4k": (2, 4096, 16, 2, 128),
+}
+# Products of a block, forward and with the backward pass: our kernels compute logits
+# and their gradient once for queries and once more for keys.
+PRODUCTS = {"tpu": (2, 9), "gpu": (2, 9), "blockwise": (2, 7)}
+# For which chips each is compiled, and for whose peaks that program is taken, too.
+CHIPS = {
+    "tpu": {"v5e": ("v5e",), "v6e": ("v6e",)},
+    "gpu": {"h100": ("h100", "h200")},
+    "blockwise": {"v5e": ("v5e",), "a100": ("a100",), "h100": ("h100", "h200")},
+}
+A100 = topology.Chip(312e12, 80 * 10**9, 2.04e12, ("NVIDIA A100-SXM4-80GB",))
+PACKAGES = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
+
+
+class Needs(NamedTuple):
+    """What a program needs, by its compiler."""
+
+    traffic: int  # bytes to and from the chip's memory
+    operations: int
+    scratch: int  # bytes beside arguments and results
+    fast: int | None  # bytes of VMEM or shared memory that a kernel of ours takes
+    registers: int | None  # per thread of the GPU kernel that takes most
+    spilled: int | None  # bytes per thread of the one that spills most
+
+
+def main() -> None:
+    """Print the table of all shapes, implementations and chips."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--implementations", nargs="+", default=list(CHIPS))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument(
+        "--rounds",
+        type=float,
+        default=1,
+        help="how often a loop runs that depends on data",
+    )
+    flags = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    versions = ", ".join(f"{x} {importlib.metadata.version(x)}" for x in PACKAGES)
+    print(f"{datetime.date.today()}, commit {commit}, {versions}\n")
+    print(
+        f"`python -m benchmarks.roofline {' '.join(sys.argv[1:])}`".replace(" `", "`")
+    )
+    print(
+        "\n| shape | implementation | compiled for | pass | GFLOP | traffic, MiB | "
+        "operations | scratch, MiB | VMEM or shared memory, KiB | registers | "
+        "spilled, bytes | predicted, ms |"
+    )
+    print("|", "--- |" * 4, " ---: |" * 8, sep="", flush=True)
+    jax.config.update("jax_enable_compilation_cache", False)
+    for shape in flags.shapes:
+        for implementation in flags.implementations:
+            for chip, others in CHIPS[implementation].items():
+                for backward in (False, True):
+                    found = needs(implementation, chip, shape, backward, flags.rounds)
+                    print(row(implementation, chip, others, shape, backward, found))
+                    sys.stdout.flush()
+
+
+def row(implementation, chip, others, shape, backward, found: Needs) -> str:
+    """Format a program's needs, and the times that they predict."""
+    flop = flops(implementation, shape, backward)
+    times = ", ".join(f"{name} {predicted(name, flop, found)}" for name in others)
+    cells = [
+        *(shape, implementation, chip),
+        "forward + backward" if backward else "forward",
+        f"{flop / 1e9:.1f}",
+        f"{found.traffic / MIB:.0f}",
+        found.operations,
+        f"{found.scratch / MIB:.0f}",
+        "" if found.fast is None else f"{found.fast / 1024:.0f}",
+        "" if found.registers is None else found.registers,
+        "" if found.spilled is None else found.spilled,
+        times,
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def flops(implementation: str, shape: str, backward: bool) -> float:
+    """Return the operations of the products of all pairs that causality allows."""
+    B, T, N, _, H = SHAPES[shape]
+    return PRODUCTS[implementation][backward] * B * N * T * (T + 1) / 2 * 2 * H
+
+
+def predicted(name: str, flop: float, found: Needs) -> str:
+    """Return the larger of the two times at the chip's peaks, and which it is."""
+    chip = topology.CHIPS.get(name, A100)
+    arithmetic, memory = flop / chip.flops, found.traffic / chip.bandwidth
+    bound = "arithmetic" if arithmetic > memory else "memory"
+    return f"{1e3 * max(arithmetic, memory):.3f} ({bound})"
+
+
+def needs(implementation, chip, shape, backward, rounds=1.0) -> Needs:
+    """Compile attention for a chip, and read off what it needs."""
+    B, T, N, K, H = SHAPES[shape]
+    query, key = (
+        jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K)
+    )
+    attend = functools.partial(
+        dot_product_attention, is_causal=True, implementation=implementation
+    )
+
+    def both(query, key, value, cotangent):
+        out, pullback = jax.vjp(attend, query, key, value)
+        return out, pullback(cotangent)
+
+    arrays = (query, key, key, query) if backward else (query, key, key)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        on_gpu = chip in topology.GPUS or chip == "a100"
+        options = {"xla_dump_to": folder} if on_gpu else {}
+        compiled = topology.compile_for(
+            devices(chip), jax.jit(both if backward else attend), *arrays, **options
+        )
+        registers, spilled, shared = of_kernels(Path(folder), chip)
+    text = compiled.as_text()
+    traffic, operations = Program(text, rounds).traffic()
+    if implementation == "tpu":
+        traffic += fetched_again(shape, backward)
+    used = r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"'
+    fast = [int(size) for size in re.findall(used, text)] + shared
+    return Needs(
+        traffic=round(traffic),
+        operations=round(operations),
+        scratch=compiled.memory_analysis().temp_size_in_bytes,
+        fast=max(fast, default=None) if implementation != "blockwise" else None,
+        registers=registers,
+        spilled=spilled,
+    )
+
+
+def devices(chip: str) -> np.ndarray:
+    """Return devices of a chip; of an A100 by its description."""
+    if chip != "a100":
+        return topology.devices(f"{chip}:1" if chip in topology.GPUS else f"{chip}:2x2")
+    from jax.experimental import topologies
+
+    text = topology.HOPPER % (A100.bandwidth, 40 * MIB, A100.memory, "A100")
+    for hopper, ampere in {
+        "major: 9": "major: 8",
+        "feature_extension: ACCELERATED_FEATURES": "",
+        "core_count: 132": "core_count: 108",
+        "fpus_per_core: 128": "fpus_per_core: 64",
+        "block_optin: 232448": "block_optin: 166912",
+        "memory_per_core: 233472": "memory_per_core: 167936",
+        "clock_rate_ghz: 1.98": "clock_rate_ghz: 1.41",
+    }.items():
+        text = text.replace(hopper, ampere)
+    found = topologies.get_topology_desc(
+        "a100", "cuda", target_config=text, topology="1x1x1"
+    )
+    return np.array(found.devices)
+
+
+def of_kernels(folder: Path, chip: str):
+    """Return the most registers and bytes spilled of a thread, and shared memory.
+
+    Mosaic reports on its kernels; of XLA's the PTX is assembled once more.
+    """
+    reports = [path.read_text() for path in folder.glob("*.ptxas")]
+    for path in folder.glob("module_*.ptx"):
+        if ".entry" not in path.read_text():
+            continue
+        architecture = "sm_80" if chip == "a100" else "sm_90a"
+        done = subprocess.run(
+            [ptxas(), "-v", f"-arch={architecture}", "-o", os.devnull, path],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        reports.append(done.stderr)
+    text = "\n".join(reports)
+    registers = map(int, re.findall(r"Used (\d+) registers", text))
+    spilled = map(int, re.findall(r"(\d+) bytes spill stores", text))
+    shared = []
+    for path in folder.glob("*.mlir-passes.log"):
+        with path.open() as file:  # tens of MB, of which the first pass is enough
+            size = re.search(
+                r"dynamic_shared_memory_size %c(\d+)_i32", file.read(10**7)
+            )
+        shared += [int(size[1])] if size else []
+    return max(registers, default=None), max(spilled, default=None), shared
+
+
+@functools.cache
+def ptxas() -> str:
+    """Return the path of NVIDIA's assembler, of the package that has it."""
+    files = importlib.metadata.files("nvidia-cuda-nvcc")
+    return str(next(x.locate() for x in files if x.name == "ptxas"))
+
+
+def fetched_again(shape: str, backward: bool) -> int:
+    """Bytes that the TPU kernels fetch of blocks that they have fetched before.
+
+    The program's text counts each array once, but what a program of the grid does not
+    find in VMEM from the one before comes from memory.
+    """
+    B, T, N, K, H = SHAPES[shape]
+
+    def visited(tiles, bounds):
+        outer, inner = (tile(T, most) for most in tiles)
+        count = 0
+        for first in range(0, T, outer):
+            start, stop = bounds(
+                first, first + outer - 1, T, is_causal=True, local_window_size=None
+            )
+            count += -(-min(stop, T) // inner) - start // inner
+        return count * inner
+
+    def again(heads, rows, arrays):
+        return B * BFLOAT16 * H * arrays * (N * rows - heads * T)
+
+    keys = visited(tpu.FORWARD_TILES, masks.key_bounds)
+    total = again(K, keys, arrays=2)
+    if backward:
+        keys = visited(tpu.BACKWARD_TILES, masks.key_bounds)
+        queries = visited(tpu.BACKWARD_TILES[::-1], masks.query_bounds)
+        total += again(K, keys, arrays=2) + again(N, queries, arrays=2)
+    return max(0, total)
+
+
+if __name__ == "__main__":
+    main()
