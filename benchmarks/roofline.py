@@ -68,6 +68,7 @@ def main() -> None:
     """Print the table of all shapes, implementations and chips."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementations", nargs="+", default=list(CHIPS))
+    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e", "a100", "h100"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument(
         "--rounds",
@@ -94,6 +95,8 @@ def main() -> None:
     for shape in flags.shapes:
         for implementation in flags.implementations:
             for chip, others in CHIPS[implementation].items():
+                if chip not in flags.chips:
+                    continue
                 for backward in (False, True):
                     found = needs(implementation, chip, shape, backward, flags.rounds)
                     print(row(implementation, chip, others, shape, backward, found))
@@ -160,13 +163,13 @@ def needs(implementation, chip, shape, backward, rounds=1.0) -> Needs:
     traffic, operations = Program(text, rounds).traffic()
     if implementation == "tpu":
         traffic += fetched_again(shape, backward)
-    used = r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"'
+    used = r'"tpu_custom_call".*"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"'
     fast = [int(size) for size in re.findall(used, text)] + shared
     return Needs(
         traffic=round(traffic),
         operations=round(operations),
         scratch=compiled.memory_analysis().temp_size_in_bytes,
-        fast=max(fast, default=None) if implementation != "blockwise" else None,
+        fast=max(fast, default=None),
         registers=registers,
         spilled=spilled,
     )

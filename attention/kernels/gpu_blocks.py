@@ -37,8 +37,13 @@ TILES = {
 
 
 def choose_tiles(kernel, head_dim, num_queries, num_keys) -> Tiles:
-    """Return a kernel's tiles; of one warpgroup for a short sequence."""
+    """Return a kernel's tiles; of one warpgroup for a short sequence.
+
+    Inner blocks are no longer than a short sequence, which would be padded, either.
+    """
     tiles = next(tiles for size, tiles in TILES[kernel].items() if head_dim <= size)
+    if kernel != "key_value_gradient" and num_keys <= HEIGHT:
+        tiles = tiles._replace(keys=HEIGHT)
     if kernel == "key_value_gradient" and num_keys <= HEIGHT:
         return tiles._replace(keys=HEIGHT, num_warps=4)
     if kernel != "key_value_gradient" and num_queries <= HEIGHT:

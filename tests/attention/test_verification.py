@@ -2,12 +2,14 @@
 
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from headcount.attention import reference, verification
 from headcount.attention.kernels import blockwise
 
+GATES = verification.PROBLEMS["gates"]
 ONE = {"causal": {"sizes": (33, 33, 4, 2, 16, 16), "is_causal": True}}
 
 
@@ -49,6 +51,28 @@ def test_right_kernel_is_accepted(dtype):
 def test_wrong_kernel_is_rejected(change):
     found = verification.verify("mine", "float32", kernel(change))
     assert "'causal'" in found.reason
+
+
+@jax.custom_vjp
+def scaled_by_head(out):
+    """The output, whose gradient is scaled to fit a head's 16 bits, and back."""
+    return out
+
+
+def scaled_gradient(_, gradient):
+    largest = jnp.abs(gradient).max((1, 3), keepdims=True)
+    return ((gradient / largest) * largest,)
+
+
+scaled_by_head.defvjp(lambda out: (out, None), scaled_gradient)
+
+
+def test_wrong_kernel_for_closed_gates_is_rejected(monkeypatch):
+    """Right but for a head whose output nobody uses, which gets NaN."""
+    wrong = kernel(scaled_by_head)
+    assert verification.verify("mine", "float32", wrong).reason is None
+    monkeypatch.setattr(verification, "PROBLEMS", ONE | {"gates": GATES})
+    assert "'gates'" in verification.verify("mine", "float32", wrong).reason
 
 
 def test_kernel_that_fails_or_is_slow_is_rejected(monkeypatch):

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from headcount.attention.kernels import gpu
+from headcount import attention
+from headcount.attention.kernels import blockwise, gpu
 from headcount.runtime import topology as targets
 
 T = 16384  # a map of one head in float32 is 1 GiB
@@ -222,6 +223,36 @@ def test_registers_hold_the_blocks(width, packed, one, tmp_path, monkeypatch):
             assert wgmmas > 0 and spilled <= SPILLED.get(width, 0), (name, spilled)
 
 
+def test_every_feature_compiles(one, tmp_path, monkeypatch):
+    """Dropout, slopes, gates, statistics; and the gradients, also by the gates."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    extra = {name: ids(512) for name in NOTHING if "segment" in name}
+    floats = {"alibi_slopes": ((4,), jnp.float32), "head_gate": ((4,), jnp.float32)}
+
+    def function(query, key, value, out_gradient, extra):
+        def attend(query, key, value, head_gate):
+            out, statistics = attention.dot_product_attention(
+                *(query, key, value),
+                **extra | {"head_gate": head_gate},
+                implementation="gpu",
+                is_causal=True,
+                dropout_rate=0.1,
+                dropout_seed=0,
+                return_statistics=True,
+            )
+            return out, statistics.max_logit
+
+        inputs = query, key, value, extra["head_gate"]
+        out, transpose, largest = jax.vjp(attend, *inputs, has_aux=True)
+        return out, largest, transpose(out_gradient)
+
+    program = compiled(function, shapes(T=512, N=4, K=2, **extra, **floats), one)
+    assert kernels(program) == ["key_value_gradient", "query_gradient", "statistics"]
+    found = resources(tmp_path)
+    assert set(found) == set(kernels(program))
+    assert all(wgmmas > 0 for programs in found.values() for _, wgmmas in programs)
+
+
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
@@ -279,6 +310,25 @@ def test_a_trial_axis_is_one_kernel(one):
     function = jax.vmap(jax.checkpoint(forward_and_backward()))
     program = compiled(function, arrays, one)
     assert kernels(program) == BACKWARD
+
+
+def test_blockwise_updates_its_sums_in_place(one):
+    """Known blocks are a loop of known length; rows of a batch share its indices."""
+
+    def function(query, key, value, out_gradient, extra):
+        options = {**NOTHING, "is_causal": True, **extra}
+
+        def attend(query, key, value):
+            return blockwise.attend(query, key, value, None, None, **options)[0]
+
+        out, transpose = jax.vjp(attend, query, key, value)
+        return out, transpose(out_gradient)
+
+    arrays = shapes(B=2, T=1024)
+    assert "known_trip_count" in compiled(function, arrays, one).as_text()
+    extra = {name: ids(1024, B=2) for name in NOTHING if "segment" in name}
+    text = compiled(function, shapes(B=2, T=1024, **extra), one).as_text()
+    assert not re.search(r" (scatter|gather)\(.*\[2,2,", text)
 
 
 def test_x64_mode(one):

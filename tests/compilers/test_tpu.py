@@ -29,7 +29,9 @@ def arrays(B, T, S, N, K, H, V, dtype, *, trials=(), lead=(), heads=None, **extr
         "value": ((B, S, K, V), dtype, ("data", None, kv_heads)),
     }
     for name, shape in extra.items():
-        kind = {"mask": jnp.bool_, "bias": dtype}.get(name, jnp.int32)
+        kinds = {"mask": jnp.bool_, "bias": dtype}
+        kinds |= dict.fromkeys(("alibi_slopes", "head_gate"), jnp.float32)
+        kind = kinds.get(name, jnp.int32)
         result[name] = (shape, kind, ("data",) if shape[0] == B > 1 else ())
     return {
         name: ((*trials, *shape), kind, P(*lead, *spec))
@@ -145,6 +147,37 @@ def test_statistics_compile(dtype, devices, compile_for, scratch_bytes):
     compiled = compile_for(devices("tpu", "v5e:2x2"), (1, 1, 1), function, case)
     assert kernels(compiled) == {"attention_statistics"}
     assert scratch_bytes(compiled) < 64 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_feature_compiles(dtype, devices, compile_for):
+    """Dropout, slopes, gates, statistics; and the gradients, also by the gates."""
+    extra = segments(2, 700, 600) if dtype == jnp.bfloat16 else {}
+    extra |= {"alibi_slopes": (4,), "head_gate": (2, 4)}
+    case = arrays(2, 700, 600, 4, 2, 64, 32, dtype, **extra)
+
+    def function(arrays):
+        primals = {
+            name: arrays[name] for name in ("query", "key", "value", "head_gate")
+        }
+
+        def attend(primals):
+            out, statistics = attention.dot_product_attention(
+                **arrays | primals,
+                implementation="tpu",
+                is_causal=True,
+                dropout_rate=0.1,
+                dropout_seed=0,
+                return_statistics=True,
+            )
+            return out, statistics.max_logit
+
+        out, pullback, largest = jax.vjp(attend, primals, has_aux=True)
+        return largest, pullback(out)
+
+    compiled = compile_for(devices("tpu", "v6e:2x2"), (1, 1, 1), function, case)
+    backward = KERNELS - {"attention_forward"}
+    assert kernels(compiled) == {"attention_statistics", *backward}
 
 
 @pytest.mark.parametrize("chip", CHIPS)
