@@ -48,6 +48,7 @@ from headcount.configs.commandline import (
     run,
 )
 from headcount.decoding import flags as decoding
+from headcount.runtime.files import write
 from headcount.runtime.logging import show_log
 from headcount.runtime.workdir import write_json
 from headcount.tasks import best_metric, import_file
@@ -58,7 +59,8 @@ SITE = flags.DEFINE_string(
     "site",
     None,
     "Site of attention: encoder, decoder or cross. What to plot (default: cross, if "
-    "the model has it), or the only one to prune (default: all).",
+    "the model has it), or the only one to prune, or to look at in roles, similarity "
+    "and interactions (default: all).",
 )
 EXAMPLE = flags.DEFINE_integer("example", 0, "plot: number of the example, from 0.", 0)
 OUTPUT = flags.DEFINE_string(
@@ -96,6 +98,7 @@ def main():
         if TASK_FILE.value:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
+        check_flags()
         if VERB == "plot":
             check_picture()
         if VERB == "explore":
@@ -254,14 +257,22 @@ def explore_heads(workdir, found, examples, options) -> None:
             sentences[name] = [fields_of_line(each, line, trial) for line in lines]
     data = explore(runs, splits, sentences, trials, EXAMPLES.value)
     path = path_of(OUTPUT)
-    path.write_text(page(data))
+    write(path, page(data))
     print(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser.")
 
 
 def input_lines() -> list[str]:
     """Return the lines of --input that are not blank."""
-    text = sys.stdin.read() if INPUT.value == "-" else path_of(INPUT).read_text()
-    lines = [line for line in text.splitlines() if line.strip()]
+    from_stdin = INPUT.value == "-"
+    content = sys.stdin.buffer.read() if from_stdin else path_of(INPUT).read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"--input={INPUT.value}, line {number}, is not UTF-8 text."
+        ) from error
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"--input={INPUT.value} has no text.")
     return lines
@@ -273,6 +284,15 @@ def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
     if "\t" in line and run.task.has_targets:
         source, target = line.split("\t", 1)
     return run.task.fields_of_text(run, source, target, trial)
+
+
+def check_flags() -> None:
+    """Raise a ValueError for a flag that the verb would ignore."""
+    for name, verbs in OF_VERBS.items():
+        if flags.FLAGS[name].present and VERB not in verbs:
+            raise ValueError(
+                f"--{name} has no meaning for {VERB}; it is for {', '.join(verbs)}."
+            )
 
 
 def check_page() -> None:
@@ -300,6 +320,15 @@ def check_picture() -> None:
         raise ValueError(f"--output={OUTPUT.value} must be in an existing folder.")
 
 
+OF_VERBS = {
+    "site": ("prune", "plot", "roles", "similarity", "interactions"),
+    "example": ("plot",),
+    "output": ("plot", "explore"),
+    "examples": ("roles", "similarity", "interactions", "explore"),
+    "sentences": ("explore",),
+    "compare": ("explore",),
+    "input": ("plot", "explore"),
+}
 VERBS = {
     "describe": describe_heads,
     "importance": rank_heads,

@@ -56,6 +56,8 @@ def main():
         if TASK_FILE.value:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
+        if SCORE.value and SCORE_TOKENS.value:
+            raise ValueError("--score and --score_tokens can't be combined.")
         scores = SCORE.value or SCORE_TOKENS.value
         for name in sorted(options.keys() - {"batch_size"}) if scores else ():
             raise ValueError(f"--{name} is for decoding, and --score decodes nothing.")

@@ -23,7 +23,6 @@ from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 import contextlib
 import importlib.util
 import shutil
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +61,7 @@ from headcount.models import (
 from headcount.models.cost import abstract
 from headcount.models.huggingface_config import settings_of
 from headcount.models.transformer import Transformer
+from headcount.runtime.files import new_folder
 from headcount.runtime.logging import say, show_log
 from headcount.runtime.workdir import (
     environment,
@@ -121,6 +121,7 @@ def main():
         )
     show_log()
     with one_sentence():
+        check_flags()
         if PRUNE.value is not None:
             prune(path_of(WORKDIR), path_of(PRUNE), CHECKPOINT.value)
         elif FROM.value is not None:
@@ -130,6 +131,17 @@ def main():
             which = CHECKPOINT.value if CHECKPOINT.present else None
             trial = TRIAL.value if TRIAL.present else None
             export(path_of(WORKDIR), kind, folder, which, trial)
+
+
+def check_flags() -> None:
+    """Raise a ValueError for a flag that would be ignored."""
+    for flag, is_used, which in (
+        (HEADS, PRUNE.value is not None, "--prune"),
+        (TRIAL, FROM.value is None, "--to and --prune"),
+        (CHECKPOINT, FROM.value is None, "--to and --prune"),
+    ):
+        if flag.present and not is_used:
+            raise ValueError(f"--{flag.name} has no meaning here; it is for {which}.")
 
 
 def prune(workdir: Path, folder: Path, which: str) -> None:
@@ -269,8 +281,6 @@ def export(
             is named), the folder is not empty, or the run does not have this trial or
             checkpoint. Nothing is written then.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not empty; choose another folder in --to.")
     config = read_config(workdir)
     status = read_json(workdir / "run.json")["status"]
     if status != "finished" and which is None:
@@ -287,10 +297,7 @@ def export(
     trial = trial or 0
     if trial >= count:
         raise ValueError(f"--trial must be below {count}, got {trial}.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as part:
-        part = Path(part) / "model"
-        part.mkdir()
+    with new_folder(folder) as part:
         if kind == "huggingface" and (workdir / ORIGINAL).exists():
             export_imported(workdir, part, which or "best")
             usage, facts = "imported", {}
@@ -301,9 +308,6 @@ def export(
         use = export_usage.section(usage, facts)
         card = model_card(workdir, config, trial, which or "best", use)
         (part / "README.md").write_text(card)
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
     say(f"Exported {workdir} to {folder} ({kind}); see {folder / 'README.md'}.")
 
 

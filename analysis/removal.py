@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from headcount.analysis.heads import all_gates
 from headcount.data import tokenizers
+from headcount.runtime.files import new_folder
 from headcount.runtime.workdir import environment, record, set_status
 from headcount.tasks import Run, make_task
 from headcount.training.checkpoint import Checkpoints
@@ -148,33 +149,32 @@ def write_smaller(
     """Write a run of the smaller model; return its parameters and heads, and before.
 
     Raises:
-        ValueError: the folder holds a run already; or see `smaller`.
+        ValueError: the folder is not empty; or see `smaller`.
     """
-    if (to / "config.json").exists():
-        raise ValueError(f"{to} holds a run already; choose another folder.")
-    config, params = smaller(run, trial, removed)
-    to.mkdir(parents=True, exist_ok=True)
-    tokenizers.copy(workdir / "tokenizer", to / "tokenizer")
-    params = jax.tree.map(lambda leaf: np.asarray(leaf)[None], params)
-    zero, step = np.zeros(1, np.int32), np.array([run.step[trial]], np.int32)
-    checkpoints = Checkpoints(to, 1)
-    checkpoints.save(
-        int(step[0]),
-        params=params,
-        trials={"step": step, "diverged_at": zero, "stopped_at": zero},
-        best={"params": params, "score": np.zeros(1), "step": step},
-    )
-    checkpoints.wait()
-    checkpoints.close()
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    before = sum(leaf[0].size for leaf in jax.tree.leaves(run.params))
-    settings = {
-        key: value
-        for key, value in run.trials[trial].items()
-        if not key.startswith("head_gates.")
-    }
-    record(to, config.to_dict(), [settings], {"num_parameters": count, **environment()})
-    set_status(to, "finished")
-    (to / "metrics.jsonl").touch()
-    make_task(config, to / "tokenizer")  # the smaller config is a valid one
+    with new_folder(to) as folder:
+        config, params = smaller(run, trial, removed)
+        tokenizers.copy(workdir / "tokenizer", folder / "tokenizer")
+        params = jax.tree.map(lambda leaf: np.asarray(leaf)[None], params)
+        zero, step = np.zeros(1, np.int32), np.array([run.step[trial]], np.int32)
+        checkpoints = Checkpoints(folder, 1)
+        checkpoints.save(
+            int(step[0]),
+            params=params,
+            trials={"step": step, "diverged_at": zero, "stopped_at": zero},
+            best={"params": params, "score": np.zeros(1), "step": step},
+        )
+        checkpoints.wait()
+        checkpoints.close()
+        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+        before = sum(leaf[0].size for leaf in jax.tree.leaves(run.params))
+        settings = {
+            key: value
+            for key, value in run.trials[trial].items()
+            if not key.startswith("head_gates.")
+        }
+        facts = {"num_parameters": count, **environment()}
+        record(folder, config.to_dict(), [settings], facts)
+        set_status(folder, "finished")
+        (folder / "metrics.jsonl").touch()
+        make_task(config, folder / "tokenizer")  # the smaller config is a valid one
     return {"parameters": count, "before": before}

@@ -88,6 +88,11 @@ def make_affixes(texts: list[str], vocab_size: int) -> bytes:
     for word, count in words.items():
         for part in parts_of(word):
             counts[part] += count
+    if vocab_size <= NUM_SPECIAL:
+        raise ValueError(
+            f"data.vocab_size must be above {NUM_SPECIAL}, the special tokens alone, "
+            f"got {vocab_size}."
+        )
     if not counts:
         raise ValueError(
             "There is no text to make a vocabulary of: every line is empty."

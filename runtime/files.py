@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -52,6 +53,25 @@ def remove_parts(folder: Path) -> None:
                 part.unlink()
             finally:
                 os.close(number)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder that takes the name of `folder` when the block has succeeded.
+
+    Raises:
+        ValueError: there is something of that name that is not an empty folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty; choose another folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as parent:
+        part = Path(parent) / folder.name
+        part.mkdir()
+        yield part
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
 
 
 def open_lock(path: Path) -> IO[str]:

@@ -1,6 +1,7 @@
 """Words by their affixes."""
 
 import numpy as np
+import pytest
 
 from headcount.data import encoder_tokenizers
 from headcount.data.encoder_tokenizers import AffixTokenizer, make_affixes, shape
@@ -66,6 +67,9 @@ def test_the_vocabulary_keeps_the_most_frequent_parts(tmp_path):
     assert make_affixes(TEXTS, 14) == make_affixes(TEXTS[::-1], 14)
     kept = [counts[unit] for unit in small.units]
     assert min(kept) >= sorted(counts.values())[-10]
+    for size in (3, 4):
+        with pytest.raises(ValueError, match=f"data.vocab_size .* 4, .* got {size}"):
+            make_affixes(TEXTS, size)
 
 
 def test_shapes_shorten_runs():

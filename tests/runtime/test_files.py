@@ -10,6 +10,7 @@ import pytest
 
 from headcount.runtime.files import (
     locked,
+    new_folder,
     open_append,
     open_lock,
     remove_parts,
@@ -91,6 +92,23 @@ def test_what_a_kill_leaves_is_removed_but_not_what_is_being_written(tmp_path):
     process.communicate()
     remove_parts(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_folder_is_there_at_once_or_not_at_all(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(KeyboardInterrupt), new_folder(folder) as part:
+        (part / "x").write_text("half")
+        raise KeyboardInterrupt
+    assert list(folder.parent.iterdir()) == []
+    folder.mkdir()  # an empty one may be there
+    with new_folder(folder) as part:
+        (part / "x").write_text("whole")
+        assert list(folder.iterdir()) == []
+    assert list(folder.parent.iterdir()) == [folder]
+    for path in (folder, folder / "x"):
+        with pytest.raises(ValueError, match=f"{path} is not empty"), new_folder(path):
+            pass
+    assert (folder / "x").read_text() == "whole"
 
 
 @pytest.mark.parametrize("wait", [True, False])

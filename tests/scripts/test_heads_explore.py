@@ -126,11 +126,19 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
         ("explore", {"output": "x.html", "compare": "nowhere"}, ["nowhere"]),
         ("plot", {"output": "x.png", "input": "nowhere.txt"}, ["nowhere.txt"]),
         ("plot", {"output": "x.png", "site": "middle"}, ["--site", "'middle'"]),
+        ("plot", {"output": "x.png", "input": "latin1"}, ["latin1, line 2"]),
         ("roles", {"trial": 2}, ["--trial", "2"]),
+        ("roles", {"input": "x.txt"}, ["--input", "roles", "plot, explore"]),
+        ("describe", {"site": "cross"}, ["--site", "describe"]),
+        ("explore", {"example": 0, "output": "x.html"}, ["--example", "explore"]),
         ("roles", {"workdir": "nowhere"}, ["nowhere"]),
     ],
 )
-def test_what_is_not_there_is_named(trained, call, verb, options, culprits):
+def test_what_is_not_there_or_has_no_meaning_is_named(
+    trained, call, tmp_path, monkeypatch, verb, options, culprits
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin1").write_bytes(b"six\ns\xefx\n")
     ran = call("heads.py", verb, **({"workdir": trained} | options))
     fails(ran, *culprits)
 

@@ -48,6 +48,11 @@ def test_what_comes_before_a_bad_line_is_answered(trained):
     assert len(ran.stdout.splitlines()) == 1
 
 
+def test_two_kinds_of_scores_at_once_are_named(trained):
+    args = arguments("predict.py", "--score", "--score_tokens", workdir=trained)
+    fails(run(args), "--score and --score_tokens")
+
+
 def test_a_line_that_is_not_utf8_is_named_by_its_number(trained):
     ran = run(arguments("predict.py", workdir=trained), stdin=b"one\n\xff\xfe\n")
     fails(ran, "Line 2", "UTF-8")

@@ -80,3 +80,22 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_written(
         call("weights.py", workdir=workdir, to=f"{kind}:{out}", trial=trial), *culprits
     )
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "flags, culprits",
+    [
+        ({"to": "stablehlo:OUT", "heads": "cross.0.0"}, ["--heads", "--prune"]),
+        ({"from": "OUT", "trial": 1}, ["--trial", "--to and --prune"]),
+        ({"from": "OUT", "checkpoint": "last"}, ["--checkpoint", "--to and --prune"]),
+        ({"prune": "OUT", "heads": "cross.0.0"}, ["OUT is not empty"]),
+    ],
+)
+def test_a_flag_without_a_meaning_or_a_full_folder_is_named(
+    flags, culprits, trained, call, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "OUT").mkdir()
+    (tmp_path / "OUT" / "mine.txt").write_text("mine")
+    fails(call("weights.py", workdir=trained, **flags), *culprits)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["OUT", "mine.txt"]
