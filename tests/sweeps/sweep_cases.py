@@ -1,5 +1,6 @@
 """What tests of whole sweeps share: a corpus, commands, and what a sweep leaves."""
 
+import contextlib
 import json
 import os
 import signal
@@ -179,3 +180,19 @@ def scores(workdir):
     """Return what the table says of every trial, except what depends on the time."""
     columns = ("id", "arm", "seed", "status", "steps", "dev_bleu", "test_chrf")
     return sorted(tuple(row[c] for c in columns) for row in rows(workdir))
+
+
+def processes(*parts):
+    """Return the ids of processes whose command line has all parts."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if all(part in line for part in parts):
+                found.append(int(path.parent.name))
+    return found
+
+
+def parent(process):
+    """Return the id of a process's parent."""
+    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[1])

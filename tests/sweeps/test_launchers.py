@@ -1,43 +1,21 @@
-"""Sweeps beyond one process: a real Ray cluster here, submitit's local executor."""
+"""Sweeps beyond one process: submitit's local executor, Ray's errors."""
 
-import contextlib
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
-from sweep_cases import end, finish, metrics, rows, start, sweep, wait_for
-
-
-def processes(*parts):
-    """Return the ids of processes whose command line has all parts."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if all(part in line for part in parts):
-                found.append(int(path.parent.name))
-    return found
-
-
-def parent(process):
-    """Return the id of a process's parent."""
-    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[1])
-
-
-def test_ray_survives_the_loss_of_a_worker(uninterrupted, tmp_path, corpus):
-    pytest.importorskip("ray", reason="pip install -r requirements-sweeps.txt")
-    workdir = tmp_path / "sweep"
-    process = start(sweep("run", workdir, corpus, "--launcher=ray"))
-    wait_for(lambda: list(workdir.glob("groups/*/metrics.jsonl")), process)
-    (group,) = processes("sweep.py run", str(workdir), "--group=N=1-")
-    worker = parent(group)  # Ray's, in the middle of a group
-    assert worker != process.pid
-    os.kill(worker, signal.SIGKILL)
-    assert "Everything is done" in end(process)
-    assert metrics(workdir) == metrics(uninterrupted)
-    assert [row["status"] for row in rows(workdir)] == ["done"] * 4
+from sweep_cases import (
+    end,
+    finish,
+    metrics,
+    parent,
+    processes,
+    rows,
+    start,
+    sweep,
+    wait_for,
+)
 
 
 def test_a_ray_address_that_does_not_answer_is_named(tmp_path, corpus):

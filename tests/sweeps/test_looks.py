@@ -1,4 +1,4 @@
-"""Planned looks in real sweeps: killed and resumed, and shared by shards."""
+"""Planned looks in real sweeps: killed and resumed, shared by shards, on Ray."""
 
 import csv
 import os
@@ -7,7 +7,17 @@ import signal
 import time
 
 import pytest
-from sweep_cases import end, finish, metrics, rows, start, sweep
+from sweep_cases import (
+    end,
+    finish,
+    metrics,
+    parent,
+    processes,
+    rows,
+    start,
+    sweep,
+    wait_for,
+)
 
 FLAGS = ("--seeds=2:4", "--looks=2,4")
 
@@ -65,6 +75,21 @@ def test_shards_of_planned_looks_share_every_stage(whole, tmp_path, corpus):
             break
     assert metrics(workdir) == metrics(whole)
     assert verdicts(workdir) == verdicts(whole)
+
+
+def test_planned_looks_on_ray_survive_the_loss_of_a_worker(whole, tmp_path, corpus):
+    pytest.importorskip("ray", reason="pip install -r requirements-sweeps.txt")
+    workdir = tmp_path / "sweep"
+    process = start(planned(workdir, corpus, "--launcher=ray"))
+    wait_for(lambda: list(workdir.glob("groups/N=1-*/metrics.jsonl")), process)
+    (group,) = processes("sweep.py run", str(workdir), "--group=N=1-")
+    worker = parent(group)  # Ray's, in the middle of a group
+    assert worker != process.pid
+    os.kill(worker, signal.SIGKILL)
+    assert "Everything is done" in end(process)
+    assert metrics(workdir) == metrics(whole)
+    assert verdicts(workdir) == verdicts(whole)
+    assert all(row["status"] == "done" for row in rows(workdir))
 
 
 @pytest.mark.parametrize(
