@@ -90,7 +90,7 @@ def main() -> None:
         "operations | scratch, MiB | VMEM or shared memory, KiB | registers | "
         "spilled, bytes | predicted, ms |"
     )
-    print("|", "--- |" * 4, " ---: |" * 8, sep="", flush=True)
+    print("|", " --- |" * 4, " ---: |" * 8, sep="", flush=True)
     jax.config.update("jax_enable_compilation_cache", False)
     for shape in flags.shapes:
         for implementation in flags.implementations:
