@@ -27,17 +27,25 @@ def attend(
     """Output `B T N V` and log-sum-exp `B T N`: see `attention.api`."""
     weights, lse, max_logit = weights_and_lse(query, key, bias, mask, **structure)
     rows = (from_weights(weights, max_logit),) if statistics else ()
-    B, N, T, S = weights.shape
-    K = value.shape[2]
     weights = dropped(weights, dropout_rate, dropout_keys)
+    out = weighted_values(weights, value.astype(weights.dtype), Precision.HIGHEST)
+    return out.astype(query.dtype), lse, *rows
+
+
+def weighted_values(
+    weights: Float[Array, "B N T S"], value: Float[Array, "B S K V"], precision=None
+) -> Float[Array, "B T N V"]:
+    """Return the sum of the values that each head weighs."""
+    B, N, T, S = weights.shape
+    K, V = value.shape[2:]
+    # heads first: see `scaled_logits`
     out = jnp.einsum(
-        "BKGTS,BSKV->BTKGV",
-        weights.reshape(B, K, N // K, T, S),
-        value.astype(weights.dtype),
-        precision=Precision.HIGHEST,
+        "BKXS,BKSV->BKXV",
+        weights.reshape(B, K, N // K * T, S),
+        value.transpose(0, 2, 1, 3),
+        precision=precision,
     )
-    out = out.reshape(B, T, N, value.shape[-1]).astype(query.dtype)
-    return out, lse, *rows
+    return out.reshape(B, N, T, V).transpose(0, 2, 1, 3)
 
 
 def dropped(
@@ -113,10 +121,13 @@ def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
     # Queries are scaled, not logits: XLA would make the scale, and the maximum that
     # the softmax subtracts, one exact operation. See `of_two_features`.
     query, key = of_two_features(scale * query.astype(dtype), key.astype(dtype))
+    # Heads first, so that a map comes out as it is kept: XLA's CPU backend would
+    # transpose it after an einsum of B T N H.
+    query = query.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
     return jnp.einsum(
-        "BTKGH,BSKH->BKGTS",
-        query.reshape(B, T, K, N // K, query.shape[-1]),
-        key,
+        "BKXH,BKHS->BKXS",
+        query.reshape(B, K, N // K * T, -1),
+        key.transpose(0, 2, 3, 1),
         precision=Precision.HIGHEST,
     ).reshape(B, N, T, S)
 

@@ -13,7 +13,13 @@ from jaxtyping import Array, Float
 from headcount.attention import masks
 from headcount.attention.api import head_gated
 from headcount.attention.arguments import dropout_arguments, normalise
-from headcount.attention.reference import alibi, dropped, scaled_logits, softmax
+from headcount.attention.reference import (
+    alibi,
+    dropped,
+    scaled_logits,
+    softmax,
+    weighted_values,
+)
 
 
 def talking_heads_attention(
@@ -46,12 +52,7 @@ def talking_heads_attention(
     )
     drop = dropout_arguments(dropout_rate, dropout_seed, query)
     weights = dropped(weights, **drop).astype(value.dtype)
-    B, N, T, S = weights.shape
-    K, V = value.shape[2:]
-    out = jnp.einsum(
-        "BKGTS,BSKV->BTKGV", weights.reshape(B, K, N // K, T, S), value
-    ).reshape(B, T, N, V)
-    out = head_gated(out, head_gate, batched).astype(dtype)
+    out = head_gated(weighted_values(weights, value), head_gate, batched).astype(dtype)
     return out if batched else out[0]
 
 
@@ -104,11 +105,17 @@ def mixed_weights(
         logits = logits + alibi(alibi_slopes, *logits.shape[2:])
     allowed = masks.dense(*logits.shape[2:], mask, **structure)
     weights = mix(softmax(logits, allowed)[0], weights_mix)
+    # where masks differ by head, others' weights were mixed into what is masked
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
 def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
     """Map m is the sum over n of map n times mixture[n, m], `N N`."""
-    # Else a TPU would round float32 logits to bfloat16 here.
-    mixture, precision = jnp.asarray(mixture, maps.dtype), jax.lax.Precision.HIGHEST
-    return jnp.einsum("BN...,NM->BM...", maps, mixture, precision=precision)
+    mixture = jnp.asarray(mixture, maps.dtype)
+    B, N = maps.shape[:2]
+    # A product of matrices per example, which moves no map: contracted over the second
+    # axis of four, XLA's CPU backend transposes them all.
+    each = jnp.broadcast_to(mixture.T, (B, *mixture.T.shape))
+    # else a TPU would round float32 logits to bfloat16 here
+    flat = jnp.matmul(each, maps.reshape(B, N, -1), precision=jax.lax.Precision.HIGHEST)
+    return flat.reshape(B, -1, *maps.shape[2:])
