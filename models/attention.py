@@ -147,7 +147,7 @@ class Attention(nnx.Module):
         if scale is not None and not 0 <= scale <= 1e6:
             raise ValueError(f"{path}.scale must be from 0 to 1e6, got {scale}.")
         pairs = 2 if differential else 1
-        check_mixture(path, merge, mixture_heads, mixture_shared, num_heads // pairs)
+        check_mixture(path, merge, mixture_heads, mixture_shared, num_heads, pairs)
         if not 0 <= dropout < 1:
             raise ValueError(
                 f"{path}.dropout must be from 0 to below 1, got {dropout}."
@@ -740,16 +740,20 @@ def head_shape(
     return num_kv_heads, head_dim or default, value_dim or default
 
 
-def check_mixture(path: str, merge: str, chosen: int, shared: int, N: int) -> None:
-    """Raise a ValueError unless a mixture's heads are there to be chosen."""
+def check_mixture(
+    path: str, merge: str, chosen: int, shared: int, num_heads: int, pairs: int
+) -> None:
+    """Raise a ValueError unless a mixture's heads, or pairs of them, are there."""
+    N = num_heads // pairs
+    most = f"num_heads = {N}" if pairs == 1 else f"num_heads / {pairs} = {N}"
     if merge == "mixture" and not 1 <= chosen <= N:
         raise ValueError(
-            f"{path}.mixture_heads must be from 1 to num_heads = {N}, got {chosen}."
+            f"{path}.mixture_heads must be from 1 to {most}, got {chosen}."
         )
     if merge == "shared_mixture" and not (
         1 <= shared < N and 1 <= chosen <= N - shared
     ):
         raise ValueError(
             f"{path}.mixture_shared and mixture_heads must be at least 1 and their sum "
-            f"at most the {N} heads, got {shared} and {chosen}."
+            f"at most {most}, got {shared} and {chosen}."
         )

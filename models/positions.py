@@ -57,12 +57,18 @@ def rotate(
 
 
 def alibi_slopes(num_heads: int) -> Float[np.ndarray, "N"]:
-    """Return 2^(-8 n / N) of the heads n = 1 to N.
+    """Return the slopes of attention with linear biases (ALiBi, Press et al. 2022).
 
-    Attention with linear biases (ALiBi, Press et al. 2022), for any N by the formula
-    that they give for powers of 2.
+    2^(-8 n / N) of the heads n = 1 to N, if N is a power of 2. Else, as in the authors'
+    code, those of the power below it, then every second one of the power above.
     """
-    return 2.0 ** (-8.0 * np.arange(1, num_heads + 1, dtype=np.float32) / num_heads)
+    below = 2 ** (num_heads.bit_length() - 1)
+
+    def slopes(count):
+        return 2.0 ** (-8.0 * np.arange(1, count + 1, dtype=np.float32) / count)
+
+    more = slopes(2 * below)[::2]
+    return np.concatenate([slopes(below), more[: num_heads - below]])
 
 
 def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X"]:

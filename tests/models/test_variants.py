@@ -313,7 +313,14 @@ def test_gradients_and_causality(name):
         ({"qk_clip": 0.0}, "qk_clip must be above 0"),
         ({"qk_clip": 9.0, "qk_norm": True}, "qk_norm .* qk_clip"),
         ({"mixture_balance": 0.1}, "mixture_balance .* merge"),
-        ({"merge": "shared_mixture", "mixture_heads": 4}, "mixture_shared and mixture"),
+        (
+            {"merge": "shared_mixture", "mixture_heads": 4},
+            "mixture_shared and mixture_heads .* num_heads = 4",
+        ),
+        (
+            {"merge": "mixture", "mixture_heads": 3, "differential": True},
+            "mixture_heads .* num_heads / 2 = 2",
+        ),
         ({"exclusive": True, "is_cross": True}, "exclusive is for self-attention"),
     ],
 )
