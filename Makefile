@@ -37,9 +37,9 @@ test-faults: .venv/.dev
 test-sweeps: .venv-sweeps/.installed
 	$(QUICK) .venv-sweeps/bin/python -m pytest -n 2 --dist worksteal tests/sweeps
 
-# Beside PyTorch and CTranslate2, in an environment of its own.
+# Beside PyTorch, transformers, x-transformers and CTranslate2, in an environment of its own.
 test-peers: .venv-peers/.installed
-	JAX_PLATFORMS=cpu .venv-peers/bin/python -m pytest tests/peers
+	$(QUICK) .venv-peers/bin/python -m pytest tests/peers
 
 # By the compilers for TPUs and NVIDIA GPUs, which need neither.
 test-compilers: .venv-compilers/.installed

@@ -51,6 +51,84 @@ heads, which need the whole map.
 
 """
 
+PEERS = """
+## Beside other code
+
+[test_variants.py](../../tests/peers/test_variants.py) gives ours and another
+implementation (of transformers 5.23, x-transformers 2.31.10 or PyTorch 2.13) the same
+weights and compares outputs and gradients in float32. Code bases contradict each other:
+a result of one need not hold for another.
+
+"""
+COMPARED = (  # what, with what, where code bases differ
+    (
+        "gate, elementwise",
+        "Qwen3-Next, x-transformers",
+        "x-transformers' older `gate_value_heads` adds a bias that starts at 10",
+    ),
+    ("gate", "x-transformers", "none found"),
+    (
+        "exclusive",
+        "x-transformers' projection of one vector",
+        "its layer flattens tokens and heads first: one factor serves all of a "
+        "sequence, and a causal model sees later tokens",
+    ),
+    (
+        "differential",
+        "DiffLlama",
+        "DiffLlama and ours pair heads n and n + N/2, the authors 2n and 2n + 1; "
+        "DiffLlama's norm has no scale, the authors' and ours has one",
+    ),
+    (
+        "latent",
+        "DeepSeek-V3, x-transformers",
+        "DeepSeek rotates elements 2i and 2i + 1 together, ours i and i + r/2; "
+        "x-transformers has no norm of the latent, and rotates some heads as a whole",
+    ),
+    (
+        "value residual",
+        "x-transformers",
+        "its λ is 1/2, or a sigmoid of x per head; ours and the paper's is a learned "
+        "number per layer",
+    ),
+    (
+        "talking heads",
+        "x-transformers",
+        "it adds the mixed logits to the others, so that logits start doubled",
+    ),
+    ("sink", "gpt-oss, x-transformers", "none found"),
+    (
+        "QK norm",
+        "Qwen3-Next",
+        "OLMo 2 normalises all heads together; x-transformers' scales are per head",
+    ),
+    (
+        "QK clip",
+        "none",
+        "x-transformers' `qk_clip_` scales the kernels' inputs in place of heads: "
+        "logits stay above the threshold",
+    ),
+    ("Muon, whole or per head", "torch.optim.Muon, first update", "see below"),
+    ("merge rule `scaled`", "x-transformers", "its scale is ours + 1"),
+    ("ALiBi", "Bloom, x-transformers", "none found"),
+    ("partial rotation", "GPT-NeoX, Qwen3-Next", "none found"),
+    (
+        "grouped heads",
+        "Qwen3-Next, x-transformers",
+        "head n has key n mod K in x-transformers, n // (N / K) elsewhere",
+    ),
+    (
+        "gate on values, knocking, shared and routed, gates from 1",
+        "none: no package has them",
+        "not known",
+    ),
+)
+MUON = """
+Optax, which ours uses, corrects the bias of Muon's momentum; PyTorch's does not, and
+iterates in bfloat16. So they agree on the first update, in float32, and not on later
+ones.
+"""
+
 
 def main() -> None:
     """Write the page."""
@@ -75,7 +153,16 @@ def render() -> str:
         costs.append([name, *show(costs_of(base, settings), plain_costs)])
     header = "variant", "formula", "keys", "source", "claim", "our verdict"
     cost_header = "variant", "parameters", "multiply-adds", "cache bytes", "kernels"
-    return HEAD + table(header, rows) + COSTS + table(cost_header, costs)
+    compared = "what", "equals", "where code bases differ"
+    return (
+        HEAD
+        + table(header, rows)
+        + COSTS
+        + table(cost_header, costs)
+        + PEERS
+        + table(compared, COMPARED)
+        + MUON
+    )
 
 
 def costs_of(base, settings: dict) -> tuple[int, int, int, str]:
