@@ -282,7 +282,12 @@ def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
     """Return the token ids by field of a line of --input."""
     source, target = line, None
     if "\t" in line and run.task.has_targets:
-        source, target = line.split("\t", 1)
+        source, target, *more = line.split("\t")
+        if more:
+            raise ValueError(
+                f"A line of --input={INPUT.value} has {2 + len(more)} tab-separated "
+                f"fields; it takes a source, or source and target."
+            )
     return run.task.fields_of_text(run, source, target, trial)
 
 

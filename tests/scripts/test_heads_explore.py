@@ -127,6 +127,7 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
         ("plot", {"output": "x.png", "input": "nowhere.txt"}, ["nowhere.txt"]),
         ("plot", {"output": "x.png", "site": "middle"}, ["--site", "'middle'"]),
         ("plot", {"output": "x.png", "input": "latin1"}, ["latin1, line 2"]),
+        ("plot", {"output": "x.png", "input": "table"}, ["--input=table", "3 tab"]),
         ("roles", {"trial": 2}, ["--trial", "2"]),
         ("roles", {"input": "x.txt"}, ["--input", "roles", "plot, explore"]),
         ("describe", {"site": "cross"}, ["--site", "describe"]),
@@ -139,6 +140,7 @@ def test_what_is_not_there_or_has_no_meaning_is_named(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin1").write_bytes(b"six\ns\xefx\n")
+    (tmp_path / "table").write_text("six\tsechs\t6\n")
     ran = call("heads.py", verb, **({"workdir": trained} | options))
     fails(ran, *culprits)
 
