@@ -1,0 +1,54 @@
+"""A training step of every variant of heads through the TPU's and GPU's compilers.
+
+By default those that touch no kernel share one step. HEADCOUNT_COMPILE=all compiles
+every variant for both targets: minutes.
+"""
+
+import os
+
+import jax
+import pytest
+
+from headcount.configs import shakespeare
+from headcount.configs.commandline import flat
+from headcount.configs.variants import VARIANTS
+from headcount.tasks import make_task
+from headcount.training import dry_run
+from headcount.training.trials import hyperparameters
+
+TARGETS = "v5e:2x2", "h200:1"
+# by default these, each for one target; "together" is all of `TOGETHER`
+FEW = {("together", "v5e:2x2"), ("latent", "h200:1")}
+TOGETHER = "gate, elementwise", "exclusive", "knocking", "shared and routed", "sink"
+CASES = [(name, target) for name in ("together", *VARIANTS) for target in TARGETS]
+ALL = os.environ.get("HEADCOUNT_COMPILE") == "all"
+
+
+@pytest.fixture(autouse=True)
+def compile_fast():
+    """Let XLA try less to make the step fast."""
+    before = jax.config.jax_exec_time_optimization_effort
+    jax.config.update("jax_exec_time_optimization_effort", -1.0)
+    yield
+    jax.config.update("jax_exec_time_optimization_effort", before)
+
+
+def base_of(name):
+    """One layer; two where the second looks at the first."""
+    config = shakespeare.get_config("short")
+    config.model.num_decoder_layers = 2 if name == "value residual" else 1
+    config.model.positions, config.data.tokenizer = "rotary", "characters"
+    config.data.batch_tokens = 4 * config.data.max_length
+    return config
+
+
+@pytest.mark.parametrize("name, target", CASES if ALL else sorted(FEW))
+def test_a_step_of_every_variant_compiles(name, target):
+    """It fits, and where data is divided sends gradients alone."""
+    config = base_of(name)
+    for one in TOGETHER if name == "together" else (name,):
+        config.update_from_flattened_dict(VARIANTS[one].settings(base_of(name)))
+    arrays = hyperparameters(flat(config.to_dict()), [{"seed": 0}])
+    plan = dry_run.plan(config, make_task(config), arrays, target)
+    assert plan.fits and plan.parameters > 0
+    assert set(plan.collectives) == (set() if target == "h200:1" else {"all-reduce"})
