@@ -22,6 +22,9 @@ CAUSAL = {
     "query_segment_ids": SEGMENTS,
     "key_value_segment_ids": SEGMENTS,
 }
+PADDED = dict.fromkeys(
+    ("query_segment_ids", "key_value_segment_ids"), SEGMENTS.at[:, 3:].set(0)
+)
 
 
 def layer(seed=0, **settings):
@@ -257,8 +260,8 @@ COMBINED = {
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *COMBINED])
-def test_gradients_and_causality(name):
-    """Of every parameter by finite differences; no token sees a later one."""
+def test_gradients_causality_and_padding(name):
+    """Every parameter by finite differences; no token sees a later one, or padding."""
     settings = COMBINED[name] if name in COMBINED else settings_of(name)
     module = stirred(layer(**settings))
     graph, params = nnx.split(module)
@@ -268,9 +271,9 @@ def test_gradients_and_causality(name):
         first = layer(3, **settings | {"layer": 0}).keys_values(X)[1]
     weight = jnp.asarray(np.random.default_rng(3).normal(size=X.shape))
 
-    def out(params, x, first):
+    def out(params, x, first, mask=CAUSAL):
         layer = nnx.merge(graph, params)
-        return layer(x, positions=positions, first=first, **CAUSAL)
+        return layer(x, positions=positions, first=first, **mask)
 
     def total(params, x, first):
         return (out(params, x, first) * weight).sum()
@@ -281,13 +284,16 @@ def test_gradients_and_causality(name):
         check_grads(jitted, arguments, order=1, modes=["rev"], rtol=1e-3, atol=1e-4)
 
     @jax.jit
-    @jax.grad
     def by_inputs(x):
-        return out(params, x, first)[0, 2].sum()
+        """Of token 2 under a causal mask, and of token 0 before two of padding."""
+        of_two = jax.grad(lambda x: out(params, x, first)[0, 2].sum())
+        of_zero = jax.grad(lambda x: out(params, x, first, PADDED)[0, 0].sum())
+        return of_two(x), of_zero(x)
 
-    seen = np.abs(by_inputs(X)).sum(-1) > 0
-    np.testing.assert_array_equal(seen[0], [True] * 3 + [False] * 2)
-    assert not seen[1].any()
+    for gradient in by_inputs(X):
+        seen = np.abs(gradient).sum(-1) > 0
+        np.testing.assert_array_equal(seen[0], [True] * 3 + [False] * 2)
+        assert not seen[1].any()
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ MODELS = {
         "mixture_balance": 0.1,
         "knocking": "mlp",
     },
+    "elementwise gates, knocking": {
+        "gate": "double_sigmoid",
+        "gate_size": "element",
+        "knocking": "linear",
+    },
     "gated values, clipped": {"gate": "sigmoid", "gate_on": "values", "qk_clip": 0.3},
 }
 

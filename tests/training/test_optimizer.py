@@ -170,6 +170,15 @@ def test_muon_equals_optax_on_each_matrix_and_adamw_on_the_rest(model, per_head)
     assert len(moved) == 2 * 2 + 4 * 3 + 3  # MLPs, attention, gates
 
 
+def test_muon_per_head_of_one_head_is_muon():
+    params = nnx.split(made("relative", "pre", {"num_heads": 1}))[1]
+    noise = iter(jax.random.split(jax.random.key(0), 1000))
+    gradient = jax.tree.map(lambda x: jax.random.normal(next(noise), x.shape), params)
+    whole, heads = (run(optimizer_of("muon", of), params, [gradient]) for of in (0, 1))
+    for a, b in zip(*map(jax.tree.leaves, (whole, heads)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_muon_of_a_gradient_of_zero_moves_nothing(model):
     """As that of a head whose gate is 0."""
     params, gradients = model
