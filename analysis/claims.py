@@ -61,6 +61,7 @@ ROLES = (  # of every corpus, by `analysis.roles`
 )
 SYNTAX = (  # links of the corpus `stories` between words that agree or refer
     *("verb → its subject", "before the verb → its subject"),
+    *("verb that agrees → its subject", "before the verb that agrees → its subject"),
 )
 
 CLAIMS = (

@@ -46,6 +46,7 @@ POSITIONAL = {"self": 0, "previous token": -1, "next token": 1}
 # Relations of `stories`: what the query is, and what the right key is.
 STORIES = {
     "subject": ("verb", "its subject"),
+    "agreement": ("verb that agrees", "its subject"),
     "modifier": ("noun", "its adjective"),
     "antecedent": ("pronoun", "its antecedent"),
     "same_name": ("name", "its last mention"),

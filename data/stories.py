@@ -5,10 +5,11 @@ A woman and a man each own a thing. What follows is about them and about others:
     anna has the red kite . ben has the old drum . the dogs near the house often run .
     she shows the kite . ben finds the drum .
 
-Links by the places of words are known. A verb agrees in number with its subject, which
-is 1 to 12 words before it, with other nouns in between. A pronoun stands for the one
-character of its gender. A name comes again, and what its owner does concerns the thing
-that they own. An adjective belongs to the noun after it.
+Links by the places of words are known. A verb's subject is 1 to 12 words before it,
+with other nouns in between. Verbs of bystanders (run, runs) agree with it in number;
+those of characters (has, shows) have one form. A pronoun stands for the one character
+of its gender. A name comes again, and what its owner does concerns the thing that they
+own. An adjective belongs to the noun after it.
 """
 
 from typing import NamedTuple
@@ -52,7 +53,7 @@ VERBS = {  # plural by singular
     "comes": "come",
 }
 WITH_THING = ("shows", "finds", "takes", "sells", "likes", "paints")
-LINKS = ("subject", "modifier", "antecedent", "same_name")
+LINKS = ("subject", "agreement", "modifier", "antecedent", "same_name")
 
 
 class Link(NamedTuple):
@@ -60,7 +61,7 @@ class Link(NamedTuple):
 
     relation: str  # of LINKS
     word: int  # the verb, noun, pronoun, or later name
-    of: int  # its subject, adjective, antecedent, or the name before
+    of: int  # its subject (of agreement, too), adjective, antecedent, the name before
 
 
 class Story(NamedTuple):
@@ -123,7 +124,7 @@ def _bystanders(rng, story: Story) -> None:
         _add(story, _one(rng, ADVERBS))
     verb = _one(rng, tuple(VERBS))
     place = _add(story, VERBS[verb] if plural else verb)
-    story.links.append(Link("subject", place, subject))
+    story.links.extend(Link(name, place, subject) for name in ("subject", "agreement"))
     _add(story, ".")
 
 

@@ -110,6 +110,7 @@ def test_heads_set_by_hand_have_their_role_and_no_other(task, examples):
     assert found == {
         (0, 0, "previous token"),
         (0, 1, "verb → its subject"),
+        (0, 1, "verb that agrees → its subject"),
         (1, 1, "induction"),
         (1, 1, "after the same token"),
     }
