@@ -123,10 +123,11 @@ def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
     query, key = of_two_features(scale * query.astype(dtype), key.astype(dtype))
     # Heads first, so that a map comes out as it is kept: XLA's CPU backend would
     # transpose it after an einsum of B T N H.
-    query = query.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
+    H = query.shape[3]
+    query = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     return jnp.einsum(
         "BKXH,BKHS->BKXS",
-        query.reshape(B, K, N // K * T, -1),
+        query.reshape(B, K, N // K * T, H),
         key.transpose(0, 2, 3, 1),
         precision=Precision.HIGHEST,
     ).reshape(B, N, T, S)

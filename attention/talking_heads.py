@@ -4,6 +4,8 @@ Shazeer et al. 2020 (Talking-heads attention). Every head needs every other's wh
 so nothing here is fused and memory is O(T S): the price of the question.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,10 +114,11 @@ def mixed_weights(
 def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
     """Map m is the sum over n of map n times mixture[n, m], `N N`."""
     mixture = jnp.asarray(mixture, maps.dtype)
-    B, N = maps.shape[:2]
+    B, N, *rest = maps.shape
     # A product of matrices per example, which moves no map: contracted over the second
     # axis of four, XLA's CPU backend transposes them all.
     each = jnp.broadcast_to(mixture.T, (B, *mixture.T.shape))
     # else a TPU would round float32 logits to bfloat16 here
-    flat = jnp.matmul(each, maps.reshape(B, N, -1), precision=jax.lax.Precision.HIGHEST)
-    return flat.reshape(B, -1, *maps.shape[2:])
+    maps = maps.reshape(B, N, math.prod(rest))  # not -1, for an empty batch
+    mixed = jnp.matmul(each, maps, precision=jax.lax.Precision.HIGHEST)
+    return mixed.reshape(B, mixture.shape[1], *rest)
