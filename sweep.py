@@ -13,6 +13,10 @@
 so later calls need only --workdir.
 """
 
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
 import re
 import sys
 import tempfile
@@ -31,7 +35,7 @@ from headcount.configs.commandline import (
     path_of,
     run,
 )
-from headcount.runtime import cluster, distributed, platform
+from headcount.runtime import cluster, distributed
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
 from headcount.sweeps.looks import parse_seeds
 from headcount.sweeps.plan import Shard
@@ -142,7 +146,6 @@ for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
 
 def main() -> None:
     """Open the sweep, then do what the verb says."""
-    platform.check_environment()
     jax.config.update("jax_platforms", "cpu")  # devices are for the trials
     with one_sentence(), tempfile.TemporaryDirectory() as temporary:
         check_flags()
