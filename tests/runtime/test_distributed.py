@@ -118,7 +118,7 @@ def test_processes_of_other_software_are_refused(tmp_path, monkeypatch, first, n
 def test_processes_of_which_some_have_the_cpu_kernels_fail(
     tmp_path, monkeypatch, reasons, fails
 ):
-    same = [None] * 2, ["a"] * 2, [{"commit": "a"}] * 2, [None] * 2
+    same = ["a"] * 2, [{"commit": "a"}] * 2, [None] * 2
     calls = iter([*same, reasons])
     monkeypatch.setattr(
         distributed, "environment", lambda: {"versions": {}, "commit": "a"}
