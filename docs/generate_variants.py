@@ -55,9 +55,9 @@ PEERS = """
 ## Beside other code
 
 [test_variants.py](../../tests/peers/test_variants.py) gives ours and another
-implementation (of transformers 5.23, x-transformers 2.31.10 or PyTorch 2.13) the same
-weights and compares outputs and gradients in float32. Code bases contradict each other:
-a result of one need not hold for another.
+implementation (versions: [requirements-peers.txt](../../requirements-peers.txt)) the
+same weights and compares outputs and gradients in float32. Code bases contradict each
+other: a result of one need not hold for another.
 
 """
 COMPARED = (  # what, with what, where code bases differ

@@ -29,6 +29,15 @@ COLLECTIVE = re.compile(
 
 
 @pytest.fixture
+def compile_fast():
+    """Let XLA try less to make the step fast; it needs more memory, if anything."""
+    before = jax.config.jax_exec_time_optimization_effort
+    jax.config.update("jax_exec_time_optimization_effort", -1.0)
+    yield
+    jax.config.update("jax_exec_time_optimization_effort", before)
+
+
+@pytest.fixture
 def compile_for():
     """compile_for(devices, mesh_shape, function, arrays) -> the compiled program.
 

@@ -16,6 +16,7 @@ from headcount.tasks import make_task
 from headcount.training import dry_run
 from headcount.training.trials import hyperparameters
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 NOT_TRAINED = (
     *("__init__", "ablations", "base", "commandline", "presets", "run"),
     *("validation", "variants"),
@@ -23,15 +24,6 @@ NOT_TRAINED = (
 FOLDER = Path(__file__).parents[2] / "configs"
 PODS = ("v5e:16x16", "v6e:16x16")
 EXPERIMENTS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(NOT_TRAINED))
-
-
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """Let XLA try less to make the step fast; it needs more memory, if anything."""
-    before = jax.config.jax_exec_time_optimization_effort
-    jax.config.update("jax_exec_time_optimization_effort", -1.0)
-    yield
-    jax.config.update("jax_exec_time_optimization_effort", before)
 
 
 def planned(name, target, seeds=1, implementation=None, parts=1, variant=None, **mesh):

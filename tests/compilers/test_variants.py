@@ -6,7 +6,6 @@ every variant for both targets: minutes.
 
 import os
 
-import jax
 import pytest
 
 from headcount.configs import shakespeare
@@ -16,21 +15,13 @@ from headcount.tasks import make_task
 from headcount.training import dry_run
 from headcount.training.trials import hyperparameters
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 TARGETS = "v5e:2x2", "h200:1"
 # by default these, each for one target; "together" is all of `TOGETHER`
 FEW = {("together", "v5e:2x2"), ("latent", "h200:1")}
 TOGETHER = "gate, elementwise", "exclusive", "knocking", "shared and routed", "sink"
 CASES = [(name, target) for name in ("together", *VARIANTS) for target in TARGETS]
 ALL = os.environ.get("HEADCOUNT_COMPILE") == "all"
-
-
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """Let XLA try less to make the step fast."""
-    before = jax.config.jax_exec_time_optimization_effort
-    jax.config.update("jax_exec_time_optimization_effort", -1.0)
-    yield
-    jax.config.update("jax_exec_time_optimization_effort", before)
 
 
 def base_of(name):
