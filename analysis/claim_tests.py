@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from headcount.analysis.formatting import interval, number, signed
 from headcount.analysis.sequential import Looks, judge
@@ -235,7 +235,7 @@ def ratio_of_spreads(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]
     """Return the ratio of standard deviations of paired samples, and its interval."""
     count, ratio = len(x), float(x.std(ddof=1) / y.std(ddof=1))
     correlation = np.corrcoef(x, y)[0, 1]
-    t = stats.t.isf((1 - CONFIDENCE) / 2, count - 2)
+    t = scipy.stats.t.isf((1 - CONFIDENCE) / 2, count - 2)
     K = 1 + 2 * (1 - correlation**2) * t**2 / (count - 2)
     root = math.sqrt(K**2 - 1)
     return ratio, ratio * math.sqrt(K - root), ratio * math.sqrt(K + root)
@@ -248,7 +248,7 @@ def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Ef
         return []
     trials = by_trial(rows)
     having = [any(row["has_role"] for row in each) for each in trials]
-    share = stats.binomtest(sum(having), len(having)).proportion_ci(CONFIDENCE)
+    share = scipy.stats.binomtest(sum(having), len(having)).proportion_ci(CONFIDENCE)
     heads = [{head_of(row) for row in each if row["has_role"]} for each in trials]
     count, total = np.mean([len(x) for x in heads]), len({head_of(x) for x in rows})
     text = f"{sum(having)} of {len(having)} seeds have such a head "

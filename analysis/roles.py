@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import scipy
 from flax import nnx
-from scipy import stats
 
 from headcount.analysis.significance import LEVEL, holm, summary
 from headcount.data import columns, stories
@@ -132,7 +132,7 @@ def rows_of(scores: dict, untrained: list[dict], names: dict) -> list[dict]:
 def one_sided(differences: np.ndarray) -> float:
     """Return the p-value of a mean above 0, by a t-test."""
     n, sd = len(differences), max(differences.std(ddof=1), 1e-6)
-    return float(stats.t.sf(differences.mean() / sd * n**0.5, n - 1))
+    return float(scipy.stats.t.sf(differences.mean() / sd * n**0.5, n - 1))
 
 
 def outlier(value: float, others: np.ndarray) -> float:
@@ -142,7 +142,8 @@ def outlier(value: float, others: np.ndarray) -> float:
         for x in (np.clip(x, 1e-6, 1 - 1e-6) for x in (value, others))
     )
     n, sd = len(others), max(others.std(ddof=1), 1e-6)
-    return float(stats.t.sf((value - others.mean()) / sd / (1 + 1 / n) ** 0.5, n - 1))
+    t = (value - others.mean()) / sd / (1 + 1 / n) ** 0.5
+    return float(scipy.stats.t.sf(t, n - 1))
 
 
 class Scores(NamedTuple):

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from headcount.analysis.significance import LEVEL, POWER
 
@@ -94,7 +94,7 @@ def boundaries(
     tail = steps[0] / 2 if two_sided else steps[0]
     for look, step in enumerate(steps):
         if look == 0:  # exactly
-            critical = float(stats.t.isf(tail, seeds[0] - 1))
+            critical = float(scipy.stats.t.isf(tail, seeds[0] - 1))
         else:
             column = statistics[alive, look]
             cross = round(step * len(statistics))

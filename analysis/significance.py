@@ -8,8 +8,8 @@ order of the data, the initial values) cancels in their difference.
 from typing import NamedTuple
 
 import numpy as np
+import scipy  # its parts load where they are first used
 from jaxtyping import Float
-from scipy import stats
 
 CONFIDENCE = 0.95  # of intervals
 LEVEL = 0.05  # family-wise error rate over all comparisons of a metric
@@ -46,7 +46,7 @@ def summary(scores: Float[np.ndarray, "*batch R"]) -> Summary:
         nothing = np.full_like(mean, np.nan)
         return Summary(mean, nothing, nothing, nothing)
     sd = scores.std(-1, ddof=1)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, R - 1) * sd / np.sqrt(R)
+    half = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, R - 1) * sd / np.sqrt(R)
     return Summary(mean, sd, mean - half, mean + half)
 
 
@@ -62,7 +62,7 @@ def difference(
     mean, sd, low, high = summary(each)
     varies = sd > 1e-9 * (1 + np.abs(mean))  # False for NaN
     each = np.where(varies[..., None], each, np.nan)
-    p = stats.ttest_1samp(each, 0, axis=-1).pvalue if each.shape[-1] > 1 else sd
+    p = scipy.stats.ttest_1samp(each, 0, axis=-1).pvalue if each.shape[-1] > 1 else sd
     return Difference(mean, *(np.where(varies, x, np.nan) for x in (sd, low, high, p)))
 
 
@@ -100,12 +100,12 @@ def seeds_needed(sd: float, margin: float, comparisons: int = 1) -> float | None
     if not np.isfinite(sd):
         return None
     R = np.arange(2, MAX_SEEDS + 1)
-    critical = stats.t.isf(LEVEL / comparisons / 2, R - 1)
+    critical = scipy.stats.t.isf(LEVEL / comparisons / 2, R - 1)
     shift = margin * np.sqrt(R) / max(sd, 1e-12)
     # The other tail is negligible, and scipy's nct is inaccurate there. Beyond a shift
     # of 30 nct overflows, and the spread is that of the estimated sd alone.
     near = shift < 30
-    power = stats.chi2.cdf((R - 1) * (shift / critical) ** 2, R - 1)
-    power[near] = stats.nct.sf(critical[near], R[near] - 1, shift[near])
+    power = scipy.stats.chi2.cdf((R - 1) * (shift / critical) ** 2, R - 1)
+    power[near] = scipy.stats.nct.sf(critical[near], R[near] - 1, shift[near])
     enough = np.flatnonzero(power >= POWER)
     return int(R[enough[0]]) if len(enough) else np.inf

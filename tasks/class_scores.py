@@ -4,10 +4,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 
-from seqeval.metrics import classification_report
-from seqeval.metrics import f1_score as entity_f1_score
-from sklearn.metrics import precision_recall_fscore_support
-
 MOST_CONFUSIONS = 10
 
 
@@ -41,13 +37,17 @@ def confusions(true: Sequence[str], predicted: Sequence[str]) -> list[dict]:
 
 def entity_f1(true: list[list[str]], predicted: list[list[str]]) -> float:
     """Return seqeval's micro-averaged F1 of entities in BIO tags."""
+    from seqeval.metrics import f1_score  # slow to import
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes that are never predicted
-        return float(entity_f1_score(true, predicted, zero_division=0))
+        return float(f1_score(true, predicted, zero_division=0))
 
 
 def entity_report(true: list[list[str]], predicted: list[list[str]]) -> list[dict]:
     """Return precision, recall, F1 and support of every type of entity in BIO tags."""
+    from seqeval.metrics import classification_report  # slow to import
+
     if not any(tag != "O" for tags in (*true, *predicted) for tag in tags):
         return []
     with warnings.catch_warnings():
@@ -65,6 +65,8 @@ def entity_report(true: list[list[str]], predicted: list[list[str]]) -> list[dic
 
 
 def _per_class(true, predicted, classes):
+    from sklearn.metrics import precision_recall_fscore_support  # slow to import
+
     return precision_recall_fscore_support(
         true, predicted, labels=classes, zero_division=0
     )
