@@ -31,15 +31,15 @@ test-slow: .venv/.dev
 
 # Training that is killed 20 times, and the like: minutes.
 test-faults: .venv/.dev
-	$(QUICK) $(RUN) -m pytest tests/faults
+	$(QUICK) $(RUN) -m pytest -n 2 --dist loadfile tests/faults
 
 # Whole sweeps, killed, shared, on Ray and submitit, their report in a browser: minutes.
 test-sweeps: .venv-sweeps/.installed
-	$(QUICK) .venv-sweeps/bin/python -m pytest -n 2 --dist worksteal tests/sweeps
+	$(QUICK) .venv-sweeps/bin/python -m pytest -n 2 --dist loadfile tests/sweeps
 
 # Beside PyTorch, transformers, x-transformers and CTranslate2, in an environment of its own.
 test-peers: .venv-peers/.installed
-	$(QUICK) .venv-peers/bin/python -m pytest tests/peers
+	$(QUICK) .venv-peers/bin/python -m pytest -n 2 --dist loadfile tests/peers
 
 # By the compilers for TPUs and NVIDIA GPUs, which need neither.
 test-compilers: .venv-compilers/.installed

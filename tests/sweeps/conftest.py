@@ -8,10 +8,10 @@ from sweep_cases import ABLATIONS, SENTENCES, finish, sweep
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for split, sentences in (("train", SENTENCES), ("val", SENTENCES[:6])):
-        for language in ("en", "de"):
-            text = "".join(f"{s}\n" for s in sentences)
-            (folder / f"{split}.{language}").write_text(text)
-            (folder / f"test.{language}").write_text(text)
+        text = "".join(f"{s}\n" for s in sentences)
+        for suffix in ("en", "de", "txt"):  # of a translator and of a language model
+            (folder / f"{split}.{suffix}").write_text(text)
+            (folder / f"test.{suffix}").write_text(text)
     (folder / "ablations.py").write_text(ABLATIONS)
     return folder
 

@@ -60,7 +60,7 @@ def test_two_hosts_run_the_same_sweep_as_one(pair, uninterrupted, tmp_path):
             assert here[:2] == there[:2]
             both = zip(here[2:], there[2:], strict=True)
             assert all(a == b or abs(a - b) < 1e-4 * b for a, b in both)
-    columns = ("id", "arm", "seed", "status", "steps", "test_bleu", "test_chrf")
+    columns = ("id", "arm", "seed", "status", "steps", "test_loss")
     here, there = (
         [tuple(row[c] for c in columns) for row in rows(f)]
         for f in (folder, uninterrupted)

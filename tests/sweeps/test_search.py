@@ -36,16 +36,16 @@ def opened(workdir, corpus, **changes):
 
 
 def score(opened, best):
-    """Write dev scores, highest at the best learning rate, for groups without any."""
+    """Write dev scores, lowest at the best learning rate, for groups without any."""
     for group in opened.groups:
         path = opened.folder(group) / "result-val.json"
         if not path.exists() and group.trials[0].is_search:
-            scores = [50 - abs(t.nuisance[RATE] - best) * 1e3 for t in group.trials]
+            scores = [1 + abs(t.nuisance[RATE] - best) * 1e3 for t in group.trials]
             made = {"checkpoint": "best", "options": {}, "signatures": {}}
             made |= {"step": 60, "diverged_at": None}
-            made |= {"chrf": 50.0, "exact_match": 0.5, "loss": 1.0}
+            made |= {"loss": 1.0, "perplexity": 2.7}
             found = [
-                with_digest(made | {"trial": trial, "bleu": score})
+                with_digest(made | {"trial": trial, "bits_per_byte": score})
                 for trial, score in enumerate(scores)
             ]
             write_json(path, found)
@@ -126,7 +126,7 @@ def test_a_killed_search_resumes(tmp_path, corpus):
         assert stages.count((arm, "report", "done")) == 2
     assert len(found) == 8
     for row in found:
-        assert (row["test_chrf"] is None) == (row["stage"] == "search")
+        assert (row["test_loss"] is None) == (row["stage"] == "search")
     for name, commands in started(workdir).items():
         assert commands[-1] == ("val" if "-search-" in name else "val,test")
     finish([sys.executable, "sweep.py", "report", f"--workdir={workdir}"])
