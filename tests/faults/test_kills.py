@@ -98,7 +98,7 @@ def test_killed_at_random_moments_and_in_saves(uninterrupted, settings, tmp_path
     generator = random.Random(seed)
     workdir = tmp_path / "run"
     kinds = []
-    for _ in range(repeats(10)):
+    for _ in range(repeats(4)):
         process = start(training(workdir, **settings), stderr=subprocess.DEVNULL)
         kinds.append(wait_for_moment(generator, process, workdir))
         process.send_signal(signal.SIGKILL)

@@ -75,7 +75,7 @@ def test_attention_alone_in_another_project_with_the_same_folder_names(wheel, tm
 def test_command_trains_and_scores_from_another_folder(tmp_path):
     command = Path(sys.executable).with_name("headcount")
     small = ["--config.model.width=16", "--config.train.num_steps=4", "--workdir=run"]
-    config = "--config=configs/numbers.py:short"
+    config = "--config=configs/stories.py"
     run(command, "train", config, *small, cwd=tmp_path, JAX_PLATFORMS="cpu")
     scored = run(
         command,
