@@ -306,6 +306,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
             "dtype": model.dtype,
             "mesh": dict(mesh.shape),
             "data": checksums(examples, dev),
+            "tokenizer": tokenizers.checksums(task.folder),
             "num_parameters": cost.parameters(model),
             "steps_per_epoch": batches.steps_per_epoch,
             "batch": {name: array.shape for name, array in spec.items()},
@@ -360,9 +361,9 @@ def _read_data(task, workdir: Path):
                 tokenizers.remove(task.folder)  # of a start that failed
             if other:
                 tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
-            copied = tokenizer_files(task.folder)
+            copied = tokenizers.checksums(task.folder).keys()
             examples = task.load("train")
-            if other and tokenizer_files(task.folder) != copied:
+            if other and tokenizers.checksums(task.folder).keys() != copied:
                 raise ValueError(
                     f"train.init_from={other}: {run_folder(other) / 'tokenizer'} has "
                     f"no vocabulary for this config, and its parameters mean nothing "
@@ -376,11 +377,6 @@ def _read_data(task, workdir: Path):
             check_data(workdir, checksums(examples, dev))
     distributed.check_same("data", checksums(examples, dev))
     return examples, dev
-
-
-def tokenizer_files(folder: Path) -> list[str]:
-    """Return the names of the tokenizer files in a folder."""
-    return [name for name in tokenizers.VOCABULARIES if (folder / name).exists()]
 
 
 def checksums(examples, dev) -> dict:

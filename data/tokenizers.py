@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -370,6 +371,12 @@ VOCABULARIES = (
     *("affixes.json", "wordpiece.json"),
 )
 FILES = (*VOCABULARIES, "classes.json")
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of every vocabulary in a folder, by its file's name."""
+    paths = (folder / name for name in VOCABULARIES)
+    return {p.name: zlib.crc32(p.read_bytes()) for p in paths if p.is_file()}
 
 
 def remove(folder: Path) -> None:

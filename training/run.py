@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from headcount.configs.commandline import flat
 from headcount.configs.run import load_config
+from headcount.data import tokenizers
 from headcount.models import cost
 from headcount.models.cost import abstract
 from headcount.runtime import distributed, sharding
@@ -94,7 +95,7 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) -> None:
-    """Raise a ValueError if a run was trained on another task or with another model.
+    """Raise a ValueError if a run was trained on another task, model or vocabulary.
 
     Then one of its files was edited: the task of a model of the same shapes would give
     answers that mean nothing.
@@ -120,6 +121,12 @@ def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) ->
             f"{workdir / 'config.json'} and {workdir / 'tokenizer'} are of a model of "
             f"{num_parameters:,} parameters, and {path} says that {count} were "
             f"trained; restore the one that was edited."
+        )
+    found = tokenizers.checksums(workdir / "tokenizer")
+    if facts.get("tokenizer", found) != found:
+        raise ValueError(
+            f"{workdir / 'tokenizer'} has other vocabularies than {path} says that the "
+            f"run was trained with; restore the one that was replaced."
         )
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from headcount.data import numbers, tokenizers
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import READERS
 from headcount.training.run import choose_trials, load, read_config
@@ -103,6 +104,18 @@ def test_a_key_that_this_version_lacks_raises_with_its_name(workdir):
 def test_a_damaged_file_of_a_run_raises_with_its_name(workdir, name):
     (workdir / name).write_text("{")
     with pytest.raises(ValueError, match=f"{name} is damaged"):
+        load(workdir)
+
+
+def test_a_vocabulary_of_the_same_size_that_was_replaced_raises(workdir):
+    """It would give answers in other words."""
+    folder = workdir / "tokenizer"
+    sizes = tokenizers.pair_vocab_sizes(tokenizers.load_pair(folder))
+    french = numbers.phrases(range(2000), "fr")
+    other = tokenizers.train_sentencepiece(french, sizes[0])
+    (folder / "joint.model").write_bytes(other)
+    assert tokenizers.pair_vocab_sizes(tokenizers.load_pair(folder)) == sizes
+    with pytest.raises(ValueError, match=f"{folder} has other vocabularies"):
         load(workdir)
 
 
