@@ -29,7 +29,7 @@ test-slow: .venv/.dev
 	$(QUICK) $(RUN) -m pytest -n 2 --dist worksteal -m slow \
 	  -o norecursedirs=".* compilers peers gpu faults sweeps"
 
-# Training that is killed 20 times, and the like: minutes.
+# Training that is killed, signalled and short of disk, again and again: minutes.
 test-faults: .venv/.dev
 	$(QUICK) $(RUN) -m pytest -n 2 --dist loadfile tests/faults
 
