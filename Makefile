@@ -58,9 +58,15 @@ test-gpu: .venv/.dev
 	.venv/bin/pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.venv-%/.installed: requirements-%.txt requirements-dev.txt requirements.txt
+# In two steps, for wheels of several environments may be unpacked at once, but only one
+# can build this package.
+.PRECIOUS: .venv-%/.wheels
+.venv-%/.wheels: requirements-%.txt requirements-dev.txt requirements.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install --quiet -r requirements-$*.txt
+	touch $@
+
+.venv-%/.installed: .venv-%/.wheels
 	.venv-$*/bin/pip install --quiet --no-deps -e .
 	touch $@
 
