@@ -30,7 +30,7 @@ MERGE_ARMS = (
     "gated_elementwise",
     "mixture",
 )
-PENALTIES = (0.0003, 0.001, 0.003, 0.01, 0.03)  # nats per token and head
+PENALTIES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)  # nats per token and head
 AVERAGES = ("concat", "mean", "weighted", "dynamic")
 
 
