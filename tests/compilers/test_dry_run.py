@@ -1,7 +1,7 @@
 """Whole training steps through the TPU's and the GPU's compilers, as --dry_run.
 
 By default a few configs stand for those that build the same model in other sizes.
-HEADCOUNT_COMPILE=all compiles every one: a quarter of an hour more.
+HEADCOUNT_COMPILE=all compiles every one: minutes more.
 """
 
 import functools
@@ -28,7 +28,7 @@ NOT_TRAINED = (
 )
 FOLDER = Path(__file__).parents[2] / "configs"
 ALL = os.environ.get("HEADCOUNT_COMPILE") == "all"
-PODS = ("v5e:16x16", "v6e:16x16")[: 2 if ALL else 1]
+PODS = ("v5e:16x16", "v6e:16x16") if ALL else ("v5e:16x16",)
 EXPERIMENTS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(NOT_TRAINED))
 # a translator, a language model with all that is modern, and an encoder
 FEW = ("numbers", "modern", "movie_reviews")
@@ -120,7 +120,7 @@ def test_sixteen_seeds_of_gpt2_train_at_once(variant, target, trials):
 
 
 @pytest.mark.parametrize("pod", PODS)
-@pytest.mark.parametrize("name", ["multi30k", "numbers"][: 2 if ALL else 1])
+@pytest.mark.parametrize("name", ["multi30k", "numbers"] if ALL else ["multi30k"])
 def test_trials_on_a_pod_need_no_communication(name, pod):
     plan = planned(name, pod, seeds=256)
     assert plan.fits and plan.mesh == {"trial": 256, "data": 1, "model": 1}
