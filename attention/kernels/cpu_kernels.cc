@@ -23,7 +23,6 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
 using Booleans = ffi::Buffer<ffi::PRED>;
 
-constexpr int64_t ROWS = 64, KEYS = 128;  // of a block of the map
 constexpr int64_t QUERIES = 512;  // of a task: they share the keys that it lays out
 
 struct Forward : Problem {
@@ -55,8 +54,9 @@ struct Forward : Problem {
     for (int64_t s = 0; s < S; s += KEYS) {
       const Range all{s, std::min(S, s + KEYS)};
       bool laid_out = false;
-      for (int64_t i = 0; i < count; i += ROWS) {
-        const int64_t rows = std::min(ROWS, count - i);
+      for (int64_t i = 0, end; i < count; i = end) {
+        end = block_end(b, first + i, first + count) - first;
+        const int64_t rows = end - i;
         const Range range = keys(b, first + i, rows, all);
         if (range.start >= range.stop) continue;
         if (!laid_out) {
@@ -164,8 +164,9 @@ struct Backward : Problem {
       bool laid_out = false;
       std::fill_n(dk, block * deep, 0.f);
       std::fill_n(dv, block * wide, 0.f);
-      for (int64_t i = 0; i < T; i += ROWS) {
-        const int64_t rows = std::min(ROWS, T - i);
+      for (int64_t i = 0, end; i < T; i = end) {
+        end = block_end(b, i, T);
+        const int64_t rows = end - i;
         const Range range = keys(b, i, rows, all);
         if (range.start >= range.stop) continue;
         if (!laid_out) {

@@ -13,6 +13,7 @@
 
 constexpr float EMPTY = -0.7f * std::numeric_limits<float>::max();  // as in masks.py
 constexpr float LOWEST = EMPTY / 2;
+constexpr int64_t ROWS = 24, KEYS = 128;  // of a block of the map, at most
 
 struct Range {
   int64_t start, stop;
@@ -72,6 +73,16 @@ struct Problem {
   int64_t row(int64_t b, int64_t t, int64_t n) const { return (b * T + t) * N + n; }
   int64_t key_row(int64_t b, int64_t s, int64_t n) const {
     return (b * S + s) * K + n / (N / K);
+  }
+
+  // Where a block of queries from `t` on ends, at the latest at `stop`: with a segment if
+  // it can, because what pairs queries and keys of different segments is thrown away.
+  int64_t block_end(int64_t b, int64_t t, int64_t stop) const {
+    stop = std::min(stop, t + ROWS);
+    if (query_ids)
+      for (int64_t i = t + TALL; i < stop; ++i)
+        if (query_ids[b * T + i] != query_ids[b * T + i - 1]) return i;
+    return stop;
   }
 
   // The keys that a query may attend to, but for what segments and the mask say.
