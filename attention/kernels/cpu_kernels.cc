@@ -23,7 +23,6 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
 using Booleans = ffi::Buffer<ffi::PRED>;
 
-constexpr int64_t QUERIES = 512;  // of a task: they share the keys that it lays out
 
 struct Forward : Problem {
   static constexpr int SUMS = 5;  // energy, distance, previous, current, following
@@ -36,7 +35,7 @@ struct Forward : Problem {
     const int64_t b = task / parts() / N, n = task / parts() % N;
     const int64_t first = task % parts() * QUERIES;
     const int64_t count = std::min(QUERIES, T - first);
-    const int64_t wide = padded(V), block = padded(std::min(KEYS, S));
+    const int64_t wide = padded(V), block = padded(std::min(KEYS, S)) + W;
     Scratch scratch(8, count * (H + wide + 2 + SUMS) + block * (H + wide + ROWS));
     float* q = scratch.take(count * H);
     float* outs = scratch.take(count * wide);
@@ -54,11 +53,10 @@ struct Forward : Problem {
     for (int64_t s = 0; s < S; s += KEYS) {
       const Range all{s, std::min(S, s + KEYS)};
       bool laid_out = false;
-      for (int64_t i = 0, end; i < count; i = end) {
-        end = block_end(b, first + i, first + count) - first;
-        const int64_t rows = end - i;
-        const Range range = keys(b, first + i, rows, all);
-        if (range.start >= range.stop) continue;
+      for (const auto& [queries, keys, whole] : blocks[b]) {
+        const int64_t i = queries.start - first, rows = queries.size();
+        const Range range = keys.both(all);
+        if (i < 0 || i >= count || range.start >= range.stop) continue;
         if (!laid_out) {
           transpose(all.size(), H, key + key_row(b, s, n) * H, K * H, k, block);
           copy(all.size(), V, value + key_row(b, s, n) * V, K * V, v, wide);
@@ -68,8 +66,8 @@ struct Forward : Problem {
         multiply(rows, padded(range.size()), H, {q + i * H, H, 1}, k + offset, block,
                  logits, block, false);
         for (int64_t r = i; r < i + rows; ++r)
-          softmax(b, n, first + r, range, logits + (r - i) * block, highest[r],
-                  total[r], outs + r * wide, sums + r * SUMS);
+          softmax(b, n, first + r, range, whole, logits + (r - i) * block,
+                  highest[r], total[r], outs + r * wide, sums + r * SUMS);
         multiply(rows, wide, range.size(), {logits, block, 1}, v + offset * wide, wide,
                  outs + i * wide, wide, true);
       }
@@ -88,11 +86,11 @@ struct Forward : Problem {
 
   // A row's logits to exponentials, which are added up; what was added up before counts
   // from the new maximum.
-  void softmax(int64_t b, int64_t n, int64_t t, Range range, float* logits,
+  void softmax(int64_t b, int64_t n, int64_t t, Range range, bool whole, float* logits,
                float& highest, float& total, float* outs, float* sums) const {
     const int64_t width = padded(range.size());
     lean(logits, b, n, t, range);
-    hide(logits, b, n, t, range);
+    hide(logits, b, n, t, range, whole);
     Vector most = at(logits);
     for (int64_t s = W; s < width; s += W)
       most = at(logits + s) > most ? at(logits + s) : most;
@@ -141,7 +139,7 @@ struct Backward : Problem {
   void run(int64_t task) const {
     const int64_t b = task / N, n = task % N;
     const int64_t deep = padded(H), wide = padded(V);
-    const int64_t block = padded(std::min(KEYS, S));
+    const int64_t block = padded(std::min(KEYS, S)) + W;
     Scratch scratch(10, T * (2 * deep + wide) +
                             block * (2 * deep + H + wide + V + 2 * ROWS));
     float* q = scratch.take(T * deep);
@@ -164,11 +162,10 @@ struct Backward : Problem {
       bool laid_out = false;
       std::fill_n(dk, block * deep, 0.f);
       std::fill_n(dv, block * wide, 0.f);
-      for (int64_t i = 0, end; i < T; i = end) {
-        end = block_end(b, i, T);
-        const int64_t rows = end - i;
-        const Range range = keys(b, i, rows, all);
+      for (const auto& [queries, keys, whole] : blocks[b]) {
+        const Range range = keys.both(all);
         if (range.start >= range.stop) continue;
+        const int64_t i = queries.start, rows = queries.size();
         if (!laid_out) {
           const float* from = key + key_row(b, s, n) * H;
           copy(all.size(), H, from, K * H, k, deep);
@@ -184,7 +181,8 @@ struct Backward : Problem {
         multiply(rows, width, V, {d_here, wide, 1}, v_turned + offset, block, gradient,
                  block, false);
         for (int64_t r = 0; r < rows; ++r)
-          softmax(b, n, i + r, range, weights + r * block, gradient + r * block);
+          softmax(b, n, i + r, range, whole, weights + r * block,
+                  gradient + r * block);
         if (by_bias)
           for (int64_t r = 0; r < rows; ++r)
             std::copy_n(gradient + r * block, range.size(),
@@ -228,11 +226,11 @@ struct Backward : Problem {
 
   // A row's logits to the weights after dropout, and the gradient by those to that by
   // the logits.
-  void softmax(int64_t b, int64_t n, int64_t t, Range range, float* weights,
-               float* gradient) const {
+  void softmax(int64_t b, int64_t n, int64_t t, Range range, bool whole,
+               float* weights, float* gradient) const {
     const int64_t r = row(b, t, n);
     lean(weights, b, n, t, range);
-    hide(weights, b, n, t, range);
+    hide(weights, b, n, t, range, whole);
     if (dropout_keys) drop(gradient, b, n, t, range);
     for (int64_t s = 0; s < padded(range.size()); s += W) {
       const Vector x = clipped(at(weights + s) - maximum[r]);
@@ -314,6 +312,7 @@ Problem problem(float scale, bool is_causal, int64_t left, int64_t right,
   p.query_lengths = given(query_lengths), p.key_lengths = given(key_lengths);
   p.query_ids = given(query_ids), p.key_ids = given(key_ids);
   p.scale = scale, p.is_causal = is_causal, p.left = left, p.right = right;
+  p.find_blocks();
   return p;
 }
 

@@ -14,10 +14,20 @@
 constexpr float EMPTY = -0.7f * std::numeric_limits<float>::max();  // as in masks.py
 constexpr float LOWEST = EMPTY / 2;
 constexpr int64_t ROWS = 24, KEYS = 128;  // of a block of the map, at most
+constexpr int64_t QUERIES = 512;  // of a task: they share the keys that it lays out
 
 struct Range {
   int64_t start, stop;
   int64_t size() const { return stop - start; }
+  Range both(Range other) const {
+    return {std::max(start, other.start), std::min(stop, other.stop)};
+  }
+};
+
+// Some queries, and the keys from the first to the last that any of them may attend to.
+struct Block {
+  Range queries, keys;
+  bool whole;  // every query may attend to every of these keys, unless the mask hides it
 };
 
 // A thread's memory, kept for its next task unless it is much.
@@ -69,20 +79,11 @@ struct Problem {
   float scale;
   bool is_causal;
   int64_t left, right;
+  std::vector<std::vector<Block>> blocks;  // of each batch row
 
   int64_t row(int64_t b, int64_t t, int64_t n) const { return (b * T + t) * N + n; }
   int64_t key_row(int64_t b, int64_t s, int64_t n) const {
     return (b * S + s) * K + n / (N / K);
-  }
-
-  // Where a block of queries from `t` on ends, at the latest at `stop`: with a segment if
-  // it can, because what pairs queries and keys of different segments is thrown away.
-  int64_t block_end(int64_t b, int64_t t, int64_t stop) const {
-    stop = std::min(stop, t + ROWS);
-    if (query_ids)
-      for (int64_t i = t + TALL; i < stop; ++i)
-        if (query_ids[b * T + i] != query_ids[b * T + i - 1]) return i;
-    return stop;
   }
 
   // The keys that a query may attend to, but for what segments and the mask say.
@@ -95,33 +96,54 @@ struct Problem {
     return found;
   }
 
-  // Of a range of keys those from the first to the last that any of some queries may
-  // attend to, begun at a whole vector.
-  Range keys(int64_t b, int64_t t, int64_t rows, Range all) const {
-    Range found{all.stop, all.start};
+  // Where a block of queries from `t` on ends, at the latest at `stop`: with a segment if
+  // it can, because what pairs queries and keys of different segments is thrown away.
+  int64_t block_end(int64_t b, int64_t t, int64_t stop) const {
+    stop = std::min(stop, t + ROWS);
+    if (query_ids)
+      for (int64_t i = t + TALL; i < stop; ++i)
+        if (query_ids[b * T + i] != query_ids[b * T + i - 1]) return i;
+    return stop;
+  }
+
+  Block block(int64_t b, Range queries) const {
+    Block found{queries, {S, 0}, true};
     int32_t least = std::numeric_limits<int32_t>::max();
     int32_t most = std::numeric_limits<int32_t>::min();
-    for (int64_t i = t; i < t + rows; ++i) {
-      const Range one = keys(b, i);
+    const Range first = keys(b, queries.start);
+    for (int64_t t = queries.start; t < queries.stop; ++t) {
+      const Range one = keys(b, t);
+      found.whole &= one.start == first.start && one.stop == first.stop;
       if (one.start >= one.stop) continue;
-      found.start = std::min(found.start, one.start);
-      found.stop = std::max(found.stop, one.stop);
+      found.keys.start = std::min(found.keys.start, one.start);
+      found.keys.stop = std::max(found.keys.stop, one.stop);
       if (query_ids) {
-        least = std::min(least, query_ids[b * T + i]);
-        most = std::max(most, query_ids[b * T + i]);
+        least = std::min(least, query_ids[b * T + t]);
+        most = std::max(most, query_ids[b * T + t]);
       }
     }
-    found = {std::max(found.start, all.start), std::min(found.stop, all.stop)};
     if (key_ids) {
-      auto outside = [&](int64_t s) {
-        const int32_t id = key_ids[b * S + s];
-        return id < least || id > most;
-      };
-      while (found.start < found.stop && outside(found.start)) ++found.start;
-      while (found.start < found.stop && outside(found.stop - 1)) --found.stop;
+      const int32_t* ids = key_ids + b * S;
+      auto outside = [&](int64_t s) { return ids[s] < least || ids[s] > most; };
+      Range& range = found.keys;
+      while (range.start < range.stop && outside(range.start)) ++range.start;
+      while (range.start < range.stop && outside(range.stop - 1)) --range.stop;
+      found.whole &= least == most;
+      for (int64_t s = range.start; found.whole && s < range.stop; ++s)
+        found.whole = ids[s] == least;
     }
-    if (found.start < found.stop) found.start -= (found.start - all.start) % W;
     return found;
+  }
+
+  // Find the blocks of every batch row that have keys: once, for all heads.
+  void find_blocks() {
+    blocks.resize(batch);
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t t = 0, end; t < T; t = end) {
+        end = block_end(b, t, std::min(T, t / QUERIES * QUERIES + QUERIES));
+        const Block found = block(b, {t, end});
+        if (found.keys.start < found.keys.stop) blocks[b].push_back(found);
+      }
   }
 
   // Where an array `B N T S`, some axes of which may be 1, has a row of keys from `start`
@@ -164,9 +186,11 @@ struct Problem {
 
   // Set the logits of a range of keys, and what pads it, to EMPTY where the query may
   // not attend.
-  void hide(float* logits, int64_t b, int64_t n, int64_t t, Range range) const {
-    const Range seen = keys(b, t);
+  void hide(float* logits, int64_t b, int64_t n, int64_t t, Range range,
+            bool whole) const {
     const int64_t size = range.size();
+    if (whole && !mask) return std::fill(logits + size, logits + padded(size), EMPTY);
+    const Range seen = keys(b, t);
     const int64_t start = std::clamp<int64_t>(seen.start - range.start, 0, size);
     const int64_t stop = std::clamp<int64_t>(seen.stop - range.start, start, size);
     std::fill(logits, logits + start, EMPTY);
