@@ -37,13 +37,17 @@ def parameters(params) -> int:
 
 
 def multiply_adds(model, spec: dict) -> int:
-    """Return the multiply-adds of a forward pass's matrix products for a batch spec."""
+    """Return the multiply-adds of a forward pass's matrix products for a batch spec.
+
+    With the logits of classes, of a model that has some, instead of those of tokens.
+    """
     batch = {
         name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
         for name, x in spec.items()
     }
     rows = next(iter(spec.values())).shape[0]
-    return rows * products_of(plain(model), batch)
+    logits = type(model).class_logits if model.classifier else None
+    return rows * products_of(plain(model), batch, method=logits)
 
 
 def update_flops(model, spec: dict) -> float:

@@ -9,7 +9,6 @@ rule.)
 """
 
 import re
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -33,6 +32,7 @@ from headcount.models.cost import (
 )
 from headcount.models.linear import project
 from headcount.models.transformer import Transformer
+from headcount.tasks import make_task
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file.", lock_config=True
@@ -42,7 +42,7 @@ ORDER = (
     *("embedding", "source_embedding", "types"),
     *("encoder_positions", "encoder_embedding_norm", "encoder", "encoder_norm"),
     *("decoder_positions", "decoder_embedding_norm", "decoder", "decoder_norm"),
-    *("pooler", "output"),
+    *("pooler", "output", "classifier"),
 )
 WITHIN = ("self_attention", "cross_attention", "mlp", "norms")
 OF_HEADS = ("query", "key", "value", "latent", "maps", "merge")
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
     """Return the parts of a model in order; they sum to the whole.
 
-    The pooler does not lead to the logits, so its products are not counted.
+    A pooler that does not lead to the logits has no products.
 
     Args:
         model: may be abstract.
@@ -127,8 +127,11 @@ def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
                 found |= {f"{site}.{name}": n for name, n in by_part.items()}
         work |= {f"{stack}.{name}": count * n for name, n in found.items()}
     hidden = like(T if model.decoder else S, D)
-    work["output"] = products_of(model, hidden, method=Transformer.logits)
-    return work
+    if model.classifier:
+        ids = jax.ShapeDtypeStruct((1, S), jnp.int32)
+        classes = products_of(model, hidden, ids, method=Transformer.classes)
+        return work | {"classifier": classes}
+    return work | {"output": products_of(model, hidden, method=Transformer.logits)}
 
 
 def of_attention(attention: Attention, x, memory) -> dict[str, int]:
@@ -236,9 +239,7 @@ def main():
         )
     with one_sentence():
         check_values(flat(CONFIG.value.to_dict()))
-        data, settings = CONFIG.value.data, CONFIG.value.model.to_dict()
-        sizes = (data.vocab_size,) * (1 if data.joint_vocabulary else 2)
-        model = abstract(partial(Transformer, *sizes, **settings))
+        model = abstract(make_task(CONFIG.value).build)
         print_parts(model)
         print_heads(model)
 

@@ -424,15 +424,20 @@ class Transformer(nnx.Module):
         Args:
             batch, options: see `hidden`.
         """
-        vectors = self.classifier.pool(
-            self.hidden(batch, **options), batch["source_segments"]
-        )
-        if self.pooler is not None and self.classifier.pooling == "first":
-            vectors = self.pooler.transform(vectors)
         rate, key = options.get("rate"), options.get("key")
         rate = self.dropout if rate is None else rate
-        drop = None if key is None else (rate, key)
-        return self.classifier.linear(dropout(vectors, fold(drop, 2), 0))
+        drop = fold(None if key is None else (rate, key), 2)
+        hidden = self.hidden(batch, **options)
+        return self.classes(hidden, batch["source_segments"], drop)
+
+    def classes(
+        self, hidden: Float[Array, "B S D"], segments: Int[Array, "B S"], drop=None
+    ) -> Float[Array, "B S C"]:
+        """Return the logits of classes from what the encoder returns."""
+        vectors = self.classifier.pool(hidden, segments)
+        if self.pooler is not None and self.classifier.pooling == "first":
+            vectors = self.pooler.transform(vectors)
+        return self.classifier.linear(dropout(vectors, drop, 0))
 
     def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
         """Return tanh of a linear map of each row's first token, as BERT."""

@@ -30,6 +30,13 @@ OTHERS = {
         "output_bias": True,
         "embedding_norm": True,
     },
+    "classes of every token": {"num_decoder_layers": 0, "num_classes": 5},
+    "classes of the first token": {
+        "num_decoder_layers": 0,
+        "num_classes": 5,
+        "pooling": "first",
+        "pooler": True,
+    },
 }
 
 
@@ -65,6 +72,15 @@ def test_parameters_and_multiply_adds_of_presets_by_hand(name, length):
     rows = parts(model, length, length)
     assert sum(row.parameters for row in rows) == parameters(model)
     assert sum(row.multiply_adds for row in rows) == multiply_adds(model, spec)
+
+
+def test_a_tagger_has_no_products_with_the_vocabulary():
+    settings = config_of() | {"num_decoder_layers": 0}
+    D, V, C, S = settings["width"], 1000, 5, 9
+    tagger = abstract(partial(Transformer, V, num_classes=C, **settings))
+    masked = abstract(partial(Transformer, V, **settings))
+    counts = [multiply_adds(model, spec_of(model, S, 0)) for model in (masked, tagger)]
+    assert counts[0] - counts[1] == S * D * (V - C)
 
 
 @pytest.mark.parametrize("name", ["mean", "gated_elementwise"])
