@@ -11,7 +11,7 @@ from headcount.configs import base
 
 
 def get_config():
-    """Return one layer of four heads over words."""
+    """Return one layer of sixteen heads over words."""
     config = base.get_config()
     config.task.name = "classification"
     config.task.pooling = "mean"
@@ -26,13 +26,14 @@ def get_config():
     config.model.mlp_dim = 256
     config.model.num_encoder_layers = 1
     config.model.num_decoder_layers = 0
+    config.model.attention.num_heads = 16
     config.model.dropout = 0.5
     config.model.positions = "relative"
     config.model.norm = "pre"
-    config.optimizer.learning_rate = 1e-3
+    config.optimizer.learning_rate = 8e-3
     config.optimizer.warmup_steps = 50
     config.optimizer.schedule = "cosine"
-    config.train.num_steps = 500
+    config.train.num_steps = 250
     config.train.eval_every_steps = 50
-    config.train.checkpoint_every_steps = 500
+    config.train.checkpoint_every_steps = 250
     return config

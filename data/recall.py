@@ -10,6 +10,7 @@ import numpy as np
 SIZES = {"train": 20_000, "val": 500, "test": 1_000}
 SEEDS = {"train": 2312, "val": 4927, "test": 4928}
 SPECIAL = 4  # ids of a vocabulary that are not words: pad, bos, eos, unk
+MOST = 2**14  # ids of a vocabulary: every document draws its keys from half of them
 
 
 def documents(split: str, length: int, vocab_size: int) -> list[str]:
@@ -34,6 +35,10 @@ def documents(split: str, length: int, vocab_size: int) -> list[str]:
         raise ValueError(
             f"data.vocab_size must be at least {2 * pairs + SPECIAL} for recall with "
             f"data.max_length={length}, got {vocab_size}."
+        )
+    if vocab_size > MOST:
+        raise ValueError(
+            f"data.vocab_size must be at most {MOST} for recall, got {vocab_size}."
         )
     rng, count = np.random.default_rng([SEEDS[split], length, vocab_size]), SIZES[split]
     keys = np.argsort(rng.random((count, words)), axis=1)[:, :pairs]

@@ -54,6 +54,7 @@ def test_the_vocabulary_has_every_word_of_the_documents():
         ("dev", 16, 44, "'dev'.*train, val, test"),
         ("val", 18, 44, "data.max_length .* 18"),
         ("val", 0, 44, "data.max_length .* 0"),
+        ("val", 16, 10**8, "data.vocab_size must be at most 16384 .* 100000000"),
         ("val", 64, 34, "data.vocab_size must be at least 36 .*data.max_length=64"),
     ],
 )
