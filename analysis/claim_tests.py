@@ -175,7 +175,8 @@ def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
     if not arms:
         return []
     counts = sorted({arm.parameters for arm in [*arms, reference]})
-    text = f"{len(arms) + 1} arms: {' to '.join(f'{c:,}' for c in counts)} parameters"
+    ends = dict.fromkeys((counts[0], counts[-1]))
+    text = f"{len(arms) + 1} arms: {' to '.join(f'{c:,}' for c in ends)} parameters"
     verdict = SUPPORTED if len(counts) == 1 else CONTRADICTED
     return [Effect(sweep.corpus, text, verdict, len(reference.loss))]
 

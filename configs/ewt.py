@@ -12,7 +12,7 @@ from headcount.configs import base
 
 
 def get_config():
-    """Return two layers of four heads on words as sums of their affixes."""
+    """Return two layers of sixteen heads on words as sums of their affixes."""
     config = base.get_config()
     config.task.name = "tagging"
     config.task.token_dropout = 0.15
@@ -27,13 +27,14 @@ def get_config():
     config.model.mlp_dim = 256
     config.model.num_encoder_layers = 2
     config.model.num_decoder_layers = 0
+    config.model.attention.num_heads = 16
     config.model.dropout = 0.3
     config.model.positions = "relative"
     config.model.norm = "pre"
-    config.optimizer.learning_rate = 3e-3
-    config.optimizer.warmup_steps = 200
+    config.optimizer.learning_rate = 1.6e-2
+    config.optimizer.warmup_steps = 50
     config.optimizer.schedule = "cosine"
-    config.train.num_steps = 600
+    config.train.num_steps = 200
     config.train.eval_every_steps = 100
-    config.train.checkpoint_every_steps = 200
+    config.train.checkpoint_every_steps = 100
     return config
