@@ -9,6 +9,7 @@ rule.)
 """
 
 import re
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -32,7 +33,6 @@ from headcount.models.cost import (
 )
 from headcount.models.linear import project
 from headcount.models.transformer import Transformer
-from headcount.tasks import make_task
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file.", lock_config=True
@@ -239,7 +239,13 @@ def main():
         )
     with one_sentence():
         check_values(flat(CONFIG.value.to_dict()))
-        model = abstract(make_task(CONFIG.value).build)
+        data, task = CONFIG.value.data, CONFIG.value.task
+        sizes = (data.vocab_size,) * (1 if data.joint_vocabulary else 2)
+        settings = CONFIG.value.model.to_dict()
+        if task.name in ("tagging", "classification"):
+            pooling = task.pooling if task.name == "classification" else None
+            settings |= {"num_classes": data.num_classes, "pooling": pooling}
+        model = abstract(partial(Transformer, *sizes, **settings))
         print_parts(model)
         print_heads(model)
 
