@@ -23,7 +23,6 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
 using Booleans = ffi::Buffer<ffi::PRED>;
 
-
 struct Forward : Problem {
   static constexpr int SUMS = 5;  // energy, distance, previous, current, following
   float *out, *maximum, *reciprocal, *statistics;  // statistics: `B T N 5` or none

@@ -185,7 +185,7 @@ struct Problem {
   }
 
   // Set the logits of a range of keys, and what pads it, to EMPTY where the query may
-  // not attend.
+  // not attend. `whole`: of its block, see `Block`.
   void hide(float* logits, int64_t b, int64_t n, int64_t t, Range range,
             bool whole) const {
     const int64_t size = range.size();
