@@ -32,6 +32,8 @@ def payloads(data: bytes):
             place += left
             continue
         _, size, kind = struct.unpack("<IHB", data[place : place + HEADER])
+        if place + HEADER + size > len(data):
+            return  # still being written
         entry += data[place + HEADER : place + HEADER + size]
         place += HEADER + size
         if kind in (1, 4):  # a whole entry, or the last part of one
@@ -40,14 +42,27 @@ def payloads(data: bytes):
 
 
 def records(folder):
-    """The records that the offline runs in a folder wrote, in their order."""
-    from wandb.proto import wandb_internal_pb2
+    """The records that the offline runs in a folder wrote, in their order.
 
+    wandb's service closes the file some time after the run has been finished.
+    """
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for entry in payloads(path.read_bytes()):
-            found.append(wandb_internal_pb2.Record.FromString(entry))
+        late, entries = time.monotonic() + 60, []
+        while not any(entry.HasField("exit") for entry in entries):
+            assert time.monotonic() < late, f"{path} has no end: {entries}"
+            entries = read_records(path)
+            time.sleep(0.1)
+        found += entries
     return found
+
+
+def read_records(path) -> list:
+    """The records of one file, as many as are whole."""
+    from wandb.proto import wandb_internal_pb2
+
+    read = wandb_internal_pb2.Record.FromString
+    return [read(entry) for entry in payloads(path.read_bytes())]
 
 
 def tables(folder) -> dict:
