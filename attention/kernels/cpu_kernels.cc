@@ -64,9 +64,13 @@ struct Forward : Problem {
         const int64_t offset = range.start - s;
         multiply(rows, padded(range.size()), H, {q + i * H, H, 1}, k + offset, block,
                  logits, block, false);
+        // In two loops, for then the processor works at several rows at once.
         for (int64_t r = i; r < i + rows; ++r)
-          softmax(b, n, first + r, range, whole, logits + (r - i) * block,
-                  highest[r], total[r], outs + r * wide, sums + r * SUMS);
+          raise(b, n, first + r, range, whole, logits + (r - i) * block, highest[r],
+                total[r], outs + r * wide, sums + r * SUMS);
+        for (int64_t r = i; r < i + rows; ++r)
+          softmax(b, n, first + r, range, logits + (r - i) * block, highest[r],
+                  total[r], sums + r * SUMS);
         multiply(rows, wide, range.size(), {logits, block, 1}, v + offset * wide, wide,
                  outs + i * wide, wide, true);
       }
@@ -83,26 +87,30 @@ struct Forward : Problem {
     }
   }
 
-  // A row's logits to exponentials, which are added up; what was added up before counts
-  // from the new maximum.
-  void softmax(int64_t b, int64_t n, int64_t t, Range range, bool whole, float* logits,
-               float& highest, float& total, float* outs, float* sums) const {
-    const int64_t width = padded(range.size());
+  // Hide logits of a row and find their maximum; what was added up before counts from
+  // the new one.
+  void raise(int64_t b, int64_t n, int64_t t, Range range, bool whole, float* logits,
+             float& highest, float& total, float* outs, float* sums) const {
     lean(logits, b, n, t, range);
     hide(logits, b, n, t, range, whole);
     Vector most = at(logits);
-    for (int64_t s = W; s < width; s += W)
-      most = at(logits + s) > most ? at(logits + s) : most;
+    for (int64_t s = W; s < padded(range.size()); s += W)
+      most = higher(at(logits + s), most);
     const float before = highest;
     highest = std::max(highest, ::highest(most));
-    if (total != 0 && highest > before) {
-      const float rescale = std::exp(before - highest);
-      for (int64_t c = 0; c < padded(V); c += W) at(outs + c) *= rescale;
-      // Bounded, for a product of the two largest numbers would be infinite.
-      sums[0] += std::max(before - highest, -1e4f) * total;
-      for (int j = 0; j < SUMS; ++j) sums[j] *= rescale;
-      total *= rescale;
-    }
+    if (total == 0 || highest <= before) return;
+    const float rescale = std::exp(before - highest);
+    for (int64_t c = 0; c < padded(V); c += W) at(outs + c) *= rescale;
+    // Bounded, for a product of the two largest numbers would be infinite.
+    sums[0] += std::max(before - highest, -1e4f) * total;
+    for (int j = 0; j < SUMS; ++j) sums[j] *= rescale;
+    total *= rescale;
+  }
+
+  // A row's logits to exponentials, which are added up.
+  void softmax(int64_t b, int64_t n, int64_t t, Range range, float* logits,
+               float highest, float& total, float* sums) const {
+    const int64_t width = padded(range.size());
     Vector more = {}, energy = {}, distance = {}, offset;
     for (int i = 0; i < W; ++i) offset[i] = range.start + i - t;
     for (int64_t s = 0; s < width; s += W) {

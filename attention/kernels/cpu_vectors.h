@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 // Floats of a vector, and rows of a tile of two vectors' width that registers hold.
 #if defined(__AVX512F__)
@@ -31,17 +32,29 @@ inline const Four& four(const float* x) { return *reinterpret_cast<const Four*>(
 
 inline int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
-inline float sum(Vector x) {
-  float total = 0;
-  for (int i = 0; i < W; ++i) total += x[i];
-  return total;
+// With the element i + by in the place of i.
+template <int by, int... i>
+inline Vector turned(Vector x, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(x, x, ((i + by) % W)...);
 }
 
-inline float highest(Vector x) {
-  float found = x[0];
-  for (int i = 1; i < W; ++i) found = std::max(found, x[i]);
-  return found;
+// All elements, combined in a tree.
+template <int by = W / 2, typename Operation>
+inline float reduced(Vector x, Operation combine) {
+  x = combine(x, turned<by>(x, std::make_integer_sequence<int, W>()));
+  if constexpr (by == 1)
+    return x[0];
+  else
+    return reduced<by / 2>(x, combine);
 }
+
+inline Vector higher(Vector x, Vector y) { return x > y ? x : y; }
+
+inline float sum(Vector x) {
+  return reduced(x, [](Vector a, Vector b) { return a + b; });
+}
+
+inline float highest(Vector x) { return reduced(x, higher); }
 
 // What `exponential` takes: of all from -88 down it is 0.
 inline Vector clipped(Vector x) { return x < -88.f ? Vector{} - 88.f : x; }
