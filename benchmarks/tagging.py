@@ -35,6 +35,7 @@ from sklearn.linear_model import LogisticRegression
 
 from benchmarks.training import Program, print_table, serve, take_turns
 from headcount.configs import ewt, movie_reviews, wnut17
+from headcount.data.batches import packed_in_order
 from headcount.data.encoder_tokenizers import parts_of
 from headcount.data.examples import Examples, Ragged
 from headcount.tasks import class_scores, make_task
@@ -138,18 +139,20 @@ class OursTagging(Program):
         super().__init__(config, make_batches)
         task = make_task(config)
         (examples,) = make_batches.args
-        self.batches = task.evaluation_batches(examples, packed=False)
+        self.batches = packed_in_order(
+            examples.fields,
+            aligned=task.aligned,
+            batch_tokens=config.data.batch_tokens,
+        )[1]
         graph = self.program.keywords["static"].graph
         self.tag = partial(best_classes, graph, self.state.params, {})
-        for shape in {batch["source"].shape for _, batch in self.batches}:
-            batch = next(b for _, b in self.batches if b["source"].shape == shape)
-            jax.block_until_ready(self.tag(batch))
+        jax.block_until_ready(self.tag(self.batches[0]))
 
     def train(self, steps: int) -> int:
         """Tag some batches; return the number of real tokens."""
         tokens = 0
         for step in range(self.step, self.step + steps):
-            _, batch = self.batches[step * 37 % len(self.batches)]
+            batch = self.batches[step % len(self.batches)]
             np.asarray(self.tag(batch))
             tokens += int((batch["source_segments"] > 0).sum())
         self.step += steps

@@ -11,7 +11,14 @@ import numpy as np
 from absl import logging
 
 from headcount.data.examples import ArraySpec, Ragged
-from headcount.data.packing import Layout, fill_rows, num_rows, pack, row_shape
+from headcount.data.packing import (
+    ROW_TOKENS,
+    Layout,
+    fill_rows,
+    num_rows,
+    pack,
+    row_shape,
+)
 
 # The step sequence is laid out in blocks of at least this many batches: a small corpus
 # is repeated within a block, so that few examples are left out at the end of one.
@@ -256,14 +263,35 @@ def packed_evaluation_batches(
     """
     aligned = aligned or {}
     sides = [name for name in fields if name not in aligned]
-    s, t = (fields[sides[i]].lengths for i in (0, -1))
-    S, T = row_shape(s, t)
-    layout = pack(s, t, S, T)
+    S, T = row_shape(*(fields[sides[i]].lengths for i in (0, -1)))
+    return _packed(fields, aligned, S, T, batch_tokens)[1]
+
+
+def packed_in_order(
+    fields: dict[str, Ragged], *, batch_tokens: int, aligned: dict[str, str]
+) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+    """The same of examples with one side, and their order.
+
+    The real tokens of the batches, read row by row, are those of the examples in that
+    order. Few shapes are possible: rows are a multiple of 64 long, and their number is
+    the most that batch_tokens allows or a power of two.
+    """
+    (lengths,) = (f.lengths for name, f in fields.items() if name not in aligned)
+    T = max(1, -(-lengths.max() // ROW_TOKENS)) * ROW_TOKENS
+    layout, found = _packed(fields, aligned, T, T, batch_tokens, power=True)
+    return layout.slots, found
+
+
+def _packed(fields, aligned, S: int, T: int, batch_tokens: int, power: bool = False):
+    """Return the layout of all examples in rows of S and T tokens, and the batches."""
+    sides = [name for name in fields if name not in aligned]
+    layout = pack(*(fields[sides[i]].lengths for i in (0, -1)), S, T)
     widths = dict(zip((sides[0], sides[-1]), (S, T), strict=True))
-    B = min(max(1, batch_tokens // T), layout.num_rows)
+    rows = 1 << (layout.num_rows - 1).bit_length() if power else layout.num_rows
+    B = min(max(1, batch_tokens // T), rows)
     batches = []
     for row in range(0, layout.num_rows, B):
         offsets = layout.row_offsets[row : row + B + 1]
         chosen, sizes = layout.slots[offsets[0] : offsets[-1]], np.diff(offsets)
         batches.append(assemble(fields, aligned, chosen, sizes, B, widths))
-    return batches
+    return layout, batches

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from headcount.data import tokenizers
+from headcount.data import batches, tokenizers
 from headcount.data.examples import Examples
 from headcount.models import precision
 from headcount.models.dropout import random_bits
@@ -131,28 +131,37 @@ class ClassTask(EncoderTask):
 
     def predicted(self, run: Run, examples: Examples) -> list[list[np.ndarray]]:
         """Return the class of every token: arrays by trial and example."""
-        R = len(run.trials)
-        found = [[None] * len(examples) for _ in range(R)]
-        lengths = examples.fields["source"].lengths
-        for indices, batch in self.evaluation_batches(examples, packed=False):
-            best = sharding.fetch(
-                best_classes(run.graph, run.params, run.head_gates, batch)
-            )
-            for trial in range(R):
-                for row, index in enumerate(indices):
-                    found[trial][index] = best[trial, row, : lengths[index]]
-        return found
+
+        def best(batch):
+            found = best_classes(run.graph, run.params, run.head_gates, batch)
+            return np.moveaxis(sharding.fetch(found), 0, -1)
+
+        of_tokens = self.by_example(examples, best)
+        return [[found[:, r] for found in of_tokens] for r in range(len(run.trials))]
 
     def probabilities(self, run: Run, examples: Examples, trial: int) -> list:
         """Return the probabilities of the classes of every token, by example."""
         params, gates = run.of(trial)
-        found = [None] * len(examples)
-        lengths = examples.fields["source"].lengths
+
+        def of(batch):
+            return np.asarray(class_probabilities(run.graph, params, gates, batch))
+
         with sharding.using(run.mesh):
-            for indices, batch in self.evaluation_batches(examples, packed=False):
-                probs = np.asarray(class_probabilities(run.graph, params, gates, batch))
-                for row, index in enumerate(indices):
-                    found[index] = probs[row, : lengths[index]]
+            return self.by_example(examples, of)
+
+    def by_example(self, examples: Examples, of_batch) -> list[np.ndarray]:
+        """Return what a function of a batch, B T ..., gives of each example, T ..."""
+        order, packed = batches.packed_in_order(
+            examples.fields,
+            aligned=self.aligned,
+            batch_tokens=self.config.data.batch_tokens,
+        )
+        of_tokens = [of_batch(batch)[batch["source_segments"] > 0] for batch in packed]
+        ends = np.cumsum(examples.fields["source"].lengths[order])[:-1]
+        found = [None] * len(examples)
+        parts = np.split(np.concatenate(of_tokens), ends)
+        for index, part in zip(order, parts, strict=True):
+            found[index] = part
         return found
 
 

@@ -254,20 +254,26 @@ template <typename Work>
 ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
   struct State {
     const Work work;
-    const int64_t count;
+    const int64_t count, several;  // tasks: in all, and those that a thread takes
     std::atomic<int64_t> next{0}, done{0};
     std::atomic<bool> failed{false};
     std::mutex mutex;
     std::condition_variable finished;
 
-    explicit State(const Work& work) : work(work), count(work.tasks()) {}
+    // Successive tasks write to the same cache lines: two threads would wait for them.
+    State(const Work& work, int64_t threads)
+        : work(work), count(work.tasks()),
+          several(std::clamp<int64_t>(count / (8 * threads), 1, work.N)) {}
     void help() {
       int64_t mine = 0;
-      for (int64_t task; (task = next++) < count; ++mine) {
-        try {
-          work.run(task);
-        } catch (const std::bad_alloc&) {
-          failed = true;
+      for (int64_t first; (first = next.fetch_add(several)) < count;) {
+        for (int64_t task = first; task < std::min(count, first + several); ++task) {
+          try {
+            work.run(task);
+          } catch (const std::bad_alloc&) {
+            failed = true;
+          }
+          ++mine;
         }
       }
       if (mine && (done += mine) == count) {
@@ -277,8 +283,9 @@ ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
     }
   };
   // Shared with helpers, which may begin when all is done.
-  const auto state = std::make_shared<State>(work);
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), state->count) - 1;
+  const int64_t threads = pool.num_threads();
+  const auto state = std::make_shared<State>(work, threads);
+  const int64_t helpers = std::min(threads, state->count) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->help(); });
   state->help();
   std::unique_lock<std::mutex> lock(state->mutex);
