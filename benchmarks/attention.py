@@ -4,9 +4,14 @@
 
 Prints a Markdown table of median milliseconds and their ratio to each peer, in float32.
 torch is left out where it is not installed, and off the CPU, which it would run on.
-cuDNN takes no float32: see `benchmarks.attention_gpu`.
+cuDNN takes no float32: see `benchmarks.attention_gpu`. Memory is kept between calls, as
+in our scripts, for torch too: see `runtime.platform.keep_memory`.
 """
 
+# isort: off
+from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
+
+# isort: on
 import argparse
 import datetime
 import functools
@@ -130,8 +135,8 @@ def contenders(shape, backward, rng):
 def medians(calls, seconds, clock=time.perf_counter):
     """Median milliseconds of every call, in turn, so that all see one machine.
 
-    Each turn waits first, and its first call is not counted: torch's threads keep a
-    core busy for a while after they are done.
+    Each turn waits first, for torch's threads keep a core busy for a while after they
+    are done. Then calls of 30 ms are not counted: a core that slept is slow at first.
     """
     times = {name: [] for name in calls}
     for call in calls.values():
@@ -140,11 +145,13 @@ def medians(calls, seconds, clock=time.perf_counter):
     while time.perf_counter() < end or min(map(len, times.values())) < 3:
         for name, call in calls.items():
             time.sleep(0.05)
-            for turn in range(4):
+            awake = time.perf_counter() + 0.03
+            while time.perf_counter() < awake:
+                call()
+            for _ in range(4):
                 start = clock()
                 call()
-                if turn:
-                    times[name].append(1e3 * (clock() - start))
+                times[name].append(1e3 * (clock() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -14,6 +14,7 @@ from headcount.data.batches import (
     PackedBatches,
     dispatch_spans,
     packed_evaluation_batches,
+    packed_in_order,
     prefetched,
     stack_steps,
     unpacked_batches,
@@ -237,6 +238,21 @@ def test_packed_evaluation_has_every_pair_once(num_pairs):
     assert seen == sum((numbered(batch, "target") for batch in batches), [])
     shapes = {tuple(batch[name].shape for name in sorted(KEYS)) for batch in batches}
     assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("num_examples", [1, 10, 300])
+def test_tokens_of_packed_examples_are_found_again_by_their_order(num_examples):
+    source = corpus(num_examples)["source"]
+    fields = {"source": source, "tags": Ragged(source.tokens + 100, source.offsets)}
+    order, batches = packed_in_order(
+        fields, batch_tokens=512, aligned={"tags": "source"}
+    )
+    found = [batch["tags"][batch["source_segments"] > 0] for batch in batches]
+    wanted = [fields["tags"][index] for index in order]
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(wanted))
+    assert sorted(order) == list(range(num_examples))
+    ((rows, width),) = {batch["source"].shape for batch in batches}
+    assert width % 64 == 0 and rows in (1, 2, 4, 8) and rows * width <= 512
 
 
 def test_evaluation_skips_neither_long_nor_empty_examples():
