@@ -5,6 +5,8 @@ import torch
 import transformers
 from torch import nn
 
+from benchmarks.tagging import TAGGED
+
 PAD, UNSCORED = 0, -100
 
 
@@ -51,13 +53,14 @@ class Transformers:
             self.forward = torch.compile(self.model, dynamic=True)
         self.batches = bucketed(fields, config.data.batch_tokens)
         self.one = self.tag if is_tagging else self.update
+        self.each = TAGGED if is_tagging else 1
         self.step = 0
         x = torch.ones(2048, 2048)
         self.product = lambda: torch.mm(x, x)
 
     def train(self, steps: int) -> int:
         """Do some updates, or tag some batches; return the number of real tokens."""
-        tokens = 0
+        tokens, steps = 0, self.each * steps
         for step in range(self.step, self.step + steps):
             source, tags = self.batches[step % len(self.batches)]
             self.one(source, tags)
