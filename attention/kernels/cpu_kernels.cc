@@ -35,20 +35,22 @@ struct Forward : Problem {
     const int64_t first = task % parts() * QUERIES;
     const int64_t count = std::min(QUERIES, T - first);
     const int64_t wide = padded(V), block = padded(std::min(KEYS, S)) + W;
-    Scratch scratch(8, count * (H + wide + 2 + SUMS) + block * (H + wide + ROWS));
+    const int64_t rows_kept = count + W;  // `softmax` takes W at a time
+    Scratch scratch(8, count * (H + wide) + rows_kept * (2 + SUMS) +
+                           block * (H + wide + ROWS));
     float* q = scratch.take(count * H);
     float* outs = scratch.take(count * wide);
-    float* highest = scratch.take(count);
-    float* total = scratch.take(count);
-    float* sums = scratch.take(count * SUMS);
+    float* highest = scratch.take(rows_kept);
+    float* total = scratch.take(rows_kept);
+    float* sums = scratch.take(rows_kept * SUMS);
     float* k = scratch.take(H * block);
     float* v = scratch.take(block * wide);
     float* logits = scratch.take(ROWS * block);
     copy(count, H, query + row(b, first, n) * H, N * H, q, H, scale);
     std::fill_n(outs, count * wide, 0.f);
-    std::fill_n(highest, count, LOWEST);
-    std::fill_n(total, count, 0.f);
-    std::fill_n(sums, count * SUMS, 0.f);
+    std::fill_n(highest, rows_kept, LOWEST);
+    std::fill_n(total, rows_kept, 0.f);
+    std::fill_n(sums, rows_kept * SUMS, 0.f);
     for (int64_t s = 0; s < S; s += KEYS) {
       const Range all{s, std::min(S, s + KEYS)};
       bool laid_out = false;
@@ -64,13 +66,11 @@ struct Forward : Problem {
         const int64_t offset = range.start - s;
         multiply(rows, padded(range.size()), H, {q + i * H, H, 1}, k + offset, block,
                  logits, block, false);
-        // In two loops, for then the processor works at several rows at once.
-        for (int64_t r = i; r < i + rows; ++r)
-          raise(b, n, first + r, range, whole, logits + (r - i) * block, highest[r],
-                total[r], outs + r * wide, sums + r * SUMS);
-        for (int64_t r = i; r < i + rows; ++r)
-          softmax(b, n, first + r, range, logits + (r - i) * block, highest[r],
-                  total[r], sums + r * SUMS);
+        const Rows group{logits, block, outs + i * wide, wide, highest + i, total + i,
+                         sums + i, rows_kept};
+        for (int64_t r = 0; r < rows; r += W)
+          softmax(b, n, first + i + r, std::min<int64_t>(W, rows - r), range, whole,
+                  range.start > keys.start, group.from(r));
         multiply(rows, wide, range.size(), {logits, block, 1}, v + offset * wide, wide,
                  outs + i * wide, wide, true);
       }
@@ -80,58 +80,89 @@ struct Forward : Problem {
       const float factor = total[i] == 0 ? 0 : 1 / total[i];
       maximum[r] = highest[i];
       reciprocal[r] = factor;
-      for (int64_t c = 0; c < V; ++c) out[r * V + c] = outs[i * wide + c] * factor;
+      scale_to(V, outs + i * wide, factor, out + r * V);
       if (!statistics) continue;
       for (int j = 0; j < SUMS; ++j)
-        statistics[r * SUMS + j] = sums[i * SUMS + j] * factor;
+        statistics[r * SUMS + j] = sums[j * rows_kept + i] * factor;
     }
   }
 
-  // Hide logits of a row and find their maximum; what was added up before counts from
-  // the new one.
-  void raise(int64_t b, int64_t n, int64_t t, Range range, bool whole, float* logits,
-             float& highest, float& total, float* outs, float* sums) const {
-    lean(logits, b, n, t, range);
-    hide(logits, b, n, t, range, whole);
-    Vector most = at(logits);
-    for (int64_t s = W; s < padded(range.size()); s += W)
-      most = higher(at(logits + s), most);
-    const float before = highest;
-    highest = std::max(highest, ::highest(most));
-    if (total == 0 || highest <= before) return;
-    const float rescale = std::exp(before - highest);
-    for (int64_t c = 0; c < padded(V); c += W) at(outs + c) *= rescale;
-    // Bounded, for a product of the two largest numbers would be infinite.
-    sums[0] += std::max(before - highest, -1e4f) * total;
-    for (int j = 0; j < SUMS; ++j) sums[j] *= rescale;
-    total *= rescale;
-  }
+  // What belongs to some rows: logits and outputs, rows of `block` and `wide` floats;
+  // the rest a float each, of `sums` an array of `rows_kept` for each sum.
+  struct Rows {
+    float* logits;
+    int64_t block;
+    float* outs;
+    int64_t wide;
+    float *highest, *total, *sums;
+    int64_t rows_kept;
 
-  // A row's logits to exponentials, which are added up.
-  void softmax(int64_t b, int64_t n, int64_t t, Range range, float* logits,
-               float highest, float& total, float* sums) const {
+    Rows from(int64_t r) const {
+      return {logits + r * block, block, outs + r * wide, wide,
+              highest + r, total + r, sums + r, rows_kept};
+    }
+  };
+
+  // The logits of `count` <= W rows, of queries from t on, to exponentials, which are
+  // added up. `again`: some were added up before; they count from the new maximum.
+  void softmax(int64_t b, int64_t n, int64_t t, int64_t count, Range range, bool whole,
+               bool again, Rows rows) const {
     const int64_t width = padded(range.size());
-    Vector more = {}, energy = {}, distance = {}, offset;
-    for (int i = 0; i < W; ++i) offset[i] = range.start + i - t;
-    for (int64_t s = 0; s < width; s += W) {
-      const Vector x = clipped(at(logits + s) - highest), e = exponential(x);
-      at(logits + s) = e;
-      more += e;
-      if (!statistics) continue;
-      energy += e * x;
-      distance += e * (offset < 0.f ? -offset : offset);
-      offset += static_cast<float>(W);
+    Vector most[W], more[W], energy[W], distance[W];
+    for (int64_t r = 0; r < W; ++r) {
+      most[r] = Vector{} + EMPTY;
+      more[r] = energy[r] = distance[r] = Vector{};
     }
-    total += sum(more);
-    if (statistics) {
-      sums[0] += sum(energy);
-      sums[1] += sum(distance);
-      for (int j = 0; j < 3; ++j) {
-        const int64_t s = t + j - 1 - range.start;
-        if (s >= 0 && s < width) sums[2 + j] += logits[s];
+    for (int64_t r = 0; r < count; ++r) {
+      float* logits = rows.logits + r * rows.block;
+      lean(logits, b, n, t + r, range);
+      hide(logits, b, n, t + r, range, whole);
+      for (int64_t s = 0; s < width; s += W) most[r] = higher(at(logits + s), most[r]);
+    }
+    const Vector before = at(rows.highest);
+    at(rows.highest) = higher(reduced(most, higher), before);
+    for (int64_t r = 0; again && r < count; ++r)
+      if (rows.highest[r] > before[r]) rescale(rows.from(r), before[r]);
+    for (int64_t r = 0; r < count; ++r) {
+      float* logits = rows.logits + r * rows.block;
+      const float highest = rows.highest[r];
+      if (statistics) {
+        Vector offset;
+        for (int i = 0; i < W; ++i) offset[i] = range.start + i - (t + r);
+        for (int64_t s = 0; s < width; s += W) {
+          const Vector x = clipped(at(logits + s) - highest), e = exponential(x);
+          at(logits + s) = e;
+          more[r] += e;
+          energy[r] += e * x;
+          distance[r] += e * (offset < 0.f ? -offset : offset);
+          offset += static_cast<float>(W);
+        }
+        for (int j = 0; j < 3; ++j) {
+          const int64_t s = t + r + j - 1 - range.start;
+          if (s >= 0 && s < width) rows.sums[(2 + j) * rows.rows_kept + r] += logits[s];
+        }
+      } else {
+        for (int64_t s = 0; s < width; s += W) {
+          at(logits + s) = exponential(clipped(at(logits + s) - highest));
+          more[r] += at(logits + s);
+        }
       }
+      if (dropout_keys) drop(logits, b, n, t + r, range);
     }
-    if (dropout_keys) drop(logits, b, n, t, range);
+    at(rows.total) += reduced(more, added);
+    if (!statistics) return;
+    at(rows.sums) += reduced(energy, added);
+    at(rows.sums + rows.rows_kept) += reduced(distance, added);
+  }
+
+  // What a row has added up, counted from its new maximum.
+  void rescale(Rows row, float before) const {
+    const float factor = std::exp(before - *row.highest);
+    for (int64_t c = 0; c < padded(V); c += W) at(row.outs + c) *= factor;
+    // Bounded, for a product of the two largest numbers would be infinite.
+    row.sums[0] += std::max(before - *row.highest, -1e4f) * *row.total;
+    for (int j = 0; j < SUMS; ++j) row.sums[j * row.rows_kept] *= factor;
+    *row.total *= factor;
   }
 };
 
@@ -167,8 +198,8 @@ struct Backward : Problem {
     for (int64_t s = 0; s < S; s += KEYS) {
       const Range all{s, std::min(S, s + KEYS)};
       bool laid_out = false;
-      std::fill_n(dk, block * deep, 0.f);
-      std::fill_n(dv, block * wide, 0.f);
+      std::fill_n(dk, block * (H < W ? H : deep), 0.f);
+      std::fill_n(dv, block * (V < W ? V : wide), 0.f);
       for (const auto& [queries, keys, whole] : blocks[b]) {
         const Range range = keys.both(all);
         if (range.start >= range.stop) continue;
@@ -199,15 +230,12 @@ struct Backward : Problem {
         multiply(rows, deep, range.size(), {gradient, block, 1}, k + offset * deep,
                  deep, dq + i * deep, deep, true);
       }
-      for (int64_t j = 0; j < all.size(); ++j) {
-        const int64_t r = (b * S + s + j) * N + n;
-        take_row(dk, j, H, deep, block, key_gradient + r * H);
-        take_row(dv, j, V, wide, block, value_gradient + r * V);
-      }
+      const int64_t r = (b * S + s) * N + n;
+      take_keys(dk, all.size(), H, deep, block, key_gradient + r * H);
+      take_keys(dv, all.size(), V, wide, block, value_gradient + r * V);
     }
     for (int64_t t = 0; t < T; ++t)
-      for (int64_t c = 0; c < H; ++c)
-        query_gradient[row(b, t, n) * H + c] = dq[t * deep + c] * scale;
+      scale_to(H, dq + t * deep, scale, query_gradient + row(b, t, n) * H);
   }
 
   // Add the product of a block of the map, transposed, and an array of its queries to
@@ -224,11 +252,12 @@ struct Backward : Problem {
                keys + offset * width, width, true);
   }
 
-  // A key's row of such an array.
-  static void take_row(const float* keys, int64_t j, int64_t size, int64_t width,
-                       int64_t block, float* to) {
-    if (size >= W) keys += j * width;
-    for (int64_t c = 0; c < size; ++c) to[c] = size < W ? keys[c * block + j] : keys[c];
+  // Such an array to the rows of its keys in an array of all heads.
+  void take_keys(const float* keys, int64_t count, int64_t size, int64_t width,
+                 int64_t block, float* to) const {
+    if (size < W) return transpose(size, count, keys, block, to, N * size, false);
+    for (int64_t j = 0; j < count; ++j)
+      scale_to(size, keys + j * width, 1, to + j * N * size);
   }
 
   // A row's logits to the weights after dropout, and the gradient by those to that by

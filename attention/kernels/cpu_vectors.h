@@ -32,29 +32,32 @@ inline const Four& four(const float* x) { return *reinterpret_cast<const Four*>(
 
 inline int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
-// With the element i + by in the place of i.
+inline Vector higher(Vector x, Vector y) { return x > y ? x : y; }
+inline Vector added(Vector x, Vector y) { return x + y; }
+
+// x, with the elements of y whose number has the bit `by`; and the partner of each
+// element, whose number differs in that bit alone.
 template <int by, int... i>
-inline Vector turned(Vector x, std::integer_sequence<int, i...>) {
-  return __builtin_shufflevector(x, x, ((i + by) % W)...);
+inline Vector chosen(Vector x, Vector y, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(x, y, (i & by ? W + i : i)...);
+}
+template <int by, int... i>
+inline Vector partners(Vector x, Vector y, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(x, y, (i & by ? W + (i ^ by) : i ^ by)...);
 }
 
-// All elements, combined in a tree.
+// In element r all elements of the vector r, of W vectors: they are combined in a tree,
+// two vectors in one operation. The vectors are overwritten.
 template <int by = W / 2, typename Operation>
-inline float reduced(Vector x, Operation combine) {
-  x = combine(x, turned<by>(x, std::make_integer_sequence<int, W>()));
+inline Vector reduced(Vector* x, Operation combine) {
+  constexpr auto all = std::make_integer_sequence<int, W>();
+  for (int r = 0; r < by; ++r)
+    x[r] = combine(chosen<by>(x[r], x[r + by], all), partners<by>(x[r], x[r + by], all));
   if constexpr (by == 1)
     return x[0];
   else
     return reduced<by / 2>(x, combine);
 }
-
-inline Vector higher(Vector x, Vector y) { return x > y ? x : y; }
-
-inline float sum(Vector x) {
-  return reduced(x, [](Vector a, Vector b) { return a + b; });
-}
-
-inline float highest(Vector x) { return reduced(x, higher); }
 
 // What `exponential` takes: of all from -88 down it is 0.
 inline Vector clipped(Vector x) { return x < -88.f ? Vector{} - 88.f : x; }
@@ -152,18 +155,24 @@ inline void multiply(int64_t M, int64_t N, int64_t depth, Left a, const float* b
     }
 }
 
+inline void scale_to(int64_t width, const float* from, float factor, float* to) {
+  int64_t j = 0;
+  for (; j + 4 <= width; j += 4) four(to + j) = four(from + j) * factor;
+  for (; j < width; ++j) to[j] = from[j] * factor;
+}
+
 // Rows that lie `stride` apart, side by side in rows of `width_to`, filled with zeros.
 inline void copy(int64_t rows, int64_t width, const float* from, int64_t stride,
                  float* to, int64_t width_to, float factor = 1) {
   for (int64_t i = 0; i < rows; ++i, from += stride, to += width_to) {
-    for (int64_t j = 0; j < width; ++j) to[j] = from[j] * factor;
-    std::fill(to + width, to + width_to, 0.f);
+    scale_to(width, from, factor, to);
+    for (int64_t j = width; j < width_to; ++j) to[j] = 0;
   }
 }
 
-// The same, transposed: `width` rows of `width_to`.
+// The same, transposed: `width` rows of `width_to`, filled with zeros if `fill`.
 inline void transpose(int64_t rows, int64_t width, const float* from, int64_t stride,
-                      float* to, int64_t width_to) {
+                      float* to, int64_t width_to, bool fill = true) {
   auto one = [&](int64_t i, int64_t j) { to[j * width_to + i] = from[i * stride + j]; };
   const int64_t low = rows / 4 * 4, left = width / 4 * 4;
   for (int64_t i = 0; i < low; i += 4) {
@@ -187,7 +196,7 @@ inline void transpose(int64_t rows, int64_t width, const float* from, int64_t st
   }
   for (int64_t i = low; i < rows; ++i)
     for (int64_t j = 0; j < width; ++j) one(i, j);
-  for (int64_t j = 0; j < width; ++j)
+  for (int64_t j = 0; fill && j < width; ++j)
     std::fill(to + j * width_to + rows, to + (j + 1) * width_to, 0.f);
 }
 
