@@ -35,8 +35,6 @@ def inputs(T, S, N, K, H, V):
 )
 def test_scaled_dot_product_attention(implementation, sizes, arguments):
     """Output and gradients."""
-    if implementation == "cpu" and "bias" in arguments:
-        pytest.skip("native takes no bias")
     T, S, N, K = sizes[:4]
     query, key, value, cotangent = inputs(*sizes)
     ours = {name: x for name, x in arguments.items() if name not in ("mask", "bias")}
