@@ -330,10 +330,14 @@ def generate_trials(
             break
         count = max(map(len, waiting))
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
-        if factor > 1 and not is_decoder_only:  # few: all the room for just their rows
+        if factor > 1:  # no more rows than there are prompts: each has a lot of room
             per_lane = -(-count // num_lanes(len(chosen)))
-            sizes = [min(most, 1 << (per_lane - 1).bit_length())]
-            factor = longest if count <= most else factor
+            rows = min(most, 1 << (per_lane - 1).bit_length())
+            if is_decoder_only:
+                sizes = sorted({min(sizes[0], rows), rows})
+            else:  # few: all the room
+                sizes = [rows]
+                factor = longest if count <= most else factor
         room = partial(slots, factor=factor, longest=longest)
         finished = decode_in_lanes(
             parts, prompts, limits, waiting, sizes, room, batch_size
