@@ -270,7 +270,7 @@ def packed_evaluation_batches(
 def packed_in_order(
     fields: dict[str, Ragged], *, batch_tokens: int, aligned: dict[str, str]
 ) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-    """The same of examples with one side, and their order.
+    """Pack every example once, of one side; return their order and the batches.
 
     The real tokens of the batches, read row by row, are those of the examples in that
     order. Few shapes are possible: rows are a multiple of 64 long, and their number is
