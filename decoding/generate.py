@@ -266,7 +266,7 @@ def generate_trials(
     and one that is done makes room for the next, which waits on the device. On a CPU
     every core decodes prompts of its own, batch_size hypotheses each. Programs are
     compiled for all rows and for an eighth of them (for up to 16 prompts for 16 and 1;
-    a text's continuation has a row for each prompt at most), and for lengths of 16, 24, 32, 48, 64, ...
+    of texts never more rows than prompts need), and for lengths of 16, 24, 32, 48, ...
 
     Args:
         graph, params: a model as `nnx.split` gives it, leaves with the trial axis R.
