@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from headcount.configs.base import get_config
+from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate, generate_trials, stream
 from headcount.decoding.search import Vocabulary
 from headcount.models.transformer import Transformer
@@ -161,6 +162,23 @@ def test_stream_gives_what_generate_does():
         )
         pieces = stream(graph, params, PROMPTS[2], limit=20, number=number, **options)
         assert list(pieces) == whole
+
+
+def test_texts_have_no_more_rows_than_prompts(monkeypatch):
+    """20 prompts in two lanes have 16 rows each, not the batch_size of 128."""
+    graph, params = make_model(KINDS["relative, one key head"])
+    seen = []
+
+    def spy(parts, prompts, limits, waiting, sizes, room, most):
+        seen.append(sizes)
+        return [dict.fromkeys(waiting[0], ([], 0.0))]
+
+    monkeypatch.setattr(decoding, "num_lanes", lambda _: 2)
+    monkeypatch.setattr(decoding, "decode_in_lanes", spy)
+    for count in (1, 20, 400):
+        prompts, limits = [[BOS]] * count, [9] * count
+        generate(graph, params, prompts, limits=limits, vocabulary=VOCABULARY)
+    assert seen == [[1], [16], [16, 128]]
 
 
 @pytest.mark.slow
