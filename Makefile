@@ -3,9 +3,12 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 # Tests compile more than they compute: LLVM's optimisations, emitters of fusions and
-# programs cut up for threads cost more than they gain.
+# programs cut up for threads cost more than they gain. XLA of jax 0.11 has no fusions
+# without emitters, and aborts at the flag.
+EMITTERS = $(if $(shell ls -d .venv/lib/python*/site-packages/jax-0.10.* 2>&-),\
+  --xla_cpu_use_fusion_emitters=false)
 QUICK = JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 \
-  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+  --xla_cpu_parallel_codegen_split_count=1 $(EMITTERS)"
 
 .PHONY: demo test lint clean
 .PHONY: test-slow test-sweeps test-faults test-peers test-compilers test-gpu
