@@ -1,4 +1,4 @@
-"""Print which implementation of attention runs on the device here, and why.
+"""Print which attention implementation runs on this device, and why.
 
 python -m headcount.attention
 """
@@ -22,7 +22,7 @@ WITHOUT_VERDICT = {
 
 
 def main() -> None:
-    """Print a row per dtype and implementation: picked or not, and the verdict."""
+    """Print one row per dtype and implementation: whether it is picked, and why."""
     platform, device = jax.default_backend(), jax.devices()[0].device_kind
     print(f"{device} ({platform}), jax {jax.__version__}")
     print(COLUMNS.format("dtype", "implementation", "picked", "error", "time", "why"))
@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def why(name: str, dtype: str) -> tuple[str, str, str]:
-    """Return an implementation's largest error, relative time and verdict here.
+    """Return an implementation's largest error, relative time and verdict as text.
 
-    The error is relative to the reference, the time to blockwise.
+    The error is relative to the reference, the time is relative to blockwise.
     """
     if name in WITHOUT_VERDICT:
         return "", "", WITHOUT_VERDICT[name]

@@ -1,6 +1,7 @@
-"""The public functions: check and normalise the arguments, call one implementation.
+"""The public functions: check and normalise arguments, then call an implementation.
 
-An implementation is a module (or two names of it) with two functions:
+An implementation is a module with the two functions below. One module can serve two
+names in `IMPLEMENTATIONS`.
 
     attend(query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
            key_value_seq_lengths, local_window_size, query_segment_ids,
@@ -13,32 +14,33 @@ An implementation is a module (or two names of it) with two functions:
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
   multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, but B may
   be 0 in `attention.reference`.
-- bias: None, or floating, 4-D, each axis of `B N T S` full size or 1.
-- mask: None, or boolean likewise; True means may attend.
-- Lengths lie between 0 and T or S.
+- bias: None, or floating and 4-D, with each axis of `B N T S` full size or 1.
+- mask: None, or boolean with axes as for bias. True means may attend.
 - scale: a Python float. is_causal: a Python bool. local_window_size: None or (left,
-  right), Python ints >= 0. What they mean for T != S stands in `masks.may_attend`.
-- query_seq_lengths, key_value_seq_lengths: None or int32 `B`, independently.
-- query_segment_ids `B T` and key_value_segment_ids `B S`: int32, both or neither; 0 is
-  padding and sees and is seen by nothing. What is padding by a length or an id is 0
-  in query, key and value.
+  right), Python ints >= 0. `masks.may_attend` defines their meaning for T != S.
+- query_seq_lengths, key_value_seq_lengths: each None or int32 `B`, with values from 0
+  to T or S.
+- query_segment_ids `B T` and key_value_segment_ids `B S`: int32, both or neither. Id 0
+  is padding, which neither attends nor is attended to. Query, key and value are zero
+  wherever a length or an id marks padding.
 - alibi_slopes: None or float32 `N`.
-- dropout_rate: a Python float, 0 if and only if dropout_keys is None; dropout_keys:
-  int32 `B T N`, of `dropout.row_keys`. Weights are dropped where `dropout.kept` is
-  False; out is computed from the others, divided by 1 - dropout_rate. lse and
-  statistics know nothing of it.
-- All conditions hold together. What a kernel does not support it refuses with
-  NotImplementedError, in one sentence that names the argument and another choice.
+- dropout_rate: a Python float, 0 if and only if dropout_keys is None. dropout_keys:
+  int32 `B T N`, from `dropout.row_keys`. Weights are dropped where `dropout.kept` is
+  False; out is computed from the others, divided by 1 - dropout_rate. Dropout does not
+  affect lse or statistics.
+- All masking conditions apply together. For unsupported arguments, an implementation
+  raises NotImplementedError with one sentence that names the argument and suggests an
+  alternative.
 - out: `B T N V` in query's dtype. lse: `B T N` float32, the log-sum-exp of the scaled,
   biased logits. Logits and softmax are float32. A query that may attend to nothing has
-  out = 0, lse = `masks.EMPTY`, and gives no gradient. Where the logits (and the sums
-  of products that make them) are finite, and a bias may be -inf too, nothing is NaN.
-- Both are differentiable by query, key and value (and bias where supported). If only
-  out is used, its cotangent for lse is zero.
-- HeadStatistics has `B T N` float32 fields here, zero where the query sees nothing. It
-  need not be differentiable: gradients by it are cut.
-- `head_gate`, `sink` and checks of dtypes, shapes and values are done here. In
-  `jax.shard_map` all arrays vary over the same devices.
+  out = 0, lse = `masks.EMPTY` and zero gradient. Nothing is NaN as long as the logits
+  and the partial sums of their dot products are finite; a bias may also be -inf.
+- out and lse are differentiable with respect to query, key and value (and bias where
+  supported). If only out is used, the cotangent of lse is zero.
+- HeadStatistics has `B N` float32 fields, as of `statistics.over_queries`. It need not
+  be differentiable, because callers stop its gradient.
+- This module handles `head_gate` and `sink` and checks dtypes, shapes and values.
+  Inside `jax.shard_map`, all arrays vary over the same devices.
 - `kernels.gpu` and `kernels.tpu` also take `interpret: bool = False`.
 """
 
@@ -56,9 +58,9 @@ from headcount.attention import masks, reference, verification
 from headcount.attention.arguments import dropout_arguments, normalise, require
 from headcount.attention.kernels import cpu_build, jax_nn
 from headcount.attention.platform import platform as current_platform
-from headcount.attention.statistics import HeadStatistics, over_queries
+from headcount.attention.statistics import HeadStatistics
 
-# Name: the module that implements it, and options for it. Modules load when first used,
+# Implementing module and keyword options by name. Modules are imported on first use,
 # because Pallas is slow to import.
 KERNELS = "headcount.attention.kernels"
 IMPLEMENTATIONS = {
@@ -97,53 +99,57 @@ def dot_product_attention(
     return_residual: bool = False,
     return_statistics: bool = False,
 ) -> Array | tuple[Array | HeadStatistics, ...]:
-    """Softmax attention: a drop-in for `jax.nn.dot_product_attention`, with more.
+    """Compute softmax attention: a superset of `jax.nn.dot_product_attention`.
 
     Args:
-      query: `B T N H`, or `T N H` without a batch (then nor have the results). B, T
-        and S may be 0.
-      key: `B S K H` (or `S K H` for B = 1), N a multiple of K: grouped-query
-        attention, multi-query for K = 1.
-      value: `B S K V` (or `S K V` for B = 1); V may differ from H.
-      bias: added to the scaled logits; broadcasts to `B N T S`. -inf rules a pair out;
-        so does what is below about -1e38, except for "xla" and "cudnn".
+      query: `B T N H`, or `T N H` without a batch axis, in which case the results have
+        none either. B, T and S may be 0.
+      key: `B S K H` (or `S K H` for B = 1). N must be a multiple of K: K < N is
+        grouped-query attention, K = 1 is multi-query attention.
+      value: `B S K V` (or `S K V` for B = 1). V may differ from H.
+      bias: added to the scaled logits; broadcasts to `B N T S`. A bias of -inf excludes
+        a pair. So does any value below about -1e38, except for "xla" and "cudnn".
       mask: boolean, True means may attend; broadcasts to `B N T S`.
-      scale: of the logits; 1 / sqrt(H) if None. With one that is traced, as for its
-        gradient, 16-bit inputs are computed in float32.
-      is_causal: a query attends to no key of a larger index.
-      query_seq_lengths: `B`; queries from there on attend to nothing.
-      key_value_seq_lengths: `B`; nothing attends to the keys from there on.
+      scale: multiplies the logits; 1 / sqrt(H) if None. If it is traced, for example
+        to differentiate with respect to it, 16-bit inputs are computed in float32.
+      is_causal: whether to prevent a query from attending to keys of a larger index.
+      query_seq_lengths: `B`; queries at or beyond this index attend to nothing.
+      key_value_seq_lengths: `B`; keys at or beyond this index are not attended to.
       local_window_size: (left, right): query i attends to keys i - left to i + right.
-        An int is both.
+        An int sets both.
       query_segment_ids: `B T`; a query attends within its segment only. 0 is padding.
-      key_value_segment_ids: `B S`; given if and only if query_segment_ids is.
-      alibi_slopes: `N`; minus a head's slope times |i - j| is added to the logit of
+      key_value_segment_ids: `B S`; required if and only if query_segment_ids is given.
+      alibi_slopes: `N`; subtracts the head's slope times |i - j| from the logit of
         query i and key j (Press et al. 2022), inside the kernels. Indices count from
-        the start of both sequences. Only "reference" has its gradient.
-      dropout_rate: share of the weights that are dropped, the others being divided by
-        1 - rate; at least 0, below 1, and known when compiling.
-      dropout_seed: an integer below 2**32, or an array of one; needed if the rate is
-        above 0. What is dropped depends on it and on batch row, head, query and key,
-        and is the same in every implementation: see `attention.dropout`.
+        the start of each sequence. Only "reference" is differentiable with respect to
+        the slopes.
+      dropout_rate: fraction of the weights to drop; the others are divided by
+        1 - rate. At least 0, below 1, and static.
+      dropout_seed: an integer below 2**32, or an array holding one; required if the
+        rate is above 0. Which weights are dropped depends only on the seed and on batch
+        row, head, query and key, and is the same in every implementation: see
+        `attention.dropout`.
       head_gate: `N` or `B N`; multiplies each head's output.
-      sink: `N` or `B N`; one more logit in each head's softmax, of no key: what it
-        takes of the weight goes to nothing. In float32.
-      implementation: a name in `IMPLEMENTATIONS`, or None: `resolve_implementation`.
-      return_residual: also return the log-sum-exp of the logits, `B T N`, float32; with
-        a sink its logit is one of them.
-      return_statistics: also return what `head_statistics` does, from the same pass,
-        of the keys alone: a sink changes nothing.
+      sink: `N` or `B N`, used in float32; adds a logit that belongs to no key to each
+        head's softmax. The weight it receives contributes nothing to the output.
+      implementation: a name in `IMPLEMENTATIONS`, or None to call
+        `resolve_implementation`.
+      return_residual: also return the log-sum-exp of the logits, `B T N` in float32,
+        including the sink's logit if there is a sink.
+      return_statistics: also return the result of `head_statistics`, computed in the
+        same pass. It covers only the keys, so a sink does not change it.
 
     Returns:
-      The output `B T N V` in query's dtype, or a tuple of it and what was asked for, in
-      this order. Softmax is in float32. A query that may attend to no key gives zeros,
-      a log-sum-exp of `masks.EMPTY` (-2.4e38) and no gradient, with a sink or without;
-      `jax.nn` gives it the mean of the values. Statistics have no gradient.
+      The output `B T N V` in query's dtype, or a tuple of the output and the requested
+      extras, in this order. Softmax is in float32. A query that may attend to no key
+      gives zeros, a log-sum-exp of `masks.EMPTY` (-2.4e38) and no gradient, with or
+      without a sink; `jax.nn` returns the mean of the values instead. Statistics have
+      no gradient.
 
     Raises:
-      ValueError: arguments that fit no implementation.
+      ValueError: the arguments are invalid for every implementation.
       NotImplementedError: the named implementation does not support the arguments.
-      TypeError: a forward-mode derivative; "reference" has one.
+      TypeError: a forward-mode derivative is taken; only "reference" supports it.
     """
     query = jnp.asarray(query)
     arrays, structure, batched = normalise(
@@ -177,7 +183,7 @@ def dot_product_attention(
     if return_residual:
         results.append(lse)
     if return_statistics:
-        results.append(over_queries(jax.lax.stop_gradient(rows[0])))
+        results.append(jax.lax.stop_gradient(rows[0]))
     if not batched:
         results = jax.tree.map(lambda x: x[0], results)
     return tuple(results) if len(results) > 1 else results[0]
@@ -192,26 +198,28 @@ def head_statistics(
     implementation: str | None = None,
     **arguments,
 ) -> HeadStatistics:
-    """What each head attends to, as the mean over its real queries, `B N` each.
+    """Compute statistics of each head's weights, averaged over real queries.
 
-    And the largest of their logits, `max_logit`: scaled, biased, of allowed pairs. A
-    query that may attend to nothing is not real. `arguments` are those of
-    `dot_product_attention` that decide the weights: scale, is_causal, the lengths,
-    local_window_size, the segment ids and alibi_slopes. Dropout changes nothing: they
-    are of the weights before it. Distances and offsets count key index minus
-    query index. Of a head with a sink, which is not told here, they are those of what
-    it leaves: the weights divided by their sum are the same as without it. In O(T)
-    memory except for "reference"; not differentiable.
+    Each field has shape `B N`. `max_logit` is a maximum, not a mean: the largest scaled
+    and biased logit of any allowed pair. A query is real if it may attend to some key.
+    Offsets are key index minus query index. Statistics describe the weights before
+    dropout. Sinks are not an argument: the statistics describe the weights on keys
+    after normalization, which a sink does not change. Uses O(T) memory, except in
+    "reference", and is not differentiable.
 
-    Raises: as `dot_product_attention`; NotImplementedError for "xla" and "cudnn".
+    Args:
+      **arguments: the arguments of `dot_product_attention` that determine the weights:
+        scale, is_causal, the lengths, local_window_size, the segment ids and
+        alibi_slopes.
+
+    Raises:
+      As `dot_product_attention`, and NotImplementedError for "xla" and "cudnn".
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
     structure["alibi_slopes"] = jax.lax.stop_gradient(structure["alibi_slopes"])
     name = _named(implementation, arrays)
-    statistics = over_queries(
-        _function(name, "head_statistics")(query, key, bias, mask, **structure)
-    )
+    statistics = _function(name, "head_statistics")(query, key, bias, mask, **structure)
     return statistics if batched else jax.tree.map(lambda x: x[0], statistics)
 
 
@@ -224,10 +232,10 @@ def attention_weights(
     sink: ArrayLike | None = None,
     **arguments,
 ) -> Array:
-    """The whole map of weights, `B N T S` in float32, for plots.
+    """Compute the full attention map, `B N T S` in float32, for plots.
 
-    `arguments` as in `head_statistics`. Rows sum to 1, or to 0 where a query may attend
-    to nothing; with a sink, `N` or `B N`, to less, by what it takes.
+    `arguments` are as in `head_statistics`. Rows sum to 1, or to 0 where a query may
+    attend to nothing. With a sink, `N` or `B N`, rows sum to 1 minus the sink's weight.
     """
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
@@ -242,16 +250,16 @@ def attention_weights(
 def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=None):
     """Return the name that `implementation=None` stands for.
 
-    On a CPU "cpu" for all dtypes but float64, if its kernels can be compiled (which
-    takes some seconds at the first call on a machine). On a GPU or TPU the fused kernel
-    named like it, if it has these arrays and the device, and `verification` has
-    accepted it there. Otherwise "blockwise". When compiling for a device that is not
-    here, verification is taken for granted.
+    On a CPU: "cpu" for every dtype but float64, if its kernels can be compiled, which
+    takes a few seconds on the first call on a machine. On a GPU or TPU: the fused
+    kernel "gpu" or "tpu", if it supports the arrays and the device, and `verification`
+    has accepted it on this device. Otherwise "blockwise". When compiling for a device
+    that is not present, verification is skipped.
 
     Args:
       query, key, value, bias, mask: arrays or `jax.ShapeDtypeStruct`s, of any rank that
         `dot_product_attention` takes.
-      platform: "cpu", "gpu" or "tpu". Default: that of the mesh set with
+      platform: "cpu", "gpu" or "tpu". Defaults to the platform of the mesh set with
         `jax.set_mesh`, else `jax.default_backend()`.
     """
     require(
@@ -280,9 +288,10 @@ def _with_dtype_object(array):
 
 
 def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:
-    """Each head's output, `B T N V`, times its gate, `N` or `B N`.
+    """Multiply each head's output, `B T N V`, by its gate, `N` or `B N`.
 
-    Raises: ValueError: a gate of another shape.
+    Raises:
+      ValueError: the gate has another shape.
     """
     if head_gate is None:
         return out
@@ -294,13 +303,19 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
 def beside_sink(
     lse: Float[Array, "B T N"], sink: ArrayLike, batched: bool = True
 ) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """The share of the weight that a sink, `N` or `B N`, leaves; log-sum-exp with it.
+    """Return the share of weight that a sink leaves to the keys, and the new lse.
 
-    A softmax with e^sink in its denominator is sigmoid(lse - sink) times the one
-    without: "softmax off by one" with a sink of 0 (Miller 2023), learned for each head
-    in gpt-oss (OpenAI 2025). A row that may see nothing keeps `masks.EMPTY`.
+    Adding e^sink to a softmax's denominator multiplies the weights by
+    sigmoid(lse - sink). A sink of 0 is "softmax off by one" (Miller 2023); gpt-oss
+    (OpenAI 2025) learns one per head. The lse of a query that may attend to nothing
+    stays `masks.EMPTY`.
 
-    Raises: ValueError: a sink of another shape.
+    Args:
+      lse: log-sum-exp without the sink.
+      sink: `N` or `B N`.
+
+    Raises:
+      ValueError: the sink has another shape.
     """
     B, _, N = lse.shape
     sink = _of_heads("sink", sink, B, N, batched).astype(lse.dtype)
@@ -309,7 +324,7 @@ def beside_sink(
 
 
 def _of_heads(name, array, B, N, batched):
-    """A number a head, as `B 1 N` or `1 1 N`."""
+    """Reshape one number per head to `B 1 N` or `1 1 N`."""
     array = jnp.asarray(array)
     allowed = ((N,), (B, N)) if batched else ((N,),)
     require(
@@ -321,7 +336,7 @@ def _of_heads(name, array, B, N, batched):
 
 
 def _named(name, arrays):
-    """The implementation to run: where there is nothing, the one that needs none."""
+    """Resolve an implementation's name; empty arrays always use "reference"."""
     require(
         name is None or isinstance(name, str) and name in IMPLEMENTATIONS,
         f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
@@ -334,7 +349,7 @@ def _named(name, arrays):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constant(name, alibi_slopes):
-    """`alibi_slopes`, whose gradient raises: a kernel would return none."""
+    """Return `alibi_slopes`; differentiating them raises, as kernels lack a rule."""
     return alibi_slopes
 
 

@@ -1,4 +1,4 @@
-"""What users pass, checked and brought to the one form that implementations take."""
+"""Check user arguments and convert them to the form that implementations expect."""
 
 import operator
 
@@ -9,11 +9,11 @@ import numpy as np
 from headcount.attention import dropout, masks
 from headcount.attention.kernels.partition import varying_alike
 
-FAR = 2**30  # a window without an end; an index and this are less than 2**31
+FAR = 2**30  # unlimited window; adding an index does not overflow int32
 
 
 def present(**arrays):
-    """Those that are not None."""
+    """Return the arrays that are not None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -33,9 +33,16 @@ def normalise(
     key_value_segment_ids=None,
     alibi_slopes=None,
 ):
-    """Arrays and structure as implementations take them, and whether query has B.
+    """Check arguments and convert them to what implementations expect.
 
-    16-bit arrays become float32 beside a traced scale.
+    If scale is traced, 16-bit arrays become float32.
+
+    Returns:
+      The arrays (query, key, value, bias, mask), the other arguments by name, and
+      whether query has a batch axis.
+
+    Raises:
+      ValueError: an argument is invalid.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -75,8 +82,8 @@ def normalise(
         f"scale must be one real number, got {scale!r}",
     )
     if isinstance(scale, jax.core.Tracer):
-        # It may be differentiated, so it cannot be a kernel's constant; its gradient
-        # is a sum of what would cancel but for the rounding of the scaled query.
+        # A traced scale cannot be a constant of the kernel. Use float32: terms of its
+        # gradient cancel, so rounding of a 16-bit scaled query would dominate.
         wide = jnp.promote_types(dtype, jnp.float32)
         query, key, value = (x.astype(wide) for x in (query, key, value))
         query, scale = (query * scale).astype(wide), 1.0
@@ -121,11 +128,11 @@ def normalise(
 
 
 def dropout_arguments(rate, seed, query):
-    """Return `dropout_rate` and `dropout_keys` as implementations take them."""
+    """Check rate and seed; return `dropout_rate` and `dropout_keys` by name."""
     given = rate
     try:
         rate = float(given)
-    except (TypeError, ValueError):  # traced, or no number at all
+    except (TypeError, ValueError):  # traced, or not a number
         rate = float("nan")
     require(
         0 <= rate < 1,
@@ -162,7 +169,7 @@ def _without_padding(
     query_segment_ids,
     key_value_segment_ids,
 ):
-    """Zeros where lengths or ids say padding: 0 times infinity would be NaN."""
+    """Zero out padding, whose infinities times a weight of 0 would be NaN."""
 
     def real(x, lengths, ids):
         index = jnp.arange(x.shape[1])
@@ -225,13 +232,13 @@ def _integers(name, array, shape, batched, most):
         f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
     )
     if most is not None:
-        # before its type is, of which it may be out, as the end may be of its own
+        # clip before casting: a length may exceed int32, and `most` its own dtype
         array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
     return array.astype(jnp.int32)
 
 
 def _ids(name, ids):
-    """As they are if int32 holds them all: wrapped, different ids would be equal."""
+    """Check that ids fit into int32; wrapping could make different ids equal."""
     if isinstance(ids, jax.Array):
         narrow = jnp.iinfo(ids.dtype).max < 2**31 if _is_integer(ids) else True
         require(

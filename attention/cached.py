@@ -1,8 +1,8 @@
-"""Attention of a few queries to a cache, as every step of decoding needs it.
+"""Attention of a few queries to a key-value cache, for decoding steps.
 
-Plain XLA over the cache's own layout. `dot_product_attention` takes any layout and
-tiles for long sequences; here a sentence has one query a beam, and the whole work is
-reading the cache once.
+Plain XLA on the cache's own layout. `dot_product_attention` tiles for long sequences,
+which does not help here: each sentence has one query per beam, and the cost is reading
+the cache once.
 """
 
 import jax
@@ -24,10 +24,11 @@ def cached_attention(
     weights_mix: Float[Array, "N N"] | None = None,
     sink: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B W N V"]:
-    """Softmax attention with the scale 1 / sqrt(H); every query sees some key.
+    """Compute softmax attention to a cache, with the scale 1 / sqrt(H).
 
-    N is a multiple of K: query head n reads key head n // (N // K). The mixes are those
-    of `attention.talking_heads_attention`, both or neither; the sink is that of
+    Every query must be allowed at least one key. N is a multiple of K: query head n
+    reads key head n // (N // K). `logits_mix` and `weights_mix` are as in
+    `attention.talking_heads_attention`, both or neither; `sink` is as in
     `attention.dot_product_attention`.
     """
     B, W, N, H = query.shape
@@ -41,7 +42,7 @@ def cached_attention(
     if logits_mix is not None:
         logits = mixed(logits, logits_mix)
 
-    def of_queries(x):  # repeat what belongs to a head for each of its queries
+    def of_queries(x):  # repeat per-head values for each query of the head
         shape = (*x.shape[:-2], K, 1, G, x.shape[-1])
         x = jnp.repeat(x.reshape(shape), W, axis=-3)
         return x.reshape(*shape[:-3], W * G, shape[-1])
@@ -64,7 +65,7 @@ def cached_attention(
 
 
 def mixed(maps: Float[Array, "B K X S"], mixture: Float[Array, "N N"]) -> Array:
-    """`mix` over the heads, which stand in groups: X is W queries of N / K heads."""
+    """Mix maps across heads with `mix`; X is W queries times N / K heads."""
     B, K, X, S = maps.shape
     G = len(mixture) // K
     by_head = maps.reshape(B, K, X // G, G, S).swapaxes(2, 3).reshape(B, K * G, -1, S)

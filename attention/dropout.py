@@ -1,8 +1,8 @@
-"""Dropout of attention weights: a hash of where each one stands, the same everywhere.
+"""Dropout of attention weights by hashing positions, identical in all implementations.
 
-Whether a weight is kept depends on the seed and on its batch row, head, query and key,
-and on nothing else: not on blocks, devices or the order of the computation. So kernels
-find it again in the backward pass, hold no mask, and agree bit for bit.
+Whether a weight is kept depends only on the seed, batch row, head, query and key, not
+on blocks, devices or the order of computation. So kernels recompute the mask in the
+backward pass instead of storing it, and all kernels drop exactly the same weights.
 
 The generator is counter-based: the 32-bit finaliser "lowbias32" (Wellons 2018,
 Prospecting for hash functions) over a counter. `row_keys` is computed once per query;
@@ -15,25 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-SPREAD = np.int32(np.uint32(0x9E3779B9))  # between neighbouring keys; odd
+SPREAD = np.int32(np.uint32(0x9E3779B9))  # step between neighbouring keys; odd
 FIRST, SECOND = np.int32(0x7FEB352D), np.int32(np.uint32(0x846CA68B))
-BITS = 24  # of the hash that are compared with the rate
+BITS = 24  # bits of the hash that are compared with the rate
 
 
 def threshold(rate: float) -> int:
-    """Return the number of the 2**24 hashes that are dropped."""
+    """Return how many of the 2**24 hash values mean that a weight is dropped."""
     return round(rate * 2**BITS)
 
 
 def row_keys(seed: Int32[Array, ""], B: int, T: int, N: int) -> Int32[Array, "B T N"]:
-    """Return a hash of the seed, batch row, head and query."""
+    """Hash the seed with each batch row, head and query."""
     of_rows = mixed(mixed(seed) + jax.lax.iota(jnp.int32, B))
     of_heads = mixed(of_rows[:, None] + jax.lax.iota(jnp.int32, N))
     return mixed(of_heads[:, None] + jax.lax.iota(jnp.int32, T)[:, None])
 
 
 def kept(row_key: Int32[Array, "..."], column, rate: float) -> Bool[Array, "..."]:
-    """Whether the weight on the key at index `column` is kept; they broadcast."""
+    """Return whether to keep the weight on key `column`; the arguments broadcast."""
     x = row_key ^ (column * SPREAD)
     x = (x ^ _shifted(x, 16)) * FIRST
     x = (x ^ _shifted(x, 15)) * SECOND
@@ -41,7 +41,7 @@ def kept(row_key: Int32[Array, "..."], column, rate: float) -> Bool[Array, "..."
 
 
 def mixed(x: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Return a hash of each number."""
+    """Hash each number."""
     x = (x ^ _shifted(x, 16)) * FIRST
     x = (x ^ _shifted(x, 15)) * SECOND
     return x ^ _shifted(x, 16)

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def projections(x, kernels):
-    """Queries, keys and values of every token and head."""
+    """Compute the query, key and value of every token and head."""
     title("1. Queries, keys, values")
     show("x, a vector per token", x, "T D")
     query, key, value = (np.einsum("td,dnh->tnh", x, kernel) for kernel in kernels)
@@ -43,7 +43,7 @@ def projections(x, kernels):
 
 
 def maps(query, key):
-    """What share of its attention each token gives to each token, by head."""
+    """Compute how each token distributes its attention over the tokens, per head."""
     title("2. Attention maps")
     logits = np.einsum("tnh,snh->nts", query, key) / H**0.5
     weights = softmax(logits)
@@ -54,7 +54,7 @@ def maps(query, key):
 
 
 def outputs(weights, value):
-    """The mean of the values that each token attends to, by head."""
+    """Average the values with each token's attention weights, per head."""
     title("3. Heads")
     heads = np.einsum("nts,snv->tnv", weights, value)
     for head in range(N):
@@ -79,7 +79,7 @@ def merged(heads, output, query, key, value):
 
 
 def masks(query, key, value):
-    """What may be attended to: earlier tokens, or those of one sentence."""
+    """Compare a causal and a padding mask with this package's arguments."""
     title("5. Masks: True means may attend")
     causal = np.tril(np.ones((T, T), bool))
     real = np.broadcast_to(np.arange(T) < 3, (T, T))
@@ -102,7 +102,7 @@ def masks(query, key, value):
 
 
 def parameters() -> None:
-    """How many parameters a head has, and how many all have."""
+    """Print the number of parameters per head and in total."""
     title("6. Parameters, without biases")
     per_head, total = 3 * D * H + H * D, 3 * D * N * H + N * H * D
     print(f"a head: W_Q, W_K, W_V of D x H each, and H rows of W_O: {per_head}")
@@ -112,13 +112,13 @@ def parameters() -> None:
 
 
 def softmax(logits):
-    """Exponentials over their sum, along the last axis."""
+    """Compute the softmax along the last axis."""
     shifted = np.exp(logits - logits.max(-1, keepdims=True))
     return shifted / shifted.sum(-1, keepdims=True)
 
 
 def title(text: str) -> None:
-    """Print the heading of a part."""
+    """Print a section heading."""
     print(f"\n{text}\n")
 
 
@@ -131,7 +131,7 @@ def show(name: str, array, letters: str, values: bool = True) -> None:
 
 
 def same(name: str, ours, wanted) -> None:
-    """Print whether a result equals the one by hand to float32's rounding."""
+    """Print whether two results are equal up to float32 rounding."""
     found = np.abs(np.asarray(ours) - wanted).max() < 1e-5
     print(f"{name}: {'the same' if found else 'NOT the same'}")
 

@@ -1,9 +1,9 @@
-"""The one place where masks are built. True means may attend.
+"""Attention masks, for all implementations. True means may attend.
 
-`may_attend` is elementwise, so the same function serves a whole T x S map and one
-block inside a kernel: give it absolute indices of any shapes that broadcast. The
-`*_bounds` functions tell, for a range of rows or columns, what the structured masks
-leave to look at, so that loops skip the blocks that they rule out.
+`may_attend` is elementwise, so the same function serves a whole T x S map and one block
+inside a kernel: it takes absolute indices of any shapes that broadcast. For a range of
+rows or columns, the `*_bounds` functions return the range of the other axis that
+structured masks allow, so that loops can skip masked blocks.
 """
 
 import jax
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-# The log-sum-exp of a query that may attend to nothing, and the logit of a pair that
-# may not. Finite, not -inf: the difference of two infinities would be a NaN.
+# The log-sum-exp of a query that may attend to nothing, and the logit of a masked pair.
+# Finite, not -inf: the difference of two infinities would be NaN.
 EMPTY = float(-0.7 * np.finfo(np.float32).max)
-# Where the maximum of a row's logits starts: whatever lies far below has the weight 0,
-# exactly, so that a row of nothing else sees nothing.
+# Initial value of a row's running maximum. Logits far below it, such as EMPTY, get a
+# weight of exactly 0, so a row with no other logits has a total weight of 0.
 LOWEST = EMPTY / 2
 
 # Arrays that mask by index: `B`, `B`, `B T` and `B S`.
@@ -38,11 +38,11 @@ def may_attend(
     query_segment_id=None,
     key_value_segment_id=None,
 ):
-    """Whether the query at index `row` may attend to the key at index `column`.
+    """Return whether the query at index `row` may attend to the key at `column`.
 
-    Every argument but `is_causal` and `local_window_size` (static) is an integer or an
-    array of them; they broadcast against each other. Returns None if nothing is
-    restricted, so that a caller can leave the selection out altogether.
+    `is_causal` and `local_window_size` are static. All other arguments are integers or
+    arrays of integers, and broadcast against each other. Returns None if nothing is
+    masked, so that callers can skip masking.
 
     Indices count from the start of both sequences: with T != S, causal means
     column <= row, as in `jax.nn.dot_product_attention`. Segment id 0 is padding.
@@ -65,7 +65,7 @@ def may_attend(
 
 
 def conjunction(*masks):
-    """The logical and of the masks that are not None; None if all of them are."""
+    """Return the logical AND of the masks that are not None; None if all are None."""
     result = None
     for mask in masks:
         if mask is not None:
@@ -74,10 +74,10 @@ def conjunction(*masks):
 
 
 def key_bounds(first_row, last_row, num_keys, *, is_causal, local_window_size):
-    """The range [start, stop) of columns that rows first_row..last_row may see at most.
+    """Return bounds [start, stop) of the columns that rows may attend to.
 
-    Inclusive rows; integers in, integers out, and traced values likewise. The range is
-    empty (stop <= start) where the rows see nothing.
+    The rows are `first_row` to `last_row`, inclusive. Arguments and results may be
+    Python integers or traced values. If stop <= start, the range is empty.
     """
     start, stop = 0, num_keys
     if is_causal:
@@ -92,7 +92,10 @@ def key_bounds(first_row, last_row, num_keys, *, is_causal, local_window_size):
 def query_bounds(
     first_column, last_column, num_queries, *, is_causal, local_window_size
 ):
-    """The range [start, stop) of rows that see any of the columns: see `key_bounds`."""
+    """Return bounds [start, stop) of the rows that may attend to any of the columns.
+
+    Counterpart of `key_bounds`.
+    """
     start, stop = 0, num_queries
     if is_causal:
         start = _maximum(start, first_column)
@@ -127,10 +130,10 @@ def dense(
     query_segment_ids=None,
     key_value_segment_ids=None,
 ) -> Bool[Array, "_B _N _T _S"] | None:
-    """The whole T x S map of all masks together, each of its axes full size or 1.
+    """Combine all masks into one T x S map, whose axes are full size or 1.
 
-    For plots, the reference and implementations that take nothing else. None if every
-    query may attend to every key.
+    For plots, the reference, and implementations that only accept a mask array. Returns
+    None if every query may attend to every key.
     """
     structured = may_attend(
         jnp.arange(num_queries)[:, None],
@@ -148,5 +151,5 @@ def dense(
 
 
 def expand(array, *axes):
-    """`jnp.expand_dims`, with None passed through."""
+    """Call `jnp.expand_dims`, passing None through."""
     return None if array is None else jnp.expand_dims(array, axes)

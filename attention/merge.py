@@ -1,10 +1,10 @@
-"""From N head outputs to one: the merge rules.
+"""Merge rules: combine the outputs of N heads into one.
 
-A rule is a function of the heads' outputs, the layer's query-side input and its
-parameters, and a row of `MERGE_RULES` that gives the shapes of these parameters in the
-letters N (heads), V (value size) and D (width). A rule that multiplies each head by a
-number has a function `*_weights` of these numbers beside it, named in its row.
-docs/contributing.md shows how to add one.
+A rule is a function of the heads' outputs, the layer's query-side input and the rule's
+parameters. Its entry in `MERGE_RULES` gives the shapes of the parameters in the letters
+N (heads), V (value size) and D (width). A rule that weights its heads also has a
+function `*_weights` that returns the weights. docs/contributing.md shows how to add a
+rule.
 """
 
 import functools
@@ -18,9 +18,12 @@ from jaxtyping import Array, Bool, Float
 
 
 def checked(function: Callable) -> Callable:
-    """The rule, refusing parameters of other shapes than its row of `MERGE_RULES` says.
+    """Wrap a rule so that it checks its parameters' shapes against `MERGE_RULES`.
 
-    An axis of 1 would be broadcast, and a mean become a sum without a word.
+    Otherwise an axis of size 1 would be broadcast, and silently turn a mean into a sum.
+
+    Raises:
+      ValueError: from the returned rule, if a parameter has another shape.
     """
 
     @functools.wraps(function)
@@ -46,9 +49,9 @@ def concat(
     *,
     kernel: Float[Array, "N V D"],
 ) -> Float[Array, "B T D"]:
-    """Project each head by its own kernel and add them up.
+    """Project each head by its own kernel and sum the results.
 
-    The same as concatenating the heads and projecting once (Vaswani et al. 2017).
+    Equivalent to concatenating the heads and projecting once (Vaswani et al. 2017).
     """
     del x
     return jnp.einsum("BTNV,NVD->BTD", heads, kernel)
@@ -62,18 +65,18 @@ def scaled(
     kernel: Float[Array, "N V D"],
     scale: Float[Array, "N"],
 ) -> Float[Array, "B T D"]:
-    """Concat, with each head times a learned number, 1 + scale.
+    """Multiply each head by a learned number, 1 + scale, then apply concat.
 
-    HeadScale of NormFormer (Shleifer et al. 2021); at scale 0 it is concat.
+    HeadScale of NormFormer (Shleifer et al. 2021). With scale 0 it equals concat.
     """
-    # not heads * (1 + scale), which in bfloat16 is 1 for a scale below 1 / 256
+    # not heads * (1 + scale): in bfloat16, 1 + scale is 1 for a scale below 1 / 256
     return concat(heads + heads * scale[:, None], x, kernel=kernel)
 
 
 def scaled_weights(
     x: Float[Array, "B T D"], *, scale: Float[Array, "N"]
 ) -> Float[Array, "N"]:
-    """1 + scale, in float32 at least."""
+    """Return 1 + scale, in at least float32."""
     del x
     return 1 + wide(scale)
 
@@ -109,7 +112,7 @@ def weighted(
 def weighted_weights(
     x: Float[Array, "B T D"], *, logits: Float[Array, "N"]
 ) -> Float[Array, "N"]:
-    """softmax(logits)."""
+    """Return softmax(logits)."""
     del x
     return jax.nn.softmax(wide(logits))
 
@@ -130,7 +133,7 @@ def dynamic(
 def dynamic_weights(
     x: Float[Array, "B T D"], *, router: Float[Array, "D N"]
 ) -> Float[Array, "B T N"]:
-    """softmax(x · router), of every token."""
+    """Return softmax(x · router) per token."""
     return jax.nn.softmax(wide(x @ router))
 
 
@@ -142,7 +145,7 @@ def gated(
     kernel: Float[Array, "N V D"],
     gate: Float[Array, "D N"],
 ) -> Float[Array, "B T D"]:
-    """Concat, with each head under a sigmoid gate of the token.
+    """Gate each head by a sigmoid that depends on the token, then apply concat.
 
     Qiu et al. 2025 (Gated attention for large language models), headwise.
     """
@@ -153,7 +156,7 @@ def gated(
 def gated_weights(
     x: Float[Array, "B T D"], *, gate: Float[Array, "D N"]
 ) -> Float[Array, "B T N"]:
-    """sigmoid(x · gate), of every token."""
+    """Return sigmoid(x · gate) per token."""
     return jax.nn.sigmoid(x @ gate)
 
 
@@ -165,7 +168,7 @@ def gated_elementwise(
     kernel: Float[Array, "N V D"],
     gate: Float[Array, "D N V"],
 ) -> Float[Array, "B T D"]:
-    """Concat, with each element of each head under a sigmoid gate of the token.
+    """Gate each element of each head by the token, then apply concat.
 
     Qiu et al. 2025 (Gated attention for large language models), elementwise.
     """
@@ -175,7 +178,7 @@ def gated_elementwise(
 def gated_elementwise_weights(
     x: Float[Array, "B T D"], *, gate: Float[Array, "D N V"]
 ) -> Float[Array, "B T N V"]:
-    """sigmoid(x · gate), of every token and element."""
+    """Return sigmoid(x · gate) per token and element."""
     return jax.nn.sigmoid(jnp.einsum("BTD,DNV->BTNV", x, gate))
 
 
@@ -188,13 +191,14 @@ def mixture(
     router: Float[Array, "D N"],
     mixture_heads: int,
 ) -> Float[Array, "B T D"]:
-    """Concat of the heads that each token chooses, by their share of its choice.
+    """Weight the heads that each token's router chooses, then apply concat.
 
-    A token takes the `mixture_heads` heads of the largest x · router, at equal values
-    the first, and weighs them by the softmax over those; the others count 0. All heads
-    are computed. A mixture of attention heads as of Zhang et al. 2022, over the whole
-    of each head. A single head has the weight 1, whose gradient is theirs too: that of
-    its share of all heads, divided by the share.
+    Each token chooses the `mixture_heads` heads with the largest x · router (the first
+    ones in case of ties) and weights them by the softmax over the chosen ones. Other
+    heads get weight 0, but are still computed. This is the mixture of attention heads
+    of Zhang et al. 2022, applied to whole heads. A single chosen head has weight 1. As
+    in the paper, the gradient of this weight is that of the head's softmax share over
+    all heads, divided by the share.
     """
     settings = {"router": router, "mixture_heads": mixture_heads}
     shares = mixture_weights(x, **settings).astype(heads.dtype)
@@ -204,7 +208,7 @@ def mixture(
 def mixture_weights(
     x: Float[Array, "B T D"], *, router: Float[Array, "D N"], mixture_heads: int
 ) -> Float[Array, "B T N"]:
-    """The softmax over the heads that a token chooses, and 0 for the others."""
+    """Return the softmax over the heads that each token chooses, 0 for the others."""
     N = router.shape[1]
     if not 1 <= mixture_heads <= N:
         raise ValueError(
@@ -212,7 +216,7 @@ def mixture_weights(
         )
     logits = x @ router
     chosen = largest(logits, mixture_heads)
-    if mixture_heads == 1:  # a softmax over one is 1, from which no router could learn
+    if mixture_heads == 1:  # a softmax over one head has no gradient for the router
         of_all = jax.nn.softmax(wide(logits))
         largest_share = jax.lax.stop_gradient(of_all.max(-1, keepdims=True))
         return jnp.where(chosen, of_all / largest_share, 0.0)
@@ -222,14 +226,14 @@ def mixture_weights(
 def mixture_routes(
     x: Float[Array, "B T D"], *, router: Float[Array, "D N"], mixture_heads: int
 ) -> tuple[Float[Array, "B T N"], Bool[Array, "B T N"]]:
-    """softmax(x · router), and which heads each token chooses."""
+    """Return softmax(x · router), and which heads each token chooses."""
     logits = x @ router
     return jax.nn.softmax(wide(logits)), largest(logits, mixture_heads)
 
 
 def largest(logits: Float[Array, "B T N"], count: int) -> Bool[Array, "B T N"]:
-    """Which are the `count` largest, at equal values the first."""
-    # by rank, not by the k-th value: at equal logits exactly k must be chosen
+    """Return a mask of the `count` largest logits, the first ones in case of ties."""
+    # by rank, not by the k-th value: with ties, exactly k must be chosen
     order = jnp.argsort(-logits, axis=-1, stable=True)
     return jnp.argsort(order, axis=-1) < count
 
@@ -245,12 +249,13 @@ def shared_mixture(
     mixture_heads: int,
     mixture_shared: int,
 ) -> Float[Array, "B T D"]:
-    """Concat of the first heads, always on, and of those that each token chooses.
+    """Weight heads that are always on and heads that each token chooses, then concat.
 
-    MoH (Jin et al. 2024, 2410.11842): the `mixture_shared` first heads have the weights
-    a softmax(x · router) over them, the `mixture_heads` best of the others
-    (1 - a) softmax(x · router) over all the others. The published pair of weights is
-    the softmax of two maps of x; a = sigmoid(x · split) is the same.
+    MoH (Jin et al. 2024, 2410.11842): the first `mixture_shared` heads have the weights
+    a softmax(x · router) over these heads. Of the others, each token chooses the
+    `mixture_heads` best, with the weights (1 - a) softmax(x · router) over all others.
+    The paper computes (a, 1 - a) as a softmax of two linear maps of x, which is
+    equivalent to a = sigmoid(x · split).
     """
     settings = {"mixture_heads": mixture_heads, "mixture_shared": mixture_shared}
     weights = shared_mixture_weights(x, router=router, split=split, **settings)
@@ -265,7 +270,7 @@ def shared_mixture_weights(
     mixture_heads: int,
     mixture_shared: int,
 ) -> Float[Array, "B T N"]:
-    """a times the shared heads' softmax, 1 - a times that of those chosen, else 0."""
+    """Return the weights of shared and chosen heads, 0 for others: see the rule."""
     logits = x @ router
     shared = jax.nn.softmax(wide(logits[..., :mixture_shared]))
     settings = {"mixture_heads": mixture_heads, "mixture_shared": mixture_shared}
@@ -282,7 +287,7 @@ def shared_mixture_routes(
     mixture_shared: int,
     **_,
 ) -> tuple[Float[Array, "B T M"], Bool[Array, "B T M"]]:
-    """Do what `mixture_routes` does, for the heads that are not always on."""
+    """Apply `mixture_routes` to the heads that are not always on."""
     N = router.shape[1]
     if not (1 <= mixture_shared < N and 1 <= mixture_heads <= N - mixture_shared):
         raise ValueError(
@@ -294,26 +299,27 @@ def shared_mixture_routes(
 
 
 def wide(x: Array) -> Array:
-    """In float32 at least."""
+    """Convert to at least float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class MergeRule(NamedTuple):
-    """A row of the table."""
+    """An entry of `MERGE_RULES`."""
 
-    function: Callable  # heads, x, and by name its parameters and settings -> B T D
-    shapes: dict[str, str]  # of its parameters, in the letters N, V and D
-    settings: tuple[str, ...] = ()  # of model.attention, that the function takes
-    # x, and all but the kernel -> N, B T N or B T N V: what each head is multiplied by
+    function: Callable  # (heads, x, **parameters, **settings) -> B T D
+    shapes: dict[str, str]  # of the parameters, in the letters N, V and D
+    settings: tuple[str, ...] = ()  # keys of model.attention that the function takes
+    # (x, **parameters but kernel, **settings) -> factors on heads: N, B T N or B T N V
     weights: Callable | None = None
-    # the same -> probabilities and choice of the heads that it routes, B T M each
+    # as weights -> probabilities and choice of the routed heads, B T M each
     routes: Callable | None = None
 
 
 def check_names(rules: dict[str, MergeRule]) -> None:
-    """Raise a ValueError if a function has another name than its key in the table.
+    """Check that functions are named like their keys, by which `checked` finds them.
 
-    By its name `checked` finds a function's row.
+    Raises:
+      ValueError: a name differs.
     """
     for name, rule in rules.items():
         if rule.function.__name__ != name:

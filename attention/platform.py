@@ -7,16 +7,17 @@ import jax
 
 
 def platform() -> str:
-    """Return "cpu", "gpu" or "tpu", of the mesh set with `jax.set_mesh` or by default.
+    """Return "cpu", "gpu" or "tpu": the target of compilation.
 
-    Compiling ahead of time for another platform sets a mesh of its devices.
+    It is the platform of the mesh set with `jax.set_mesh`, as when compiling ahead of
+    time for other devices, else JAX's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def compute_capability() -> float | None:
-    """Return the compute capability of the NVIDIA GPU here, such as 8.9, or None."""
+    """Return the local NVIDIA GPU's compute capability, such as 8.9, or None."""
     if jax.default_backend() != "gpu":
         return None
     told = str(getattr(jax.devices()[0], "compute_capability", None))

@@ -1,6 +1,6 @@
-"""Attention as its definition reads: einsum in float32. The specification of the rest.
+"""Reference attention: the definition, written with einsum in float32.
 
-Holds the whole T x S map; every other implementation is tested against this one.
+Holds the whole T x S map. All other implementations are tested against this one.
 """
 
 import jax
@@ -9,7 +9,7 @@ from jax.lax import Precision
 from jaxtyping import Array, Float, Int32
 
 from headcount.attention import dropout, masks
-from headcount.attention.statistics import from_weights
+from headcount.attention.statistics import from_weights, over_queries
 
 
 def attend(
@@ -24,9 +24,9 @@ def attend(
     statistics=False,
     **structure,
 ):
-    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api`."""
+    """Return output, log-sum-exp and statistics: see `attention.api`."""
     weights, lse, max_logit = weights_and_lse(query, key, bias, mask, **structure)
-    rows = (from_weights(weights, max_logit),) if statistics else ()
+    rows = (over_queries(from_weights(weights, max_logit)),) if statistics else ()
     weights = dropped(weights, dropout_rate, dropout_keys)
     out = weighted_values(weights, value.astype(weights.dtype), Precision.HIGHEST)
     return out.astype(query.dtype), lse, *rows
@@ -35,7 +35,7 @@ def attend(
 def weighted_values(
     weights: Float[Array, "B N T S"], value: Float[Array, "B S K V"], precision=None
 ) -> Float[Array, "B T N V"]:
-    """Return the sum of the values that each head weighs."""
+    """Sum the values, weighted by each head's weights."""
     B, N, T, S = weights.shape
     K, V = value.shape[2:]
     # heads first: see `scaled_logits`
@@ -53,7 +53,7 @@ def dropped(
     dropout_rate: float,
     dropout_keys: Int32[Array, "B T N"] | None,
 ) -> Float[Array, "B N T S"]:
-    """Weights after dropout; without keys as they are."""
+    """Apply dropout to the weights; without keys, return them unchanged."""
     if dropout_keys is None:
         return weights
     row_keys = dropout_keys.transpose(0, 2, 1)[..., None]
@@ -63,17 +63,18 @@ def dropped(
 
 
 def head_statistics(query, key, bias, mask, **structure):
-    """Statistics of every row: see `attention.api`."""
+    """Return the statistics: see `attention.api`."""
     weights, _, max_logit = weights_and_lse(query, key, bias, mask, **structure)
-    return from_weights(weights, max_logit)
+    return over_queries(from_weights(weights, max_logit))
 
 
 def weights_and_lse(
     query, key, bias, mask, *, scale, alibi_slopes=None, **structure
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B T N"], Float[Array, "B N T"]]:
-    """The softmax's weights, its log-sum-exp, and the largest logit of every row.
+    """Compute weights, log-sum-exp and the largest logit of every query.
 
-    In float32 (float64 for float64). The last is 0 in a row that may see nothing.
+    Weights and largest logit are float32 (float64 for float64 inputs), log-sum-exp is
+    float32. The largest logit of a query that may attend to nothing is 0.
     """
     logits = scaled_logits(query, key, scale)
     if bias is not None:
@@ -91,7 +92,7 @@ def weights_and_lse(
 def alibi(
     slopes: Float[Array, "N"], num_queries: int, num_keys: int
 ) -> Float[Array, "N T S"]:
-    """What is added to the logits: minus a head's slope times the distance."""
+    """Return the ALiBi bias: minus a head's slope times the distance."""
     offset = jnp.arange(num_keys) - jnp.arange(num_queries)[:, None]
     return -slopes[:, None, None] * jnp.abs(offset)
 
@@ -99,11 +100,11 @@ def alibi(
 def softmax(
     logits: Float[Array, "B N T S"], allowed
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
-    """Over the keys, with its log-sum-exp; a row that may see nothing is zero."""
+    """Compute the softmax over keys, and its log-sum-exp; masked rows are zero."""
     if allowed is not None:
         logits = jnp.where(allowed, logits, masks.EMPTY)
-    # The maximum only shifts the exponent's range: no gradient is due through it. The
-    # bound keeps rows finite whose bias is -inf all along.
+    # The result does not depend on the subtracted maximum, so it needs no gradient.
+    # `initial` keeps the maximum finite in rows whose biases are all -inf.
     highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.LOWEST))
     exponentials = jnp.exp(logits - highest)
     total = exponentials.sum(-1, keepdims=True)
@@ -114,15 +115,15 @@ def softmax(
 
 
 def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
-    """Products of queries and keys, in float32 (float64 for float64)."""
+    """Compute scaled products of queries and keys in float32 (float64 for float64)."""
     B, T, N, _ = query.shape
     S, K = key.shape[1:3]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    # Queries are scaled, not logits: XLA would make the scale, and the maximum that
-    # the softmax subtracts, one exact operation. See `of_two_features`.
+    # Scale queries, not logits: XLA would fuse scaling with subtracting the softmax's
+    # maximum, without rounding in between. See `of_two_features`.
     query, key = of_two_features(scale * query.astype(dtype), key.astype(dtype))
-    # Heads first, so that a map comes out as it is kept: XLA's CPU backend would
-    # transpose it after an einsum of B T N H.
+    # Heads first, which gives the map its final layout: after an einsum of B T N H,
+    # XLA's CPU backend would transpose it.
     H = query.shape[3]
     query = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     return jnp.einsum(
@@ -134,11 +135,12 @@ def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
 
 
 def of_two_features(query, key):
-    """Append a zero to queries and keys of one feature, so that a dot product is one.
+    """Append a zero to queries and keys that have a single feature.
 
-    XLA replaces those of one feature by a multiplication, which it then fuses with the
-    subtraction of the softmax's maximum and does not round: the largest logit differs
-    from the maximum by its rounding, which for one of 1e30 is more than exp can take.
+    XLA replaces a dot product over one feature by a multiplication, which it fuses with
+    the subtraction of the softmax's maximum. The product is then not rounded but the
+    maximum is, so the largest logit minus the maximum is a rounding error rather than
+    0. For logits of 1e30, this error overflows exp.
     """
     if query.shape[-1] > 1:
         return query, key

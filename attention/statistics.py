@@ -1,7 +1,8 @@
-"""What heads attend to: the numbers of `attention.head_statistics`, over all queries.
+"""Statistics of what heads attend to: see `attention.head_statistics`.
 
-Every implementation returns `HeadStatistics` of each row (`B T N`, float32, zero where
-the query sees nothing); they are summed up over queries here, once.
+Most implementations compute `HeadStatistics` per query (`B T N`, float32, zero where
+the query may attend to nothing) and reduce them with `over_queries`. The CPU kernel
+returns sums over queries, which saves most of the cost.
 """
 
 from typing import NamedTuple
@@ -12,9 +13,9 @@ from jaxtyping import Array, Float
 
 
 class HeadStatistics(NamedTuple):
-    """Per head, `B N` or `B T N` (of every query).
+    """Statistics per head, `B N`, or per query and head, `B T N`.
 
-    `B N` is the mean over the real queries, and of `max_logit` the largest.
+    `B N` fields are means over real queries, except `max_logit`, which is a maximum.
     """
 
     entropy: Float[Array, "*shape"]  # of the weights, nats
@@ -29,7 +30,7 @@ class HeadStatistics(NamedTuple):
 def from_weights(
     weights: Float[Array, "B N T S"], max_logit: Float[Array, "B N T"]
 ) -> HeadStatistics:
-    """The statistics of every row of a full map: the specification."""
+    """Compute the statistics of every query from a full map, as a reference."""
     T, S = weights.shape[2:]
     offset = jnp.arange(S) - jnp.arange(T)[:, None]
     rows = HeadStatistics(
@@ -45,10 +46,10 @@ def from_weights(
 
 
 def over_queries(rows: HeadStatistics) -> HeadStatistics:
-    """The mean over real queries, `B N`, of rows `B T N`; zero where there are none.
+    """Average statistics, `B T N`, over real queries; zero if there are none.
 
-    A query is real if it may attend to something: then some weight is the largest. Of
-    the largest logits, which are there to be watched for growing, the largest.
+    A query is real if it may attend to some key, so that its confidence is above 0. The
+    maximum of `max_logit` is taken instead of its mean, to monitor growing logits.
     """
     real = rows.confidence > 0
     count = jnp.maximum(real.sum(1), 1)

@@ -1,7 +1,7 @@
-"""Talking heads: the heads' maps are mixed before and after the softmax.
+"""Talking heads: attention that mixes the heads' maps before and after the softmax.
 
-Shazeer et al. 2020 (Talking-heads attention). Every head needs every other's whole map,
-so nothing here is fused and memory is O(T S): the price of the question.
+Shazeer et al. 2020 (Talking-heads attention). Every head needs the whole maps of all
+others, so nothing is fused and memory is O(T S).
 """
 
 import math
@@ -38,13 +38,14 @@ def talking_heads_attention(
     head_gate: ArrayLike | None = None,
     **arguments,
 ) -> Array:
-    """Attention whose head m has the logits Σ_n logits_n · logits_mix[n, m].
+    """Compute attention with maps that are mixed across heads.
 
-    Its weights are Σ_n softmax(those)_n · weights_mix[n, m]; both mixes are `N N`. With
-    two identity matrices this is `dot_product_attention`, whose shapes, errors, scale,
+    Head m has the logits Σ_n logits_n · logits_mix[n, m]. With P the softmax of these,
+    it has the weights Σ_n P_n · weights_mix[n, m]. Both mixes are `N N`. With two
+    identity matrices, this equals `dot_product_attention`, whose shapes, errors, scale,
     is_causal, lengths, window, segment ids and slopes it shares. Bias and slopes are
-    added and the mask applied after the first mix, so that a mixed map sees no more
-    than its own. Dropout is on the weights after the second mix.
+    added and masks applied after the first mix, so each mixed map has its own mask.
+    Dropout applies to the weights after the second mix.
     """
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
@@ -68,7 +69,7 @@ def talking_heads_weights(
     weights_mix: ArrayLike,
     **arguments,
 ) -> Array:
-    """The maps that `talking_heads_attention` uses, `B N T S` in float32, for plots."""
+    """Compute the maps of `talking_heads_attention`, `B N T S` in float32."""
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
     weights = mixed_weights(
@@ -89,9 +90,10 @@ def mixed_weights(
     alibi_slopes=None,
     **structure,
 ) -> Float[Array, "B N T S"]:
-    """The weights after both mixes, in float32; rows that see nothing are zero.
+    """Compute the weights after both mixes, in float32; masked rows are zero.
 
-    Raises: ValueError: a mix of another shape than N N.
+    Raises:
+      ValueError: a mix does not have the shape N N.
     """
     N = query.shape[2]
     for name, mixture in (("logits_mix", logits_mix), ("weights_mix", weights_mix)):
@@ -107,18 +109,18 @@ def mixed_weights(
         logits = logits + alibi(alibi_slopes, *logits.shape[2:])
     allowed = masks.dense(*logits.shape[2:], mask, **structure)
     weights = mix(softmax(logits, allowed)[0], weights_mix)
-    # where masks differ by head, others' weights were mixed into what is masked
+    # where masks differ by head, the mix adds other heads' weights to masked pairs
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
 def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
-    """Map m is the sum over n of map n times mixture[n, m], `N N`."""
+    """Mix maps: map m becomes the sum over n of map n times mixture[n, m]."""
     mixture = jnp.asarray(mixture, maps.dtype)
     B, N, *rest = maps.shape
-    # A product of matrices per example, which moves no map: contracted over the second
-    # axis of four, XLA's CPU backend transposes them all.
+    # One matrix product per example, which needs no transpose. XLA's CPU backend would
+    # transpose all maps to contract the second of four axes.
     each = jnp.broadcast_to(mixture.T, (B, *mixture.T.shape))
-    # else a TPU would round float32 logits to bfloat16 here
+    # by default, a TPU would round float32 logits to bfloat16
     maps = maps.reshape(B, N, math.prod(rest))  # not -1, for an empty batch
     mixed = jnp.matmul(each, maps, precision=jax.lax.Precision.HIGHEST)
     return mixed.reshape(B, mixture.shape[1], *rest)

@@ -1,8 +1,8 @@
-"""What is done to heads beside plain attention: one function per published variant.
+"""Variants of attention heads: one function of arrays per published variant.
 
-Functions of arrays alone. `models.variants` holds their parameters, and
-`models.attention` applies them in the order of the data: values, weights, outputs.
-docs/reference/variants.md lists formulas, sources, costs and what they were worth.
+`models.variants` holds their parameters, and `models.attention` applies them to values,
+weights and outputs. docs/reference/variants.md lists formulas, sources, costs and
+measured benefits.
 """
 
 import math
@@ -13,14 +13,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from headcount.attention.merge import wide
 
-GATES = {  # activation by name; the second is 1 at 0, so heads start as without it
+GATES = {  # activations by name; double_sigmoid is 1 at 0, so gates start open
     "sigmoid": jax.nn.sigmoid,
     "double_sigmoid": lambda x: 2 * jax.nn.sigmoid(x),
 }
-LEARNED = "hard_concrete"  # gates that close by themselves under a penalty
-# Their stretch and temperature: Louizos et al. 2018, section 4. Their logits are
-# multiples of a parameter, as steps of Adam are as large as its rate and a gate has to
-# travel far from its start, where it is open, to close.
+LEARNED = "hard_concrete"  # gates that a penalty trains to close
+# Stretch and temperature of hard concrete gates: Louizos et al. 2018, section 4. Their
+# logits are STEP times a parameter: Adam's steps are about as large as the learning
+# rate, too small to move a gate from its open start until it closes.
 LOW, HIGH, TEMPERATURE, STEP, OPEN = -0.1, 1.1, 2 / 3, 30.0, 3.0
 GATE_SIZES = {"head": "N", "element": "N V", "shared": "V"}  # axes of a token's gate
 
@@ -32,18 +32,18 @@ def gate(
     size: str,
     key: Key[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
-    """Return the gates of every token, from its first `features` elements.
+    """Compute gates per token from the first features of its input.
 
-    Qiu et al. 2025 (Gated attention for large language models), sigmoid of all of x;
-    modded-nanogpt, of the first 12. A kernel without an axis of features is the gates'
-    logits themselves, of all tokens: shapes N, N V or V.
+    Qiu et al. 2025 (Gated attention for large language models) use a sigmoid of all
+    features, modded-nanogpt of the first 12. A kernel without a feature axis holds the
+    gates' logits themselves, the same for all tokens: its shape is N, N V or V.
 
     Args:
         x: the layer's input.
-        kernel: (features,) and the axes that `GATE_SIZES` says.
+        kernel: axis of features, then the axes that `GATE_SIZES` gives.
         activation: a name in `GATES`, or `LEARNED`: see `hard_concrete`.
         size: a name in `GATE_SIZES`; "shared" is one gate per element for all heads.
-        key: of the noise of `hard_concrete` in training.
+        key: for the noise of `hard_concrete` in training.
     """
     own = GATE_SIZES[size].split()
     logits = kernel
@@ -61,15 +61,15 @@ def gate(
 def hard_concrete(
     values: Float[Array, "N"], key: Key[Array, ""] | None = None
 ) -> Float[Array, "N"]:
-    """Return gates of heads that may be 0 and still have gradients.
+    """Compute gates of heads that can be exactly 0 and still have gradients.
 
-    Louizos et al. 2018 (1712.01312), by which Voita et al. 2019 prune heads: a logistic
-    variable, stretched beyond 0 and 1 and cut there. Without a key the gates are those
-    that a trained model uses: the same for all inputs, 0 for heads that are removed.
+    Hard concrete gates (Louizos et al. 2018, 1712.01312), with which Voita et al. 2019
+    prune heads: a logistic variable, stretched beyond [0, 1] and clipped to it. Without
+    a key, the gates are those of a trained model: deterministic, 0 for pruned heads.
 
     Args:
         values: logits / `STEP`.
-        key: of the noise.
+        key: for the noise in training.
     """
     logits = STEP * values.astype(jnp.float32)
     if key is not None:
@@ -79,7 +79,7 @@ def hard_concrete(
 
 
 def expected_heads(values: Float[Array, "N"]) -> Float[Array, ""]:
-    """Return how many gates of `hard_concrete` are expected to be above 0."""
+    """Return the expected number of `hard_concrete` gates above 0."""
     shift = TEMPERATURE * math.log(-LOW / HIGH)
     return jax.nn.sigmoid(STEP * values.astype(jnp.float32) - shift).sum()
 
@@ -87,10 +87,10 @@ def expected_heads(values: Float[Array, "N"]) -> Float[Array, ""]:
 def exclusive(
     heads: Float[Array, "B T N V"], own: Float[Array, "B T K V"]
 ) -> Float[Array, "B T N V"]:
-    """Remove from each head's output its part along the query token's own value.
+    """Remove the component of each head's output along the query token's own value.
 
     Exclusive self-attention (XSA, 2603.09078): o - (o · v) / ‖v‖² v. A value of zero
-    removes nothing. Head n has the value n // (N // K).
+    removes nothing. Head n uses the value n // (N // K).
     """
     groups = heads.shape[2] // own.shape[2]
     value = wide(jnp.repeat(own, groups, axis=2) if groups > 1 else own)
@@ -101,7 +101,7 @@ def exclusive(
 
 
 def paired(value: Float[Array, "B S K V"]) -> Float[Array, "B S K 2*V"]:
-    """Join values n and n + K/2, and give both of them the joint one.
+    """Concatenate values n and n + K/2, and use the result for both heads.
 
     For differential attention, where two maps share one value of twice the size.
     """
@@ -122,16 +122,16 @@ def difference(
 
 
 def initial_difference(layer: int) -> float:
-    """Return λ at the start, of layers counted from 0: Ye et al. 2024, section 2.1."""
+    """Return the initial λ of a layer, counted from 0: Ye et al. 2024, section 2.1."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
 def knock(
     heads: Float[Array, "B S N V"], kernel: Float[Array, "V V"]
 ) -> Float[Array, "B S N V"]:
-    """Map every head by one matrix that all share.
+    """Multiply every head by one matrix that all heads share.
 
-    Knocking heads (2510.23052), linear form; the identity is plain attention.
+    Knocking heads (2510.23052), linear form. The identity gives plain attention.
     """
     return heads @ kernel
 
@@ -142,10 +142,10 @@ def knock_gated(
     gate: Float[Array, "V V"],
     down: Float[Array, "V V"],
 ) -> Float[Array, "B S N V"]:
-    """Map every head by one gated feed-forward that all share.
+    """Apply one gated feed-forward layer that all heads share to every head.
 
-    Knocking heads (2510.23052), MLP form: with up = down = 1 and gate = 0 it is the
-    identity, as the gate's activation is 2 sigmoid.
+    Knocking heads (2510.23052), MLP form. If up and down are the identity and gate is
+    0, it is the identity, because the gate's activation is 2 sigmoid.
     """
     return ((heads @ up) * (2 * jax.nn.sigmoid(heads @ gate))) @ down
 
@@ -163,7 +163,7 @@ def residual_value(
 
 
 def clip_factor(largest: Float[Array, "N"], threshold: float) -> Float[Array, "N"]:
-    """Return min(1, τ / largest logit): what a head's logits are multiplied by.
+    """Return the factor on each head's logits, min(1, threshold / largest logit).
 
     QK clip of MuonClip (Kimi K2, 2025).
     """
@@ -175,12 +175,12 @@ def balance_loss(
     chosen: Bool[Array, "B T N"],
     real: Int[Array, "B T"],
 ) -> Float[Array, ""]:
-    """Return Σ_n f_n P_n: the load-balancing loss of routed heads.
+    """Compute the load-balancing loss of routed heads, Σ_n f_n P_n.
 
-    MoH (Jin et al. 2024, 2410.11842): f_n is the share of the tokens that choose head
-    n, P_n the router's mean probability for it. With k of N heads and even use it is
-    k / N, its least value if the choice follows the probabilities. Tokens count where
-    `real` is above 0, as in segment ids.
+    MoH (Jin et al. 2024, 2410.11842): f_n is the share of tokens that choose head n,
+    P_n the router's mean probability of head n. If tokens choose k of N heads and use
+    all evenly, the loss is k / N, its minimum if choices follow the probabilities. Only
+    tokens with `real` above 0 count; segment ids can be passed.
     """
     weights = (real > 0).astype(jnp.float32)[..., None]
     total = jnp.maximum(weights.sum(), 1)

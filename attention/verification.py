@@ -1,13 +1,13 @@
-"""Compare a fused kernel with `reference` on the device here before it is ever picked.
+"""Compare a fused kernel with `reference` on this device before it is first picked.
 
-The kernels for accelerators were written without one: their compilers accept them, and
-simulations agree with `reference`, but a wrong number on real hardware would enter a
-paper unseen. So `resolve_implementation` asks `is_accepted`, which runs small problems
-once per device kind, jaxlib and source of the kernel, and keeps the verdict in the
+The accelerator kernels were developed without an accelerator. Their compilers accept
+them and simulations agree with `reference`, but wrong results on real hardware could go
+unnoticed. So `resolve_implementation` calls `is_accepted`, which runs small problems
+once per device kind, jaxlib version and kernel source, and caches the verdict in the
 user's cache folder. `python -m headcount.attention` prints the verdicts.
 
-$HEADCOUNT_VERIFY=0 forbids running the problems: a kernel without a verdict is then not
-picked.
+With $HEADCOUNT_VERIFY=0 the problems are not run, and a kernel without a cached verdict
+is not picked.
 """
 
 import concurrent.futures
@@ -27,10 +27,10 @@ import numpy as np
 
 from headcount.attention import dropout, masks, reference
 
-# Largest error allowed, relative to the largest number of the reference's result. The
-# same as of the compilers' and simulation's tests: products of 16-bit numbers.
+# Largest allowed error, relative to the largest number of the reference's result. As in
+# the tests of compilers and simulation; 16-bit tolerances allow for rounded products.
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
-SLOWER = 1.0  # relative time from which a kernel is not picked
+SLOWER = 1.0  # relative time above which a kernel is not picked
 LONG = (4, 2048, 8, 64)  # B, T, N, H of the timed problem
 _verdicts: dict[tuple, "Verdict"] = {}
 _lock = threading.RLock()
@@ -38,18 +38,18 @@ _lock = threading.RLock()
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was found about a kernel on a device."""
+    """Result of verifying a kernel on a device."""
 
     implementation: str
     dtype: str
-    device: str  # its kind
-    error: float | None  # largest, relative; None: it did not run
-    relative_time: float | None  # to blockwise, forward and backward; None: not timed
-    reason: str | None  # why it is rejected; None: accepted
+    device: str  # device kind
+    error: float | None  # largest relative error; None if the kernel did not run
+    relative_time: float | None  # to blockwise, forward and backward; None if not timed
+    reason: str | None  # why the kernel is rejected; None if accepted
 
 
 def is_accepted(implementation: str, dtype: str) -> bool:
-    """Whether a kernel agrees with `reference` on the device here, and is faster."""
+    """Return whether a kernel agrees with `reference` here and isn't slower."""
     found = verdict(implementation, dtype)
     return found is not None and found.reason is None
 
@@ -58,7 +58,7 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
     """Return the verdict on a kernel: from memory, from the cache, or by running it.
 
     Returns:
-        None if there is none and $HEADCOUNT_VERIFY=0 forbids to find one.
+        The verdict, or None if there is none and $HEADCOUNT_VERIFY is 0.
     """
     device = jax.devices()[0].device_kind
     key = (implementation, dtype, device, jaxlib.__version__, source_hash())
@@ -78,12 +78,12 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
 
 
 def verdicts() -> list[Verdict]:
-    """Return the verdicts of this process, for run.json."""
+    """Return the verdicts that this process has used, for run.json."""
     return list(_verdicts.values())
 
 
 def source_hash() -> str:
-    """Return a hash of everything that a kernel's result depends on."""
+    """Return a hash of the attention package's Python sources."""
     folder = Path(__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("kernels/*.py")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
@@ -91,7 +91,7 @@ def source_hash() -> str:
 
 
 def cache_path(key: tuple) -> Path:
-    """Return the file of a verdict in the user's cache folder."""
+    """Return a verdict's path in the user's cache folder."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     return root / "headcount" / "verdicts" / f"{name}.json"
@@ -102,8 +102,8 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
 
     Args:
         implementation: a name in `attention.IMPLEMENTATIONS`.
-        dtype: of the problems' arrays.
-        module: that has the kernel; default: of the implementation.
+        dtype: the problems' dtype.
+        module: the kernel's module. Defaults to that of the implementation.
     """
     device = jax.devices()[0].device_kind
     found = {"implementation": implementation, "dtype": dtype, "device": device}
@@ -128,7 +128,7 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
     return Verdict(**found, error=error, relative_time=relative_time, reason=reason)
 
 
-# By name: T, S, N, K, H, V, and what the call uses. Odd lengths end within a block.
+# Sizes (T, S, N, K, H, V) and arguments by name. Odd lengths end within a block.
 PROBLEMS = {
     "causal": {"sizes": (200, 200, 4, 4, 64, 64), "is_causal": True},
     "grouped, V != H": {"sizes": (130, 77, 4, 2, 32, 64)},
@@ -164,10 +164,10 @@ def problem_error(
     gates=None,
     **options,
 ):
-    """Return a kernel's largest error in a problem, relative to the reference's result.
+    """Return a kernel's largest error on a problem, relative to the reference's result.
 
-    Output, log-sum-exp, statistics, and the gradients by query, key, value, and by the
-    heads' gates. A gate of 0 leaves its head's gradients nothing but zeros.
+    Compares output, log-sum-exp, statistics, and the gradients with respect to query,
+    key, value and head gates. A gate of 0 makes its head's gradients zero.
     """
     T, S, N, K, H, V = sizes
     random = np.random.default_rng(0)
@@ -244,7 +244,7 @@ def time_ratio(module, dtype) -> float:
 def _read(path: Path) -> Verdict | None:
     try:
         return Verdict(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or damaged: found again
+    except (OSError, ValueError, TypeError):  # missing or damaged: verify again
         return None
 
 
@@ -254,5 +254,5 @@ def _write(path: Path, found: Verdict) -> None:
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(dataclasses.asdict(found)))
         part.replace(path)
-    except OSError:  # a read-only home: found again by the next process
+    except OSError:  # read-only home: the next process verifies again
         pass

@@ -1,14 +1,15 @@
-"""Time the fused attention on an NVIDIA GPU beside cuDNN, in turn in one process.
+"""Compare the speed of our fused attention on an NVIDIA GPU with cuDNN.
 
-    python -m benchmarks.attention_gpu                  the table, about 5 minutes
-    python -m benchmarks.attention_gpu --tune           other tiles for one shape
+    python -m benchmarks.attention_gpu                  print the table (5 minutes)
+    python -m benchmarks.attention_gpu --tune           try other tile sizes
     python -m benchmarks.attention_gpu --dry-run        trace everything, without a GPU
 
-bfloat16, 16,384 tokens a batch and a model of 2,048: B = 16384 / T, N = 2048 / H, as
-in FlashAttention-2's figures (Dao 2023, arXiv:2307.08691, section 4.1). The arithmetic
-counted is theirs too: 4·T·S·H·N·B forward, half of it under a causal mask, 2.5 times as
-much backward (recomputing counts for nothing). The share is of the measured rate of an
-8192³ matrix product.
+Implementations are timed in turn in one process. The shapes are those of
+FlashAttention-2's figures (Dao 2023, arXiv:2307.08691, section 4.1): bfloat16, 16,384
+tokens per batch and a model width of 2,048, so B = 16384 / T and N = 2048 / H. FLOPs
+are counted as there, too: 4·T·S·H·N·B forward, half of it under a causal mask, and 2.5
+times as many backward (recomputation is not counted). The share is relative to the
+measured rate of an 8192³ matrix product.
 """
 
 import argparse
@@ -30,17 +31,17 @@ from headcount.attention.platform import compute_capability
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS, WIDTH = 16384, 2048
-SECONDS = 0.1  # a measurement
-ROUNDS = 5  # the median of which is printed
+SECONDS = 0.1  # per measurement
+ROUNDS = 5  # measurements, of which the median is printed
 
 
 def duration(call, *arguments):
-    """Median seconds of a call, of several measurements of many calls each."""
+    """Return the median seconds per call, over several measurements of many calls."""
     return durations({"": (call, arguments)})[""]
 
 
 def durations(calls):
-    """Of each named (function, arguments), measured in turn."""
+    """Return the `duration` of each named (function, arguments), measured in turn."""
     repeats, times = {}, {name: [] for name in calls}
     for name, (call, arguments) in calls.items():
         jax.block_until_ready(call(*arguments))  # compiles
@@ -69,26 +70,26 @@ def inputs(T, H, V=None, tokens=TOKENS, dtype=jnp.bfloat16):
 
 
 def matmul_rate():
-    """FLOP/s of a large bfloat16 product of random numbers."""
+    """Measure the FLOP/s of a large bfloat16 matrix product."""
     size = 8192
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / duration(jax.jit(jnp.matmul), a, a)
 
 
 def fused():
-    """Our kernels for this GPU."""
+    """Return the names of our kernels that support this GPU."""
     return ["gpu"] * (compute_capability() == 9.0)
 
 
 def passes(arrays, **options):
-    """Calls of the forward pass, and of the backward pass alone."""
+    """Return (function, arguments) of the forward and of the backward pass alone."""
     query, key, value, gradient = arrays
 
     def function(query, key, value):
         return attention.dot_product_attention(query, key, value, **options)
 
     forward = jax.jit(function)
-    # What the forward pass leaves is an argument, so that only the rest is timed.
+    # The residuals are an argument, so that only the backward pass is timed.
     _, transpose = jax.jit(functools.partial(jax.vjp, function))(query, key, value)
     backward = jax.jit(lambda transpose, gradient: transpose(gradient))
     return {
@@ -98,14 +99,14 @@ def passes(arrays, **options):
 
 
 def work(direction, arrays, causal):
-    """Floating point operations that count."""
+    """Return the FLOPs to count for a pass; see the module docstring."""
     (B, T, N, H), V = arrays[0].shape, arrays[2].shape[-1]
     operations = 2 * B * N * T * T * (H + V) * (0.5 if causal else 1)
     return operations * (1 if direction == "forward" else 2.5)
 
 
 def compare(lengths, sizes):
-    """Print the main table: TFLOP/s of ours and cuDNN at shapes that both have."""
+    """Print the main table: TFLOP/s of ours and cuDNN at shapes that both support."""
     ceiling = matmul_rate()
     print(f"matrix product 8192³ bfloat16: {ceiling / 1e12:.0f} TFLOP/s\n")
     ours = fused()
@@ -135,12 +136,12 @@ def compare(lengths, sizes):
 
 
 def packed(B, T):
-    """Segments of 64 tokens, as training packs them."""
+    """Return the ids of segments of 64 tokens, packed as in training."""
     return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // 64 + 1, (B, T))
 
 
 def others():
-    """What cuDNN refuses, beside whatever else runs; and what the statistics cost."""
+    """Time cases that cuDNN does not support, and the statistics of heads."""
     cases = {
         "H 32": ({"T": 2048, "H": 32}, {}),
         "H 64, V 128": ({"T": 2048, "H": 64, "V": 128}, {}),
@@ -173,7 +174,7 @@ def others():
 
 
 def rows(name, arrays, peers, **options):
-    """Of the table of `others`; the cell of a peer that refuses is empty."""
+    """Yield the rows of a case in `others`; cells of unsupported peers are empty."""
     calls = {}
     for peer in peers:
         with contextlib.suppress(NotImplementedError):
@@ -185,7 +186,7 @@ def rows(name, arrays, peers, **options):
 
 
 def tune(T, H, causal, implementation):
-    """Other tiles for one shape, fastest first. Copy the winners to TILES."""
+    """Print the fastest tile sizes for one shape, to copy to `gpu_blocks.TILES`."""
     arrays = inputs(T, H)
     for kernel, direction in (
         ("forward", "forward"),
@@ -196,12 +197,12 @@ def tune(T, H, causal, implementation):
         size = next(key for key in table if key >= H)
         kept = table[size]
         sizes = (64, 128, 192)
-        for choice in itertools.product(sizes, sizes, (8,), (1, 2, 3, 4)):
+        for choice in itertools.product(sizes, sizes, (1, 2, 3, 4)):
             table[size] = Tiles(*choice)
             try:
                 calls = passes(arrays, implementation=implementation, is_causal=causal)
                 seconds = duration(calls[direction][0], *calls[direction][1])
-            except Exception as error:  # it may need too much shared memory
+            except Exception as error:  # for example, too much shared memory
                 if not re.search("RESOURCE_EXHAUSTED|shared memory", str(error)):
                     raise
                 continue
@@ -217,7 +218,7 @@ def gradients(function, query, key, value, gradient):
 
 
 def trace():
-    """Everything that would run, as far as it goes without a GPU."""
+    """Trace everything that would run, which needs no GPU."""
     choices = itertools.product(LENGTHS, (64, 128), (False, True), ["gpu_interpret"])
     for T, H, causal, name in choices:
         arrays = jax.eval_shape(functools.partial(inputs, T, H))

@@ -1,11 +1,12 @@
 """Online softmax over blocks of queries and keys in XLA: exact, O(T) memory.
 
-Forward and backward hold one block of the T x S map at a time, and visit only blocks
-that the causal, window, length and segment masks leave (after Rabe & Staats 2021,
-arXiv:2112.05682, and Dao 2023, arXiv:2307.08691). Rows that fit one block, as packed
-training rows do, are one batched computation whose backward reads the kept exponentials
-instead of repeating them: at most `SHORT` numbers a query. Long rows go head by head on
-CPU, where dots of two matrices are fastest, and all heads at once elsewhere.
+Forward and backward hold one block of the T x S map at a time and skip blocks that the
+causal, window, length and segment masks exclude (after Rabe & Staats 2021,
+arXiv:2112.05682, and Dao 2023, arXiv:2307.08691). Sequences that fit one block, such as
+packed training rows, are one batched computation. Its backward pass reads the saved
+exponentials, at most `SHORT` numbers per query, instead of recomputing them. On CPU,
+where products of two matrices are fastest, long sequences are computed head by head;
+elsewhere, all heads are computed together.
 """
 
 import functools
@@ -17,13 +18,13 @@ from headcount.attention.arguments import present
 from headcount.attention.kernels import blockwise_heads as heads
 from headcount.attention.kernels.partition import axes_of, partitioned
 from headcount.attention.platform import platform
-from headcount.attention.statistics import HeadStatistics
+from headcount.attention.statistics import HeadStatistics, over_queries
 
-SHORT = 128  # rows of up to so many queries and keys are one block
-LONG = (512, 1024)  # queries, keys of a block, when heads go one by one
-SHARED = (128, 512)  # and when they go together
-# Every block reads its keys, values and the sums of its gradients. So on accelerators
-# there are more queries in one, as long as all heads' have no more logits than this.
+SHORT = 128  # sequences of at most this many queries and keys are one block
+LONG = (512, 1024)  # queries and keys per block when heads are computed one by one
+SHARED = (128, 512)  # queries and keys per block when heads are computed together
+# Every block reads its keys, values and gradient accumulators. Larger blocks of queries
+# amortize these reads on accelerators, up to LOGITS logits over all heads.
 LARGEST, LOGITS = 512, 2**24
 
 # B T K G ...
@@ -46,26 +47,26 @@ def attend(
     statistics=False,
     **indices,
 ):
-    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`."""
+    """Return output, log-sum-exp and statistics: see `attention.api`."""
     structure = scale, is_causal, local_window_size, dropout_rate
     problem = _problem(query, key, bias, structure, statistics)
     differentiable = present(query=query, key=key, value=value, bias=bias)
     constant = present(mask=mask, **indices)
     out, *rows = _attend(problem, differentiable, constant)
-    lse, *rows = map(jnp.float32, rows)  # also of float64
-    return (out, lse, HeadStatistics(*rows)) if statistics else (out, lse)
+    lse, *rows = map(jnp.float32, rows)  # even for float64 inputs
+    return (out, lse, over_queries(HeadStatistics(*rows))) if statistics else (out, lse)
 
 
 def head_statistics(
     query, key, bias, mask, *, scale, is_causal, local_window_size, **indices
 ):
-    """Statistics of every row: see `attention.api`."""
+    """Return the statistics: see `attention.api`."""
     structure = scale, is_causal, local_window_size, 0.0
     problem = _problem(query, key, bias, structure, statistics=True)
     arrays = present(query=query, key=key, bias=bias, mask=mask, **indices)
     head = heads.short if problem.short else heads.forward
     _, *rows = _run(head, problem, arrays, ROWS)
-    return HeadStatistics(*map(jnp.float32, rows))
+    return over_queries(HeadStatistics(*map(jnp.float32, rows)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -95,12 +96,12 @@ def _backward(problem, residuals, cotangents):
     out_gradient, lse_gradient, *_ = cotangents  # statistics have none
     dtype = jnp.promote_types(out.dtype, jnp.float32)
     out_gradient = out_gradient.astype(dtype)
-    # The softmax's own derivative and the log-sum-exp's are rows of one kind.
+    # The row terms of the softmax's and the log-sum-exp's derivatives combine.
     delta = jnp.sum(out.astype(dtype) * out_gradient, -1) - lse_gradient
-    # With P = exponentials * reciprocal, the factor goes to the smaller arrays.
+    # Weights are exponentials * reciprocal: scale the smaller arrays instead.
     reciprocal, given = kept["reciprocal"], differentiable
     if out.dtype == jnp.float16:
-        # In which such a factor makes small gradients of long rows subnormal.
+        # With this factor, float16 gradients of long sequences can be subnormal.
         differentiable = {name: jnp.float32(x) for name, x in given.items()}
     arrays = differentiable | constant
     arrays |= {name: x for name, x in kept.items() if name != "reciprocal"}
@@ -128,7 +129,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _fit(gradient, array):
-    """Sum over the axes along which the array was broadcast."""
+    """Sum a gradient over the axes along which the array was broadcast."""
     axes = [i for i, n in enumerate(array.shape) if n == 1 < gradient.shape[i]]
     return gradient.sum(axes, keepdims=True).astype(array.dtype)
 
@@ -136,7 +137,8 @@ def _fit(gradient, array):
 def _problem(query, key, bias, structure, statistics):
     T, S = query.shape[1], key.shape[1]
     short = max(T, S) <= SHORT
-    # A bias may belong to all heads, so its gradient is a sum: they go together.
+    # Heads may share a bias, and then its gradient sums over them: compute them
+    # together.
     one_by_one = platform() == "cpu" and bias is None and not short
     sizes = LONG if one_by_one else SHARED
     if platform() != "cpu":
@@ -149,26 +151,29 @@ def _problem(query, key, bias, structure, statistics):
 
 
 def _larger(num_heads, queries, keys):
-    """Double the queries of a block while all heads together have at most `LOGITS`."""
+    """Double a block's queries while all heads have at most `LOGITS` logits."""
     while 2 * queries <= LARGEST and 2 * queries * keys * num_heads <= LOGITS:
         queries *= 2
     return queries, keys
 
 
 def _run(function, problem, arrays, results):
-    """`function(problem, head)` of each key/value head; results: their letters."""
+    """Apply `function(problem, head)` to each key/value head.
+
+    `results` maps each result's name to its axes, one letter each.
+    """
     T, S = arrays["query"].shape[1], arrays["key"].shape[1]
     if problem.queries < T or problem.keys < S:
         arrays = arrays | {"blocks": jnp.asarray(heads.blocks(problem, T, S))[None]}
     local = functools.partial(_all_heads, function, problem, tuple(results.values()))
     if not problem.one_by_one:
         return local(arrays)
-    # A loop over an axis that is sharded would gather it on every device.
+    # A loop over a sharded axis would gather it on every device.
     return partitioned(local, arrays, axes_of(arrays), tuple(results.values()))
 
 
 def _all_heads(function, problem, results, arrays):
-    """Split the arrays by batch and key/value head, map the function, and merge."""
+    """Map the function over batch and key/value heads, then merge the results."""
     B, T, N, _ = arrays["query"].shape
     S, K = arrays["key"].shape[1:3]
     G = N // K
@@ -177,7 +182,7 @@ def _all_heads(function, problem, results, arrays):
         arrays = arrays | {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
 
     def split(name, x):
-        """Pad, and split heads to K and G of query heads; axes of 1 where all share."""
+        """Pad, and split N into K and G; broadcast axes keep size 1."""
         if name in ("query_seq_lengths", "key_value_seq_lengths", "blocks"):
             return x[:, None]
         if name == "query_segment_ids":
@@ -195,7 +200,7 @@ def _all_heads(function, problem, results, arrays):
             return x.reshape(x.shape[0], *heads, *x.shape[2:])
         if name == "exponentials":
             return x
-        # A padded query's weights are zero, however large a bias it shares with others.
+        # Infinity: padded queries get zero weights even with a large broadcast bias.
         x = _pad(x, 1, more_queries, jnp.inf if name == "maximum" else 0)
         return x.reshape(B, -1, K, G, *x.shape[3:])
 
@@ -217,19 +222,19 @@ def _all_heads(function, problem, results, arrays):
 
 
 def _heads_first(name, x):
-    """To B K (G) (T) (S) ..."""
+    """Transpose an array to B K (G) (T) (S) ..."""
     x = x.swapaxes(1, 2) if name in HEADS_THIRD else x
     return x.swapaxes(2, 3) if name in QUERIES else x
 
 
 def _together(function, B, K, arrays):
-    """The function of all heads at once."""
+    """Apply the function to all heads at once."""
     arrays = {name: _heads_first(name, x) for name, x in arrays.items()}
     return _map_axis(functools.partial(_map_axis, function, K), B, arrays)
 
 
 def _map_axis(function, size, arrays):
-    """Map over the leading axis of every array; one of size 1 is the same for all."""
+    """Map over the leading axis of every array; axes of size 1 are shared."""
     shared = {n: x[0] for n, x in arrays.items() if x.shape[0] == 1}
     mapped = {n: x for n, x in arrays.items() if x.shape[0] == size > 1}
     if not mapped:
@@ -238,7 +243,7 @@ def _map_axis(function, size, arrays):
 
 
 def _one_by_one(function, B, K, arrays):
-    """The function of every head in turn, each taken from the arrays as they lie."""
+    """Apply the function to one head at a time, sliced without a transposed copy."""
 
     def take(name, x, b, k):
         start, sizes = [0] * x.ndim, list(x.shape)

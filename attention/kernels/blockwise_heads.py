@@ -1,11 +1,11 @@
 """One key/value head with its group of query heads, block by block: see `blockwise`.
 
-A head is a dict of its arrays: query and out_gradient `G T H`, delta and dropout_keys
-`G T`, key and value `S H`, mask and bias `G T S` with axes of 1 where they are
-broadcast, lengths, segment ids `T` and `S`, alibi_slopes `G`, and what the forward pass
-has kept: the exponentials `(G T) S` of a short row, the maximum `G T` of a long one. If
-there is more than one block, `blocks` has the indices of those to visit. In a block the
-queries of the group come one after the other: products of two matrices.
+A head is a dict of arrays: query and out_gradient `G T H`, delta and dropout_keys
+`G T`, key and value `S H`, mask and bias `G T S` (axes of 1 are broadcast), lengths,
+segment ids `T` and `S`, alibi_slopes `G`, and what the forward pass saves: the
+exponentials `(G T) S` of a short sequence, the maximum `G T` of a long one. If there is
+more than one block, `blocks` holds the indices of the blocks to visit. Within a block,
+the queries of the group's heads are concatenated, so every product is of two matrices.
 """
 
 from typing import NamedTuple
@@ -17,30 +17,33 @@ import numpy as np
 from headcount.attention import dropout, masks
 from headcount.attention.reference import of_two_features
 
-# Summed row by row for the statistics: their sum over total is what they are.
+# Sums per query for the statistics. Dividing them by the total gives the means.
 OFFSETS = {"previous": -1, "current": 0, "following": 1}
 STATISTICS = ("energy", "distance", *OFFSETS)
 
 
 class Problem(NamedTuple):
-    """What is compiled for: hashable, the same for all heads."""
+    """Static parameters: hashable, the same for all heads."""
 
     scale: float
     is_causal: bool
     local_window_size: tuple[int, int] | None
     dropout_rate: float
-    queries: int  # of a block; divides the padded T
-    keys: int  # of a block; divides the padded S
-    short: bool  # one block holds the whole row
-    one_by_one: bool  # heads
-    statistics: bool  # of the rows are wanted
+    queries: int  # per block; divides the padded T
+    keys: int  # per block; divides the padded S
+    short: bool  # whether one block holds the whole map
+    one_by_one: bool  # whether to loop over heads
+    statistics: bool  # whether to compute the statistics
 
 
 def forward(problem, head):
-    """Of one key/value head: out `G T V` if there are values, and lse `G T`.
+    """Compute the forward pass of one key/value head.
 
-    Then the statistics of the rows, if they are asked for; and if there are values
-    1 / total and the maximum: in lse, their sum, the total may be too small to count.
+    Returns:
+      out `G T V` if there are values, and lse `G T`; then the statistics if
+      `problem.statistics`; then, if there are values, 1 / total and the maximum. The
+      backward pass needs these two separately: in lse, the log of the total can be
+      lost to the rounding of a large maximum.
     """
     dtype = _dtype(head)
 
@@ -51,7 +54,7 @@ def forward(problem, head):
         new = jnp.maximum(logits.max(-1), maximum)
         rescale, exponentials = jnp.exp(maximum - new), _exponentials(logits, new)
         if problem.statistics:
-            # Bounded, for a product of the two largest numbers would be infinite.
+            # Bounded: the product of two very large numbers would be infinite.
             before["energy"] += jnp.maximum(maximum - new, -1e4) * total
         more = _sums(problem, head, exponentials, i, j)
         before["total"] = total
@@ -74,10 +77,10 @@ def forward(problem, head):
 
 
 def short(problem, head):
-    """`forward` of a single block, and the exponentials that its backward reads.
+    """Compute `forward` for a single block, and the exponentials for its backward.
 
-    XLA's CPU compiler makes the products, exponentials and sums one kernel, if nothing
-    but what they need stands between them.
+    XLA's CPU compiler fuses the products, exponentials and sums into one kernel as long
+    as no other operations come between them.
     """
     logits = _logits(problem, head, 0, 0)
     maximum = logits.max(-1)
@@ -98,17 +101,17 @@ def short(problem, head):
 
 
 def _sums(problem, head, exponentials, i, j):
-    """What a block adds to each row: by name, `(G queries)` and out with an axis V."""
+    """Sum a block over its keys: by name, `(G queries)`, and out `(G queries) V`."""
     sums = {}
     if problem.statistics:
-        # Once for the sums below; the logits, for the entropy, are its logarithms.
+        # Compute the exponentials once for all sums below; the energy takes their logs.
         exponentials = jax.lax.optimization_barrier(exponentials)
         G = head["query"].shape[0]
         row = jnp.tile(i * problem.queries + jnp.arange(problem.queries), G)[:, None]
         column = j * problem.keys + jnp.arange(problem.keys)
         logs = jnp.log(exponentials + jnp.finfo(exponentials.dtype).tiny)
         sums["energy"] = (exponentials * logs).sum(-1)
-        # As one row, which XLA's CPU compiler multiplies faster for a whole batch.
+        # Flattened, because XLA's CPU compiler multiplies that faster in a batch.
         distances = exponentials.ravel() * abs(column - row).ravel()
         sums["distance"] = distances.reshape(exponentials.shape).sum(-1)
         for name, offset in OFFSETS.items():
@@ -121,14 +124,14 @@ def _sums(problem, head, exponentials, i, j):
 
 
 def _results(maximum, total, sums):
-    """Output, if any, log-sum-exp, and if asked for entropy, confidence, distance."""
+    """Return the output if any, log-sum-exp, and the statistics if requested."""
     reciprocal = _reciprocal(total)
     log_total = jnp.log(jnp.where(total > 0, total, 1))
     lse = jnp.where(total > 0, maximum + log_total, masks.EMPTY)
     out = (sums["out"] * reciprocal[..., None],) if "out" in sums else ()
     if "energy" not in sums:
         return *out, lse
-    # The energy's logits count from the maximum, as log(total) does.
+    # The energy's logits are relative to the maximum, as is log(total).
     entropy = log_total - sums["energy"] * reciprocal
     means = (sums[name] * reciprocal for name in ("distance", *OFFSETS))
     max_logit = jnp.where(total > 0, maximum, 0)
@@ -136,7 +139,7 @@ def _results(maximum, total, sums):
 
 
 def _dropped(problem, head, weights, i, j):
-    """Weights of a block, or gradients by them, after dropout."""
+    """Apply dropout to a block of weights, or of their gradients."""
     if "dropout_keys" not in head:
         return weights
     row_key = _rows(problem, head, "dropout_keys", i)[:, None]
@@ -146,13 +149,13 @@ def _dropped(problem, head, weights, i, j):
 
 
 def _diagonal(problem, exponentials, offset, row, column):
-    """Those at column = row + offset, `(G queries)`; 0 where there is none."""
+    """Select the exponentials at column = row + offset, `(G queries)`, else 0."""
     if not problem.short:
         place = row + offset - column[0]
         found = jnp.take_along_axis(exponentials, place, axis=1, mode="clip")
         return jnp.where((place >= 0) & (place < problem.keys), found, 0)[:, 0]
-    # By a slice, of which XLA's CPU compiler makes no more than it is: among short rows
-    # a gather would count.
+    # A strided slice, which is cheap in XLA's CPU compiler; a gather would take a
+    # noticeable share of the time of short sequences.
     T, S = problem.queries, problem.keys
     first, last = max(0, -offset), min(T, S - offset)
     rows = exponentials.reshape(-1, T * S)
@@ -164,10 +167,10 @@ def _diagonal(problem, exponentials, offset, row, column):
 
 
 def backward(problem, head):
-    """Of one key/value head: the gradients of query, key, value, and bias if any.
+    """Compute the gradients of one key/value head: query, key, value and any bias.
 
-    Those of key and value as H S and V S. out_gradient and delta have the factor
-    1 / total, which the exponentials lack.
+    The gradients of key and value are transposed: H S and V S. The exponentials are not
+    normalized; out_gradient and delta include the factor 1 / total instead.
     """
     dtype, scale = _dtype(head), problem.scale
 
@@ -194,7 +197,7 @@ def backward(problem, head):
         logits_gradient = logits_gradient.astype(value.dtype)
         so_far = _rows(problem, gradients, "query", i)
         so_far += _dot(logits_gradient, key) * scale
-        # Products along the rows of both matrices are the fastest on CPU.
+        # Contracting the rows of both matrices is fastest on CPU.
         key_more = _dot(query.T, logits_gradient) * scale
         value_more = _dot(out_gradient.T.astype(value.dtype), weights)
         return gradients | {
@@ -213,11 +216,11 @@ def backward(problem, head):
 
 
 def _logits(problem, head, i, j):
-    """One block, `(G queries) keys`, with `masks.EMPTY` where none may attend."""
+    """Compute a block of logits, `(G queries) keys`; `masks.EMPTY` where masked."""
     query = _rows(problem, head, "query", i)
     key = _slice(head["key"], 0, j, problem.keys)
     exact = query.dtype == _dtype(head)
-    # Scaling the smaller array is faster, but would round it if it is bfloat16.
+    # Scaling the query is faster than scaling logits, but rounds a 16-bit query.
     query, key = of_two_features(query * problem.scale if exact else query, key)
     logits = _dot(query, key, 1)
     logits = logits if exact else logits * problem.scale
@@ -226,7 +229,7 @@ def _logits(problem, head, i, j):
         return _slice(_slice(x, 1, i, problem.queries), 2, j, problem.keys)
 
     def rows(x):
-        """From G, queries, keys or what broadcasts to it, without copies for G = 1."""
+        """Broadcast to G, queries, keys and merge the first two; no copy for G = 1."""
         if head["query"].shape[0] == 1:
             return x.reshape(x.shape[-2:])
         shape = (head["query"].shape[0], problem.queries, problem.keys)
@@ -262,19 +265,19 @@ def _logits(problem, head, i, j):
     if allowed is None:
         return logits
     if problem.short:
-        # A selection would keep XLA's CPU compiler from making it one with the product.
+        # XLA's CPU compiler fuses an addition with the product, but not a select.
         return logits + rows(jnp.where(allowed, 0, masks.EMPTY).astype(logits.dtype))
     return jnp.where(rows(allowed), logits, masks.EMPTY)
 
 
 def _rows(problem, head, name, i):
-    """Block i of an array of queries, their groups one after the other."""
+    """Take block i of a per-query array, with the group's heads concatenated."""
     x = _slice(head[name], 1, i, problem.queries)
     return x.reshape(-1, *x.shape[2:])
 
 
 def _grouped(problem, arrays):
-    """From rows as `_rows` gives them to G, queries, ..."""
+    """Reshape rows in the layout of `_rows` to G, queries, ..."""
     return tuple(x.reshape(-1, problem.queries, *x.shape[1:]) for x in arrays)
 
 
@@ -283,14 +286,14 @@ def _exponentials(logits, maximum):
 
 
 def _reciprocal(total):
-    """1 / total; 0 of a row that sees nothing."""
+    """Return 1 / total, or 0 for a query that may attend to nothing."""
     return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
 
 def _visit(problem, head, step, state):
-    """Run `step(i, j, state)` of the blocks that a query may attend to, row by row.
+    """Run `step(i, j, state)` over the blocks that are not fully masked, row by row.
 
-    Which these are is known when compiling, unless lengths or segments rule out more.
+    The blocks are static, except that lengths and segments can exclude more.
     """
     if "blocks" not in head:
         return step(0, 0, state)
@@ -306,7 +309,7 @@ def _visit(problem, head, step, state):
 
 
 def blocks(problem, num_queries, num_keys):
-    """The indices of the blocks that a causal or window mask leaves, `2 count`."""
+    """Return the indices of blocks that causal and window masks allow, `2 count`."""
     pairs = []
     for i in range(-(-num_queries // problem.queries)):
         start, stop = masks.key_bounds(
@@ -323,7 +326,7 @@ def blocks(problem, num_queries, num_keys):
 
 
 def _live(problem, head, i, j):
-    """Whether lengths and segments leave anything of the blocks at indices i and j."""
+    """Return whether lengths and segments allow any pair in the blocks at i and j."""
     live = jnp.ones(len(i), bool)
     if "query_seq_lengths" in head:
         live &= i * problem.queries < head["query_seq_lengths"]
@@ -337,7 +340,7 @@ def _live(problem, head, i, j):
 
 
 def _range(ids, size):
-    """The smallest and largest segment id of every block; of padding alone, none."""
+    """Return each block's smallest and largest id; an empty range for padding only."""
     ids, limits = ids.reshape(-1, size), jnp.iinfo(ids.dtype)
     low = jnp.where(ids == 0, limits.max, ids).min(1)
     return low, jnp.where(ids == 0, limits.min, ids).max(1)
@@ -345,9 +348,9 @@ def _range(ids, size):
 
 @jax.custom_batching.custom_vmap
 def _of_any(live):
-    """What is True in any row of a batch: they share a loop, and so its indices.
+    """Reduce `live` with any() over a batch, so that its rows share the loop's indices.
 
-    With indices of its own each row would gather its blocks, and scatter its sums.
+    If each row had its own indices, it would gather its blocks and scatter its sums.
     """
     return live
 
@@ -358,24 +361,24 @@ def _of_any_row(size, in_batched, live):
 
 
 def _varying(head, sums):
-    """Zeros that vary over devices as the head does: `jax.shard_map` checks it.
+    """Cast zeros to vary over the same devices as the head, for `jax.shard_map`.
 
-    A loop that adds to them must begin with the type it ends with.
+    A loop's initial carry must have the type of its result.
     """
     axes = jax.typeof(head["query"]).manual_axis_type.varying
     return jax.lax.pcast(sums, tuple(axes), to="varying")
 
 
 def _slice(x, axis, index, size):
-    """Block `index` along an axis; an axis of one block, or broadcast, as it is."""
+    """Take block `index` along an axis, unless the axis is one block or broadcast."""
     if x.shape[axis] in (1, size):
         return x
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
 
 def _add(total, block, indices, problem):
-    """Add a block to the last two axes of a sum, at these block indices."""
-    starts = [jnp.int32(0)] * total.ndim  # of one type, also where Python's are int64
+    """Add a block to a sum, at these block indices of its last two axes."""
+    starts = [jnp.int32(0)] * total.ndim  # one type, even with 64-bit Python ints
     sizes = (problem.queries, problem.keys)
     for axis, index, size in zip((-2, -1), indices, sizes, strict=True):
         if total.shape[axis] == 1:
@@ -389,7 +392,7 @@ def _add(total, block, indices, problem):
 
 
 def _with_rows(problem, whole, i, rows):
-    """Replace block i of an array of queries, whose rows lie as `_rows` gives them."""
+    """Replace block i of a per-query array by rows in the layout of `_rows`."""
     block = rows.reshape(whole.shape[0], problem.queries, *whole.shape[2:])
     start = jnp.int32(i * problem.queries)
     rest = [jnp.int32(0)] * (whole.ndim - 2)
@@ -398,9 +401,9 @@ def _with_rows(problem, whole, i, rows):
 
 @jax.custom_batching.custom_vmap
 def _written(whole, block, *starts):
-    """`jax.lax.dynamic_update_slice`, which stays one under `jax.vmap`.
+    """Call `jax.lax.dynamic_update_slice`, and keep it one under `jax.vmap`.
 
-    JAX's own rule makes it a scatter, of which XLA checks the bounds in another pass.
+    JAX's batching rule makes it a scatter, whose bounds XLA checks in an extra pass.
     """
     if whole.shape == block.shape:
         return block
@@ -417,7 +420,7 @@ def _written_in_all(size, in_batched, whole, block, *starts):
 
 
 def _dot(left, right, contract=0):
-    """Rows times a matrix, over the matrix's axis `contract`, summed in float32."""
+    """Multiply, contracting the right matrix's axis `contract`; sum in float32."""
     dtype = jnp.promote_types(left.dtype, jnp.float32)
     axes = (((1,), (contract,)), ((), ()))
     return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)

@@ -1,8 +1,8 @@
-"""Fused attention for CPUs: C++ through XLA's foreign functions, forward and backward.
+"""Fused attention for CPUs: C++ through XLA's foreign function interface.
 
-Memory grows with T + S, and what a causal or window mask, lengths or segments rule out
-is not computed. The backward pass computes the weights again. 16-bit arrays are
-computed in float32; statistics carry no gradient, and there is no second derivative.
+Memory grows with T + S. Pairs that a causal or window mask, lengths or segments exclude
+are not computed. The backward pass recomputes the weights. 16-bit arrays are computed
+in float32. Statistics carry no gradient, and there is no second derivative.
 """
 
 import functools
@@ -18,16 +18,19 @@ from headcount.attention.kernels.partition import axes_of, partitioned, varying_
 from headcount.attention.statistics import HeadStatistics
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Operands of the kernels after query, key and value, that a call may lack.
+# Optional operands of the kernels, after query, key and value.
 OPTIONAL = ("bias", "mask", "alibi_slopes", "dropout_keys", *masks.STRUCTURE)
-# What the kernel adds up of a row for its statistics, in this order.
-SUMS = ("energy", "distance", "previous", "current", "following")
+# What the kernel returns for the statistics, in this order: see `summarize` there.
+SUMMARY = ("energy", "distance", "previous", "current", "following", "confidence")
+SUMMARY += ("count", "max_logit")
+QUERIES = 512  # that the kernel summarizes together, as in cpu_problem.h
 
 
 def attend(query, key, value, bias, mask, *, statistics=False, **structure):
-    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
+    """Return output, log-sum-exp and statistics: see `attention.api`.
 
-    Raises NotImplementedError for float64, and where no C++ compiler is.
+    Raises:
+      NotImplementedError: the dtype is float64, or the kernels cannot be compiled.
     """
     _check(query)
     dtype = query.dtype
@@ -40,8 +43,8 @@ def attend(query, key, value, bias, mask, *, statistics=False, **structure):
 
 
 def head_statistics(query, key, bias, mask, **structure):
-    """Statistics of every row: see `attention.api`."""
-    value = key[..., :0]  # of no size: only the weights are wanted
+    """Return the statistics: see `attention.api`."""
+    value = key[..., :0]  # size 0: only the weights are needed
     return attend(query, key, value, bias, mask, statistics=True, **structure)[-1]
 
 
@@ -56,7 +59,7 @@ def _check(query):
 
 
 def _split(structure):
-    """What is known when compiling, as the kernels take it, and the arrays."""
+    """Split the arguments into the kernels' static attributes and arrays."""
     structure = {"alibi_slopes": None, "dropout_keys": None} | structure
     names = "alibi_slopes", "dropout_keys", *masks.STRUCTURE
     arrays = {name: structure.pop(name) for name in names}
@@ -84,7 +87,7 @@ def _attend_forward(problem, query, key, value, bias, others):
         lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
     )
     results, kept = _results(problem, *primals)
-    # A leaf that is static: the structure of a tree tells it.
+    # Residuals are arrays: encode the static flag in the tree's structure.
     return results, (*kept, {"bias": None} if wants_bias else {})
 
 
@@ -96,22 +99,32 @@ def _results(problem, query, key, value, bias, others):
         B, T, N, _ = arrays["query"].shape
         V = arrays["value"].shape[-1]
         rows = (B, T, N)
-        shapes = (*rows, V), rows, rows, (*rows, len(SUMS) if statistics else 0)
+        summaries = (B, N, -(-T // QUERIES), len(SUMMARY) if statistics else 0)
+        shapes = (*rows, V), rows, rows, summaries
         return _call("attention_forward", static, arrays, (), shapes)
 
-    letters = "BTNV", "BTN", "BTN", "BTNx"
+    letters = "BTNV", "BTN", "BTN", "BNxy"
     axes = axes_of(arrays)
-    out, maximum, reciprocal, sums = partitioned(forward, arrays, axes, letters)
-    seen = reciprocal != 0  # also of a NaN
+    out, maximum, reciprocal, summaries = partitioned(forward, arrays, axes, letters)
+    seen = reciprocal != 0  # True for NaN as well
     log_total = -jnp.log(jnp.where(seen, reciprocal, 1))
     results = [out, jnp.where(seen, maximum + log_total, masks.EMPTY)]
     if statistics:
-        rows = dict(zip(SUMS, jnp.moveaxis(sums, -1, 0), strict=True))
-        # The energy's logits count from the maximum, as log(total) does.
-        entropy = log_total - rows.pop("energy")
-        max_logit = jnp.where(seen, maximum, 0)
-        results.append(HeadStatistics(entropy, reciprocal, **rows, max_logit=max_logit))
+        results.append(_statistics(summaries, reciprocal, log_total))
     return tuple(results), (arrays, out, maximum, reciprocal)
+
+
+def _statistics(summaries, reciprocal, log_total):
+    """Return the statistics, given the kernel's summaries of blocks of queries."""
+    totals = jnp.moveaxis(summaries[..., :-1].sum(2), -1, 0)
+    found = dict(zip(SUMMARY[:-1], totals, strict=True))
+    count = found.pop("count")
+    # The energy's logits are relative to the maximum, as is log(total).
+    logs = jnp.where(reciprocal > 0, log_total, 0).sum(1)
+    found["entropy"] = logs - found.pop("energy")
+    means = {name: total / jnp.maximum(count, 1) for name, total in found.items()}
+    largest = summaries[..., -1].max(2, initial=-jnp.inf)
+    return HeadStatistics(**means, max_logit=jnp.where(count > 0, largest, 0))
 
 
 def _attend_backward(problem, residuals, cotangents):
@@ -123,7 +136,7 @@ def _attend_backward(problem, residuals, cotangents):
         else gradient
         for gradient, primal in zip(cotangents[:2], (out, maximum), strict=True)
     )  # statistics have none
-    # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
+    # A logit's gradient is weight x (dweight - delta + dlse): merge the two row terms.
     delta = (out * out_gradient).sum(-1) - lse_gradient
     more = {"maximum": maximum, "reciprocal": reciprocal}
     more |= {"out_gradient": out_gradient, "delta": delta}
@@ -158,7 +171,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _call(target, static, arrays, names, shapes):
-    """Run a kernel on the arrays of these names beside the usual ones."""
+    """Run a kernel on the usual operands, then those in `names`."""
     B = arrays["query"].shape[0]
     absent = {name: jnp.zeros((B, 0), jnp.int32) for name in masks.STRUCTURE}
     absent["bias"] = jnp.zeros((1, 0, 0, 0), jnp.float32)
@@ -171,5 +184,5 @@ def _call(target, static, arrays, names, shapes):
     call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")
     operands = varying_alike(operands)
     found = call(*operands, **dict(static))
-    # They have lost what they vary over in `jax.shard_map`.
+    # In `jax.shard_map`, results of the call lose the axes they vary over.
     return tuple(varying_alike((operands, found))[1])

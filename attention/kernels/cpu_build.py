@@ -1,4 +1,4 @@
-"""Compile the C++ kernels of `attention.kernels.cpu` for this machine at first use."""
+"""Compile the C++ kernels of `attention.kernels.cpu` on first use."""
 
 import ctypes
 import functools
@@ -21,14 +21,15 @@ SOURCES = [
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 TARGETS = ("attention_forward", "attention_backward")
 
-_one_at_a_time = threading.Lock()  # programs are traced in several threads
+_one_at_a_time = threading.Lock()  # several threads may trace programs
 
 
 def unavailable() -> str | None:
-    """Make the kernels known to XLA; None, or why there are none on this machine.
+    """Register the kernels with XLA; return None, or the reason if that fails.
 
-    The compiler is `$CXX`, else c++. What it made lies in the user's cache folder, by
-    sources, compiler, processor and jaxlib: the first use of all takes it some seconds.
+    The compiler is `$CXX`, else c++. The library is cached in the user's cache folder
+    by sources, compiler, processor and jaxlib version, so only the first call on a
+    machine takes the few seconds to compile.
     """
     with _one_at_a_time:
         return _unavailable()
@@ -41,7 +42,7 @@ def _unavailable():
         for target in TARGETS:
             handler = jax.ffi.pycapsule(getattr(library, target))
             jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    # No compiler, or of another kind; no folder; a jaxlib that wants another interface.
+    # No compiler or an incompatible one, no folder, or another FFI version in jaxlib.
     except (
         OSError,
         subprocess.SubprocessError,
@@ -55,19 +56,19 @@ def _unavailable():
 
 
 def _library():
-    """Loaded from the user's cache folder; if that cannot be, made for this process."""
+    """Load the library from the user's cache, else compile it for this process only."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if shutil.which(compiler[0]) is None:
         raise FileNotFoundError(f"no C++ compiler {compiler[0]!r}")
     command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}"]
-    # What -march=native stands for here, and the compiler's own version.
+    # These include the meaning of -march=native here and the compiler's version.
     macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     texts = (source.read_text() for source in SOURCES)
     words = [macros, *command, jaxlib.__version__, *texts]
     name = f"attention_{hashlib.sha256(''.join(words).encode()).hexdigest()[:16]}.so"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if not root.is_absolute():  # whoever owns the current folder could plant one
+        if not root.is_absolute():  # the owner of the working directory could plant one
             raise OSError(f"XDG_CACHE_HOME={root} is not absolute")
         return ctypes.CDLL(str(_compiled(command, root / "headcount" / name)))
     except (OSError, RuntimeError):  # not writable, not executable, no home at all
@@ -76,10 +77,10 @@ def _library():
 
 
 def _compiled(command, library):
-    """Return the library's path, after compiling it if it is not there and sound.
+    """Compile the library unless an intact one exists, and return its path.
 
-    A damaged library would crash the process that loads it, so its digest lies beside
-    it. One that others could have written is not loaded.
+    Loading a damaged library would crash the process, so its digest is stored beside
+    it. A library that other users could have written is not loaded.
     """
     if _is_trusted(library.parent) and _is_sound(library):
         return library
@@ -93,7 +94,7 @@ def _compiled(command, library):
         os.fsync(handle)
         digest.with_suffix(f".{os.getpid()}").write_text(_digest(Path(made)))
         os.replace(digest.with_suffix(f".{os.getpid()}"), digest)
-        os.replace(made, library)  # at once: another process may look for it
+        os.replace(made, library)  # atomic: other processes may look for it
     finally:
         os.close(handle)
         Path(made).unlink(missing_ok=True)
@@ -105,15 +106,15 @@ def _digest(path):
 
 
 def _is_sound(library):
-    """Whether there is a library with the digest that was written beside it."""
+    """Return whether the library exists and matches its stored digest."""
     try:
         return library.with_suffix(".sha256").read_text() == _digest(library)
-    except (OSError, ValueError):  # damaged, so that it is no text
+    except (OSError, ValueError):  # missing, or a damaged digest that is not text
         return False
 
 
 def _is_trusted(folder):
-    """Whether a folder belongs to this user, and nobody else may write to it."""
+    """Return whether this user owns the folder and nobody else may write to it."""
     try:
         found = folder.stat()
     except FileNotFoundError:

@@ -1,9 +1,10 @@
-// The kernels of `attention.kernels.cpu`: fused attention on CPUs, forward and backward.
+// Kernels of `attention.kernels.cpu`: fused attention on CPUs, forward and backward.
 //
-// Online softmax over blocks of the T x S map (after Dao 2023, arXiv:2307.08691), of
-// which only the columns that some query of a block may attend to are computed. A task
-// is some queries of one head, and in the backward pass a head. Each writes results of
-// its own, and adds in an order of its own: they are the same bits on any threads.
+// Online softmax over blocks of the T x S map (after Dao 2023, arXiv:2307.08691). Only
+// the range of columns that some query of a block may attend to is computed. A task is
+// some queries of one head, or in the backward pass a whole head. Tasks write to
+// separate results and add in a fixed order, so results are bit-identical for any
+// number of threads.
 
 #include <atomic>
 #include <cmath>
@@ -25,7 +26,9 @@ using Booleans = ffi::Buffer<ffi::PRED>;
 
 struct Forward : Problem {
   static constexpr int SUMS = 5;  // energy, distance, previous, current, following
-  float *out, *maximum, *reciprocal, *statistics;  // statistics: `B T N 5` or none
+  static constexpr int SUMMARY = SUMS + 3;
+  float *out, *maximum, *reciprocal;
+  float* statistics;  // `B N parts SUMMARY` or none: see `summarize`
 
   int64_t parts() const { return (T + QUERIES - 1) / QUERIES; }
   int64_t tasks() const { return batch * N * parts(); }
@@ -81,14 +84,38 @@ struct Forward : Problem {
       maximum[r] = highest[i];
       reciprocal[r] = factor;
       scale_to(V, outs + i * wide, factor, out + r * V);
-      if (!statistics) continue;
-      for (int j = 0; j < SUMS; ++j)
-        statistics[r * SUMS + j] = sums[j * rows_kept + i] * factor;
     }
+    if (statistics)
+      summarize(count, highest, total, sums, rows_kept, statistics + task * SUMMARY);
   }
 
-  // What belongs to some rows: logits and outputs, rows of `block` and `wide` floats;
-  // the rest a float each, of `sums` an array of `rows_kept` for each sum.
+  // Write the totals over `count` rows, leaving out those that see nothing: the sums
+  // over weights, the largest weights, the number of rows; and the largest maximum.
+  static void summarize(int64_t count, const float* highest, const float* total,
+                        const float* sums, int64_t rows_kept, float* to) {
+    Vector found[SUMS + 2] = {}, largest = Vector{} + LOWEST;
+    for (int64_t i = 0; i < count; i += W) {
+      Bits seen;
+      for (int64_t r = 0; r < W; ++r) seen[r] = -(i + r < count);
+      seen &= at(total + i) > 0.f;  // false for NaN
+      const Vector factor = seen ? 1.f / at(total + i) : Vector{};
+      for (int j = 0; j < SUMS; ++j)
+        found[j] += seen ? at(sums + j * rows_kept + i) * factor : Vector{};
+      found[SUMS] += factor;
+      found[SUMS + 1] += seen ? Vector{} + 1.f : Vector{};
+      largest = seen ? higher(at(highest + i), largest) : largest;
+    }
+    for (int j = 0; j < SUMMARY - 1; ++j) {
+      to[j] = 0;
+      for (int r = 0; r < W; ++r) to[j] += found[j][r];
+    }
+    to[SUMMARY - 1] = LOWEST;
+    for (int r = 0; r < W; ++r) to[SUMMARY - 1] = std::max(to[SUMMARY - 1], largest[r]);
+  }
+
+  // Working memory of some rows. Rows of `logits` and `outs` have `block` and `wide`
+  // floats. `highest` and `total` have one float per row; `sums` is one array of
+  // `rows_kept` floats per statistic.
   struct Rows {
     float* logits;
     int64_t block;
@@ -103,12 +130,13 @@ struct Forward : Problem {
     }
   };
 
-  // The logits of `count` <= W rows, of queries from t on, to exponentials, which are
-  // added up. `again`: some were added up before; they count from the new maximum.
+  // Replace the logits of `count` <= W rows, for queries starting at t, by exponentials
+  // and accumulate these. If `again`, earlier sums are rescaled to the new maximum.
   void softmax(int64_t b, int64_t n, int64_t t, int64_t count, Range range, bool whole,
                bool again, Rows rows) const {
     const int64_t width = padded(range.size());
-    Vector most[W], more[W], energy[W], distance[W];
+    Vector most[W], more[W], energy[W], distance[W], indices;
+    for (int i = 0; i < W; ++i) indices[i] = i;
     for (int64_t r = 0; r < W; ++r) {
       most[r] = Vector{} + EMPTY;
       more[r] = energy[r] = distance[r] = Vector{};
@@ -127,8 +155,7 @@ struct Forward : Problem {
       float* logits = rows.logits + r * rows.block;
       const float highest = rows.highest[r];
       if (statistics) {
-        Vector offset;
-        for (int i = 0; i < W; ++i) offset[i] = range.start + i - (t + r);
+        Vector offset = indices + static_cast<float>(range.start - (t + r));
         for (int64_t s = 0; s < width; s += W) {
           const Vector x = clipped(at(logits + s) - highest), e = exponential(x);
           at(logits + s) = e;
@@ -155,11 +182,11 @@ struct Forward : Problem {
     at(rows.sums + rows.rows_kept) += reduced(distance, added);
   }
 
-  // What a row has added up, counted from its new maximum.
+  // Rescale what a row has accumulated to its new maximum.
   void rescale(Rows row, float before) const {
     const float factor = std::exp(before - *row.highest);
     for (int64_t c = 0; c < padded(V); c += W) at(row.outs + c) *= factor;
-    // Bounded, for a product of the two largest numbers would be infinite.
+    // Bounded: the product of two very large numbers would be infinite.
     row.sums[0] += std::max(before - *row.highest, -1e4f) * *row.total;
     for (int j = 0; j < SUMS; ++j) row.sums[j * row.rows_kept] *= factor;
     *row.total *= factor;
@@ -168,7 +195,7 @@ struct Forward : Problem {
 
 struct Backward : Problem {
   const float *maximum, *reciprocal, *out_gradient, *delta;
-  // Those of key and value `B S N H` and `B S N V`: of each query head apart.
+  // Key and value gradients are `B S N H` and `B S N V`: separate per query head.
   float *query_gradient, *key_gradient, *value_gradient;
   float* bias_gradient;  // `B N T S` or none
 
@@ -238,9 +265,9 @@ struct Backward : Problem {
       scale_to(H, dq + t * deep, scale, query_gradient + row(b, t, n) * H);
   }
 
-  // Add the product of a block of the map, transposed, and an array of its queries to
-  // an array of its keys. Of heads narrower than a vector that array is transposed, so
-  // that keys fill the vectors, which such a head would leave empty for the most part.
+  // Multiply a transposed block of the map by an array of its queries, and add the
+  // product to `keys`, an array of its keys. For heads narrower than a vector, `keys`
+  // is transposed: a vector then holds many keys rather than one mostly empty head.
   static void add_product(int64_t rows, Range range, int64_t offset, int64_t size,
                           int64_t width, const float* map, const float* queries,
                           int64_t block, float* keys) {
@@ -252,7 +279,7 @@ struct Backward : Problem {
                keys + offset * width, width, true);
   }
 
-  // Such an array to the rows of its keys in an array of all heads.
+  // Copy the array that `add_product` fills to its keys' rows in an array of all heads.
   void take_keys(const float* keys, int64_t count, int64_t size, int64_t width,
                  int64_t block, float* to) const {
     if (size < W) return transpose(size, count, keys, block, to, N * size, false);
@@ -260,8 +287,8 @@ struct Backward : Problem {
       scale_to(size, keys + j * width, 1, to + j * N * size);
   }
 
-  // A row's logits to the weights after dropout, and the gradient by those to that by
-  // the logits.
+  // Replace a row's logits by its weights after dropout, and the gradient with respect
+  // to these by the gradient with respect to the logits.
   void softmax(int64_t b, int64_t n, int64_t t, Range range, bool whole,
                float* weights, float* gradient) const {
     const int64_t r = row(b, t, n);
@@ -278,18 +305,18 @@ struct Backward : Problem {
   }
 };
 
-// Run every task, on this thread and on those of XLA's that are free meanwhile.
+// Run every task on this thread and on idle threads of XLA's pool.
 template <typename Work>
 ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
   struct State {
     const Work work;
-    const int64_t count, several;  // tasks: in all, and those that a thread takes
+    const int64_t count, several;  // tasks in total, and tasks claimed at a time
     std::atomic<int64_t> next{0}, done{0};
     std::atomic<bool> failed{false};
     std::mutex mutex;
     std::condition_variable finished;
 
-    // Successive tasks write to the same cache lines: two threads would wait for them.
+    // Claim several tasks at a time: successive tasks write to the same cache lines.
     State(const Work& work, int64_t threads)
         : work(work), count(work.tasks()),
           several(std::clamp<int64_t>(count / (8 * threads), 1, work.N)) {}
@@ -311,7 +338,7 @@ ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
       }
     }
   };
-  // Shared with helpers, which may begin when all is done.
+  // Shared ownership, because a helper may start after all tasks are done.
   const int64_t threads = pool.num_threads();
   const auto state = std::make_shared<State>(work, threads);
   const int64_t helpers = std::min(threads, state->count) - 1;
@@ -329,7 +356,7 @@ int64_t size(const Array& x, int from_last) {
   return x.dimensions()[x.dimensions().size() - from_last];
 }
 
-// None where there is no element.
+// Return an array's data, or null if it is empty.
 template <typename Array>
 auto* given(const Array& x) {
   return x.element_count() ? x.typed_data() : nullptr;
@@ -369,9 +396,12 @@ ffi::Error forward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t le
   const Problem p = problem(scale, is_causal, left, right, dropped, kept, query, key,
                             value, bias, mask, slopes, dropout_keys, query_lengths,
                             key_lengths, query_ids, key_ids);
-  return run(Forward{p, out->typed_data(), maximum->typed_data(),
-                     reciprocal->typed_data(), given(*statistics)},
-             pool);
+  const Forward task{p, out->typed_data(), maximum->typed_data(),
+                     reciprocal->typed_data(), given(*statistics)};
+  const int64_t size = p.batch * p.N * task.parts() * Forward::SUMMARY;
+  if (task.statistics && int64_t(statistics->element_count()) != size)
+    return ffi::Error::InvalidArgument("the statistics' buffer has another size");
+  return run(task, pool);
 }
 
 ffi::Error backward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,

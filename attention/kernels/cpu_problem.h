@@ -1,4 +1,4 @@
-// What the kernels of `attention.kernels.cpu` are asked for, and the memory they work in.
+// Arguments and working memory of the kernels of `attention.kernels.cpu`.
 
 #ifndef HEADCOUNT_NATIVE_PROBLEM_H_
 #define HEADCOUNT_NATIVE_PROBLEM_H_
@@ -13,8 +13,8 @@
 
 constexpr float EMPTY = -0.7f * std::numeric_limits<float>::max();  // as in masks.py
 constexpr float LOWEST = EMPTY / 2;
-constexpr int64_t ROWS = 24, KEYS = 128;  // of a block of the map, at most
-constexpr int64_t QUERIES = 512;  // of a task: they share the keys that it lays out
+constexpr int64_t ROWS = 24, KEYS = 128;  // largest block of the map
+constexpr int64_t QUERIES = 512;  // per task, which lays out each block of keys once
 
 struct Range {
   int64_t start, stop;
@@ -24,16 +24,16 @@ struct Range {
   }
 };
 
-// Some queries, and the keys from the first to the last that any of them may attend to.
+// Some queries, and the range of keys that any of them may attend to.
 struct Block {
   Range queries, keys;
-  bool whole;  // every query may attend to every of these keys, unless the mask hides it
+  bool whole;  // whether all queries may attend to all keys, apart from the mask array
 };
 
-// A thread's memory, kept for its next task unless it is much.
+// A thread's working memory, reused by its next task unless it is large.
 class Scratch {
  public:
-  // Of `arrays` arrays with `size` floats in all.
+  // Reserve `size` floats in total for `arrays` arrays.
   Scratch(int arrays, int64_t size) {
     std::vector<float>& memory = kept();
     size += (arrays + 1) * W;
@@ -64,29 +64,29 @@ class Scratch {
   float* next_;
 };
 
-// Query `B T N H`, key `B S K H`, value `B S K V`, and what `attention.api` calls the
-// rest. Leading axes, of `jax.vmap`, count as more of the batch.
+// Query `B T N H`, key `B S K H`, value `B S K V`, and the other arguments that
+// `attention.api` documents. Axes that `jax.vmap` adds in front extend the batch.
 struct Problem {
   int64_t batch, B, T, S, N, K, H, V;
   const float *query, *key, *value, *bias;
   int64_t bias_sizes[4], mask_sizes[4];  // B N T S or 1
   const bool* mask;
-  const float* slopes;  // N, of each trial
+  const float* slopes;  // N, for each trial
   const int32_t* dropout_keys;  // B T N
-  int32_t dropped;  // of 2^24 hashes
+  int32_t dropped;  // how many of the 2^24 hash values mean dropped
   float kept;  // factor on the weights that are not dropped
   const int32_t *query_lengths, *key_lengths, *query_ids, *key_ids;
   float scale;
   bool is_causal;
   int64_t left, right;
-  std::vector<std::vector<Block>> blocks;  // of each batch row
+  std::vector<std::vector<Block>> blocks;  // per batch row
 
   int64_t row(int64_t b, int64_t t, int64_t n) const { return (b * T + t) * N + n; }
   int64_t key_row(int64_t b, int64_t s, int64_t n) const {
     return (b * S + s) * K + n / (N / K);
   }
 
-  // The keys that a query may attend to, but for what segments and the mask say.
+  // Return the keys that a query may attend to, ignoring key segments and the mask.
   Range keys(int64_t b, int64_t t) const {
     if (query_lengths && t >= query_lengths[b]) return {0, 0};
     if (query_ids && query_ids[b * T + t] == 0) return {0, 0};
@@ -96,8 +96,8 @@ struct Problem {
     return found;
   }
 
-  // Where a block of queries from `t` on ends, at the latest at `stop`: with a segment if
-  // it can, because what pairs queries and keys of different segments is thrown away.
+  // Return the end of the block of queries that starts at `t`, at most `stop`. Prefer
+  // the end of a segment: pairs from different segments would be computed for nothing.
   int64_t block_end(int64_t b, int64_t t, int64_t stop) const {
     stop = std::min(stop, t + ROWS);
     if (query_ids)
@@ -135,7 +135,7 @@ struct Problem {
     return found;
   }
 
-  // Find the blocks of every batch row that have keys: once, for all heads.
+  // Find every batch row's nonempty blocks, once for all heads.
   void find_blocks() {
     blocks.resize(batch);
     for (int64_t b = 0; b < batch; ++b)
@@ -146,8 +146,8 @@ struct Problem {
       }
   }
 
-  // Where an array `B N T S`, some axes of which may be 1, has a row of keys from `start`
-  // on, and how far apart they are.
+  // Location of a row of keys in an array `B N T S` with possibly broadcast axes of 1:
+  // offset of the key `start`, and distance between neighbouring keys.
   struct Row {
     int64_t offset, step;
   };
@@ -162,7 +162,7 @@ struct Problem {
     return at;
   }
 
-  // Add the bias, and minus the head's slope times the distance.
+  // Add the bias to a row of logits, and subtract the head's slope times the distance.
   void lean(float* logits, int64_t b, int64_t n, int64_t t, Range range) const {
     if (bias) {
       const Row at = row_of(bias_sizes, b, n, t, range.start);
@@ -177,15 +177,15 @@ struct Problem {
     }
   }
 
-  // Multiply by 0 what dropout drops of a row of keys from `start` on, else by `kept`.
+  // Apply dropout to a row of weights or gradients: zero them or multiply by `kept`.
   void drop(float* row, int64_t b, int64_t n, int64_t t, Range range) const {
     const Dropout hash(dropout_keys[this->row(b, t, n)], range.start);
     for (int64_t s = 0; s < padded(range.size()); s += W)
       at(row + s) = hash(s) < dropped ? Vector{} : at(row + s) * kept;
   }
 
-  // Set the logits of a range of keys, and what pads it, to EMPTY where the query may
-  // not attend. `whole`: of its block, see `Block`.
+  // Set logits to EMPTY where the query may not attend, and in the padding after the
+  // range of keys. `whole` is that of `Block`.
   void hide(float* logits, int64_t b, int64_t n, int64_t t, Range range,
             bool whole) const {
     const int64_t size = range.size();

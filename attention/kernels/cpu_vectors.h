@@ -1,4 +1,4 @@
-// Products of small matrices and exponentials, in vectors of the processor at hand.
+// Products of small matrices and exponentials, in vectors of the target processor.
 
 #ifndef HEADCOUNT_NATIVE_VECTORS_H_
 #define HEADCOUNT_NATIVE_VECTORS_H_
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <utility>
 
-// Floats of a vector, and rows of a tile of two vectors' width that registers hold.
+// W: floats per vector. TALL: rows of a tile, two vectors wide, that fits registers.
 #if defined(__AVX512F__)
 constexpr int W = 16, TALL = 8;
 #elif defined(__AVX__)
@@ -18,13 +18,13 @@ constexpr int W = 4, TALL = 8;
 #error the kernels need AVX or NEON, else blockwise is faster
 #endif
 
-// Of any alignment.
+// Vector types without alignment requirements.
 typedef float Vector __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t Bits __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
-// Not one template: its argument would lose the alignment.
+// Overloads, because a template argument would drop the alignment attribute.
 inline Vector& at(float* x) { return *reinterpret_cast<Vector*>(x); }
 inline const Vector& at(const float* x) { return *reinterpret_cast<const Vector*>(x); }
 inline Four& four(float* x) { return *reinterpret_cast<Four*>(x); }
@@ -35,8 +35,8 @@ inline int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 inline Vector higher(Vector x, Vector y) { return x > y ? x : y; }
 inline Vector added(Vector x, Vector y) { return x + y; }
 
-// x, with the elements of y whose number has the bit `by`; and the partner of each
-// element, whose number differs in that bit alone.
+// `chosen` takes element i from y if i has the bit `by`, else from x. `partners` takes
+// the element whose index differs from `chosen`'s in that bit only.
 template <int by, int... i>
 inline Vector chosen(Vector x, Vector y, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(x, y, (i & by ? W + i : i)...);
@@ -46,8 +46,8 @@ inline Vector partners(Vector x, Vector y, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(x, y, (i & by ? W + (i ^ by) : i ^ by)...);
 }
 
-// In element r all elements of the vector r, of W vectors: they are combined in a tree,
-// two vectors in one operation. The vectors are overwritten.
+// Reduce each of W vectors to one element: element r of the result combines all
+// elements of x[r], as a tree, two vectors per operation. Overwrites the vectors.
 template <int by = W / 2, typename Operation>
 inline Vector reduced(Vector* x, Operation combine) {
   constexpr auto all = std::make_integer_sequence<int, W>();
@@ -59,15 +59,15 @@ inline Vector reduced(Vector* x, Operation combine) {
     return reduced<by / 2>(x, combine);
 }
 
-// What `exponential` takes: of all from -88 down it is 0.
+// Clip x to the domain of `exponential`, which is 0 for x <= -88.
 inline Vector clipped(Vector x) { return x < -88.f ? Vector{} - 88.f : x; }
 
-// e^x of -88 <= x <= 0, to one unit in the last place; 0 of -88, and NaN of a NaN.
+// Compute e^x for -88 <= x <= 0, to one unit in the last place; 0 at -88, NaN for NaN.
 inline Vector exponential(Vector x) {
-  const Vector shifted = x * 1.44269504f + 12582912.f;  // its low bits: x / ln 2
+  const Vector shifted = x * 1.44269504f + 12582912.f;  // low bits: round(x / ln 2)
   const Vector n = shifted - 12582912.f;
   const Vector rest = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  // To 3e-9 for |rest| <= ln 2 / 2: 1 + rest + a polynomial fitted to what is left.
+  // 1 + rest + a fitted polynomial: error at most 3e-9 for |rest| <= ln 2 / 2.
   Vector p = rest * 1.38146e-3f + 8.36872e-3f;
   p = p * rest + 4.166839e-2f;
   p = p * rest + 1.6666521e-1f;
@@ -78,14 +78,14 @@ inline Vector exponential(Vector x) {
   return x <= -88.f ? Vector{} : p * power;
 }
 
-// The hashes of a row of weights from the key `start` on: `kept` of attention/dropout.py.
+// Hashes of a row of weights from key `start` on, as `kept` in attention/dropout.py.
 class Dropout {
  public:
   Dropout(int32_t row_key, int64_t start) {
     for (int i = 0; i < W; ++i) first_[i] = static_cast<uint32_t>(start + i) * SPREAD;
     row_key_ = Words{} + static_cast<uint32_t>(row_key);
   }
-  // Of the W keys from start + s on.
+  // Hash the W keys from start + s on.
   Bits operator()(int64_t s) const {
     Words x = row_key_ ^ (first_ + static_cast<uint32_t>(s) * SPREAD);
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -98,13 +98,14 @@ class Dropout {
   Words first_, row_key_;
 };
 
-// A matrix as an operand: element (i, j) at i * row + j * column.
+// Left operand of a product: element (i, j) is at i * row + j * column.
 struct Left {
   const float* data;
   int64_t row, column;
 };
 
-// C = A B, or C += A B: M rows of A, `depth` of B; `wide` vectors of B and C.
+// Compute C = A B, or C += A B if `add`. A has M rows, B has `depth` rows, and rows of
+// B and C have `wide` vectors.
 template <int M, int wide>
 inline void tile(int64_t depth, Left a, const float* b, int64_t b_row, float* c,
                  int64_t c_row, bool add) {
@@ -130,7 +131,7 @@ inline void tile(int64_t depth, Left a, const float* b, int64_t b_row, float* c,
     for (int w = 0; w < wide; ++w) at(c + m * c_row + w * W) = sums[m][w];
 }
 
-// The same of M <= TALL rows, known when run, and one or two vectors.
+// As `tile`, for M <= TALL rows, known only at run time, and one or two vectors.
 template <int TALLEST = TALL>
 inline void strip(int64_t M, bool two, int64_t depth, Left a, const float* b,
                   int64_t b_row, float* c, int64_t c_row, bool add) {
@@ -144,7 +145,7 @@ inline void strip(int64_t M, bool two, int64_t depth, Left a, const float* b,
   }
 }
 
-// The same of any M, and N columns, a multiple of W.
+// As `tile`, for any M and any multiple N of W columns.
 inline void multiply(int64_t M, int64_t N, int64_t depth, Left a, const float* b,
                      int64_t b_row, float* c, int64_t c_row, bool add) {
   for (int64_t n = 0; n < N; n += 2 * W)
@@ -161,7 +162,7 @@ inline void scale_to(int64_t width, const float* from, float factor, float* to) 
   for (; j < width; ++j) to[j] = from[j] * factor;
 }
 
-// Rows that lie `stride` apart, side by side in rows of `width_to`, filled with zeros.
+// Copy rows that are `stride` apart to rows of `width_to`, padded with zeros.
 inline void copy(int64_t rows, int64_t width, const float* from, int64_t stride,
                  float* to, int64_t width_to, float factor = 1) {
   for (int64_t i = 0; i < rows; ++i, from += stride, to += width_to) {
@@ -170,7 +171,7 @@ inline void copy(int64_t rows, int64_t width, const float* from, int64_t stride,
   }
 }
 
-// The same, transposed: `width` rows of `width_to`, filled with zeros if `fill`.
+// As `copy`, transposed: to `width` rows of `width_to`, padded with zeros if `fill`.
 inline void transpose(int64_t rows, int64_t width, const float* from, int64_t stride,
                       float* to, int64_t width_to, bool fill = true) {
   auto one = [&](int64_t i, int64_t j) { to[j * width_to + i] = from[i * stride + j]; };

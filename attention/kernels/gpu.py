@@ -23,14 +23,14 @@ from headcount.attention.kernels.gpu_blocks import HEIGHT, choose_tiles, visits
 from headcount.attention.kernels.gpu_rings import Ring
 from headcount.attention.kernels.partition import axes_of, partitioned, varying_alike
 from headcount.attention.platform import compute_capability, platform
-from headcount.attention.statistics import HeadStatistics
+from headcount.attention.statistics import HeadStatistics, over_queries
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = 128  # head size whose backward pass fits into registers
-# Of `HeadStatistics` what a kernel returns; max_logit follows from the highest logit.
+# Fields of `HeadStatistics` that a kernel returns; max_logit follows from `highest`.
 FIELDS = tuple(name for name in HeadStatistics._fields if name != "max_logit")
-THREADS = 6  # that the simulation needs
-WIDTH = 32  # head sizes are padded to a multiple of it
+THREADS = 6  # needed by the simulation
+WIDTH = 32  # head sizes are padded to a multiple of this
 
 
 def attend(
@@ -46,10 +46,11 @@ def attend(
     interpret=False,
     **structure,
 ):
-    """Return output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
+    """Return output, log-sum-exp and statistics: see `attention.api`.
 
-    Raises NotImplementedError for other dtypes than bfloat16 and float16, head sizes
-    above 128, a bias or mask array, and other devices.
+    Raises:
+      NotImplementedError: the dtype is not bfloat16 or float16, a head size is above
+        128, there is a bias or mask array, or the device is unsupported.
     """
     _check(interpret, query, value, bias, mask)
     static, arrays = _split(structure, statistics, interpret)
@@ -62,7 +63,7 @@ def attend(
 def head_statistics(
     query, key, bias, mask, *, alibi_slopes=None, interpret=False, **structure
 ):
-    """Return the statistics of every row: see `attention.api`."""
+    """Return the statistics: see `attention.api`."""
     _check(interpret, query, query, bias, mask)
     static, arrays = _split(structure, True, interpret)
     arrays["alibi_slopes"] = _slopes(alibi_slopes, static)
@@ -71,7 +72,7 @@ def head_statistics(
 
 
 def unsupported(query, value, bias, mask) -> str | None:
-    """Return why these arrays have no kernel; None if they have."""
+    """Return why the kernels don't support these arrays; None if they do."""
     if query.dtype.name not in DTYPES:
         return f"takes {' and '.join(DTYPES)}, not {query.dtype}"
     if bias is not None or mask is not None:
@@ -115,21 +116,21 @@ def _check(interpret, query, value, bias, mask):
 
 
 def _split(structure, statistics, interpret):
-    """Split what is known when compiling, hashable, from the arrays."""
+    """Split the arguments into hashable static ones and arrays."""
     arrays = {name: structure.pop(name) for name in masks.STRUCTURE}
     structure |= {"statistics": statistics, "interpret": interpret}
     return tuple(sorted(structure.items())), arrays
 
 
 def _slopes(alibi_slopes, static):
-    """Return the slopes in the unit of the kernels' logits."""
+    """Convert the slopes to the unit of the kernels' logits."""
     if alibi_slopes is None:
         return None
     return alibi_slopes * (kernels.LOG2E / kernels.exponent_unit(dict(static)["scale"]))
 
 
 def _public(static, found):
-    """Return what `attend` returns, from the results of `_forward`."""
+    """Convert the results of `_forward` to those of `attend`."""
     rows = {name: jnp.swapaxes(found[name], 1, 2) for name in found if name != "out"}
     highest, confidence = rows.pop("highest"), rows["confidence"]
     seen = confidence > 0  # it is 1 / the sum of all exponentials
@@ -139,7 +140,7 @@ def _public(static, found):
     statistics = ()
     if len(rows) > 1:
         max_logit = jnp.where(seen, highest * (unit / kernels.LOG2E), 0)
-        statistics = (HeadStatistics(**rows, max_logit=max_logit),)
+        statistics = (over_queries(HeadStatistics(**rows, max_logit=max_logit)),)
     return found.get("out"), lse, *statistics
 
 
@@ -168,7 +169,7 @@ def _attend_backward(static, residuals, gradients):
     )
     if out_gradient is None:
         out_gradient = jnp.zeros_like(out)
-    # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
+    # A logit's gradient is weight x (dweight - delta + dlse): merge the two row terms.
     delta = jnp.float32(out * out_gradient.astype(jnp.float32)).sum(-1)
     if lse_gradient is not None:
         delta = delta - lse_gradient
@@ -184,7 +185,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(static, arrays):
-    """Return results by name: of rows, `B N T`, and `out` if there are values."""
+    """Return results by name: `B N T` per query, and `out` if there are values."""
     statistics = dict(static)["statistics"]
     rows = ("highest", *(FIELDS if statistics else ("confidence",)))
     names = (*rows, "out") if "value" in arrays else rows
@@ -222,7 +223,7 @@ def _run(kernel, static, arrays, outputs, results):
     def function(arrays):
         return _launch(kernel, problem, arrays, _types(arrays, outputs(arrays)))
 
-    if problem.interpret:  # with effects, which can't be partitioned
+    if problem.interpret:  # the simulation has effects, which can't be partitioned
         return function(arrays)
     by_head = dict.fromkeys((*kernels.ROWS, "dropout_keys"), "BNT")
     axes = axes_of(arrays, **by_head)
@@ -230,7 +231,7 @@ def _run(kernel, static, arrays, outputs, results):
 
 
 def _types(arrays, shapes):
-    """Return the types of results of these shapes, by name: rows are float32."""
+    """Return the results' types by name: query's dtype, or float32 per query."""
     dtype = arrays["query"].dtype
     dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
 
@@ -248,7 +249,7 @@ def _types(arrays, shapes):
 
 
 def _problem(kernel, static, arrays):
-    """Return what the kernel is compiled for, and its inputs with the loops' bounds."""
+    """Return the kernel's static parameters, and its inputs with the loop bounds."""
     static = dict(static)
     T, S = arrays["query"].shape[1], arrays["key"].shape[1]
     H = arrays["query"].shape[-1]
@@ -277,13 +278,13 @@ def _problem(kernel, static, arrays):
 
 
 def _launch(name, problem, arrays, types):
-    """Run a kernel; return its outputs in order.
+    """Run a kernel and return its outputs in order.
 
     Args:
-      name: in `TILES`.
-      problem: what it is compiled for.
-      arrays: by name.
-      types: of the outputs by name.
+      name: a kernel's name in `TILES`.
+      problem: static parameters.
+      arrays: the inputs by name.
+      types: the outputs' types by name.
     """
     function = getattr(kernels, "forward" if name == "statistics" else name)
     inputs = _inputs(arrays, problem)
@@ -300,7 +301,7 @@ def _launch(name, problem, arrays, types):
         body,
         out_type=tuple(types[key].update(shape=padded[key]) for key in types),
         scratch_types=_scratch(inputs, padded, outer, warpgroups, problem),
-        # one axis, the only one in CUDA for over 65,535 programs; vmap adds others
+        # one axis: only CUDA's first allows over 65,535 programs; vmap adds others
         grid=(inputs["bounds"].shape[1] * inputs[outer].shape[2] * len(inputs[outer]),),
         grid_names=("program",),
         num_threads=warpgroups + 1,
@@ -309,7 +310,7 @@ def _launch(name, problem, arrays, types):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_interpreter() if problem.interpret else None,
     )(*inputs.values())
-    # the kernel drops what they vary over in `jax.shard_map`
+    # in `jax.shard_map`, the kernel's outputs lose the axes they vary over
     _, outputs = varying_alike((inputs, outputs))
     return tuple(
         output[tuple(slice(0, size) for size in types[key].shape)]
@@ -317,7 +318,7 @@ def _launch(name, problem, arrays, types):
     )
 
 
-# Which of the tiles' sides an array's sequence is cut into.
+# The field of `Tiles` that gives the block length along each array's sequence.
 _AXES = {
     **dict.fromkeys(("query", "out", "out_gradient"), "queries"),
     **dict.fromkeys(("query_segment_ids", "dropout_keys"), "queries"),
@@ -326,7 +327,7 @@ _AXES = {
 
 
 def _inputs(arrays, problem):
-    """The arrays as the kernels read them."""
+    """Pad the arrays and stack the per-query ones, as the kernels read them."""
     inputs = {name: x for name, x in arrays.items() if name not in kernels.ROWS}
     if "delta" in arrays:
         highest, confidence, delta = (
@@ -345,10 +346,10 @@ def _pad(x, shape):
 
 
 def _padded(name, shape, problem):
-    """The shape with a sequence and a width as a kernel takes them.
+    """Return the shape with sequence and width padded for the kernel.
 
-    What is fetched and stored in blocks may end within one, but at a multiple of 8:
-    beyond, the hardware reads zeros and writes nothing. The simulation does not.
+    A sequence may end within a block, at a multiple of 8: out of bounds, the hardware
+    reads zeros and writes nothing. The simulation doesn't, so it needs whole blocks.
     """
     tile = getattr(problem.tiles, _AXES.get(name, "queries"))
     if len(shape) < 4:
@@ -360,7 +361,7 @@ def _padded(name, shape, problem):
 
 
 def _scratch(inputs, outputs, outer, warpgroups, problem):
-    """Shared memory with its barriers: own rows, and rings of all that is fetched."""
+    """Return scratch types: blocks per warpgroup, and rings for fetched blocks."""
     tiles, dtype = problem.tiles, inputs["query"].dtype
 
     def blocks(number, rows, width):
@@ -397,7 +398,7 @@ def _scratch(inputs, outputs, outer, warpgroups, problem):
 
 
 def _interpreter():
-    """Detect races, and fail at reads beyond an array."""
+    """Return a simulator that detects races and fails on out-of-bounds reads."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(detect_races=True)

@@ -1,10 +1,10 @@
-"""Which blocks of the T x S map a GPU kernel visits, and how it cuts the map up.
+"""Tile sizes of the GPU kernels, and the blocks of the T x S map that they visit.
 
-A row of blocks is visited from `start` to `stop`; within, the blocks from `whole_start`
-to `whole_stop` need no mask at all. The bounds are numbers of blocks, found from the
-smallest and largest index and segment id of each block, so they are exact for packed
-rows (segments in order, the same ones on both sides) and generous, never wrong, for any
-other segments.
+A row of blocks is visited from `start` to `stop`; in this range, the blocks from
+`whole_start` to `whole_stop` need no mask. The bounds are block indices, derived from
+the smallest and largest index and segment id of each block. So they are exact for
+packed rows (ordered segments, the same for queries and keys) and conservative for other
+segments.
 """
 
 from typing import NamedTuple
@@ -13,41 +13,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-HEIGHT = 64  # rows of a block that one warpgroup computes
+HEIGHT = 64  # rows of a block per warpgroup
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts the map, and how it runs."""
+    """Block sizes and launch parameters of a kernel."""
 
     queries: int  # per block
     keys: int
-    num_warps: int  # that compute
-    num_stages: int  # slots of a ring
+    num_stages: int  # slots per ring
 
 
-# By kernel and largest head size. The largest tiles that fit an H200's shared memory
-# and (except for a few bytes) its registers; benchmarks/attention_gpu.py --tune has not
-# been run on one yet.
+# By kernel and largest head size: the largest tiles that fit an H200's shared memory
+# and (except for a few bytes) its registers. Not yet tuned on a GPU; to tune, run
+# benchmarks/attention_gpu.py --tune.
 TILES = {
-    "forward": {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 2)},
-    "statistics": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2)},
-    "query_gradient": {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 2)},
-    "key_value_gradient": {64: Tiles(64, 128, 8, 3), 128: Tiles(64, 128, 8, 2)},
+    "forward": {64: Tiles(128, 128, 3), 128: Tiles(128, 128, 2)},
+    "statistics": {64: Tiles(128, 64, 3), 128: Tiles(128, 64, 2)},
+    "query_gradient": {64: Tiles(128, 128, 3), 128: Tiles(128, 64, 2)},
+    "key_value_gradient": {64: Tiles(64, 128, 3), 128: Tiles(64, 128, 2)},
 }
 
 
 def choose_tiles(kernel, head_dim, num_queries, num_keys) -> Tiles:
-    """Return a kernel's tiles; of one warpgroup for a short sequence.
+    """Return a kernel's tiles, reduced for short sequences to avoid padding.
 
-    Inner blocks are no longer than a short sequence, which would be padded, either.
+    A short outer sequence uses one computing warpgroup; a short inner sequence of keys
+    uses shorter blocks.
     """
     tiles = next(tiles for size, tiles in TILES[kernel].items() if head_dim <= size)
-    if kernel != "key_value_gradient" and num_keys <= HEIGHT:
+    if num_keys <= HEIGHT:
         tiles = tiles._replace(keys=HEIGHT)
-    if kernel == "key_value_gradient" and num_keys <= HEIGHT:
-        return tiles._replace(keys=HEIGHT, num_warps=4)
     if kernel != "key_value_gradient" and num_queries <= HEIGHT:
-        return tiles._replace(queries=HEIGHT, num_warps=4)
+        tiles = tiles._replace(queries=HEIGHT)
     return tiles
 
 
@@ -55,7 +53,7 @@ class Visits(NamedTuple):
     """Bounds of the loops over a kernel's inner blocks.
 
     bounds: int32 `(B or 1) x outer blocks x 4`: start, whole_start, whole_stop, stop.
-    head, tail: whether there can be a masked block before, or after, the whole ones.
+    head, tail: whether masked blocks can come before or after the whole ones.
     """
 
     bounds: np.ndarray | jax.Array
@@ -76,14 +74,14 @@ def visits(
     query_segment_ids,
     key_value_segment_ids,
 ) -> Visits:
-    """For each block of queries the key blocks to visit, or the other way (`by_key`).
+    """Find which key blocks to visit per query block, or the reverse if `by_key`.
 
-    An inner block that reaches beyond its sequence is never whole; an outer one may
-    be, for what it computes there is never stored.
+    An inner block that extends past its sequence is never whole. An outer one may be,
+    because results past its sequence are not stored.
     """
     lengths = query_seq_lengths, key_value_seq_lengths
     segments = query_segment_ids, key_value_segment_ids
-    # Constants where they can be: nothing is left to compute on the device then.
+    # NumPy where possible, so that bounds are constants and cost nothing at run time.
     xp = np if all(x is None for x in lengths + segments) else jnp
     row, row_end = _edges(num_queries, tiles.queries)
     column, column_end = _edges(num_keys, tiles.keys)
@@ -133,18 +131,19 @@ def visits(
 
 
 def _edges(size, tile):
-    """First index of each block, and the first beyond it."""
+    """Return the start and end index of each block."""
     start = np.arange(-(-size // tile), dtype=np.int32) * tile
     return start, np.minimum(start + tile, size)
 
 
 def _segment_range(ids, tile, clip):
-    """Of each block the smallest and largest segment id, and if it has no other.
+    """Return each block's smallest and largest segment id, and if it has only one.
 
-    Padding (0) is no segment: a block of padding alone gets a range that is empty.
+    Padding (0) does not count as a segment: the range of an all-padding block is empty.
     """
     B, size = ids.shape
-    # Beyond the sequence an outer block may hold anything, an inner one is padding.
+    # Past its sequence, an inner block is padding; an outer one (`clip`) can repeat the
+    # last id, and so stay whole.
     full = jnp.pad(ids, ((0, 0), (0, -size % tile)))
     if clip:
         full = jnp.where(jnp.arange(full.shape[1]) < size, full, ids[:, -1:])
@@ -156,9 +155,10 @@ def _segment_range(ids, tile, clip):
 
 
 def _bounds(xp, some, whole, tail):
-    """Start, the first run of whole blocks, stop: int32, on a new last axis.
+    """Return start, the bounds of the first run of whole blocks, and stop.
 
-    Without a whole block all are the tail's, or the head's where there is no tail.
+    The result is int32, with a new last axis. If no block is whole, all belong to the
+    tail, or to the head if there is no tail.
     """
     count = some.shape[-1]
     index = xp.arange(count, dtype=np.int32)

@@ -1,15 +1,16 @@
 """GPU kernels: Pallas through Mosaic GPU, for compute capability 9.0 (Hopper).
 
 Each program computes one outer block of the T x S map and loops over the inner blocks
-that `Visits` bounds; blocks that no mask touches skip masking. It is the online softmax
-of Milakov & Gimelshein (2018, arXiv:1805.02867) in the loop order of FlashAttention-2
-(Dao 2023, arXiv:2307.08691), warp-specialised like FlashAttention-3 (Shah et al. 2024,
-arXiv:2407.08608): one warpgroup of a program fetches, the others compute 64 rows each.
-Fetched blocks pass through rings of slots in shared memory; each slot has a barrier for
-"filled" and one for "free". Exponentials are powers of two, as in hardware.
+that `Visits` bounds; blocks that no mask touches skip masking. The kernels use the
+online softmax of Milakov & Gimelshein (2018, arXiv:1805.02867) in the loop order of
+FlashAttention-2 (Dao 2023, arXiv:2307.08691), with warp specialization as in
+FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608): one warpgroup of a program
+fetches, the others compute 64 rows each. Fetched blocks pass through rings of slots in
+shared memory; each slot has a "filled" and a "free" barrier. Exponentials are powers of
+two, as in hardware.
 
-In interpret mode fetches, rings, barriers and masks are simulated. Matrix products are
-plain ones of any dtype, because the interpreter has no wgmma on registers.
+In interpret mode, fetches, rings, barriers and masks are simulated. Matrix products are
+ordinary ones of any dtype, because the interpreter lacks wgmma on registers.
 """
 
 import dataclasses
@@ -34,17 +35,17 @@ from headcount.attention.kernels.gpu_rings import (
 
 LOG2E = math.log2(math.e)
 SUPPLIER = 24  # registers per thread of the warpgroup that fetches
-# What the backward pass reads per query; stacked as `B N 3 T`.
+# Values per query that the backward pass reads, stacked as `B N 3 T`.
 ROWS = ("highest", "confidence", "delta")
 STACKED = ("highest", "log2 of confidence", "delta")
 BLOCK = plgpu.Layout.WGMMA
-# Of a number for each row, and for each column, of a block.
+# Layouts of vectors with one number per row, and per column, of a block.
 OF_ROWS, OF_COLUMNS = BLOCK.reduce(1), BLOCK.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is known when a kernel is compiled."""
+    """Static parameters of a kernel."""
 
     num_queries: int
     num_keys: int
@@ -61,15 +62,15 @@ class Problem:
 
 
 class Place(NamedTuple):
-    """The part of the work that a program, and one of its warpgroups, has."""
+    """The part of the map that a program and one of its warpgroups compute."""
 
     batch: jax.Array
-    head: jax.Array  # of the queries, or in `key_value_gradient` of the keys
+    head: jax.Array  # query head, or key head in `key_value_gradient`
     warpgroup: jax.Array
-    first: jax.Array  # row of the warpgroup's
+    first: jax.Array  # the warpgroup's first row
     start: jax.Array  # the first inner block
-    count: jax.Array  # of inner blocks
-    by_key: bool  # rows are keys, and inner blocks are of queries
+    count: jax.Array  # number of inner blocks
+    by_key: bool  # rows are keys, and inner blocks are queries
 
 
 def forward(inputs, outputs, scratch, problem: Problem):
@@ -137,7 +138,7 @@ def _forward(inputs, outputs, scratch, problem, place):
         _store(outputs["out"], out, scratch["out"], place)
     results = {"highest": highest}
     if looking:
-        # The sums in the order of `HeadStatistics`, which is that of the outputs.
+        # The outputs and these sums are in the order of `HeadStatistics`.
         names = [x for x in outputs if x not in ("highest", "confidence", "out")]
         entropy = (excess * confidence + jnp.log2(confidence)) * (-1 / LOG2E)
         sums = [entropy, *(one * confidence for one in sums)]
@@ -148,7 +149,7 @@ def _forward(inputs, outputs, scratch, problem, place):
 
 
 def visit(inputs, problem, step, carry):
-    """Run `step` over the inner blocks: masked ones, whole ones, masked ones."""
+    """Run `step` over the inner blocks: first masked, then whole, then masked ones."""
     start, whole_start, whole_stop, stop = (inputs["bounds"][k] for k in range(4))
 
     def masked(index, carry):
@@ -166,10 +167,11 @@ def visit(inputs, problem, step, carry):
 
 
 def exponent_unit(scale: float) -> float:
-    """Return the factor from logits to exponents of 2 after subtracting the highest.
+    """Return the factor from the kernels' logits to exponents of 2.
 
-    Large logits are then not rounded once more, differently forward and backward. Only
-    a positive scale can wait until after the maximum.
+    Applying it after the maximum is subtracted avoids an extra rounding of large
+    logits, which would differ between forward and backward. It includes the scale if
+    that is positive; other scales would change which logit is the maximum.
     """
     return scale * LOG2E if scale > 0 else LOG2E
 
@@ -217,7 +219,7 @@ def _query_gradient(inputs, outputs, scratch, problem, place):
 def key_value_gradient(inputs, outputs, scratch, problem: Problem):
     """Compute the gradients of a block of keys and values, summed over their group.
 
-    The blocks are transposed, so that no product has to be.
+    Blocks of the map are transposed, so that no operand of a product has to be.
     """
     _divide(_key_value_gradient, _supply_queries, inputs, outputs, scratch, problem)
 
@@ -284,7 +286,7 @@ def _divide(compute, supply, inputs, outputs, scratch, problem):
 
     @pl.when(place.warpgroup < computing)
     def _():
-        if computing > 1:  # a single one has all that it can address
+        if computing > 1:  # a single warpgroup already has the maximum
             plgpu.set_max_registers(_registers(computing), action="increase")
         compute(inputs, outputs, scratch, problem, place)
 
@@ -296,23 +298,23 @@ def _divide(compute, supply, inputs, outputs, scratch, problem):
 
 
 def _registers(computing):
-    """Of each computing thread: its share of the 512 of four warps, in eights."""
+    """Return the registers per computing thread, a multiple of 8."""
     return (512 - SUPPLIER) // computing // 8 * 8
 
 
 def _place(inputs, problem, by_key):
-    """And the bounds of the loop over inner blocks: see `Visits`."""
+    """Return this program's `Place`, and its loop bounds: see `Visits`."""
     many, blocks, _ = inputs["bounds"].shape
-    # The blocks of a head run side by side: they read the same keys.
+    # Blocks of a head are adjacent programs, because they read the same keys.
     program, block = _divmod(lax.axis_index("program"), blocks)
     heads = inputs["key" if by_key else "query"].shape[2]
     batch, head = _divmod(program, heads)
     if problem.is_causal and not by_key:
-        # The longest rows first: the short ones then fill the gaps at the end.
+        # Run the longest rows first, so that short ones fill the gaps at the end.
         block = blocks - 1 - block
     row = batch if many > 1 else 0
-    # The sum, so that no type tells what it varies over in `jax.shard_map`: the others
-    # in a kernel do not, and a loop's carry wants them alike.
+    # Adding 0 drops the axes that the type varies over in `jax.shard_map`: other values
+    # in a kernel lack them, and a loop's carry needs matching types.
     bounds = [inputs["bounds"][row, block, k] + 0 for k in range(4)]
     warpgroup = lax.axis_index("warpgroup")
     tile = problem.tiles.keys if by_key else problem.tiles.queries
@@ -326,7 +328,7 @@ def _divmod(number, size):
 
 
 def _supply_keys(inputs, scratch, problem, place):
-    """The keys, and the values if there are any, of every inner block."""
+    """Fetch the keys, and any values, of every inner block."""
     tile, head = problem.tiles.keys, lax.div(place.head, _group(inputs))
 
     def source(name, turn):
@@ -338,7 +340,7 @@ def _supply_keys(inputs, scratch, problem, place):
 
 
 def _supply_queries(inputs, scratch, problem, place):
-    """What belongs to the queries of every inner block, for each head of a group."""
+    """Fetch the per-query arrays of every inner block, for each head of the group."""
     tile, group = problem.tiles.queries, _group(inputs)
 
     def source(name, turn):
@@ -365,12 +367,12 @@ def _store(ref, block, buffer, place):
 
 
 def _group(inputs):
-    """Query heads that read one key head."""
+    """Return the number of query heads per key head."""
     return jnp.int32(inputs["query"].shape[2] // inputs["key"].shape[2])
 
 
 def _row_keys(inputs, head, start, size, layout, place, problem):
-    """The dropout keys of the queries from `start` on, None if nothing is dropped."""
+    """Load dropout keys of queries from `start` on; None if there is no dropout."""
     if "dropout_keys" not in inputs:
         return None
     ref = inputs["dropout_keys"].at[place.batch, head, pl.ds(start, size)]
@@ -378,7 +380,7 @@ def _row_keys(inputs, head, start, size, layout, place, problem):
 
 
 def _dropped(weights, row_keys, inner, place, problem):
-    """Weights of a block, or gradients by them, after dropout."""
+    """Apply dropout to a block of weights, or of their gradients."""
     if row_keys is None:
         return weights
     own, other = _indices(weights.shape, inner, place, problem)
@@ -388,10 +390,15 @@ def _dropped(weights, row_keys, inner, place, problem):
 
 
 def _logits(products, inputs, own_ids, inner, head, place, problem, masked):
-    """Products of queries and keys, or transposed -> logits in `exponent_unit`.
+    """Convert a block of query-key products to logits, -inf where masked.
 
-    -inf where none may attend. `own_ids` are those of the block's rows, `inner` is the
-    number of the block along its columns, `head` that of the queries.
+    The logits are in the unit of `exponent_unit`. Rows are keys if `place.by_key`.
+
+    Args:
+      own_ids: segment ids of the block's rows.
+      inner: index of the inner block, which gives the columns.
+      head: query head.
+      masked: whether the block needs masking.
     """
     if exponent_unit(problem.scale) == LOG2E:
         products = products * problem.scale
@@ -431,7 +438,7 @@ def _logits(products, inputs, own_ids, inner, head, place, problem, masked):
 
 
 def _indices(shape, inner, place, problem):
-    """Of a block's rows and columns, each as a block."""
+    """Return the indices of a block's rows and columns, each broadcast to the block."""
     if problem.interpret:
         rows, columns = (lax.broadcasted_iota(jnp.int32, shape, k) for k in (0, 1))
     else:
@@ -442,7 +449,7 @@ def _indices(shape, inner, place, problem):
 
 
 def _ids(inputs, kind, start, size, layout, place, problem):
-    """The segment ids from `start` on, None if there are none."""
+    """Load segment ids from `start` on; None if there are none."""
     if f"{kind}_segment_ids" not in inputs:
         return None
     ref = inputs[f"{kind}_segment_ids"]
@@ -470,7 +477,7 @@ def _of_columns(vector, block):
 
 
 def _product(a, b, problem, *, transposed=False):
-    """a times b, which is in shared memory, in float32."""
+    """Multiply a and b in float32; b is in shared memory."""
     if problem.interpret:
         b = b[...].T if transposed else b[...]
         a = a if isinstance(a, jax.Array) else a[...]
@@ -485,7 +492,7 @@ def _product(a, b, problem, *, transposed=False):
 
 
 def _add_product(total, a, b, problem):
-    """total + a times b."""
+    """Return total + a b."""
     if problem.interpret:
         return total + _product(a, b, problem)
     add = pl.run_state(lambda sums: plgpu.wgmma(sums, a, b))

@@ -1,6 +1,6 @@
-"""Rings of slots in shared memory, through which GPU kernels fetch blocks.
+"""Ring buffers in shared memory, through which GPU kernels fetch blocks.
 
-A ring is a few slots that one warpgroup fills by TMA, over and over, and others read.
+One warpgroup fills a ring's slots in turn by TMA, and the others read them.
 """
 
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Ring(NamedTuple):
-    """Slots in shared memory: `slots x rows x width`, and two barriers for each."""
+    """Slots in shared memory, `slots x rows x width`, with two barriers per slot."""
 
     buffer: Any
     filled: Any
-    free: Any = None  # of slots that are filled once
+    free: Any = None  # None if each slot is filled only once
 
 
 def fetch(rings, source, count):
-    """Fill each ring so many times with `source(name, turn)`, as slots get free."""
+    """Fill the rings with `source(name, turn)` for `count` turns, as slots free up."""
     slots = _slots(next(iter(rings.values())))
 
     @pl.loop(0, count)
@@ -36,7 +36,7 @@ def fetch(rings, source, count):
                 source(name, turn), ring.buffer.at[slot], ring.filled.at[slot]
             )
 
-    # Every phase of a barrier has to be waited for, the last ones too.
+    # Every phase of a barrier must be waited for, including the last ones.
     @pl.loop(jnp.maximum(count - slots, 0), count)
     def _(turn):
         for ring in rings.values():
@@ -44,17 +44,17 @@ def fetch(rings, source, count):
 
 
 def wait(ring, turn):
-    """What is fetched in this turn, once it is there, and the slot to `release`."""
+    """Wait for this turn's fetch; return the block and the slot to `release`."""
     slot = lax.rem(turn, _slots(ring))
     plgpu.barrier_wait(ring.filled.at[slot])
     return ring.buffer.at[slot], slot
 
 
 def release(ring, slot, *, loaded):
-    """Let the slot be filled again: this warpgroup has read it.
+    """Mark a slot as read by this warpgroup, so that it can be refilled.
 
-    `loaded`: into registers, not by a wgmma. Only a fence orders that before what the
-    TMA writes.
+    `loaded` says that it was read into registers rather than by a wgmma. Such a read
+    needs a fence to order it before the next TMA write.
     """
     if loaded:
         plgpu.commit_smem()
@@ -62,7 +62,7 @@ def release(ring, slot, *, loaded):
 
 
 def fetch_own(ring, source, warpgroup):
-    """What only this warpgroup reads, once it is there."""
+    """Fetch a block that only this warpgroup reads, and wait for it."""
     own = ring.buffer.at[warpgroup]
     plgpu.copy_gmem_to_smem(source, own, ring.filled.at[warpgroup])
     plgpu.barrier_wait(ring.filled.at[warpgroup])
@@ -70,7 +70,7 @@ def fetch_own(ring, source, warpgroup):
 
 
 def store(ref, block, buffer):
-    """Write registers to global memory by way of a buffer in shared memory."""
+    """Write registers to global memory through a buffer in shared memory."""
     buffer[...] = block.astype(ref.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer, ref)

@@ -1,8 +1,8 @@
 """`jax.nn.dot_product_attention` behind our interface, for comparison.
 
-It holds a T x S map ("xla") or runs cuDNN's kernel ("cudnn"). What it cannot do is
-refused by name; the mean of the values that it gives to a query that may attend to
-nothing is set to zero here.
+It holds a T x S map ("xla") or runs cuDNN's kernel ("cudnn"). Unsupported arguments
+raise an error that names them. For a query that may attend to nothing, `jax.nn` returns
+the mean of the values; this module returns zeros.
 """
 
 import functools
@@ -29,9 +29,13 @@ def attend(
     statistics=False,
     **structure,
 ):
-    """Output `B T N V` and log-sum-exp `B T N`: see `attention.api` for the arguments.
+    """Return output and log-sum-exp: see `attention.api`.
 
-    The log-sum-exp has the precision of the inputs' dtype, as `jax.nn` returns it.
+    The log-sum-exp is float32, but only has the precision of the inputs' dtype, in
+    which `jax.nn` returns it.
+
+    Raises:
+      NotImplementedError: `jax.nn` does not support the arguments.
     """
     if statistics:
         head_statistics(query, key, bias, mask, backend=backend)
@@ -57,14 +61,14 @@ def attend(
             f"implementation {backend!r} (jax.nn) in float16 cannot be compiled for a "
             "CPU; use 'blockwise'"
         )
-    # jax.nn knows no segments: they enter as a mask of all T x S pairs.
+    # jax.nn does not support segments: pass them as a T x S mask.
     inner = dict(structure)
     segments = {
         name: inner.pop(name) for name in ("query_segment_ids", "key_value_segment_ids")
     }
     T, S = query.shape[1], key.shape[1]
     allowed = masks.dense(T, S, mask, **structure)
-    if bias is not None:  # of a row of -inf jax.nn makes NaN
+    if bias is not None:  # jax.nn returns NaN for a row of -inf
         finite = bias > -jnp.inf
         allowed = finite if allowed is None else allowed & finite
         bias = jnp.maximum(bias, jnp.finfo(bias.dtype).min)
@@ -93,7 +97,7 @@ def attend(
 
 
 def head_statistics(query, key, bias, mask, *, backend, **arguments):
-    """Refuse: `jax.nn` tells nothing about its weights."""
+    """Raise NotImplementedError, because `jax.nn` does not expose its weights."""
     raise NotImplementedError(
         f"implementation {backend!r} (jax.nn) returns no statistics; use 'blockwise'"
     )
@@ -101,7 +105,7 @@ def head_statistics(query, key, bias, mask, *, backend, **arguments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def refuse_gradient(backend, lse, inputs):
-    """`lse`, whose gradient raises: `jax.nn` would silently return zeros for it."""
+    """Return `lse`; its gradient raises, where `jax.nn` would silently return zeros."""
     return lse
 
 

@@ -1,8 +1,8 @@
-"""Kernels that the compiler cannot look into, on arrays sharded over batch and heads.
+"""Run kernels on arrays that are sharded over batch and heads.
 
-To XLA's partitioner a kernel is opaque: without being told it gathers all operands on
-every device. `partitioned` tells it that the axes of the batch, of the heads, and those
-that `jax.vmap` adds are independent, and that all others must be whole.
+A kernel is opaque to XLA's partitioner, which by default gathers all operands on every
+device. `partitioned` declares the axes of batch and heads, and those that `jax.vmap`
+adds, as independent; all other axes must not be sharded.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from headcount.attention.platform import platform
 
 INDEPENDENT = ("B", "N", "K")
 
-# The axes of an implementation's arrays.
+# Axes of arrays as implementations receive them.
 AXES = {
     "query": "BTNH",
     "key": "BSKH",
@@ -31,7 +31,7 @@ AXES = {
     "alibi_slopes": "N",
     "dropout_keys": "BTN",
 }
-# Those of arrays whose axes may be broadcast.
+# The same for arrays whose axes may have size 1 and be broadcast.
 BROADCAST_AXES = {
     "bias": "BNTS",
     "mask": "BNTS",
@@ -41,23 +41,23 @@ BROADCAST_AXES = {
     "blocks": "1xy",
 }
 
-# The mesh's axes as `training` names them, and what they divide.
+# Mesh axes as `training` names them, and the array axis that each one shards.
 MESH_AXES = {"trial": "R0", "data": "B", "model": "N"}
 
 
 def partitioned(function, arrays, axes, results, levels=()):
-    """`function(arrays)`, run by each device on its own part of the batch and heads.
+    """Call `function(arrays)` on each device's shard of the batch and heads.
 
     Args:
-      function: from a dict of arrays to a tuple of them. Works on any B, and on any K
-        that divides N.
+      function: maps a dict of arrays to a tuple of arrays. Must work for any B, and for
+        any K that divides N.
       arrays: dict of arrays.
-      axes: dict of strings, for each array its axes, one letter each: B, N and K are
-        batch, heads and key/value heads (K divides N), 1 is an axis that is broadcast,
-        other letters are axes that no device may hold in part.
-      results: the same for the results, in order. One without N that is computed from
-        arrays with it is summed over the devices that share the heads.
-      levels: of `jax.vmap`, outermost first: the names of the arrays it maps.
+      axes: dict of strings, the axes of each array, one letter each. B, N and K are
+        batch, heads and key/value heads (K divides N), 1 is a broadcast axis, and other
+        letters are axes that may not be sharded.
+      results: the axes of the results, in order. If query heads that share a key/value
+        head are on several devices, results without N are summed over these devices.
+      levels: for each `jax.vmap`, outermost first, the names of the arrays it maps.
     """
 
     def mapped(arrays):
@@ -79,7 +79,7 @@ def partitioned(function, arrays, axes, results, levels=()):
     result_axes = [(*every, *result) for result in results]
 
     def plan(mesh, seen):
-        """How a mesh divides operands and results, given how some arrays are."""
+        """Choose shardings of operands and results from known ones of some arrays."""
         found = {}
         for letters, spec in seen:
             for letter, part in zip(letters, spec, strict=False):
@@ -87,8 +87,8 @@ def partitioned(function, arrays, axes, results, levels=()):
                     found.setdefault(letter, part)
         heads = found.get("N", found.get("K"))
         size = _size(mesh, heads)
-        # Of a group of heads that is divided every device needs the keys and values;
-        # parts of several groups would be too much.
+        # If query heads of one group are on several devices, each needs the keys and
+        # values. This is only supported with a single group (K = 1).
         divided = num_kv_heads % size != 0
         found["K"] = None if divided else heads
         fits = num_heads % size == 0 and (num_kv_heads == 1 or not divided)
@@ -149,19 +149,19 @@ def partitioned(function, arrays, axes, results, levels=()):
             seen = _by_name(mesh, dict(sizes))
         if seen is not None:
             local, ins, outs = plan(mesh, seen)
-            if mesh.explicit_axes:  # slopes and keys of dropout may be whole everywhere
+            if mesh.explicit_axes:  # slopes and dropout keys may be replicated
                 arrays = {
                     name: jax.sharding.reshard(arrays[name], spec)
                     for name, spec in zip(names, ins, strict=True)
                 }
-            # By default all, which under vmap is all but the axis that vmap took.
+            # An empty set means all axes; under vmap, all but those that vmap uses.
             some = {*mesh.explicit_axes, *mesh.auto_axes} if mesh.manual_axes else set()
             return jax.shard_map(
                 local,
                 in_specs=(dict(zip(names, ins, strict=True)),),
                 out_specs=outs,
                 axis_names=some,
-                check_vma=bool(mesh.manual_axes),  # what varies over those still does
+                check_vma=bool(mesh.manual_axes),  # keeps what varies over those axes
             )(arrays)
         inferred = custom_partitioning(mapped)
         inferred.def_partition(
@@ -184,9 +184,9 @@ def partitioned(function, arrays, axes, results, levels=()):
 
 
 def axes_of(arrays, **others):
-    """The letters of arrays by name, for `partitioned`; 1 where one is broadcast.
+    """Return the `axes` argument of `partitioned`, with 1 for axes that are broadcast.
 
-    `others` are letters of arrays that an implementation holds in its own order.
+    `others` gives the axes of arrays that an implementation lays out differently.
     """
     letters = AXES | others
     for name in BROADCAST_AXES.keys() & arrays.keys():
@@ -196,10 +196,10 @@ def axes_of(arrays, **others):
 
 
 def varying_alike(arrays):
-    """A tree of arrays, all of which vary over the same devices in `jax.shard_map`.
+    """Cast a tree of arrays to vary over the same mesh axes in `jax.shard_map`.
 
-    JAX's own operations do so unasked, and sum the gradient of what did not vary; the
-    derivative rule of a kernel cannot.
+    JAX's own operations insert this cast, whose derivative sums gradients over devices.
+    A kernel's custom derivative cannot.
     """
 
     def varying(x):
@@ -212,12 +212,16 @@ def varying_alike(arrays):
 
 
 def _by_name(mesh, sizes):
-    """What a mesh divides, told by the names of its axes.
+    """Infer shardings from the names of the mesh's axes.
 
-    The TPU's compiler has no custom partitioning (github.com/jax-ml/jax/issues/38196),
-    and no compiler has where some axes of the mesh are manual, so the arrays' shardings
-    are not known here. "trial" divides what `jax.vmap` adds, "data" the batch, "model"
-    the heads; an axis that does not divide them evenly cannot have done so before.
+    The TPU compiler lacks custom partitioning (github.com/jax-ml/jax/issues/38196), as
+    does every compiler if some axes of the mesh are manual, so the arrays' shardings
+    are unknown here. Assume that "trial" shards the axes that `jax.vmap` adds, "data"
+    the batch, and "model" the heads. Mesh axes that do not divide their axis evenly are
+    skipped: they cannot shard it.
+
+    Raises:
+      NotImplementedError: the mesh has an axis of another name and more than 1 device.
     """
     unknown = [
         axis
@@ -253,9 +257,9 @@ def _size(mesh, part):
 
 
 def _rule(operand_axes, result_axes, num_heads, num_kv_heads):
-    """Shardy's rule: which axes are the same, and which must not be divided."""
+    """Return Shardy's rule: which axes correspond, and which must be replicated."""
     grouped = 1 < num_kv_heads < num_heads
-    whole, ones = {}, 0  # a dict keeps the order of appearance, which Shardy wants
+    whole, ones = {}, 0  # a dict, because Shardy needs them in order of appearance
 
     def spell(letters):
         nonlocal ones

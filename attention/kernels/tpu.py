@@ -1,18 +1,19 @@
 """Fused attention for TPUs: Pallas through Mosaic, forward and backward.
 
-Memory grows with T + S: no T x S array is ever held. Blocks that a causal or window
-mask, lengths or segments rule out are neither computed nor read. The backward pass
-computes the weights again, once for the queries' gradient and once for the keys' and
-values', so that results are the same bits every time. Keys and values of a group of
-heads are read where they are, not repeated, and so are masks that are broadcast.
+Memory grows with T + S: no T x S array is held. Blocks that a causal or window mask,
+lengths or segments exclude are neither computed nor read. The backward pass recomputes
+the weights, once for the queries' gradient and once for the keys' and values', so
+results are bit-identical in every run. Keys and values of grouped heads, and broadcast
+masks, are read in place without repeating them.
 
-float32 is computed to float32's precision (six bfloat16 products each). Statistics
-carry no gradient, and there is no second derivative.
+float32 is computed to full precision (six bfloat16 products each). Statistics carry no
+gradient, and there is no second derivative.
 
 A block's float32 logits take 2 MiB of vector memory forward (512 queries by 1024 keys)
-and 1 MiB backward, which holds three such arrays more. With heads of 256 in float32,
-a mask and a bias, all of it and two buffers for each input fit into 32 MiB on v5e, v5p
-and v6e (tests/compilers/test_tpu.py); a v4 has 16, too little for that largest case.
+and 1 MiB backward, where three more such arrays are held. In the largest case, heads of
+256 in float32 with a mask and a bias, everything including double-buffered inputs fits
+into 32 MiB on v5e, v5p and v6e (tests/compilers/test_tpu.py). A v4 has 16 MiB, too
+little for this case.
 """
 
 import functools
@@ -26,11 +27,11 @@ from headcount.attention.kernels import tpu_kernels as kernels
 from headcount.attention.kernels.partition import axes_of, partitioned
 from headcount.attention.kernels.tpu_blocks import EXCLUDED_KEY, EXCLUDED_QUERY, run
 from headcount.attention.platform import platform
-from headcount.attention.statistics import HeadStatistics
+from headcount.attention.statistics import HeadStatistics, over_queries
 
 DTYPES = ("float32", "bfloat16")
 LARGEST = 256  # head size
-# Queries and keys of a block, at most.
+# Largest number of queries and keys per block.
 FORWARD_TILES = (512, 1024)
 BACKWARD_TILES = (512, 512)
 
@@ -48,10 +49,11 @@ def attend(
     interpret=False,
     **structure,
 ):
-    """Output `B T N V`, log-sum-exp `B T N`, statistics: see `attention.api`.
+    """Return output, log-sum-exp and statistics: see `attention.api`.
 
-    Raises NotImplementedError for dtypes other than float32 and bfloat16, for head
-    sizes above 256, and when a gradient by the bias is asked for.
+    Raises:
+      NotImplementedError: the dtype is not float32 or bfloat16, a head size is above
+        256, or the gradient with respect to the bias is needed.
     """
     _check(interpret, query, value)
     problem, ids = _split(query, key, interpret, **structure)
@@ -67,7 +69,7 @@ def attend(
 def head_statistics(
     query, key, bias, mask, *, alibi_slopes=None, interpret=False, **structure
 ):
-    """Statistics of every row: see `attention.api`."""
+    """Return the statistics: see `attention.api`."""
     _check(interpret, query, query)
     problem, ids = _split(query, key, interpret, **structure)
     arrays = present(
@@ -79,11 +81,11 @@ def head_statistics(
         **ids,
     )
     _, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
-    return HeadStatistics(*jnp.moveaxis(rows, -1, 0))
+    return over_queries(HeadStatistics(*jnp.moveaxis(rows, -1, 0)))
 
 
 def unsupported(query, value, bias, mask) -> str | None:
-    """Return why these arrays have no kernel; None if they have."""
+    """Return why the kernels don't support these arrays; None if they do."""
     if query.dtype.name not in DTYPES:
         return f"takes {' and '.join(DTYPES)}, not {query.dtype}"
     largest = max(query.shape[-1], value.shape[-1])
@@ -117,8 +119,10 @@ def _split(
     key_value_segment_ids,
     **static,
 ):
-    """What is known when compiling, and ids that are equal where lengths and segments
-    allow a query to attend to a key."""
+    """Return static parameters, and ids that encode lengths and segments.
+
+    A query's and a key's id are equal where lengths and segments allow the pair.
+    """
     problem = kernels.Problem(interpret=interpret, **static)
     sides = (
         (query.shape[1], query_seq_lengths, query_segment_ids, EXCLUDED_QUERY),
@@ -145,12 +149,12 @@ def _attend(static, query, key, value, bias, others):
 
 
 def _output(problem, statistics, arrays):
-    """What `attend` returns, and of each row what the backward pass needs."""
+    """Return the results of `attend`, and per-query arrays for the backward pass."""
     if statistics:
         letters = "BTN", "BTNx", "BTNV"
         highest, rows, out = _call(_statistics, problem, arrays, letters)
         rows = HeadStatistics(*jnp.moveaxis(rows, -1, 0))
-        confidence, rows = rows.confidence, (rows,)
+        confidence, rows = rows.confidence, (over_queries(rows),)
     else:
         letters = "BTNV", "BTN", "BTN"
         out, highest, confidence = _call(_forward, problem, arrays, letters)
@@ -187,7 +191,7 @@ def _attend_backward(static, residuals, gradients):
             gradients[:2], (out, arrays["highest"]), strict=True
         )
     )
-    # A logit gets weight x (dweight - delta + dlse): the two row sums enter as one.
+    # A logit's gradient is weight x (dweight - delta + dlse): merge the two row terms.
     delta = (out.astype(jnp.float32) * out_gradient.astype(jnp.float32)).sum(-1)
     arrays = dict(arrays, out_gradient=out_gradient, delta=delta - lse_gradient)
     (query_gradient,) = _call(_query_gradient, problem, arrays, ("BTNH",))
@@ -203,7 +207,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _call(function, problem, arrays, results):
-    """Each device on its part of the batch and heads; trials of `jax.vmap` as one."""
+    """Run a function per device shard, with trials of `jax.vmap` in one call."""
 
     def one_trial(arrays):
         trials = {name: array[None] for name, array in arrays.items()}
@@ -216,10 +220,10 @@ def _call(function, problem, arrays, results):
 
 @functools.cache
 def _trials(function, problem):
-    """`function`, with an axis of trials in front of every array, full size or 1.
+    """Wrap `function`, whose arrays have a leading axis of trials, full size or 1.
 
-    `jax.vmap` makes that axis longer. (Left to itself it would run a kernel with scalar
-    prefetch once a trial, one after the other.)
+    `jax.vmap` extends this axis. By default, it would run a kernel with scalar prefetch
+    once per trial, one after the other.
     """
 
     @jax.custom_batching.custom_vmap
@@ -320,5 +324,5 @@ def _key_value_gradient(problem, arrays):
 
 
 def _back(x, length):
-    """`R B N V T`, padded -> `R B T N V`."""
+    """Transpose from `R B N V T` to `R B T N V`, and remove the padding."""
     return x[..., :length].transpose(0, 1, 4, 2, 3)

@@ -1,9 +1,10 @@
-"""From arrays `B T N H` to the blocks that the kernels of `kernels.tpu` work on.
+"""Lay out arrays `B T N H` and run the kernels of `kernels.tpu` on their blocks.
 
-Arrays have a further axis R in front, of trials that `jax.vmap` adds; R and B are full
-size or 1. The grid's innermost axis runs over the blocks that a result sums up. Which
-of them the masks leave to it is told by `bounds`, in scalar memory: blocks outside are
-not computed, and not copied either, since the index then stands still.
+Arrays have a leading axis R, the trials that `jax.vmap` adds; R and B are full size or
+1. The grid's innermost axis runs over the blocks that are reduced into a result. The
+structured masks, and for segments and lengths `bounds` in scalar memory, limit the
+range of these blocks. Blocks outside are not computed, nor copied, because the block
+index then does not change.
 """
 
 import functools
@@ -17,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from headcount.attention import masks
 from headcount.attention.kernels.tpu_kernels import LANES, Block
 
-# The axes that kernels see of each array, one letter each: R trials, B batch, N heads,
-# K key/value heads, T and S positions; other letters are not divided into blocks.
+# Axes of each array as the kernels receive it, one letter each: R trials, B batch,
+# N heads, K key/value heads, T and S positions. Other axes are not divided into blocks.
 AXES = {
     "query": "RBNHT",
     "key": "RBKHS",
@@ -47,14 +48,14 @@ AXES = {
     },
 }
 
-# A v5p has 64 MiB, v5e and v6e have 128; the compiler's own limit is 16 on some.
+# A v5p has 64 MiB, v5e and v6e have 128. The compiler's default limit can be 16 MiB.
 VMEM = 32 * 2**20
 
-# No query has the id of an excluded key, and no key that of an excluded query.
+# Ids of excluded queries and keys, which match nothing.
 EXCLUDED_QUERY = np.iinfo(np.int32).min
 EXCLUDED_KEY = EXCLUDED_QUERY + 1
-# What fills up the last blocks, where it is not 0. The logits of a query that is none
-# are the keys' bias alone: were its highest 0, exp(89) x a confidence of 0 were NaN.
+# Padding of the last blocks, where it is not 0. Logits of a padding query are just the
+# keys' bias: if its `highest` were 0, exp(89) times a confidence of 0 would be NaN.
 FILL = {
     "query_ids": EXCLUDED_QUERY,
     "key_ids": EXCLUDED_KEY,
@@ -63,7 +64,7 @@ FILL = {
 
 
 def tile(length: int, most: int) -> int:
-    """The block's length: whole registers, `most` at most, little padding."""
+    """Return a block length: a multiple of `LANES`, at most `most`, little padding."""
     blocks = pl.cdiv(length, most)
     return pl.cdiv(pl.cdiv(length, blocks), LANES) * LANES
 
@@ -72,14 +73,17 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
     """Run a kernel over all blocks.
 
     Args:
-      arrays: query `R B T N H`, and so on: as users give them, with R in front.
-      outputs: dict of (shape, dtype), without R and B; T and S stand for themselves.
+      arrays: by name, in the layout of `attention.api` with a leading R: query
+        `R B T N H`, and so on.
+      outputs: dict of (shape, dtype). Shapes lack R and B, and use the letters "T" and
+        "S" for the sequence lengths.
       scratch: shapes of the float32 accumulators.
-      tiles: the most queries and keys of a block.
-      by_key: whether results belong to blocks of keys and are summed over queries and
-        over the heads of a group; else it is the other way round.
+      tiles: largest number of queries and keys per block.
+      by_key: if True, results belong to blocks of keys and are summed over queries and
+        the heads of a group. If False, they belong to queries and are summed over keys.
 
-    Returns: a dict of arrays, with R and B in front, padded as the blocks are.
+    Returns:
+      A dict of arrays with leading R and B, padded to whole blocks.
     """
     T, N = arrays["query"].shape[2:4]
     S, K = arrays["key"].shape[2:4]
@@ -95,7 +99,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
     outer, inner = ("S", "T") if by_key else ("T", "S")
 
     def place(r, b, head, block, step, *bounds):
-        """Indices of all axes at a grid step, and whether there is work."""
+        """Return the block indices of a grid step, and whether it has work."""
         index = jax.lax.rem(step, np.int32(counts[inner]))
         limits = masks.query_bounds if by_key else masks.key_bounds
         start, stop = limits(
@@ -179,7 +183,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
 
 
 def lay_out(arrays, T, S, padded):
-    """The arrays as the kernels want them: see `AXES`; padded to whole blocks."""
+    """Transpose arrays to the axes of `AXES`, and pad them to whole blocks."""
     result = {}
     for name, x in arrays.items():
         if name in ("mask", "bias"):
@@ -205,7 +209,7 @@ def lay_out(arrays, T, S, padded):
 
 
 def _split_map(x, T):
-    """A map of `T S`, or the row that it is where one of the two is broadcast."""
+    """Reduce a map that is broadcast over T or S to a row, and return its suffix."""
     if x.shape[-1] > 1 and x.shape[-2] > 1:
         return "", x
     if x.shape[-1] > 1:
@@ -215,9 +219,12 @@ def _split_map(x, T):
 
 
 def _bounds(arrays, size, by_key):
-    """First and last block that ids leave to each block of results, as flat arrays.
+    """Find the range of inner blocks whose ids can match each outer block's ids.
 
-    And how much further in them the next of R and of B is. Nothing where no ids are.
+    Returns:
+      The first and the last inner block per outer block, as flat int32 arrays, and
+      their strides along R and B, counted in rows of outer blocks. Without ids, an
+      empty list and None.
     """
     if "query_ids" not in arrays:
         return [], None
@@ -237,7 +244,7 @@ def _bounds(arrays, size, by_key):
 
 
 def _range(ids, size, excluded):
-    """The least and the largest id of each block; of none, a range that meets none."""
+    """Return each block's smallest and largest id; an empty range if all excluded."""
     ids = jnp.pad(ids, ((0, 0), (0, 0), (0, -ids.shape[2] % size)), "edge")
     ids = ids.reshape(*ids.shape[:2], -1, size)
     limits = np.iinfo(np.int32)
@@ -247,7 +254,7 @@ def _range(ids, size, excluded):
 
 
 def _varying_like(arrays, shape, dtype):
-    """The result's type; in `jax.shard_map` it varies over what any input does."""
+    """Return a result's type, which varies over the mesh axes of any input."""
     varying = functools.reduce(
         frozenset.union,
         (jax.typeof(x).manual_axis_type.varying for x in arrays.values()),

@@ -1,13 +1,13 @@
-"""The kernels of `kernels.tpu`: what they do with one block of queries and of keys.
+"""The kernels of `kernels.tpu`, each for one block of queries and keys.
 
-Positions lie along the lanes and head sizes along the sublanes: queries `H T`, keys
-`H S`, values `V S`, logits `S T`. So a head of 8 costs memory and bandwidth for 8, not
-for a register's 128 lanes; what is known of a query is a row, with nothing to broadcast
-across lanes; and the softmax reduces over sublanes, which needs no shuffles.
+Positions lie along lanes and head sizes along sublanes: queries `H T`, keys `H S`,
+values `V S`, logits `S T`. So a head of size 8 costs memory and bandwidth for 8
+elements, not for a register's 128 lanes; per-query values are rows, which need no
+broadcast across lanes; and the softmax reduces over sublanes, without shuffles.
 
-A kernel gets its inputs and outputs as dicts of references and returns what to do
-before the first block, in each, and after the last. The method is the one of Dao,
-FlashAttention-2 (2023), arXiv:2307.08691.
+A kernel takes its inputs and outputs as a dict of references, and returns three
+functions to run before the first block, in every block, and after the last. The method
+is that of Dao, FlashAttention-2 (2023), arXiv:2307.08691.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ F32 = jnp.float32
 
 
 class Problem(NamedTuple):
-    """What the kernels are compiled for."""
+    """Static parameters of the kernels."""
 
     scale: float
     is_causal: bool
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Where a block begins, and where the keys end if it may reach beyond them."""
+    """Start of a block, and the number of keys if the block may extend past them."""
 
     row: jax.Array
     column: jax.Array
@@ -42,9 +42,10 @@ class Block(NamedTuple):
 
 
 def forward(problem, block, refs, scratch):
-    """`out`, and of each row the `highest` logit and `confidence`, the largest weight.
+    """Compute `out`, and per query the `highest` logit and `confidence`.
 
-    The softmax is rescaled whenever a larger logit appears.
+    `confidence` is the largest weight. The online softmax rescales its sums whenever a
+    larger logit appears.
     """
     highest, total, out = scratch
 
@@ -70,9 +71,9 @@ def forward(problem, block, refs, scratch):
 
 
 def statistics(problem, block, refs, scratch):
-    """`highest`, and in `rows` the fields of `HeadStatistics` in their order.
+    """Compute `highest`, and in `rows` the fields of `HeadStatistics` in order.
 
-    And `out`, as of `forward`, if there are values.
+    If there are values, also compute `out`, as in `forward`.
     """
     highest, total, sums, *out = scratch
     entropy, confidence, distance, previous, current, following, max_logit = (
@@ -91,7 +92,7 @@ def statistics(problem, block, refs, scratch):
         logits = _logits(problem, block, refs)
         before, mass = highest[...], total[...]
         exponentials, decay = _online_softmax(logits, highest, total)
-        # The logits count from the maximum, lest two large numbers be subtracted.
+        # Logits are relative to the maximum, to avoid cancellation of large numbers.
         sums[entropy, :] += (before - highest[...]) * mass
         sums[...] = sums[...] * decay
         relative = jnp.where(exponentials > 0, logits - highest[...], 0)
@@ -123,7 +124,7 @@ def statistics(problem, block, refs, scratch):
 
 
 def query_gradient(problem, block, refs, scratch):
-    """`query_gradient` of a block of queries, summed over the keys."""
+    """Compute `query_gradient` of a block of queries, summed over the keys."""
     (total,) = scratch
 
     def start():
@@ -142,7 +143,7 @@ def query_gradient(problem, block, refs, scratch):
 
 
 def key_value_gradient(problem, block, refs, scratch):
-    """`key_gradient`, `value_gradient` of a block of keys, summed over the queries."""
+    """Compute the key and value gradients of a block, summed over the queries."""
     key_total, value_total = scratch
 
     def start():
@@ -165,9 +166,10 @@ def key_value_gradient(problem, block, refs, scratch):
 
 
 def _weights_and_gradient(problem, block, refs):
-    """The weights of the block after dropout, and the gradient by its scaled logits.
+    """Compute a block's weights after dropout, and the gradient of its scaled logits.
 
-    Not from the log-sum-exp: where that is large, the total is lost in its rounding.
+    The weights are not computed from the log-sum-exp: if it is large, rounding it loses
+    the total.
     """
     exponentials = jnp.exp(_logits(problem, block, refs) - refs["highest"][...])
     weights = exponentials * refs["confidence"][...]
@@ -178,7 +180,7 @@ def _weights_and_gradient(problem, block, refs):
 
 
 def _dropped(problem, block, refs, weights):
-    """Weights of a block, keys by queries, or gradients by them, after dropout."""
+    """Apply dropout to a block of weights, keys by queries, or of their gradients."""
     if "dropout_keys" not in refs:
         return weights
     _, column = _indices(block, weights.shape)
@@ -201,9 +203,9 @@ def _add_values(out, value, exponentials, decay):
 
 
 def _logits(problem, block, refs):
-    """Scaled, biased logits, keys by queries; -inf where a query may not attend.
+    """Compute scaled, biased logits, keys by queries; -inf where masked.
 
-    -inf is safe: it only meets maxima and log-sum-exps, which are finite.
+    -inf is safe because only finite maxima are subtracted from it.
     """
     logits = _dot(refs["key"][...], refs["query"][...], 0, 0) * problem.scale
     for bias in _maps("bias", refs):
@@ -228,7 +230,7 @@ def _logits(problem, block, refs):
 
 
 def _maps(name, refs):
-    """What is given of a map, as float32 that broadcasts to keys by queries."""
+    """Yield the given parts of a map, as float32 that broadcasts to keys by queries."""
     if name in refs:
         yield refs[name][...].astype(F32).T
     if f"{name}_of_queries" in refs:
@@ -238,12 +240,12 @@ def _maps(name, refs):
 
 
 def _column(row):
-    # Mosaic transposes whole registers: a row alone would have to be shuffled.
+    # Mosaic transposes whole registers; a single row would have to be shuffled.
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
 def _indices(block, shape):
-    """The index of the query and of the key of every logit."""
+    """Return the query index and the key index of every logit."""
     row = block.row + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     column = block.column + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return row, column
@@ -254,7 +256,7 @@ def _sum(array):
 
 
 def _dot(a, b, axis_of_a, axis_of_b):
-    """Contract one axis each; float32 in full precision, accumulated in float32."""
+    """Contract one axis each, in full precision for float32; accumulate in float32."""
     return jax.lax.dot_general(
         a,
         b,
