@@ -3,11 +3,11 @@
     python sweep.py run --config=configs/multi30k.py --ablation=heads --seeds=16 \\
       --workdir=runs/heads
 
-An arm is a dict from config key to value. The docstring of an ablation opens with the
-question, and says which settings are scientific (compared), which are nuisance (chosen
-for each arm by its dev score) and that the rest is fixed. The key "match" gives an arm
-the baseline's parameters or multiply-adds by solving for `model.mlp_dim`. The baseline
-is the arm that is the base config, else the first one.
+An arm is a dict from config key to value. The docstring of an ablation starts with its
+question, and declares which settings are scientific (compared), which are nuisance
+(tuned per arm by the dev score), and that the rest is fixed. The key "match" gives an
+arm the baseline's number of parameters or multiply-adds by solving for `model.mlp_dim`.
+The baseline is the arm that equals the base config, else the first arm.
 """
 
 import itertools
@@ -35,17 +35,17 @@ AVERAGES = ("concat", "mean", "weighted", "dynamic")
 
 
 def over(path: str, *values) -> list[dict]:
-    """Return an arm for every value of a setting."""
+    """Return one arm per value of a setting."""
     return [{path: value} for value in values]
 
 
 def grid(*sweeps: Arms) -> list[dict]:
-    """Return every combination of arms, one from each list; later settings win."""
+    """Return all combinations of arms, one from each list; later settings win."""
     return [merged(arms) for arms in itertools.product(*map(list, sweeps))]
 
 
 def zipped(*sweeps: Arms) -> list[dict]:
-    """Return the first arms of all lists merged, the second, and so on.
+    """Merge the first arms of all lists, the second arms, and so on.
 
     Raises:
         ValueError: the lists have different lengths.
@@ -54,17 +54,17 @@ def zipped(*sweeps: Arms) -> list[dict]:
 
 
 def chain(*sweeps: Arms) -> list[dict]:
-    """Return the arms of all lists, one after another."""
+    """Concatenate lists of arms."""
     return list(itertools.chain(*sweeps))
 
 
 def seeds(arms: Arms, count: int, first: int = 0) -> list[dict]:
-    """Return every arm with the seeds first, first + 1, ..."""
+    """Repeat every arm with the seeds first, first + 1, ..."""
     return grid(arms, over("seed", *range(first, first + count)))
 
 
 def matched(arms: Arms, budget: str = "parameters") -> list[dict]:
-    """Return every arm with the baseline's "parameters" or "flops" (multiply-adds)."""
+    """Give every arm the baseline's "parameters" or "flops" (multiply-adds)."""
     return grid(arms, [{"match": budget}])
 
 
@@ -157,19 +157,20 @@ def merge_start(base) -> list[dict]:
 def equal_gain(
     rule: str, N: int, V: int, D: int, mixture_heads: int, init: str = "xavier"
 ) -> float:
-    """Return the merge_gain with which a rule starts with the variance of concat.
+    """Return the merge_gain that gives a rule the initial output variance of concat.
 
-    A rule computes Σ_n w_n o_n W_n. At initialisation the heads' outputs o_n are
-    uncorrelated; if they have variance 1, the rule's outputs have variance
+    A rule computes Σ_n w_n o_n W_n. At initialisation, the heads' outputs o_n are
+    uncorrelated. If they have variance 1, the rule's outputs have variance
     V · Var(W) · Σ_n E[w_n²]. Var(W) is 2 / (into + D) with Xavier and 1 / into with
-    fan_in, where `into` is N·V for a kernel per head and V for one kernel for all. So
-    concat has 2NV / (NV + D), or 1; mean and weighted, with w_n = 1 / N, have
-    2V / (N(V + D)), or 1 / N; and the gain is N √((V + D) / (NV + D)), or √N, exactly.
+    fan_in, where `into` is N·V for a kernel per head and V for a shared kernel. So the
+    variance is 2NV / (NV + D), or 1 with fan_in, for concat, and 2V / (N(V + D)), or
+    1 / N, for mean and weighted, whose w_n are 1 / N. Their exact gain is
+    N √((V + D) / (NV + D)), or √N.
 
-    For gates and routers it is approximate: E[w_n²] is averaged over 2^14 draws of
-    normal logits. Logits are sums over x, whose D elements have variance 1 if it is
-    normalised, with the variance of the init again: 2 / (D + N) for Xavier (N·V
-    elementwise).
+    For gates and routers, the gain is approximate: E[w_n²] is averaged over 2^14 draws
+    of normal logits. Logits are sums over the D elements of x, which have variance 1 if
+    x is normalised, times weights with the variance of the init: 2 / (D + N) for Xavier
+    (N·V instead of N if elementwise).
     """
 
     def fan(into, out):  # 1 / Var(W)
@@ -193,7 +194,7 @@ def equal_gain(
         "mixture": ranked / ranked.sum(-1, keepdims=True),
     }[rule]
     squares = np.square(weights).sum(-1).mean()
-    # three digits, so that the arms of a sweep are the same on every machine
+    # three digits, so that a sweep's arms are the same on every machine
     return float(f"{(N / fan(N * V, D) * fan(into, D) / squares) ** 0.5:.3g}")
 
 
@@ -276,9 +277,9 @@ def variants(base) -> list[dict]:
     left_out = {}
     if own.num_heads % 2 or (own.num_kv_heads or 2) % 2:  # no pairs of heads
         left_out["model.attention.differential"] = True
-    if own.num_heads < 2:  # none beside the one that is always on
+    if own.num_heads < 2:  # no heads to route, because one is always on
         left_out["model.attention.merge"] = "shared_mixture"
-    if own.qk_norm:  # the baseline has it: what is it worth, and those without it?
+    if own.qk_norm:  # the baseline has it: compare with an arm without it
         left_out["model.attention.qk_norm"] = True
         arms += over("model.attention.qk_norm", False)
     arms = [arm for arm in arms if not arm.items() & left_out.items()]
@@ -405,14 +406,14 @@ def sites(base) -> list[dict]:
 
 
 def attention_sites(base) -> list[str]:
-    """Return the sites of attention that the base config's model has."""
+    """Return the attention sites of the base config's model."""
     encoder, decoder = base.model.num_encoder_layers, base.model.num_decoder_layers
     sites = {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
     return [site for site, layers in sites.items() if layers]
 
 
 def heads_of(path: str, N: int, size: int, K: int | None = None) -> dict:
-    """Return an arm with N heads of H = V = size, and K key/value heads (None: N)."""
+    """Return an arm with N heads of H = V = size and K key/value heads, default N."""
     return {
         f"{path}.num_heads": N,
         f"{path}.num_kv_heads": N if K is None else K,
@@ -425,7 +426,7 @@ def share(base, parts: int) -> int:
     """Return the model's width divided by a number of parts.
 
     Raises:
-        ValueError: it is not divisible.
+        ValueError: the width is not divisible.
     """
     if base.model.width % parts:
         raise ValueError(

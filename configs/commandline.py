@@ -1,4 +1,4 @@
-"""The command line: flags that scripts share, config overrides, one-line errors."""
+"""Command line: shared flags, config overrides, one-line errors."""
 
 import contextlib
 import errno
@@ -30,17 +30,17 @@ KEYS = (  # for --help
     "--config.model.attention.num_heads=8 --config.train.num_steps=2000; "
     "docs/reference/config.md lists them all."
 )
-WANTED = {  # what the flag parsers say, and what they want
+WANTED = {  # expected kind of value, by the flag parsers' error messages
     "invalid literal for int()": "a whole number",
     "could not convert string to float": "a number",
     "('Non-boolean argument": "true or false",
 }
-LESS_MEMORY = {  # what needs less memory, by script
+LESS_MEMORY = {  # advice on how to save memory, by script
     "train.py": "Fewer trials (seeds, or --group_size of a sweep), a lower "
     "data.batch_tokens, a higher train.accumulate_steps or train.remat=block needs",
     "eval.py": "A lower --beam_size or --batch_size needs",
 }
-# JAX raises the same type for every failure of a device, and gives no code
+# JAX raises the same type for all device errors, without an error code
 EXHAUSTED = re.compile(
     r"RESOURCE_EXHAUSTED.*(out of memory|allocat)|Out of memory allocating",
     re.I | re.DOTALL,
@@ -51,8 +51,8 @@ EXHAUSTED = re.compile(
 def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
     """Turn errors that the user can fix into one line and exit code 2.
 
-    For code that reads flags, configs and files. Errors elsewhere are bugs, and their
-    traceback is wanted, except when memory is exhausted.
+    For code that reads flags, configs and files. Errors elsewhere are bugs, which
+    should show a traceback, except if memory is exhausted.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def fail(sentence: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return an error's message in one line."""
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{error.filename} is a file where a folder is needed; choose another."
     if isinstance(error, OSError) and error.strerror:
@@ -99,11 +99,11 @@ def check_flag_files() -> None:
         fail(f"--flagfile can't be read: {describe(error)}")
 
 
-check_flag_files()  # now, for defining a config flag reads them
+check_flag_files()  # now, because defining a config flag reads them
 
 
 def run(main) -> None:
-    """Parse the flags, then call `main()`; report a bad flag in one sentence."""
+    """Parse the flags and call `main()`; report a bad flag in one sentence."""
     replace_closed()
     sys.argv[1:] = map(find_config, sys.argv[1:])
     if {"--help", "-h"} & {*sys.argv[1:]}:
@@ -126,7 +126,7 @@ def run(main) -> None:
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has enough; avoid an error at exit, too
+    except BrokenPipeError:  # the reader closed the pipe; avoid an error at exit, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:  # in scripts that have nothing to save
@@ -135,9 +135,9 @@ def run(main) -> None:
 
 
 def usage(module) -> str:
-    """Return the text of --help: what a script does, and its flags by purpose.
+    """Return the text of --help: a script's docstring, and its flags by purpose.
 
-    Those by which processes find each other stand apart.
+    Flags for distributed runs are listed separately.
     """
     own = {x.name for x in vars(module).values() if isinstance(x, flags.FlagHolder)}
     titles = {False: "Flags:", True: "Flags of runs of several processes:"}
@@ -166,7 +166,7 @@ def usage(module) -> str:
 
 
 def find_config(argument: str) -> str:
-    """Point --config=configs/X.py to the package's own file where there is no other."""
+    """Resolve --config=configs/X.py to the package's file if there is no local one."""
     found = re.fullmatch(r"(--?config=)(configs/\w+\.py)(:.*)?", argument)
     ours = Path(__file__).parent.parent
     if found is None or Path(found[2]).exists() or not (ours / found[2]).exists():
@@ -175,10 +175,10 @@ def find_config(argument: str) -> str:
 
 
 def replace_closed() -> None:
-    """Open standard streams that were closed before the start (`<&-`) as empty ones.
+    """Replace standard streams that are closed at startup (`<&-`) by os.devnull.
 
-    Otherwise the next file that is opened gets their number, and libraries write their
-    warnings into it.
+    Otherwise, the next opened file gets the stream's descriptor, and libraries write
+    their warnings to it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -186,7 +186,7 @@ def replace_closed() -> None:
 
 
 def take_none() -> None:
-    """Let flags of config keys accept None; `check_values` says which keys may."""
+    """Make flags of config keys accept None; `check_values` checks which keys may."""
     parsers = {
         int: flags.IntegerParser,
         float: flags.FloatParser,
@@ -196,7 +196,7 @@ def take_none() -> None:
     for kind, parser in parsers.items():
 
         class OrNone(parser):
-            """Parse a type, or None."""
+            """Parse a value of a type, or None."""
 
             def parse(self, argument):
                 return None if argument == "None" else super().parse(argument)
@@ -205,8 +205,8 @@ def take_none() -> None:
 
 
 def path_of(flag) -> Path:
-    """Return the file or folder that a flag names; ~ is the user's home."""
-    if not flag.value:  # for example from an unset shell variable
+    """Return the path that a flag names, with ~ expanded; exit if it is invalid."""
+    if not flag.value:  # for example, an unset shell variable
         fail(f"--{flag.name} is empty; name a file or folder.")
     path = Path(os.path.expanduser(flag.value))
     try:
@@ -219,9 +219,9 @@ def path_of(flag) -> Path:
 
 
 def check_config_flag(config) -> None:
-    """Raise a ValueError unless a config has the right keys and values."""
+    """Raise a ValueError if a config's keys or values are invalid."""
     if not isinstance(config, ConfigDict):
-        # what stands for a file that can't be read raises its OSError at any access
+        # the placeholder for an unreadable file raises its OSError on any access
         kind = "None" if config is None else getattr(config, "keys", config)
         kind = kind if config is None else type(config).__name__
         raise ValueError(
@@ -241,9 +241,9 @@ def check_config_flag(config) -> None:
 
 
 def flag_error(error: BaseException, argv: list[str]) -> str | None:
-    """Return a sentence that names the wrong flag or key, and what may be meant.
+    """Return a sentence that names the wrong flag or key, and suggests others.
 
-    None: the error is none of the command line's or of the config file's.
+    Return None if the error does not come from the command line or the config file.
     """
     path = config_path(argv)
     found = error_in_file(error, path) if path else None
@@ -279,22 +279,22 @@ def flag_error(error: BaseException, argv: list[str]) -> str | None:
 
 
 def config_path(argv: list[str]) -> str | None:
-    """Return the path of the config file on a command line, if it names one."""
+    """Return the config file's path on a command line, or None."""
     found = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
     found += [a.split("=", 1)[1] for a in argv if re.match("--?config=", a)]
     return found[-1].split(":")[0] if found else None
 
 
 def error_in_file(error: BaseException, path: str) -> tuple | None:
-    """Return the error that a file's own code raised, and its line; None: none did.
+    """Return the error that a file's own code raised and its line, or None.
 
-    Libraries wrap errors in others, so all that led to this one are searched.
+    Libraries wrap errors in other errors, so search all causes.
     """
     seen = []
     while error is not None and error not in seen:
         seen.append(error)
         error = error.__cause__ or error.__context__
-    for error in reversed(seen):  # the first that was raised
+    for error in reversed(seen):  # from the one that was raised first
         if isinstance(error, SyntaxError) and error.filename == path:
             return error, error.lineno
         frames = traceback.extract_tb(error.__traceback__)
@@ -305,18 +305,18 @@ def error_in_file(error: BaseException, path: str) -> tuple | None:
 
 
 def is_of_config(error: BaseException) -> bool:
-    """Whether ml_collections raised an error."""
+    """Return whether ml_collections raised an error."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return "ml_collections" in Path(last.filename).parts
 
 
 def unknown_key(error: KeyError | AttributeError) -> str:
-    """Return the key that ml_collections could not find."""
+    """Return the key that ml_collections did not find."""
     return re.findall(r"\w+", str(error).replace("\\n", " "))[0]
 
 
 def bad_flag(text: str) -> str:
-    """Return what absl says about a flag that it can't parse, in our words."""
+    """Rephrase absl's message about a flag that it can't parse."""
     for words, kind in WANTED.items():
         flag, found, _ = text.partition(f": {words}")
         if found and "\n" not in flag:
@@ -330,7 +330,7 @@ def bad_flag(text: str) -> str:
 
 
 def near_miss(path: str) -> str:
-    """Return a hint with config keys that look like an unknown one."""
+    """Return a hint with config keys that are similar to an unknown one."""
     keys = list(known_keys())
     last = path.rsplit(".", 1)[-1]
     names = [key for key in keys if key.endswith(f".{last}")]

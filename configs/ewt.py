@@ -12,7 +12,7 @@ from headcount.configs import base
 
 
 def get_config():
-    """Return two layers of sixteen heads on words as sums of their affixes."""
+    """Return two layers of sixteen heads, on words represented by their affixes."""
     config = base.get_config()
     config.task.name = "tagging"
     config.task.token_dropout = 0.15

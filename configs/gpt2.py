@@ -1,25 +1,26 @@
-"""GPT-2 from scratch on documents of your own, as nanoGPT trains it.
+"""GPT-2 from scratch on local documents, with nanoGPT's recipe.
 
     python train.py --config=configs/gpt2.py:small --workdir=runs/gpt2 \\
       --config.data.directory=FOLDER
     python eval.py --workdir=runs/gpt2 --split=val
 
-`:small` has 12 layers, 12 heads and width 768, `:medium` 24, 16 and 1024 (124,439,808
-and 354,823,168 parameters); learning rates as Brown et al. 2020, Table 2.1. It is for
-accelerators and has not been trained here. What a step with 16 seeds needs:
+`:small` has 12 layers, 12 heads and width 768, `:medium` has 24, 16 and 1024
+(124,439,808 and 354,823,168 parameters). Learning rates are those of Brown et al. 2020,
+Table 2.1. This recipe is for accelerators and has not been run here. To estimate what a
+step with 16 seeds needs:
 
     python train.py --config=configs/gpt2.py --dry_run=v5e:16x16 --config.seeds=16
 
-The vocabulary is SentencePiece's, of the training split; GPT-2's own comes with
-imported weights (weights.py), to fine-tune them. Other than nanoGPT's recipe: a batch
-is 512 windows, not 480, which more meshes divide.
+The vocabulary is a SentencePiece model of the training split; GPT-2's own vocabulary
+comes with imported weights (weights.py), for fine-tuning. In contrast to nanoGPT's
+recipe, a batch has 512 windows rather than 480, which more meshes divide.
 """
 
 from headcount.configs import presets
 
 
 def get_config(size: str = "small"):
-    """Return the preset of that size with data, optimizer and schedule."""
+    """Return the preset of a size, with data, optimizer and schedule."""
     if size not in ("small", "medium"):
         raise ValueError(f"configs/gpt2.py has :small and :medium, not :{size}")
     config = presets.get_config(f"gpt2_{size}")

@@ -1,25 +1,26 @@
-"""IWSLT14 German to English, fairseq's recipe (transformer_iwslt_de_en).
+"""IWSLT14 German to English with fairseq's recipe (transformer_iwslt_de_en).
 
     python train.py --config=configs/iwslt14.py --workdir=runs/iwslt14 \\
       --config.data.directory=FOLDER
     python eval.py --workdir=runs/iwslt14 --split=test --checkpoint=average
 
-FOLDER holds train.de, train.en, val.de, val.en, test.de and test.en, line by line
-(160,000 training pairs; TFDS has none). Published for this recipe: 34.5 to 35 BLEU,
-tokenised and lowercased, beam 5. It has not been run here.
+FOLDER holds train.de, train.en, val.de, val.en, test.de and test.en, with one sentence
+per line (160,000 training pairs; TFDS does not have this corpus). The published score
+of this recipe is 34.5 to 35 BLEU, tokenised and lowercased, beam 5. It has not been run
+here.
 
-For such text take what fairseq's prepare-iwslt14.sh leaves in tmp/, valid.* as val.*.
-Other than there: both languages have one vocabulary and one embedding; training ends,
-after some 50 epochs; and the last ten checkpoints are averaged, where fairseq's page
-translates with the best, and divides a hypothesis' log probability by its length
-(eval.py: --length_penalty).
+To obtain this text, run fairseq's prepare-iwslt14.sh and use its files in tmp/, with
+valid.* renamed to val.*. Differences from fairseq: both languages share a vocabulary
+and an embedding; training ends after about 50 epochs; and the last ten checkpoints are
+averaged, whereas fairseq's page translates with the best one and divides a hypothesis's
+log-probability by its length (eval.py: --length_penalty).
 """
 
 from headcount.configs import base
 
 
 def get_config():
-    """The recipe of fairseq's examples/translation."""
+    """Return the recipe of fairseq's examples/translation."""
     config = base.get_config()
     config.data.name = "text"
     config.data.source = "de"

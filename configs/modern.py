@@ -1,12 +1,13 @@
-"""Shakespeare by characters with a block of 2023 to 2026 in place of GPT-2's.
+"""Character-level Shakespeare with a modern block (2023 to 2026) instead of GPT-2's.
 
     python train.py --config=configs/modern.py:short --workdir=runs/modern
     python eval.py --workdir=runs/modern --split=val
 
-Pre-norm RMSNorm, rotary positions, SwiGLU, RMS-normalised queries and keys, an output
-table of its own, no biases. The feed-forward is 8/3 D wide, which has the parameters of
-a plain one of 4 D. Data, sizes and optimizer are those of configs/shakespeare.py, so
-that only the block differs. What such models are trained with:
+The block has pre-norm RMSNorm, rotary positions, SwiGLU, RMS-normalised queries and
+keys, an untied output table, and no biases. The feed-forward is 8/3 D wide, which gives
+it as many parameters as a plain one of 4 D. Data, sizes and optimizer are those of
+configs/shakespeare.py, so that only the block differs. To use Muon and a schedule with
+warmup, stable phase and decay, as is common for such models:
 
     python train.py --config=configs/modern.py:short --workdir=runs/muon \\
       --config.optimizer.name=muon --config.optimizer.schedule=warmup_stable_decay

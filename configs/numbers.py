@@ -1,20 +1,20 @@
-"""Number phrases, English to German: the embedded default, no download.
+"""Numbers in words, English to German: the built-in default, without download.
 
 python train.py --config=configs/numbers.py --workdir=runs/numbers
 python eval.py --workdir=runs/numbers --split=test
 
-`:short` sees a seventh of the tokens, for sweeps on two cores.
+`:short` trains on a seventh of the tokens, for sweeps on two cores.
 """
 
 from headcount.configs import base
 
 
 def get_config(recipe: str = "full"):
-    """A small Transformer that learns to say numbers."""
+    """Return a small Transformer that learns to translate numbers."""
     if recipe not in ("full", "short"):
         raise ValueError(f"configs/numbers.py has :full and :short, not :{recipe}")
     config = base.get_config()
-    # BLEU counts four words in a row; most German numbers are one word
+    # not BLEU, which counts 4-grams: most German numbers are one word
     config.task.metrics = "exact_match,chrf"
     config.data.name = "numbers"
     config.data.vocab_size = 200

@@ -1,25 +1,25 @@
-"""Models of the literature: `--config=configs/presets.py:bert_base`, and so on.
+"""Models from the literature, such as `--config=configs/presets.py:bert_base`.
 
-    python -m models.describe --config=configs/presets.py:gpt2_small
+    python -m headcount.models.describe --config=configs/presets.py:gpt2_small
     python train.py --config=configs/presets.py:transformer_base --workdir=runs/base
 
-bert_base, bert_large: an encoder alone, with pooler (Devlin et al. 2019); 109,482,240
-    and 335,141,888 parameters.
-gpt2_small, gpt2_medium: a decoder alone (Radford et al. 2019); 124,439,808 and
-    354,823,168 parameters.
-transformer_base, transformer_big: WMT14 English to German as Vaswani et al. 2017; the
+bert_base, bert_large: encoder-only, with pooler (Devlin et al. 2019); 109,482,240 and
+    335,141,888 parameters.
+gpt2_small, gpt2_medium: decoder-only (Radford et al. 2019); 124,439,808 and 354,823,168
+    parameters.
+transformer_base, transformer_big: WMT14 English to German (Vaswani et al. 2017); the
     same as configs/wmt14.py and its `:big`.
-transformer_tiny: Multi30k as Wu et al. 2021; the same as configs/multi30k.py.
+transformer_tiny: Multi30k (Wu et al. 2021); the same as configs/multi30k.py.
 
-train.py trains the translation models, and BERT on documents in data.directory;
-weights.py reads the weights of BERT and GPT-2.
+train.py trains the translation models, and BERT on documents in data.directory.
+weights.py imports the weights of BERT and GPT-2.
 """
 
 from headcount.configs import base, multi30k, wmt14
 
 
 def get_config(name: str = ""):
-    """The preset of that name."""
+    """Return the preset with this name."""
     if name not in PRESETS:
         raise ValueError(f"configs/presets.py has :{', :'.join(PRESETS)}, not :{name}")
     make, *sizes = PRESETS[name]
@@ -27,7 +27,7 @@ def get_config(name: str = ""):
 
 
 def one_stack(side: str, num_layers: int, width: int, num_heads: int):
-    """An encoder or a decoder alone; its feed-forward is four times as wide as it."""
+    """Return an encoder or a decoder whose feed-forward is four times the width."""
     config = base.get_config()
     config.model.width = width
     config.model.mlp_dim = 4 * width
@@ -38,7 +38,7 @@ def one_stack(side: str, num_layers: int, width: int, num_heads: int):
 
 
 def bert(num_layers: int, width: int, num_heads: int):
-    """An encoder alone: post-norm, learned positions, GELU."""
+    """Return an encoder-only model: post-norm, learned positions, GELU."""
     config = one_stack("encoder", num_layers, width, num_heads)
     config.task.name = "masked_language_model"
     config.data.name = "text"
@@ -55,7 +55,7 @@ def bert(num_layers: int, width: int, num_heads: int):
 
 
 def gpt2(num_layers: int, width: int, num_heads: int):
-    """A decoder alone: pre-norm, learned positions, the tanh form of GELU."""
+    """Return a decoder-only model: pre-norm, learned positions, tanh GELU."""
     config = one_stack("decoder", num_layers, width, num_heads)
     config.data.vocab_size = 50_257
     config.model.positions = "learned"

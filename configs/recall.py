@@ -1,14 +1,14 @@
-"""Multi-query associative recall (Arora et al. 2023): can a model look up what it read?
+"""Multi-query associative recall (Arora et al. 2023): look up values in the context.
 
     python train.py --config=configs/recall.py --workdir=runs/recall
     python eval.py --workdir=runs/recall --split=test
 
-A document is 8 key-value pairs, then the 8 keys in another order, each of which is
-to be answered with its value. Two layers can do it (a head that looks at the previous
-token, then one that looks for a match: an induction head). Controls with as many
-parameters, one layer alone and a model without positions, run beside it so:
+A document has 8 key-value pairs, then the 8 keys in another order, after each of which
+the model must predict its value. Two layers suffice: one head attends to the previous
+token, and a head in the next layer finds the match (an induction head). To compare with
+controls, one layer with as many parameters and a model without positions:
 
-    python sweep.py run --config=configs/recall.py \
+    python sweep.py run --config=configs/recall.py \\
       --ablation=configs/recall.py:controls --seeds=5 --workdir=runs/controls
 """
 

@@ -1,4 +1,4 @@
-"""The config of another run, to vary it, or to continue from its parameters.
+"""The config of another run, to modify it or to continue from its parameters.
 
     python train.py --config=configs/run.py:runs/opus --workdir=runs/tuned \\
       --config.train.init_from=runs/opus --config.data.name=multi30k \\
@@ -28,8 +28,8 @@ def load_config(path: Path) -> ConfigDict:
     """Read a config.json; the result is locked and has all keys of configs/base.py.
 
     Raises:
-        ValueError: it is damaged, or a key is unknown, missing, or its value is of
-            another type or out of range.
+        ValueError: the file is damaged, a key is unknown or missing, or a value has a
+            wrong type or is out of range.
     """
     try:
         return read_config(json.loads(path.read_text()))

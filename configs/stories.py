@@ -1,24 +1,24 @@
-"""Stories of a small grammar whose links between words are known: what do heads find?
+"""Generated stories with known links between words, to study what heads learn.
 
     python train.py --config=configs/stories.py --workdir=runs/stories
     python heads.py roles --workdir=runs/stories
 
-Verbs agree with a subject some words before them, pronouns and repeated names tell
-which of two things is meant (see data/stories.py).
+Verbs agree with a subject several words before them. Pronouns and repeated names
+determine which of two things a sentence mentions (see data/stories.py).
 """
 
 from headcount.configs import base
 
 
 def get_config():
-    """Return two layers of four heads on stories of some 45 words."""
+    """Return two layers of four heads, on stories of about 45 words."""
     config = base.get_config()
     config.task.name = "language_model"
     config.data.name = "stories"
     config.data.tokenizer = "words"
     config.data.vocab_size = 93  # 89 words, four special tokens
     config.data.max_length = 96
-    config.data.cross_documents = False  # names mean something else in each story
+    config.data.cross_documents = False  # names are used differently in each story
     config.data.batch_tokens = 32 * 96
     config.model.width = 64
     config.model.mlp_dim = 128

@@ -1,4 +1,4 @@
-"""Checks of configs, given as files or in a workdir; errors name the key."""
+"""Checks of configs from files or workdirs; errors name the key."""
 
 import functools
 import re
@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from headcount.configs import base
 
-LARGEST = 2**31 - 1  # of an index on a device
-# Lowest and highest value of whole numbers. Other keys are checked where they are used.
+LARGEST = 2**31 - 1  # largest index on a device
+# Allowed range of integers. Other keys are checked where they are used.
 RANGES = {
     "seeds": (1, 2**20),
     "data.vocab_size": (1, LARGEST),
@@ -22,7 +22,7 @@ RANGES = {
     "model.width": (1, LARGEST),
     "model.mlp_dim": (1, LARGEST),
     "model.max_positions": (1, LARGEST),
-    "model.num_encoder_layers": (0, 1000),  # each is traced: more would take hours
+    "model.num_encoder_layers": (0, 1000),  # tracing more would take hours
     "model.num_decoder_layers": (0, 1000),
     "model.attention.mixture_heads": (1, LARGEST),
     "train.num_steps": (1, LARGEST),
@@ -44,7 +44,7 @@ OF_A_SITE = re.compile(r"^model\.[a-z]+_attention\.")
 
 
 def choose(name: str, value, choices) -> None:
-    """Raise a ValueError unless the value is one of the choices."""
+    """Raise a ValueError if the value is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
@@ -84,9 +84,9 @@ def flatten(tree, prefix: str = "") -> dict:
 
 
 def check_values(config: dict) -> None:
-    """Raise a ValueError unless a flat config's values have their types and ranges.
+    """Raise a ValueError if a flat config's value has a wrong type or is out of range.
 
-    Keys that are not config keys are left to `check_keys`.
+    Unknown keys are ignored; see `check_keys`.
     """
     types = known_keys()
     for key, value in config.items():
@@ -95,7 +95,7 @@ def check_values(config: dict) -> None:
 
 
 def check_value(key: str, value, kind: type, is_optional: bool) -> None:
-    """Raise a ValueError unless a value has its type and is in the range of its key."""
+    """Raise a ValueError if a value has a wrong type or is out of its key's range."""
     if value is None:
         if is_optional:
             return
@@ -103,7 +103,7 @@ def check_value(key: str, value, kind: type, is_optional: bool) -> None:
     kinds = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{key} must be {KINDS[kind]}, got {value!r}.")
-    # NaN is below nothing, and a long integer may be above every float
+    # written so that NaN fails, and integers beyond the range of floats
     if kind is float and not abs(value) <= sys.float_info.max:
         raise ValueError(f"{key} must be finite, got {value}.")
     if kind is str and "\0" in value:
@@ -119,7 +119,7 @@ def check_value(key: str, value, kind: type, is_optional: bool) -> None:
 
 
 def check_keys(config: dict) -> None:
-    """Raise a ValueError if a flat config lacks a key, or has one that is none."""
+    """Raise a ValueError if a flat config lacks a key, or has an unknown one."""
     known = known_keys()
     for key in config.keys() - known.keys():
         raise ValueError(f"It sets {key}, which is not a config key.")
@@ -128,11 +128,11 @@ def check_keys(config: dict) -> None:
 
 
 def read_config(tree) -> ConfigDict:
-    """Return a config from the dicts of a config.json; it is locked.
+    """Convert the dicts of a config.json to a locked config.
 
     Raises:
-        ValueError: a key is unknown, missing, or its value is of another type or out of
-            range.
+        ValueError: a key is unknown or missing, or a value has a wrong type or is out
+            of range.
     """
     if not isinstance(tree, dict):
         raise ValueError("It is not an object of config keys.")

@@ -1,7 +1,7 @@
-"""Published variants of heads: what to set, the formula, the source, what is claimed.
+"""Published variants of heads: settings, formula, source and claim.
 
-The ablation `variants` has an arm for each, reports print the claim beside our
-interval, and docs/reference/variants.md is written from it.
+The ablation `variants` has an arm for each variant, reports print the claim next to our
+interval, and docs/reference/variants.md is generated from this file.
 """
 
 from collections.abc import Callable
@@ -13,26 +13,26 @@ from ml_collections import ConfigDict
 class Variant(NamedTuple):
     """One way to build heads."""
 
-    settings: Callable[..., dict]  # from the base config to config keys
+    settings: Callable[..., dict]  # from the base config to values by config key
     formula: str
     source: str
-    claim: str  # of its authors
+    claim: str  # by the authors
 
 
 def of_attention(**settings) -> Callable[..., dict]:
-    """Return settings of model.attention that do not depend on the base config."""
+    """Return a function to settings of model.attention that ignores the base config."""
     return lambda base: {f"model.attention.{k}": v for k, v in settings.items()}
 
 
 def first_features(base) -> dict:
-    """Return modded-nanogpt's gate: it looks at 12 elements of the input."""
+    """Return modded-nanogpt's gate, which reads 12 features of the input."""
     features = min(12, base.model.width)
     settings = of_attention(gate="double_sigmoid", gate_features=features)
     return settings(base)
 
 
 def exclusive(base) -> dict:
-    """Return exclusive self-attention; cross-attention has no own value to exclude."""
+    """Return exclusive self-attention; in cross-attention, queries have no value."""
     settings = of_attention(exclusive=True)(base)
     if base.model.num_encoder_layers and base.model.num_decoder_layers:
         settings["model.cross_attention.exclusive"] = False
@@ -40,7 +40,7 @@ def exclusive(base) -> dict:
 
 
 def latent(base) -> dict:
-    """Return a latent of half of the width: DeepSeek-V2's is 4 heads wide, of 128."""
+    """Return a latent of half the width; DeepSeek-V2's is 4 heads wide, out of 128."""
     return without_norm(base, latent_dim=max(1, base.model.width // 2))
 
 
@@ -50,13 +50,13 @@ def clip(base) -> dict:
 
 
 def without_norm(base, **settings) -> dict:
-    """Return settings of model.attention that exclude QK norm."""
+    """Return settings of model.attention, with any QK norm turned off."""
     norm = {"qk_norm": False} if base.model.attention.qk_norm else {}
     return of_attention(**settings, **norm)(base)
 
 
 def shared_and_routed(base) -> dict:
-    """Return a quarter of the heads always on and half of them routed, as MoH's."""
+    """Return MoH: a quarter of the heads is always on, and half of them are chosen."""
     N = base.model.attention.num_heads
     shared = max(1, N // 4)
     return of_attention(
@@ -180,10 +180,10 @@ VARIANTS = {
 
 
 def claim_of(overrides: dict, base: dict) -> str | None:
-    """Return the claim of the variant that an arm is, with equal budgets or not.
+    """Return the claim of an arm's variant, or None if the arm is no variant.
 
     Args:
-        overrides: of the arm, by config key.
+        overrides: the arm's values by config key; "match" is ignored.
         base: the base config, nested.
     """
     own = {key: value for key, value in overrides.items() if key != "match"}

@@ -5,28 +5,29 @@
       --beam_size=4 --length_penalty=0.6
 
 `:big` is the big model. The data come from TFDS (wmt14_translate/de-en, 4.5 million
-pairs), on a machine with network. Published: 27.3 and 28.4 BLEU (tokenised, with split
-compounds: some 0.5 to 1 above sacreBLEU's). Neither has been run here. This tells what
-a step needs on chips that are not at hand:
+pairs), which needs a network. The published scores are 27.3 and 28.4 BLEU (tokenised,
+with split compounds, which is about 0.5 to 1 above sacreBLEU). Neither model has been
+trained here. To estimate what a step needs on chips that are not available:
 
     python train.py --config=configs/wmt14.py --dry_run=v5e:16x16 --config.seeds=16
 
-Other than in the paper: a batch has 32,768 tokens a side, which mesh.data divides well,
-not some 25,000; pieces are SentencePiece's, of plain text; pairs of over 128 tokens are
-left out; and a translation may have twice the tokens of its source and 16, not 50 more.
+Differences from the paper: a batch has 32,768 tokens per side, which mesh.data divides
+well, rather than about 25,000; the vocabulary is a SentencePiece model of plain text;
+pairs with more than 128 tokens are dropped; and the length limit of a translation is
+twice its source plus 16 tokens, rather than 50 more than the source.
 """
 
 from headcount.configs import base
 
 
 def get_config(model: str = "base"):
-    """The recipes of the paper's section 5; a row holds some sentences, not one."""
+    """Return the recipes of the paper's section 5; rows pack several sentences."""
     if model not in ("base", "big"):
         raise ValueError(f"configs/wmt14.py has :base and :big, not :{model}")
     config = base.get_config()
     config.data.name = "wmt14_translate/de-en"
     config.data.vocab_size = 37_000
-    config.data.batch_tokens = 32_768  # some 25,000 on each side in the paper
+    config.data.batch_tokens = 32_768  # about 25,000 per side in the paper
     config.model.width = 512
     config.model.num_encoder_layers = 6
     config.model.num_decoder_layers = 6
@@ -48,6 +49,6 @@ def get_config(model: str = "base"):
         config.model.attention.num_heads = 16
         config.model.dropout = 0.3
         config.train.num_steps = 300_000
-        config.train.checkpoint_every_steps = 600  # of a second each: ten minutes
+        config.train.checkpoint_every_steps = 600  # ten minutes at 1 s per step
         config.train.keep_checkpoints = 20
     return config

@@ -12,7 +12,7 @@ from headcount.configs import base
 
 
 def get_config():
-    """Return two layers of four heads on words as sums of their affixes."""
+    """Return two layers of four heads, on words represented by their affixes."""
     config = base.get_config()
     config.task.name = "tagging"
     config.task.entities = True

@@ -1,8 +1,8 @@
 """Training and evaluation batches: batch = f(seed, step), prefetched in the background.
 
-A batch is a dict of int32 arrays: for each side of an example (such as "source" and
-"target") its tokens, `SIDE_segments` (1, 2, ... within a row; 0 is padding) and
-`SIDE_positions`, and the fields that are aligned with a side.
+A batch is a dict of int32 arrays. For each side of the examples (such as "source" and
+"target") it has the tokens, `SIDE_segments` (1, 2, ... within a row; 0 is padding) and
+`SIDE_positions`. It also has the fields that are aligned with a side.
 """
 
 import functools
@@ -20,8 +20,8 @@ from headcount.data.packing import (
     row_shape,
 )
 
-# The step sequence is laid out in blocks of at least this many batches: a small corpus
-# is repeated within a block, so that few examples are left out at the end of one.
+# Steps are laid out in blocks of at least this many batches. A small corpus is repeated
+# within a block, so that few examples are dropped at its end.
 BLOCK_BATCHES = 8
 
 
@@ -42,7 +42,7 @@ def assemble(fields, aligned, indices, sizes, num_rows, widths) -> dict:
 def batch_spec(
     fields, num_rows: int, widths: dict[str, int], aligned: dict[str, str] | None = None
 ) -> dict[str, ArraySpec]:
-    """Return the arrays of a batch by name, for `fields` that may be names alone."""
+    """Return the shapes of a batch's arrays by name; `fields` may be just names."""
     aligned, spec = aligned or {}, {}
     for name in fields:
         shape = num_rows, widths[aligned.get(name, name)]
@@ -52,7 +52,11 @@ def batch_spec(
 
 
 def _select(fields, aligned, max_length, min_length):
-    """Leave out examples with a side that is too short or too long to train on."""
+    """Drop examples with a side that is too short or too long.
+
+    Raises:
+        ValueError: no example is left.
+    """
     lengths = np.stack([f.lengths for name, f in fields.items() if name not in aligned])
     empty = lengths.min(0) < min_length
     keep = ~empty
@@ -78,18 +82,18 @@ def _select(fields, aligned, max_length, min_length):
 class PackedBatches:
     """The training batches of R trials, with several examples packed into each row.
 
-    A batch is a function of the seeds and the step alone, and the same for a trial in a
-    group and by itself. An epoch passes over every example once, in a new composition,
-    except for what is left over at its end, which differs from epoch to epoch.
+    Batches depend only on the seeds and the step. A trial gets the same batches in a
+    group as alone. An epoch uses every example once, except for a few that are dropped
+    at its end, and packs examples in new combinations. The dropped examples vary.
 
     Args:
-        fields: one or two sides of the examples, the last being the one whose tokens
-            are counted; and fields aligned with a side.
-        aligned: the side that each other field is aligned with, token by token.
+        fields: one or two sides of the examples, and fields aligned with a side.
+            `batch_tokens` counts the tokens of the last side.
+        aligned: for each other field, the side that it is aligned with, token by token.
         batch_tokens: tokens per batch and trial; see `data.packing.num_rows`.
         seeds: one per trial.
         max_length, min_length: examples with a side longer or shorter than this many
-            tokens are left out; the log says how many.
+            tokens are dropped, and their number is logged.
 
     Raises:
         ValueError: no example is left.
@@ -114,11 +118,11 @@ class PackedBatches:
         self._B = B = num_rows(batch_tokens, T)
         self.spec = batch_spec(fields, B, self._widths, self._aligned)
         self._seeds = tuple(seeds)
-        passes_rows = max(s.sum() / S, t.sum() / T)  # the fewest rows per pass
+        passes_rows = max(s.sum() / S, t.sum() / T)  # lower bound of rows per pass
         self._passes = max(1, int(np.ceil(BLOCK_BATCHES * B / passes_rows)))
         self._layout = pack(np.tile(s, self._passes), np.tile(t, self._passes), S, T)
         self._block_steps = self._layout.num_rows // B
-        # Examples of equal lengths are interchangeable between slots of their lengths.
+        # Examples of equal lengths can be exchanged, so each class has its slots.
         classes = np.tile(s * (T + 1) + t, self._passes)
         self._classes = np.unique(classes, return_inverse=True)[1].astype(np.int32)
         slot_classes = self._classes[self._layout.slots]
@@ -128,11 +132,11 @@ class PackedBatches:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that one pass over the data takes; below 1 for a tiny corpus."""
+        """Steps per pass over the data; below 1 for a tiny corpus."""
         return self._block_steps / self._passes
 
     def _order(self, seed: int, block: int) -> Layout:
-        """Return a block's rows in order: examples reassigned, rows shuffled."""
+        """Return a block's layout with reassigned examples and shuffled rows."""
         rng = np.random.default_rng([seed, block])
         order = rng.permutation(len(self._classes))
         order = order[np.argsort(self._classes[order], kind="stable")]
@@ -151,7 +155,7 @@ class PackedBatches:
     def part(
         self, step: int, trials: slice = slice(None), rows: slice = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Return some trials' rows of a batch, arrays R B ..., computing only those."""
+        """Return some trials' rows of a batch, arrays R B ..., computing only these."""
         block, index = divmod(step, self._block_steps)
         first, last, _ = rows.indices(self._B)
         indices, sizes = [], []
@@ -176,9 +180,10 @@ class PackedBatches:
 def dispatch_spans(
     start: int, end: int, most: int, intervals, once=()
 ) -> list[tuple[int, int]]:
-    """Cut the steps from start to end into spans (first, number) of at most `most`.
+    """Divide the steps from start to end into spans (first, number of steps).
 
-    A span ends at each multiple of an interval, and at each step in `once`.
+    A span has at most `most` steps. It ends at each multiple of an interval, and at
+    each step in `once`.
     """
     spans = []
     while start < end:
@@ -191,9 +196,9 @@ def dispatch_spans(
 
 
 def stack_steps(batches, first: int, number: int, most: int, *part: slice) -> dict:
-    """Stack the batches of successive steps: arrays R `most` B ...
+    """Stack the batches of `number` successive steps: arrays R `most` B ...
 
-    Those beyond `number` are padding. `part` are slices of trials and rows.
+    Entries beyond `number` are padding. `part` are slices of trials and rows.
     """
     out = {}
     for index in range(number):
@@ -215,7 +220,7 @@ def prefetched(
 
     `.close()` ends the threads; so does the end of the program.
     """
-    import grain  # takes half a second, which evaluation need not wait for
+    import grain  # takes half a second, and evaluation does not need it
 
     dataset = grain.MapDataset.range(len(spans)).map(
         lambda index: stack_steps(batches, *spans[index], most, *part)
@@ -232,9 +237,11 @@ def unpacked_batches(
 ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """Batch every example once, one per row, the shortest first.
 
-    Each batch comes with the indices of its examples. All sides have the width T, a
-    multiple of 32, and B is the most rows that batch_tokens allows; the last batch of
-    each T is filled up with padding.
+    All sides have the width T, a multiple of 32. B is the largest number of rows that
+    batch_tokens allows. The last batch of each T is padded.
+
+    Returns:
+        For each batch, the indices of its examples and the batch.
     """
     aligned = aligned or {}
     longest = np.max([field.lengths for field in fields.values()], axis=0)
@@ -257,9 +264,9 @@ def packed_evaluation_batches(
     batch_tokens: int,
     aligned: dict[str, str] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Batch every example once, packed into rows that hold the longest example.
+    """Batch every example once, packed into rows that fit the longest example.
 
-    Nothing is left out. All batches have one shape; the last is filled with padding.
+    No example is dropped. All batches have the same shape; the last one is padded.
     """
     aligned = aligned or {}
     sides = [name for name in fields if name not in aligned]
@@ -270,11 +277,11 @@ def packed_evaluation_batches(
 def packed_in_order(
     fields: dict[str, Ragged], *, batch_tokens: int, aligned: dict[str, str]
 ) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-    """Pack every example once, of one side; return their order and the batches.
+    """Pack every example of one side once; return their order and the batches.
 
-    The real tokens of the batches, read row by row, are those of the examples in that
-    order. Few shapes are possible: rows are a multiple of 64 long, and their number is
-    the most that batch_tokens allows or a power of two.
+    Read row by row, the tokens of the batches without padding are those of the examples
+    in this order. To limit the number of shapes, row lengths are multiples of 64, and
+    the number of rows is the maximum that batch_tokens allows or a power of two.
     """
     (lengths,) = (f.lengths for name, f in fields.items() if name not in aligned)
     T = max(1, -(-lengths.max() // ROW_TOKENS)) * ROW_TOKENS
@@ -283,7 +290,7 @@ def packed_in_order(
 
 
 def _packed(fields, aligned, S: int, T: int, batch_tokens: int, power: bool = False):
-    """Return the layout of all examples in rows of S and T tokens, and the batches."""
+    """Pack all examples into rows of S and T tokens; return layout and batches."""
     sides = [name for name in fields if name not in aligned]
     layout = pack(*(fields[sides[i]].lengths for i in (0, -1)), S, T)
     widths = dict(zip((sides[0], sides[-1]), (S, T), strict=True))

@@ -1,4 +1,4 @@
-"""Files of the folder that data are prepared in, which several processes may share."""
+"""Files in the folder of prepared data, which several processes may share."""
 
 import contextlib
 import fcntl
@@ -12,9 +12,9 @@ from absl import logging
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically; a link of its name is replaced, not followed."""
+    """Write a file atomically; replace rather than follow a symlink of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # not tempfile's, which nobody but the owner could read
+    # not tempfile, whose files only the owner can read
     part = path.with_name(f".{path.name}.{os.urandom(4).hex()}.part")
     try:
         with part.open("xb") as file:  # a new file: no link is followed
@@ -30,10 +30,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def download(url: str, path: Path, otherwise: str) -> bytes:
-    """Return a file's content, downloaded if it is not there.
+    """Return a file's content, and download the file first if it does not exist.
 
     Raises:
-        FileNotFoundError: it can't be downloaded; `otherwise` says what to do then.
+        FileNotFoundError: the download fails. `otherwise` is the advice in the message.
     """
     if not path.is_file():
         logging.info("Downloading %s.", url)
@@ -51,7 +51,7 @@ def download(url: str, path: Path, otherwise: str) -> bytes:
 
 @contextlib.contextmanager
 def exclusively(path: Path) -> Iterator[None]:
-    """Hold a lock file, after waiting for other processes that hold it; remove it."""
+    """Hold a lock file: wait until other processes release it, and remove it after."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     held = False
     while not held:
@@ -67,7 +67,7 @@ def exclusively(path: Path) -> Iterator[None]:
             fcntl.flock(number, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 held = os.path.samestat(os.fstat(number), path.stat())
-            if held:  # else whoever held it has removed it
+            if held:  # otherwise its previous holder has removed it
                 try:
                     yield
                 finally:

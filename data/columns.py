@@ -1,7 +1,7 @@
-"""Words with a tag each: CoNLL columns and CoNLL-U files.
+"""Tagged words: CoNLL columns and CoNLL-U files.
 
-A file has a word per line, and blank lines between sentences. In CoNLL files the tag is
-the last column. In CoNLL-U files (universaldependencies.org) it is chosen by name.
+A file has one word per line, and blank lines between sentences. In CoNLL files the tag
+is the last column. In CoNLL-U files (universaldependencies.org) it is chosen by name.
 """
 
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from absl import logging
 
-NAMES = "conll", "conllu"  # of data.name
-CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag; or feature:NAME
+NAMES = "conll", "conllu"  # values of data.name
+CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag
 FEATURES, HEAD = 5, 6
 NO_FEATURE = "_"
-# Other names of our splits in published files.
+# Names of splits in published files.
 SPLITS = {"train": ("train",), "val": ("val", "dev", "valid"), "test": ("test",)}
 SUFFIXES = (".conllu", ".conll", ".txt", ".annotated", ".tsv")
 
 
 class Sentence(NamedTuple):
-    """A sentence: words, and a tag for each."""
+    """A sentence: its words, and a tag for each word."""
 
     words: list[str]
     tags: list[str]
@@ -32,8 +32,8 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
     Args:
         name: "conll" or "conllu".
         split: "train", "val" or "test".
-        directory: with one file per split, whose name contains the split's.
-        tag: of CoNLL-U files "upos", "xpos", "relation" or "feature:NAME".
+        directory: folder with one file per split, whose name contains the split's name.
+        tag: for CoNLL-U files, "upos", "xpos", "relation" or "feature:NAME".
 
     Raises:
         ValueError, OSError: there is no such file or tag, or a line is malformed.
@@ -56,7 +56,11 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
 
 
 def find_file(folder: Path, split: str) -> Path:
-    """Return the file of a split; ValueError or OSError unless there is just one."""
+    """Return the file of a split.
+
+    Raises:
+        ValueError, OSError: there is no file for the split, or more than one.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
     names = SPLITS.get(split, (split,))
@@ -77,7 +81,7 @@ def find_file(folder: Path, split: str) -> Path:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file; ValueError with the line if it is not."""
+    """Return the lines of a UTF-8 file; a ValueError names a line that isn't UTF-8."""
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig").split("\n")
@@ -87,7 +91,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_conll(path: Path, tag: str) -> list[Sentence]:
-    """Read columns: the word is the first and its tag the last; `tag` is not used."""
+    """Read columns: the first is the word, the last its tag. `tag` is not used."""
     sentences, words, tags = [], [], []
     for number, line in enumerate([*read_lines(path), ""], 1):
         fields = line.split()
@@ -106,7 +110,7 @@ def read_conll(path: Path, tag: str) -> list[Sentence]:
 
 
 class Dependency(NamedTuple):
-    """A relation of Universal Dependencies between two words, by their places."""
+    """A relation of Universal Dependencies between two words, by their indices."""
 
     relation: str  # without its subtype: "nsubj" for "nsubj:pass"
     dependent: int
@@ -142,9 +146,9 @@ def dependencies(directory: str | None, split: str) -> list[list[Dependency]]:
 
 
 def conllu_rows(path: Path) -> Iterator[list[tuple[int, list[str]]]]:
-    """Yield each sentence's words: line number and the ten fields.
+    """Yield each sentence's words, as line numbers with the ten fields.
 
-    Multiword tokens and empty nodes are left out.
+    Multiword tokens and empty nodes are skipped.
     """
     rows = []
     for number, line in enumerate([*read_lines(path), ""], 1):
@@ -167,7 +171,7 @@ def conllu_rows(path: Path) -> Iterator[list[tuple[int, list[str]]]]:
 
 
 def read_conllu(path: Path, tag: str) -> list[Sentence]:
-    """Read CoNLL-U; multiword tokens and empty nodes are left out."""
+    """Read CoNLL-U; multiword tokens and empty nodes are skipped."""
     if tag not in CONLLU and not tag.startswith("feature:"):
         raise ValueError(
             f"data.tag must be one of {', '.join(CONLLU)} or feature:NAME, got {tag!r}."

@@ -1,7 +1,8 @@
 """Corpora of documents by name: the texts of a split, for language models.
 
-`shakespeare`, `recall` and `stories` are ours, `text` reads files of your own, and any
-other name is a text data set of TensorFlow Datasets that prepares without TensorFlow.
+`shakespeare`, `recall` and `stories` are built in, `text` reads local files, and any
+other name is a text data set of TensorFlow Datasets that can be prepared without
+TensorFlow.
 """
 
 import functools
@@ -30,9 +31,9 @@ def load(name: str, split: str, directory: str | None = None, **options) -> list
     Args:
         name: `shakespeare`, `recall`, `stories`, `text`, or a TFDS text set.
         split: "train", "val" or "test".
-        directory: of local files, for `text` and optionally `shakespeare`.
-        options: `max_length` and `vocab_size` of the config, which generated corpora
-            are made for; `test_share` of shakespeare, see configs/base.py.
+        directory: folder of local files, for `text` and optionally `shakespeare`.
+        options: `max_length` and `vocab_size` of the config, on which generated corpora
+            depend; `test_share` for shakespeare, see configs/base.py.
 
     Raises:
         ValueError, OSError: there is no such corpus or split, or it can't be read.
@@ -46,9 +47,10 @@ def load(name: str, split: str, directory: str | None = None, **options) -> list
 
 
 def _shakespeare(name, split, directory, *, test_share=0.0, **_) -> list[str]:
-    """Return the complete text of a split, cut 90 % to 10 % as nanoGPT does.
+    """Return the complete text of a split: 90 % and 10 %, as in nanoGPT.
 
-    The end of the last 10 % is the split test, if a share of it is set aside.
+    If `test_share` is above 0, that share of the last 10 %, at its end, is the test
+    split.
     """
     splits = ("train", "val", "test") if test_share else ("train", "val")
     if split not in splits:
@@ -95,7 +97,7 @@ def _stories(name, split, directory, **_) -> list[str]:
 
 
 def _text(name, split, directory, **_) -> list[str]:
-    """Return the documents of SPLIT.txt, SPLIT.jsonl, or of the files in SPLIT/."""
+    """Return the documents of SPLIT.txt, SPLIT.jsonl, or the files in SPLIT/."""
     if directory is None:
         raise ValueError(
             "data.name=text needs data.directory, the folder of your files."
@@ -127,7 +129,7 @@ def _text(name, split, directory, **_) -> list[str]:
 
 
 def _documents_of(path: Path, one_per_file: bool) -> list[str]:
-    """Return the documents of a file: JSON lines, blocks of lines, or the whole."""
+    """Return a file's documents: JSON lines, blocks of lines, or the whole file."""
     content = path.read_bytes()
     if path.suffix == ".gz":
         try:
@@ -144,7 +146,7 @@ def _documents_of(path: Path, one_per_file: bool) -> list[str]:
             f"with iconv -f latin1 -t utf-8."
         ) from error
     if path.name.removesuffix(".gz").endswith(".jsonl"):
-        # not splitlines, which also splits at characters that occur within strings
+        # not splitlines, which also splits at other characters, inside strings
         lines = enumerate(text.split("\n"), 1)
         return [_json_text(path, n, line) for n, line in lines if line.strip()]
     if one_per_file:
@@ -156,7 +158,7 @@ def _documents_of(path: Path, one_per_file: bool) -> list[str]:
 def _json_text(path: Path, number: int, line: str) -> str:
     try:
         text = json.loads(line)["text"]
-        text.encode()  # "\ud800" alone is no character
+        text.encode()  # fails for lone surrogates such as "\ud800"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f'{path}, line {number}, is not an object with a string "text" of Unicode '

@@ -1,7 +1,7 @@
-"""Tokenizers of encoders: those of documents, words by their affixes, BERT's WordPiece.
+"""Tokenizers for encoders: those of documents, words with affixes, BERT's WordPiece.
 
-Beside token ids a tokenizer may have features of every token: further ids, whose
-embeddings the model adds to the token's own (see `features`).
+In addition to token ids, a tokenizer may have features of every token: further ids,
+whose embeddings the model adds to the token's own (see `features`).
 """
 
 import json
@@ -18,7 +18,7 @@ PREFIXES, SUFFIXES = (1, 2, 3), (1, 2, 3, 4)  # characters
 
 
 def parts_of(word: str) -> list[str]:
-    """Return what a word is made of: itself, in lower case, its affixes, its shape."""
+    """Return a word's parts: the word, its lower case, its affixes and its shape."""
     lower = word.lower()
     parts = [f"word {word}", f"lower {lower}"]
     parts += [f"prefix {lower[:n]}" for n in PREFIXES]
@@ -27,7 +27,7 @@ def parts_of(word: str) -> list[str]:
 
 
 def shape(word: str) -> str:
-    """Return a word's shape: A, a, 9 for runs of letters and digits, others as is."""
+    """Return a word's shape: A, a, 9 for runs of letters and digits; others kept."""
     kinds = []
     for character in word:
         kind = character
@@ -41,13 +41,13 @@ def shape(word: str) -> str:
 
 
 class AffixTokenizer(TableTokenizer):
-    """Words as tokens, whose vectors are sums: of the word, its affixes and its shape.
+    """Word tokenizer whose features are the word's affixes and shape.
 
-    An unknown word still has affixes that are known (compare the character n-grams of
+    An unknown word can still have known affixes (compare the character n-grams of
     Bojanowski et al. 2017).
 
     Args:
-        units: parts of words, as `parts_of` names them.
+        units: parts of words, in the notation of `parts_of`.
     """
 
     num_features = 2 + len(PREFIXES) + len(SUFFIXES)
@@ -56,14 +56,14 @@ class AffixTokenizer(TableTokenizer):
         super().__init__(units, " ")
 
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
-        """See `SentencePieceTokenizer.encode`; words are separated by blanks."""
+        """See `SentencePieceTokenizer.encode`; words are separated by whitespace."""
         end = [tokenizers.EOS] if eos else []
         return Ragged.of(
             [[self._ids.get(f"word {w}", UNK) for w in x.split()] + end for x in texts]
         )
 
     def features(self, texts: list[str]) -> np.ndarray:
-        """Return the features of every token of all texts, one after another."""
+        """Return the features of all texts' tokens, concatenated; none for EOS."""
         words = [word for text in texts for word in text.split()]
         known = {word: self._features(word) for word in set(words)}
         found = np.array([known[word] for word in words], np.int32)
@@ -82,7 +82,7 @@ class AffixTokenizer(TableTokenizer):
 
 
 def make_affixes(texts: list[str], vocab_size: int) -> bytes:
-    """Return the most frequent parts of the words of texts, as JSON."""
+    """Collect the most frequent parts of words in texts, as JSON."""
     words = Counter(word for text in texts for word in text.split())
     counts = Counter()
     for word, count in words.items():
@@ -102,14 +102,14 @@ def make_affixes(texts: list[str], vocab_size: int) -> bytes:
 
 
 def read_affixes(path: Path) -> AffixTokenizer:
-    """Return the tokenizer of a file."""
+    """Read a tokenizer from a file."""
     return AffixTokenizer(tokenizers.read_units(path))
 
 
 class WordPieceTokenizer:
     """BERT's WordPiece with its own ids, from the tokenizer.json of imported weights.
 
-    Needs the package `tokenizers`.
+    Requires the package `tokenizers`.
     """
 
     def __init__(self, path: Path):
@@ -129,12 +129,12 @@ class WordPieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return self._tokenizer.get_vocab_size()
 
     @property
     def vocabulary(self):
-        """What ids mean."""
+        """Meaning of the ids."""
         return self._tokenizer.to_str()
 
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
@@ -153,7 +153,7 @@ class WordPieceTokenizer:
 
 
 def wordpiece_of(vocabulary: Path, lowercase: bool) -> str:
-    """Return the tokenizer.json of a vocab.txt, as BERT uses it."""
+    """Convert BERT's vocab.txt to a tokenizer.json."""
     from tokenizers import BertWordPieceTokenizer
 
     return BertWordPieceTokenizer(str(vocabulary), lowercase=lowercase).to_str()

@@ -1,4 +1,4 @@
-"""A split of a corpus: token ids by field, end to end, beside the raw text."""
+"""A split of a corpus: concatenated token ids by field, and the raw text."""
 
 import dataclasses
 import itertools
@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """Sequences of token ids: number i is tokens[offsets[i]:offsets[i+1]]."""
+    """Sequences of token ids: sequence i is tokens[offsets[i]:offsets[i+1]]."""
 
     tokens: np.ndarray  # int32
-    offsets: np.ndarray  # int64, one more than there are sequences
+    offsets: np.ndarray  # int64, one more than the number of sequences
 
     @classmethod
     def of(cls, sequences) -> "Ragged":
-        """Join sequences of token ids."""
+        """Concatenate sequences of token ids."""
         sizes = np.fromiter((len(s) for s in sequences), np.int64, len(sequences))
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         flat = itertools.chain.from_iterable(sequences)
@@ -33,11 +33,11 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         return np.diff(self.offsets)
 
     def take(self, indices) -> "Ragged":
-        """The sequences of these indices, in their order."""
+        """Return the sequences with these indices, in this order."""
         return Ragged.of([self[i] for i in indices])
 
 
@@ -47,14 +47,14 @@ class Examples:
 
     split: str
     fields: dict[str, Ragged]  # token ids
-    text: dict[str, list[str]]  # as read, for scores and for people
+    text: dict[str, list[str]]  # as read, for scoring and display
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
 
     @property
     def crc32(self) -> int:
-        """A checksum of the tokens, to tell whether they have changed."""
+        """Checksum of the tokens, to detect changes."""
         checksum = 0
         for field in self.fields.values():
             for array in (field.tokens, field.offsets):
@@ -64,7 +64,7 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an array that need not exist yet."""
+    """Shape and dtype of an array, without its values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype = np.dtype(np.int32)

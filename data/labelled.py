@@ -1,4 +1,4 @@
-"""Texts with a label each: TSV files, and Movie Reviews polarity."""
+"""Labelled texts: TSV files, and Movie Reviews polarity."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,16 +8,16 @@ from absl import logging
 
 from headcount.data.columns import find_file, read_lines
 
-NAMES = "labelled", "movie_reviews"  # of data.name
+NAMES = "labelled", "movie_reviews"  # values of data.name
 FOLDS = 10
 SEED = 2005
 REVIEWS = {"neg": "rt-polarity.neg", "pos": "rt-polarity.pos"}
 
 
 class Labelled(NamedTuple):
-    """Texts, or pairs of texts, with a label each."""
+    """Texts, or pairs of texts, and their labels."""
 
-    texts: list[tuple[str, ...]]  # one or two each
+    texts: list[tuple[str, ...]]  # one or two texts per label
     labels: list[str]
 
 
@@ -28,9 +28,9 @@ def load(name: str, split: str, directory: str | None, fold: int) -> Labelled:
         name: "labelled" (TSV files: label, tab, text; or label and two texts) or
             "movie_reviews" (Pang and Lee 2005).
         split: "train", "val" or "test".
-        directory: of the files.
-        fold: of `movie_reviews`, 0 to 9: which tenth is the test split; the next one is
-            the dev split.
+        directory: folder of the files.
+        fold: for `movie_reviews`, 0 to 9: the tenth that is the test split. The next
+            tenth is the dev split.
 
     Raises:
         ValueError, OSError: there is no such file, or a line is malformed.

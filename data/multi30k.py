@@ -1,9 +1,9 @@
-"""The files of Multi30k: fetched or read from a folder, checked, split into lines.
+"""Files of Multi30k: downloaded or read from a folder, verified, and split into lines.
 
-Multi30k (Elliott et al. 2016, 2017) is 31,014 captions of Flickr30k images in English
-with their translations. The text is published at github.com/multi30k/dataset; it has
-no licence file and derives from Flickr30K, for research, so no file of it is kept in
-this repository.
+Multi30k (Elliott et al. 2016, 2017) has 31,014 English captions of Flickr30k images and
+their translations. The text is published at github.com/multi30k/dataset. It has no
+licence file and derives from Flickr30K, which is for research, so this repository
+includes none of its files.
 """
 
 import functools
@@ -16,10 +16,10 @@ from headcount.data.cache import download
 
 LANGUAGES = ("en", "de", "fr")
 SPLITS = ("train", "val", "test_2016_flickr", "test_2017_flickr", "test_2017_mscoco")
-# The web address resolves the abbreviated commit; the raw host may not.
+# github.com resolves the abbreviated commit; the raw host may not.
 URL = "https://github.com/multi30k/dataset/raw/a3d2e0d/data/task1"
 
-# sha256 of the uncompressed text, so that it holds for a file gzipped or not.
+# sha256 of the uncompressed text, so that files may be gzipped or not.
 _LISTED = pathlib.Path(__file__).with_suffix(".sha256").read_text().split()
 CHECKSUMS = dict(zip(_LISTED[1::2], _LISTED[::2], strict=True))
 
@@ -68,12 +68,12 @@ def _from_network(kind: str, name: str, cache: pathlib.Path) -> list[str]:
     try:
         return _checked_lines(name, _unpacked(path), str(path))
     except ValueError:
-        path.unlink(missing_ok=True)  # so that the next attempt fetches it again
+        path.unlink(missing_ok=True)  # so that the next attempt downloads it again
         raise
 
 
 def check(language: str, split: str):
-    """Raises ValueError for a language or split that Multi30k does not have."""
+    """Raise a ValueError for a language or split that Multi30k does not have."""
     if language not in LANGUAGES:
         raise ValueError(
             f"multi30k has no language {language!r}; it has {', '.join(LANGUAGES)}"
@@ -90,17 +90,19 @@ def _lines(kind, name, directory, cache):
 
 
 def sentences(language: str, split: str, *, directory=None, cache=None) -> list[str]:
-    """The sentences of a split as published (`raw`), checked against their sha256.
+    """Return the sentences of a split as published (`raw`), after checking the sha256.
 
-    From `directory` where given (the folder with raw/ and tok/, or raw/ itself), else
-    downloaded once into `cache`.
+    They are read from `directory` if given (the folder with raw/ and tok/, or raw/
+    itself), else downloaded once into `cache`.
     """
     check(language, split)
     return list(_lines("raw", f"{split}.{language}", directory, cache))
 
 
 def tokenized(language: str, split: str, *, directory=None, cache=None) -> list[str]:
-    """The same sentences in the publisher's form for scores: `tok`, that is
-    lowercased, punctuation-normalised, tokenised by Moses."""
+    """Return the same sentences in the form that is published for scoring (`tok`).
+
+    They are lowercased, punctuation-normalised and tokenised by Moses.
+    """
     check(language, split)
     return list(_lines("tok", f"{split}.lc.norm.tok.{language}", directory, cache))

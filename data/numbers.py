@@ -1,7 +1,7 @@
-"""Numbers below one million in words, the embedded corpus: no download, real language.
+"""Numbers below one million in words: a built-in corpus that needs no download.
 
-The words come from num2words. Which numbers, and which of them are held out, follows
-from SEED, so that every language pair has the same ones.
+The words come from num2words. SEED determines the numbers and their splits, so that
+these are the same for every language pair.
 """
 
 import functools
@@ -15,11 +15,11 @@ SIZES = {"train": 12_000, "val": 500, "test": 1_000}
 
 @functools.cache
 def numbers() -> dict[str, np.ndarray]:
-    """The numbers of each split, int64; no number is in two splits.
+    """Return the numbers of each split, int64; no number is in two splits.
 
-    Magnitudes are spread evenly (log-uniform), so that small numbers, which are few,
-    are well represented. Those below 100 are all for training: their words are what
-    the others are made of, and a word never seen cannot be translated.
+    Magnitudes are log-uniform, so that small numbers are well represented. All numbers
+    below 100 are in the training split, because larger ones consist of their words, and
+    a model can't translate words that it has never seen.
     """
     rng = np.random.default_rng(SEED)
     small, total = 100, sum(SIZES.values())
@@ -35,7 +35,7 @@ def numbers() -> dict[str, np.ndarray]:
 
 
 def check(language: str):
-    """Raises ValueError for a language that num2words does not speak."""
+    """Raise a ValueError for a language that num2words does not support."""
     import num2words
 
     if language not in num2words.CONVERTER_CLASSES:
@@ -46,9 +46,10 @@ def check(language: str):
 
 
 def phrases(values, language: str) -> list[str]:
-    """Numbers in words: 45 is "forty-five" in "en", "fünfundvierzig" in "de".
+    """Write numbers in words: 45 is "forty-five" in "en", "fünfundvierzig" in "de".
 
-    Raises ValueError for a language in which num2words can't say all of them.
+    Raises:
+        ValueError: num2words does not support the language, or fails for a number.
     """
     import num2words
 
@@ -57,7 +58,7 @@ def phrases(values, language: str) -> list[str]:
     for value in values:
         try:
             words.append(num2words.num2words(int(value), lang=language))
-        except Exception as error:  # as TypeError, for "am"
+        except Exception as error:  # for example TypeError for "am"
             raise ValueError(
                 f"numbers can't be had in the language {language!r}: num2words fails "
                 f"at {value}; choose another"

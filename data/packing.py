@@ -1,10 +1,10 @@
-"""Pack several examples into one row, so that little of a batch is padding.
+"""Pack several examples into each row, to minimize padding.
 
-A row holds S source and T target tokens, so this is bin packing in two dimensions. It
-is solved once, for the *lengths* of a corpus: the resulting layout says which lengths
-each row holds. Each epoch then assigns examples of equal length to the slots of that
-length at random and shuffles the rows, which takes milliseconds and always gives the
-same number of rows.
+A row holds S source and T target tokens, so this is two-dimensional bin packing. It is
+solved once, for the *lengths* of a corpus. The resulting layout defines the lengths of
+the slots in each row. Each epoch then randomly assigns examples to slots of their
+length and shuffles the rows, which takes milliseconds and always gives the same number
+of rows.
 """
 
 import dataclasses
@@ -31,9 +31,10 @@ class Layout:
 def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
     """Choose the row lengths (S, T) so that both sides of a row fill up together.
 
-    T is the first multiple of 8 from ROW_TOKENS on that holds the longest example and
-    for which S (the corpus's ratio of source to target tokens, rounded up to an even
-    number) exceeds that ratio by at most 3.5 %. If there is none below 2 T, the best.
+    S is T times the corpus's ratio of source to target tokens, rounded up to an even
+    number. T is the smallest multiple of 8 that is at least ROW_TOKENS, fits the
+    longest example, and for which rounding increases S by at most 3.5 %. If no T below
+    twice the minimum satisfies this, the T with the smallest increase is chosen.
     """
     ratio = source_lengths.sum() / target_lengths.sum()
     longest = max(target_lengths.max(), source_lengths.max() / ratio, ROW_TOKENS)
@@ -45,10 +46,10 @@ def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
 
 
 def num_rows(batch_tokens: int, T: int) -> int:
-    """Return the rows B of a training batch: as many of T tokens as fit.
+    """Return the number of rows B of a training batch, with T tokens per row.
 
-    From 32 rows on B is rounded down, by at most a sixteenth, to a multiple of a power
-    of two of at least B / 32, so that it can be divided over devices.
+    If B is at least 32, it is rounded down by at most a sixteenth, to a multiple of a
+    power of two of at least B / 32, so that it can be sharded over devices.
 
     Raises:
         ValueError: batch_tokens is less than one row.
@@ -63,9 +64,9 @@ def num_rows(batch_tokens: int, T: int) -> int:
 
 
 def largest_rows(batch_tokens: int, max_length: int) -> tuple[int, int]:
-    """Return (B, T) for rows as long as the longest example that is allowed.
+    """Return (B, T) for rows that fit the longest allowed example.
 
-    The lengths that a corpus really needs follow from its text: see `row_shape`.
+    For the row length that a given corpus needs, see `row_shape`.
     """
     T = max(ROW_TOKENS, -(-max_length // 8) * 8)
     return num_rows(batch_tokens, T), T
@@ -74,8 +75,8 @@ def largest_rows(batch_tokens: int, max_length: int) -> tuple[int, int]:
 def _completion(counts: np.ndarray) -> tuple[int, int] | None:
     """Find two examples that together fill the rest of a row (almost) exactly.
 
-    `counts[s, t]` is how many examples of each length are left. Returns the lengths of
-    one of the two: those for which most such couples are left.
+    `counts[s, t]` is the number of remaining examples with these lengths. Returns the
+    lengths of one example of the most frequent such pair, or None.
     """
     for slack in ((0, 0), (1, 0), (0, 1), (1, 1)):
         fitting = counts[: counts.shape[0] - slack[0], : counts.shape[1] - slack[1]]
@@ -87,11 +88,11 @@ def _completion(counts: np.ndarray) -> tuple[int, int] | None:
 
 
 def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
-    """Pack lengths; yield (the (s, t) of a row, how many rows are filled that way).
+    """Pack lengths; yield pairs of a row's list of (s, t) and the number of such rows.
 
-    Each row starts with the longest example left and goes on with long ones that keep
-    the two sides in proportion. When about two more fit, it takes the two that fill it
-    exactly and of which most are left.
+    Each row starts with the longest remaining example, and continues with long ones
+    that keep the two sides in proportion. When about two more fit, it takes a pair that
+    fills the row exactly, preferring the most frequent lengths.
     """
     counts = np.zeros((S + 1, T + 1), np.int64)
     np.add.at(counts, (source_lengths, target_lengths), 1)
@@ -124,8 +125,8 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
                 best = int(score.argmax())
                 if fits[best]:
                     pair = (int(s[first + best]), int(t[first + best]))
-        # Reuse a pattern of common lengths for many rows: packing millions of examples
-        # then takes little longer than thousands.
+        # Use a pattern of common lengths for many rows at once, so that packing
+        # millions of examples takes little longer than packing thousands.
         spare = min(counts[pair] // row.count(pair) for pair in row) // 64
         for pair in row:
             counts[pair] -= spare
@@ -134,9 +135,12 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
 
 
 def pack(source_lengths, target_lengths, S: int, T: int) -> Layout:
-    """Pack all examples, each once, into rows of S source and T target tokens.
+    """Pack each example once into rows of S source and T target tokens.
 
-    Lengths are in tokens and may not exceed S and T. Deterministic.
+    The result is deterministic.
+
+    Raises:
+        ValueError: a length, in tokens, exceeds S or T.
     """
     if len(source_lengths) == 0:
         return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -157,7 +161,7 @@ def pack(source_lengths, target_lengths, S: int, T: int) -> Layout:
 
 
 def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The indices start, start + 1, ..., of `lengths` each, end to end."""
+    """Concatenate the ranges start, start + 1, ... of the given lengths."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
 
@@ -167,9 +171,9 @@ def fill_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens, segment ids and positions: three int32 arrays (num_rows, width).
 
-    Row r takes the next sizes[r] of `indices` (of sequences of the field); rows beyond
-    len(sizes) are padding. Segments count from 1 within a row, positions restart at 0
-    in each segment, and all three are 0 where a row is empty.
+    Row r holds the next sizes[r] sequences of `indices`, which refer to the field. Rows
+    beyond len(sizes) are padding. Segments count from 1 within a row, positions restart
+    at 0 in each segment, and all three arrays are 0 in padding.
     """
     tokens, segments, positions = np.zeros((3, num_rows * width), np.int32)
     if len(indices):

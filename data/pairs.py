@@ -1,7 +1,7 @@
 """Parallel corpora by name: the sentences of a split in two languages.
 
-`numbers` and `multi30k` are ours, `text` reads files of your own, and any other name is
-a translation set of TensorFlow Datasets, such as `wmt14_translate/de-en`.
+`numbers` and `multi30k` are built in, `text` reads local files, and any other name is a
+translation set of TensorFlow Datasets, such as `wmt14_translate/de-en`.
 """
 
 import functools
@@ -14,11 +14,11 @@ from absl import logging
 
 from headcount.data import multi30k, numbers
 
-USUAL_SPLITS = ("train", "val", "test")  # named where another is not there
+USUAL_SPLITS = ("train", "val", "test")  # suggested if a split does not exist
 
 
 def prepared_in(data_dir=None) -> Path:
-    """Return where data is prepared: `data_dir`, $TFDS_DATA_DIR, or TFDS's default."""
+    """Return the folder of prepared data: `data_dir`, $TFDS_DATA_DIR, or default."""
     default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
     return Path(data_dir or default).expanduser()
 
@@ -96,7 +96,7 @@ def _read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, line {line}, is not UTF-8 text.") from error
-    # not splitlines, which also splits at characters that occur within sentences
+    # not splitlines, which also splits at other characters, inside sentences
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
 
@@ -118,7 +118,7 @@ def _existing(folder: Path, name: str) -> Path | None:
 
 
 def _holds(folder: Path, split: str, source: str, target: str) -> bool:
-    """Whether a folder has the text files of a split."""
+    """Return whether a folder has the text files of a split."""
     pair = [_existing(folder, f"{split}.{language}") for language in (source, target)]
     return all(pair) or _existing(folder, f"{split}.tsv") is not None
 
@@ -173,10 +173,11 @@ def load(
         name: `numbers`, `multi30k`, `text`, or a set of TFDS's translation catalogue.
         source, target: language codes, such as "en" and "de".
         split: `train`, `val`, `test`, ...
-        directory: for `multi30k` the folder with the official files (None: download
-            them); for `text` the folder with train.en and train.de, val.en, ..., or
-            train.tsv, ... (source before target), each optionally gzipped.
-        data_dir: where prepared data is kept; see `prepared_in`.
+        directory: for `multi30k`, the folder with the official files, or None to
+            download them. For `text`, the folder with train.en and train.de, val.en,
+            ..., or with train.tsv, ... (columns source and target). Each file can be
+            gzipped.
+        data_dir: folder of prepared data; see `prepared_in`.
 
     Raises:
         ValueError, FileNotFoundError, NotImplementedError: there is no such corpus,

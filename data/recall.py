@@ -1,16 +1,16 @@
 """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927), generated.
 
-A document is key-value pairs, then all keys again in another order, each followed by
-its value: "a3 b7 a1 b2 a1 b2 a3 b7". Only the values in the second half can be known,
-so only they are scored.
+A document consists of key-value pairs, then the same pairs in another order: "a3 b7 a1
+b2 a1 b2 a3 b7". Only the values in the second half are predictable, so only these are
+scored.
 """
 
 import numpy as np
 
 SIZES = {"train": 20_000, "val": 500, "test": 1_000}
 SEEDS = {"train": 2312, "val": 4927, "test": 4928}
-SPECIAL = 4  # ids of a vocabulary that are not words: pad, bos, eos, unk
-MOST = 2**14  # ids of a vocabulary: every document draws its keys from half of them
+SPECIAL = 4  # special ids of a vocabulary: pad, bos, eos, unk
+MOST = 2**14  # largest vocabulary; each document permutes half of it to draw keys
 
 
 def documents(split: str, length: int, vocab_size: int) -> list[str]:
@@ -18,8 +18,8 @@ def documents(split: str, length: int, vocab_size: int) -> list[str]:
 
     Args:
         split: "train", "val" or "test".
-        length: words per document, a multiple of 4: a quarter of it are pairs.
-        vocab_size: of which half the words are keys and half are values.
+        length: words per document, a multiple of 4. There are length / 4 pairs.
+        vocab_size: vocabulary size. Half of the words are keys and half are values.
 
     Raises:
         ValueError: there is no such split, or the sizes do not fit.
@@ -65,6 +65,6 @@ def is_scored(length: int) -> np.ndarray:
 
 
 def vocabulary(vocab_size: int) -> list[str]:
-    """Return all words, so that the vocabulary does not depend on a sample."""
+    """Return all possible words, so that the vocabulary does not depend on samples."""
     count = (vocab_size - SPECIAL) // 2
     return [f"{letter}{number}" for letter in "ab" for number in range(count)]

@@ -1,15 +1,15 @@
-"""Short stories of a small grammar, generated, whose links between words are known.
+"""Generated short stories from a small grammar, with known links between words.
 
-A woman and a man each own a thing. What follows is about them and about others:
+A woman and a man each own a thing. Further sentences are about them and about others:
 
     anna has the red kite . ben has the old drum . the dogs near the house often run .
     she shows the kite . ben finds the drum .
 
-Links by the places of words are known. A verb's subject is 1 to 12 words before it,
-with other nouns in between. Verbs of bystanders (run, runs) agree with it in number;
-those of characters (has, shows) have one form. A pronoun stands for the one character
-of its gender. A name comes again, and what its owner does concerns the thing that they
-own. An adjective belongs to the noun after it.
+Links refer to words by their indices. A verb's subject is 1 to 12 words before it, with
+other nouns in between. Verbs of bystanders (run, runs) agree with the subject in
+number; verbs of characters (has, shows) have only one form. A pronoun refers to the
+character of its gender. Names are repeated, and the sentences about a character mention
+the thing that the character owns. An adjective modifies the noun after it.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 
 SIZES = {"train": 12_000, "val": 300, "test": 600}
 SEEDS = {"train": 1706, "val": 3762, "test": 3763}
-SENTENCES = 3, 6  # of a story after the first two
+SENTENCES = 3, 6  # least and most sentences after the first two
 
 WOMEN = ("anna", "clara", "emma", "lena", "maria", "nora")
 MEN = ("ben", "david", "felix", "jonas", "oscar", "tom")
@@ -57,11 +57,11 @@ LINKS = ("subject", "agreement", "modifier", "antecedent", "same_name")
 
 
 class Link(NamedTuple):
-    """A relation between two words of a story, by their places."""
+    """A relation between two words of a story, by their indices."""
 
-    relation: str  # of LINKS
-    word: int  # the verb, noun, pronoun, or later name
-    of: int  # its subject (of agreement, too), adjective, antecedent, the name before
+    relation: str  # a name in LINKS
+    word: int  # verb, noun, pronoun, or repeated name
+    of: int  # subject (also for "agreement"), adjective, antecedent, or previous name
 
 
 class Story(NamedTuple):
@@ -72,12 +72,14 @@ class Story(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The words, separated by blanks."""
+        """The words, separated by spaces."""
         return " ".join(self.words)
 
 
 def documents(split: str) -> list[Story]:
-    """Return the stories of a split: the same on every machine, none in two splits.
+    """Generate the stories of a split; no story is in two splits.
+
+    The result is the same on every machine.
 
     Raises:
         ValueError: there is no such split.
@@ -89,12 +91,12 @@ def documents(split: str) -> list[Story]:
 
 
 def _story(rng) -> Story:
-    """Return one story."""
+    """Generate one story."""
     story = Story([], [])
     woman, man = _one(rng, WOMEN), _one(rng, MEN)
     owned = dict(zip((woman, man), rng.permutation(THINGS)[:2].tolist(), strict=True))
     order = [woman, man] if rng.random() < 0.5 else [man, woman]
-    last = {}  # place of each character's last mention by name
+    last = {}  # index of each character's last mention by name
     for owner in order:
         last[owner] = _add(story, owner)
         story.links.append(Link("subject", _add(story, "has"), last[owner]))
@@ -110,7 +112,7 @@ def _story(rng) -> Story:
 
 
 def _bystanders(rng, story: Story) -> None:
-    """Add a sentence whose subject is followed by phrases with nouns of their own."""
+    """Add a sentence whose subject is followed by phrases with other nouns."""
     plural = rng.random() < 0.5
     singular = _one(rng, tuple(NOUNS))
     noun = NOUNS[singular] if plural else singular
@@ -129,7 +131,7 @@ def _bystanders(rng, story: Story) -> None:
 
 
 def _of_character(rng, story: Story, characters, owned, last, by_name: bool) -> None:
-    """Add a sentence in which a character does something with what is theirs."""
+    """Add a sentence about a character and the thing that the character owns."""
     owner = _one(rng, characters)
     if by_name:
         subject = _add(story, owner)
@@ -146,7 +148,7 @@ def _of_character(rng, story: Story, characters, owned, last, by_name: bool) -> 
 
 
 def _noun_phrase(rng, story: Story, noun: str, adjective: float) -> int:
-    """Add an article, perhaps one or two adjectives, and a noun; return its place."""
+    """Add an article, up to two adjectives, and a noun; return the noun's index."""
     _add(story, "the")
     chosen = []
     if rng.random() < adjective:
@@ -158,11 +160,11 @@ def _noun_phrase(rng, story: Story, noun: str, adjective: float) -> int:
 
 
 def _add(story: Story, word: str) -> int:
-    """Add a word; return its place."""
+    """Add a word and return its index."""
     story.words.append(word)
     return len(story.words) - 1
 
 
 def _one(rng, choices):
-    """Return one of the choices, each as likely as any other."""
+    """Draw one of the choices uniformly."""
     return choices[rng.integers(len(choices))]

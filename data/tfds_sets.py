@@ -1,4 +1,4 @@
-"""Data sets of TensorFlow Datasets, without TensorFlow: ours, and its catalogue."""
+"""TensorFlow Datasets without TensorFlow: our data sets, and its catalogue."""
 
 import contextlib
 import dataclasses
@@ -17,20 +17,20 @@ from headcount.data.cache import exclusively
 
 
 def prepare(make_builder, data_dir: Path):
-    """Return a TFDS builder whose files are prepared, which is done if necessary.
+    """Return a TFDS builder, after preparing its files if necessary.
 
-    Of several processes that need the same set one prepares it and the others wait.
+    If several processes need the same data set, one prepares it and the others wait.
 
     Raises:
-        NotImplementedError: it needs a package that is not installed.
-        FileNotFoundError: it can't be downloaded or written.
+        NotImplementedError: preparing the data set needs a package that is missing.
+        FileNotFoundError: the data set can't be downloaded or written.
     """
     builder = make_builder()
     name = builder.info.full_name
     if builder.is_prepared():
         return builder
-    # By default TFDS tries ten times with growing pauses, so that a machine without a
-    # network waits for three minutes; there is no argument for it.
+    # By default, TFDS retries ten times with growing pauses, which takes three minutes
+    # without a network. There is no argument for this.
     downloader.MAX_RETRIES = 4
     tfds.disable_progress_bar()
     # TFDS prints to standard output, which is for predictions.
@@ -38,7 +38,7 @@ def prepare(make_builder, data_dir: Path):
         exclusively(data_dir / f".{name.replace('/', '-')}.lock"),
         contextlib.redirect_stdout(sys.stderr),
     ):
-        builder = make_builder()  # finds what another process may have prepared
+        builder = make_builder()  # another process may have prepared it meanwhile
         config = tfds.download.DownloadConfig(try_download_gcs=False)
         try:
             builder.download_and_prepare(
@@ -59,7 +59,7 @@ def prepare(make_builder, data_dir: Path):
 
 
 def rows(builder, split: str) -> list[dict]:
-    """Return the rows of a split of a prepared builder; "val" may be "validation".
+    """Return a split's rows; "val" also finds the split "validation".
 
     Raises:
         ValueError: there is no such split.
@@ -77,7 +77,11 @@ def rows(builder, split: str) -> list[dict]:
 
 
 def from_catalogue(name: str, data_dir: Path):
-    """Return the builder of a data set of TFDS's catalogue; ValueError if none."""
+    """Return the builder of a data set in TFDS's catalogue.
+
+    Raises:
+        ValueError: there is no such data set.
+    """
     try:
         return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
@@ -89,7 +93,7 @@ def from_catalogue(name: str, data_dir: Path):
 
 
 def _info(builder, languages, description: str, **more) -> tfds.core.DatasetInfo:
-    # not self.create_dataset_info, which reads metadata files beside the class
+    # not self.create_dataset_info, which reads metadata files next to the class
     return tfds.core.DatasetInfo(
         builder=builder,
         description=description,
@@ -100,13 +104,13 @@ def _info(builder, languages, description: str, **more) -> tfds.core.DatasetInfo
 
 @dataclasses.dataclass
 class Languages(tfds.core.BuilderConfig):
-    """Two languages of num2words, sorted, so that both directions share the files."""
+    """Two languages of num2words, sorted, so that both directions share files."""
 
     languages: tuple[str, str] = ("de", "en")
 
     @classmethod
     def of(cls, *languages: str) -> "Languages":
-        """Return the config of two languages."""
+        """Return the config for two languages."""
         languages = tuple(sorted(languages))
         return cls(name="_".join(languages), languages=languages)
 
@@ -141,8 +145,8 @@ class Numbers(tfds.core.GeneratorBasedBuilder):
 class Multi30k(tfds.core.GeneratorBasedBuilder):
     """Image captions in English, German and French, in the files' order.
 
-    Downloads the official files, or reads them from `manual_dir` of the DownloadConfig
-    where that folder exists; see data/multi30k.py.
+    Reads the official files from `manual_dir` of the DownloadConfig if that folder
+    exists, else downloads them; see data/multi30k.py.
     """
 
     VERSION = tfds.core.Version("2.0.0")  # 1.0.0 was shuffled
@@ -150,13 +154,13 @@ class Multi30k(tfds.core.GeneratorBasedBuilder):
 
     def _info(self):
         description = "Multi30k, task 1, as published."
-        # in order, for the tokenised references, which are separate files
+        # not shuffled, to match the tokenised references, which are separate files
         return _info(self, multi30k.LANGUAGES, description, disable_shuffling=True)
 
     def _split_generators(self, dl_manager):
         try:
             directory = dl_manager.manual_dir
-        except AssertionError:  # how TFDS says that there is no such folder
+        except AssertionError:  # TFDS raises this if the folder does not exist
             directory = None
         cache = dl_manager.download_dir
         return {

@@ -1,4 +1,4 @@
-"""Our tokenizers as the tokenizer.json of Hugging Face: same ids, same text."""
+"""Convert our tokenizers to Hugging Face's tokenizer.json with the same ids."""
 
 import json
 
@@ -8,9 +8,12 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 
 
 def tokenizer_json(tokenizer) -> str:
-    """Return the JSON of a tokenizer that encodes and decodes as ours does.
+    """Return the JSON of a tokenizer that encodes and decodes like ours.
 
-    It adds neither BOS nor EOS, as language models are trained without the latter.
+    It adds neither BOS nor EOS, because language models are trained without EOS.
+
+    Raises:
+        NotImplementedError: the tokenizer can't be converted.
     """
     if isinstance(tokenizer, ours.ByteLevelBPE):
         return tokenizer.vocabulary
@@ -52,9 +55,10 @@ def _bytes(tokenizer: ours.ByteTokenizer):
 
 
 def _letters() -> list[str]:
-    """Return the letter that stands for each byte in byte-level BPE, as GPT-2.
+    """Return the letter that represents each byte in byte-level BPE, as in GPT-2.
 
-    A byte that prints in Latin-1 stands for itself; the others are numbered from 256.
+    Bytes that are printable in Latin-1 represent themselves. The others are mapped to
+    code points from 256.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -100,7 +104,7 @@ MAKERS = {
 
 
 def configuration(separator: str) -> str:
-    """Return tokenizer_config.json; BOS is what separates documents."""
+    """Return tokenizer_config.json; the separator of documents is BOS and EOS."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": separator,

@@ -1,9 +1,9 @@
-"""Tokenizers: text to token ids and back, kept in WORKDIR/tokenizer.
+"""Tokenizers: convert text to token ids and back; stored in WORKDIR/tokenizer.
 
-Those of pairs (translation) are SentencePiece models (Kudo & Richardson 2018; byte-pair
-encoding, case kept), one for both languages unless told otherwise. Those of documents
-are one of `KINDS`. All are made from the training split. Ids: pad 0, bos 1, eos 2, unk
-3, then the vocabulary; only GPT-2's own tokenizer differs.
+Translation uses SentencePiece models (Kudo & Richardson 2018) with byte-pair encoding
+and case, by default one model for both languages. Tokenizers of documents are listed in
+`KINDS`. Vocabularies are made from the training split, except for imported ones. Ids
+are pad 0, bos 1, eos 2, unk 3, then the vocabulary. GPT-2's tokenizer has its own ids.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return self._processor.vocab_size()
 
     @property
     def vocabulary(self):
-        """What ids mean; equal for tokenizers that can share an embedding."""
+        """Meaning of the ids; equal for tokenizers that can share an embedding."""
         return self._processor.serialized_model_proto()
 
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
@@ -55,7 +55,7 @@ class SentencePieceTokenizer:
         )
 
     def pieces(self, ids) -> list[str]:
-        """Return the text of every token, including EOS, as labels."""
+        """Return the text of every token, including EOS, for use as labels."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def decode(self, ids) -> str:
@@ -65,7 +65,7 @@ class SentencePieceTokenizer:
         )
 
     def decode_many(self, sequences) -> list[str]:
-        """Return the text of each sequence."""
+        """Decode each sequence."""
         return [self.decode(ids) for ids in sequences]
 
 
@@ -73,8 +73,8 @@ class TableTokenizer:
     """A tokenizer with a table of units: characters or words.
 
     Args:
-        units: all of them, in the order of their ids from NUM_SPECIAL on.
-        separator: between units: "" for characters, " " for words.
+        units: all units, in the order of their ids, which start at NUM_SPECIAL.
+        separator: separator of units: "" for characters, " " for words.
     """
 
     bos, eos, unk = BOS, EOS, UNK
@@ -86,12 +86,12 @@ class TableTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return len(self._names)
 
     @property
     def vocabulary(self):
-        """What ids mean."""
+        """Meaning of the ids."""
         return self.units
 
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
@@ -112,12 +112,12 @@ class TableTokenizer:
         return self.separator.join(units)
 
     def decode_many(self, sequences) -> list[str]:
-        """Return the text of each sequence."""
+        """Decode each sequence."""
         return [self.decode(ids) for ids in sequences]
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, 256 of them after the special ids."""
+    """UTF-8 bytes: 256 ids after the special ids."""
 
     bos, eos, unk = BOS, EOS, UNK
     vocab_size = NUM_SPECIAL + 256
@@ -145,14 +145,14 @@ class ByteTokenizer:
         return bytes(values).decode(errors="replace")
 
     def decode_many(self, sequences) -> list[str]:
-        """Return the text of each sequence."""
+        """Decode each sequence."""
         return [self.decode(ids) for ids in sequences]
 
 
 class ByteLevelBPE:
-    """GPT-2's byte-level BPE, from a tokenizer.json, with ids of its own.
+    """GPT-2's byte-level BPE with its own ids, from a tokenizer.json.
 
-    Needs the package `tokenizers`.
+    Requires the package `tokenizers`.
     """
 
     def __init__(self, path: Path):
@@ -166,12 +166,12 @@ class ByteLevelBPE:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return self._tokenizer.get_vocab_size()
 
     @property
     def vocabulary(self):
-        """What ids mean."""
+        """Meaning of the ids."""
         return self._tokenizer.to_str()
 
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
@@ -192,7 +192,7 @@ class ByteLevelBPE:
         return self._tokenizer.decode(until_eos(ids, self.end))
 
     def decode_many(self, sequences) -> list[str]:
-        """Return the text of each sequence."""
+        """Decode each sequence."""
         return [self.decode(ids) for ids in sequences]
 
 
@@ -203,13 +203,13 @@ def until_eos(ids, eos: int = EOS) -> list[int]:
 
 
 class MarianTokenizer:
-    """Marian's tokenizer: the pieces of a SentencePiece model, with ids from a file.
+    """Marian's tokenizer: tokens of a SentencePiece model, with ids from a file.
 
-    A source may start with the code of a language to translate into, as `>>fra<<`.
+    A source may start with the code of the target language, such as `>>fra<<`.
 
     Args:
         model: the bytes of a SentencePiece model, whose own ids are not used.
-        vocabulary: Marian's id of each piece; see `marian_order`.
+        vocabulary: Marian's id of each token; see `marian_order`.
     """
 
     def __init__(self, model: bytes, vocabulary: dict[str, int]):
@@ -221,7 +221,7 @@ class MarianTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return len(self._pieces)
 
     def encode(self, texts: list[str]) -> Ragged:
@@ -245,18 +245,18 @@ class MarianTokenizer:
         return self._processor.decode_pieces(pieces)
 
     def decode_many(self, sequences) -> list[str]:
-        """Return the text of each sequence."""
+        """Decode each sequence."""
         return [self.decode(ids) for ids in sequences]
 
 
 def marian_order(vocabulary: dict[str, int]) -> list[int]:
-    """Return Marian's ids in the order of ours, from 1 on.
+    """Return Marian's ids in the order of our ids from 1.
 
-    Its padding, which it starts decoding from, is our BOS; EOS and UNK follow, then the
-    rest.
+    Marian's padding, with which it starts decoding, becomes our BOS. EOS and UNK
+    follow, then all others.
 
     Raises:
-        ValueError: a special piece is missing, or the ids are not 0, 1, 2, ...
+        ValueError: a special token is missing, or the ids are not 0, 1, 2, ...
     """
     special = ("<pad>", "</s>", "<unk>")
     for piece in special:
@@ -273,7 +273,7 @@ def marian_order(vocabulary: dict[str, int]) -> list[int]:
 
 
 def pair_vocab_sizes(pair: tuple) -> list[int]:
-    """Return the size of the target's vocabulary, and of the source's if it differs."""
+    """Return the target vocabulary's size, and the source vocabulary's if different."""
     source, target = pair
     if source.vocabulary == target.vocabulary:
         return [target.vocab_size]
@@ -283,11 +283,11 @@ def pair_vocab_sizes(pair: tuple) -> list[int]:
 def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
     """Train a BPE model; the same input gives the same bytes.
 
-    A corpus that does not support `vocab_size` pieces gets a smaller vocabulary, and
-    the log says so.
+    If the corpus does not support `vocab_size` tokens, the vocabulary is smaller, and a
+    warning is logged.
 
     Raises:
-        ValueError: there is no text, or more characters than `vocab_size`.
+        ValueError: there is no text, or it has more characters than `vocab_size`.
     """
     lines = [sentence for sentence in sentences if sentence.strip()]
     if not lines:
@@ -325,7 +325,7 @@ def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
 
 
 def load_pair(folder: Path) -> tuple:
-    """Return the tokenizers of source and target from a folder.
+    """Load the tokenizers of source and target from a folder.
 
     Raises:
         FileNotFoundError: there are none.
@@ -374,23 +374,23 @@ FILES = (*VOCABULARIES, "classes.json")
 
 
 def checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of every vocabulary in a folder, by its file's name."""
+    """Return the CRC-32 of every vocabulary in a folder, by file name."""
     paths = (folder / name for name in VOCABULARIES)
     return {p.name: zlib.crc32(p.read_bytes()) for p in paths if p.is_file()}
 
 
 def remove(folder: Path) -> None:
-    """Remove the vocabularies in a folder, and it if it is then empty."""
+    """Remove the vocabularies in a folder, and the folder if it is empty then."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-        for part in folder.glob(f".{name}.*.part"):  # of a process that was killed
+        for part in folder.glob(f".{name}.*.part"):  # left by a killed process
             part.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy the tokenizers of a run to another."""
+    """Copy the tokenizers of one run to another."""
     remove(to)
     for path in (folder / name for name in FILES):
         if path.is_file():
@@ -400,13 +400,13 @@ def copy(folder: Path, to: Path) -> None:
 def load_or_train_pair(
     folder: Path, sources: list[str], targets: list[str], vocab_size: int, joint: bool
 ) -> tuple:
-    """Return the tokenizers in a folder; train them if there are none.
+    """Load the tokenizers in a folder; train them if there are none.
 
     Args:
         folder: WORKDIR/tokenizer.
-        sources, targets: of the training split.
-        vocab_size: of each vocabulary.
-        joint: one vocabulary for both sides, returned twice; else one each.
+        sources, targets: sentences of the training split.
+        vocab_size: size of each vocabulary.
+        joint: whether both sides share a vocabulary, which is then returned twice.
     """
     try:
         return load_pair(folder)
@@ -423,17 +423,17 @@ def load_or_train_pair(
 
 
 def load_or_make(folder: Path, kind: str, texts, vocab_size: int, kinds=None):
-    """Return the tokenizer of documents in a folder; make it if there is none.
+    """Load the tokenizer of documents in a folder; make it if there is none.
 
     Args:
         folder: WORKDIR/tokenizer.
         kind: a name in `kinds`.
-        kinds: a table such as `KINDS`, the default.
-        texts: documents of the training split; None: only load.
-        vocab_size: of a SentencePiece model.
+        texts: documents of the training split; None to only load.
+        vocab_size: size of the vocabulary, for kinds that depend on it.
+        kinds: a table such as `KINDS`, which is the default.
 
     Raises:
-        FileNotFoundError: there is none, and no texts to make it from.
+        FileNotFoundError: there is no tokenizer, and no texts to make one from.
         ValueError: a file is damaged, or the tokenizer can't be made.
     """
     name, read, make = (KINDS if kinds is None else kinds)[kind]
@@ -462,7 +462,11 @@ def _words(texts, vocab_size: int) -> bytes:
 
 
 def read_units(path: Path) -> list[str]:
-    """Return what the ids of a table mean, from its file; ValueError if damaged."""
+    """Read a table's units, in the order of their ids.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     units = json.loads(path.read_text())
     if not isinstance(units, list) or not all(isinstance(u, str) for u in units):
         raise ValueError(path)
@@ -475,7 +479,7 @@ def _read_table(path: Path, separator: str) -> TableTokenizer:
     return TableTokenizer(read_units(path), separator)
 
 
-# File, reader, and maker of the tokenizers of documents (data.tokenizer).
+# Tokenizers of documents by data.tokenizer: file name, reader and maker.
 KINDS = {
     "sentencepiece": (
         "text.model",

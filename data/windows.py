@@ -1,8 +1,8 @@
-"""Batches of windows cut from one stream of tokens, for language models.
+"""Batches of windows of one token stream, for language models.
 
-The stream is documents with a separator before each: its token i + 1 is predicted from
-those up to i. A batch has `target` (what is predicted), `target_inputs` (what is read),
-`target_segments` and `target_positions`; in evaluation also `target_weights`.
+The stream consists of documents with a separator before each. Token i + 1 is predicted
+from tokens up to i. A batch has `target` (labels), `target_inputs`, `target_segments`
+and `target_positions`, and in evaluation also `target_weights`.
 """
 
 import functools
@@ -17,26 +17,29 @@ FIELDS = ("target", "target_inputs", "target_segments", "target_positions")
 
 
 def make_stream(documents: Ragged, separator: int) -> np.ndarray:
-    """Join documents, with a separator before each."""
+    """Concatenate documents, with a separator before each."""
     starts = documents.offsets[:-1]
     return np.insert(documents.tokens, starts, separator).astype(np.int32)
 
 
 def window_spec(num_rows: int, length: int) -> dict[str, ArraySpec]:
-    """Return the arrays of a training batch."""
+    """Return the shapes of a training batch's arrays."""
     return {name: ArraySpec((num_rows, length)) for name in FIELDS}
 
 
 def cut_windows(
     stream: np.ndarray, starts: np.ndarray, length: int, separator: int, cross: bool
 ) -> dict[str, np.ndarray]:
-    """Return the windows of a stream that start at `starts`, arrays of rows x length.
+    """Cut windows from a stream, as arrays of rows x length.
 
     Args:
-        starts: of the inputs; start + length is at most the last token.
+        stream: see `make_stream`.
+        starts: index of the first input of each window. start + length must not exceed
+            the index of the last token.
+        length: tokens per window.
         separator: the token before each document.
-        cross: whether a token may attend to the documents before its own in the window.
-            Otherwise every document is a segment of its own.
+        cross: whether tokens may attend to previous documents in the window. Otherwise,
+            every document is a separate segment.
     """
     index = starts[:, None] + np.arange(length)
     inputs, target = stream[index], stream[index + 1]
@@ -54,9 +57,9 @@ def cut_windows(
 class WindowBatches:
     """The training batches of R trials; see `data.batches.PackedBatches`.
 
-    An epoch cuts the stream at a new random phase into windows that do not overlap, and
-    shuffles them: every token is read about once per epoch, in another context each
-    time.
+    In each epoch, the stream is cut into windows that do not overlap, with a new random
+    offset, and the windows are shuffled. So every token is seen about once per epoch,
+    each time with another context.
 
     Args:
         stream: see `make_stream`.
@@ -72,7 +75,7 @@ class WindowBatches:
     def __init__(
         self, stream, *, length: int, batch_tokens: int, seeds, separator, cross: bool
     ):
-        per_pass = (len(stream) - 1) // length - 1  # at any phase
+        per_pass = (len(stream) - 1) // length - 1  # for any offset
         if per_pass < 1:
             raise ValueError(
                 f"The training split has {len(stream) - 1} tokens, too few for windows "
@@ -90,7 +93,7 @@ class WindowBatches:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that one pass over the data takes; below 1 for a tiny corpus."""
+        """Steps per pass over the data; below 1 for a tiny corpus."""
         return self._block_steps / self._passes
 
     def _starts(self, seed: int, block: int) -> np.ndarray:
@@ -126,9 +129,10 @@ def evaluation_windows(
 ) -> list[dict[str, np.ndarray]]:
     """Return batches in which `target_weights` is 1 exactly once per predicted token.
 
-    Windows start every `stride` tokens and score what the window before did not reach:
-    with stride = length a token has 0 to length - 1 tokens of context, with a smaller
-    stride at least length - stride. All batches have one shape.
+    Windows start every `stride` tokens, and score only tokens that previous windows did
+    not score. With stride = length, tokens have 0 to length - 1 tokens of context. With
+    a smaller stride, they have at least length - stride, except in the first window.
+    All batches have the same shape.
     """
     total = len(stream) - 1
     starts = np.arange(0, max(1, total - length + stride), stride)

@@ -1,4 +1,4 @@
-"""Command-line flags that say how to decode; the same in eval.py and predict.py."""
+"""Command-line flags for decoding, shared by eval.py and predict.py."""
 
 import math
 

@@ -1,12 +1,12 @@
 """Generate token sequences: the functions that tasks call.
 
-    generate(graph, params, prompts, ...) -> tokens, scores; or lists of the n best
-    generate_trials(graph, params, prompts, ...) -> the same of every trial
-    stream(graph, params, prompt, ...) -> tokens one by one, as they are decoded
+    generate(graph, params, prompts, ...) -> tokens and scores, or n-best lists
+    generate_trials(graph, params, prompts, ...) -> the same for every trial
+    stream(graph, params, prompt, ...) -> iterator of tokens, as they are decoded
     decode(model, prompts, lengths, ...) -> Decoded, a pure function of a batch
 
-For an encoder-decoder a prompt is a source sentence, for a decoder alone the beginning
-of a text, starting with BOS.
+For encoder-decoders, a prompt is a source sentence. For decoder-only models, it is the
+beginning of a text and starts with BOS.
 """
 
 import itertools
@@ -62,41 +62,43 @@ def decode(
 ) -> Decoded:
     """Continue a batch of prompts, one per row (not packed).
 
-    A hypothesis of log-probability p and n tokens (EOS included) has the score
+    A hypothesis with log-probability p and n tokens, including EOS, has the score
     p / ((5 + n) / 6)^length_penalty (Wu et al. 2016, section 7). The search keeps
-    beam_size live hypotheses; one finishes when its EOS is among the beam_size best
-    continuations of the step. A prompt is done when beam_size hypotheses have finished
-    and no live one has a higher score than the best of them at its present length, or
-    none can at any length. At its limit only EOS is allowed. With beam_size 1 this is
-    greedy decoding.
+    beam_size live hypotheses. A hypothesis finishes when its EOS is among the beam_size
+    best continuations of the step. A prompt is done when beam_size hypotheses have
+    finished and no live one scores higher at its current length than the best of them,
+    or when no live one can do so at any length. At a prompt's limit, only EOS is
+    allowed. With beam_size 1 this is greedy decoding.
 
     Args:
-        prompts, lengths: token ids and their number; 0: padding.
-        keys: one per prompt, for sampling: what a prompt samples depends on its own key
+        model: the model.
+        prompts, lengths: token ids and their number. Length 0 is padding.
+        keys: keys for sampling, one per prompt. Samples depend on the prompt's own key
             only, not on the batch.
-        limits: tokens that each result may have, EOS included; None: max_length. If a
-            limit is higher than max_length the result may be unfinished, also if a
-            shorter hypothesis has finished but may not be the best.
+        limits: largest number of tokens of each result, including EOS. Defaults to
+            max_length. If a limit exceeds max_length, the result may be unfinished,
+            even if a shorter hypothesis has finished, since that may not be the best.
         head_gates: see `models.Transformer.__call__`; one number per layer and head.
-        max_length: L, static: slots of the cache.
-        n_best: N, how many finished hypotheses to return, in the order of their scores;
-            None: only the best. The search then goes on until no live one can be among
-            them, or ends as it would without; so the first is the same.
-        options: of
-            beam_size: W; default 1.
-            length_penalty: the exponent, at least 0; default 0.
-            temperature: default 0: search; above 0: sample from
+        max_length: L, the static number of slots of the cache.
+        n_best: N, the number of finished hypotheses to return, ordered by score, or
+            None for only the best. With n_best, the search continues until no live
+            hypothesis can be among the N best, or until it would end without n_best.
+            The best hypothesis is the same in both cases.
+        options: the following options.
+            beam_size: W. Default 1.
+            length_penalty: the exponent, at least 0. Default 0.
+            temperature: 0, the default, searches. Above 0, tokens are sampled from
                 softmax(logits / temperature).
-            top_k: sample from the k most probable tokens; default 0: all.
-            top_p: sample from the fewest tokens whose probabilities sum to at least
-                top_p (Holtzman et al. 2020); default 1.
-            return_scores: False leaves out the softmax where the search does not need
-                it, with beam_size 1; scores then mean nothing. Default True.
-            vocabulary: EOS and the tokens that are never produced; see
+            top_k: sample from the k most probable tokens. Default 0, which means all.
+            top_p: sample from the smallest set of tokens whose probabilities sum to at
+                least top_p (Holtzman et al. 2020). Default 1.
+            return_scores: False skips the softmax if beam_size is 1, which makes scores
+                meaningless. Default True.
+            vocabulary: EOS, and tokens that are never produced; see
                 `search.Vocabulary`.
 
     Raises:
-        ValueError: an option is out of range, or samples with a beam.
+        ValueError: an option is out of range, or sampling is combined with a beam.
     """
     options = check_options(**options)
     beam_size = options["beam_size"]
@@ -116,7 +118,7 @@ def decode(
 
 
 class Programs(NamedTuple):
-    """A model's jitted programs; each is compiled once per shape."""
+    """A model's jitted functions; each is compiled once per shape."""
 
     make_idle: Callable  # (leaves, shape=(B, S), max_length=L, n_best=N) -> State
     prefill: Callable  # (leaves, head_gates, tokens, lengths) -> Prompt
@@ -125,9 +127,9 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def programs(graph, structure, options) -> Programs:
-    """Return the programs of a model for any parameters, for the options of a search.
+    """Return the programs of a model for the given search options.
 
-    They are looked up once per call: hashing a graph takes as long as half a step.
+    Look them up once per call: hashing the graph takes as long as half a decoding step.
     """
     fixed = {"graph": graph, "structure": structure}
     options = dict(options)
@@ -149,7 +151,7 @@ def programs(graph, structure, options) -> Programs:
 
 
 def _idle(leaves, *, graph, structure, shape, **sizes) -> State:
-    """Return `empty_state` of every trial, for B and S of `shape`."""
+    """Return `empty_state` for every trial; `shape` is (B, S)."""
 
     def one(leaves):
         model = precision.model_of(graph, jax.tree.unflatten(structure, leaves))
@@ -169,7 +171,7 @@ def _prefill(
     graph,
     structure,
 ) -> Prompt:
-    """Return `prefill` of every trial's prompts."""
+    """Call `prefill` for every trial's prompts."""
     params = precision.rounded(graph, jax.tree.unflatten(structure, leaves))
 
     def one(params, tokens, lengths, head_gates):
@@ -224,14 +226,14 @@ def generate(
     """Continue prompts with the model of one trial.
 
     Args:
-        graph, params: a model as `nnx.split` gives it, of one trial.
+        graph, params: the trial's model, from `nnx.split`.
         prompts: token ids.
         head_gates: see `decode`.
         sample_numbers, n_best, options: see `generate_trials`.
 
     Returns:
         The generated token ids of each prompt, without EOS, and their scores. With
-        n_best instead a list of (token ids, score) per prompt, the best first.
+        n_best, a list of (token ids, score) per prompt instead, the best first.
     """
     params, head_gates = jax.tree.map(lambda x: x[None], (params, head_gates))
     options |= {"head_gates": head_gates, "sample_numbers": sample_numbers}
@@ -239,7 +241,10 @@ def generate(
 
 
 def default_limit(length: int, most: int | None) -> int:
-    """Return how many tokens may follow a prompt: twice its length and 16."""
+    """Return how many tokens may follow a prompt: twice its length plus 16.
+
+    `most` is an upper bound, or None.
+    """
     limit = 2 * length + 16
     return limit if most is None else min(limit, most)
 
@@ -261,30 +266,33 @@ def generate_trials(
 ) -> list:
     """Continue prompts with every trial, all trials at once.
 
-    There may be any number of prompts of any length. No result depends on the other
-    prompts or trials (a sample depends on its number). The longest prompts begin first,
-    and one that is done makes room for the next, which waits on the device. On a CPU
-    every core decodes prompts of its own, batch_size hypotheses each. Programs are
-    compiled for all rows and for an eighth of them (for up to 16 prompts for 16 and 1;
-    of texts never more rows than prompts need), and for lengths of 16, 24, 32, 48, ...
+    There may be any number of prompts of any length. Results do not depend on other
+    prompts or trials; samples also depend on the prompt's sample number. The longest
+    prompts start first. When a prompt is done, the next one, which waits on the device,
+    takes its row. On a CPU, every core decodes separate prompts, batch_size hypotheses
+    each. Programs are compiled for all rows and for an eighth of them (for 16 rows and
+    1 row if there are at most 16 prompts; for decoder-only models, for no more rows
+    than prompts need), and for lengths of 16, 24, 32, 48, ...
 
     Args:
-        graph, params: a model as `nnx.split` gives it, leaves with the trial axis R.
-        prompts: token ids. A source sentence ends in EOS; the start of a text begins
-            with BOS.
-        chosen: the numbers of the prompts for each trial; default: all.
-        batch_size: hypotheses of a trial that are decoded at a time, beam_size per
-            prompt; and prompts of a trial that are sent to the device at a time.
-        limits: tokens that each result may have, EOS included; default: twice the
-            prompt and 16, but no more than `max_limit`.
-        seed: of the samples.
-        sample_numbers: of the prompts, by which samples of equal prompts differ;
-            default: their places in the list.
-        head_gates: see `decode`, but R L N.
+        graph, params: a model from `nnx.split`, whose leaves have the trial axis R.
+        prompts: token ids. A source sentence ends with EOS; the beginning of a text
+            starts with BOS.
+        chosen: indices of the prompts for each trial. Defaults to all prompts.
+        batch_size: number of hypotheses per trial that are decoded at a time, with
+            beam_size per prompt. Also the number of prompts per trial that are sent to
+            the device at a time.
+        limits: largest number of tokens of each result, including EOS. Defaults to
+            `default_limit`.
+        max_limit: upper bound of default limits.
+        seed: seed for sampling.
+        sample_numbers: numbers of the prompts, which make samples of equal prompts
+            differ. Defaults to their indices.
+        head_gates: see `decode`, with shape R L N.
         n_best, options: see `decode`.
 
     Returns:
-        For every trial what `generate` returns, in the order of `chosen`.
+        The result of `generate` for every trial, in the order of `chosen`.
     """
     options = check_options(**options)
     beam_size = options["beam_size"]
@@ -297,7 +305,7 @@ def generate_trials(
         chosen = [list(range(len(prompts)))] * len(leaves[0])
     most = max(1, batch_size // beam_size)
     few = max(map(len, chosen)) <= 16
-    # at the end of many prompts a single row saves less than it takes to compile
+    # with many prompts, a program for the last row saves less time than compiling takes
     sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
@@ -317,9 +325,9 @@ def generate_trials(
         ),
     )
     found: list[dict] = [{} for _ in chosen]
-    # A translation is seldom longer than its source by a third. Those that are come
-    # back unfinished and are started again with more room. The length of a text says
-    # nothing of its continuation's, so that has all the room at once.
+    # Translations are rarely longer than their source by more than a third. Longer ones
+    # come back unfinished and are restarted with more slots. The length of a text does
+    # not predict that of its continuation, which gets all slots at once.
     factor = max(limits, default=1) if is_decoder_only else 1
     while True:
         waiting = [
@@ -330,12 +338,12 @@ def generate_trials(
             break
         count = max(map(len, waiting))
         longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
-        if factor > 1:  # no more rows than there are prompts: each has a lot of room
+        if factor > 1:  # no more rows than prompts, because each row has many slots
             per_lane = -(-count // num_lanes(len(chosen)))
             rows = min(most, 1 << (per_lane - 1).bit_length())
             if is_decoder_only:
                 sizes = sorted({min(sizes[0], rows), rows})
-            else:  # few: all the room
+            else:  # all slots at once if there are few prompts
                 sizes = [rows]
                 factor = longest if count <= most else factor
         room = partial(slots, factor=factor, longest=longest)
@@ -366,14 +374,17 @@ def stream(
 ) -> Iterator[int]:
     """Yield the tokens that continue a prompt as they are decoded, without EOS.
 
-    They are those that `generate` gives for the same options; beams can't be streamed.
+    The tokens equal those of `generate` with the same options.
 
     Args:
-        graph, params: a model as `nnx.split` gives it, of one trial.
+        graph, params: the trial's model, from `nnx.split`.
         prompt: token ids, starting with BOS.
-        limit: of tokens, EOS included.
-        number: of the sample; see `sample_numbers` of `generate_trials`.
-        head_gates, seed, options: see `generate_trials`.
+        limit: largest number of tokens, including EOS.
+        number: the sample's number; see `sample_numbers` of `generate_trials`.
+        head_gates, seed, options: see `generate_trials`; head_gates has shape L N.
+
+    Raises:
+        ValueError: beam_size is above 1, or another option is out of range.
     """
     options = check_options(return_scores=False, **options)
     if options["beam_size"] > 1:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-SMALLEST = 1e-37  # temperature; anything lower is 0 in float32
+SMALLEST = 1e-37  # lowest temperature; smaller ones underflow in float32
 
 
 def sample(
@@ -16,16 +16,17 @@ def sample(
     top_k: int,
     top_p: float,
 ) -> Int[Array, "B"]:
-    """Draw a token of each row from softmax(logits / temperature).
+    """Draw a token per row from softmax(logits / temperature).
 
     Args:
-        logits: -inf for tokens that may not be drawn.
+        logits: -inf for tokens that must not be drawn.
         keys: one per row.
-        top_k: draw from the k most probable tokens; 0: all.
-        top_p: draw from the fewest most probable tokens whose probabilities sum to at
-            least top_p (Holtzman et al. 2020).
+        temperature: above 0.
+        top_k: draw from the k most probable tokens; 0 means all.
+        top_p: draw from the smallest set of most probable tokens whose probabilities
+            sum to at least top_p (Holtzman et al. 2020).
     """
-    # subtracting the largest keeps 0 / 0 away from low temperatures
+    # subtracting the maximum avoids inf - inf at low temperatures
     logits = logits - logits.max(-1, keepdims=True)
     logits = logits / max(temperature, SMALLEST)
     if top_k:
@@ -38,7 +39,7 @@ def sample(
         before = before.at[:, 0].set(-1.0)  # keep the most probable token at any top_p
         least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
-    # one uniform number per row instead of a Gumbel per token: random bits are slow
+    # one uniform number per row, not Gumbel noise per token: random bits are slow
     cumulative = jax.nn.softmax(logits, axis=-1).cumsum(-1)
     draw = partial(jax.random.uniform, dtype=cumulative.dtype)
     uniform = jax.vmap(draw)(keys)[:, None]

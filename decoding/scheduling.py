@@ -1,8 +1,8 @@
-"""Many prompts through few rows: refilling on the device, lanes, and program sizes.
+"""Schedule many prompts on few rows: refills on the device, lanes, program sizes.
 
-Prompts wait prefilled on the device (`Queue`), and take the place of those that are
-done (`serve`). The host only decides which programs run on what (`decode_all`), and on
-a CPU gives every core prompts of its own (`decode_in_lanes`).
+Prefilled prompts wait on the device (`Queue`) and replace prompts that are done
+(`serve`). The host only chooses program sizes and sends prompts (`decode_all`). On a
+CPU it decodes separate prompts on every core (`decode_in_lanes`).
 """
 
 import itertools
@@ -37,39 +37,39 @@ class Queue(NamedTuple):
     """Prefilled prompts that wait on the device for a row."""
 
     prompts: Prompt  # Q
-    numbers: Int[Array, "Q"]  # random keys are made from them
+    numbers: Int[Array, "Q"]  # from which random keys are derived
     limits: Int[Array, "Q"]
-    count: Int[Array, ""]  # of prompts; the rest of Q is padding
+    count: Int[Array, ""]  # number of prompts; the rest of Q is padding
 
 
 class Served(NamedTuple):
-    """Results by place: first of the B prompts that had rows, then of the queue's Q."""
+    """Results of the B prompts that had rows at first, then of the Q in the queue."""
 
-    places: Int[Array, "B"]  # where in `found` each row's result goes
-    begun: Int[Array, ""]  # how many of the queue have had a row
-    found: Decoded  # of each of B + Q
+    places: Int[Array, "B"]  # index in `found` of each row's result
+    begun: Int[Array, ""]  # how many prompts of the queue have started
+    found: Decoded  # B + Q results
     done: Bool[Array, " B+Q"]
 
 
 def serve(
     step, each, state: State, queue: Queue, seeds, enough
 ) -> tuple[State, Decoded, Array, Array, Array]:
-    """Decode until every prompt of the queue has a row, and enough rows are done.
+    """Decode until every prompt of the queue has started, and enough rows are done.
 
     Finished rows are refilled on the device, without the host.
 
     Args:
-        step: one step of decoding of all trials.
-        each: maps a function over trials.
-        state: of all trials, as are the arguments after it.
-        queue: taken in order, whenever an eighth of the rows (at least one) is done in
-            every trial that has prompts left.
-        seeds: of samples.
-        enough: rows that are to be done at the end, once the queue is empty.
+        step: function for one decoding step of all trials.
+        each: function that maps a function over trials.
+        state: the state of all trials. The following arguments are for all trials, too.
+        queue: waiting prompts, which start in order, whenever an eighth of the rows (at
+            least one) is done in every trial that has prompts left.
+        seeds: seeds for sampling.
+        enough: number of rows that must be done at the end, once the queue is empty.
 
     Returns:
-        The state, and what the host needs of `Served`: the results, which are done, the
-        place of each row's result, and the number of tokens so far.
+        The state; from `Served` the results, which of them are done, and the index of
+        each row's result; and the number of tokens of each row so far.
     """
     B, Q = state.rows.done.shape[-1], queue.numbers.shape[-1]
 
@@ -78,7 +78,7 @@ def serve(
         take = each(partial(refill, clock=state.clock))
         rows, served = take(state.rows, served, queue, seeds)
         waiting = served.begun < queue.count
-        fills = waiting & rows.done.any(-1)  # some rows are still free
+        fills = waiting & rows.done.any(-1)  # whether rows are still free
         few = jnp.where(fills.any(), 0, jnp.where(waiting, refill_size(B), 0))
         few = jnp.where(waiting.any(), few, enough)
         return run_until(step, state._replace(rows=rows), few), served
@@ -96,12 +96,12 @@ def serve(
 
 
 def refill_size(rows: int) -> int:
-    """Return how many rows are refilled at a time, once so many are done."""
+    """Return how many rows to refill at a time, as soon as this many are done."""
     return max(1, rows // 8)
 
 
 def nothing_served(rows: Rows, Q: int) -> Served:
-    """Return the results before any of Q prompts has a row."""
+    """Return the initial results, before any of Q prompts has started."""
     found = jax.tree.map(
         lambda x: jnp.pad(x, [(0, Q)] + [(0, 0)] * (x.ndim - 1)), decoded(rows)
     )
@@ -110,7 +110,7 @@ def nothing_served(rows: Rows, Q: int) -> Served:
 
 
 def save_results(rows: Rows, served: Served) -> Served:
-    """Save what the rows have found so far."""
+    """Save the rows' results so far."""
     found, done = jax.tree.map(
         lambda old, new: old.at[served.places].set(new),
         (served.found, served.done),
@@ -122,7 +122,7 @@ def save_results(rows: Rows, served: Served) -> Served:
 def refill(
     rows: Rows, served: Served, queue: Queue, seed, clock
 ) -> tuple[Rows, Served]:
-    """Save results, and begin prompts in some of the rows that are done."""
+    """Save results, and start prompts in some of the rows that are done."""
     B, W, L = rows.tokens.shape
     sizes = {"max_length": L, "beam_size": W}
     if rows.best.score.ndim == 2:
@@ -146,10 +146,10 @@ def refill(
 
 
 def per_device(function):
-    """Let every device call a function for the trials that it holds.
+    """Wrap a function so that every device calls it for its own trials.
 
-    All arrays have the trial axis R in front, except the clock of a `State`, of which
-    there is one per device. If the trials can't be divided, every device does all.
+    All arrays have a leading trial axis R, except the clock of a `State`, which has one
+    entry per device. If trials can't be divided evenly, every device computes all.
     """
     size = dict(jax.sharding.get_abstract_mesh().shape).get("trial", 1)
     if size == 1:
@@ -165,10 +165,10 @@ def per_device(function):
 
 
 def squeeze_trials(function, mapped=jax.vmap):
-    """Map over trials, but call it without the axis if there is only one trial.
+    """Map a function over trials, or call it without the axis for a single trial.
 
-    XLA makes slower programs of a trial axis of size 1. `mapped` maps over several
-    trials; the identity if the function does that itself.
+    XLA's programs are slower with a trial axis of size 1. `mapped` maps over several
+    trials; pass the identity if the function does so itself.
     """
 
     def call(*arrays):
@@ -183,8 +183,8 @@ def squeeze_trials(function, mapped=jax.vmap):
 def decode_in_lanes(programs, prompts, limits, waiting, sizes, room, most):
     """Run `decode_all` on every core of a CPU at once, if there are enough prompts.
 
-    While one lane does what uses a single core, the others keep the other cores busy:
-    on two cores, two lanes decode 1.4 to 1.6 times as fast as one.
+    While one lane is in a single-threaded part, others keep the other cores busy. On
+    two cores, two lanes decode 1.4 to 1.6 times as fast as one.
     """
     one = partial(
         decode_all, programs, prompts, limits, sizes=sizes, room=room, most=most
@@ -201,51 +201,54 @@ def decode_in_lanes(programs, prompts, limits, waiting, sizes, room, most):
 
     with ThreadPoolExecutor(count) as pool:
         lanes = [pool.submit(lane, share) for share in shares]
-        try:  # whichever lane ends first: one that fails stops the others
+        try:  # in order of completion, so that a failing lane stops the others
             each = [lane.result() for lane in as_completed(lanes)]
             return [{n: x for some in each for n, x in some.items()}]
-        except BaseException:  # Ctrl-C, too: let the others end soon
+        except BaseException:  # also Ctrl-C: let the other lanes end soon
             for share in shares:
                 share.clear()
             raise
 
 
 def num_lanes(num_trials: int) -> int:
-    """Return how many lanes decode at a time: on a CPU, of one trial, one per core."""
+    """Return the number of lanes: one per core for one trial on a CPU, else 1."""
     if jax.default_backend() != "cpu" or num_trials > 1:
         return 1
     return cores()
 
 
 def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list[dict]:
-    """Return (tokens, score) by prompt number, or a list of the n best, of each trial.
-
-    Results that do not fit the cache are left out.
+    """Decode the waiting prompts of each trial.
 
     Args:
         programs: see `generate.Programs`.
         prompts: token ids by number.
-        limits: tokens that each result may have.
-        waiting: numbers of the prompts of each trial, the longest last; consumed.
-        sizes: how many rows there may be, ascending.
-        room: the slots L for prompts of up to S tokens.
-        most: how many prompts may wait for a row on the device.
+        limits: largest number of tokens of each result, by number.
+        waiting: numbers of the prompts of each trial, the longest last. The lists are
+            emptied.
+        sizes: allowed numbers of rows, ascending.
+        room: function from the prompts' width S to the number of slots L.
+        most: largest number of prompts that wait on the device.
+
+    Returns:
+        For each trial, (tokens, score) by prompt number, or a list of the n best.
+        Results that do not fit the cache are missing.
     """
     make_idle, prefill, go_on = programs
     R, longest = len(waiting), max(map(len, waiting))
     B, Q = at_least(longest, sizes), at_least(longest, [*sizes, most])
-    width = columns if longest > most else bucket  # `columns` compiles more programs
+    width = columns if longest > most else bucket  # `columns` needs more programs
     S = bucket(longest_of(prompts, waiting))
     state = make_idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
     age, prefilled, rest = np.zeros((R, B), int), None, ()  # of the last queue
-    num_too_long = 0  # for the cache
+    num_too_long = 0  # results that do not fit the cache
     while any(waiting) or any(running):
         narrower = S
-        # With many prompts left, another program for narrower ones is worth compiling,
-        # and takes over once every running row fits. Rows that are too old for their
-        # own lengths don't delay that: they are left out.
+        # With many prompts left, compiling a program for narrower prompts pays off. It
+        # is used as soon as all running rows fit. Rows that already exceed the slots
+        # for their own width would delay this, so they are dropped.
         if max(map(len, waiting)) >= B:
             fitting = [
                 {
@@ -283,7 +286,7 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
             if shape[2] < S:
                 prefilled = widen(prefilled, S)
         count = np.array([len(numbers) for numbers in new], np.int32)
-        # the last rows go on until a smaller program can take over
+        # the last rows run until a smaller program can take over
         smaller = max((size for size in sizes if size < B), default=0)
         enough = np.full(R, 0 if any(waiting) else B - smaller, np.int32)
         state, *out = go_on(state, Queue(prefilled, *rest, count), enough)
@@ -307,12 +310,12 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
                 if not done[r, place]
             }
         if num_too_long > R * B + sum(map(len, finished)):
-            break  # most are too long: start the others again with more room
+            break  # most are too long: restart the others with more slots
     return finished
 
 
 def as_lists(tokens: np.ndarray, length, score):
-    """Return token ids without EOS and the score; of several hypotheses a list."""
+    """Return token ids without EOS and the score, or a list for n hypotheses."""
     if tokens.ndim == 2:
         hypotheses = zip(tokens, length, score, strict=True)
         return [as_lists(*each) for each in hypotheses if each[1] > 0]
@@ -320,7 +323,7 @@ def as_lists(tokens: np.ndarray, length, score):
 
 
 def to_arrays(numbers, prompts, limits, shape) -> tuple[np.ndarray, ...]:
-    """Return prompts R Q S, and their lengths, numbers and limits, each R Q."""
+    """Build arrays of prompts, R Q S, and of lengths, numbers and limits, R Q."""
     R, Q, S = shape
     tokens = np.zeros((R, Q, S), np.int32)
     lengths, known = np.zeros((2, R, Q), np.int32)
@@ -335,22 +338,22 @@ def to_arrays(numbers, prompts, limits, shape) -> tuple[np.ndarray, ...]:
 
 
 def last(numbers: list[int], count: int) -> list[int]:
-    """Return the last so many, in reverse order."""
+    """Return the last `count` numbers, in reverse order."""
     return numbers[: -count - 1 : -1]
 
 
 def longest_of(prompts, numbers: list[list[int]]) -> int:
-    """Return the length of the longest prompt among those of the numbers."""
+    """Return the length of the longest prompt with one of these numbers."""
     return max(len(prompts[i]) for i in itertools.chain(*numbers))
 
 
 def slots(S: int, *, factor: int, longest: int) -> int:
-    """Return the slots L for prompts of S tokens; factor 1 leaves a third more."""
+    """Return L for prompts of S tokens: factor · 4/3 S, rounded up, up to longest."""
     return min(factor * bucket(4 * S // 3), longest)
 
 
 def at_least(count, sizes):
-    """Return the smallest size that holds so many, or the largest."""
+    """Return the smallest size that is at least count, else the largest size."""
     return min((size for size in sizes if size >= count), default=sizes[-1])
 
 
@@ -368,12 +371,12 @@ def keep(
     *,
     shape: tuple[int, int],
 ) -> State:
-    """Move the given rows of every trial to fewer and narrower ones.
+    """Move the given rows of every trial to a state with fewer and narrower rows.
 
     Args:
-        state: of more and wider rows.
-        rows: which to keep.
-        count: how many of these go on; the rest are done.
+        state: the state with more and wider rows.
+        rows: indices of the rows to keep.
+        count: how many of these rows continue; the rest are marked as done.
         shape: S and L of the new state.
     """
 
@@ -387,12 +390,12 @@ def keep(
 
 
 def keep_of_one(state, rows, count, *, shape):
-    """Do the same for one trial."""
+    """Apply `keep` to one trial."""
     S, L = shape
     goes_on = jnp.arange(len(rows)) < count
     clock, rows, cache = jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
     old = rows.tokens.shape[2]
-    # new slot j takes what was written at the latest clock that is j modulo L
+    # new slot j takes the entry of the latest clock that is j modulo L
     latest = (clock - 1 - (clock - 1 - jnp.arange(L)) % L) % old
 
     def moved(x, axis):
@@ -419,10 +422,10 @@ def bucket(length: int) -> int:
 
 
 def columns(length: int) -> int:
-    """Round up to 8, 12, 16, 20, 24, 28, 32, 40, 48, ...: widths of prefills of many.
+    """Round up to 8, 12, 16, 20, 24, 28, 32, 40, 48, ...: widths for prefilling many.
 
-    They are closer together than `bucket`, since a quarter of the time goes into the
-    prefill, whose program compiles quickly.
+    The steps are finer than those of `bucket`: prefilling takes a quarter of the time,
+    and its program compiles quickly.
     """
     step = max(4, power_of_two(length) // 8)
     return max(8, -(-length // step) * step)

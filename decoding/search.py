@@ -1,4 +1,4 @@
-"""Beam search, and greedy search as a beam of one: which hypotheses to continue."""
+"""Beam search, greedy search and sampling: choose which hypotheses to continue."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from headcount.decoding.sampling import sample
 
-NEVER = -1e9  # log-probability of what is ruled out; finite, so that sums of it are
-BLOCK = 64  # tokens per block of `top_tokens`
+NEVER = -1e9  # log-probability of excluded continuations; finite, so sums are finite
+BLOCK = 64  # tokens per block in `top_tokens`
 
 
 class Vocabulary(NamedTuple):
-    """Which tokens a search may produce. The default is that of `data.tokenizers`."""
+    """EOS and excluded tokens of a search, by default those of `data.tokenizers`."""
 
     eos: int = 2  # ends a hypothesis
     banned: tuple[int, ...] = (0, 1)  # padding and BOS
@@ -23,13 +23,13 @@ DEFAULT_VOCABULARY = Vocabulary()
 
 
 class Continuations(NamedTuple):
-    """What one step of a search chooses, of W hypotheses per row."""
+    """Result of one search step, with W hypotheses per row."""
 
     log_probs: Float[Array, "B W"]  # of the new hypotheses
-    parents: Int[Array, "B W"]  # the hypotheses that they continue
-    tokens: Int[Array, "B W"]
-    ends: Bool[Array, "B W"]  # which of the old hypotheses end now
-    eos_log_probs: Float[Array, "B W"]  # of the old hypotheses with EOS
+    parents: Int[Array, "B W"]  # indices of the old hypotheses that they continue
+    tokens: Int[Array, "B W"]  # last tokens of the new hypotheses
+    ends: Bool[Array, "B W"]  # whether each old hypothesis ends now
+    eos_log_probs: Float[Array, "B W"]  # of each old hypothesis followed by EOS
 
 
 def check_options(
@@ -42,7 +42,11 @@ def check_options(
     return_scores: bool = True,
     vocabulary: Vocabulary = DEFAULT_VOCABULARY,
 ) -> dict:
-    """Return all options of `generate`; ValueError if one is out of range."""
+    """Return all options of `generate`, with defaults.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
     for name, value, valid, wanted in (
         ("beam_size", beam_size, beam_size >= 1, "at least 1"),
         ("length_penalty", length_penalty, length_penalty >= 0, "at least 0"),
@@ -66,7 +70,7 @@ def check_options(
 
 
 def check_n_best(n_best: int | None, beam_size: int) -> None:
-    """Raise a ValueError if a beam does not have that many hypotheses."""
+    """Raise a ValueError unless n_best is from 1 to beam_size, or None."""
     if n_best is not None and not 1 <= n_best <= beam_size:
         raise ValueError(
             f"n_best must be from 1 to beam_size={beam_size}, got {n_best}."
@@ -92,24 +96,31 @@ def continue_hypotheses(
     return_scores: bool,
     vocabulary: Vocabulary,
 ) -> Continuations:
-    """Choose how hypotheses continue, given their log-probabilities so far.
+    """Choose continuations of hypotheses by search or sampling.
 
-    In the `last` step of a row all its hypotheses end. See `generate` for the options.
+    Args:
+        logits: logits of the next token.
+        log_probs: log-probabilities of the hypotheses so far.
+        length: number of tokens, including the next one.
+        last: whether this is a row's last step, in which all its hypotheses end.
+        keys: keys for sampling, one per row.
+        beam_size, temperature, top_k, top_p, return_scores, vocabulary: see
+            `generate.decode`.
     """
     B, W, size = logits.shape
     eos, banned = vocabulary
     first = eos + 1 if banned == tuple(range(eos)) else 0
     allowed = logits
-    if not first:  # rule out tokens one by one; else they are the first few
+    if not first:  # mask excluded tokens; otherwise they are the first ones
         ruled_out = jnp.zeros(size, bool).at[jnp.array((eos, *banned))].set(True)
         allowed = jnp.where(ruled_out, -jnp.inf, logits)
     ranked, tokens = top_tokens(allowed, min(W, size), first)
-    # Probabilities are the model's: over all tokens, also those that are ruled out.
+    # Probabilities are the model's own, including those of excluded tokens.
     largest = jnp.maximum(ranked[..., 0], logits[..., : eos + 1].max(-1))
     if not first:
         largest = logits.max(-1)
     log_total = largest
-    if return_scores or W > 1:  # a single hypothesis is not compared with others
+    if return_scores or W > 1:  # a single hypothesis needs no comparison
         log_total += jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
     eos_log_probs = log_probs + logits[..., eos] - log_total
     if temperature:
@@ -133,7 +144,7 @@ def continue_hypotheses(
     best, choice = jax.lax.top_k(others, W)
     parents = choice // ranked.shape[-1]
     tokens = jnp.take_along_axis(tokens.reshape(B, -1), choice, axis=1)
-    # An EOS counts if fewer than W continuations of any kind are better.
+    # A hypothesis ends if fewer than W continuations, EOS or not, are better.
     better = (best[:, None] > eos_log_probs[..., None]).sum(-1)
     better += (eos_log_probs[:, None] > eos_log_probs[..., None]).sum(-1)
     ends = (better < W) & (eos_log_probs > NEVER / 2)
@@ -143,21 +154,21 @@ def continue_hypotheses(
 def top_tokens(
     logits: Float[Array, "*B vocab"], count: int, first: int = 0
 ) -> tuple[Float[Array, "*B _"], Int[Array, "*B _"]]:
-    """Return the largest logits and their tokens, as `jax.lax.top_k`, from `first` on.
+    """Return the largest logits and their tokens, ignoring tokens below `first`.
 
-    Large vocabularies are ranked by the largest logit of each block of tokens first,
-    which takes one vectorised pass. On two cores, for 160 rows of 8000 tokens, that
-    took 0.4 ms, `top_k` 1.9 ms and `argmax` 5.7 ms.
+    Equivalent to `jax.lax.top_k` on these tokens. For large vocabularies, it first
+    selects blocks of tokens by their maxima, in one vectorised pass. On two cores, for
+    160 rows of 8000 tokens, this took 0.4 ms, `top_k` 1.9 ms and `argmax` 5.7 ms.
     """
     *shape, vocab = logits.shape
-    logits = logits.reshape(-1, vocab)  # for more axes XLA sorts completely on a CPU
+    logits = logits.reshape(-1, vocab)  # with more axes, XLA sorts fully on CPUs
     num_blocks = vocab // BLOCK
-    if num_blocks < max(2 * count, first):  # the first few need blocks of their own
+    if num_blocks < max(2 * count, first):  # each ignored token needs its own block
         logits = jnp.where(jnp.arange(vocab) < first, -jnp.inf, logits)
         values, tokens = jax.lax.top_k(logits, count)
         return values.reshape(*shape, count), tokens.reshape(*shape, count)
-    # Blocks are strided, so that their maximum is taken elementwise over rows. The
-    # first tokens are left out where that copies little.
+    # Blocks are strided, so that maxima are elementwise over rows. The first tokens are
+    # excluded in small arrays rather than by copying the logits.
     blocked = logits[:, : num_blocks * BLOCK].reshape(-1, BLOCK, num_blocks)
     largest = blocked.max(1).at[:, :first].set(blocked[:, 1:, :first].max(1))
     _, blocks = jax.lax.top_k(largest, count)

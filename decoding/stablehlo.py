@@ -1,14 +1,14 @@
-"""A model as StableHLO programs that run without this repository: `jax.export`.
+"""Export a model with `jax.export` to StableHLO programs that run standalone.
 
-`programs` returns them serialised, for CPU, TPU and CUDA at once, with any batch size
-and lengths. They take the parameters by path, as model.safetensors holds them:
+`programs` returns serialised programs for CPU, TPU and CUDA, for any batch size and
+lengths. They take parameters by path, as in model.safetensors:
 
-    score(params, ...)   log-probabilities of the tokens of given texts
-    prefill(params, ...) what decoding needs of prompts
-    step(params, ...)    logits of the next token, and the cache with the last one
-    classify(params, ...) logits of classes, of an encoder alone
+    score(params, ...)    log-probabilities of the tokens of given texts
+    prefill(params, ...)  prompts as decoding needs them
+    step(params, ...)     logits of the next token, and the extended cache
+    classify(params, ...) logits of classes, for encoder-only models
 
-Attention is plain XLA: custom calls, such as our kernels, would need the repository.
+Attention is plain XLA, because custom calls such as our kernels need this repository.
 """
 
 from functools import partial
@@ -25,19 +25,19 @@ from headcount.models.huggingface import unnamed
 from headcount.models.transformer import Transformer
 
 PLATFORMS = ("cpu", "tpu", "cuda")
-POSITION_ROWS = 4096  # of computed positions; later tokens have the last one
+POSITION_ROWS = 4096  # computed positions; later tokens use the last one
 
 
 def portable(config, params: dict, pooling: str | None):
-    """Return the graph of a model that needs nothing but XLA, and its parameters.
+    """Return a model's graph, abstract state and parameters that only need XLA.
 
-    Positions that are added to embeddings are in tables, which can be read at any
-    position; computing them needs the length. Attention is the reference's.
+    Sinusoidal positions become tables, because computing them needs a static length.
+    Attention uses the reference implementation.
 
     Args:
-        config: of the run.
-        params: by path.
-        pooling: of a classifier; see `models.output_heads.Classifier`.
+        config: the run's config.
+        params: parameters by path.
+        pooling: pooling of the classifier; see `models.output_heads.Classifier`.
     """
     settings, params = config.model.to_dict(), dict(params)
     if settings["positions"] in folding.SINUSOIDAL:
@@ -64,7 +64,7 @@ def programs(
 
     Args:
         config, params, pooling: see `portable`.
-        gates: fixed head gates by site, L N, of the trial.
+        gates: the trial's fixed head gates by site, L N.
     """
     graph, state, params = portable(config, params, pooling)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -96,7 +96,7 @@ def programs(
 
 
 def serialized(arguments: dict) -> dict[str, bytes]:
-    """Return exported functions by name, from (function, *abstract arguments)."""
+    """Export and serialise functions, given as (function, *abstract arguments)."""
     return {
         name: export.export(jax.jit(function), platforms=PLATFORMS)(*given).serialize()
         for name, (function, *given) in arguments.items()
@@ -104,7 +104,7 @@ def serialized(arguments: dict) -> dict[str, bytes]:
 
 
 def as_batch(side: str, tokens, lengths) -> dict:
-    """Return a side of a batch with a text per row."""
+    """Build one side of a batch with a text per row."""
     place = jnp.arange(tokens.shape[1])
     return {
         side: tokens,
@@ -114,17 +114,17 @@ def as_batch(side: str, tokens, lengths) -> dict:
 
 
 def classify_program(build, gates, params, tokens, lengths):
-    """Return the logits of the classes, B S C; a text's are at its first token."""
+    """Compute logits of classes, B S C; those of a text are at its first token."""
     batch = as_batch("source", tokens, lengths)
     return build(params).class_logits(batch, head_gates=gates)
 
 
 def score_program(build, gates, params, *texts):
-    """Return the log-probability of every token, B T; 0 after a text's end.
+    """Compute the log-probability of every token, B T; 0 after a text's end.
 
     Args:
-        texts: tokens B S, lengths B of the source if there is one, and the same of the
-            target.
+        texts: tokens, B S, and lengths, B, of the source if there is one, then those
+            of the target.
     """
     model, batch = build(params), {}
     sides = ("source", "target") if model.encoder else ("target",)
@@ -138,12 +138,12 @@ def score_program(build, gates, params, *texts):
 
 
 def prefill_program(build, gates, params, prompts, lengths) -> dict:
-    """Return a prompt as a dict; see `decoding.step.Prompt`."""
+    """Prefill prompts; return `decoding.step.Prompt` as a dict."""
     return decoding.prefill(build(params), prompts, lengths, gates)._asdict()
 
 
 def empty_cache(build, params, slots) -> list:
-    """Return a cache of zeros, for as many tokens as `slots`, B L, has columns."""
+    """Return a cache of zeros, whose size is that of `slots`, B L."""
     model = build(params)
     B, L = slots.shape
     x = jnp.zeros((B, L, model.width))
@@ -154,13 +154,13 @@ def empty_cache(build, params, slots) -> list:
 
 
 def step_program(build, gates, params, prompt, cache, token, number):
-    """Return the logits of the next token, B vocab, and the cache.
+    """Compute the logits of the next token, B vocab, and the extended cache.
 
     Args:
-        prompt: of `prefill`.
-        cache: of the step before; zeros at first.
-        token: B, the last one; at first `prompt["first"]`.
-        number: how many steps were done before.
+        prompt: the result of `prefill`.
+        cache: the previous step's cache; zeros at first.
+        token: the previous token, B; `prompt["first"]` at first.
+        number: number of previous steps.
     """
     model = build(params)
     B, L = token.shape[0], cache[0][0].shape[3]

@@ -1,12 +1,12 @@
 """Prefill and one step of decoding with a key-value cache.
 
-Prompts are computed once (`prefill`): what a decoder-only model's own layers attend to,
-or what a decoder's cross-attention attends to in the encoder's output. Both are kept
-per row and do not change. Generated tokens have a cache of their own.
+`prefill` computes a prompt's keys and values once: those of a decoder-only model's
+self-attention, or those of cross-attention to the encoder's output. They are stored per
+row and do not change. Generated tokens have a separate cache.
 
 The hypotheses (beams) of a row are on the query axis of attention, so that they share
-its keys and values. A hypothesis that continues another one copies no cache: the mask
-of self-attention (`visible`) tells which hypothesis wrote each slot.
+its keys and values. A hypothesis that continues another one copies no cache entries:
+self-attention's mask (`visible`) selects the entries of the hypothesis's ancestors.
 """
 
 from functools import partial
@@ -19,52 +19,52 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from headcount.decoding.search import NEVER, continue_hypotheses, length_penalty_at
 from headcount.models.transformer import layer_gates
 
-SLOTS = 3, 2  # the axis of tokens in what `Attention.cache` returns
+SLOTS = 3, 2  # axes of tokens in the arrays that `Attention.cache` returns
 
 
 class Prompt(NamedTuple):
-    """Prompts as the decoder's layers attend to them."""
+    """Prefilled prompts."""
 
-    memory: list  # of each layer; see `Attention.cache`
+    memory: list  # per layer; see `Attention.cache`
     mask: Bool[Array, "B 1 S"]
     first: Int[Array, "B"]  # the token that the first step reads
-    offset: Int[Array, "B"]  # and its position
-    real: Bool[Array, "B"]  # False: padding
+    offset: Int[Array, "B"]  # position of that token
+    real: Bool[Array, "B"]  # False for padding
 
 
 class Best(NamedTuple):
-    """The best finished hypothesis of each row; or N of them, the best first."""
+    """The best finished hypothesis of each row, or the N best, the best first."""
 
     tokens: Int[Array, "B *N L"]  # by slot
-    length: Int[Array, "B *N"]  # 0 if none has finished
+    length: Int[Array, "B *N"]  # 0 if no hypothesis has finished
     score: Float[Array, "B *N"]
 
 
 class Rows(NamedTuple):
     """Prompts that are being continued, one per row, with W live hypotheses each.
 
-    All rows write to the same slot of the cache, `clock % L`. A row may begin at any
+    All rows write to the same slot of the cache, `clock % L`. A row may start at any
     time (`begin`).
     """
 
-    begin: Int[Array, "B"]  # the clock at its first token
-    limit: Int[Array, "B"]  # tokens that a hypothesis may have, EOS included
-    key: Key[Array, "B"]  # of its samples
+    begin: Int[Array, "B"]  # the clock at the row's first token
+    limit: Int[Array, "B"]  # largest number of tokens of a hypothesis, including EOS
+    key: Key[Array, "B"]  # for sampling
     done: Bool[Array, "B"]
     tokens: Int[Array, "B W L"]  # of the live hypotheses, by slot
-    visible: Bool[Array, "B W L W"]  # to each of them, by slot and hypothesis
+    visible: Bool[Array, "B W L W"]  # cache entries that each hypothesis attends to
     log_probs: Float[Array, "B W"]
-    num_finished: Int[Array, "B"]  # hypotheses
+    num_finished: Int[Array, "B"]  # number of finished hypotheses
     best: Best
     prompt: Prompt
 
 
 class State(NamedTuple):
-    """What a step of decoding works on."""
+    """State of decoding between steps."""
 
     clock: Int[Array, ""]
     rows: Rows
-    cache: list  # of each layer; see `Attention.cache`
+    cache: list  # per layer; see `Attention.cache`
 
 
 class Decoded(NamedTuple):
@@ -74,13 +74,13 @@ class Decoded(NamedTuple):
     """
 
     tokens: Int[Array, "B *N L"]  # up to and including EOS, then 0
-    length: Int[Array, "B *N"]  # with EOS
-    scores: Float[Array, "B *N"]  # log-probability (nats) over the length penalty
-    finished: Bool[Array, "B"]  # False: the best may be longer than L; see `limits`
+    length: Int[Array, "B *N"]  # including EOS
+    scores: Float[Array, "B *N"]  # log-probability (nats) / length penalty
+    finished: Bool[Array, "B"]  # False if the best may be longer than L; see `limits`
 
 
 def empty_state(model, prompts, keys, *, max_length, beam_size, n_best=None) -> State:
-    """Return a state whose rows are all done, for prompts of this shape, B S."""
+    """Return a state whose rows are all done, for prompts of the given shape, B S."""
     zeros = jnp.zeros_like(prompts)
     B, L, W = prompts.shape[0], max_length, beam_size
 
@@ -91,7 +91,7 @@ def empty_state(model, prompts, keys, *, max_length, beam_size, n_best=None) -> 
         x = jax.ShapeDtypeStruct((B, L * W, model.width), model.embedding.dtype)
         return make_zeros(jax.eval_shape(partial(entries, layer.self_attention), x)[0])
 
-    # from shapes alone: XLA would fold a prefill of zeros at compile time, for seconds
+    # only shapes: XLA would take seconds to constant-fold a prefill of zeros
     def rows():
         prompt = prefill(model, zeros, zeros[:, 0])
         sizes = {"max_length": L, "beam_size": W, "n_best": n_best}
@@ -107,10 +107,10 @@ def empty_state(model, prompts, keys, *, max_length, beam_size, n_best=None) -> 
 def prefill(
     model, prompts: Int[Array, "B S"], lengths: Int[Array, "B"], head_gates=None
 ) -> Prompt:
-    """Compute what decoding needs of prompts; those of length 0 are padding.
+    """Compute prompts' keys and values; prompts of length 0 are padding.
 
-    For an encoder-decoder a prompt is a source sentence. For a decoder alone it starts
-    with BOS; its last token is not computed here but read by the first step.
+    For encoder-decoders, a prompt is a source sentence. For decoder-only models, it
+    starts with BOS, and its last token is left to the first decoding step.
     """
     S = prompts.shape[1]
     place = jnp.arange(S)
@@ -140,7 +140,7 @@ def decoder_memory(model, tokens, segments, head_gates=None) -> list:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = model.embed(tokens, positions, tokens.shape[1])
     arguments = model.position_arguments(positions, is_source=False)
-    memory, values = [], []  # of all layers; the first one's may be needed by others
+    memory, values = [], []  # per layer; layers may need the first layer's values
     for index, layer in enumerate(model.decoder):
         gates = layer_gates(head_gates, index, self="decoder")
 
@@ -182,7 +182,7 @@ def fit_width(prompt: Prompt, S: int) -> Prompt:
 def start(
     prompt: Prompt, keys, limits, clock, *, max_length, beam_size, n_best=None
 ) -> Rows:
-    """Return rows in which prompts begin at the clock; padding is done at once."""
+    """Return rows in which prompts start at the clock; padding rows are done."""
     B, L, W = len(prompt.mask), max_length, beam_size
     kept = (B,) if n_best is None else (B, n_best)
     return Rows(
@@ -205,7 +205,7 @@ def start(
 
 
 def run_until(step, state: State, enough: Int[Array, "*R"] | int) -> State:
-    """Step until so many rows are done; of several trials, in every one of them.
+    """Run steps until enough rows are done, in every trial.
 
     `step` is `advance` with all arguments but the state.
     """
@@ -221,7 +221,7 @@ def advance(
     clock, rows = state.clock, state.rows
     B, W, L = rows.tokens.shape
     hidden, cache = next_hidden(model, state, head_gates)
-    length = clock - rows.begin + 1  # with the token decoded now
+    length = clock - rows.begin + 1  # including the token decoded now
     is_slot = jnp.arange(L) == clock % L
     found = continue_hypotheses(
         model.logits(hidden).astype(jnp.float32),
@@ -243,10 +243,10 @@ def advance(
     first, last = best.score, best.score
     if several:
         first = best.score[:, 0]
-        # if no hypothesis continues, fewer have finished than are wanted
+        # if no hypothesis continues, accept fewer than n finished ones
         last = jnp.where(live > NEVER / 2, best.score[:, -1], jnp.inf)
     hope = live / length_penalty_at(rows.limit, length_penalty)
-    # W poor hypotheses may finish before a better one: look at the live ones too
+    # W poor hypotheses can finish before a better one: also consider live ones
     now = live / length_penalty_at(length, length_penalty)
     settled = (num_finished >= W) & (now <= first)
     settled |= hope <= last
@@ -273,7 +273,7 @@ def advance(
 def update_best(
     rows: Rows, score: Float[Array, "B W"], length, is_slot, eos: int
 ) -> Best:
-    """Return the best finished hypothesis, including those that end now."""
+    """Return the best of the hypotheses that have finished or end now."""
     winner = score.argmax(1)
     score = jnp.where(rows.done, -jnp.inf, score.max(1))
     better = score > rows.best.score
@@ -288,7 +288,7 @@ def update_best(
 def update_n_best(
     rows: Rows, score: Float[Array, "B W"], length, is_slot, eos: int
 ) -> Best:
-    """Do the same for the n best; of equal scores those that ended first win."""
+    """Return the n best as in `update_best`; in ties, earlier ones come first."""
     score = jnp.where(rows.done[:, None], -jnp.inf, score)
     length = jnp.broadcast_to(length[:, None], score.shape)
     ended = Best(jnp.where(is_slot, eos, rows.tokens), length, score)
@@ -299,7 +299,7 @@ def update_n_best(
 
 
 def see_own_slot(visible: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
-    """Let every hypothesis see only its own entry of the clock's slot."""
+    """Limit every hypothesis to its own entry in the clock's slot."""
     _, W, L, _ = visible.shape
     beams, is_slot = jnp.arange(W), jnp.arange(L) == clock % L
     return jnp.where(is_slot[:, None], (beams[:, None] == beams)[:, None], visible)
@@ -311,7 +311,7 @@ def next_hidden(
     """Return the last layer's output for every hypothesis, and the extended cache."""
     clock, rows = state.clock, state.rows
     B, W, L = rows.tokens.shape
-    step = jnp.minimum(clock - rows.begin, L - 1)[:, None]  # a done row may be older
+    step = jnp.minimum(clock - rows.begin, L - 1)[:, None]  # done rows may exceed L
     before = jax.lax.dynamic_index_in_dim(
         rows.tokens, (clock - 1) % L, axis=2, keepdims=False
     )
@@ -377,18 +377,18 @@ def next_hidden(
 
 
 def entries(attention, x: Float[Array, "B S D"], positions=None, first=None):
-    """Return what a cache keeps of x, and its values; see `Attention.cache`."""
+    """Return the cache entries of x, and its values; see `Attention.cache`."""
     key, value = attention.keys_values(x, positions, first)
     return attention.cache(x, key, value, positions), value
 
 
 def pick(x: Shaped[Array, "B W L"], beams: Int[Array, "B X"]) -> Shaped[Array, "B X L"]:
-    """Return the given hypotheses of each row."""
+    """Select the given hypotheses of each row."""
     return jnp.take_along_axis(x, beams[..., None], axis=1)
 
 
 def decoded(rows: Rows) -> Decoded:
-    """Return the finished hypotheses, with tokens in their order instead of by slot."""
+    """Return finished hypotheses, with tokens in order rather than by slot."""
     tokens, length, score = rows.best
     L = tokens.shape[-1]
     place = jnp.arange(L)

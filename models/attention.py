@@ -37,56 +37,59 @@ class Attention(nnx.Module):
     Args:
         width: D, the size of input and output.
         num_heads: N.
-        num_kv_heads: K, a divisor of N; None: N.
-        head_dim: H, the size of a query and a key; None: D / N.
-        value_dim: V, the size of a value; None: D / N.
+        num_kv_heads: K, a divisor of N. Defaults to N.
+        head_dim: H, the size of a query and a key. Defaults to D / N.
+        value_dim: V, the size of a value. Defaults to D / N.
         merge: a name in `attention.MERGE_RULES`.
-        merge_gain: factor on the initial values of the merge's kernel.
-        init: initial distribution of the kernels, uniform with variance
-            2 / (fan_in + fan_out), "xavier" (Glorot & Bengio 2010), or 1 / fan_in,
-            "fan_in" (LeCun et al. 1998). With the latter, logits and outputs of
-            "concat" start at one scale whatever N, K, H and V are.
-        mixture_heads: k of the rule "mixture", at most N.
+        merge_gain: factor on the initial values of the merge rule's kernel.
+        init: initial distribution of the kernels. "xavier" (Glorot & Bengio 2010) is
+            uniform with variance 2 / (fan_in + fan_out), "fan_in" (LeCun et al. 1998)
+            is uniform with variance 1 / fan_in. With "fan_in", the initial scale of
+            logits and of the outputs of "concat" does not depend on N, K, H and V.
+        mixture_heads: number of heads that the rules "mixture" and "shared_mixture"
+            choose per token, at most N.
         talking_heads: mix the heads' maps before and after the softmax; see
             `attention.talking_heads_attention`.
         sink: learn a logit per head to attend to nothing, initially 0; see
-            `attention.dot_product_attention`. Not with talking heads.
+            `attention.dot_product_attention`. Not supported with talking heads.
         qk_norm: RMS-normalise queries and keys, with learned scales of size H, like
             Henry et al. 2020 (L2 norm) and Dehghani et al. 2023 (layer norm).
-        dropout: rate of dropout on the weights, where a call gives a key.
-        scale: factor on query · key; None: 1 / sqrt(H). Tensor Programs V (Yang et al.
-            2022) uses a constant / H. At 0 a head averages what it may attend to.
-        use_bias: in all four projections.
-        implementation: a name in `attention.IMPLEMENTATIONS`; None chooses.
+        dropout: rate of dropout on the weights, applied if a call passes a key.
+        scale: factor on query · key. Defaults to 1 / sqrt(H). Tensor Programs V (Yang
+            et al. 2022) uses a constant / H. With 0, weights are uniform.
+        use_bias: whether all four projections have biases.
+        implementation: a name in `attention.IMPLEMENTATIONS`; None picks one.
         gate: "none", or the activation of a gate; see `attention.variants.gate`.
-            "hard_concrete": a gate per head, that may close for good.
+            "hard_concrete" is one gate per head that can close permanently.
         gate_size: "head", "element", or "shared" by all heads.
-        gate_features: of the input, that the gate looks at; None: all; 0: none.
+        gate_features: number of input features that the gate reads; None means all, 0
+            means none.
         gate_on: "output" of the heads, or "values".
-        gate_penalty: of "hard_concrete": added to the loss, nats per token, for each
-            head that is expected to stay open.
-        exclusive: remove a head's output along the token's own value; see
-            `attention.variants.exclusive`. Self-attention only.
-        differential: subtract a second map from the first: N heads are N / 2 pairs with
-            values of 2 V; see `models.variants.Difference`.
+        gate_penalty: penalty of "hard_concrete" for each head that is expected to be
+            open, added to the loss, in nats per token.
+        exclusive: remove the component of a head's output along the token's own value;
+            see `attention.variants.exclusive`. Self-attention only.
+        differential: subtract a second map from the first. The N heads form N / 2 pairs
+            with values of size 2 V; see `models.variants.Difference`.
         value_residual: mix values with those of the stack's first layer; see
             `attention.variants.residual_value`.
         knocking: "none", "linear" or "mlp"; see `models.variants.Knocking`.
-        knocking_all: knock on queries and keys, too.
-        mixture_shared: heads of the rule "shared_mixture" that are always on.
+        knocking_all: apply knocking to queries and keys, too.
+        mixture_shared: number of heads of the rule "shared_mixture" that are always on.
         mixture_balance: factor on the load-balancing loss of a mixture.
-        rotary_dim: how many elements of queries and keys positions rotate; None: all.
-        latent_dim: size of the latent that keys and values are made of; None: they are
-            made of the input. See `models.variants.Latent`.
-        latent_rotary_dim: size of the key that its heads share and positions rotate;
-            None: half of H with rotary positions, else 0.
+        rotary_dim: number of elements of queries and keys that rotary positions rotate.
+            Defaults to all.
+        latent_dim: size of the latent vector from which keys and values are computed.
+            With None, they are computed from the input. See `models.variants.Latent`.
+        latent_rotary_dim: size of the rotated key part that all heads of latent
+            attention share. Defaults to H / 2 with rotary positions, else 0.
         latent_norm: RMS-normalise the latent.
-        qk_clip: largest logit; after an update that saw larger ones a head's queries
-            and keys are made smaller. See `Attention.clip`.
-        rotary: whether the model rotates queries and keys by their positions.
-        is_cross: whether it attends to another sequence.
-        layer: number of the layer in its stack, from 0.
-        path: the section of the config, to name keys in errors.
+        qk_clip: threshold for logits. If a head's largest logit exceeds it in an
+            update, its query and key kernels are scaled down. See `Attention.clip`.
+        rotary: whether the model uses rotary positions here.
+        is_cross: whether this is cross-attention.
+        layer: index of the layer in its stack, from 0.
+        path: the config section, for error messages.
 
     Raises:
         ValueError: a head count does not divide, a merge rule is unknown, or a number
@@ -213,7 +216,7 @@ class Attention(nnx.Module):
             latent = LatentShape(latent_dim, size)
 
         key = rngs.params()
-        # keys of their own, so that all else starts as it does without the variants
+        # separate keys, so that variants don't change other initial values
         own = nnx.Rngs(jax.random.fold_in(key, 1))
 
         def projection(heads, size, axes, key=None):
@@ -241,7 +244,7 @@ class Attention(nnx.Module):
 
         def parameter(name, axes):
             shape = tuple(sizes[letter] for letter in axes.split())
-            if len(shape) == 1:  # vectors start neutral
+            if len(shape) == 1:  # vectors are zero, which has no effect at first
                 return nnx.Param(jnp.zeros(shape), axes=axes)
             num_inputs = 1 if axes.startswith("D") else len(shape) - 1
             gain = merge_gain if name == "kernel" else 1.0
@@ -266,7 +269,7 @@ class Attention(nnx.Module):
 
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
-        # Every reader of queries divides by sqrt(H): a different scale is applied here.
+        # Attention divides logits by sqrt(H): this factor gives another scale.
         self.query_factor = None if scale is None else scale * query_dim**0.5
 
         def gated(where, sizes):
@@ -285,7 +288,7 @@ class Attention(nnx.Module):
             if knocking == "none"
             else Knocking(knocking, head_dim if knocking_all else None, value_dim)
         )
-        # the first layer's values are what the others mix theirs with
+        # the first layer has no share: the other layers mix in its values
         self.value_share = (
             nnx.Param(jnp.full((), 0.5), axes="") if value_residual and layer else None
         )
@@ -293,11 +296,11 @@ class Attention(nnx.Module):
     def queries(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T N H"]:
-        """Project to queries; normalise, rotate by positions, scale them."""
+        """Project to queries, then normalise, rotate and scale them."""
         return self.finished_queries(project(x, self.query, self.query_bias), positions)
 
     def finished_queries(self, query: Float[Array, "B T N H"], positions):
-        """Return projections as queries, for logits divided by sqrt(H)."""
+        """Turn projections into queries, for logits divided by sqrt(H)."""
         query = self.rotated(self.knocked(query, "query"), self.query_norm, positions)
         return query if self.query_factor is None else query * self.query_factor
 
@@ -307,11 +310,11 @@ class Attention(nnx.Module):
         positions: Int[Array, "B S"] | None = None,
         first: Float[Array, "B S K V"] | None = None,
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-        """Project to keys (normalised, rotated by positions) and to values.
+        """Project to keys, which are normalised and rotated, and to values.
 
         Args:
-            x: what they are made of.
-            positions: of x, to rotate keys by.
+            x: the input.
+            positions: positions of x, by which to rotate keys.
             first: values of the stack's first layer, for `value_residual`.
         """
         if self.latent is not None:
@@ -321,11 +324,11 @@ class Attention(nnx.Module):
         return self.finished_keys(key, positions), self.finished_values(value, x, first)
 
     def finished_keys(self, key: Float[Array, "B S K H"], positions):
-        """Return projections as keys."""
+        """Turn projections into keys: knock, normalise and rotate."""
         return self.rotated(self.knocked(key, "key"), self.key_norm, positions)
 
     def finished_values(self, value: Float[Array, "B S K V"], x, first):
-        """Return projections as values: knocked, gated, mixed with the first's."""
+        """Turn projections into values: knock, gate, and mix with the first layer's."""
         value = self.knocked(value, "value")
         if self.value_gate is not None:
             value = self.value_gate(value, x)
@@ -334,7 +337,7 @@ class Attention(nnx.Module):
         return variants.residual_value(value, first, self.value_share[...])
 
     def knocked(self, heads: Float[Array, "B T N H"], of: str):
-        """Let heads knock, if they do."""
+        """Apply knocking to queries, keys or values, if configured."""
         return heads if self.knocking is None else self.knocking(heads, of)
 
     def rotated(
@@ -343,7 +346,7 @@ class Attention(nnx.Module):
         norm: nnx.RMSNorm | None,
         positions: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T N H"]:
-        """Normalise queries or keys, and rotate what is to be rotated of them."""
+        """Normalise queries or keys, and rotate their rotary part."""
         heads = heads if norm is None else norm(heads)
         if positions is None:
             return heads
@@ -363,10 +366,10 @@ class Attention(nnx.Module):
     ) -> tuple[
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]
     ]:
-        """Return `queries` and `keys_values` of one input by a single matrix product.
+        """Compute `queries` and `keys_values` of one input by a single matrix product.
 
-        For decoding, where there are many kernels and few rows. In training heads may
-        be sharded, and joining the kernels would move them.
+        Used in decoding, where kernels are large and inputs have few rows. Not used in
+        training: heads may be sharded, and concatenating kernels would move them.
         """
         if self.latent is not None:
             return self.queries(x, positions), *self.keys_values(x, positions)
@@ -399,9 +402,12 @@ class Attention(nnx.Module):
         value: Float[Array, "B S K V"],
         positions: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B _ ..."], ...]:
-        """Return what a cache keeps of tokens, a head's contiguous.
+        """Convert keys and values of tokens to the layout of the decoding cache.
 
-        Keys B K H S and values B K S V; or latents, B 1 latent+rotary S.
+        Each head is contiguous.
+
+        Returns:
+            Keys B K H S and values B K S V, or latents B 1 latent+rotary S.
         """
         if self.latent is not None:
             return (self.latent.compressed(x, positions)[:, None].swapaxes(2, 3),)
@@ -410,7 +416,7 @@ class Attention(nnx.Module):
     def attend_cached(
         self, query: Float[Array, "B W N H"], cache: tuple, mask, bias=None
     ) -> Float[Array, "B W N V"]:
-        """Attend to what `cache` has kept; see `attention.cached.cached_attention`."""
+        """Attend to what `cache` returns; see `attention.cached.cached_attention`."""
         given = self.softmax_parameters()
         if self.latent is not None:
             return self.latent.attend_cached(query, *cache, mask, bias, **given)
@@ -426,13 +432,13 @@ class Attention(nnx.Module):
         value: Float[Array, "B T K U"] | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T M V"]:
-        """Return outputs of attention as they are merged; see the class's variants.
+        """Apply the variants that act on the heads' outputs before the merge.
 
         Args:
-            heads: of a differential layer, both of each pair.
+            heads: the outputs; both heads of each pair if differential.
             x: the layer's input.
-            value: of the query tokens themselves; None in cross-attention.
-            key: of the noise of learned gates; None: none.
+            value: the query tokens' own values; None in cross-attention.
+            key: for the noise of learned gates; None for no noise.
         """
         if self.difference is not None:
             heads = self.difference(heads)
@@ -443,7 +449,7 @@ class Attention(nnx.Module):
         return heads if self.output_gate is None else self.output_gate(heads, x, key)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Return N, K, H and V, as attention itself has them."""
+        """Return N, K, H and V as the attention function sees them."""
         _, N, H = self.query.shape
         value = self.value if self.latent is None else self.latent.value
         _, K, V = value.shape
@@ -458,15 +464,15 @@ class Attention(nnx.Module):
         dtype="float32",
         positions: str | None = None,
     ) -> str:
-        """Return the implementation that runs for these sizes, in training.
+        """Return the implementation that runs in training with these sizes.
 
         Args:
-            B, T, S: of queries and keys.
-            dtype: of both.
+            B, T, S: batch size, number of queries and number of keys.
+            dtype: dtype of queries, keys and values.
             positions: see `models.positions`; None in cross-attention.
 
         Raises:
-            NotImplementedError: the named implementation can't.
+            NotImplementedError: the named implementation does not support the layer.
         """
         if self.talking_heads is not None:
             return "talking_heads_attention"
@@ -504,14 +510,14 @@ class Attention(nnx.Module):
         return attention.resolve_implementation(*arrays, bias)
 
     def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:
-        """Return the mixes of talking heads or the sink, by argument name."""
+        """Return the mixes of talking heads, or the sink, by argument name."""
         given = dict(self.talking_heads or {})
         if self.sink is not None:
             given["sink"] = self.sink
         return {name: param[...] for name, param in given.items()}
 
     def dropout_arguments(self, key: Key[Array, ""] | None) -> dict:
-        """Return the arguments that drop weights; none without a key or a rate."""
+        """Return arguments for dropout of weights; empty without a key or a rate."""
         if key is None or not self.dropout:
             return {}
         seed = jax.random.bits(key, dtype=jnp.uint32)
@@ -523,7 +529,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         gate: Float[Array, "*B N"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Merge the heads' outputs, times their gates, by the layer's rule."""
+        """Multiply the heads by their gates, and apply the merge rule."""
         rule, arguments = self.rule()
         out = rule.function(attention.head_gated(heads, gate), x, **arguments)
         return out if self.merge_bias is None else out + self.merge_bias[...]
@@ -550,13 +556,13 @@ class Attention(nnx.Module):
 
         Args:
             x: the layer's input.
-            memory: what keys and values are computed from; None: x.
-            positions: to rotate queries and keys by.
+            memory: the input of keys and values. Defaults to x.
+            positions: positions by which to rotate queries and keys.
             gate: factor on each head's output, `N` or `B N`.
-            observe: called with `Intermediates`.
+            observe: function that is called with `Intermediates`.
             first: values of the stack's first layer, for `value_residual`.
-            dropout_key: of dropout on the weights and of learned gates' noise; None:
-                neither.
+            dropout_key: key for dropout of weights and noise of learned gates. With
+                None, there is neither.
             masks: bias and masks; see `attention.dot_product_attention`.
         """
         query = self.queries(x, positions)
@@ -586,22 +592,24 @@ class Attention(nnx.Module):
 
     @property
     def has_auxiliary(self) -> bool:
-        """Whether `auxiliary` returns anything."""
+        """Whether `auxiliary` returns a nonempty dict."""
         leads = self.value_residual and self.value_share is None
         return leads or self.steers
 
     @property
     def steers(self) -> bool:
-        """Whether an update needs a penalty or the largest logits of the layer."""
+        """Whether training needs the layer's penalty or largest logits."""
         penalty = self.mixture_balance or self.gate_penalty
         return bool(penalty) or self.qk_clip is not None
 
     def auxiliary(self, seen: "Intermediates") -> dict:
-        """Return what training needs of a layer beside its output, if it does.
+        """Return what training needs from a layer in addition to its output.
 
-        value: of the first layer, for the others' `value_residual`. penalty: the
-        load-balancing loss and the expected number of open gates, times their factors.
-        largest: each head's largest logit.
+        Returns:
+            A dict with those of these keys that the layer's settings need. value: the
+            first layer's values, for `value_residual` in the others. penalty: the
+            load-balancing loss and the expected number of open gates, times their
+            factors. largest: each head's largest logit.
         """
         found = {}
         if self.value_residual and self.value_share is None:
@@ -620,27 +628,26 @@ class Attention(nnx.Module):
         return found
 
     def learned_gates(self) -> Float[Array, "N"] | None:
-        """Return the gates that training may have closed; None: it has no such."""
+        """Return the values of "hard_concrete" gates, or None if there are none."""
         gate = self.output_gate
         if gate is None or gate.activation != variants.LEARNED:
             return None
         return variants.hard_concrete(gate.kernel[...])
 
     def clip(self, largest: Float[Array, "N"]) -> None:
-        """Make logits smaller whose largest was above `qk_clip` (QK clip, Kimi K2).
+        """Scale down heads whose largest logit exceeds `qk_clip` (QK clip, Kimi K2).
 
-        The kernels of a head's query and key are multiplied by the root of the factor.
-        Where several heads share a key, or its rotary part, the query takes it all.
+        A head's query and key kernels are each multiplied by the square root of
+        `variants.clip_factor`. If several heads share a key, or its rotary part, the
+        whole factor is applied to the query.
         """
         factor = variants.clip_factor(largest, self.qk_clip)
         key = self.key if self.latent is None else self.latent.key
         N, H, shared = self.query.shape[1], key.shape[2], key.shape[1] < len(factor)
         own = factor if shared else jnp.sqrt(factor)
-        # of a latent's query, H elements belong to the head's own key
-        of_query = jnp.where(jnp.arange(self.query.shape[2]) < H, own[:, None], 1.0)
-        if self.latent is not None:
-            rest = jnp.arange(self.query.shape[2]) >= H
-            of_query = jnp.where(rest, factor[:, None], of_query)
+        # with a latent, only the first H elements of a query meet the head's own key
+        is_own = jnp.arange(self.query.shape[2]) < H
+        of_query = jnp.where(is_own, own[:, None], factor[:, None])
         changes = [(self.query, of_query), (self.query_bias, of_query)]
         if not shared:
             of_key = jnp.broadcast_to(own[:, None], (N, H))
@@ -651,7 +658,7 @@ class Attention(nnx.Module):
 
 
 def initializer(name: str, num_inputs: int, rank: int, gain: float = 1.0):
-    """Return an initializer of arrays whose first `num_inputs` axes are inputs."""
+    """Return an initializer for arrays whose first `num_inputs` axes are inputs."""
     axes = tuple(range(rank))
     return nnx.initializers.variance_scaling(
         gain**2,
@@ -663,23 +670,23 @@ def initializer(name: str, num_inputs: int, rank: int, gain: float = 1.0):
 
 
 class Intermediates(NamedTuple):
-    """What attention computed, for functions that observe it."""
+    """Intermediate values of attention, for observing functions."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
-    masks: dict  # and bias; see `attention.dot_product_attention`
+    masks: dict  # masks and bias; see `attention.dot_product_attention`
     parameters: dict  # see `Attention.softmax_parameters`
-    heads: Float[Array, "B T N V"]  # as they are merged, times their gates
+    heads: Float[Array, "B T N V"]  # inputs of the merge, times their gates
     x: Float[Array, "B T D"]  # the layer's input
     rule: attention.MergeRule
     arguments: dict  # of the rule: its parameters and settings
     value: Float[Array, "B S K V"] | None = None
     difference: Float[Array, ""] | None = None  # λ of differential attention
-    largest: Float[Array, "N"] | None = None  # logit of the batch, with `qk_clip`
+    largest: Float[Array, "N"] | None = None  # largest logits, with `qk_clip`
 
 
 def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
-    """Return the attention weights of every head; differences where it is these."""
+    """Compute every head's attention weights, or differences if differential."""
     talking = "logits_mix" in layer.parameters
     weights = attention.attention_weights
     if talking:
@@ -691,15 +698,15 @@ def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
 
 
 def norm_weighted_map(layer: Intermediates) -> Float[Array, "B N T S"]:
-    """Return each key's share of the norms that a head adds, ‖α f(x)‖.
+    """Compute each key's share of the norms ‖α f(x)‖ that a head adds to the output.
 
-    f(x) is the key's value times the head's merge kernel (Kobayashi et al. 2020). Rows
-    sum to 1; factors of a merge rule on the whole head cancel. A token that a head
-    looks at without taking anything from it counts little here.
+    α is the weight, and f(x) is the key's value times the head's merge kernel
+    (Kobayashi et al. 2020). Rows sum to 1, so a merge rule's factors on whole heads
+    cancel. A token with a large weight but a small value has a small share.
     """
     kernel, weights = layer.arguments["kernel"], attention_map(layer)
     value = layer.value
-    if layer.difference is not None:  # of pairs
+    if layer.difference is not None:  # one joint value per pair
         value = variants.paired(value)[:, :, : value.shape[2] // 2]
     value = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
     kernel = jnp.broadcast_to(kernel, (*value.shape[2:], kernel.shape[-1]))
@@ -718,7 +725,11 @@ def head_shape(
     value_dim: int | None,
     path: str,
 ) -> tuple[int, int, int]:
-    """Return K, H and V, which default to N, D / N and D / N."""
+    """Return K, H and V, which default to N, D / N and D / N.
+
+    Raises:
+        ValueError: a size is invalid.
+    """
     if num_heads < 1:
         raise ValueError(f"{path}.num_heads must be at least 1, got {num_heads}.")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -743,7 +754,7 @@ def head_shape(
 def check_mixture(
     path: str, merge: str, chosen: int, shared: int, num_heads: int, pairs: int
 ) -> None:
-    """Raise a ValueError unless a mixture's heads, or pairs of them, are there."""
+    """Raise a ValueError if a mixture's counts don't fit the heads (or pairs)."""
     N = num_heads // pairs
     most = f"num_heads = {N}" if pairs == 1 else f"num_heads / {pairs} = {N}"
     if merge == "mixture" and not 1 <= chosen <= N:

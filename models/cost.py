@@ -1,9 +1,9 @@
-"""What a model costs: parameters, and multiply-adds of its matrix products.
+"""Cost of a model: parameters, and multiply-adds of its matrix products.
 
-Both are counted in the model itself, without formulas, so every merge rule and head
-shape is covered: parameters in its (abstract) arrays, multiply-adds in its jaxpr.
-XLA's `cost_analysis` counts element-wise operations too, and counts a loop's body once,
-so it can't compare budgets of arms exactly.
+Parameters are counted in the model's (abstract) arrays, multiply-adds in its jaxpr. No
+formulas are involved, so all merge rules and head shapes are covered. XLA's
+`cost_analysis` also counts element-wise operations and counts a loop's body only once,
+so it can't compare the budgets of a sweep's arms exactly.
 """
 
 import math
@@ -14,11 +14,11 @@ from flax import nnx
 
 from headcount.models.attention import Attention
 
-LENGTH = 32  # tokens per field of an example, if nothing else is given
+LENGTH = 32  # default number of tokens per field of an example
 
 
 class SameKey(nnx.Rngs):
-    """The same key for every array: shapes don't depend on it, and it is faster."""
+    """Rngs with the same key for all arrays: faster, and enough for shapes."""
 
     def params(self):
         """Return the key."""
@@ -26,7 +26,7 @@ class SameKey(nnx.Rngs):
 
 
 def abstract(build):
-    """Return the model that `build(rngs=...)` makes, with shapes instead of values."""
+    """Return the model that `build(rngs=...)` returns, with shapes for values."""
     return nnx.eval_shape(lambda: build(rngs=SameKey(0)))
 
 
@@ -37,9 +37,10 @@ def parameters(params) -> int:
 
 
 def multiply_adds(model, spec: dict) -> int:
-    """Return the multiply-adds of a forward pass's matrix products for a batch spec.
+    """Count the multiply-adds of a forward pass's matrix products for a batch spec.
 
-    With the logits of classes, of a model that has some, instead of those of tokens.
+    The forward pass ends with the logits of classes if the model has a classifier, else
+    with those of tokens.
     """
     batch = {
         name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
@@ -51,14 +52,14 @@ def multiply_adds(model, spec: dict) -> int:
 
 
 def update_flops(model, spec: dict) -> float:
-    """Return the floating-point operations of one update, backward twice forward."""
+    """Estimate an update's floating-point operations: backward is twice forward."""
     return 6.0 * multiply_adds(model, spec)
 
 
 def plain(model):
     """Return the model with reference attention, whose products can be counted.
 
-    Without what training alone computes: penalties and largest logits.
+    Penalties and largest logits, which only training computes, are turned off.
     """
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_graph(model):

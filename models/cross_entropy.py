@@ -1,9 +1,9 @@
-"""The label-smoothed cross-entropy of a large vocabulary, without its logits.
+"""Label-smoothed cross-entropy over a large vocabulary, without storing the logits.
 
-The vocabulary product is over half of a small Transformer's arithmetic, and its
-logits are the largest array of a step: 131 MB for 4096 tokens and 8000 pieces. So
-the tokens are taken in chunks whose logits stay in the cache, and a chunk's gradient
-is computed beside its loss: nothing is held, and nothing computed twice.
+The product with the vocabulary is over half of a small Transformer's arithmetic, and
+the logits are a step's largest array: 131 MB for 4096 tokens and a vocabulary of 8000.
+So tokens are processed in chunks whose logits fit into the cache. A chunk's gradient is
+computed together with its loss, so logits are neither stored nor computed twice.
 """
 
 from functools import partial
@@ -16,8 +16,9 @@ from headcount.attention.platform import platform
 from headcount.models.trial_axis import TRIALS
 
 MIB = 2**20
-# Bytes of one chunk's logits: on a CPU they should stay in the last-level cache; on a
-# GPU a few large products beat many small ones. For a TPU see _chunk_tokens_tpu.
+# Bytes of one chunk's logits. On a CPU they should fit into the last-level cache; on a
+# GPU a few large products are faster than many small ones. For TPUs, see
+# _chunk_tokens_tpu.
 CHUNK_BYTES = {"cpu": 16 * MIB, "gpu": 512 * MIB}
 
 
@@ -29,12 +30,12 @@ def cross_entropy(
     label_smoothing: Float[Array, ""] | float = 0.0,
     chunk_tokens: int | None = None,
 ) -> Float[Array, ""]:
-    """Sum over tokens of weight times label-smoothed cross-entropy, in nats, float32.
+    """Sum weight times label-smoothed cross-entropy over tokens, in nats, float32.
 
     The logits are `hidden @ table.T`, where table is the shared embedding. The target
-    distribution gives every piece label_smoothing / vocab and the label the rest on
-    top, as Szegedy et al. 2016 and PyTorch do. Padding has the weight 0.
-    Differentiable in hidden, table, weights and label_smoothing.
+    distribution has label_smoothing / vocab for every token of the vocabulary, plus
+    1 - label_smoothing for the label, as in Szegedy et al. 2016 and PyTorch. Padding
+    has weight 0. Differentiable in hidden, table, weights and label_smoothing.
     """
     chunk_tokens = chunk_tokens or _chunk_tokens(*table.shape)
     num_chunks = _num_chunks(labels.size, chunk_tokens, _num_devices())
@@ -62,10 +63,11 @@ def _chunk_tokens(vocab: int, width: int) -> int:
 
 
 def _chunk_tokens_tpu(vocab: int, width: int, num_trials: int) -> int:
-    """So many of each trial that a chunk's logits stay in VMEM, of 128 MiB on v5e, v6e.
+    """Return tokens per trial such that a chunk's logits fit into VMEM.
 
-    They do beside the table (bfloat16) and its gradient (float32), or alone. Then each
-    chunk moves the other two, and should have many tokens beside the width.
+    VMEM is 128 MiB on v5e and v6e. If possible, the table (bfloat16) and its gradient
+    (float32) fit, too. Otherwise, every chunk moves these two, so it should have no
+    fewer tokens than the width.
     """
     a_token = 4 * vocab * num_trials
     if 6 * vocab * width * num_trials <= 48 * MIB:
@@ -74,18 +76,19 @@ def _chunk_tokens_tpu(vocab: int, width: int, num_trials: int) -> int:
 
 
 def _num_trials() -> int:
-    """How many trials are computed side by side, see `models.trial_axis`."""
+    """Return how many trials are computed in parallel; see `models.trial_axis`."""
     try:
         return jax.lax.axis_size(TRIALS)
-    except NameError:  # they take turns
+    except NameError:  # trials are computed in turn
         return 1
 
 
 def _num_chunks(tokens: int, chunk_tokens: int, num_devices: int = 1) -> int:
-    """The fewest chunks of at most so many tokens, equal ones if that is nearly so.
+    """Return the smallest number of chunks of at most `chunk_tokens` tokens.
 
-    To fill up the last chunk would shift tokens from each device of a mesh to the next;
-    so would chunks of which the devices have unequal shares.
+    Fewer than twice as many are allowed if that makes chunks equal, preferably with
+    equal shares per device. Padding the last chunk, or unequal shares, would move
+    tokens between devices.
     """
     fewest = -(-tokens // chunk_tokens)
     equal = [n for n in range(fewest, 2 * fewest) if tokens % n == 0]
@@ -105,22 +108,22 @@ def _cross_entropy(hidden, table, labels, weights, smoothing, num_chunks):
 
 
 def _forward(hidden, table, labels, weights, smoothing, num_chunks):
-    # The gradient of the logits is weights · (softmax - target). Only its softmax is
-    # dense: with e = exp(logits - top) and r = weights / sum(e), r enters on the small
-    # side of each product, so e is read as it is and no other array of its size made.
+    # The gradient of the logits is weights · (softmax - target), where only softmax is
+    # dense. It is e · r with e = exp(logits - top), r = weights / sum(e). Scaling the
+    # smaller operand of each product by r avoids another array of the size of e.
     def step(softmax_by_table, chunk):
         hidden, weights = chunk
         top, exps, total = _softmax_parts(hidden, table)
         scale = (weights / total)[:, None]
         by_hidden = _dot("Tv,vD->TD", exps, table) * scale
-        # D x vocab, because vocab x D is at half speed where vocab is a power of 2.
+        # D x vocab, because vocab x D takes twice as long if vocab is a power of 2.
         left = _by_device((hidden * scale).astype(exps.dtype), num_devices)
         by_table = _dot("nTD,nTv->nDv", left, _by_device(exps, num_devices))
         return softmax_by_table + by_table, (top + jnp.log(total), by_hidden)
 
     chunks = tuple(_split(x, num_chunks) for x in (hidden, weights))
     num_devices = _num_devices()
-    if labels.size // num_chunks % num_devices:  # unequal shares of a chunk
+    if labels.size // num_chunks % num_devices:  # devices have unequal shares
         num_devices = 1
     start = jnp.zeros((num_devices, *table.shape[::-1]), jnp.float32)
     softmax_by_table, parts = jax.lax.scan(step, start, chunks)
@@ -129,7 +132,7 @@ def _forward(hidden, table, labels, weights, smoothing, num_chunks):
     at_labels = table[labels]
     per_token, by_smoothing = _per_token(lse, hidden, table, at_labels, smoothing)
 
-    # What target adds: a constant of every piece, and one row of the label.
+    # The target's part: a constant for every token of the vocabulary, and the label.
     constant = weights[:, None] * (smoothing / table.shape[0])
     label = weights[:, None] * (1 - smoothing)
     by_hidden = softmax_by_hidden - constant * table.sum(0) - label * at_labels
@@ -155,7 +158,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _softmax_parts(hidden, table):
-    """The largest logit, exp(logits - largest) and its sum."""
+    """Return the largest logit, exp(logits - largest) and its sum."""
     logits = _dot("TD,vD->Tv", hidden, table)
     top = logits.max(-1)
     exps = jnp.exp(logits - top[:, None])
@@ -163,9 +166,9 @@ def _softmax_parts(hidden, table):
 
 
 def _per_token(lse, hidden, table, at_labels, smoothing):
-    """The smoothed cross-entropy of every token, and its derivative by smoothing."""
-    # The logits' mean is the logit of the mean embedding, and the label's is of its
-    # embedding: no pass over the logits.
+    """Return each token's smoothed cross-entropy, and its derivative by smoothing."""
+    # The mean logit is hidden times the mean embedding, and the label's logit is hidden
+    # times its embedding, so no pass over the logits is needed.
     at_label = _dot("TD,TD->T", hidden, at_labels)
     by_smoothing = at_label - _dot("TD,D->T", hidden, table.mean(0))
     return lse - at_label + smoothing * by_smoothing, by_smoothing
@@ -176,12 +179,12 @@ def _dot(equation, left, right):
 
 
 def _num_devices() -> int:
-    """How many devices share the tokens, one after another."""
+    """Return how many devices the tokens are sharded over."""
     return dict(jax.sharding.get_abstract_mesh().shape).get("data", 1)
 
 
 def _by_device(x, num_devices):
-    # Each adds up its own over the chunks: no communication but after the last.
+    # Each device accumulates its own sum; they are added after the last chunk.
     return x.reshape(num_devices, -1, x.shape[-1])
 
 

@@ -1,8 +1,9 @@
-"""Our models in CTranslate2's format, by its own specification classes.
+"""Export models to CTranslate2's format with its own specification classes.
 
-Encoder-decoders and decoders alone; pre- and post-norm; layer and RMS norms; plain and
-gated feed-forwards; sinusoidal, learned, rotary, relative or no positions; grouped
-heads. The package ctranslate2 is only needed here; see requirements-peers.txt.
+Supports encoder-decoders and decoder-only models; pre- and post-norm; layer and RMS
+norms; plain and gated feed-forwards; sinusoidal, learned, rotary, relative or no
+positions; grouped heads. Only this module needs the package ctranslate2; see
+requirements-peers.txt.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ MODEL = (
     *("embedding_norm", "output_bias"),
 )
 HEADS = ("num_kv_heads", "head_dim", "value_dim", "qk_norm")
-POSITION_ROWS = 1024  # at least; a longer text can't be translated
+POSITION_ROWS = 1024  # minimum; longer texts can't be translated
 
 
 def check(config) -> None:
@@ -58,11 +59,11 @@ def write(
     """Write a model.
 
     Args:
-        config: of the run; see `check`.
-        params: by path, of `folding.plain_heads`.
-        vocabularies: the text of each token: of the target, and of the source if it
-            differs.
-        folder: exists and is empty.
+        config: the run's config, which has passed `check`.
+        params: parameters by path, from `folding.plain_heads`.
+        vocabularies: the text of each token of the target vocabulary, and of the source
+            vocabulary if it differs.
+        folder: an existing empty folder.
         quantization: "int8", or None for float32.
     """
     from ctranslate2.specs import common_spec, transformer_spec
@@ -76,7 +77,7 @@ def write(
         "rms_norm": model.norm_type == "rms_norm",
         "relative_attention_bias": model.positions == "relative",
     }
-    if model.positions == "rotary":  # 0: all of a head's dimensions; in halves
+    if model.positions == "rotary":  # 0 rotates all dimensions of a head
         options |= {"rotary_dim": 0, "rotary_interleave": False}
 
     cross = model.num_encoder_layers > 0
@@ -84,7 +85,7 @@ def write(
     def stack(kind, site, **more):
         N, K, H, _ = folding.head_sizes(config, site)
         qk_norm = folding.site_settings(config, site)["qk_norm"]
-        # its cross-attention has no groups: there each head gets a copy instead
+        # its cross-attention doesn't support groups, so repeat keys and values per head
         grouped = K != N and not cross
         shape = {"num_heads_kv": K if grouped else None, "head_dim": H}
         count = folding.num_layers(config, site)
@@ -96,7 +97,7 @@ def write(
     rows = max(POSITION_ROWS, 2 * config.data.max_length + 16)
     tables = folding.position_tables(config, params, rows)
     params = folding.ungrouped(params) if cross else params
-    # arrays of their own, which quantisation changes in place
+    # copies, because quantisation changes arrays in place
     params = {name: np.array(array) for name, array in params.items()}
     filled = Filler(params, model)
     table = params.get("output_table", params["embedding"])
@@ -117,7 +118,7 @@ def write(
     else:
         spec = transformer_spec.TransformerDecoderModelSpec(decoder)
         spec.register_vocabulary(target)
-        spec.config.eos_token = target[model.bos]  # it separates documents
+        spec.config.eos_token = target[model.bos]  # separates documents
     spec.config.bos_token = target[model.bos]
     spec.config.unk_token = target[3] if "<unk>" not in target else "<unk>"
     spec.config.layer_norm_epsilon = model.norm_epsilon
@@ -127,7 +128,7 @@ def write(
 
 
 class Filler:
-    """Put parameters into the specification's fields."""
+    """Fill the specification's fields with parameters."""
 
     def __init__(self, params: dict, model):
         self.params, self.model = params, model
@@ -168,7 +169,7 @@ class Filler:
         self.norm(spec.ffn.layer_norm, f"{name}.mlp_norm")
 
     def attention(self, spec, name: str, is_self: bool) -> None:
-        """Fill an attention; projections of one input are one matrix."""
+        """Fill an attention, concatenating the projections of each input."""
         query, key, value = (f"{name}.{x}" for x in ("query", "key", "value"))
         groups = [(query, key, value)] if is_self else [(query,), (key, value)]
         for linear, group in zip(spec.linear, groups, strict=False):
@@ -183,7 +184,7 @@ class Filler:
                 norm.gamma = self.params[f"{name}.{short}_norm.scale"]
 
     def linear(self, spec, names: tuple[str, ...]) -> None:
-        """Fill a linear map with one or several of ours, side by side."""
+        """Fill a linear map with one or several of ours, concatenated."""
         kernels, biases = [], []
         for name in names:
             of_linear = f"{name}.kernel" in self.params
@@ -204,7 +205,7 @@ class Filler:
 
 
 def matrix(kernel: np.ndarray) -> np.ndarray:
-    """Return a matrix outputs × inputs from ours, inputs × outputs."""
+    """Transpose a kernel, inputs × outputs, to outputs × inputs."""
     return np.ascontiguousarray(kernel.T)
 
 

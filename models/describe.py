@@ -53,19 +53,19 @@ class Part(NamedTuple):
 
     name: str
     layers: int
-    shapes: list[tuple[int, ...]]  # of a layer's arrays, without biases and norms
+    shapes: list[tuple[int, ...]]  # of one layer's arrays, without biases and norms
     parameters: int
-    multiply_adds: int  # of one example
+    multiply_adds: int  # per example
 
 
 def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
     """Return the parts of a model in order; they sum to the whole.
 
-    A pooler that does not lead to the logits has no products.
+    A pooler that the logits do not depend on has no multiply-adds.
 
     Args:
         model: may be abstract.
-        S, T: tokens of the encoder's and of the decoder's input.
+        S, T: number of tokens of the encoder's and the decoder's input.
     """
     work = products_by_part(plain(model), S, T)
     arrays = {}
@@ -85,7 +85,7 @@ def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
 
 
 def part_of(path: str) -> str:
-    """Return the part of a parameter, such as decoder.cross_attention.key."""
+    """Return a parameter's part, such as decoder.cross_attention.key."""
     first, *rest = path.split(".")
     if first.startswith("output"):
         return "output"
@@ -94,7 +94,7 @@ def part_of(path: str) -> str:
     inside = rest[1]
     if inside.endswith("attention"):
         head = re.sub("_(bias|norm)", "", rest[2])
-        head = head if head in OF_HEADS else "maps"  # what variants add
+        head = head if head in OF_HEADS else "maps"  # parameters of variants
         return f"{first}.{inside}.{head}"
     return f"{first}.{'norms' if inside.endswith('norm') else inside}"
 
@@ -106,7 +106,7 @@ def place(name: str) -> list[int]:
 
 
 def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
-    """Return the multiply-adds of one example by part, of a `plain` model."""
+    """Count multiply-adds per example of a `plain` model by part."""
     D = model.width
     work = {}
 
@@ -135,7 +135,7 @@ def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
 
 
 def of_attention(attention: Attention, x, memory) -> dict[str, int]:
-    """Return the multiply-adds of an attention's parts; the maps take the rest."""
+    """Count multiply-adds of an attention's parts; "maps" is the remainder."""
 
     def projected(name, x):
         def method(attention, x):
@@ -195,7 +195,7 @@ def print_parts(model: Transformer) -> None:
 
 
 def print_heads(model: Transformer) -> None:
-    """Print the shape of the heads, and their parameters in one layer."""
+    """Print the shape of the heads, and their parameters per layer."""
     table = Table(
         *("attention", "merge", "N", "K", "H", "V"),
         *("parameters per head", "with the merge"),
@@ -217,7 +217,7 @@ def print_heads(model: Transformer) -> None:
 
 
 def spec_of(model: Transformer, S: int, T: int) -> dict:
-    """Return the batch spec of one example with these lengths."""
+    """Return a batch spec for one example with these lengths."""
     lengths = {"source": S, "target": T}
     fields = {f: None for site in model.sites().values() for f in site[1:3]}
     return batch_spec(fields, 1, {field: lengths[field] for field in fields})

@@ -1,4 +1,4 @@
-"""Dropout with a rate that is data and random bits that cost next to nothing."""
+"""Dropout with a traced rate and cheap random bits."""
 
 import math
 
@@ -12,10 +12,14 @@ Dropout = tuple[Float[Array, ""] | float, Key[Array, ""]]  # rate, key
 
 
 def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
-    """Zero each element with probability rate, scale the rest by 1 / (1 - rate).
+    """Zero each element with probability rate, and scale the rest by 1 / (1 - rate).
 
-    The rate is data, not part of the program, so that trials may differ in it. None
-    leaves x as it is. `index` tells the places of a layer apart.
+    The rate may be traced, so that trials of one program can have different rates.
+
+    Args:
+        x: any array.
+        rate_and_key: None returns x unchanged.
+        index: distinguishes calls with the same key, as within a layer.
     """
     if rate_and_key is None:
         return x
@@ -27,11 +31,11 @@ def dropout(x: Array, rate_and_key: Dropout | None, index: int) -> Array:
 
 
 def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """A hash of each element's index: enough for dropout, cheap enough to do again.
+    """Hash each element's index to random bits that are good enough for dropout.
 
-    It fuses into what reads it, where `jax.random.bits` is a pass of 20 rounds. The
-    key gives each call a stride and a start of its own; the mixing is that of
-    `attention.dropout`.
+    The hash is cheap enough to recompute and fuses into its consumer, whereas
+    `jax.random.bits` is a separate pass of 20 rounds. The key determines the start and
+    stride of the hashed counter; the hash is that of `attention.dropout`.
     """
     start, stride = jax.random.key_data(key)[-2:]
     x = jax.lax.iota(jnp.uint32, math.prod(shape)) * (stride | 1) + start
@@ -40,10 +44,10 @@ def random_bits(key: Key[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, ".
 
 
 def key_of(drop: Dropout | None, index: int) -> Key[Array, ""] | None:
-    """The key of a place in the model that has a rate of its own."""
+    """Derive a key for a part of the model that has its own dropout rate."""
     return None if drop is None else jax.random.fold_in(drop[1], index)
 
 
 def fold(drop: Dropout | None, index: int) -> Dropout | None:
-    """Dropout for a part of the model, independent of the other parts'."""
+    """Derive dropout for a part of the model, independent of other parts."""
     return None if drop is None else (drop[0], jax.random.fold_in(drop[1], index))

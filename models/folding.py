@@ -1,8 +1,8 @@
-"""A model as other libraries know it: concat, 1 / sqrt(H), no gates, position tables.
+"""Convert models to what other libraries support: concat, 1 / sqrt(H) and no gates.
 
-What is linear in the heads is multiplied into the output kernel, in float64, and what a
-format can't say raises an error that names the config key. Parameters are NumPy arrays
-by path, as `models.huggingface.named` gives them.
+Factors that are linear in the heads are folded into the output kernel, in float64. A
+setting that a format can't express raises an error that names the config key.
+Parameters are NumPy arrays by path, as returned by `models.huggingface.named`.
 """
 
 import jax.numpy as jnp
@@ -13,24 +13,24 @@ from headcount.configs.base import get_config
 from headcount.models.positions import SINUSOIDAL, sinusoidal
 from headcount.models.transformer import attention_arguments
 
-STACKS = {  # by site: the layers that have it, and its name in them
+STACKS = {  # by site: stack of layers, and the attention's name within a layer
     "encoder": ("encoder", "self_attention"),
     "decoder": ("decoder", "self_attention"),
     "cross": ("decoder", "cross_attention"),
 }
-# Keys of a section that change no function: how it is trained, and what computes it.
+# Keys of a section that only affect training or the choice of implementation.
 START = ("merge_gain", "init", "dropout", "implementation", "mixture_heads", "qk_clip")
-# Keys of model.attention that `plain_heads` removes or every format can say.
+# Keys of model.attention that `plain_heads` folds or that all formats can express.
 HEADS = ("num_heads", "use_bias", "merge", "scale")
 
 
 def plain_heads(config, params: dict, gates: dict) -> dict:
-    """Return parameters of the same function with the rule concat, without gates.
+    """Return parameters of an equivalent model with the rule concat and no gates.
 
     Args:
-        config: of the run.
-        params: by path.
-        gates: fixed head gates by site, L N, of the trial.
+        config: the run's config.
+        params: parameters by path.
+        gates: the trial's fixed head gates by site, L N.
 
     Raises:
         ValueError: the merge rule of a layer is not linear in the heads.
@@ -60,7 +60,7 @@ def plain_heads(config, params: dict, gates: dict) -> dict:
 
 
 def concat_kernel(rule: str, params: dict, num_heads: int, path: str) -> np.ndarray:
-    """Return the kernel N V D with which concat does what a rule does.
+    """Return the kernel N V D with which concat is equivalent to a rule.
 
     Raises:
         ValueError: the rule is not linear in the heads.
@@ -82,7 +82,7 @@ def concat_kernel(rule: str, params: dict, num_heads: int, path: str) -> np.ndar
 
 
 def ungrouped(params: dict) -> dict:
-    """Return parameters in which each head has its own copy of its keys and values."""
+    """Repeat the parameters of keys and values for each query head of a group."""
     params = dict(params)
     for name in [x for x in params if x.endswith("_attention.query")]:
         layer, num_heads = name.removesuffix(".query"), params[name].shape[1]
@@ -100,7 +100,7 @@ def ungrouped(params: dict) -> dict:
 
 
 def fold_scale(params: dict, layer: str, scale: float) -> None:
-    """Multiply the queries so that logits / sqrt(H) have the layer's own scale."""
+    """Scale the queries so that dividing logits by sqrt(H) gives the layer's scale."""
     head_dim = params[f"{layer}.query"].shape[-1]
     normed = f"{layer}.query_norm.scale"
     names = [normed] if normed in params else [f"{layer}.query", f"{layer}.query_bias"]
@@ -111,12 +111,12 @@ def fold_scale(params: dict, layer: str, scale: float) -> None:
 
 
 def position_tables(config, params: dict, rows: int) -> dict[str, np.ndarray]:
-    """Return what is added to the embeddings by position, by stack: tables of D.
+    """Return by stack the table of vectors, of size D, added to embeddings.
 
     Args:
-        config: of the run.
-        params: by path.
-        rows: of tables that are not learned.
+        config: the run's config.
+        params: parameters by path.
+        rows: number of positions, except for learned tables.
     """
     found, width = {}, config.model.width
     for stack in ("encoder", "decoder"):
@@ -132,13 +132,13 @@ def position_tables(config, params: dict, rows: int) -> dict[str, np.ndarray]:
 
 
 def site_settings(config, site: str) -> dict:
-    """Return the arguments of a site's attention, and the `path` of their section."""
+    """Return the arguments of a site's attention, including its config `path`."""
     model = config.model.to_dict()
     return attention_arguments(site, model["attention"], model[f"{site}_attention"])
 
 
 def num_layers(config, site: str) -> int:
-    """Return how many layers have a site."""
+    """Return the number of layers at a site."""
     if site == "cross" and not config.model.num_encoder_layers:
         return 0
     return config.model[f"num_{STACKS[site][0]}_layers"]
@@ -162,16 +162,16 @@ def head_sizes(config, site: str) -> tuple[int, int, int, int]:
 
 
 def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
-    """Raise a ValueError for a setting that has no place in a format.
+    """Raise a ValueError for a setting that a format can't express.
 
-    A key that neither the format nor this file knows must have its default, so that a
-    variant added later is not left out without a word.
+    All keys that are not known to be supported must have their defaults, so that
+    variants that are added later are not silently dropped.
 
     Args:
-        config: of the run.
-        target: the format, for the error.
-        model: keys of config.model that the format can say.
-        heads: keys of config.model.attention that it can say, besides `HEADS`.
+        config: the run's config.
+        target: the format's name, for the error.
+        model: keys of config.model that the format can express.
+        heads: keys of config.model.attention that it can express, besides `HEADS`.
     """
     defaults = get_config().model.to_dict()
     known = {*model, "width", "mlp_dim", "num_encoder_layers", "num_decoder_layers"}
@@ -194,7 +194,7 @@ def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
 
 
 def refuse(target: str, key: str, wanted, got) -> None:
-    """Raise a ValueError that says what a format needs of a config key."""
+    """Raise a ValueError that says which value a format needs for a config key."""
     raise ValueError(
         f"{key} must be {wanted} for {target}, which can't say anything else; got "
         f"{got}."

@@ -1,16 +1,16 @@
-"""Weights of Hugging Face Marian, BERT and GPT-2: which tensor is which parameter.
+"""Convert weights from and to Hugging Face Marian, BERT, GPT-2, Llama and Qwen 3.
 
-A family is a table of rows: their tensor, our parameter (or several, side by side in
-it), and its form. `{i}` is the layer. The forms:
+Each family has a table of rows: their tensor, our parameter (or several, concatenated
+in the tensor), and its form. `{i}` is the layer's index. The forms are:
 
-    vector   flat, as a bias or a norm's scale
-    table    the same array, as an embedding
-    row      a vector as a matrix of one row
-    kernel   a matrix, whose inputs are our first axis: D to heads, D to F
-    merge    a matrix, whose outputs are our last axis: heads to D
+    vector   flat, such as a bias or a norm's scale
+    table    the same array, such as an embedding
+    row      a vector as a matrix with one row
+    kernel   a matrix whose inputs are our first axis: D to heads, D to F
+    merge    a matrix whose outputs are our last axis: heads to D
 
-Their matrices are outputs × inputs (torch.nn.Linear), but inputs × outputs in GPT-2.
-Arrays are NumPy arrays by name.
+Their matrices are outputs × inputs, as in torch.nn.Linear, except in GPT-2, where they
+are inputs × outputs. Arrays are NumPy arrays by name.
 """
 
 import math
@@ -22,7 +22,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """A tensor of theirs and the parameters of ours that it holds."""
+    """A Hugging Face tensor, and the parameters of ours that it holds."""
 
     theirs: str
     ours: str | tuple[str, ...]
@@ -133,7 +133,7 @@ GPT2 = [
 ]
 
 LLAMA_LAYER = "model.layers.{i}"
-LLAMA = [  # and Qwen 3, which normalises queries and keys
+LLAMA = [  # also Qwen 3, which normalises queries and keys
     Row("model.embed_tokens.weight", "embedding", "table"),
     Row("lm_head.weight", "output_table", "table"),
     *norm("decoder.{i}.self_norm", f"{LLAMA_LAYER}.input_layernorm"),
@@ -161,14 +161,14 @@ LLAMA = [  # and Qwen 3, which normalises queries and keys
 
 
 class Family(NamedTuple):
-    """The checkpoint format of a kind of model."""
+    """A family's checkpoint format."""
 
     rows: list[Row]
-    outputs_first: bool  # matrices are outputs × inputs
-    prefix: str  # of tensors of the model without a head; may be missing
-    tied: dict[str, str]  # names that repeat another tensor
-    no_weights: str  # pattern of names that hold computed values
-    left_out: str = "(?!)"  # pattern of weights that our model has no part for
+    outputs_first: bool  # whether matrices are outputs × inputs
+    prefix: str  # of all tensors but the output head's; may be missing
+    tied: dict[str, str]  # names of tensors that repeat another one
+    no_weights: str  # pattern of names of computed tensors
+    left_out: str = "(?!)"  # pattern of weights that our model doesn't have
 
 
 FAMILIES = {
@@ -192,7 +192,7 @@ FAMILIES = {
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
         no_weights=r"bert\.embeddings\.position_ids",
-        left_out=r"cls\.seq_relationship\..*",  # whether one sentence follows another
+        left_out=r"cls\.seq_relationship\..*",  # next-sentence prediction
     ),
     "gpt2": Family(
         GPT2,
@@ -210,12 +210,12 @@ FAMILIES = {
     ),
 }
 FAMILIES["qwen3"] = FAMILIES["llama"]
-# Names that have no prefix.
+# Prefixes of output heads, which have no family prefix.
 HEADS = ("lm_head.", "cls.", "classifier.", "final_logits_bias")
 
 
 def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
-    """Return the rows of a model with these parameters: their name, our names, form."""
+    """Return rows (their name, our names, form) for a model with these parameters."""
     layers = {int(n) for name in ours for n in re.findall(r"coder\.(\d+)\.", name)}
     found = []
     for theirs, names, form in FAMILIES[family].rows:
@@ -228,10 +228,10 @@ def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
 
 
 def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return their tensors by name, from our parameters by path.
+    """Convert our parameters by path to Hugging Face tensors by name.
 
     Raises:
-        ValueError: the family has no such parameter.
+        ValueError: the family lacks one of the parameters.
     """
     outputs_first = FAMILIES[family].outputs_first
     tensors, used = {}, set()
@@ -251,10 +251,12 @@ def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.n
 def from_huggingface(
     family: str, tensors: dict[str, np.ndarray], like: dict
 ) -> dict[str, np.ndarray]:
-    """Return our parameters by path, float32, from their tensors by `full_names`.
+    """Convert Hugging Face tensors to our parameters by path, float32.
 
     Args:
-        like: the parameters wanted, by path, as shapes.
+        family: a name in `FAMILIES`.
+        tensors: tensors by name, from `full_names`.
+        like: the expected parameters by path, or their shapes.
 
     Raises:
         ValueError: a tensor is missing, has another shape, or the model lacks it.
@@ -288,13 +290,13 @@ def from_huggingface(
 
 
 def leave_out(family: str, tensors: dict) -> tuple[dict, list[str]]:
-    """Split tensors into those that our model has, and the names of the others."""
+    """Split tensors into those that our model has, and names of those it lacks."""
     left_out = [x for x in tensors if re.fullmatch(FAMILIES[family].left_out, x)]
     return {x: y for x, y in tensors.items() if x not in left_out}, left_out
 
 
 def settings_of(family: str, tensors: dict) -> dict:
-    """Return the settings that depend on the tensors: what follows the layers."""
+    """Return settings that depend on which tensors there are: the output heads."""
     if family != "bert":
         return {}
     transform = "cls.predictions.transform.dense.weight" in tensors
@@ -304,7 +306,7 @@ def settings_of(family: str, tensors: dict) -> dict:
         "model.output_bias": transform,
     }
     if "classifier.weight" in tensors:
-        # a classifier of texts reads the pooler, one of tokens has none
+        # a text classifier reads the pooler's output; a token classifier has no pooler
         found["task.name"] = "tagging"
         if found["model.pooler"]:
             found |= {"task.name": "classification", "task.pooling": "first"}
@@ -313,31 +315,31 @@ def settings_of(family: str, tensors: dict) -> dict:
 
 
 def named(params) -> dict:
-    """Return the parameters of a model (from `nnx.split`) by path."""
+    """Return a model's parameters (from `nnx.split`) by path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def unnamed(arrays: dict, like):
-    """Invert `named`, into the tree of `like`."""
+    """Invert `named`; the result has the tree structure of `like`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: arrays[path_name(path)], like
     )
 
 
 def path_name(path) -> str:
-    """Return a parameter's path, without the field of its variable."""
+    """Return a parameter's path, without the variable's field `value`."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     return name.removesuffix(".value")
 
 
 def flat(array: np.ndarray, form: str) -> np.ndarray:
-    """Return a parameter in its form, matrices inputs × outputs."""
+    """Reshape a parameter to its form; matrices are inputs × outputs."""
     return array.reshape(flat_shape(array.shape, form))
 
 
 def flat_shape(shape: tuple[int, ...], form: str) -> tuple[int, ...]:
-    """Return the shape of a parameter in its form, matrices inputs × outputs."""
+    """Return a parameter's shape in its form; matrices are inputs × outputs."""
     size = math.prod(shape)
     return {
         "vector": (size,),
@@ -349,10 +351,10 @@ def flat_shape(shape: tuple[int, ...], form: str) -> tuple[int, ...]:
 
 
 def full_names(family: str, tensors: dict) -> dict:
-    """Return the tensors by the names of the family's table, without computed ones.
+    """Rename tensors as in the family's table, and drop computed and tied ones.
 
-    A checkpoint of the model without a head has no prefix, an old one says gamma and
-    beta, and some repeat the embedding.
+    Checkpoints of models without an output head lack the prefix, old checkpoints use
+    the names gamma and beta, and some repeat the embedding.
 
     Raises:
         ValueError: a tensor that must repeat another differs from it.

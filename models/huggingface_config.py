@@ -1,6 +1,7 @@
-"""config.json of Hugging Face Marian, BERT and GPT-2 as settings of our models.
+"""Convert config.json of Hugging Face Marian, BERT and GPT-2 to our settings.
 
-Settings are a dict from config key to value; other keys are as in configs/base.py.
+Settings are a dict from config key to value. Keys that are missing have the defaults of
+configs/base.py.
 """
 
 from functools import partial
@@ -14,7 +15,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# By family: key of config.json, the value our models need, and its default.
+# By family: keys of config.json, with the value our models need and the default.
 REQUIRED = {
     "marian": {
         "normalize_before": (False, False),
@@ -39,10 +40,10 @@ REQUIRED = {
 
 
 def settings_of(theirs: dict) -> dict:
-    """Return the settings of a config.json, except those that depend on the tensors.
+    """Convert a config.json to settings, except those that depend on the tensors.
 
     Raises:
-        ValueError: it is of another family, lacks a key, or has a setting that we lack.
+        ValueError: the family or a setting is not supported, or a key is missing.
     """
     family = theirs.get("model_type")
     if family not in READERS:
@@ -65,7 +66,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def read(theirs: dict, kind: type, key: str, *default):
-    """Return the value of a key, which must be of this type."""
+    """Return a key's value after checking its type."""
     value = theirs[key] if not default else theirs.get(key, *default)
     fits = isinstance(value, int | float if kind is float else kind)
     if not fits or isinstance(value, bool) != (kind is bool):  # True is an int, too
@@ -74,7 +75,7 @@ def read(theirs: dict, kind: type, key: str, *default):
 
 
 def activation(theirs: dict, key: str) -> str:
-    """Return our name of an activation."""
+    """Return our name for an activation."""
     name = theirs[key]
     if name not in ACTIVATIONS:
         raise ValueError(
@@ -84,7 +85,7 @@ def activation(theirs: dict, key: str) -> str:
 
 
 def marian(theirs: dict) -> dict:
-    """Marian: encoder and decoder, post-norm, with the paper's sinusoids."""
+    """Convert Marian: encoder and decoder, post-norm, with the paper's sinusoids."""
     size = partial(read, theirs, int)
     if theirs["encoder_ffn_dim"] != theirs["decoder_ffn_dim"]:
         raise ValueError(
@@ -98,7 +99,7 @@ def marian(theirs: dict) -> dict:
             f"{start}."
         )
     return {
-        "data.vocab_size": size("vocab_size") + 1,  # padding has a row of its own
+        "data.vocab_size": size("vocab_size") + 1,  # we add a row for padding
         "data.max_length": size("max_position_embeddings"),
         "model.width": size("d_model"),
         "model.num_encoder_layers": size("encoder_layers"),
@@ -117,7 +118,7 @@ def marian(theirs: dict) -> dict:
 
 
 def bert(theirs: dict) -> dict:
-    """BERT: an encoder alone, post-norm."""
+    """Convert BERT: encoder-only, post-norm."""
     size = partial(read, theirs, int)
     return {
         "task.name": "masked_language_model",
@@ -145,7 +146,7 @@ def bert(theirs: dict) -> dict:
 
 
 def gpt2(theirs: dict) -> dict:
-    """GPT-2: a decoder alone, pre-norm."""
+    """Convert GPT-2: decoder-only, pre-norm."""
     size = partial(read, theirs, int)
     inner = "n_inner" if theirs.get("n_inner") else None
     bos = "bos_token_id" if theirs.get("bos_token_id") is not None else None

@@ -1,8 +1,8 @@
-"""A trained model of ours as a Hugging Face model: its family, config.json, tensors.
+"""Convert a trained model to a Hugging Face model: family, config.json and tensors.
 
-Translators become Marian, language models GPT-2 or, with rotary positions, Llama (Qwen
-3 where queries and keys are normalised), taggers BERT. What a family can't say raises a
-ValueError that names the config key.
+Translation models become Marian, taggers become BERT, and language models become GPT-2
+or, with rotary positions, Llama (Qwen 3 if queries and keys are normalised). A setting
+that the family can't express raises a ValueError that names the config key.
 """
 
 import re
@@ -13,8 +13,8 @@ from headcount.models import folding
 from headcount.models.huggingface import to_huggingface
 from headcount.models.huggingface_config import ACTIVATIONS
 
-POSITION_ROWS = 1024  # at least, where positions are computed: a longer text fails
-MARIAN_EPSILON = 1e-5  # PyTorch's default, which Marian's layer norms have
+POSITION_ROWS = 1024  # minimum for computed position tables; longer texts fail
+MARIAN_EPSILON = 1e-5  # PyTorch's default, which Marian's layer norms use
 NAMES = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 PLAIN = ("max_positions", "activation", "scale_embeddings", "use_bias")
 NORMS = ("norm", "norm_type", "norm_epsilon", "positions", "mlp")
@@ -22,7 +22,7 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def family_of(config) -> str:
-    """Return the family that a config's model belongs to, after checking it.
+    """Return the family of a config's model, after checking that it fits.
 
     Raises:
         ValueError: the family lacks a setting of the model.
@@ -72,7 +72,7 @@ BERT_KEYS = ("embedding_norm", "token_types")
 
 
 def check_shape(config, site: str, title: str, free: bool) -> None:
-    """Raise a ValueError if heads have sizes that the family lacks."""
+    """Raise a ValueError if the family does not support the heads' sizes."""
     N, K, H, V = folding.head_sizes(config, site)
     path = folding.site_settings(config, site)["path"]
     size = config.model.width // N
@@ -92,9 +92,9 @@ def convert(config, family: str, params: dict, labels: list[str] | None = None):
     """Return config.json, generation_config.json (or None), and the tensors by name.
 
     Args:
-        config: of the run.
-        family: of `family_of`.
-        params: by path, of `folding.plain_heads`.
+        config: the run's config.
+        family: the result of `family_of`.
+        params: parameters by path, from `folding.plain_heads`.
         labels: the classes of a tagger.
     """
     rows = max(POSITION_ROWS, 2 * config.data.max_length + 16)
@@ -111,7 +111,7 @@ def convert(config, family: str, params: dict, labels: list[str] | None = None):
 
 
 def untie(config, params: dict) -> None:
-    """Multiply the embedding by its scale, which then is not the output's table."""
+    """Fold the scale of embeddings into the embedding, and untie the output's table."""
     if config.model.scale_embeddings:
         params.setdefault("output_table", params["embedding"])
         scale = np.float32(config.model.width**0.5)
@@ -119,11 +119,11 @@ def untie(config, params: dict) -> None:
 
 
 def marian(config, params: dict, tables: dict):
-    """Marian, whose layer norms have an epsilon of 1e-5: see `rescaled`."""
+    """Convert to Marian, whose layer norms have an epsilon of 1e-5: see `rescaled`."""
     model = config.model
     size, width = params["embedding"].shape
     params.setdefault("output_bias", np.zeros(size, np.float32))
-    filled(params, "marian")
+    fill(params)
     factor = (MARIAN_EPSILON / model.norm_epsilon) ** 0.5
     last = model.num_decoder_layers - 1
     params = rescaled(params, factor, f"decoder.{last}.mlp_norm")
@@ -163,7 +163,7 @@ def marian(config, params: dict, tables: dict):
     }
     generation = {
         "decoder_start_token_id": model.bos,
-        "suppress_tokens": [0, 1],  # as our search: neither padding nor BOS
+        "suppress_tokens": [0, 1],  # padding and BOS, as in our search
         "max_length": len(tables["decoder"]),
         "num_beams": 1,
         **SPECIAL,
@@ -172,11 +172,12 @@ def marian(config, params: dict, tables: dict):
 
 
 def rescaled(params: dict, factor: float, last_norm: str) -> dict:
-    """Return post-norm parameters of the same function with another norm epsilon.
+    """Return equivalent post-norm parameters for another norm epsilon.
 
-    A layer norm of c · x with epsilon c² · e is that of x with e. So the residual
-    stream is c times as large: what writes into it is multiplied by c, what reads from
-    it divided. The last norm's output only meets the embedding, which is in the stream.
+    A layer norm of c · x with epsilon c² · e equals that of x with epsilon e. So scale
+    the residual stream by c: multiply parameters that write to it by c, and divide
+    those that read from it. The last norm is divided, because its output only meets the
+    embedding, which is multiplied.
     """
     if factor == 1:
         return params
@@ -193,8 +194,8 @@ def rescaled(params: dict, factor: float, last_norm: str) -> dict:
     return found
 
 
-def filled(params: dict, family: str) -> None:
-    """Add biases of zeros where the model has none and the family always does."""
+def fill(params: dict) -> None:
+    """Add zero biases where the model has none."""
     stacks = {name.rsplit(".", 1)[0] for name in params}
     for name in stacks:
         if f"{name}.query" in params:
@@ -209,13 +210,12 @@ def filled(params: dict, family: str) -> None:
             params.setdefault(f"{name}.bias", zeros)
         if scale is not None and name.endswith("norm"):
             params.setdefault(f"{name}.bias", np.zeros_like(scale))
-    del family
 
 
 def gpt2(config, family: str, params: dict):
-    """GPT-2."""
+    """Convert to GPT-2."""
     model = config.model
-    filled(params, family)
+    fill(params)
     size, width = params["embedding"].shape
     settings = {
         "model_type": "gpt2",
@@ -237,7 +237,7 @@ def gpt2(config, family: str, params: dict):
 
 
 def llama(config, family: str, params: dict):
-    """Llama or Qwen 3."""
+    """Convert to Llama or Qwen 3."""
     model = config.model
     size, width = params["embedding"].shape
     N, K, H, _ = folding.head_sizes(config, "decoder")
@@ -266,7 +266,7 @@ def llama(config, family: str, params: dict):
 
 
 def finished(config, settings: dict, family: str, params: dict):
-    """Add the special tokens of a language model: documents are separated by one."""
+    """Add special tokens: the separator of documents is both BOS and EOS."""
     separator = config.model.bos
     special = {"bos_token_id": separator, "eos_token_id": separator}
     generation = dict(special)
@@ -278,9 +278,9 @@ def finished(config, settings: dict, family: str, params: dict):
 
 
 def bert(config, params: dict, tables: dict, labels: list[str] | None):
-    """BERT, with a class per token."""
+    """Convert to BERT for token classification."""
     model = config.model
-    filled(params, "bert")
+    fill(params)
     size, width = params["embedding"].shape
     if model.scale_embeddings:
         scale = np.float32(width**0.5)

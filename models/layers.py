@@ -24,7 +24,7 @@ MLPS = ("plain", "gated")
 def make_norm(
     width: int, kind: str, epsilon: float, use_bias: bool, rngs: nnx.Rngs
 ) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Return a norm of the model width, with a learned scale."""
+    """Return a norm over the model width, with a learned scale."""
     axes = {"axes": "D"}
     if kind == "rms_norm":
         return nnx.RMSNorm(width, epsilon=epsilon, scale_metadata=axes, rngs=rngs)
@@ -41,7 +41,7 @@ def make_norm(
 def make_linear(
     size_in: int, size_out: int, axes: str, rngs: nnx.Rngs, use_bias: bool = True
 ) -> nnx.Linear:
-    """Return a linear map with Xavier's uniform initial values."""
+    """Return a linear layer with Xavier uniform initialization."""
     return nnx.Linear(
         size_in,
         size_out,
@@ -54,10 +54,10 @@ def make_linear(
 
 
 class MLP(nnx.Module):
-    """The feed-forward: D to F, an activation, and back to D.
+    """Feed-forward layer: linear map from D to F, activation, linear map back to D.
 
     With `gated`, the activated hidden units are multiplied by another linear map of the
-    input (GLU variants, Shazeer 2020); with silu that is SwiGLU.
+    input (GLU variants, Shazeer 2020). With silu, this is SwiGLU.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class MLP(nnx.Module):
 
 
 def apply_linear(layer: nnx.Linear, x: Float[Array, "B T D"]):
-    """Apply a linear map as a product of two matrices; see `linear`."""
+    """Apply a linear layer as a product of two matrices; see `linear`."""
     bias = None if layer.bias is None else layer.bias[...]
     return linear(x, layer.kernel[...], bias)
 
 
 class Layer(nnx.Module):
-    """Self-attention, cross-attention if it is a decoder's, and feed-forward.
+    """Transformer layer: self-attention, optional cross-attention, and feed-forward.
 
-    Each is followed by dropout and a residual sum, with the norm after the sum ("post",
-    Vaswani et al. 2017) or before the sublayer ("pre").
+    Each sublayer is followed by dropout and a residual sum. The norm comes after the
+    sum ("post", Vaswani et al. 2017) or before the sublayer ("pre").
 
     Args:
         width: D.
@@ -108,9 +108,9 @@ class Layer(nnx.Module):
         make_norm: returns a norm of the width.
         activation: a name in `ACTIVATIONS`.
         gated: whether the feed-forward is gated; see `MLP`.
-        use_bias: in the feed-forward.
+        use_bias: whether the feed-forward has biases.
         self_attention: arguments of `Attention`.
-        cross_attention: likewise; None: no cross-attention.
+        cross_attention: arguments of `Attention`; None for no cross-attention.
     """
 
     def __init__(
@@ -160,18 +160,24 @@ class Layer(nnx.Module):
         observe: dict | None = None,
         first: dict | None = None,
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """Apply the layer; return its output, and `Attention.auxiliary` by place.
+        """Apply the layer.
+
+        Arguments by place are dicts with the keys `self` and `cross`.
 
         Args:
-            x: its input.
+            x: the input.
             memory: the encoder's output, which cross-attention attends to.
-            segments, memory_segments: ids that keep packed examples apart; 0: padding.
-            is_causal: attend to no later token.
-            position_arguments: of self-attention: `positions` to rotate by, or `bias`.
-            gates: head gates by `self` and `cross`, `N` or `B N` each; 1 if missing.
+            segments, memory_segments: ids of packed examples; 0 is padding.
+            is_causal: whether to prevent attention to later tokens.
+            position_arguments: arguments of self-attention, from
+                `Transformer.position_arguments`.
+            gates: head gates by place, `N` or `B N` each. Defaults to 1.
             drop: dropout of this layer.
-            observe: functions by `self` and `cross`; see `Attention`.
-            first: likewise the values of the stack's first layer, if they are needed.
+            observe: functions by place; see `Attention`.
+            first: values of the stack's first layer by place, if needed.
+
+        Returns:
+            The output, and `Attention.auxiliary` by place.
         """
         gates, observe, first = gates or {}, observe or {}, first or {}
         auxiliary = {}

@@ -1,4 +1,4 @@
-"""Whole maps of attention of a model, for plots, roles and the explorer."""
+"""A model's full attention maps, for plots, roles and the explorer."""
 
 from functools import partial
 
@@ -21,11 +21,11 @@ from headcount.models.trial_axis import over_trials
 def attention_maps(
     graph, params, head_gates: dict, batch: dict
 ) -> dict[str, tuple[Float[Array, "L B N T S"], Float[Array, "L B N T S"]]]:
-    """Return the weights and the norm-weighted shares of every head, by site.
+    """Compute the weights and the norm-weighted shares of every head, by site.
 
     Args:
-        graph, params, head_gates: of one trial; see `tasks.Run.of`.
-        batch: without a trial axis; see `models.transformer.Transformer`.
+        graph, params, head_gates: one trial's model; see `tasks.Run.of`.
+        batch: a batch without trial axis; see `models.transformer.Transformer`.
     """
     model = precision.model_of(graph, params)
     found = {site: [] for site in model.sites()}
@@ -45,11 +45,11 @@ def attention_maps(
 def head_summaries(
     graph, params, head_gates: dict, batch: dict
 ) -> dict[str, dict[str, Float[Array, "R L N"]]]:
-    """Return four numbers of every head of every trial, by site, for training logs.
+    """Compute four statistics per head and trial, by site, for training logs.
 
-    They are means over the queries of a batch: entropy (nats) and distance (tokens) of
-    the weights, sink (weight on a segment's last key, in the decoder on its first), and
-    the largest logit of all.
+    Three are means over the queries of a batch: entropy (nats) and distance (tokens) of
+    the weights, and sink (weight on a segment's last key, or first key in the decoder).
+    The fourth is the largest logit of the batch.
     """
 
     def one(params, head_gates):
@@ -77,10 +77,10 @@ def head_summaries(
 def summaries_of(
     layer: Intermediates, special: Bool[Array, "B S"]
 ) -> dict[str, Float[Array, "N"]]:
-    """Return the numbers of `head_summaries` of one layer."""
+    """Compute the statistics of `head_summaries` for one layer."""
     weights = attention_map(layer)
     seen = weights > 0
-    queries = jnp.maximum(seen.any((1, 3)).sum(), 1)  # those that are not padding
+    queries = jnp.maximum(seen.any((1, 3)).sum(), 1)  # without padding
     T, S = weights.shape[2:]
     distance = jnp.abs(jnp.arange(S) - jnp.arange(T)[:, None])
     N, H = layer.query.shape[2:]
@@ -100,7 +100,7 @@ def summaries_of(
 
 
 def single_example(fields: dict[str, list[int]]) -> dict[str, jax.Array]:
-    """Return a batch of one example from the token ids of its fields."""
+    """Build a batch of one example from the token ids of its fields."""
     batch = {}
     for name, ids in fields.items():
         tokens = jnp.asarray([ids], jnp.int32)

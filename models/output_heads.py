@@ -1,4 +1,4 @@
-"""What follows the last layer: classes, and BERT's pooler and output transform."""
+"""Output heads: classifier, and BERT's pooler and output transform."""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,13 @@ POOLING = ("first", "mean", "attention")
 
 
 class Classifier(nnx.Module):
-    """A linear map to classes, of every token or of a pooled vector per segment.
-
-    `linear` is applied to what `pool` returns.
+    """Classifier of tokens or segments: apply `linear` to the result of `pool`.
 
     Args:
         width: D.
         num_classes: C.
-        pooling: None: classify every token by itself. "first": each segment by its
-            first token. "mean": by the mean of its tokens. "attention": by a mean with
+        pooling: None classifies every token. "first" classifies each segment by its
+            first token, "mean" by the mean of its tokens, "attention" by a mean with
             learned weights.
     """
 
@@ -42,7 +40,7 @@ class Classifier(nnx.Module):
     def pool(
         self, hidden: Float[Array, "B T D"], segments: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Replace every token's vector by its segment's pooled one."""
+        """Replace every token's vector by the pooled vector of its segment."""
         if self.pooling is None:
             return hidden
         same = segments[:, :, None] == segments[:, None, :]
@@ -58,7 +56,7 @@ class Classifier(nnx.Module):
 
 
 class Pooler(nnx.Module):
-    """One vector per row from its first token, as BERT: tanh of a linear map."""
+    """BERT's pooler: tanh of a linear map of each row's first token."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.linear = make_linear(width, width, "D features", rngs)
@@ -68,12 +66,12 @@ class Pooler(nnx.Module):
         return self.transform(hidden[:, 0])
 
     def transform(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Return tanh of the linear map."""
+        """Apply the linear map, then tanh."""
         return jnp.tanh(self.linear(vectors))
 
 
 class OutputTransform(nnx.Module):
-    """A linear map, an activation and a norm before the output, as BERT."""
+    """BERT's transform before the output: linear map, activation and norm."""
 
     def __init__(self, width: int, activation: str, make_norm, *, rngs: nnx.Rngs):
         self.activation = activation

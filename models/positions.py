@@ -1,8 +1,8 @@
-"""Where a token stands: added to its embedding, turned into its queries and keys, or
-added to the logits of self-attention.
+"""Encodings of token positions.
 
-`model.positions` names one of `POSITIONS`. Positions count from 0 in every sentence,
-also where several are packed into one row.
+`model.positions` names one of `POSITIONS`. Encodings are added to embeddings, rotate
+queries and keys, or are added to the logits of self-attention. Positions count from 0
+in every sentence, even if several are packed into one row.
 """
 
 import jax.numpy as jnp
@@ -14,19 +14,20 @@ from headcount.models.precision import lookup
 SINUSOIDAL = ("sinusoidal", "sinusoidal_paper")
 POSITIONS = (*SINUSOIDAL, "learned", "rotary", "relative", "alibi", "none")
 
-BUCKETS = 32  # of relative distances, as T5
+BUCKETS = 32  # of relative distances, as in T5
 FARTHEST = 128  # tokens; all longer distances share the last bucket
 
 
 def sinusoidal(
     num_positions: int, width: int, kind: str = "sinusoidal"
 ) -> Float[np.ndarray, "P D"]:
-    """Sines in the first half of the width, cosines in the second, as Tensor2Tensor.
+    """Compute sinusoidal position encodings (Vaswani et al. 2017, section 3.5).
 
-    Wavelengths run geometrically from 2π to 10000·2π (Vaswani et al. 2017, 3.5). The
-    last one is reached as in Tensor2Tensor ("sinusoidal"); or the step is that of the
-    printed formula, 10000^(2 / D), and the last one falls short of it
-    ("sinusoidal_paper", as Marian).
+    Sines are in the first half of the width and cosines in the second, as in
+    Tensor2Tensor. Wavelengths form a geometric progression from 2π to 10000·2π. With
+    "sinusoidal", it includes 10000·2π, as in Tensor2Tensor. With "sinusoidal_paper",
+    the ratio is 10000^(2 / D) as in the paper's formula and in Marian, so the last
+    wavelength is smaller.
     """
     half = width // 2
     steps = half if kind == "sinusoidal_paper" else max(half - 1, 1)
@@ -41,10 +42,10 @@ def sinusoidal(
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T N H"]:
-    """Turn each pair (x[i], x[i + H/2]) by position · 10000^(-2i / H).
+    """Rotate each pair (x[i], x[i + H/2]) by the angle position · 10000^(-2i / H).
 
-    Then the product of a query and a key depends on how far apart they stand, not on
-    where (Su et al. 2021; in halves as GPT-NeoX and Llama).
+    This makes the product of a query and a key depend on their relative position only
+    (Su et al. 2021). Pairs are split in halves, as in GPT-NeoX and Llama.
     """
     half = x.shape[-1] // 2
     rates = 10_000.0 ** -(np.arange(half, dtype=np.float32) / half)
@@ -59,8 +60,9 @@ def rotate(
 def alibi_slopes(num_heads: int) -> Float[np.ndarray, "N"]:
     """Return the slopes of attention with linear biases (ALiBi, Press et al. 2022).
 
-    2^(-8 n / N) of the heads n = 1 to N, if N is a power of 2. Else, as in the authors'
-    code, those of the power below it, then every second one of the power above.
+    If N is a power of 2, the slopes are 2^(-8 n / N) for n = 1 to N. Otherwise, as in
+    the authors' code, they are the slopes for the next lower power of 2, followed by
+    every second slope for the next higher one.
     """
     below = 2 ** (num_heads.bit_length() - 1)
 
@@ -72,7 +74,7 @@ def alibi_slopes(num_heads: int) -> Float[np.ndarray, "N"]:
 
 
 def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X"]:
-    """Return -slope · |distance|: in both directions alike if keys may stand later."""
+    """Return -slope · |distance|, which is symmetric for earlier and later keys."""
     far = jnp.abs(distance).astype(jnp.float32)
     return -alibi_slopes(num_heads).reshape(-1, *[1] * far.ndim) * far
 
@@ -80,21 +82,22 @@ def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X
 def relative_bias(
     table: Float[Array, "buckets N"], distance: Int[Array, "*X"], *, is_causal: bool
 ) -> Float[Array, "N *X"]:
-    """What each head adds to the logit of a key that far from its query.
+    """Look up each head's bias for relative distances (Raffel et al. 2020).
 
     Args:
-        table: `BUCKETS` N, learned; one for all layers of a stack (Raffel et al. 2020).
-        distance: position of the key minus position of the query, tokens.
-        is_causal: no key stands after its query, so all buckets serve what is before.
+        table: `BUCKETS` N, learned and shared by all layers of a stack.
+        distance: position of the key minus position of the query, in tokens.
+        is_causal: whether there are no later keys, so that earlier ones use all
+            buckets.
     """
     return jnp.moveaxis(lookup(table, bucket(distance, is_causal=is_causal)), -1, 0)
 
 
 def bucket(distance: Int[Array, "*X"], *, is_causal: bool) -> Int[Array, "*X"]:
-    """The bucket of a distance: one each when near, geometrically wider farther off.
+    """Return the bucket of a distance (Raffel et al. 2020, section 2.1).
 
-    Both directions have half of the buckets, or the past all of them (Raffel et al.
-    2020, section 2.1).
+    Short distances have one bucket each; buckets for longer ones grow geometrically.
+    Each direction uses half of the buckets; if causal, earlier keys use all of them.
     """
     num_buckets, first = BUCKETS, 0
     if not is_causal:

@@ -18,9 +18,9 @@ DTYPES = ("bfloat16", "float32")
 
 
 def compute_dtype(name: str | None) -> str:
-    """Return a dtype's name; None: bfloat16 if the device has units for it.
+    """Return the dtype's name; None chooses bfloat16 if the hardware supports it.
 
-    TPUs do, and NVIDIA's GPUs from compute capability 8 on.
+    TPUs do, and NVIDIA GPUs from compute capability 8.
 
     Raises:
         ValueError: the name is not in `DTYPES`.
@@ -34,12 +34,12 @@ def compute_dtype(name: str | None) -> str:
 
 
 def model_of(graph: nnx.GraphDef, params):
-    """Return a model with its parameters in the dtype that it computes in."""
+    """Build a model with its parameters cast to the dtype that it computes in."""
     return nnx.merge(graph, rounded(graph, params))
 
 
 def rounded(graph: nnx.GraphDef, params):
-    """Return parameters in the dtype that the model computes in."""
+    """Cast parameters to the dtype that the model computes in."""
     dtype = nnx.merge(graph, params).dtype
 
     def one(x):
@@ -52,10 +52,10 @@ def rounded(graph: nnx.GraphDef, params):
 def lookup(
     table: Float[Array, "rows D"], indices: Int[Array, "*X"]
 ) -> Float[Array, "*X D"]:
-    """Return rows of a table; gradients of a row are summed in float32.
+    """Look up rows of a table, and sum gradients of each row in float32.
 
-    A token that occurs a thousand times in a batch has as many gradients, and in
-    bfloat16 256 + 1 is 256.
+    The gradient of a frequent token is a sum of many terms, and in bfloat16 256 + 1 is
+    256.
     """
     return table[indices]
 
@@ -85,9 +85,9 @@ def rematerialize(remat: str, function, *arrays, **fixed):
     """Call a function whose intermediate values the backward pass may recompute.
 
     Args:
-        remat: "none" saves all of them, "block" none, "dots" the results of products
-            with parameters.
-        function: what is called.
+        remat: "none" saves all intermediate values, "block" saves none of them, and
+            "dots" saves the results of products with parameters.
+        function: the function to call.
         arrays, fixed: its arguments.
     """
     function = partial(function, **fixed)

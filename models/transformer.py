@@ -29,55 +29,59 @@ SITES = ("encoder", "decoder", "cross")
 
 
 class Site(NamedTuple):
-    """A place of attention in the model: all its layers."""
+    """One kind of attention in the model, in all layers."""
 
     attentions: list[Attention]  # by layer
-    queries: str  # the field that queries come from, "source" or "target"
-    keys: str  # and that keys and values come from
+    queries: str  # field of the queries, "source" or "target"
+    keys: str  # field of the keys and values
     is_causal: bool
 
 
 class Transformer(nnx.Module):
-    """Encoder, decoder, and one embedding for both of them and for the output.
+    """Transformer with an encoder, a decoder, or both, and shared embeddings.
 
-    Without decoder layers it is an encoder alone, as BERT, whose output is of the
-    source; without encoder layers a decoder without cross-attention, as GPT-2.
+    Without decoder layers, it is an encoder-only model such as BERT, whose output is
+    for source tokens. Without encoder layers, it is a decoder-only model such as GPT-2,
+    without cross-attention.
 
     Args:
-        vocab_size: of the target's vocabulary, or of the joint one.
-        source_vocab_size: of the source's, if it has its own; None: joint.
+        vocab_size: size of the target or joint vocabulary.
+        source_vocab_size: size of the source vocabulary; None if it is joint.
         width: D.
-        num_encoder_layers, num_decoder_layers: how many of each.
+        num_encoder_layers, num_decoder_layers: numbers of layers.
         mlp_dim: F.
         mlp: "plain" or "gated"; see `models.layers.MLP`.
-        dropout: rate, if the call does not give one.
+        dropout: default rate, if a call does not pass one.
         positions: a name in `models.positions.POSITIONS`.
-        max_positions: rows of the table of "learned" positions; later tokens use the
-            last.
+        max_positions: number of "learned" positions. Later tokens use the last one.
         norm: "post" or "pre".
         norm_type: "layer_norm" or "rms_norm".
-        norm_epsilon: of every norm, added to the variance.
-        use_bias: in feed-forwards and norms; attention has its own `use_bias`.
+        norm_epsilon: added to the variance in every norm.
+        use_bias: whether feed-forwards and norms have biases. Attention has its own
+            `use_bias`.
         activation: a name in `models.layers.ACTIVATIONS`.
-        scale_embeddings: multiply token embeddings by sqrt(D).
-        tie_embeddings: use the embedding as the output's table, too.
-        embedding_norm: a norm after the sum of the embeddings.
-        token_types: number of types of source tokens, with an embedding each, see
-            `source_types` of a batch; 0: none. Encoder-only.
-        pooler: the map from the first token of `pooled`. Encoder-only.
-        output_transform: a linear map, the activation and a norm before the output.
-        output_bias: a bias on the logits.
-        bos: id of the token before the first target token.
+        scale_embeddings: whether to multiply token embeddings by sqrt(D).
+        tie_embeddings: whether to use the embedding as the output table, too.
+        embedding_norm: whether to apply a norm to the sum of the embeddings.
+        token_types: number of types of source tokens, each with an embedding; see
+            `source_types` in `__call__`. 0 for none. Encoder-only.
+        pooler: whether to add the map of `pooled`. Encoder-only.
+        output_transform: whether to apply a linear map, the activation and a norm
+            before the output.
+        output_bias: whether to add a bias to the logits.
+        bos: id of the token that precedes the first target token.
         attention: arguments of `models.attention.Attention`.
-        encoder_attention, decoder_attention, cross_attention: those in which a site
-            differs; None where it doesn't.
-        dtype: that `models.precision.merge` computes in; None: by the device.
-        num_classes: C, of an output head for classes; None: none. Encoder-only.
-        pooling: of that head; see `models.output_heads.Classifier`.
+        encoder_attention, decoder_attention, cross_attention: arguments that differ at
+            one site; None where they don't.
+        dtype: dtype that the model computes in; None chooses by the device. See
+            `models.precision`.
+        num_classes: C, the number of classes of a classifier; None for no classifier.
+            Encoder-only.
+        pooling: pooling of the classifier; see `models.output_heads.Classifier`.
 
     Raises:
-        ValueError: a setting is unknown or does not fit; the config key is named. That
-            sizes are positive is checked by `configs.validation.check_values`.
+        ValueError: a setting is unknown or does not fit. The error names the config
+            key. Signs of sizes are checked by `configs.validation.check_values`.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class Transformer(nnx.Module):
         self.encoder_positions, self.decoder_positions = (
             position_table(site) if count else None for site, count in stacks.items()
         )
-        # the last layer of a pre-norm stack is not followed by a norm of its own
+        # a pre-norm stack needs a final norm, because its layers end with a sum
         self.encoder_norm, self.decoder_norm = norms(norm == "pre")
         self.encoder_embedding_norm, self.decoder_embedding_norm = norms(embedding_norm)
         self.types = table(token_types, "types D") if token_types else None
@@ -210,7 +214,7 @@ class Transformer(nnx.Module):
         )
 
     def sites(self) -> dict[str, Site]:
-        """Return the sites of attention that the model has, by name."""
+        """Return the model's attention sites by name."""
         found = {}
         if self.encoder:
             layers = [layer.self_attention for layer in self.encoder]
@@ -233,18 +237,23 @@ class Transformer(nnx.Module):
         types: Int[Array, "B T"] | None = None,
         features: tuple[Int[Array, "B T"], ...] = (),
     ) -> Float[Array, "B T D"]:
-        """Return scaled token embeddings plus positions, all below num_positions.
+        """Compute scaled token embeddings plus position encodings.
 
-        `types` are the tokens' types, if the model has some; None: all have type 0.
-        `features` are further ids of each token; the embeddings of all its ids are
-        added up, and divided by the square root of their number.
+        Args:
+            tokens: ids of the tokens.
+            positions: positions of the tokens, below `num_positions`.
+            num_positions: size of the table of sinusoidal positions.
+            is_source: whether to embed for the encoder.
+            types: types of the tokens, if the model has types. Defaults to 0.
+            features: further ids of each token. The embeddings of all ids of a token
+                are summed, and divided by the square root of their number.
         """
         embedding = self.source_embedding if is_source else None
         embedding = self.embedding if embedding is None else embedding
         table = embedding[...]
         if is_source:
-            # otherwise XLA joins the gradients of both sides' tokens into one list, and
-            # moves tokens between devices for that
+            # otherwise, XLA concatenates the gradients for source and target tokens,
+            # which moves tokens between devices
             table = jax.lax.optimization_barrier(table)
         if features:
             ids = jnp.stack((tokens, *features), axis=-1)
@@ -267,13 +276,14 @@ class Transformer(nnx.Module):
     def position_arguments(
         self, positions: Int[Array, "B T"], *, is_source: bool
     ) -> dict:
-        """Return what self-attention takes, if it takes anything.
+        """Return the arguments of self-attention that encode positions.
 
-        `positions`; `bias`, 1 N T T; or `alibi_slopes`, N.
+        Depending on the model, these are `positions`, `bias` (1 N T T), `alibi_slopes`
+        (N), or none.
         """
         if self.positions == "rotary":
             return {"positions": positions}
-        # within a segment, distances of indices are those of positions
+        # within a segment, differences of indices equal those of positions
         if self.positions == "alibi":
             slopes = alibi_slopes(self.num_heads(is_source=is_source))
             return {"alibi_slopes": jnp.asarray(slopes)}
@@ -285,7 +295,7 @@ class Transformer(nnx.Module):
 
     @property
     def has_auxiliary(self) -> bool:
-        """Whether `hidden` has anything to fill `auxiliary` with."""
+        """Whether `hidden` adds anything to `auxiliary`."""
         layers = [x for site in self.sites().values() for x in site.attentions]
         return any(attention.steers for attention in layers)
 
@@ -295,14 +305,14 @@ class Transformer(nnx.Module):
         return self.positions in ("relative", "alibi")
 
     def num_heads(self, *, is_source: bool) -> int:
-        """Return N of self-attention."""
+        """Return the number of heads N of self-attention."""
         layer = (self.encoder if is_source else self.decoder)[0]
         return layer.self_attention.query.shape[1]
 
     def position_bias(
         self, distance: Int[Array, "*X"], *, is_source: bool
     ) -> Float[Array, "N *X"]:
-        """Return the bias of a key that far from its query, in self-attention."""
+        """Return self-attention's bias for distances between key and query."""
         if self.positions == "alibi":
             return alibi_bias(self.num_heads(is_source=is_source), distance)
         table = self.encoder_positions if is_source else self.decoder_positions
@@ -363,10 +373,10 @@ class Transformer(nnx.Module):
         inputs: Int[Array, "B T"] | None = None,
         auxiliary: dict | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the decoder's output at each target token, from the tokens before it.
+        """Return the decoder's output for each target token, given earlier tokens.
 
-        Without an encoder there is no memory; see `hidden`. The inputs are by default
-        the target shifted by one, with BOS at the start of each segment.
+        `memory` is None without an encoder. `inputs` defaults to the target shifted by
+        one, with BOS at the start of each segment. For other arguments, see `hidden`.
         """
         if inputs is None:
             inputs = shift_right(target, positions, self.bos)
@@ -396,9 +406,9 @@ class Transformer(nnx.Module):
     def output(
         self, hidden: Float[Array, "*B D"]
     ) -> tuple[Float[Array, "*B features"], Float[Array, "vocab features"]]:
-        """Return features and a table whose products are the logits.
+        """Return features and a table whose product are the logits.
 
-        A bias is a column of the table, whose feature is 1.
+        A bias is appended to the table as a column, with 1 as its feature.
         """
         table = self.embedding if self.output_table is None else self.output_table
         table = table[...]
@@ -411,15 +421,15 @@ class Transformer(nnx.Module):
         return hidden, table
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
-        """Return the logits of every token of the vocabulary, float32."""
+        """Compute the logits of all tokens of the vocabulary, in float32."""
         features, table = self.output(hidden)
         return jnp.matmul(features, table.T, preferred_element_type=jnp.float32)
 
     def class_logits(self, batch: dict, **options) -> Float[Array, "B S C"]:
-        """Return the logits of classes of an encoder with `num_classes`.
+        """Compute the logits of classes, for an encoder with `num_classes`.
 
-        Dropout precedes the classifier, as it does BERT's. With a `pooler`, the first
-        token of each segment passes through it if the classifier reads that one.
+        Dropout precedes the classifier, as in BERT. If the classifier reads the first
+        token of each segment, that token passes through the `pooler`, if there is one.
 
         Args:
             batch, options: see `hidden`.
@@ -433,14 +443,14 @@ class Transformer(nnx.Module):
     def classes(
         self, hidden: Float[Array, "B S D"], segments: Int[Array, "B S"], drop=None
     ) -> Float[Array, "B S C"]:
-        """Return the logits of classes from what the encoder returns."""
+        """Compute the logits of classes from the encoder's output."""
         vectors = self.classifier.pool(hidden, segments)
         if self.pooler is not None and self.classifier.pooling == "first":
             vectors = self.pooler.transform(vectors)
         return self.classifier.linear(dropout(vectors, drop, 0))
 
     def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
-        """Return tanh of a linear map of each row's first token, as BERT."""
+        """Apply BERT's pooler: tanh of a linear map of each row's first token."""
         return self.pooler(hidden)
 
     def head_gates(self) -> dict[str, Float[Array, "L N"]]:
@@ -461,15 +471,15 @@ class Transformer(nnx.Module):
         remat: str = "none",
         auxiliary: dict | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the last layer's output, of the target, or of an encoder's source.
+        """Return the last layer's output for the target, or the source if encoder-only.
 
         Args:
             batch, rate, key, head_gates: see `__call__`.
             observe: functions by site, called for each layer in turn with its
                 `Intermediates`; see `Attention`.
             remat: what the backward pass recomputes; see `models.precision`.
-            auxiliary: to be filled with what `Attention.auxiliary` returns, lists over
-                the layers by site, where there is any.
+            auxiliary: a dict to which to add nonempty results of `Attention.auxiliary`,
+                as lists over layers, by site.
         """
         check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
@@ -516,22 +526,22 @@ class Transformer(nnx.Module):
         key=None,
         head_gates: dict | None = None,
     ) -> Float[Array, "B T vocab"]:
-        """Return the logits of every target token of a batch of (packed) rows.
+        """Compute the logits of every target token of a batch of (packed) rows.
 
-        Of an encoder alone, those of every source token.
+        For an encoder-only model, compute those of every source token.
 
         Args:
             batch: int arrays `source`, `source_segments`, `source_positions` (B S) and
                 `target`, `target_segments`, `target_positions` (B T), where `target`
-                has the labels and segment 0 is padding. An encoder or decoder alone
-                needs only its own three. Optional: `source_types` (B S);
+                holds the labels and segment 0 is padding. Encoder-only and decoder-only
+                models need only their own three arrays. Optional: `source_types` (B S);
                 `source_features_0`, ... (B S), see `embed`; and `target_inputs` (B T),
-                what the decoder reads instead of the target shifted by one.
-            rate: dropout rate; None: the model's own.
-            key: of dropout; None: no dropout.
-            head_gates: factors on each head's output, arrays by site: one per layer and
-                head, L N, or also per row of the batch, L B N; 1 for sites that are
-                missing. 0 removes a head. `head_gates()` returns ones.
+                which the decoder reads instead of the target shifted by one.
+            rate: dropout rate. Defaults to the model's own.
+            key: key for dropout; None for no dropout.
+            head_gates: factors on each head's output, as arrays by site: one per layer
+                and head, L N, or also per row of the batch, L B N. Missing sites have
+                gates of 1; 0 removes a head. `head_gates()` returns ones.
         """
         return self.logits(
             self.hidden(batch, rate=rate, key=key, head_gates=head_gates)
@@ -539,30 +549,30 @@ class Transformer(nnx.Module):
 
 
 def attention_arguments(site: str, attention: dict, own: dict | None) -> dict:
-    """Return the arguments of a site's `Attention`, its own before those of all."""
+    """Return a site's arguments of `Attention`; its own override the shared ones."""
     own = {key: value for key, value in (own or {}).items() if value is not None}
     path = f"model.{site}_attention" if own else "model.attention"
     return attention | own | {"path": path}
 
 
 def layer_gates(head_gates: dict | None, layer: int, **sites: str) -> dict:
-    """Return the gates of a layer by `self` and `cross`, from those by site."""
+    """Return a layer's gates by `self` and `cross`, given gates by site."""
     return {k: gates[layer] for k, gates in select(head_gates, **sites).items()}
 
 
 def select(by_site: dict | None, **sites: str) -> dict:
-    """Return what there is by site under other names, as select(x, self="encoder")."""
+    """Rename the entries that exist by site, as in select(x, self="encoder")."""
     by_site = by_site or {}
     return {name: by_site[site] for name, site in sites.items() if site in by_site}
 
 
 def first_values(found: dict) -> dict:
-    """Return the first layer's values by place, of what all layers get with it."""
+    """Return the first layer's values by place, from its auxiliary results."""
     return {place: own["value"] for place, own in found.items() if "value" in own}
 
 
 def collect(auxiliary: dict | None, found: dict, **sites: str) -> None:
-    """Append what a layer returned by place to the lists by site, if there is any."""
+    """Append a layer's auxiliary results by place to lists by site, except values."""
     for place, own in found.items():
         own = {name: value for name, value in own.items() if name != "value"}
         if auxiliary is not None and own:
@@ -573,7 +583,7 @@ def implementations(model: Transformer, spec: dict) -> dict[str, str]:
     """Return the attention implementation that each site runs for a batch spec.
 
     Raises:
-        NotImplementedError: an implementation that was named can't run.
+        NotImplementedError: a named implementation does not support the model.
     """
     found = {}
     for name, site in model.sites().items():
@@ -589,5 +599,5 @@ def implementations(model: Transformer, spec: dict) -> dict[str, str]:
 def shift_right(
     target: Int[Array, "B T"], positions: Int[Array, "B T"], bos: int
 ) -> Int[Array, "B T"]:
-    """Return the decoder's input: the token before, and `bos` at position 0."""
+    """Return the decoder's input: the previous token, and `bos` at position 0."""
     return jnp.where(positions == 0, bos, jnp.roll(target, 1, axis=1))

@@ -1,4 +1,4 @@
-"""How the leading trial axis R is computed: in turn on CPUs, else side by side."""
+"""Map functions over the trial axis R: sequentially on CPUs, else in parallel."""
 
 import jax
 
@@ -8,11 +8,11 @@ TRIALS = "trials"  # name of the vmapped axis
 
 
 def over_trials(function):
-    """Map a function of one trial over the trial axis R, which is in front.
+    """Map a function of one trial over the leading trial axis R.
 
-    Accelerators compute all trials at once. On CPU they take turns: there a batched
-    product is slower than one product after another, each of which fills the cores and
-    caches already.
+    Accelerators compute all trials at once. CPUs compute them sequentially, which is
+    faster than a batched product, because a single product already uses all cores and
+    fills the caches.
     """
 
     def mapped(*arguments):
@@ -24,6 +24,9 @@ def over_trials(function):
 
 
 def in_turn() -> bool:
-    """Whether trials take turns; those on different devices never do."""
+    """Return whether trials on one device are computed sequentially.
+
+    False if the mesh shards trials over devices.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return platform() == "cpu" and dict(mesh.shape).get("trial", 1) == 1

@@ -6,11 +6,11 @@ from headcount.attention.variants import LEARNED
 def check_layers(
     num_encoder_layers: int, num_decoder_layers: int, encoder_only: dict
 ) -> None:
-    """Raise a ValueError unless there are layers that fit the settings.
+    """Raise a ValueError if the numbers of layers are invalid or don't fit settings.
 
     Args:
-        num_encoder_layers, num_decoder_layers: how many of each.
-        encoder_only: settings by name that only an encoder-only model may use.
+        num_encoder_layers, num_decoder_layers: numbers of layers.
+        encoder_only: settings by name that only encoder-only models may use.
     """
     counts = num_encoder_layers, num_decoder_layers
     if min(counts) < 0 or counts == (0, 0):
@@ -28,7 +28,7 @@ def check_layers(
             )
 
 
-# Variants that exclude each other: setting, what it must be with which other, why.
+# Variants that exclude each other: a setting, the other setting, and the reason.
 EXCLUSIVE = (
     ("talking_heads", "differential", "whose maps belong to pairs of heads"),
     ("differential", "latent_dim", "whose values are not kept by a cache"),
@@ -40,13 +40,13 @@ EXCLUSIVE = (
 
 
 def check_variants(path: str, s: dict, *, rotary: bool, is_cross: bool) -> None:
-    """Raise a ValueError unless variants of attention fit each other and the heads.
+    """Raise a ValueError if attention variants don't fit each other or the heads.
 
     Args:
-        path: the section of the config.
-        s: settings by name, with their defaults resolved.
-        rotary: whether the model has rotary positions.
-        is_cross: whether it attends to another sequence.
+        path: the config section, for error messages.
+        s: settings by name, with defaults resolved.
+        rotary: whether the model uses rotary positions here.
+        is_cross: whether this is cross-attention.
     """
 
     def require(holds, name, must, reason=""):
@@ -135,7 +135,7 @@ def check_variants(path: str, s: dict, *, rotary: bool, is_cross: bool) -> None:
 
 
 def check_gates(head_gates: dict | None, like: dict) -> None:
-    """Raise a ValueError unless gates have the sites, layers and heads of `like`."""
+    """Raise a ValueError if gates don't match the sites, layers and heads of `like`."""
     for site, gates in (head_gates or {}).items():
         if site not in like:
             raise ValueError(f"head_gates may have {', '.join(like)}, got {site!r}.")
@@ -148,7 +148,7 @@ def check_gates(head_gates: dict | None, like: dict) -> None:
 
 
 def check_positions(model: dict, max_length: int) -> None:
-    """Raise a ValueError if examples may be longer than the learned positions."""
+    """Raise a ValueError if examples can be longer than the learned positions."""
     there = model["max_positions"]
     if model["positions"] == "learned" and max_length > there:
         raise ValueError(
@@ -158,7 +158,7 @@ def check_positions(model: dict, max_length: int) -> None:
 
 
 def check_bos(bos: int, vocab_size: int) -> None:
-    """Raise a ValueError unless the id is in the vocabulary."""
+    """Raise a ValueError if the id is not in the vocabulary."""
     if not 0 <= bos < vocab_size:
         raise ValueError(
             f"model.bos must be from 0 to below {vocab_size}, the size of the "

@@ -1,4 +1,4 @@
-"""The parameters of head variants, for `models.attention`; see `attention.variants`."""
+"""Modules with the parameters of head variants; see `attention.variants`."""
 
 from typing import NamedTuple
 
@@ -19,13 +19,14 @@ class Gate(nnx.Module):
     """Gates on heads, computed from the layer's input; see `attention.variants.gate`.
 
     Args:
-        sizes: of the axes D, N and V.
-        activation: "sigmoid", whose kernel starts as the layer's others do,
-            "double_sigmoid", whose kernel starts at 0, and so heads as without a gate,
-            or "hard_concrete", whose gates start at 1.
+        sizes: sizes of the axes D, N and V.
+        activation: "sigmoid", whose kernel is initialized like the layer's other
+            kernels; "double_sigmoid", whose kernel starts at 0, so that gates start at
+            1; or "hard_concrete", whose gates start at 1.
         size: "head", "element" or "shared".
-        features: how many of x it looks at; None: all, 0: none.
-        initial: initializer of a kernel, by the number of input axes and its rank.
+        features: number of features of x that the gate reads; None means all, 0 means
+            none.
+        initial: function from the number of input axes and the rank to an initializer.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Gate(nnx.Module):
         self.activation, self.size = activation, size
         axes = variants.GATE_SIZES[size]
         shape = [sizes[letter] for letter in axes.split()]
-        if features == 0:  # no matrix: nothing to decay, nothing for Muon
+        if features == 0:  # no matrix, so exclude it from weight decay and Muon
             axes = axes.replace("N", "heads")
         else:
             axes = f"D {axes}" if features is None else f"features {axes}"
@@ -58,7 +59,7 @@ class Gate(nnx.Module):
         x: Float[Array, "B T D"],
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T N V"]:
-        """Multiply heads by their gates; a key adds noise to learned ones."""
+        """Multiply heads by their gates; a key adds noise to "hard_concrete" gates."""
         gates = variants.gate(x, self.kernel[...], self.activation, self.size, key)
         return heads * gates.astype(heads.dtype)
 
@@ -66,14 +67,14 @@ class Gate(nnx.Module):
 class Difference(nnx.Module):
     """Differential attention's λ and norm (Ye et al. 2024).
 
-    λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init, of vectors of size H. The heads
-    are RMS-normalised and multiplied by 1 - λ_init, so that they start at the scale of
-    plain attention's.
+    λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init, where the vectors have size H. The
+    heads are RMS-normalised and multiplied by 1 - λ_init, which gives them the initial
+    scale of plain attention.
 
     Args:
         head_dim: H.
-        value_dim: the size of a pair's value, twice V.
-        layer: from 0.
+        value_dim: size of a pair's joint value, 2 V.
+        layer: index of the layer, from 0.
     """
 
     def __init__(self, head_dim: int, value_dim: int, layer: int, *, rngs: nnx.Rngs):
@@ -97,17 +98,17 @@ class Difference(nnx.Module):
         return first - second + self.initial
 
     def __call__(self, heads: Float[Array, "B T N V"]) -> Float[Array, "B T M V"]:
-        """Return the normalised differences of pairs of heads."""
+        """Compute normalised differences of pairs of heads."""
         heads = variants.difference(heads, self.factor())
         return self.norm(heads) * (1 - self.initial)
 
 
 class Knocking(nnx.Module):
-    """Maps of features that all heads share (2510.23052), identities at the start.
+    """Knocking heads (2510.23052): maps that all heads share, initially the identity.
 
     Args:
-        kind: "linear" or "mlp", which maps values alone.
-        head_dim: H; None: queries and keys are left as they are.
+        kind: "linear" or "mlp". The MLP is used for values only.
+        head_dim: H; None leaves queries and keys unchanged.
         value_dim: V.
     """
 
@@ -123,7 +124,7 @@ class Knocking(nnx.Module):
         self.key = None if head_dim is None else matrix(head_dim)
 
     def __call__(self, heads: Float[Array, "B S N V"], of: str):
-        """Map the heads of `query`, `key` or `value`."""
+        """Map heads; `of` is "query", "key" or "value"."""
         kernel = getattr(self, of)
         if kernel is None:
             return heads
@@ -136,23 +137,24 @@ class Knocking(nnx.Module):
 class LatentShape(NamedTuple):
     """Sizes of latent attention."""
 
-    latent: int  # c, numbers per token that keys and values are made of
-    rotary: int  # and those of a key that all heads share and positions rotate
+    latent: int  # of the latent c
+    rotary: int  # of the rotated key part that all heads share
 
 
 class Latent(nnx.Module):
-    """Keys and values of all heads from one small vector per token.
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434).
 
-    Multi-head latent attention (DeepSeek-V2, 2405.04434): c = x W_down, key_n =
-    [c W_n, r], value_n = c U_n, where the key part r = rotate(x W_rotary) is shared by
-    all heads. A cache holds c and r alone: a query times W_n is compared with c itself.
+    Keys and values of all heads are computed from one small vector per token:
+    c = x W_down, key_n = [c W_n, r], value_n = c U_n, where all heads share the key
+    part r = rotate(x W_rotary). A cache only holds c and r, because W_n can be absorbed
+    into the query.
 
     Args:
         width: D.
         shape: see `LatentShape`.
         num_heads, head_dim, value_dim: N, H (without the rotary part), V.
-        use_norm: RMS-normalise c, as DeepSeek does.
-        initial: initializer of a kernel, by the number of input axes and its rank.
+        use_norm: whether to RMS-normalise c, as DeepSeek does.
+        initial: function from the number of input axes and the rank to an initializer.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class Latent(nnx.Module):
     def compressed(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None
     ) -> Float[Array, "B S C"]:
-        """Return the latent of each token, and the rotated key that heads share."""
+        """Compute each token's latent and rotated shared key part, concatenated."""
         both = linear(x, self.down[...])
         latent, shared = jnp.split(both, [self.latent_dim], axis=-1)
         latent = latent if self.norm is None else self.norm(latent)
@@ -194,7 +196,7 @@ class Latent(nnx.Module):
         return jnp.concatenate([latent, shared], axis=-1)
 
     def keys_values(self, compressed: Float[Array, "B S C"]):
-        """Return every head's keys B S N H+rotary, and its values B S N V."""
+        """Compute keys, B S N H+rotary, and values, B S N V, of all heads."""
         latent, shared = jnp.split(compressed, [self.latent_dim], axis=-1)
         key = jnp.einsum("BSC,CNH->BSNH", latent, self.key[...])
         shape = (*key.shape[:3], self.rotary_dim)
@@ -213,7 +215,7 @@ class Latent(nnx.Module):
         """Attend to a cache of latents; see `attention.cached.cached_attention`."""
         plain, rotated = jnp.split(query, [self.key.shape[2]], axis=-1)
         absorbed = jnp.einsum("BWNH,CNH->BWNC", plain, self.key[...])
-        # whose logits `cached_attention` divides by the root of another size
+        # undo that `cached_attention` divides by the root of the absorbed query's size
         scale = ((self.latent_dim + self.rotary_dim) / query.shape[-1]) ** 0.5
         query = jnp.concatenate([absorbed, rotated], axis=-1) * scale
         latents = compressed[:, :, : self.latent_dim].swapaxes(2, 3)
