@@ -266,7 +266,7 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
         platform in (None, "cpu", "gpu", "tpu"),
         f"platform must be 'cpu', 'gpu', 'tpu' or None, got {platform!r}",
     )
-    is_here = platform is None and current_platform() == jax.default_backend()
+    is_target = platform is None
     platform = platform or current_platform()
     if platform == "cpu":
         has_kernel = jnp.dtype(query.dtype).itemsize <= 4
@@ -275,10 +275,10 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     query, value = (_with_dtype_object(x) for x in (query, value))
     if bias is not None or kernel.unsupported(query, value, bias, mask):
         return "blockwise"
-    if is_here and not (
-        kernel.unsupported_device() is None
-        and verification.is_accepted(platform, query.dtype.name)
-    ):
+    if is_target and kernel.unsupported_device():
+        return "blockwise"
+    is_here = is_target and platform == jax.default_backend()
+    if is_here and not verification.is_accepted(platform, query.dtype.name):
         return "blockwise"
     return platform
 

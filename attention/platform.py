@@ -5,6 +5,9 @@ import re
 
 import jax
 
+# GPUs that programs are compiled for on machines without them: by JAX's device kind.
+CAPABILITIES = {"NVIDIA A100": 8.0, "NVIDIA H100": 9.0, "NVIDIA H200": 9.0}
+
 
 def platform() -> str:
     """Return "cpu", "gpu" or "tpu": the target of compilation.
@@ -17,9 +20,13 @@ def platform() -> str:
 
 
 def compute_capability() -> float | None:
-    """Return the local NVIDIA GPU's compute capability, such as 8.9, or None."""
+    """Return an NVIDIA GPU's compute capability, such as 8.9, or None.
+
+    It is that of the local GPU, else of the known GPU that the mesh names.
+    """
     if jax.default_backend() != "gpu":
-        return None
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return None if device is None else CAPABILITIES.get(device.device_kind)
     told = str(getattr(jax.devices()[0], "compute_capability", None))
     return float(told) if re.fullmatch(r"[0-9]+\.[0-9]+", told) else None
 

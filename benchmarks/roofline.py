@@ -1,11 +1,11 @@
-"""Predict attention's time on chips that are not here, by what their compilers say.
+"""Predict attention's time on chips that are not attached, from their compilers.
 
     .venv-compilers/bin/python -m benchmarks.roofline [--implementations tpu gpu ...]
 
-Compiles each implementation for each chip and shape, prints what the programs need, and
-the larger of two times as Markdown: the arithmetic at the chip's peak, and the memory
-traffic at its bandwidth. Nothing runs, so nothing is measured. One process at a time
-may use libtpu.
+This compiles each implementation for each chip and shape. It prints a Markdown table
+with what the programs need, and the larger of two times: the arithmetic at the chip's
+peak, and the memory traffic at its bandwidth. Nothing is executed or measured. Only one
+process at a time may use libtpu.
 """
 
 import argparse
@@ -24,7 +24,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from headcount.attention import dot_product_attention, masks
 from headcount.attention.kernels import tpu
@@ -40,28 +39,27 @@ SHAPES = {
     "2k": (8, 2048, 8, 8, 64),
     "4k": (2, 4096, 16, 2, 128),
 }
-# Products of a block, forward and with the backward pass: our kernels compute logits
-# and their gradient once for queries and once more for keys.
+# Matrix products per block: forward, and forward + backward. The backward passes of our
+# kernels compute logits and their gradients twice, for queries and for keys.
 PRODUCTS = {"tpu": (2, 9), "gpu": (2, 9), "blockwise": (2, 7)}
-# For which chips each is compiled, and for whose peaks that program is taken, too.
+# Chips to compile each implementation for, and chips to predict with that program.
 CHIPS = {
     "tpu": {"v5e": ("v5e",), "v6e": ("v6e",)},
     "gpu": {"h100": ("h100", "h200")},
     "blockwise": {"v5e": ("v5e",), "a100": ("a100",), "h100": ("h100", "h200")},
 }
-A100 = topology.Chip(312e12, 80 * 10**9, 2.04e12, ("NVIDIA A100-SXM4-80GB",))
 PACKAGES = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 class Needs(NamedTuple):
-    """What a program needs, by its compiler."""
+    """What a program needs, according to its compiler."""
 
     traffic: int  # bytes to and from the chip's memory
     operations: int
-    scratch: int  # bytes beside arguments and results
-    fast: int | None  # bytes of VMEM or shared memory that a kernel of ours takes
-    registers: int | None  # per thread of the GPU kernel that takes most
-    spilled: int | None  # bytes per thread of the one that spills most
+    scratch: int  # bytes besides arguments and results
+    fast: int | None  # bytes of VMEM or shared memory of our kernels, maximum
+    registers: int | None  # per thread of a GPU kernel, maximum
+    spilled: int | None  # bytes per thread of a GPU kernel, maximum
 
 
 def main() -> None:
@@ -104,7 +102,7 @@ def main() -> None:
 
 
 def row(implementation, chip, others, shape, backward, found: Needs) -> str:
-    """Format a program's needs, and the times that they predict."""
+    """Format a program's needs and the predicted times as a row of the table."""
     flop = flops(implementation, shape, backward)
     times = ", ".join(f"{name} {predicted(name, flop, found)}" for name in others)
     cells = [
@@ -123,21 +121,21 @@ def row(implementation, chip, others, shape, backward, found: Needs) -> str:
 
 
 def flops(implementation: str, shape: str, backward: bool) -> float:
-    """Return the operations of the products of all pairs that causality allows."""
+    """Return the FLOPs of the matrix products over all pairs in the causal mask."""
     B, T, N, _, H = SHAPES[shape]
     return PRODUCTS[implementation][backward] * B * N * T * (T + 1) / 2 * 2 * H
 
 
 def predicted(name: str, flop: float, found: Needs) -> str:
-    """Return the larger of the two times at the chip's peaks, and which it is."""
-    chip = topology.CHIPS.get(name, A100)
+    """Format the larger of the times for arithmetic and for memory on a chip."""
+    chip = topology.CHIPS[name]
     arithmetic, memory = flop / chip.flops, found.traffic / chip.bandwidth
     bound = "arithmetic" if arithmetic > memory else "memory"
     return f"{1e3 * max(arithmetic, memory):.3f} ({bound})"
 
 
 def needs(implementation, chip, shape, backward, rounds=1.0) -> Needs:
-    """Compile attention for a chip, and read off what it needs."""
+    """Compile attention for a chip, and return what the program needs."""
     B, T, N, K, H = SHAPES[shape]
     query, key = (
         jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K)
@@ -153,10 +151,14 @@ def needs(implementation, chip, shape, backward, rounds=1.0) -> Needs:
     arrays = (query, key, key, query) if backward else (query, key, key)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-        on_gpu = chip in topology.GPUS or chip == "a100"
+        on_gpu = chip in topology.GPUS
+        target = f"{chip}:1" if on_gpu else f"{chip}:2x2"
         options = {"xla_dump_to": folder} if on_gpu else {}
         compiled = topology.compile_for(
-            devices(chip), jax.jit(both if backward else attend), *arrays, **options
+            topology.devices(target),
+            jax.jit(both if backward else attend),
+            *arrays,
+            **options,
         )
         registers, spilled, shared = of_kernels(Path(folder), chip)
     text = compiled.as_text()
@@ -175,33 +177,11 @@ def needs(implementation, chip, shape, backward, rounds=1.0) -> Needs:
     )
 
 
-def devices(chip: str) -> np.ndarray:
-    """Return devices of a chip; of an A100 by its description."""
-    if chip != "a100":
-        return topology.devices(f"{chip}:1" if chip in topology.GPUS else f"{chip}:2x2")
-    from jax.experimental import topologies
-
-    text = topology.HOPPER % (A100.bandwidth, 40 * MIB, A100.memory, "A100")
-    for hopper, ampere in {
-        "major: 9": "major: 8",
-        "feature_extension: ACCELERATED_FEATURES": "",
-        "core_count: 132": "core_count: 108",
-        "fpus_per_core: 128": "fpus_per_core: 64",
-        "block_optin: 232448": "block_optin: 166912",
-        "memory_per_core: 233472": "memory_per_core: 167936",
-        "clock_rate_ghz: 1.98": "clock_rate_ghz: 1.41",
-    }.items():
-        text = text.replace(hopper, ampere)
-    found = topologies.get_topology_desc(
-        "a100", "cuda", target_config=text, topology="1x1x1"
-    )
-    return np.array(found.devices)
-
-
 def of_kernels(folder: Path, chip: str):
-    """Return the most registers and bytes spilled of a thread, and shared memory.
+    """Return the maximum registers and spilled bytes per thread, and shared memory.
 
-    Mosaic reports on its kernels; of XLA's the PTX is assembled once more.
+    Mosaic reports these numbers for its kernels. For XLA's kernels, assemble the dumped
+    PTX again.
     """
     reports = [path.read_text() for path in folder.glob("*.ptxas")]
     for path in folder.glob("module_*.ptx"):
@@ -220,7 +200,7 @@ def of_kernels(folder: Path, chip: str):
     spilled = map(int, re.findall(r"(\d+) bytes spill stores", text))
     shared = []
     for path in folder.glob("*.mlir-passes.log"):
-        with path.open() as file:  # tens of MB, of which the first pass is enough
+        with path.open() as file:  # tens of MB, but the first pass is enough
             size = re.search(
                 r"dynamic_shared_memory_size %c(\d+)_i32", file.read(10**7)
             )
@@ -230,16 +210,16 @@ def of_kernels(folder: Path, chip: str):
 
 @functools.cache
 def ptxas() -> str:
-    """Return the path of NVIDIA's assembler, of the package that has it."""
+    """Return the path of NVIDIA's assembler in its Python package."""
     files = importlib.metadata.files("nvidia-cuda-nvcc")
     return str(next(x.locate() for x in files if x.name == "ptxas"))
 
 
 def fetched_again(shape: str, backward: bool) -> int:
-    """Bytes that the TPU kernels fetch of blocks that they have fetched before.
+    """Return the bytes that the TPU kernels fetch repeatedly.
 
-    The program's text counts each array once, but what a program of the grid does not
-    find in VMEM from the one before comes from memory.
+    The compiled program's text counts each array once. However, a grid step fetches
+    every block from memory that the previous step did not leave in VMEM.
     """
     B, T, N, K, H = SHAPES[shape]
 

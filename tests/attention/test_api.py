@@ -421,12 +421,21 @@ def test_default_implementation_of_a_platform(platform, dtype, size, bias, name)
     assert attention.resolve_implementation(x, x, x, bias, platform=platform) == name
 
 
-def test_mesh_decides_the_platform():
-    """Compiling ahead for another platform picks that platform's implementation."""
-    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+@pytest.mark.parametrize(
+    "kind, platform, name",
+    [
+        ("TPU v5 lite", "tpu", "tpu"),
+        ("NVIDIA H100", "gpu", "gpu"),
+        ("NVIDIA A100", "gpu", "blockwise"),  # Mosaic's kernel is for Hopper
+    ],
+)
+def test_mesh_decides_the_platform(kind, platform, name):
+    """Compiling for another device picks an implementation for that device."""
+    device = jax.sharding.AbstractDevice(kind, 1, platform)
     mesh = jax.sharding.AbstractMesh(
         (1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device
     )
-    assert attention.resolve_implementation(QUERY, KEY, KEY) in ("cpu", "blockwise")
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (QUERY, KEY, KEY)]
+    assert attention.resolve_implementation(*arrays) in ("cpu", "blockwise")
     with jax.sharding.use_abstract_mesh(mesh):
-        assert attention.resolve_implementation(QUERY, KEY, KEY) == "tpu"
+        assert attention.resolve_implementation(*arrays) == name

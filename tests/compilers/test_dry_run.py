@@ -86,6 +86,10 @@ def test_a_state_that_is_divided_is_gathered_and_nothing_else_is(target):
         assert sent <= 3 * whole.parameters
 
 
+def test_a_step_is_planned_for_gpus_that_have_no_fused_kernel():
+    assert planned("modern", "a100:1").fits
+
+
 @pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
 def test_parts_of_a_batch_are_divided_too(target):
     plan = planned("modern", target, parts=4)
