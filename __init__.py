@@ -1,4 +1,4 @@
 """A laboratory for multi-head attention: how many heads, of what size, combined how?
 
-`headcount.attention` needs jax and jaxtyping alone; the rest needs `headcount[lab]`.
+`headcount.attention` needs only jax and jaxtyping; the rest needs `headcount[lab]`.
 """

@@ -8,7 +8,7 @@ SCRIPTS = ("train", "eval", "predict", "heads", "sweep", "weights")
 
 
 def main() -> None:
-    """Run the script named by the first argument, with the others as its flags."""
+    """Run the script named by the first argument, with the other arguments as flags."""
     if len(sys.argv) < 2 or sys.argv[1] not in SCRIPTS:
         print(
             f"headcount: the first argument must be one of {', '.join(SCRIPTS)}; "

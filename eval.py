@@ -88,7 +88,7 @@ def main():
             if DIRECTORY.value is not None:
                 found.task.set_directory(DIRECTORY.value)
             with distributed.fail_together():
-                # fails before the first split is decoded
+                # load everything first, to fail before the first split is decoded
                 examples = [found.task.load(name) for name in names]
                 for name in names:
                     found.task.check_references(name)
@@ -98,7 +98,11 @@ def main():
 
 
 def split_names() -> list[str]:
-    """Return the splits that --split names; ValueError if they can't be told apart."""
+    """Return the splits that --split names.
+
+    Raises:
+        ValueError: a name is empty, or several splits share one --output file.
+    """
     names = SPLIT.value.split(",")
     if "" in names:
         raise ValueError(
@@ -122,7 +126,7 @@ def check_output(names: list[str]) -> None:
             raise ValueError(
                 f"--output={OUTPUT.value} must be a file in an existing folder."
             )
-        # It is replaced as a whole, which nobody means by /dev/null or /dev/stdout.
+        # The file would be replaced, which is not intended for /dev/null, /dev/stdout.
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise ValueError(
                 f"--output={OUTPUT.value} must be a regular file, or a new one."
@@ -144,7 +148,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
     with heartbeat(f"Still scoring {len(examples)} examples of {examples.split}"):
         scores = found.task.evaluate(found, examples, **options)
-    # by every process: a trial's parameters may lie on all of them
+    # in every process: a trial's parameters may be sharded over all of them
     heads = [open_heads(found, trial) for trial in range(len(found.trials))]
     if not distributed.is_first():
         return
@@ -180,17 +184,19 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
 
 
 def keep_other(path: Path, row: dict) -> None:
-    """Rename the scores of another checkpoint or search, which would be overwritten.
+    """Rename result-SPLIT.json if its scores are of another checkpoint or search.
+
+    Otherwise they would be overwritten.
 
     Args:
         path: result-SPLIT.json.
-        row: a row that is to be written there.
+        row: one of the rows to be written there.
     """
     try:
         before = read_json(path)[0]
         made = {"checkpoint": before["checkpoint"], **before["options"]}
     except (OSError, ValueError, LookupError, TypeError):
-        return  # there are none that could be read
+        return  # there are no readable scores
     if made != {"checkpoint": row["checkpoint"], **row["options"]}:
         how = ",".join(f"{name}={value}" for name, value in made.items())
         other = path.with_name(f"{path.stem}-{how}{path.suffix}")
@@ -207,7 +213,7 @@ def output_path(split: str) -> Path:
 
 
 def write_predictions(lines: list[str], split: str, trial: int, count: int) -> None:
-    """Write predictions to --output; with several trials to a file per trial."""
+    """Write predictions to --output or, with several trials, to one file per trial."""
     if OUTPUT.value is None:
         return
     path = output_path(split)

@@ -10,10 +10,11 @@ python heads.py interactions --workdir=runs/stories
 python heads.py explore --workdir=runs/stories --output=explorer.html
 
 `describe`: what each head attends to. `importance`: the loss without each head.
-`prune`: scores with fewer and fewer heads. `plot`: attention maps of one example.
-`roles`: which heads look for the previous token, the subject of the verb, and so on.
-`similarity`: of two heads' maps and outputs. `interactions`: the loss without two
-heads, beyond what each adds alone. `explore`: one page to look at all of it.
+`prune`: scores while heads are removed. `plot`: attention maps of one example.
+`roles`: which heads attend to the previous token, the subject of the verb, and so on.
+`similarity`: similarity of the maps and outputs of two heads. `interactions`: the loss
+added by removing two heads, minus that of removing each alone. `explore`: a web page
+to explore all of this.
 """
 
 # isort: off
@@ -88,7 +89,7 @@ TRIAL = flags.DEFINE_integer(
 
 
 def main():
-    """Check the flags, load the run, and do what the verb says."""
+    """Check the flags, load the run, and execute the verb."""
     if WORKDIR.value is None:
         fail(
             f"--workdir is needed, as in python heads.py {VERB} --workdir=runs/numbers"
@@ -144,7 +145,7 @@ def rank_heads(workdir, found, examples, options) -> None:
 
 
 def prune(workdir, found, examples, options) -> None:
-    """Print, write and draw the scores with fewer and fewer heads, ranked on val."""
+    """Print, write and plot scores while removing heads, which are ranked on val."""
     dev, trials = found.task.load("val"), choose_trials(found, TRIAL)
     about = {"split": examples.split, "ranked_on": dev.split}
     about["checkpoint"] = CHECKPOINT.value
@@ -168,7 +169,7 @@ def prune(workdir, found, examples, options) -> None:
 
 
 def plot(workdir, found, examples, options) -> None:
-    """Draw the attention maps of one example and the model's own output for it."""
+    """Plot the attention maps of one example with the model's own output."""
     sites = list(all_gates(found, found.of(0)[0], {}))
     site = SITE.value or ("cross" if "cross" in sites else sites[0])
     trial, path = choose_trial(found, TRIAL), path_of(OUTPUT)
@@ -194,7 +195,7 @@ def plot(workdir, found, examples, options) -> None:
 
 
 def find_roles(workdir, found, examples, options) -> None:
-    """Print and write which heads have a role."""
+    """Print and write the roles of heads."""
     trials = choose_trials(found, TRIAL)
     rows = [
         row
@@ -212,7 +213,7 @@ def find_roles(workdir, found, examples, options) -> None:
 
 
 def compare_heads(workdir, found, examples, options) -> None:
-    """Print and write how alike every two heads of a site are."""
+    """Print and write the similarity of every pair of heads of a site."""
     sentences = first_sentences(found, examples, EXAMPLES.value)
     rows = [
         {"trial": trial} | row
@@ -226,7 +227,7 @@ def compare_heads(workdir, found, examples, options) -> None:
 
 
 def find_interactions(workdir, found, examples, options) -> None:
-    """Print and write what every two heads of a site are to the loss together."""
+    """Print and write how the removal of every pair of heads of a site interacts."""
     some = first_of(examples, EXAMPLES.value)
     rows = [
         {"trial": trial} | row
@@ -239,7 +240,7 @@ def find_interactions(workdir, found, examples, options) -> None:
 
 
 def explore_heads(workdir, found, examples, options) -> None:
-    """Write a page to look at the heads of one run or two."""
+    """Write a page to explore the heads of one or two runs."""
     runs, splits = {workdir.name: found}, {workdir.name: examples}
     if COMPARE.value is not None:
         other = path_of(COMPARE)
@@ -262,7 +263,7 @@ def explore_heads(workdir, found, examples, options) -> None:
 
 
 def input_lines() -> list[str]:
-    """Return the lines of --input that are not blank."""
+    """Return the nonblank lines of --input."""
     from_stdin = INPUT.value == "-"
     content = sys.stdin.buffer.read() if from_stdin else path_of(INPUT).read_bytes()
     try:
@@ -279,7 +280,7 @@ def input_lines() -> list[str]:
 
 
 def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
-    """Return the token ids by field of a line of --input."""
+    """Encode a line of --input; return its token ids by field."""
     source, target = line, None
     if "\t" in line and run.task.has_targets:
         source, target, *more = line.split("\t")
@@ -301,7 +302,7 @@ def check_flags() -> None:
 
 
 def check_page() -> None:
-    """Raise a ValueError if --output can't be a page."""
+    """Raise a ValueError unless --output can be an HTML page."""
     if OUTPUT.value is None:
         raise ValueError("explore needs --output=FILE.html.")
     path: Path = path_of(OUTPUT)
@@ -312,7 +313,7 @@ def check_page() -> None:
 
 
 def check_picture() -> None:
-    """Raise a ValueError if --output can't be a picture."""
+    """Raise a ValueError unless --output can be an image."""
     if OUTPUT.value is None:
         raise ValueError("plot needs --output=FILE.png.")
     path: Path = path_of(OUTPUT)
@@ -347,7 +348,7 @@ VERBS = {
 
 
 def cli():
-    """Run as a script: the verb comes first."""
+    """Run as a script, whose first argument is the verb."""
     global VERB
     if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help"):
         fail(

@@ -1,7 +1,7 @@
 """Apply a trained run to standard input, line by line: translate, complete, tag, ...
 
-What is printed depends on the task: a translation per line; prompts with their
-continuations; words with their tags; labels with probabilities as JSON.
+The output depends on the task: one translation per line, prompts with their
+continuations, words with their tags, or labels with probabilities as JSON.
 
 echo "two hundred and six" | python predict.py --workdir=runs/numbers
 python predict.py --workdir=runs/multi30k --score < pairs.tsv > log_probabilities.tsv
@@ -45,7 +45,7 @@ TRIAL = flags.DEFINE_integer("trial", 0, "Which trial of the run to use.", 0)
 
 
 def main():
-    """Check the flags, then answer lines as they come."""
+    """Check the flags, then print results for lines as they arrive."""
     if WORKDIR.value is None:
         fail(
             "--workdir is needed, as in "

@@ -4,13 +4,13 @@
       --workdir=runs/heads
     python sweep.py report --workdir=runs/heads
 
-    list     show the arms, their cost, and how long training would take
+    list     show the arms, their cost, and the expected training time
     run      train and score every trial; rerun the same command to resume
-    status   show how far a sweep is; writes nothing
+    status   show the progress of a sweep without writing any files
     report   write report.html and report.md; with several --workdir, one joined page
 
---config.KEY=VALUE sets any config key, as in train.py. A workdir remembers its sweep,
-so later calls need only --workdir.
+--config.KEY=VALUE sets any config key, as in train.py. A workdir stores its sweep, so
+later calls need only --workdir.
 """
 
 # isort: off
@@ -45,8 +45,8 @@ from headcount.sweeps.table import collect, count_unfinished, make_rows
 from headcount.tasks import TASKS, import_file
 
 VERBS = ("list", "run", "status", "report")
-VERB = ""  # which of them, set by `cli`
-MORE_WORKDIRS: list[str] = []  # of `report`, after the first --workdir
+VERB = ""  # the verb of this call, set by `cli`
+MORE_WORKDIRS: list[str] = []  # `report`: workdirs after the first
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that every arm starts from.", lock_config=True
 )
@@ -145,8 +145,8 @@ for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
 
 
 def main() -> None:
-    """Open the sweep, then do what the verb says."""
-    jax.config.update("jax_platforms", "cpu")  # devices are for the trials
+    """Open the sweep, then execute the verb."""
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators to the trials
     with one_sentence(), tempfile.TemporaryDirectory() as temporary:
         check_flags()
         workdir = choose_workdir(Path(temporary))
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def open_other(sweep: Sweep, workdir: Path) -> Sweep:
-    """Open another sweep, of which nothing but the workdir is given."""
+    """Open another sweep from its workdir alone."""
     nothing = dict.fromkeys(settings.Options._fields)
     nothing |= {"overrides": {}, "tune": [], "verb": VERB, "proposes": False}
     given = {"workdir": workdir.expanduser(), "task_file": sweep.task_file}
@@ -175,7 +175,7 @@ def open_other(sweep: Sweep, workdir: Path) -> Sweep:
 
 
 def check_flags() -> None:
-    """Raise a ValueError if flags are missing or don't go together."""
+    """Raise a ValueError if flags are missing or inconsistent."""
     distributed.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
     if cluster.arguments() and LAUNCHER.value == "ray":
         raise ValueError(
@@ -196,10 +196,10 @@ def check_flags() -> None:
 
 
 def import_task() -> Path | None:
-    """Execute --task_file; return the file that registers a task of the user's own.
+    """Execute --task_file; return the file that registers a user-defined task, if any.
 
-    That may be the config file, too, which has been executed already. The processes of
-    groups need it, and get it as their --task_file.
+    This may also be the config file, which has already been executed. The processes of
+    groups get the file as their --task_file.
     """
     if TASK_FILE.value is not None:
         file = path_of(TASK_FILE).resolve()
@@ -219,7 +219,7 @@ def config_file() -> str:
 def choose_workdir(temporary: Path) -> Path:
     """Return the workdir; `list` of a new sweep gets a temporary one.
 
-    Otherwise a `run` with other settings could not use the workdir any more.
+    If `list` wrote to the workdir, a later `run` with other settings could not use it.
     """
     workdir = None if WORKDIR.value is None else path_of(WORKDIR)
     is_new = workdir is None or not (workdir / "sweep.json").exists()
@@ -232,7 +232,7 @@ def choose_workdir(temporary: Path) -> Path:
 
 
 def options(workdir: Path, task_file: Path | None) -> settings.Options:
-    """Return the flags that say which sweep it is."""
+    """Return the flags that specify the sweep."""
     overrides, seeds = {}, parse_seeds(SEEDS.value, LOOKS.value)
     if CONFIG.value is not None:
         overrides = dict(config_flags.get_override_values(flags.FLAGS["config"]))
@@ -261,9 +261,10 @@ def options(workdir: Path, task_file: Path | None) -> settings.Options:
 
 
 def run_groups(sweep: Sweep, groups: list | Shard) -> None:
-    """Run groups, print the status, and exit with 1 if any failed or was cancelled.
+    """Run groups, and print the status.
 
-    Exits with 128 + signal number if a signal stopped it; see `sweeps.runner`.
+    Exit with code 1 if a group failed or was cancelled, and with 128 + signal number if
+    a signal stopped the sweep; see `sweeps.runner`.
     """
     try:
         arguments = cluster.arguments()
@@ -280,12 +281,12 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
         sys.exit(1 if stopped.number is None else 128 + stopped.number)
     except BrokenPipeError:
         raise  # handled by `run`
-    except OSError as error:  # for example, the disk is full
+    except OSError as error:  # for example, a full disk
         fail(
             f"{describe(error)} What is done in {sweep.workdir} is safe; fix this and "
             f"rerun the same command."
         )
-    # with the trials that a search has chosen, which the rows contain
+    # include trials that a search has added: the rows contain them
     now = sweep.extended(propose=False)
     status.print_status(now, rows)
     left = count_unfinished(now.plan, rows)
@@ -307,7 +308,11 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
 
 
 def take_workdirs(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into one with its first --workdir only, and the others."""
+    """Remove all --workdir flags but the first from a command line.
+
+    Returns:
+        The remaining command line, and the values of the removed flags.
+    """
     kept, more = [], []
     is_first, is_value = True, False
     for word in words:

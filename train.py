@@ -118,7 +118,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
     Args:
         config: a locked ConfigDict with all keys of configs/base.py.
         workdir: see docs/reference/workdir.md.
-        trials_file: lists the trials; without it there is one per seed.
+        trials_file: JSON file of the trials; default: one trial per seed.
     """
     stop = StopSignal()
     with contextlib.ExitStack() as stack:
@@ -142,7 +142,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
             report_trained(trainer)
             return
         progress = Progress(trainer.num_steps, trainer.step)
-        # JAX raises some failures of Gloo, which connects CPUs, as ValueErrors
+        # JAX raises ValueErrors for some failures of Gloo, its CPU communication
         lost = distributed.wait_for_abort((RuntimeError, ValueError))
         with one_sentence(OSError), lost:
             try:
@@ -160,17 +160,17 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
 def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) -> Run:
     """Train a config from Python, or resume; return the run with its best parameters.
 
-    The same call resumes. Ctrl-C raises a KeyboardInterrupt; the run then resumes from
-    its last checkpoint. It is for one process; several need the script.
+    Repeat the same call to resume. Ctrl-C raises a KeyboardInterrupt; the run can then
+    be resumed from its last checkpoint. For multi-process runs, use the script instead.
 
     Args:
-        config: of a `get_config`, changed as wanted.
+        config: a config from a `get_config`, with any changes.
         workdir: see docs/reference/workdir.md.
-        callbacks: hooks that are called after those that log, evaluate and save. One
-            that returns True stops training, after saving.
+        callbacks: hooks to call after those that log, evaluate and save. If one returns
+            True, training saves and stops.
 
     Raises:
-        ValueError, OSError: the config is wrong, or the workdir holds another run.
+        ValueError, OSError: the config is invalid, or the workdir holds another run.
         RuntimeError: all trials diverged.
     """
     started = time.monotonic()
@@ -206,7 +206,7 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
 
 
 def best_run(trainer: Trainer) -> Run:
-    """Return the run with the best parameters, or those of now if none were scored."""
+    """Return the run with its best parameters; without scores, the current ones."""
     best, now = trainer.best, trainer.run()
     if not np.isfinite(best["score"]).any():
         return now
@@ -219,13 +219,13 @@ def best_run(trainer: Trainer) -> Run:
 
 
 class StopFlag:
-    """What `fit` asks whether to stop, set by a callback that returns True."""
+    """A replacement for `StopSignal` that is set when a callback returns True."""
 
     def __init__(self):
         self.is_set = False
 
     def watched(self, call):
-        """Return a function that calls a callback and notes what it returns."""
+        """Wrap a callback to set the flag when it returns True."""
 
         def watch(trainer):
             self.is_set = self.is_set or call(trainer) is True
@@ -233,13 +233,13 @@ class StopFlag:
         return watch
 
     def reached(self, count: int) -> bool:
-        """Whether to stop at the count-th call."""
+        """Return whether to stop; see `StopSignal.reached`."""
         del count
         return self.is_set
 
 
 def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
-    """Read the data, lay out the mesh, build the model, restore the last checkpoint."""
+    """Read the data, make the mesh, build the model, restore the last checkpoint."""
     compile_clock = CompileClock()
     task = make_task(config, workdir / "tokenizer")
     examples, dev = read_data(task, workdir)
@@ -268,7 +268,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     last = checkpoints.restore_last(**items)
     if last is None:
         step, other = 0, config.train.init_from
-        if other:  # fails before anything is compiled
+        if other:  # before anything is compiled, to fail early
             new = task.new_parameters(Path(other) / "tokenizer")
             params = parameters_to_start_from(
                 other, config, trials, abstract.params, new
@@ -344,7 +344,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
 
 
 def read_data(task, workdir: Path):
-    """Read the training and dev splits; a new run makes its vocabulary first."""
+    """Read the training and dev splits; a new run builds its vocabulary first."""
     try:
         return _read_data(task, workdir)
     except BaseException:
@@ -358,7 +358,7 @@ def _read_data(task, workdir: Path):
         if distributed.is_first():
             other = None if has_started(workdir) else task.config.train.init_from
             if not has_started(workdir):
-                tokenizers.remove(task.folder)  # of a start that failed
+                tokenizers.remove(task.folder)  # left over from a failed start
             if other:
                 tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
             copied = tokenizers.checksums(task.folder).keys()
@@ -380,7 +380,7 @@ def _read_data(task, workdir: Path):
 
 
 def checksums(examples, dev) -> dict:
-    """Return what identifies the data of a run."""
+    """Return counts and checksums that identify the data of a run."""
     return {
         "examples": len(examples),
         "crc32": examples.crc32,
@@ -406,7 +406,7 @@ def report_trained(trainer: Trainer) -> None:
 
 
 def report_end(trainer: Trainer, stop: StopSignal) -> None:
-    """Record and log how training ended; the exit code says it too."""
+    """Record and log how training ended, and exit with the corresponding code."""
     diverged_at, step, workdir = diverged(trainer), trainer.step, trainer.workdir
     distributed.leave()
     if diverged_at.all():
@@ -431,20 +431,20 @@ def report_end(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def diverged(trainer: Trainer) -> np.ndarray:
-    """Return the step at which each trial diverged, R; 0: it did not."""
+    """Return the step at which each trial diverged, of shape R; 0 if it did not."""
     return sharding.fetch(trainer.state.diverged_at)
 
 
 def finish(workdir: Path, status: str) -> None:
-    """Record a status, once for all processes."""
+    """Record a run's status, in process 0 only."""
     if distributed.is_first():
-        with contextlib.suppress(OSError):  # a full disk has been reported already
+        with contextlib.suppress(OSError):  # a full disk has already been reported
             set_status(workdir, status)
 
 
 def plan(config, target: str, trials_file: Path | None) -> None:
-    """Print what a step needs on chips that need not be here (--dry_run)."""
-    jax.config.update("jax_platforms", "cpu")  # compile on the host alone
+    """Print what a step needs on chips that need not be attached (--dry_run)."""
+    jax.config.update("jax_platforms", "cpu")  # compilation needs only the host
     with one_sentence():
         check_config(config)
         trials = make_trials(flat(config.to_dict()), trials_file)

@@ -8,12 +8,12 @@
     python predict.py --workdir=runs/opus < source.txt
     python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2
 
-An export has a README.md that says what the model is and how to load it. An import
-reads a local folder of Marian, BERT or GPT-2 with config.json and model.safetensors,
-and Marian's source.spm, target.spm and vocab.json. The workdir is then like one of
-train.py. Exporting an imported run to huggingface writes the same files with the same
-bits, float32. `--prune` writes a run without some heads, smaller, whose outputs equal
-those of the gated one.
+An export has a README.md that describes the model and how to load it. An import reads a
+local folder of Marian, BERT or GPT-2 with config.json and model.safetensors and, for
+Marian, source.spm, target.spm and vocab.json. The resulting workdir is like that of
+train.py. Exporting an imported run to huggingface writes the same files, with
+bit-identical float32 tensors. --prune writes a smaller run without some heads, whose
+outputs equal those of the run with these heads gated.
 """
 
 # isort: off
@@ -99,7 +99,7 @@ for flag in (WORKDIR, CHECKPOINT):
     flags.declare_key_flag(flag.name)  # so that --help lists it
 
 ORIGINAL = "huggingface.json"  # in the workdir: the config.json that was imported
-TOKENIZER_FILES = {  # in the workdir's tokenizer/, and in the checkpoint's folder
+TOKENIZER_FILES = {  # file in the workdir's tokenizer/ -> file of the checkpoint
     "marian": {
         "source.model": "source.spm",
         "target.model": "target.spm",
@@ -112,7 +112,7 @@ REQUIRED_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
 def main():
-    """Check the flags, then import or export."""
+    """Check the flags, then import, export or prune."""
     given = [flag.value is not None for flag in (FROM, TO, PRUNE)]
     if WORKDIR.value is None or sum(given) != 1:
         fail(
@@ -145,7 +145,7 @@ def check_flags() -> None:
 
 
 def prune(workdir: Path, folder: Path, which: str) -> None:
-    """Write a trial of a run without its removed heads, as a run of its own.
+    """Write a trial of a run without its removed heads as a new run.
 
     Raises:
         ValueError, OSError: see `analysis.removal.write_smaller`.
@@ -167,11 +167,11 @@ def prune(workdir: Path, folder: Path, which: str) -> None:
 
 
 def import_checkpoint(folder: Path, workdir: Path) -> None:
-    """Make a run of a Hugging Face checkpoint.
+    """Import a Hugging Face checkpoint as a run.
 
     Raises:
-        ValueError, OSError: the folder lacks a file or holds a model that ours can't
-            be, or the workdir holds a run already.
+        ValueError, OSError: the folder lacks a file, its model is not supported, or the
+            workdir already holds a run.
     """
     if (workdir / "config.json").exists():
         raise ValueError(f"{workdir} holds a run already; choose another --workdir.")
@@ -217,7 +217,7 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
     facts = {"num_parameters": count, **environment()}
     record(workdir, config.to_dict(), [{"seed": config.seed}], facts)
     set_status(workdir, "finished")
-    # train.py takes a workdir without metrics for a start that failed
+    # train.py would take a workdir without metrics for a failed start
     (workdir / "metrics.jsonl").touch()
     if left_out:
         say(f"Left out, because our model has no such part: {', '.join(left_out)}.")
@@ -225,7 +225,9 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
 
 
 def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
-    """Write the classes of a fine-tuned BERT, and a tokenizer that is only a vocab.txt.
+    """Write the classes of a fine-tuned BERT, and convert a vocab.txt to a tokenizer.
+
+    The vocab.txt is converted only if there is no tokenizer.json.
 
     Raises:
         ValueError, OSError: config.json does not name each class.
@@ -250,7 +252,7 @@ def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
 
 
 def parse_target(text: str) -> tuple[str, Path]:
-    """Return the format and the folder of FORMAT:FOLDER."""
+    """Parse FORMAT:FOLDER; return the format and the folder."""
     kind, colon, folder = text.partition(":")
     if not colon or not folder or kind not in FORMATS:
         raise ValueError(
@@ -270,16 +272,16 @@ def export(
     """Write a trial of a run in another library's format, with a model card.
 
     Args:
-        workdir: of the run.
+        workdir: the run's folder.
         kind: a name in `FORMATS`.
-        folder: is made; may be there if it is empty.
-        which: the checkpoint; None: the best of a run that is finished.
-        trial: None: the only one.
+        folder: folder to create; it may exist if it is empty.
+        which: "best", "last" or "average"; None: "best", which requires a finished run.
+        trial: index of the trial; None requires a run with a single trial.
 
     Raises:
-        ValueError, OSError, NotImplementedError: the format can't say it (the setting
-            is named), the folder is not empty, or the run does not have this trial or
-            checkpoint. Nothing is written then.
+        ValueError, OSError, NotImplementedError: the format does not support a setting
+            (the message names it), the folder is not empty, or the run does not have
+            this trial or checkpoint. In these cases nothing is written.
     """
     config = read_config(workdir)
     status = read_json(workdir / "run.json")["status"]
@@ -312,12 +314,13 @@ def export(
 
 
 def parameters_of(run: Run, trial: int, folded: bool = True) -> tuple[dict, dict]:
-    """Return a trial's parameters by path, float32, and its head gates.
+    """Return a trial's parameters by path, in float32, and its head gates.
 
     Args:
-        run: of `training.run.load`.
-        trial: which.
-        folded: put merge rules and gates into the output kernels; see `folding`.
+        run: a run from `training.run.load`.
+        trial: index of the trial.
+        folded: whether to fold merge rules and gates into the output kernels; see
+            `folding`.
     """
     params, gates = jax.device_get(run.of(trial))
     params = {
@@ -331,7 +334,7 @@ def parameters_of(run: Run, trial: int, folded: bool = True) -> tuple[dict, dict
 
 
 def facts_of(run: Run) -> dict:
-    """Return what the usage of an export names: see `analysis.export_usage`."""
+    """Return the values of the placeholders in `analysis.export_usage`."""
     task, bos = run.task, run.config.model.bos
     eos, banned = 2, [0, 1]
     if not has_pairs(run):
@@ -339,7 +342,7 @@ def facts_of(run: Run) -> dict:
     joint = (task.folder / "joint.model").exists()
     try:
         (text, *_) = next(iter(task.read("val").values()))
-    except (ValueError, OSError):  # the data is elsewhere
+    except (ValueError, OSError):  # the data is not available here
         text = "a text"
     facts = {
         "example": " ".join(text.split())[:60].replace("\\", "").replace('"', ""),
@@ -362,7 +365,7 @@ def facts_of(run: Run) -> dict:
 
 
 def class_tokens(task, text: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a text, and the places of those that have a class."""
+    """Return the token ids of a text, and the positions of tokens with a class."""
     parts = task.parts_of_text(text)
     fields, firsts = task.encode_parts("input", [parts], task.eos_after_each)
     whole = task.config.task.name == "classification"
@@ -370,7 +373,7 @@ def class_tokens(task, text: str) -> tuple[list[int], list[int]]:
 
 
 def has_pairs(run: Run) -> bool:
-    """Whether the model reads a source and writes a target."""
+    """Return whether the model is an encoder-decoder, from a source to a target."""
     model = run.config.model
     return model.num_encoder_layers > 0 and model.num_decoder_layers > 0
 
@@ -378,7 +381,7 @@ def has_pairs(run: Run) -> bool:
 def to_ctranslate2(
     run: Run, trial: int, folder: Path, quantization: str | None = None
 ) -> str:
-    """Write a run for CTranslate2; return its usage."""
+    """Write a run for CTranslate2; return its key in `export_usage.USAGES`."""
     if importlib.util.find_spec("ctranslate2") is None:
         raise NotImplementedError(
             "--to=ctranslate2 needs the package ctranslate2; install it with pip "
@@ -389,7 +392,7 @@ def to_ctranslate2(
     copy_tokenizer(run.task.folder, folder)
     if has_pairs(run):
         pair = run.task.tokenizers
-        sides = pair[::-1][: len(pair_vocab_sizes(pair))]  # the target's first
+        sides = pair[::-1][: len(pair_vocab_sizes(pair))]  # target first
         vocabularies = [side.pieces(range(side.vocab_size)) for side in sides]
     else:
         tokenizer = run.task.tokenizer
@@ -401,7 +404,7 @@ def to_ctranslate2(
 
 
 def to_huggingface(run: Run, trial: int, folder: Path) -> str:
-    """Write a run for transformers; return its usage."""
+    """Write a run for transformers; return its key in `export_usage.USAGES`."""
     family = huggingface_export.family_of(run.config)
     params, _ = parameters_of(run, trial)
     labels = run.task.classes if family == "bert" else None
@@ -424,7 +427,7 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
 
 
 def write_marian_tokenizer(task, folder: Path) -> None:
-    """Write a joint SentencePiece model as Marian's three files; ids stay."""
+    """Write a joint SentencePiece model as Marian's three files with the same ids."""
     tokenizer = task.tokenizers[0]
     for name in ("source.spm", "target.spm"):
         (folder / name).write_bytes(tokenizer.vocabulary)
@@ -441,7 +444,7 @@ def write_marian_tokenizer(task, folder: Path) -> None:
 
 
 def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
-    """Write a run as programs of StableHLO; return their usage."""
+    """Write a run as StableHLO programs; return its key in `export_usage.USAGES`."""
     check_stablehlo(run.config)
     params, gates = parameters_of(run, trial, folded=False)
     pooling = getattr(run.task, "pooling", None)
@@ -480,7 +483,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 
 def save_tensors(tensors: dict, folder: Path) -> None:
-    """Write model.safetensors."""
+    """Write tensors to model.safetensors."""
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})  # transformers requires it
 
@@ -494,7 +497,7 @@ FORMATS = {
 
 
 def export_imported(workdir: Path, folder: Path, which: str) -> None:
-    """Write an imported run as the files that it was made of.
+    """Write an imported run as the files from which it was imported.
 
     Raises:
         ValueError, OSError: the run was not imported.
@@ -517,21 +520,21 @@ def export_imported(workdir: Path, folder: Path, which: str) -> None:
 
 
 def load_model(workdir: Path, which: str = "best") -> Transformer:
-    """Return the model of an imported run, with its parameters."""
+    """Load the model of an imported run, with its parameters."""
     graph, params = split(load_config(workdir / "config.json"))
     params, *_ = restore_parameters(workdir, which, 1, params)
     return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), params))
 
 
 def config_of(settings: dict):
-    """Return the config with these settings."""
+    """Return the base config, updated with flattened settings."""
     config = get_config()
     config.update_from_flattened_dict(settings)
     return config
 
 
 def split(config):
-    """Return the graph of a config's model, and its parameters as shapes.
+    """Return the graph and the abstract parameters of a config's model.
 
     The vocabulary has `data.vocab_size` tokens.
     """
@@ -543,7 +546,11 @@ def split(config):
 
 
 def read_object(path: Path) -> dict:
-    """Return the object of a JSON file; ValueError or OSError if it has none."""
+    """Read a JSON file that must contain an object.
+
+    Raises:
+        ValueError, OSError: there is no such file, or it does not contain an object.
+    """
     try:
         found = parse_json(path.read_text())
     except ValueError as error:
@@ -554,7 +561,7 @@ def read_object(path: Path) -> dict:
 
 
 def read_tensors(folder: Path) -> dict:
-    """Return the tensors of a folder's model.safetensors, by name."""
+    """Read the tensors of a folder's model.safetensors, by name."""
     path = folder / "model.safetensors"
     if not path.exists():
         raise FileNotFoundError(
@@ -563,13 +570,14 @@ def read_tensors(folder: Path) -> dict:
         )
     try:
         return load_file(path)
-    except (SafetensorError, AttributeError) as error:  # NumPy lacks some types
+    # NumPy lacks some dtypes, which raises an AttributeError
+    except (SafetensorError, AttributeError) as error:
         raise ValueError(f"it can't be read: {error}.") from None
 
 
 @contextlib.contextmanager
 def name_file(path: Path):
-    """Prefix a ValueError with the file that it is about."""
+    """Prefix ValueErrors with the path of the file that caused them."""
     try:
         yield
     except ValueError as error:
@@ -577,7 +585,11 @@ def name_file(path: Path):
 
 
 def vocabulary_order(path: Path, original: dict) -> list[int]:
-    """Return Marian's ids in the order of our ids from 1 on, by its vocab.json."""
+    """Return Marian's ids in the order of ours, from our id 1 on (0 is padding).
+
+    Raises:
+        ValueError, OSError: vocab.json is missing or does not match config.json.
+    """
     vocabulary = read_object(path)
     order = marian_order(vocabulary)
     for key, token in (("pad_token_id", "<pad>"), ("eos_token_id", "</s>")):
@@ -594,12 +606,12 @@ def vocabulary_order(path: Path, original: dict) -> list[int]:
     return order
 
 
-EMBEDDING, BIAS = "model.shared.weight", "final_logits_bias"  # with a vocabulary axis
-UNLIKELY = -100.0  # logit of our padding, which Marian does not have: e^-100 is nothing
+EMBEDDING, BIAS = "model.shared.weight", "final_logits_bias"  # have a vocabulary axis
+UNLIKELY = -100.0  # logit bias of our padding, which Marian lacks: e^-100 is negligible
 
 
 def to_our_order(tensors: dict, order: list[int]) -> dict:
-    """Return Marian's tensors with the vocabulary in our order, padding first."""
+    """Reorder the vocabulary axes of Marian's tensors to our ids; add our padding."""
     changed = dict(tensors)
     for name, axis, value in ((EMBEDDING, 0, 0.0), (BIAS, 1, UNLIKELY)):
         if name in tensors and tensors[name].shape[axis] == len(order):
@@ -610,7 +622,7 @@ def to_our_order(tensors: dict, order: list[int]) -> dict:
 
 
 def to_marian_order(tensors: dict, order: list[int]) -> dict:
-    """Invert `to_our_order`."""
+    """Undo `to_our_order`."""
     back = 1 + np.argsort(order)
     changed = {EMBEDDING: np.take(tensors[EMBEDDING], back, 0)}
     changed |= {BIAS: np.take(tensors[BIAS], back, 1)}

@@ -1,6 +1,6 @@
-"""Published scores of ablations like ours: other data and larger models, same arms.
+"""Published scores of similar ablations: same arms, but other data and larger models.
 
-Only what the papers print; their settings are in the sources.
+They contain only numbers printed in the papers; see the sources for their settings.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ class Anchor(NamedTuple):
     """One published table."""
 
     ablation: str  # of configs/ablations.py
-    task: str  # that the scores are of
+    task: str  # of the scores
     source: str
     unit: str
-    key: Callable[[dict], Any]  # from the `model` section of a config to a key below
+    key: Callable[[dict], Any]  # from a config's `model` section to a key of `scores`
     scores: dict
 
 
 def heads_at_model_width(model: dict) -> int | None:
-    """Return N if N·H is the width."""
+    """Return N if N·H equals the model width, else None."""
     N, H = model["attention"]["num_heads"], model["attention"]["head_dim"]
     return N if H is None or model["width"] == N * H else None
 
 
 def relative_key_size(model: dict) -> float | None:
-    """Return H / V if N·V is the width."""
+    """Return H / V if N·V equals the model width, else None."""
     heads = model["attention"]
     H, V = heads["head_dim"], heads["value_dim"]
     return H / V if H and V and V * heads["num_heads"] == model["width"] else None
@@ -45,7 +45,7 @@ def key_value_heads(model: dict) -> int:
 
 
 def sharing(model: dict) -> str | int:
-    """Return how many heads share keys and values, by name where it has one."""
+    """Return "multi-head", "multi-query", or the number of heads per key/value head."""
     N, K = model["attention"]["num_heads"], key_value_heads(model)
     return {N: "multi-head", 1: "multi-query"}.get(K, N // K)
 
@@ -119,12 +119,12 @@ ANCHORS = (
 def find_anchor(ablation: str, task: str) -> Anchor | None:
     """Return the published table of an ablation, if there is one.
 
-    Only for those of configs/ablations.py: FILE.py:NAME never matches.
+    Only ablations in configs/ablations.py have one; FILE.py:NAME never matches.
     """
     found = (a for a in ANCHORS if (a.ablation, a.task) == (ablation, task))
     return next(found, None)
 
 
 def published_score(anchor: Anchor | None, model: dict) -> float | None:
-    """Return what was published for an arm with this `model` section, if anything."""
+    """Return the published score of an arm with this `model` section, or None."""
     return anchor.scores.get(anchor.key(model)) if anchor else None

@@ -9,15 +9,15 @@ from headcount.models import cost
 from headcount.models.cost import LENGTH
 from headcount.tasks import make_task
 
-TOLERANCE = 0.005  # of the budget
-MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, friendliest to hardware first
-_counts: dict[tuple, int] = {}  # by budget and config
+TOLERANCE = 0.005  # allowed relative deviation from the budget
+MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, most hardware-friendly first
+_counts: dict[tuple, int] = {}  # cache, by budget and config
 
 
 def parameters(config: dict) -> int:
     """Count the parameters of a config's model.
 
-    The vocabulary is taken to have its full `data.vocab_size`; a corpus may give fewer.
+    This assumes the full `data.vocab_size`; a small corpus may give fewer tokens.
 
     Args:
         config: nested, as from `ConfigDict.to_dict`.
@@ -31,8 +31,8 @@ def parameters(config: dict) -> int:
 def flops(config: dict) -> int:
     """Count the multiply-adds of matrix products in a forward pass, per token.
 
-    Per token of each field of the batch (per pair of tokens, if it has two fields), for
-    sequences of `models.cost.LENGTH` tokens.
+    If a batch has two fields, the count is per pair of tokens. Sequences are taken to
+    have `models.cost.LENGTH` tokens.
     """
     return _cached("flops", config)
 
@@ -40,7 +40,7 @@ def flops(config: dict) -> int:
 def _cached(budget: str, config: dict) -> int:
     sections = {k: config[k] for k in ("task", "data", "model")}
     sections["model"] = sections["model"] | {"dropout": 0.0}
-    # no corpus is read, so where it lies changes nothing
+    # no corpus is read, so its location does not matter
     sections["data"] = sections["data"] | {"directory": None}
     key = (budget, json.dumps(sections, sort_keys=True))
     if key not in _counts:
@@ -61,15 +61,16 @@ BUDGETS = {"parameters": _count_parameters, "flops": _count_flops}
 
 
 def abstract_model(config: dict) -> nnx.Module:
-    """Return the model of a config with shapes instead of values."""
+    """Return the abstract model of a config, with shapes instead of values."""
     return cost.abstract(make_task(ConfigDict(config)).build)
 
 
 def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
     """Return the feed-forward width F that gives a config the baseline's budget.
 
-    The baseline's own F if that has exactly the budget. Else, of those within 0.5 % of
-    it, the one that is a multiple of the highest power of two.
+    This is the baseline's own F if it matches the budget exactly. Otherwise it is a
+    width within 0.5 % of the budget that is a multiple of the largest possible power
+    of two, up to 128.
 
     Args:
         config: nested; its own `model.mlp_dim` does not matter.
@@ -77,7 +78,7 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
         budget: "parameters" or "flops".
 
     Raises:
-        ValueError: no F comes that near, or there is no such budget.
+        ValueError: no F is within the tolerance, or the budget is unknown.
     """
     if budget not in BUDGETS:
         raise ValueError(f"match must be one of {', '.join(BUDGETS)}, got {budget!r}.")
@@ -89,7 +90,7 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
     goal, here = count(baseline, near), count(config, near)
     if goal == here:
         return near
-    slope = count(config, near + 1) - here  # depends on its own layers and width
+    slope = count(config, near + 1) - here  # cost is linear in F
     exact = near + (goal - here) / slope
     for multiple in MULTIPLES:
         F = multiple * round(exact / multiple)

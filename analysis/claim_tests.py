@@ -1,9 +1,9 @@
-"""Tests of claims about heads: functions of a claim and of what lies under results/.
+"""Tests of claims about heads: functions of a claim and of the files in results/.
 
-A sweep is a folder named ABLATION_CORPUS with its sweep.csv. Arms are compared by the
-loss on test, paired by seed, with intervals that hold for all arms of a claim
-together, and for all planned looks. What heads of trained models do is a folder named
-roles_CORPUS, with the files that heads.py writes, one trial per seed.
+A sweep is a folder named ABLATION_CORPUS that contains its sweep.csv. Arms are compared
+by test loss, paired by seed, with intervals that hold simultaneously for all arms of a
+claim and for all planned looks. An analysis of the heads of trained models is a folder
+named roles_CORPUS with the files that heads.py writes, with one trial per seed.
 """
 
 import csv
@@ -23,18 +23,18 @@ from headcount.configs import ablations
 from headcount.tasks.base import LOSS
 
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
-SLOWER = 0.95  # of the reference's speed: less is slower
+SLOWER = 0.95  # an arm below this fraction of the reference's speed is slower
 
 
 class Arm(NamedTuple):
-    """The trials of an arm that are done, as a sweep.csv has them."""
+    """The finished trials of an arm, from a sweep.csv."""
 
     name: str
     settings: dict  # overrides, by the last part of their key
     is_baseline: bool
     parameters: int
     flops: float
-    speed: float | None  # tokens per second of its groups
+    speed: float | None  # mean tokens per second of its groups
     loss: dict[int, float]  # on test, by seed
     lost: int  # trials that diverged or failed
 
@@ -45,16 +45,16 @@ class Results(NamedTuple):
     ablation: str
     corpus: str
     arms: list[Arm]
-    looks: tuple[int, ...] | None  # numbers of seeds; None: they were fixed
+    looks: tuple[int, ...] | None  # numbers of seeds at planned looks; None: no looks
 
     @property
     def baseline(self) -> Arm | None:
-        """The arm that is the base config."""
+        """The arm that equals the base config."""
         return next((arm for arm in self.arms if arm.is_baseline), None)
 
 
 class Analyses(NamedTuple):
-    """What a run's heads do: rows by verb of heads.py, with a trial per seed."""
+    """Analyses of a run's heads: rows by verb of heads.py, with one trial per seed."""
 
     corpus: str
     rows: dict[str, list[dict]]
@@ -62,33 +62,34 @@ class Analyses(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a sweep or an analysis says about a claim."""
+    """The evidence of one sweep or analysis about a claim."""
 
     corpus: str
-    text: str  # with numbers
+    text: str  # the measured numbers
     verdict: str
     seeds: int
-    difference: tuple[float, float, float] | None = None  # of the loss, and interval
+    difference: tuple[float, float, float] | None = None  # in loss: mean, low, high
 
 
-Chooses = Callable[[dict, dict], bool]  # by an arm's settings and the baseline's
+# Whether to choose an arm, given its settings and those of the baseline.
+Chooses = Callable[[dict, dict], bool]
 
 
 class Claim(NamedTuple):
-    """Something that is said about heads, and how it is tested."""
+    """A claim about heads, and how to test it."""
 
     sentence: str
     who: str
     published: str
-    ablation: str  # of configs/ablations.py; "roles"; or what else it needs
+    ablation: str  # of configs/ablations.py; "roles"; or a description of what it needs
     test: Callable | None = None  # None: nothing under results/ can test it yet
     arms: Chooses | None = None  # None: all but the reference
     reference: Chooses | None = None  # None: the baseline
-    margin: float = LOSS.margin  # of the loss, in nats per token
+    margin: float = LOSS.margin  # in nats per token
 
 
 def has(match: str | None = None, **wanted) -> Chooses:
-    """Choose the arms with these settings, and no others if they are matched."""
+    """Choose the arms with these settings and this `match` (None: unmatched arms)."""
 
     def chooses(settings: dict, baseline: dict) -> bool:
         del baseline
@@ -100,12 +101,12 @@ def has(match: str | None = None, **wanted) -> Chooses:
 
 
 def one_of(*choices: Chooses) -> Chooses:
-    """Choose the arms that any of some functions chooses."""
+    """Choose the arms that any of several functions chooses."""
     return lambda settings, baseline: any(x(settings, baseline) for x in choices)
 
 
 def smaller_keys(settings: dict, baseline: dict) -> bool:
-    """Choose arms with the baseline's value size and smaller keys."""
+    """Choose arms with the baseline's value size, but smaller keys."""
     same = settings["value_dim"] == baseline["value_dim"]
     return same and settings["head_dim"] < baseline["head_dim"]
 
@@ -115,11 +116,11 @@ def merge(rule: str, match: str | None = None) -> Chooses:
     return has(match, merge=rule)
 
 
-# Tests: functions of a claim and a sweep, to effects.
+# Tests: functions from a claim and a sweep to effects.
 
 
 def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
-    """Return the arms of a claim in a sweep, and the one they are compared with."""
+    """Return the arms of a claim in a sweep, and the arm to compare them with."""
     baseline = sweep.baseline
     if baseline is None:
         return [], None
@@ -135,7 +136,9 @@ def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     return others, reference
 
 
-VERDICTS = {  # supported? contradicted? by the interval of the difference in loss
+# By rule: from the interval of the difference in loss and the margin to whether a claim
+# is supported and whether it is contradicted.
+VERDICTS = {
     "lower": lambda low, high, margin: (high < 0, low > -margin),
     "higher": lambda low, high, margin: (low > 0, high < margin),
     "no lower": lambda low, high, margin: (low > -margin, high < -margin),
@@ -144,7 +147,7 @@ VERDICTS = {  # supported? contradicted? by the interval of the difference in lo
 
 
 def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether the arms' loss is lower, higher, ... than the reference's."""
+    """Compare the arms' losses with the reference's by a rule in `VERDICTS`."""
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
@@ -159,7 +162,7 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
         is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
         verdict = SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
         if arm.lost + reference.lost and verdict == SUPPORTED:
-            verdict = UNDECIDED  # the seeds that are left are no fair sample
+            verdict = UNDECIDED  # the remaining seeds are a biased sample
         spread = interval(result.low, result.high, LOSS.format, signed)
         text = f"loss of {arm.name} − {reference.name}: "
         text += f"{signed(result.mean, LOSS.format)} ({spread})"
@@ -170,7 +173,7 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether all arms have the reference's parameters, exactly."""
+    """Test whether all arms have exactly as many parameters as the reference."""
     arms, reference = chosen(claim, sweep)
     if not arms:
         return []
@@ -182,7 +185,7 @@ def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether an arm has fewer parameters and takes fewer operations."""
+    """Test whether an arm has fewer parameters, and needs no more operations."""
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
@@ -197,7 +200,7 @@ def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def no_slower(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether arms train at the reference's speed. It is measured once per arm."""
+    """Test whether arms train as fast as the reference, by one measurement per arm."""
     arms, reference = chosen(claim, sweep)
     arms = [arm for arm in arms if arm.speed is not None]
     if not arms or reference.speed is None:
@@ -210,10 +213,10 @@ def no_slower(claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether an arm's loss varies less over seeds, which are paired.
+    """Test whether an arm's loss varies less over (paired) seeds than the reference's.
 
-    By the interval of Pitman (1939) and Morgan (1939) for the ratio of two correlated
-    variances.
+    This uses the interval of Pitman (1939) and Morgan (1939) for the ratio of two
+    correlated variances.
     """
     arms, reference = chosen(claim, sweep)
     found = []
@@ -260,7 +263,7 @@ def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Ef
 
 
 def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether heads of the last layer look further than those of the first."""
+    """Test whether heads of the last layer attend further than those of the first."""
     effects, rows = [], found.rows.get("describe", ())
     for site in dict.fromkeys(row["site"] for row in rows if row["site"] != "cross"):
         own = [row for row in rows if row["site"] == site]
@@ -284,9 +287,9 @@ def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
 
 
 def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether the loss stays within the margin without more than half the heads.
+    """Test whether removing more than half the heads keeps the loss within the margin.
 
-    Heads are removed in the order of their added loss, the least first.
+    Heads are removed in ascending order of their added loss.
     """
     rows = found.rows.get("prune", ())
     rows = [row for row in rows if row["order"] == "added_loss"]
@@ -309,10 +312,10 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
 
 
 def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether the outputs of two heads of a layer are less than half alike.
+    """Test whether outputs of two heads of a layer have a linear CKA below 0.5.
 
-    By linear CKA (Kornblith et al. 2019), of which 0.5 lies half-way between outputs
-    that share nothing and outputs that are one, rotated.
+    CKA (Kornblith et al. 2019) is 0 for outputs that share nothing, and 1 for outputs
+    that are equal up to a rotation.
     """
     rows = found.rows.get("similarity", ())
     rows = [row for row in rows if row["layer"] == row["other_layer"]]
@@ -326,7 +329,7 @@ def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
 
 
 def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether removing two heads costs other than the sum of removing each."""
+    """Test whether removing two heads costs more or less than the sum of each alone."""
     each = [
         np.mean([row["interaction"] for row in own])
         for own in by_trial(found.rows.get("interactions", ()))
@@ -342,18 +345,18 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
 
 
 def by_trial(rows) -> list[list[dict]]:
-    """Return the rows of each trial."""
+    """Group rows by trial."""
     trials = dict.fromkeys(row["trial"] for row in rows)
     return [[row for row in rows if row["trial"] == trial] for trial in trials]
 
 
 def head_of(row: dict) -> tuple:
-    """Return the head that a row is about."""
+    """Return a row's head: site, layer, head."""
     return row["site"], row["layer"], row["head"]
 
 
 def interval_of(values) -> tuple[float, float, float]:
-    """Return mean and interval over seeds; NaN without at least two."""
+    """Return the mean over seeds and its interval; NaN for fewer than two seeds."""
     if len(values) < 2:
         return math.nan, math.nan, math.nan
     mean, _, low, high = summary(values)
@@ -361,12 +364,12 @@ def interval_of(values) -> tuple[float, float, float]:
 
 
 def verdict_of(is_so: bool, is_not: bool) -> str:
-    """Return the verdict of an interval that lies on one side, the other, or both."""
+    """Return the verdict of an interval on one side of a limit, the other, or both."""
     return SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
 
 
 def read_analyses(folder: Path) -> Analyses | None:
-    """Read what heads.py wrote about a run; None if the folder is not roles_CORPUS."""
+    """Read the output of heads.py; return None if the folder is not a roles_CORPUS."""
     if not folder.name.startswith("roles_"):
         return None
     rows = {
@@ -377,7 +380,7 @@ def read_analyses(folder: Path) -> Analyses | None:
 
 
 def read_results(folder: Path) -> Results | None:
-    """Read the sweep of a folder; None if it holds none, or is of no known ablation."""
+    """Read a folder's sweep; return None without a sweep.csv or a known ablation."""
     table = folder / "sweep.csv"
     known = [
         name
@@ -399,7 +402,7 @@ def read_results(folder: Path) -> Results | None:
 
 
 def read_arm(name: str, rows: list[dict]) -> Arm:
-    """Return an arm from its rows of a sweep.csv."""
+    """Build an arm from its rows of a sweep.csv."""
     done = [row for row in rows if row["status"] == "done"]
     speeds = [
         float(row["tokens_per_second"]) for row in done if row["tokens_per_second"]
@@ -422,7 +425,7 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
 
 
 def read_looks(folder: Path) -> tuple[int, ...] | None:
-    """Return the planned looks of a sweep, from its verdicts.csv."""
+    """Read the planned looks of a sweep from its verdicts.csv; None if it has none."""
     path = folder / "verdicts.csv"
     if not path.exists():
         return None
@@ -432,7 +435,7 @@ def read_looks(folder: Path) -> tuple[int, ...] | None:
 
 
 def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]:
-    """Return what all sweeps and analyses say about a claim."""
+    """Return the evidence of all sweeps and analyses about a claim."""
     if claim.test is None:
         return []
     return [

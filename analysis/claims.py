@@ -1,12 +1,12 @@
-"""What is claimed of attention heads, tested with what lies under results/.
+"""Claims about attention heads, tested with the sweeps and analyses under results/.
 
     python -m analysis.claims
 
-Writes results/claims.md, results/claims.png and the table of docs/research/claims.md.
-A claim is a row of `CLAIMS`: what is said, by whom, with which figure, and which arms
-of which ablation test it, or which analysis of trained heads. Every number of the page
-is computed from the files of the sweeps and analyses; a claim without one is "not
-tested yet". See `analysis.claim_tests`.
+This writes results/claims.md, results/claims.png and the table of
+docs/research/claims.md. Each entry of `CLAIMS` has a claim, its source, the published
+numbers, and the arms of an ablation or the analysis of trained heads that test it. All
+measured numbers on the page are computed from the files of sweeps and analyses. Claims
+without such files are "not tested yet". See `analysis.claim_tests`.
 """
 
 import argparse
@@ -298,7 +298,7 @@ CLAIMS = (
 
 
 def make_rows(found: list[tuple[Claim, list[Effect]]]) -> list[tuple[str, ...]]:
-    """Return the rows of the table: one per effect, or one that says what is needed."""
+    """Return the rows of the table: one per effect or, without any, what is needed."""
     rows = []
     for index, (claim, effects) in enumerate(found, start=1):
         about = (str(index), claim.sentence, claim.who, claim.published)
@@ -313,7 +313,7 @@ def make_rows(found: list[tuple[Claim, list[Effect]]]) -> list[tuple[str, ...]]:
 
 
 def summarize(found: list[tuple[Claim, list[Effect]]]) -> str:
-    """Return how many claims are tested, and how the comparisons came out."""
+    """Count the tested claims, and the comparisons by verdict, in a sentence."""
     tested = [effects for _, effects in found if effects]
     each = [effect.verdict for effects in tested for effect in effects]
     counts = ", ".join(f"{each.count(v)} {v}" for v in COLOURS)
@@ -324,7 +324,7 @@ def summarize(found: list[tuple[Claim, list[Effect]]]) -> str:
 
 
 def to_markdown(found: list[tuple[Claim, list[Effect]]]) -> str:
-    """Return the summary and the table."""
+    """Format the summary and the table as Markdown."""
     rows = [HEADER, ("---:", *["---"] * (len(HEADER) - 1)), *make_rows(found)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n\n".join([summarize(found), "\n".join(lines)])
@@ -369,7 +369,7 @@ def fill(page: str, text: str) -> str:
     """Return a page with the text between `MARKS` replaced.
 
     Raises:
-        ValueError: the page has no such marks.
+        ValueError: the page does not contain each mark exactly once.
     """
     start, end = MARKS
     if page.count(start) != 1 or page.count(end) != 1:
@@ -379,7 +379,7 @@ def fill(page: str, text: str) -> str:
 
 
 def main() -> None:
-    """Test every claim with what is there, and write the pages."""
+    """Test every claim with the available results, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     page = ROOT / "docs/research/claims.md"

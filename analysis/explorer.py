@@ -1,7 +1,7 @@
-"""One self-contained page to look at the heads of a run: data for explorer.html.
+"""A self-contained web page to explore the heads of a run: data for explorer.html.
 
-The page is a template beside this file, without data, so that it can be edited. Weights
-are bytes, compressed; the page unpacks them.
+The template is a separate file beside this one, so that it can be edited. Attention
+weights are stored as compressed bytes, which the page decompresses.
 """
 
 import base64
@@ -31,14 +31,14 @@ from headcount.runtime import sharding
 from headcount.tasks import Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-PLACE = "/*DATA*/"  # of the data in the template
-BATCH_TOKENS = 2048  # of a batch: bounds the memory of its maps
-ROLES_SHOWN = 4  # per head, the strongest
+PLACE = "/*DATA*/"  # placeholder for the data in the template
+BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
+ROLES_SHOWN = 4  # strongest roles to show per head
 
 
 def page(data: dict) -> str:
-    """Return the page with the data of `explore` in it."""
-    # no "</script>" may occur in a script
+    """Return the HTML page with the data from `explore`."""
+    # escaped, because a script must not contain "</script>"
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     return TEMPLATE.read_text().replace(PLACE, text, 1)
 
@@ -50,14 +50,14 @@ def explore(
     trials: dict[str, list[int]],
     limit: int = 200,
 ) -> dict:
-    """Return what the page shows.
+    """Compute the data that the page shows.
 
     Args:
-        runs: by name, one or two.
-        examples: of each run: what heads are measured on.
-        sentences: of each run, token ids by field; see `roles.first_sentences`.
-        trials: of each run.
-        limit: how many examples heads are measured on.
+        runs: one or two runs, by name.
+        examples: examples to measure heads on, by run.
+        sentences: token ids by field, by run; see `roles.first_sentences`.
+        trials: trials to show, by run.
+        limit: maximum number of examples to measure heads on.
     """
     found = []
     for name, run in runs.items():
@@ -74,7 +74,7 @@ def explore(
 
 
 def one_run(name, run, examples, sentences, trials, limit) -> dict:
-    """Return the data of one run; see the page's script."""
+    """Compute the data of one run; see the page's script for its format."""
     model = nnx.merge(run.graph, run.of(trials[0])[0])
     sites = [
         {
@@ -107,11 +107,12 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
     return {"name": name, "sites": sites, "sentences": shown, "trials": of_trials}
 
 
-READ = {"target": "read"}  # a decoder's queries and keys are what it reads
+# the queries and keys of a decoder are its inputs: the target, shifted by one
+READ = {"target": "read"}
 
 
 def head_data(statistics: dict, importance: dict, roles: list[dict]) -> dict:
-    """Return what the page says about one head."""
+    """Return the data of one head."""
     at = {name: statistics[name] for name in ("site", "layer", "head")}
     mine = [row for row in roles if all(row[name] == at[name] for name in at)]
     mine = sorted(mine, key=lambda row: -row["weight"])[:ROLES_SHOWN]
@@ -136,7 +137,7 @@ def first_of(examples: Examples, count: int) -> Examples:
 
 
 def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
-    """Return a sentence's tokens, as they are read, and where its sinks are."""
+    """Return a sentence's tokens as the model reads them, and the sinks' indices."""
     read = dict(fields)
     if "target" in fields:
         read["read"] = [run.config.model.bos, *fields["target"][:-1]]
@@ -152,10 +153,10 @@ def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
 
 
 def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
-    """Return all maps as text: bytes, compressed, in base64.
+    """Return all attention maps as compressed bytes in base64.
 
-    A weight w is round(255 w). The order is: sentences, sites, layers, heads, raw and
-    by norm, queries, keys.
+    A weight w is stored as round(255 w). The order of axes is: sentences, sites,
+    layers, heads, raw and norm-weighted maps, queries, keys.
     """
     parts = [None] * len(sentences)
     for indices, batch in batched(sentences):
@@ -173,16 +174,19 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
 
 
 def batched(sentences: list[dict]) -> list:
-    """Return batches of one sentence per row, with the sentences' numbers."""
+    """Return batches with one sentence per row, and the indices of the sentences."""
     fields = {name: Ragged.of([s[name] for s in sentences]) for name in sentences[0]}
     return unpacked_batches(fields, batch_tokens=BATCH_TOKENS)
 
 
 def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
-    """Return what the model predicts at each place, and what changes without a head.
+    """Predict each position of the sentences, with all heads and without each one.
 
-    The words before are those of the sentence. A row per sentence has `tokens`, and
-    `without`, by head, the changed tokens by place.
+    The context of each prediction comes from the sentence (teacher forcing).
+
+    Returns:
+        A dict per sentence: `tokens` has the predictions; `without` has, by head, the
+        changed predictions by position.
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
@@ -217,7 +221,7 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
 
 @partial(jax.jit, static_argnames="graph")
 def predicted(graph, params, head_gates: dict, batch: dict):
-    """Return the most probable token or class of every place, B T."""
+    """Return the most probable token or class at every position, of shape B T."""
     model = precision.model_of(graph, params)
     if model.classifier is not None:
         return model.class_logits(batch, head_gates=head_gates).argmax(-1)

@@ -1,6 +1,6 @@
-"""How an export is used, for its README.md: what to install, and code for its folder.
+"""Usage examples for the README.md of an export: packages to install, and code.
 
-Words in braces are replaced; `weights.facts_of` has them.
+Placeholders in braces are replaced by the values from `weights.facts_of`.
 """
 
 CTRANSLATE2_PAIRS = """\
@@ -150,7 +150,7 @@ gradio.Interface({function}, "text", "text").launch()
 ```
 """
 
-# What pip installs for each usage, and its code.
+# For each usage, the packages to install with pip, and its code.
 USAGES = {
     "ctranslate2_pairs": ("ctranslate2 sentencepiece", CTRANSLATE2_PAIRS),
     "ctranslate2_texts": ("ctranslate2 tokenizers", CTRANSLATE2_TEXTS),
@@ -162,16 +162,16 @@ USAGES = {
     "stablehlo_texts": ("jax flatbuffers safetensors tokenizers", STABLEHLO_TEXTS),
     "stablehlo_classes": ("jax flatbuffers safetensors", STABLEHLO_CLASSES),
 }
-# The function of a usage's code that a server can call.
+# The function in a usage's code that a server can call.
 SERVED = {"ctranslate2_pairs": "translate", "ctranslate2_texts": "complete"}
 
 
 def section(usage: str, facts: dict) -> str:
-    """Return how an export is used, in Markdown.
+    """Format how to use an export, in Markdown.
 
     Args:
         usage: a key of `USAGES`.
-        facts: what the words in braces stand for.
+        facts: values of the placeholders.
     """
     packages, code = USAGES[usage]
     text = f"```\npip install {packages}\n```\n\nIn this folder:\n\n"

@@ -1,4 +1,4 @@
-"""Numbers as cells of a table and parts of a sentence."""
+"""Formatting of numbers for tables and sentences."""
 
 import math
 
@@ -6,14 +6,14 @@ NOTHING = "–"
 
 
 def count(number: int, noun: str) -> str:
-    """Format a number of things: 1 arm, 2 arms."""
+    """Format a count with its noun: 1 arm, 2 arms."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def format_settings(values: dict) -> str:
     """Format config settings: learning_rate=0.002, dropout=0.1."""
 
-    def text(value):  # whole numbers in full: a seed may have many digits
+    def text(value):  # integers in full: a seed may have many digits
         return f"{value:g}" if isinstance(value, float) else value
 
     parts = (f"{key.split('.')[-1]}={text(value)}" for key, value in values.items())
@@ -21,14 +21,14 @@ def format_settings(values: dict) -> str:
 
 
 def number(value, spec: str = ".2f") -> str:
-    """Format a number; a dash if there is none."""
+    """Format a number; None and NaN become a dash."""
     if value is None or math.isnan(value):
         return NOTHING
     return format(value, spec).replace("-", "−")
 
 
 def signed(value, spec: str = ".2f") -> str:
-    """Format a difference."""
+    """Format a number with its sign."""
     return number(value, f"+{spec}")
 
 

@@ -1,4 +1,4 @@
-"""Statistics of every head of a trained model, and what the loss is without it."""
+"""Statistics of every head of a trained model, and the loss without each head."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,19 +23,23 @@ SIDES = {"encoder": "source", "decoder": "target", "cross": "target"}  # of the 
 
 
 def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
-    """Return a row for every head: site, layer, head, gate, and
+    """Return a row of statistics for every head.
 
-    - the fields of `attention.HeadStatistics`, averaged over all query tokens (of
-      max_logit the largest), of the weights without a learned sink's, renormalised;
-      None with talking heads, whose mixed maps are not distributions;
-    - sink: the mean weight on the source's EOS, in the decoder on BOS; None with
+    A row has the columns site, layer, head, gate, and
+
+    - the fields of `attention.HeadStatistics`, averaged over all query tokens, except
+      for max_logit, which is the maximum. The weight on a learned sink is excluded, and
+      the other weights are renormalised. None with talking heads, whose mixed maps are
+      not distributions;
+    - sink: the mean weight on the source's EOS or, in the decoder, on BOS; None with
       talking heads;
     - learned_sink: the mean weight on `model.attention.sink`; None without one;
     - share: the norm of what the head, times its gate, adds to the layer's output,
       averaged over tokens and divided by the sum over the heads of the layer and site;
     - merge_weight, merge_weight_sd: mean and standard deviation over tokens of the
-      factor that the merge rule applies to the head (over its elements, if each has its
-      own). None where the rule has no such factor; no deviation if it is constant.
+      factor that the merge rule applies to the head, averaged over elements if each
+      has its own. None if the rule has no such factor; merge_weight_sd is also None if
+      the factor does not depend on the token.
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
@@ -69,7 +73,7 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
 
 
 def added(sums, found):
-    """Add up what `observe` returns of two batches; of the largest logits take one."""
+    """Add results of `observe` for two batches; take the maximum of max_logit."""
 
     def one(path, x, y):
         largest = path[-1] == jax.tree_util.DictKey("max_logit")
@@ -81,20 +85,23 @@ def added(sums, found):
 def importance(
     run: Run, examples: Examples, trial: int, alone: bool = True
 ) -> list[dict]:
-    """Return a row for every head: site, layer, head, gate, and
+    """Return a row of importance measures for every head.
+
+    A row has the columns site, layer, head, gate, and
 
     - importance (Michel et al. 2019, equation 2): the absolute derivative of an
-      example's loss by the head's gate, summed over the examples;
-    - added_loss: the loss without this head, minus the loss with all;
+      example's loss with respect to the head's gate, summed over the examples and
+      divided by their total weight;
+    - added_loss: the loss without this head, minus the loss with all heads;
     - alone (their table 2): the loss with this head as the only one of its layer and
-      site, minus the loss with all; None where its gate is 0.
+      site, minus the loss with all heads; None if its gate is 0.
 
-    All in the unit of the task's loss. Importance takes one backward pass in all,
-    added_loss and alone a forward pass per head: where importance and added_loss
-    disagree, believe added_loss.
+    All are in the unit of the task's loss. Importance takes one backward pass over the
+    examples in total; added_loss and alone take one forward pass per head. If
+    importance and added_loss disagree, trust added_loss.
 
     Args:
-        alone: False leaves `alone` out, which halves the forward passes.
+        alone: whether to compute `alone`; False halves the forward passes.
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
@@ -132,15 +139,15 @@ def importance(
 
 
 def all_gates(run: Run, params, gates: dict) -> dict:
-    """Return the gates of every head of one trial, L N by site."""
+    """Return the gates of all heads of one trial, of shape L N by site."""
     ones = nnx.merge(run.graph, params).head_gates()
     return ones | {site: jnp.asarray(own) for site, own in gates.items()}
 
 
 def open_heads(run: Run, trial: int) -> int | None:
-    """Return how many heads of a trial have open gates; None: no gate is learned.
+    """Count the heads of a trial with open gates; return None if no gate is learned.
 
-    Every process must call it, if there are several.
+    In a multi-process run, every process must call this.
     """
     params, gates = run.of(trial)
     gates, count, is_learned = all_gates(run, params, gates), 0, False
@@ -154,19 +161,22 @@ def open_heads(run: Run, trial: int) -> int | None:
 
 
 def heads_of(gates: dict) -> list[tuple[str, int, int]]:
-    """List site, layer and number of every head."""
+    """List the site, layer and index of every head."""
     return [(s, *at) for s, own in gates.items() for at in np.ndindex(own.shape)]
 
 
 def by_rank(rows: list[dict], key: str) -> dict[tuple, list[list[dict]]]:
-    """Match heads of several trials by rank: lists of heads by site, layer and rank.
+    """Match heads of several trials by rank.
 
-    A head has no identity across seeds: head 0 of one is not head 0 of another. So rank
-    1 is the head of each trial's layer with the highest value of `key`; heads whose
-    gate is 0 come last. The rank "all" has every head of the layer.
+    Head 0 of one seed does not correspond to head 0 of another, so heads are sorted
+    within each trial's layer: rank 1 has the highest value of `key`, and heads with a
+    gate of 0 come last. The rank "all" has every head of the layer.
 
     Args:
-        rows: of `describe` or `importance`, with the `trial` of each.
+        rows: rows of `describe` or `importance`, with a column `trial`.
+
+    Returns:
+        For each site, layer and rank, the heads of each trial.
     """
     layers = {}
     for row in rows:
@@ -185,23 +195,26 @@ def by_rank(rows: list[dict], key: str) -> dict[tuple, list[list[dict]]]:
 
 
 def mean_per_trial(trials: list[list[dict]], name: str) -> np.ndarray:
-    """Return each trial's mean over its heads, leaving out heads without a value."""
+    """Return each trial's mean over its heads, ignoring heads without a value."""
     values = [[row[name] for row in heads if row[name] is not None] for heads in trials]
     return np.array([np.mean(each) for each in values if each])
 
 
 def with_progress(heads: list) -> Iterator:
-    """Iterate with a progress bar on a terminal."""
+    """Iterate over heads, showing a progress bar if on a terminal."""
     on = console()
     return track(heads, "heads", console=on, transient=True, disable=not on.is_terminal)
 
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def observe(graph, loss, params, head_gates: dict, batch: dict):
-    """Return sums over the tokens of a batch with one example per row, and maxima.
+    """Sum the statistics of every head over the tokens of a batch.
 
-    They are the statistics and `contributions` of every head, N per layer by site, and
-    the number of tokens by side.
+    The batch must have one example per row.
+
+    Returns:
+        A list over layers by site, with sums (for max_logit, maxima) of the statistics
+        and `contributions`, each of shape N; and the number of tokens by side.
     """
     counts = {
         name.removesuffix("_segments"): (array > 0).sum(1)
@@ -239,16 +252,19 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
-    """Return the absolute gradients by gates, summed over examples, L N by site.
+    """Sum the absolute gradients with respect to the gates over the examples.
 
-    The batch has one example per row. Its summed weight comes with it.
+    The batch must have one example per row.
+
+    Returns:
+        The sums, of shape L N by site, and the total weight of the batch.
     """
 
     def total(gates):
         model = precision.model_of(graph, params)
         return loss(model, batch, head_gates=gates)
 
-    # with gates of their own for every row, the gradient of the sum is that of each
+    # separate gates for each row, so that one backward pass gives per-example gradients
     rows = len(jax.tree.leaves(batch)[0])
     repeated = {
         site: jnp.repeat(gates[:, None], rows, 1) for site, gates in head_gates.items()
@@ -264,10 +280,11 @@ def loss_of(graph, loss, params, head_gates: dict, batch: dict):
 
 
 def contributions(layer: Intermediates) -> dict[str, Float[Array, "B T N"]]:
-    """Return the norm of what each head adds, its merge weight, and that squared.
+    """Return each head's `norm`, `weight` and `weight_square`.
 
-    What a head adds is the merge of this head with zeros for the others. Rules without
-    weights have none, and weights that do not depend on the token have no square.
+    `norm` is the norm of what a head adds to the output: the merge of this head with
+    zeros for the others. `weight` is its merge weight, if the rule has weights.
+    `weight_square` is its square, if the weight depends on the token.
     """
     rule, arguments = layer.rule, layer.arguments
     heads, x = jax.lax.stop_gradient((layer.heads, layer.x))
@@ -297,11 +314,11 @@ def weight_on_special_token(
     key_value_segment_ids: Int[Array, "B S"],
     **arguments,
 ) -> Float[Array, "B T N"]:
-    """Return the weight of each query on the special token of its segment.
+    """Return the attention weight of each query on the special token of its segment.
 
-    That is the last token (EOS), or in a decoder the first one that it reads (BOS):
-    where heads that have nothing to look for often look, a sink (Xiao et al. 2024).
-    Takes O(T) memory.
+    This is the last token (EOS) or, in a decoder, the first input token (BOS). Heads
+    with nothing to attend to often use it as a sink (Xiao et al. 2024). This takes O(T)
+    memory.
     """
     end = {"prepend": 0} if site == "decoder" else {"append": 0}
     special = jnp.diff(key_value_segment_ids, **end) != 0
@@ -324,7 +341,7 @@ def weight_on_learned_sink(
     sink: Float[Array, "N"],
     **arguments,
 ) -> Float[Array, "B T N"]:
-    """Return the weight of each query on its head's sink, in O(T) memory."""
+    """Return the weight of each query on its head's learned sink, in O(T) memory."""
     query, key = jax.lax.stop_gradient((query, key))
     _, lse = attention.dot_product_attention(
         query, key, key[..., :1], **arguments, return_residual=True

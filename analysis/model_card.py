@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, its scores, and how to load it."""
+"""The README.md of an exported model: description, scores, and how to load it."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,14 @@ from headcount.runtime.workdir import read_json
 
 
 def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str:
-    """Return the model card of a trial of a run, in Markdown.
+    """Format the model card of a trial in Markdown.
 
     Args:
-        workdir: of the run, whose scores are taken from its result-SPLIT.json.
-        config: of the run.
-        trial: which one was exported.
-        which: its checkpoint.
-        usage: how the export is used, in Markdown.
+        workdir: the run's folder; scores come from its result-SPLIT.json.
+        config: the run's config.
+        trial: index of the exported trial.
+        which: "best", "last" or "average" checkpoint.
+        usage: how to use the export, in Markdown.
     """
     facts = read_json(workdir / "run.json")
     of_trial = read_json(workdir / "trials.json")[trial]
@@ -50,7 +50,7 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
 
 
 def changed(config) -> dict:
-    """Return the settings that differ from the defaults, but for local folders."""
+    """Return the settings that differ from the defaults, except local folders."""
     defaults = flat(get_config().to_dict())
     return {
         key: value
@@ -60,14 +60,14 @@ def changed(config) -> dict:
 
 
 def data_of(config) -> str:
-    """Return what the model was trained on, in words."""
+    """Describe the training data."""
     data = config.data
     pair = f", {data.source} to {data.target}" * (config.task.name == "translation")
     return f"{data.name}{pair}"
 
 
 def scores(workdir: Path, facts: dict, trial: int) -> list[str]:
-    """Return a table of the scores in result-*.json, with their signatures."""
+    """Format the scores in result-*.json as a table, followed by their signatures."""
     lines, notes = ["| split | metric | this model | mean, 95 % interval |"], []
     lines.append("| --- | --- | --- | --- |")
     metrics = facts.get("task", {}).get("metrics", [])
@@ -93,7 +93,7 @@ def scores(workdir: Path, facts: dict, trial: int) -> list[str]:
 
 
 def interval(values: list[float], form: str) -> str:
-    """Return the mean over the run's trials with its interval, if there are several."""
+    """Format the mean over trials with its interval, or "one seed" without several."""
     found = summary(values)
     if not np.isfinite(found.low):
         return "one seed"

@@ -16,13 +16,13 @@ import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 
 
 def plot_example(run: Run, trial: int, fields: dict, site: str, path: Path) -> None:
-    """Save what the heads of a site attend to in one example.
+    """Save the attention maps of a site's heads for one example.
 
     Args:
         fields: the example's token ids by field.
-        site: "encoder" (from source to source), "decoder" (to what the decoder reads:
-            BOS and the target without its last token), or "cross".
-        path: of the picture; its suffix says the format.
+        site: "encoder" (from source to source), "decoder" (to the decoder's input: BOS
+            and the target without its last token), or "cross".
+        path: path of the image; its suffix determines the format.
     """
     with sharding.using(run.mesh):
         batch = single_example(fields)
@@ -39,13 +39,13 @@ def plot_example(run: Run, trial: int, fields: dict, site: str, path: Path) -> N
 def plot_maps(
     maps: np.ndarray, queries: list[str], keys: list[str], axes: tuple, path: Path
 ) -> None:
-    """Save a grid of maps, a row per layer and a column per head.
+    """Save a grid of attention maps, with one row per layer and one column per head.
 
     Args:
-        maps: L N T S.
+        maps: attention weights, of shape L N T S.
         queries, keys: T and S labels.
-        axes: what the queries are, and the keys.
-        path: of the picture; its suffix says the format.
+        axes: labels of the query axis and the key axis.
+        path: path of the image; its suffix determines the format.
     """
     queries, keys = (
         [p.replace("▁", "") or p for p in side] for side in (queries, keys)
@@ -79,13 +79,13 @@ def plot_maps(
 
 
 def plot_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
-    """Save the scores with fewer and fewer heads, a line per order of removal.
+    """Plot scores against the number of removed heads, with one line per order.
 
     Args:
-        rows: of `analysis.pruning.curve`. Means are drawn with their 95 % interval over
-            the trials; with one trial, over its random orders.
-        metric: which score.
-        path: of the picture; its suffix says the format.
+        rows: rows from `analysis.pruning.curve`. Means are drawn with their 95 %
+            intervals over the trials or, with one trial, over its random orders.
+        metric: the score to plot.
+        path: path of the image; its suffix determines the format.
     """
     figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
     counts = list(dict.fromkeys(row["removed"] for row in rows))

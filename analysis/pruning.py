@@ -1,4 +1,4 @@
-"""Score a model with fewer and fewer heads, the least important removed first."""
+"""Score a model while removing its heads, the least important first."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from headcount.runtime import sharding
 from headcount.tasks import Run
 
 ORDERS = ("importance", "normalized_importance", "added_loss", "random")
-DRAWS = 5  # random orders over all trials, at least
+DRAWS = 5  # minimum number of random orders, over all trials
 
 
 class Head(NamedTuple):
@@ -24,15 +24,16 @@ class Head(NamedTuple):
 
 
 def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
-    """Return all heads in several orders of removal, the least important first.
+    """Return several orders in which to remove all heads, the least important first.
 
-    Normalised importance (Michel et al. 2019) is divided by the l2 norm of the
-    importance of the layer's heads, so that layers with large gradients lose heads too.
+    Normalised importance (Michel et al. 2019) is divided by the L2 norm of the
+    importance of the layer's heads, so that layers with large gradients lose heads,
+    too. The random order is a control.
 
     Args:
-        rows: of every head of a trial; see `analysis.heads.importance`. Those whose
-            gate is 0 are removed already, and come first.
-        seed: of the random order, which the others have to beat.
+        rows: a row for every head of a trial; see `analysis.heads.importance`. Heads
+            with a gate of 0 are already removed, and come first.
+        seed: seed of the random order.
     """
     draws = np.random.default_rng(seed).random(len(rows))
     squares = Counter()
@@ -54,12 +55,17 @@ def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
 
 
 def counts(num_heads: int) -> list[int]:
-    """Return how many heads to remove: none, a tenth, ..., all."""
+    """Return the numbers of heads to remove: none, a tenth, ..., all."""
     return sorted({round(num_heads * tenth / 10) for tenth in range(11)})
 
 
 def without(head_gates: dict, removed: dict[int, list[Head]]) -> dict:
-    """Return gates of every trial, R L N by site, that are 0 for the removed heads."""
+    """Set the gates of removed heads to 0.
+
+    Args:
+        head_gates: gates of all trials, of shape R L N by site.
+        removed: heads to remove, by trial.
+    """
     gates = {site: np.array(each) for site, each in head_gates.items()}
     for trial, heads in removed.items():
         for site, layer, head in heads:
@@ -77,16 +83,16 @@ def curve(
 ) -> Iterator[dict]:
     """Yield a row of scores for each trial, order and number of removed heads.
 
-    A row has the trial, the order, how many heads were removed and which, and what
-    `Task.evaluate` gives. With few trials each has several random orders, numbered by
-    `draw`.
+    A row has the trial, the order, the number and names of the removed heads, and the
+    scores of `Task.evaluate`. With few trials, each has several random orders, numbered
+    by `draw`.
 
     Args:
-        dev: what the heads are ranked on.
-        examples: what is scored.
-        trials: which of the run's.
-        site: whose heads may be removed; None: of all sites.
-        options: of `Task.evaluate`.
+        dev: examples to rank the heads on.
+        examples: examples to score.
+        trials: indices of the trials to score.
+        site: remove only heads of this site; None removes heads of all sites.
+        options: options of `Task.evaluate`.
     """
     R = len(run.trials)
     ones = all_gates(run, run.of(0)[0], {})
@@ -106,7 +112,7 @@ def curve(
         for name in ORDERS
         for draw in range(draws if name == "random" else 1)
     ]
-    same = {}  # scores with no head removed and with all, equal in every order
+    same = {}  # scores with none or all heads removed, which don't depend on the order
     for count, name, draw in with_progress(todo):
         removed = {trial: ranked[trial, draw][name][:count] for trial in trials}
         found = same.get(count)

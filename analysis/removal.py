@@ -1,4 +1,4 @@
-"""Remove heads for real: a smaller model whose outputs equal those of the gated one."""
+"""Remove gated heads from a model: a smaller model with the same outputs."""
 
 from pathlib import Path
 
@@ -15,23 +15,24 @@ from headcount.runtime.workdir import environment, record, set_status
 from headcount.tasks import Run, make_task
 from headcount.training.checkpoint import Checkpoints
 
-# Each head has a kernel of its own, and they are added up: one of zeros adds nothing.
+# Rules that sum over heads with separate kernels, so that a zero kernel adds nothing.
 REMOVABLE_RULES = ("concat", "scaled", "gated", "gated_elementwise")
 
 
 def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
-    """Return the config and the parameters of a trial without some heads.
+    """Return the config and the parameters of a trial without some of its heads.
 
-    A site has one head count, so its layers keep as many heads as the layer that keeps
-    most; the others are filled up with heads whose merge kernel is 0. With
-    `value_residual` all layers keep the heads that any of them keeps.
+    All layers of a site must have the same number of heads: that of the layer that
+    keeps the most. Other layers are padded with heads whose merge kernel is 0. With
+    `value_residual`, all layers keep every head that any of them keeps.
 
     Args:
-        removed: site, layer and number of each, besides those whose gate is 0.
+        removed: (site, layer, head) of each head to remove, in addition to heads with a
+            gate of 0.
 
     Raises:
-        ValueError: there is no such head, gates are neither 0 nor 1, or the model's
-            heads can't be removed one by one.
+        ValueError: there is no such head, a gate is neither 0 nor 1, or the model's
+            heads can't be removed individually.
     """
     params, gates = run.of(trial)
     gates = {s: np.array(own) for s, own in all_gates(run, params, gates).items()}
@@ -56,7 +57,7 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
         first = about.attentions[0]
         check(first, site, gates[site])
         kept = gates[site] > 0
-        if first.value_residual:  # the first layer has the values of the same head
+        if first.value_residual:  # heads use values of the same head in the first layer
             kept[:] = kept.any(0)
         N = max(1, kept.sum(1).max())
         for layer, attention in enumerate(about.attentions):
@@ -72,10 +73,12 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
 
 
 def fold_learned(model, gates: dict[str, np.ndarray]) -> set[str]:
-    """Multiply learned gates into the merge kernels; those that are 0 close `gates`.
+    """Fold learned gates into the merge kernels.
+
+    This modifies the model, and sets `gates` to 0 where a learned gate is 0.
 
     Returns:
-        The sites that had learned gates; now they have none.
+        The sites that had learned gates, which are now removed.
     """
     found = set()
     for site, about in model.sites().items():
@@ -91,12 +94,12 @@ def fold_learned(model, gates: dict[str, np.ndarray]) -> set[str]:
 
 
 def shapes(gates: dict) -> dict:
-    """Return layers and heads by site."""
+    """Return the numbers of layers and heads by site."""
     return {site: own.shape for site, own in gates.items()}
 
 
 def check(attention, site: str, gates: np.ndarray) -> None:
-    """Raise a ValueError for heads that can't be removed one by one."""
+    """Raise a ValueError if a layer's heads can't be removed individually."""
     if not np.isin(gates, (0, 1)).all():
         raise ValueError(f"The gates of {site} must be 0 or 1 for removal.")
     if attention.merge_rule not in REMOVABLE_RULES:
@@ -134,7 +137,7 @@ def parameters(attention) -> list[tuple[tuple, nnx.Param]]:
 
 
 def slice_heads(attention, chosen: np.ndarray, is_kept: np.ndarray) -> None:
-    """Keep some heads of an attention layer, and make those not kept add nothing."""
+    """Keep the chosen heads of a layer; zero the merge kernels where not `is_kept`."""
     for _, param in parameters(attention):
         for axis, letter in enumerate(param.axes.split()):
             if letter in ("N", "K", "heads"):
@@ -146,10 +149,10 @@ def slice_heads(attention, chosen: np.ndarray, is_kept: np.ndarray) -> None:
 def write_smaller(
     run: Run, workdir: Path, to: Path, trial: int, removed: list[tuple[str, int, int]]
 ) -> dict[str, int]:
-    """Write a run of the smaller model; return its parameters and heads, and before.
+    """Write a run with the smaller model; return its number of parameters, and before.
 
     Raises:
-        ValueError: the folder is not empty; or see `smaller`.
+        ValueError: the folder is not empty, or `smaller` fails.
     """
     with new_folder(to) as folder:
         config, params = smaller(run, trial, removed)
@@ -176,5 +179,5 @@ def write_smaller(
         record(folder, config.to_dict(), [settings], facts)
         set_status(folder, "finished")
         (folder / "metrics.jsonl").touch()
-        make_task(config, folder / "tokenizer")  # the smaller config is a valid one
+        make_task(config, folder / "tokenizer")  # check that the new config is valid
     return {"parameters": count, "before": before}

@@ -1,6 +1,6 @@
-"""What a report says about a sweep: comparisons with the baseline, verdict, tables.
+"""The content of a sweep's report: comparisons with the baseline, verdict, tables.
 
-All scores here are as they are shown: stored values times `Metric.scale`.
+All scores here are scaled for display: stored values times `Metric.scale`.
 """
 
 import math
@@ -22,6 +22,7 @@ from headcount.analysis.sequential import VERDICTS
 from headcount.analysis.significance import (
     LEVEL,
     MAX_SEEDS,
+    POWER,
     Difference,
     Summary,
     difference,
@@ -34,14 +35,14 @@ from headcount.tasks.base import LOSS, Metric
 
 
 class Bootstrap(NamedTuple):
-    """How one trained model's score depends on the choice of test examples."""
+    """The variation of one trained model's score over resampled test examples."""
 
     half_width: float  # of the 95% interval
-    p: float | None  # of no difference to the baseline; None: it is the baseline
+    p: float | None  # for no difference to the baseline; None: this is the baseline
 
 
 class ArmResult(NamedTuple):
-    """One arm, with its trials that finished, in the order of their seeds."""
+    """An arm with its R finished trials, in the order of their seeds."""
 
     name: str
     is_baseline: bool
@@ -50,24 +51,24 @@ class ArmResult(NamedTuple):
     parameters: int
     flops: int
     seeds: list[int]
-    test: dict[str, np.ndarray]  # by name of the metric, R
+    test: dict[str, np.ndarray]  # by metric name, of shape R
     dev: dict[str, np.ndarray]
     lost: int  # trials that diverged or failed
-    nuisance: dict  # as chosen on dev, or as the ablation sets them
+    nuisance: dict  # as chosen on dev, or as set by the ablation
     seconds: float | None  # of training, per trial
     tokens_per_second: float | None  # of a group
     published: float | None
     bootstrap: Bootstrap | None
-    # by name of the metric: steps, and dev scores during training, R steps
+    # by metric name: steps, and dev scores during training, of shape R x steps
     curves: dict[str, tuple[np.ndarray, np.ndarray]]
-    claim: str | None = None  # of those who published it; see configs/variants.py
-    open_heads: list[int] = []  # by seed, where gates are learned
-    # by statistic: steps, and means over all heads, R steps; empty: not logged
+    claim: str | None = None  # by its authors; see configs/variants.py
+    open_heads: list[int] = []  # by seed, if gates are learned
+    # by statistic: steps, and means over heads, of shape R x steps; empty: not logged
     heads: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
 
 class Example(NamedTuple):
-    """A test example, and what two arms predicted."""
+    """A test example with the predictions of two arms."""
 
     text: dict[str, str]  # by field
     best: str
@@ -81,10 +82,10 @@ class Report(NamedTuple):
     question: str
     details: str  # the rest of the ablation's docstring
     metrics: tuple[Metric, ...]  # of the task
-    metric: Metric  # that arms are compared by
-    curve_metric: Metric  # that is evaluated during training
+    metric: Metric  # for comparing arms
+    curve_metric: Metric  # for learning curves
     arms: list[ArmResult]
-    axis: str | None  # what the arms' values are
+    axis: str | None  # label of the arms' values
     anchor: tuple[str, str] | None  # source and unit
     bootstrap_metric: Metric | None  # None: there is no bootstrap
     examples: list[Example]
@@ -93,16 +94,16 @@ class Report(NamedTuple):
     environment: dict[str, str]
     command: str
     note: str | None
-    checkpoint: str  # that is scored, a key of report_markdown.CHECKPOINTS
+    checkpoint: str  # the scored checkpoint, a key of report_markdown.CHECKPOINTS
     has_search: bool  # whether nuisance settings were searched
-    verdicts: list[dict]  # one per arm but the baseline; see `sweeps.looks`
-    cost: str  # of the verdicts
-    unfinished: int  # trials
+    verdicts: list[dict]  # for each arm but the baseline; see `sweeps.looks`
+    cost: str  # of the verdicts, as a sentence
+    unfinished: int  # number of unfinished trials
     seed: int | None  # of bootstrap and examples; None: the first of each arm
 
     @property
     def baseline(self) -> ArmResult:
-        """The arm that the others are compared with."""
+        """The arm with which the others are compared."""
         return next(arm for arm in self.arms if arm.is_baseline)
 
     @property
@@ -112,10 +113,10 @@ class Report(NamedTuple):
 
     @property
     def outcomes(self) -> list[Metric]:
-        """The metrics with a table and a figure of their own: the loss comes first.
+        """The metrics with their own table and figure: the loss and `metric`.
 
-        It has far less noise over seeds. It is left out if an arm lacks it, as where
-        arms have other tokens.
+        The loss comes first because it varies far less over seeds. It is left out if an
+        arm lacks it, for example because the arms have different tokens.
         """
         has_loss = all(LOSS.name in arm.test for arm in self.arms if arm.seeds)
         losses = [m for m in self.metrics if m.name == LOSS.name] if has_loss else []
@@ -123,11 +124,11 @@ class Report(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """An arm beside the baseline, in one metric."""
+    """The comparison of an arm with the baseline in one metric."""
 
     arm: ArmResult
     summary: Summary
-    difference: Difference | None  # None: it is the baseline, or has no seed of it
+    difference: Difference | None  # None: the baseline itself, or no common seed
     p: float  # corrected for the number of tested arms; NaN: not tested
     seeds_needed: float | None  # None: unknown; infinity: more than MAX_SEEDS
 
@@ -153,14 +154,14 @@ def compare(report: Report, metric: Metric) -> list[Comparison]:
 
 
 def common_seeds(report: Report, arm: ArmResult) -> list[int]:
-    """Return the seeds that an arm and the baseline both have."""
+    """Return the seeds that an arm and the baseline share."""
     return [seed for seed in arm.seeds if seed in report.baseline.seeds]
 
 
 def difference_to_baseline(
     report: Report, arm: ArmResult, metric: Metric
 ) -> Difference | None:
-    """Return an arm's difference to the baseline over the seeds that both have."""
+    """Return an arm's difference to the baseline over their common seeds."""
     baseline = report.baseline
     known = dict(zip(baseline.seeds, baseline.test[metric.name], strict=True))
     pairs = [
@@ -174,9 +175,10 @@ def difference_to_baseline(
 
 
 def loss_trend(report: Report) -> Trend | None:
-    """Fit the loss on test against the swept number, over the seeds all arms have.
+    """Fit the test loss against the swept number, over the seeds that all arms share.
 
-    None if arms are not numbers, or too few, or if the loss is no outcome.
+    Return None if the arms are not numeric or too few, or if the loss is not among the
+    outcomes.
     """
     arms = [arm for arm in report.arms if arm.seeds]
     if report.axis is None or LOSS.name not in {m.name for m in report.outcomes}:
@@ -189,7 +191,7 @@ def loss_trend(report: Report) -> Trend | None:
 
 
 def trend_text(report: Report) -> str | None:
-    """Return the fitted curve with its intervals, and how far arms are from it."""
+    """Describe the fitted curve, its intervals, and the arms' distance from it."""
     trend = loss_trend(report)
     if trend is None:
         return None
@@ -206,18 +208,18 @@ def trend_text(report: Report) -> str | None:
 
 
 def best_mean(metric: Metric, means: list[float]) -> float:
-    """Return the best of some means."""
+    """Return the best of several means."""
     return max(means) if metric.higher_is_better else min(means)
 
 
 def with_unit(text: str, metric: Metric) -> str:
-    """Append the unit of a metric to a heading that names it, if it adds anything."""
+    """Append a metric's unit to a heading, unless it is empty or just "points"."""
     is_clear = metric.unit in ("", "points")
     return text if is_clear else f"{text}, {metric.unit}"
 
 
 def margin_text(metric: Metric, margin: float | None = None) -> str:
-    """Return a margin, by default the metric's, with its unit: 0.3 points of BLEU."""
+    """Format a margin (default: the metric's) with its unit: 0.3 points of BLEU."""
     margin = metric.margin if margin is None else margin
     unit = "percentage points" if metric.unit == "%" else metric.unit
     return " ".join(filter(None, [f"{margin:g}", unit, "of", metric.label]))
@@ -231,10 +233,10 @@ def format_seeds(needed: float | None) -> str:
 
 
 def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
-    """Return what the comparisons show, in a few sentences.
+    """Summarize the comparisons in a few sentences.
 
     Args:
-        comparisons: by `report.metric`.
+        comparisons: all arms, compared by `report.metric`.
     """
     metric, baseline = report.metric, report.baseline.name
     best = best_mean(metric, [c.summary.mean for c in comparisons])
@@ -253,7 +255,7 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     kinds = [row["verdict"] for row in report.verdicts]
     uncorrected = [c for c in others if c.difference.p <= LEVEL]
     level = f"at the {LEVEL:.0%} level, corrected for {count(len(tested), 'arm')}"
-    if report.is_planned:  # p-values would not hold in spite of the looks
+    if report.is_planned:  # looks would invalidate the p-values
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
         sentences.append(
             f"Verdicts on the other arms, on dev, after planned looks: {counts}."
@@ -305,8 +307,8 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
             for margin, number in needed.items()
         ]
         sentences.append(
-            f"With a power of 80%, finding {'; finding '.join(texts)}, at the spread "
-            f"seen here: a rough estimate, from {count(fewest, 'seed')}."
+            f"With a power of {POWER:.0%}, finding {'; finding '.join(texts)}, at the "
+            f"spread seen here: a rough estimate, from {count(fewest, 'seed')}."
         )
     if missing := [arm.name for arm in report.arms if not arm.seeds]:
         sentences.append(f"Without a score: {'; '.join(missing)}.")
@@ -321,9 +323,10 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
 
 
 def seeds_by_outcome(report: Report) -> dict[str, str]:
-    """Return how many seeds each outcome would need for its margin, as text.
+    """Return the number of seeds needed to detect each outcome's margin, as text.
 
-    By the arm that needs most; outcomes without a margin or a spread are left out.
+    This is the number for the arm that needs the most. Outcomes without a margin or a
+    spread are left out.
     """
     found = {}
     for metric in report.outcomes:
@@ -341,7 +344,7 @@ def verdicts_table(report: Report) -> list[list[str]]:
 
 
 def verdicts_header() -> list[str]:
-    """Return the header of tables of verdicts."""
+    """Return the header of a table of verdicts."""
     return ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
 
 
@@ -358,10 +361,10 @@ def verdict_cells(report: Report, row: dict) -> list[str]:
 
 
 def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
-    """Return one arm's verdict as a sentence.
+    """Format one arm's verdict as a sentence.
 
     Args:
-        row: of the table of verdicts, see `sweeps.looks`; its numbers are as shown.
+        row: a row of the table of verdicts (see `sweeps.looks`), scaled for display.
     """
     spec, seeds = metric.format, count(row["seeds"], "seed")
     value = with_unit(metric.label, metric)
@@ -384,14 +387,14 @@ def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
 
 
 def after(row: dict, spec: str, seeds: str) -> str:
-    """Return a verdict's interval and after how many seeds it was reached."""
+    """Format a verdict's interval, and the number of seeds it took."""
     if math.isnan(row["low"]):
         return f"too few seeds for an interval: {row['seeds']}"
     return f"{interval(row['low'], row['high'], spec, signed)}, after {seeds}"
 
 
 def differences_text(metric: Metric, comparisons: list[Comparison]) -> str:
-    """Return by how much arms differ from the baseline."""
+    """Format the differences of arms to the baseline."""
     spec = metric.format
     return "; ".join(
         f"{c.arm.name} by {signed(c.difference.mean, spec)} "
@@ -425,7 +428,7 @@ def scores_table(
             str(len(c.arm.seeds)),
             number(c.arm.dev[metric.name].mean(), spec),
             f"{number(c.summary.mean, spec)} ± {number(c.summary.sd, spec)}",
-            # seeds that are all alike say no more than one
+            # identical scores for all seeds carry no more information than one seed
             interval(*within, spec) if has_spread else NOTHING,
             "baseline" if c.arm.is_baseline else signed(paired and paired.mean, spec),
             interval(paired.low, paired.high, spec, signed) if paired else NOTHING,
@@ -446,7 +449,7 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
         for metric in report.metrics
         if metric not in report.outcomes
         and all(metric.name in c.arm.test for c in comparisons)
-        and any(c.arm.test[metric.name].any() for c in comparisons)  # not 0 everywhere
+        and any(c.arm.test[metric.name].any() for c in comparisons)  # not all 0
     ]
     bootstrap = report.bootstrap_metric
     if not metrics and bootstrap is None:
@@ -469,7 +472,7 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
 
 
 def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
-    """Return the table of the arms' size and cost, and of their nuisance settings."""
+    """Return the table of the arms' sizes, costs and nuisance settings."""
     has_nuisance = any(c.arm.nuisance for c in comparisons)
     has_gates = any(c.arm.open_heads for c in comparisons)
     header = ["arm", "parameters", "F", "multiply-adds per token", "seconds per trial"]
@@ -492,7 +495,7 @@ def costs_table(comparisons: list[Comparison]) -> list[list[str]]:
 
 
 def heads_left(arm: ArmResult) -> str:
-    """Return how many heads an arm's learned gates left open, over seeds."""
+    """Format the number of heads that learned gates left open: mean ± sd over seeds."""
     if not arm.open_heads:
         return NOTHING
     mean, sd, *_ = summary(arm.open_heads)

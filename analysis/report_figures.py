@@ -1,7 +1,7 @@
-"""The figures of a report: matplotlib figures, saved as PNG or as SVG for a page.
+"""Matplotlib figures of a report, saved as PNG, and as SVG for an HTML page.
 
-An arm has the same colour in all of them. They are as wide as a phone, so that their
-text can be read there too.
+An arm has the same colour in all figures. Figures are as wide as a phone, so that their
+text is readable there.
 """
 
 import io
@@ -29,15 +29,15 @@ matplotlib.use("agg")
 
 WIDTH = 4.8  # inches: about 345 pixels
 INK, MUTED, GRID = "#1c1d21", "#6a6d75", "#dfe1e6"
-# In an SVG these become variables of the page, which has a dark set of them.
+# In an SVG, these become CSS variables, which the page redefines in dark mode.
 THEME = {INK: "ink", MUTED: "muted", GRID: "grid"}
 COLOURS = (
     *("#2f6fca", "#1f9e89", "#7da32c", "#d19a1a", "#dd6e3b", "#c2456b"),
     *("#8b5fbf", "#5b7f95", "#a0785a", "#4aa3d8", "#b0569e", "#6f8f3f"),
 )
 LINES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1)), "-."), "osD^"
-DIRECT = 30  # letters of all arms' names that still fit beside their points
-HEAD_STATISTICS = {  # in metrics.jsonl with train.log_heads, and what they are called
+DIRECT = 30  # total length of arm names up to which points are labelled directly
+HEAD_STATISTICS = {  # names in metrics.jsonl (with train.log_heads), and titles
     "entropy": "entropy, nats",
     "distance": "distance, tokens",
     "sink": "weight on the sink",
@@ -69,8 +69,8 @@ RC = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "headcount",  # the same ids every time
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "headcount",  # make ids reproducible
 }
 
 
@@ -93,8 +93,8 @@ def make_figures(report: Report) -> dict[str, tuple]:
 def arm_styles(arms: list[ArmResult]) -> dict[str, tuple]:
     """Return a colour, a line style and a marker for every arm, by name.
 
-    Arms whose names begin alike, as "mean" and "mean, equal parameters", share one. The
-    baseline has the colour of the text.
+    Arms whose names are equal up to the first comma, such as "mean" and "mean, equal
+    parameters", share a colour. The baseline has the colour of the text.
     """
     families = {arm.name: arm.name.split(", ")[0] for arm in arms}
     neutral = {families[arm.name] for arm in arms if arm.is_baseline}
@@ -112,9 +112,9 @@ def arm_styles(arms: list[ArmResult]) -> dict[str, tuple]:
 def draw_interval(
     ax, at, value, comparison: Comparison, metric: Metric, vertical: bool, **style
 ) -> None:
-    """Draw an arm's mean with its interval, clipped to what the metric can be.
+    """Draw an arm's mean with its interval, clipped to the metric's range.
 
-    With fewer than three seeds the interval says nothing, and is left out.
+    With fewer than three seeds, the interval is too wide to be useful and is left out.
     """
     low, high = metric.clip(comparison.summary.low, comparison.summary.high)
     bar = [[value - low], [high - value]]
@@ -129,7 +129,7 @@ def draw_interval(
 
 
 def draw_arm(ax, at, comparison, metric, styles, vertical: bool, width: float) -> None:
-    """Draw an arm's seeds as dots; with three or more, their mean with its interval."""
+    """Draw an arm's seeds as dots and, if at least three, their mean and interval."""
     scores = comparison.arm.test[metric.name]
     colour, _, marker = styles[comparison.arm.name]
     has_mean = len(scores) >= MIN_SEEDS
@@ -158,7 +158,7 @@ def scores_caption(metric: Metric, comparisons: list[Comparison]) -> str:
 
 
 def scores_by_value(report: Report, metric: Metric):
-    """Draw the scores against the swept number, and published scores below."""
+    """Plot scores against the swept number, with published scores below."""
     comparisons = sorted(compare(report, metric), key=lambda c: c.arm.value)
     values = [c.arm.value for c in comparisons]
     published = [(i, c.arm.published) for i, c in enumerate(comparisons)]
@@ -204,7 +204,7 @@ def scores_by_value(report: Report, metric: Metric):
 
 
 def scores_by_arm(report: Report, metric: Metric):
-    """Draw the scores of arms that are not numbers, a row each."""
+    """Plot the scores of non-numeric arms, with one row per arm."""
     comparisons, styles = compare(report, metric), arm_styles(report.arms)
     figure, ax = plt.subplots(
         figsize=(WIDTH, 0.9 + 0.36 * len(comparisons)), layout="constrained"
@@ -223,13 +223,13 @@ def scores_by_arm(report: Report, metric: Metric):
 
 
 def baseline_line(draw, report: Report, metric: Metric) -> None:
-    """Draw the baseline's mean across a figure, with axhline or axvline."""
+    """Draw a line at the baseline's mean with `draw`, the axes' axhline or axvline."""
     mean = report.baseline.test[metric.name].mean()
     draw(mean, color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
 
 
 def legend_below(figure, ax) -> None:
-    """Add a legend below the axes, in as many columns as its names allow."""
+    """Add a legend below the axes, with as many columns as its labels allow."""
     handles, labels = ax.get_legend_handles_labels()
     longest = max(map(len, labels))
     columns = 4 if longest <= 8 else 3 if longest <= 14 else 2 if longest <= 28 else 1
@@ -239,7 +239,7 @@ def legend_below(figure, ax) -> None:
 
 
 def learning_curves(report: Report, metric: Metric):
-    """Draw dev scores during training: the mean over seeds, and their range."""
+    """Plot dev scores during training: the mean and the range over seeds."""
     drawn = [arm for arm in report.arms if len(arm.curves[metric.name][0])]
     if not drawn:
         return None
@@ -258,7 +258,7 @@ def learning_curves(report: Report, metric: Metric):
 
 
 def head_curves(report: Report):
-    """Draw what heads attended to during training, where it was logged."""
+    """Plot the statistics of heads during training; return None if not logged."""
     drawn = [arm for arm in report.arms if arm.heads and len(arm.heads["entropy"][0])]
     if not drawn:
         return None
@@ -281,7 +281,7 @@ def head_curves(report: Report):
 
 
 def draw_range(ax, steps, values, arm: str, styles: dict[str, tuple]) -> None:
-    """Draw an arm's mean over seeds at each step, and the range from low to high."""
+    """Draw an arm's mean over seeds at each step, and its range from low to high."""
     colour, line, _ = styles[arm]
     ax.plot(steps, values.mean(0), color=colour, ls=line, lw=1.6, label=arm)
     if len(values) > 1:
@@ -290,7 +290,10 @@ def draw_range(ax, steps, values, arm: str, styles: dict[str, tuple]) -> None:
 
 
 def scores_by_heads(report: Report):
-    """Draw the score against the heads that learned gates left open, if there are."""
+    """Plot scores against the number of heads that learned gates left open.
+
+    Return None if no arm has learned gates.
+    """
     metric, styles = report.metric, arm_styles(report.arms)
     drawn = [c for c in compare(report, metric) if c.arm.open_heads]
     if not drawn:
@@ -316,7 +319,7 @@ def scores_by_heads(report: Report):
 
 
 def costs(report: Report):
-    """Draw the score against parameters and against the measured time of a training."""
+    """Plot scores against the number of parameters and the measured training time."""
     metric, styles = report.metric, arm_styles(report.arms)
     comparisons = compare(report, metric)
     panels = {
@@ -363,12 +366,12 @@ def costs(report: Report):
 
 
 def save_png(figure, path: Path) -> None:
-    """Save a figure on white, for Markdown and paper."""
+    """Save a figure on a white background, for Markdown and print."""
     figure.savefig(path, dpi=200, facecolor="white")
 
 
 def to_svg(figure, name: str) -> str:
-    """Return an SVG element for a page, in the page's colours, light or dark."""
+    """Return a figure as an SVG element that follows the page's colour scheme."""
     buffer = io.StringIO()
     with plt.rc_context(RC):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

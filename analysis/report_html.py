@@ -1,4 +1,4 @@
-"""A report's Markdown as one HTML file: light, dark, narrow, on paper, no network."""
+"""Render a report's Markdown as one self-contained, responsive HTML file."""
 
 import html
 from pathlib import Path
@@ -73,10 +73,10 @@ pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px;
 
 
 def to_html(markdown: str, title: str, figures: dict[str, str]) -> str:
-    """Render Markdown as a page that needs no other file.
+    """Render Markdown as an HTML page that needs no other file.
 
     Args:
-        figures: SVG elements that replace images, by the image's path.
+        figures: SVG elements to replace images with, by the image's path.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
 
@@ -105,5 +105,5 @@ def to_html(markdown: str, title: str, figures: dict[str, str]) -> str:
 
 
 def write_html(path: Path, markdown: str, title: str, figures: dict[str, str]) -> None:
-    """Write the page of `to_html`."""
+    """Write the page that `to_html` returns."""
     files.write(path, to_html(markdown, title, figures))

@@ -1,4 +1,4 @@
-"""A report as Markdown: the only place where its text is written."""
+"""Render a report as Markdown, from which the HTML page is made, too."""
 
 import math
 import re
@@ -35,10 +35,10 @@ COSTS = (
 
 
 def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
-    """Return the whole document.
+    """Return the report as a Markdown document.
 
     Args:
-        figures: path, relative to the document, and caption of every figure, by name.
+        figures: by name, each figure's path (relative to the document) and caption.
     """
     by_outcome = {m.name: compare(report, m) for m in report.outcomes}
     comparisons = by_outcome[report.metric.name]
@@ -89,11 +89,11 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
 def join_markdown(
     title: str, parts: list[str], verdicts: list[tuple[Report, dict]]
 ) -> str:
-    """Return one document of several reports, with all their verdicts first.
+    """Join several reports into one document that starts with all their verdicts.
 
     Args:
-        title: of the page.
-        parts: the reports, with their headings one level down.
+        title: title of the page.
+        parts: the reports, with their headings moved down by one level.
         verdicts: every verdict with its report.
     """
     rows = [["question", "arm", *verdicts_header()[1:]]]
@@ -141,20 +141,20 @@ def verdicts(report: Report) -> list[str]:
 
 
 def escape(text: str) -> str:
-    r"""Return plain text as Markdown on one line: no character has a meaning.
+    r"""Escape plain text as one line of Markdown.
 
-    Underscores within words mean nothing and stay as they are.
+    Underscores within words have no meaning in Markdown and are not escaped.
     """
     text = " ".join(text.split())
     text = re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", text)
     text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
-    # what would start a heading, a list or a rule
+    # characters that would start a heading, a list or a rule
     text = re.sub(r"^(#|[-+=](?=\s|$|[-=]))", r"\\\1", text)
     return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", text)
 
 
 def paragraphs(text: str) -> list[str]:
-    """Split a docstring into paragraphs, and its settings into one each."""
+    """Split a docstring into paragraphs; start new ones at "Nuisance:" and "Fixed:"."""
     lines = []
     for block in (" ".join(block.split()) for block in text.split("\n\n")):
         for word in ("Nuisance:", "Fixed:"):
@@ -166,11 +166,11 @@ def paragraphs(text: str) -> list[str]:
 def table(
     rows: list[list[str]], bold: str | None = None, is_numbers: bool = True
 ) -> str:
-    """Return a table; the first row is its header.
+    """Format a table; the first row is its header.
 
     Args:
-        bold: first cell of a row to highlight.
-        is_numbers: align all but the first column right.
+        bold: first cell of the row to highlight.
+        is_numbers: whether to right-align all columns but the first.
     """
     lines = []
     for row in rows:
@@ -184,7 +184,7 @@ def table(
 
 
 def figure(figures: dict[str, tuple[str, str]], name: str) -> str:
-    """Return a figure with its caption; nothing if there is no such figure."""
+    """Return a figure with its caption, or "" if there is no such figure."""
     if name not in figures:
         return ""
     path, caption = figures[name]
@@ -192,9 +192,9 @@ def figure(figures: dict[str, tuple[str, str]], name: str) -> str:
 
 
 def curve_metrics(report: Report) -> list[Metric]:
-    """Return the metrics whose learning curves are drawn: loss, then the selected one.
+    """Return the metrics of the learning curves: the loss, then `report.curve_metric`.
 
-    During training not every metric may be evaluated; `report.curve_metric` is.
+    The latter replaces `report.metric`, which may not be evaluated during training.
     """
     losses = [metric for metric in report.outcomes if metric != report.metric]
     return [*losses, *[report.curve_metric] * (report.curve_metric not in losses)]
@@ -268,7 +268,7 @@ def examples(report: Report) -> list[str]:
     if not report.examples:
         return []
     arms = {"best": f"best, {report.best}", "worst": f"worst, {report.worst}"}
-    if report.best == report.worst:  # there is one arm, or all score the same
+    if report.best == report.worst:  # only one arm, or all arms have the same score
         arms = {"best": report.best}
     blocks = []
     for example in report.examples:

@@ -1,20 +1,22 @@
-"""What heads look for: weight on the tokens that a role names, against three controls.
+"""Roles of heads: attention weight on the keys that a role names, with three controls.
 
-A role says which keys are right for a query: the token before it, BOS, the subject of
-the verb. A head's score is the weight that it puts on them, as the mean over a
-sentence's queries and then over sentences. It has the role only if that beats
+A role defines the right keys of a query, such as the previous token, BOS, or the
+subject of the verb. A head's score is its attention weight on the right keys, averaged
+over a sentence's queries and then over sentences. It has the role only if its score
+exceeds
 
-- the best fixed offset: the score of a head that always looks the same number of tokens
-  away, at the distance that is best for this role. A role that is an offset itself
-  (self, previous, next) instead has to get more weight than all other tokens together;
-- untrained models of the same config: the scores of the heads of the same layer in
-  `UNTRAINED` of them, on the scale of log-odds;
-- chance: the share of right keys among those that the query may see.
+- the best fixed offset: the score of a head that always attends to the token at a fixed
+  distance, for the distance that is best for this role. For roles that are offsets
+  themselves (self, previous, next), the control is the weight on all other tokens
+  together;
+- untrained models of the same config: the scores of the same layer's heads in
+  `UNTRAINED` of them, compared in log-odds;
+- chance: the fraction of right keys among those that the query may see.
 
-The first and the last are paired one-sided t-tests over sentences, the second asks
-whether the head could be one more untrained head (a t-distributed prediction). The
-largest of the three p-values is the head's for this role (an intersection-union test),
-corrected by Holm over all heads and roles of a trial.
+The first and the last are paired one-sided t-tests over sentences. The second tests
+whether the head could be another untrained head (a t-distributed prediction interval).
+The p-value of a head and role is the largest of the three (an intersection-union test),
+Holm-corrected over all heads and roles of a trial.
 """
 
 from collections.abc import Iterator
@@ -34,16 +36,16 @@ from headcount.models.maps import attention_maps
 from headcount.runtime import sharding
 from headcount.tasks import Run
 
-UNTRAINED = 10  # models, with seeds that no trial has
+UNTRAINED = 10  # untrained models, with seeds that no trial has
 FIRST_UNTRAINED_SEED = 1_000_000_000
-MIN_EXAMPLES = 20  # sentences in which a role has a query; rarer roles are left out
-BATCH_TOKENS = 2048  # of a batch: bounds the memory of its maps
+MIN_EXAMPLES = 20  # sentences that must have a query of a role; rarer roles are skipped
+BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 REPEATED = 64  # rows of repeated random tokens
-REPEATED_LENGTH = 48  # tokens of such a row, at most
-NUM_SPECIAL = 4  # ids that are no words
-TEXT_OF = {"source": "source", "target": "text"}  # of tagging, of language models
+REPEATED_LENGTH = 48  # maximum number of tokens of such a row
+NUM_SPECIAL = 4  # special tokens, with the lowest ids
+TEXT_OF = {"source": "source", "target": "text"}  # for tagging, for language models
 POSITIONAL = {"self": 0, "previous token": -1, "next token": 1}
-# Relations of `stories`: what the query is, and what the right key is.
+# Relations of `stories`: the query and the right key.
 STORIES = {
     "subject": ("verb", "its subject"),
     "agreement": ("verb that agrees", "its subject"),
@@ -54,27 +56,29 @@ STORIES = {
 
 
 class Case(NamedTuple):
-    """A sentence, and for each site and role which keys are right for each query."""
+    """A sentence, with the right keys of each query by site and role."""
 
     fields: dict[str, list[int]]
-    gold: dict[str, dict[str, np.ndarray]]  # T S booleans, rows of no query are empty
+    # booleans of shape T S; rows that are not queries of the role are all False
+    gold: dict[str, dict[str, np.ndarray]]
 
 
 def measure_roles(
     run: Run, examples: Examples, trials: list[int], limit: int = 200
 ) -> list[dict]:
-    """Return a row for every trial, head and role of `MIN_EXAMPLES`; see the module.
+    """Test every head of every trial for every role; see the module docstring.
 
-    A row has `weight` with its 95 % interval over sentences (`low`, `high`), the same
-    by norms (`norm_weight`, see `models.attention.norm_weighted_map`), the controls
-    (`chance`, `offset_weight` at `offset`, `untrained` with its `untrained_sd`), `p`
-    and `p_holm`, and `has_role`.
+    Roles with fewer than `MIN_EXAMPLES` sentences are left out. A row has `weight` with
+    its 95 % interval over sentences (`low`, `high`), the norm-weighted score
+    (`norm_weight`, see `models.attention.norm_weighted_map`), the controls (`chance`,
+    `offset_weight` at `offset`, `untrained` with its `untrained_sd`), `p` and `p_holm`,
+    and `has_role`.
 
     Args:
-        limit: how many examples of the split to use, from the first on.
+        limit: number of examples to use, from the start of the split.
 
     Raises:
-        ValueError: a sentence is longer than the model takes.
+        ValueError: a sentence is longer than the model supports.
     """
     cases = list(make_cases(run, examples, limit))
     names = role_names(cases)
@@ -96,7 +100,7 @@ def measure_roles(
 
 
 def rows_of(scores: dict, untrained: list[dict], names: dict) -> list[dict]:
-    """Return the rows of one trial, from the scores of `score`."""
+    """Return the rows of one trial, from its scores and those of untrained models."""
     rows = []
     for site, roles in names.items():
         for name in roles:
@@ -130,13 +134,17 @@ def rows_of(scores: dict, untrained: list[dict], names: dict) -> list[dict]:
 
 
 def one_sided(differences: np.ndarray) -> float:
-    """Return the p-value of a mean above 0, by a t-test."""
+    """Return the p-value of a one-sided t-test for a mean above 0."""
     n, sd = len(differences), max(differences.std(ddof=1), 1e-6)
     return float(scipy.stats.t.sf(differences.mean() / sd * n**0.5, n - 1))
 
 
 def outlier(value: float, others: np.ndarray) -> float:
-    """Return the p-value that a share is one more of others, against a larger one."""
+    """Return the p-value of a one-sided test whether a fraction exceeds a sample.
+
+    Under the null hypothesis it is one more draw from the same distribution, which is
+    normal in log-odds.
+    """
     value, others = (
         np.log(x / (1 - x))
         for x in (np.clip(x, 1e-6, 1 - 1e-6) for x in (value, others))
@@ -147,15 +155,17 @@ def outlier(value: float, others: np.ndarray) -> float:
 
 
 class Scores(NamedTuple):
-    """A role's scores in each of E sentences that have it."""
+    """A role's scores in each of the E sentences that have a query of the role."""
 
     weight: np.ndarray  # E L N
     norm_weight: np.ndarray  # E L N
     chance: np.ndarray  # E
-    fixed: dict  # by offset: E, of a head that looks there; or E L N, the rest
+    # by offset: scores of a head that attends there, E; or, for positional roles, the
+    # weight on all other tokens, E L N
+    fixed: dict
 
     def offset(self, layer: int, head: int) -> tuple[np.ndarray, int]:
-        """Return the scores E at the best offset for this role, and that offset."""
+        """Return the scores at the best offset for this role, E, and the offset."""
         each = {
             k: x if x.ndim == 1 else x[:, layer, head] for k, x in self.fixed.items()
         }
@@ -196,7 +206,7 @@ def score(run: Run, params, gates: dict, cases: list[Case], names: dict) -> dict
 
 
 def of_sentence(site, name, gold, weights, shares) -> tuple:
-    """Return a sentence's score and norm-weighted score L N, chance, and by offset."""
+    """Return the fields of `Scores` for a role in one sentence."""
     queries, keys = np.nonzero(gold)
     count = gold.any(1).sum()
     score, norm_score = (
@@ -218,7 +228,7 @@ def of_sentence(site, name, gold, weights, shares) -> tuple:
 
 
 def untrained_params(run: Run):
-    """Return the initial parameters of models of the run's config, seeds in front."""
+    """Initialize `UNTRAINED` models of the run's config; seeds are the leading axis."""
 
     @jax.jit
     @jax.vmap
@@ -229,7 +239,7 @@ def untrained_params(run: Run):
 
 
 def role_names(cases: list[Case]) -> dict[str, list[str]]:
-    """Return the roles of each site that enough sentences have."""
+    """Return the roles of each site with at least `MIN_EXAMPLES` sentences."""
     counts = {}
     for case in cases:
         for site, roles in case.gold.items():
@@ -243,7 +253,10 @@ def role_names(cases: list[Case]) -> dict[str, list[str]]:
 
 
 def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
-    """Yield the sentences with what is right in them, then rows of random tokens."""
+    """Yield the sentences with their right keys, then rows of repeated random tokens.
+
+    Only models that have just a decoder get rows of random tokens.
+    """
     sites = nnx.merge(run.graph, run.of(0)[0]).sites()
     links = gold_links(run, examples.split)
     for index, fields in enumerate(first_sentences(run, examples, limit)):
@@ -261,10 +274,10 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
 def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
     """Return the token ids by field of the first examples.
 
-    Of long documents the first `data.max_length` tokens.
+    Documents of language models are cut to their first `data.max_length` tokens.
 
     Raises:
-        ValueError: a sentence is longer than the model takes.
+        ValueError: a sentence is longer than the model supports.
     """
     longest, found = run.config.data.max_length, []
     for index in range(min(count, len(examples))):
@@ -283,8 +296,8 @@ def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
 def repeated_cases(run: Run) -> Iterator[Case]:
     """Yield rows of random tokens that repeat after a random period.
 
-    Olsson et al. 2022 repeat after a fixed one, which a head could find by its
-    distance.
+    Olsson et al. 2022 use a fixed period, which a head could match by attending to a
+    fixed distance.
     """
     model, size = run.config.model, run.params["embedding"].shape[1]
     length = REPEATED_LENGTH
@@ -300,7 +313,7 @@ def repeated_cases(run: Run) -> Iterator[Case]:
 
 
 def after_same(reads: np.ndarray) -> np.ndarray:
-    """Return which keys follow an earlier occurrence of each query's token, T T."""
+    """Mark the keys that follow an earlier occurrence of the query's token, T T."""
     same = reads[:, None] == reads
     after = np.zeros_like(same)
     after[:, 1:] = same[:, :-1]
@@ -308,24 +321,24 @@ def after_same(reads: np.ndarray) -> np.ndarray:
 
 
 def words_of_tokens(run: Run, text: str, ids: list[int]) -> np.ndarray:
-    """Return the number of each token's word in the text, split at blanks; -1: none."""
+    """Return the index of each token's word in the text, split at blanks; -1: none."""
     tokenizer, words = run.task.tokenizer, text.split()
-    if "source" in run.task.spec(1, 1):  # tagging: each word by itself
+    if "source" in run.task.spec(1, 1):  # tagging encodes each word separately
         sizes = np.maximum(tokenizer.encode(words, eos=False).lengths, 1)
-        # BOS and EOS are of no word
+        # BOS and EOS belong to no word
         return np.pad(np.repeat(np.arange(len(words)), sizes), 1, constant_values=-1)
     if run.config.data.tokenizer == "words":
         return np.arange(len(ids))
     pieces = [p.replace("▁", " ") for p in run.task.token_strings("target", ids)]
     starts = [piece.startswith(" ") for piece in pieces]
-    starts[0] = False  # of the first word, whether it has a blank in front or not
+    starts[0] = False  # the first word has index 0, with or without a leading blank
     found = np.cumsum(starts)
     found[[not piece.strip() for piece in pieces]] = -1
     return found
 
 
 def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
-    """Return what is right in a sentence for each site and role.
+    """Return the right keys of a sentence's queries, by site and role.
 
     Args:
         links: the words of the tokens, and the gold links; see `by_link`.
@@ -354,7 +367,10 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
 
 
 def by_token(site: str, queries, keys, query_labels, key_labels) -> dict:
-    """Return what is right by the tokens alone; BOS and EOS count for sinks only."""
+    """Return the right keys of roles defined by tokens and positions.
+
+    Only sinks (BOS, EOS) have a special token as their right key.
+    """
     T, S = len(queries), len(keys)
     real = ((queries != BOS) & (queries != EOS))[:, None]
     real = real & ((keys != BOS) & (keys != EOS))
@@ -376,16 +392,16 @@ def by_token(site: str, queries, keys, query_labels, key_labels) -> dict:
 
 
 def is_punctuation(label: str) -> bool:
-    """Whether a token has neither letters nor digits and is not special."""
+    """Return whether a token is nonempty and has neither letters nor digits."""
     text = label.replace("▁", "").strip()
     return bool(text) and not any(c.isalnum() for c in text)
 
 
 def same_word(query_labels: list[str], key_labels: list[str]) -> np.ndarray:
-    """Return equal tokens with a digit or a capital, if each side has just one.
+    """Align equal tokens with a digit or a capital that are unique on both sides.
 
-    Numbers and names are the same in both languages, an alignment without a model. The
-    query is where the target's word has been read.
+    Numbers and names are often the same in both languages, so this aligns sentences
+    without a model. The query is the position at which the decoder reads the word.
     """
     queries, keys = np.array(query_labels), np.array(key_labels)
     telling = np.array(
@@ -396,15 +412,17 @@ def same_word(query_labels: list[str], key_labels: list[str]) -> np.ndarray:
 
 
 def by_link(words: np.ndarray, links: list, *, is_causal: bool) -> dict:
-    """Return what is right by gold links between words, in both directions.
+    """Return the right keys of roles defined by gold links, in both directions.
 
-    The query is every token of one word, the right keys are the tokens of the other. A
-    causal model reads a token one place after it has predicted it; there "before the
-    verb" is where the verb is predicted.
+    The queries are all tokens of one word, and the right keys are the tokens of the
+    other. A causal model reads a token one position after predicting it, so it has two
+    roles per link: the query of "before the verb" predicts the verb, that of "verb"
+    reads it.
 
     Args:
-        words: the word of every token, T; -1 for none.
+        words: the index of each token's word, T; -1 for none.
         links: (relation, word, other word).
+        is_causal: whether the model is causal.
     """
     gold = {}
     for name, word, other in name_links(links):
@@ -423,7 +441,7 @@ def by_link(words: np.ndarray, links: list, *, is_causal: bool) -> dict:
 
 
 def name_links(links: list) -> Iterator[tuple[str, int, int]]:
-    """Yield role, query word and key word of each link, in both directions."""
+    """Yield the role, query word and key word of each link, in both directions."""
     for relation, word, other in links:
         if relation in STORIES:
             of, to = STORIES[relation]
@@ -435,7 +453,7 @@ def name_links(links: list) -> Iterator[tuple[str, int, int]]:
 
 
 def gold_links(run: Run, split: str) -> list[list] | None:
-    """Return the gold links of each example of the run's corpus, if it has some."""
+    """Return the gold links of each example, or None if the corpus has none."""
     data = run.config.data
     if data.name == "stories":
         return [story.links for story in stories.documents(split)]
@@ -448,9 +466,10 @@ def by_role(rows: list[dict]) -> list[dict]:
     """Match heads over trials by role: each trial's best head of every site and role.
 
     Returns:
-        A row per site and role: in how many trials a head has the role, of how many;
-        mean `weight` of the trials' best heads with its interval over trials (over
-        sentences, if there is one), the controls, and the best head of each trial.
+        A row per site and role: the number of `trials`, and of those `having` a head
+        with the role; the mean `weight` of the trials' best heads with its interval
+        over trials (with one trial, over sentences); the controls; and the best head of
+        each trial.
     """
     groups = {}
     for row in rows:

@@ -1,14 +1,14 @@
-"""Looks at a sweep while seeds are being added, with error rates that still hold.
+"""Group-sequential tests: look at a sweep while adding seeds, with valid error rates.
 
-Scores are paired by seed, and the differences of an arm to the baseline are tested
-after planned numbers of seeds, the looks. The boundaries spend the error rate over the
+Scores are paired by seed, and an arm's differences to the baseline are tested after
+planned numbers of seeds, called looks. The boundaries spend the error rate over the
 looks (Lan and DeMets 1983), so the probability of a false verdict at any look is at
-most what it would be for one test. The intervals are repeated confidence intervals
-(Jennison and Turnbull 1989): they hold simultaneously at all looks.
+most that of a single test. The intervals are repeated confidence intervals (Jennison
+and Turnbull 1989), which hold simultaneously at all looks.
 
-Boundaries are for t statistics, whose joint distribution over the looks does not depend
-on the unknown spread: it is simulated, with a fixed seed. Normal approximations would
-be far off with four seeds.
+The boundaries apply to t statistics. Their joint distribution over the looks does not
+depend on the unknown spread, and is simulated with a fixed seed. Normal approximations
+would be far off with only four seeds.
 """
 
 from functools import lru_cache
@@ -19,16 +19,16 @@ import scipy
 
 from headcount.analysis.significance import LEVEL, POWER
 
-DRAWS = 2_000_000  # of simulated sweeps
+DRAWS = 2_000_000  # simulated sweeps
 VERDICTS = ("better", "worse", "equivalent", "undecided")
 
 
 class Looks(NamedTuple):
-    """A plan: after how many seeds arms are looked at, and what counts as no effect."""
+    """A plan: the numbers of seeds at which to look, and the equivalence margin."""
 
-    seeds: tuple[int, ...]  # ascending; the last is the most that an arm gets
+    seeds: tuple[int, ...]  # ascending; the last is the maximum per arm
     margin: float | None  # of equivalence, in the metric's unit; None: never equivalent
-    num_arms: int  # compared with the baseline: the error rate is shared by them
+    num_arms: int  # arms compared with the baseline, which share the error rate
 
     @property
     def level(self) -> float:
@@ -37,9 +37,9 @@ class Looks(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is known of an arm's difference to the baseline at a look."""
+    """The verdict on an arm's difference to the baseline at a look."""
 
-    kind: str  # of VERDICTS
+    kind: str  # one of VERDICTS
     mean: float
     low: float  # of the repeated confidence interval, at LEVEL over all arms and looks
     high: float
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
 
 def check_looks(seeds: tuple[int, ...]) -> None:
-    """Raise a ValueError unless the looks are ascending, from two seeds on."""
+    """Raise a ValueError unless looks are ascending and start at two seeds or more."""
     if not seeds or seeds[0] < 2:
         raise ValueError(
             f"--looks must start at 2 seeds or more, for a spread to judge by; got "
@@ -58,7 +58,7 @@ def check_looks(seeds: tuple[int, ...]) -> None:
 
 
 def default_looks(first: int, last: int) -> tuple[int, ...]:
-    """Return looks at first, twice as many, and so on, up to last."""
+    """Return looks that start at `first`, double each time, and end at `last`."""
     looks = [first]
     while looks[-1] * 2 < last:
         looks.append(looks[-1] * 2)
@@ -66,11 +66,11 @@ def default_looks(first: int, last: int) -> tuple[int, ...]:
 
 
 def spent(level: float, seeds: tuple[int, ...]) -> np.ndarray:
-    """Return the error rate that may be spent up to each look.
+    """Return the cumulative error rate that may be spent up to each look.
 
     The spending function is Lan and DeMets's approximation of Pocock's boundaries,
-    level · ln(1 + (e - 1) t), at the share t of the seeds: it stops early when effects
-    are large beside the spread, as those of bad arms are.
+    level · ln(1 + (e - 1) t), at the fraction t of the seeds. It allows stopping early
+    when effects are large relative to the spread, as they are for bad arms.
     """
     share = np.array(seeds) / seeds[-1]
     return level * np.log(1 + (np.e - 1) * share)
@@ -106,17 +106,17 @@ def boundaries(
 
 @lru_cache(maxsize=4)
 def _null_statistics(seeds: tuple[int, ...]) -> np.ndarray:
-    """Simulate t statistics at the looks without a difference, draws x looks."""
+    """Simulate t statistics at the looks under no difference, draws x looks."""
     mean, error = _null_moments(seeds, DRAWS)
     return mean / error
 
 
 @lru_cache(maxsize=4)
 def _null_moments(seeds: tuple[int, ...], draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Simulate means, and their standard errors, of differences from N(0, 1).
+    """Simulate means and standard errors of differences drawn from N(0, 1).
 
-    The seeds between two looks enter through their sum and their sum of squares, which
-    are drawn as such. Returns two arrays, draws x looks.
+    The seeds between two looks only matter through their sum and sum of squares, which
+    are sampled directly. Return two arrays, draws x looks.
     """
     rng = np.random.default_rng(1983)
     total, squares = np.zeros(draws), np.zeros(draws)
@@ -141,10 +141,10 @@ def standard_error(total: np.ndarray, squares: np.ndarray, count) -> np.ndarray:
 
 
 def power(looks: Looks, effect: float) -> float:
-    """Return how often an arm that is better gets this verdict, at any of the looks.
+    """Return the probability that a better arm gets this verdict at any of the looks.
 
     Args:
-        looks: the plan; its margin doesn't matter.
+        looks: the plan; its margin is not used.
         effect: the true difference, in standard deviations of the paired differences.
     """
     mean, error = _null_moments(looks.seeds, DRAWS // 10)
@@ -153,9 +153,9 @@ def power(looks: Looks, effect: float) -> float:
 
 
 def detectable(looks: Looks, wanted: float = POWER) -> float:
-    """Return the smallest effect that the plan finds with a power of 80%.
+    """Return the smallest effect that the plan detects with the wanted power.
 
-    In standard deviations of the paired differences.
+    The unit is standard deviations of the paired differences.
     """
     low, high = 0.0, 1.0
     while power(looks, high) < wanted:
@@ -171,16 +171,16 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an arm after the looks that its seeds have reached.
 
-    The first look that decides counts. "better" and "worse": the interval excludes 0.
-    "equivalent": both one-sided tests reject that the difference is as large as the
-    margin (Schuirmann 1987), at the same level. A false verdict of any kind implies a
-    t statistic beyond its boundary at the true difference, so together they have at
-    most the level.
+    The first decisive look counts. An arm is "better" or "worse" if the interval
+    excludes 0, and "equivalent" if two one-sided tests at the same level reject that
+    the difference is as large as the margin (Schuirmann 1987). A false verdict of any
+    kind implies that the t statistic at the true difference exceeds its boundary, so
+    the total probability of false verdicts is at most the level.
 
     Args:
         differences: arm minus baseline, one per seed, in the order of the plan.
         looks: the plan.
-        higher_is_better: of the metric.
+        higher_is_better: whether higher values of the metric are better.
     """
     differences = np.asarray(differences, float)
     reached = [n for n in looks.seeds if n <= len(differences)]
@@ -196,7 +196,7 @@ def judge(
         half = two_sided[look] * sd / np.sqrt(count)
         narrow = one_sided[look] * sd / np.sqrt(count)
         low, high = mean - half, mean + half
-        if sd <= 1e-12 * (1 + abs(mean)):  # nothing to judge the spread by
+        if sd <= 1e-12 * (1 + abs(mean)):  # the spread can't be estimated
             kind = "undecided"
         elif low > 0 or high < 0:
             kind = "better" if sign * mean > 0 else "worse"
@@ -212,8 +212,8 @@ def judge(
 class Decisions(NamedTuple):
     """The verdicts on one arm in many sweeps."""
 
-    kinds: np.ndarray  # of indices into VERDICTS, sweeps
-    seeds: np.ndarray  # number until the verdict, sweeps
+    kinds: np.ndarray  # indices into VERDICTS, sweeps
+    seeds: np.ndarray  # number of seeds until the verdict, sweeps
     low: np.ndarray  # of the repeated confidence intervals, sweeps x looks
     high: np.ndarray
 
@@ -221,12 +221,12 @@ class Decisions(NamedTuple):
 def decide(
     differences: np.ndarray, looks: Looks, higher_is_better: bool = True
 ) -> Decisions:
-    """Judge many sweeps at once, each to its end; see `judge`.
+    """Judge many complete sweeps at once; see `judge`.
 
     Args:
         differences: sweeps x seeds.
         looks: the plan.
-        higher_is_better: of the metric.
+        higher_is_better: whether higher values of the metric are better.
     """
     counts = np.array(looks.seeds)
     two_sided = np.array(boundaries(looks.seeds, looks.level))
@@ -241,6 +241,8 @@ def decide(
         kinds[inside] = VERDICTS.index("equivalent")
     ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
     kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
+    equal = error * np.sqrt(counts) <= 1e-12 * (1 + np.abs(means))
+    kinds[equal] = VERDICTS.index("undecided")  # the spread can't be estimated
     decided = kinds != VERDICTS.index("undecided")
     first = np.where(decided.any(1), decided.argmax(1), len(counts) - 1)
     rows = np.arange(len(differences))
@@ -250,17 +252,17 @@ def decide(
 class Simulation(NamedTuple):
     """Many simulated sweeps of one arm with a known difference."""
 
-    rates: dict[str, float]  # share of each verdict
+    rates: dict[str, float]  # fraction of each verdict
     seeds: float  # mean number of seeds until the verdict
-    covered: float  # share whose interval had the truth at every look
+    covered: float  # fraction whose intervals contain the truth at every look
 
 
 def simulate(differences: np.ndarray, truth: float, looks: Looks) -> Simulation:
-    """Sum up the verdicts on an arm in many sweeps.
+    """Summarize the verdicts on an arm in many simulated sweeps.
 
     Args:
         differences: sweeps x seeds.
-        truth: their mean.
+        truth: the true mean of the differences.
         looks: the plan.
     """
     found = decide(differences, looks)

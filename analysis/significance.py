@@ -1,40 +1,40 @@
-"""What a few seeds can say: intervals, differences to a baseline, seeds needed.
+"""Statistics over a few seeds: intervals, differences to a baseline, seeds needed.
 
 Scores are arrays with seeds as their last axis, `... R`. Seeds are paired: score i of
-an arm and score i of the baseline have the same seed, so what a seed does to both (the
-order of the data, the initial values) cancels in their difference.
+an arm and score i of the baseline have the same seed, so the effects of a seed on both
+(the order of the data, the initial values) cancel in their difference.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # its parts load where they are first used
+import scipy  # submodules are loaded lazily, on first use
 from jaxtyping import Float
 
 CONFIDENCE = 0.95  # of intervals
 LEVEL = 0.05  # family-wise error rate over all comparisons of a metric
-POWER = 0.8  # with which `seeds_needed` finds a difference
-MAX_SEEDS = 10_000  # that `seeds_needed` tries
+POWER = 0.8  # with which a difference should be detected; see `seeds_needed`
+MAX_SEEDS = 10_000  # largest number that `seeds_needed` tries
 MIN_SEEDS = 3  # for an interval in a figure
 
 
 class Summary(NamedTuple):
-    """The scores of one arm; NaN where there are too few seeds."""
+    """Summary statistics of an arm's scores; all but the mean are NaN for R < 2."""
 
     mean: np.ndarray
-    sd: np.ndarray  # over seeds, with R - 1
+    sd: np.ndarray  # over seeds, with R - 1 degrees of freedom
     low: np.ndarray  # of the interval of the mean
     high: np.ndarray
 
 
 class Difference(NamedTuple):
-    """An arm minus the baseline, paired by seed; NaN with fewer than two seeds."""
+    """An arm minus the baseline, paired by seed; all but the mean may be NaN."""
 
     mean: np.ndarray
     sd: np.ndarray  # of the differences over seeds
     low: np.ndarray  # of the interval of the mean difference
     high: np.ndarray
-    p: np.ndarray  # two-sided, of no difference, not corrected
+    p: np.ndarray  # two-sided, for no difference, not corrected
 
 
 def summary(scores: Float[np.ndarray, "*batch R"]) -> Summary:
@@ -53,10 +53,11 @@ def summary(scores: Float[np.ndarray, "*batch R"]) -> Summary:
 def difference(
     arm: Float[np.ndarray, "*batch R"], baseline: Float[np.ndarray, "*batch R"]
 ) -> Difference:
-    """Compare an arm with the baseline by a paired t-test, in the same order of seeds.
+    """Compare an arm with the baseline by a paired t-test.
 
-    If every seed differs by exactly the same amount, as scores of few examples may,
-    there is no spread to judge by: everything but the mean is NaN.
+    Scores must be in the same order of seeds. If all seeds differ by exactly the same
+    amount, as may happen with few examples, the spread can't be estimated, and
+    everything but the mean is NaN.
     """
     each = np.asarray(arm, float) - np.asarray(baseline, float)
     mean, sd, low, high = summary(each)
@@ -67,11 +68,11 @@ def difference(
 
 
 def holm(p: Float[np.ndarray, "*batch A"]) -> Float[np.ndarray, "*batch A"]:
-    """Correct p-values for A comparisons at once (Holm 1979).
+    """Correct p-values for A simultaneous comparisons (Holm 1979).
 
-    Rejecting where the result is at most α, the probability of any false rejection is
-    at most α, however the comparisons depend on each other. NaN (an arm that could not
-    be tested) stays NaN and does not count.
+    If hypotheses with a corrected p-value of at most α are rejected, the probability of
+    any false rejection is at most α, for any dependence between the comparisons. NaN
+    (an arm that could not be tested) stays NaN and does not count as a comparison.
     """
     p = np.asarray(p, float)
     order = np.argsort(p, axis=-1)  # NaN last
@@ -83,19 +84,19 @@ def holm(p: Float[np.ndarray, "*batch A"]) -> Float[np.ndarray, "*batch A"]:
 
 
 def seeds_needed(sd: float, margin: float, comparisons: int = 1) -> float | None:
-    """Return how many seeds a paired t-test needs to find a difference of `margin`.
+    """Return the number of seeds a paired t-test needs to detect a difference.
 
-    The smallest R whose power, by the noncentral t distribution, is 80% at the level
-    that Holm's correction requires of the smallest p-value, LEVEL / comparisons. The
-    levels of the other p-values are higher, so what is found at this level is found.
+    This is the smallest R with a power of 80%, by the noncentral t distribution, at the
+    level that Holm's correction requires of the smallest p-value, LEVEL / comparisons.
+    The levels of the other p-values are higher, so this is enough for them, too.
 
     Args:
-        sd: of the differences to the baseline over seeds, as observed.
+        sd: observed standard deviation over seeds of the differences to the baseline.
         margin: the true difference.
-        comparisons: number of arms that are tested, this one included.
+        comparisons: number of tested arms, including this one.
 
     Returns:
-        R; infinity beyond MAX_SEEDS; None if sd is unknown.
+        R; infinity if it exceeds MAX_SEEDS; None if sd is unknown.
     """
     if not np.isfinite(sd):
         return None
@@ -103,7 +104,7 @@ def seeds_needed(sd: float, margin: float, comparisons: int = 1) -> float | None
     critical = scipy.stats.t.isf(LEVEL / comparisons / 2, R - 1)
     shift = margin * np.sqrt(R) / max(sd, 1e-12)
     # The other tail is negligible, and scipy's nct is inaccurate there. Beyond a shift
-    # of 30 nct overflows, and the spread is that of the estimated sd alone.
+    # of 30, nct overflows, and only the variation of the estimated sd matters.
     near = shift < 30
     power = scipy.stats.chi2.cdf((R - 1) * (shift / critical) ** 2, R - 1)
     power[near] = scipy.stats.nct.sf(critical[near], R[near] - 1, shift[near])

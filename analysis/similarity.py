@@ -1,4 +1,4 @@
-"""How alike heads are, and what two of them are to the loss together."""
+"""Similarity of heads, and how the removal of two heads interacts in the loss."""
 
 from functools import partial
 from itertools import combinations
@@ -22,17 +22,19 @@ from headcount.models.maps import attention_maps
 from headcount.runtime import sharding
 from headcount.tasks import Run
 
-BATCH_TOKENS = 2048  # of a batch: bounds the memory of its maps
+BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 
 
 def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
-    """Return a row for every two heads of a site: layer, head, other_layer, other_head,
+    """Measure the similarity of every pair of heads of a site.
 
-    - divergence: Jensen-Shannon's, of the two maps, mean over query tokens, in bits: 0
-      for equal maps, 1 for disjoint ones. None with talking heads or a learned sink,
-      whose maps do not sum to 1;
+    A row has the columns site, layer, head, other_layer, other_head, and
+
+    - divergence: the Jensen-Shannon divergence of the two attention maps in bits,
+      averaged over query tokens: 0 for equal maps, 1 for disjoint ones. None with
+      talking heads or a learned sink, whose maps do not sum to 1;
     - cka: linear centred kernel alignment of the heads' outputs over tokens (Kornblith
-      et al. 2019): 1 if one is the other, rotated and scaled.
+      et al. 2019): 1 for outputs that are equal up to rotation and scale.
 
     Args:
         sentences: token ids by field; see `analysis.roles.first_sentences`.
@@ -71,10 +73,12 @@ def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
 
 
 def divergences(maps: np.ndarray) -> np.ndarray:
-    """Return the Jensen-Shannon divergence of every two heads, summed over queries.
+    """Return the Jensen-Shannon divergence of each pair of heads, summed over queries.
+
+    If any row of the maps does not sum to 1, all divergences are NaN.
 
     Args:
-        maps: heads, queries, keys. NaN where a row does not sum to 1.
+        maps: attention weights, heads x queries x keys.
     """
     count, proper = len(maps), np.allclose(maps.sum(-1), 1, atol=1e-3)
     found = np.zeros((count, count))
@@ -89,7 +93,7 @@ def divergences(maps: np.ndarray) -> np.ndarray:
 
 
 def alignments(outputs: np.ndarray) -> np.ndarray:
-    """Return the linear CKA of every two heads, from outputs: heads, tokens, V."""
+    """Return the linear CKA of each pair of heads, from outputs heads x tokens x V."""
     centred = outputs - outputs.mean(1, keepdims=True)
     products = np.einsum("itv,jtw->ijvw", centred, centred, optimize=True)
     squares = (products**2).sum((2, 3))
@@ -100,7 +104,7 @@ def alignments(outputs: np.ndarray) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="graph")
 def head_outputs(graph, params, head_gates: dict, batch: dict) -> dict:
-    """Return the output of every head of every layer, L B T N V, by site."""
+    """Return the outputs of all heads, of shape L B T N V, by site."""
     model = precision.model_of(graph, params)
     found = {site: [] for site in model.sites()}
     observers = {
@@ -114,15 +118,15 @@ def head_outputs(graph, params, head_gates: dict, batch: dict) -> dict:
 def interactions(
     run: Run, examples: Examples, trial: int, site: str | None = None
 ) -> list[dict]:
-    """Return a row for every two heads of a site: what goes without both.
+    """Measure how the removal of each pair of heads of a site interacts.
 
-    A row has layer, head, other_layer, other_head, `added_loss` (without both, minus
-    with all) and `interaction`: that minus the added losses of each alone. Positive:
-    one stands in for the other. Negative: they need each other. Heads whose gate is 0
-    are left out.
+    A row has site, layer, head, other_layer, other_head, `added_loss` (the loss without
+    both heads, minus the loss with all) and `interaction` (`added_loss` minus the added
+    losses of each head alone). If it is positive, the heads can replace each other; if
+    negative, they depend on each other. Heads with a gate of 0 are left out.
 
     Args:
-        site: of whose heads; None: of all sites, two of the same site each.
+        site: consider only this site; None considers the pairs of each site.
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
@@ -165,5 +169,5 @@ def interactions(
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def weight_of(graph, loss, params, head_gates: dict, batch: dict):
-    """Return the weight that the summed loss of a batch is divided by."""
+    """Return the weight by which to divide the summed loss of a batch."""
     return loss(precision.model_of(graph, params), batch, head_gates=head_gates)[1]

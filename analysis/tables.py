@@ -1,4 +1,4 @@
-"""Tables on the terminal."""
+"""Printing of tables on the terminal."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,9 +16,9 @@ from headcount.tasks.base import LOSS, Metric
 
 
 def print_table(table: Table) -> Console:
-    """Print a table without cutting anything off, and return the console used.
+    """Print a table without truncating cells, and return the console used.
 
-    On a terminal long cells are folded; in a file lines are as long as they need to be.
+    On a terminal, long cells are folded; elsewhere, lines are as long as necessary.
     """
     console = Console(highlight=False)
     for column in table.columns:
@@ -35,14 +35,14 @@ def print_scores(
 ) -> None:
     """Print the scores of every trial, with signatures and decoding options.
 
-    With several trials, only settings that differ are shown, and trials that differ in
-    nothing but their seed are followed by their mean and sample standard deviation.
+    With several trials, show only settings that differ, and the mean and sample
+    standard deviation over trials that differ only in their seed.
 
     Args:
-        rows: of result-SPLIT.json.
-        metrics: of the task.
-        settings: keys of what trials may differ in.
-        path: where the rows were written.
+        rows: rows of result-SPLIT.json.
+        metrics: metrics of the task.
+        settings: keys in which trials may differ.
+        path: file to which the rows were written.
     """
     if len(rows) > 1:
         settings = [name for name in settings if len({row[name] for row in rows}) > 1]
@@ -87,8 +87,9 @@ def print_report(
     """Print precision, recall and F1 per class, and the most frequent confusions.
 
     Args:
-        report, entities: rows by class; by type of entity, where tags are of entities.
-        confusions: pairs of classes with their number.
+        report: a row per class.
+        confusions: a row per pair of classes, with its count.
+        entities: a row per type of entity, if tags mark entities.
     """
     for title, rows in (("classes", report), ("entities", entities)):
         if not rows:
@@ -107,7 +108,7 @@ def print_report(
 
 
 def number(value) -> str:
-    """Format a setting: whole numbers in full, others with six digits."""
+    """Format a setting: integers in full, floats with six significant digits."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
@@ -151,16 +152,16 @@ LEGEND = {
 
 
 def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
-    """Print a table per site of what was measured for each head.
+    """Print the measurements of each head, in one table per site.
 
-    With several trials heads are matched by their rank in the layer, and the table has
-    mean and standard deviation over the trials.
+    With several trials, heads are matched by their rank in the layer, and the tables
+    have the mean and standard deviation over the trials.
 
     Args:
-        rows: of `analysis.heads.describe` or `importance`, with the trial of each.
-        split: what was measured on.
-        rank_by: the column that heads are ranked by.
-        path: where the rows were written.
+        rows: rows of `analysis.heads.describe` or `importance`, with a column `trial`.
+        split: split on which heads were measured.
+        rank_by: column by which heads are ranked.
+        path: file to which the rows were written.
     """
     names = [n for n in rows[0] if n not in ("trial", "site", "layer", "head")]
     if all(row["gate"] == 1 for row in rows):
@@ -215,10 +216,10 @@ def each_rank(rows: list[dict], names, rank_by: str) -> Iterator[tuple[str, list
 
 
 def print_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
-    """Print the scores with fewer and fewer heads; see `analysis.pruning.curve`.
+    """Print scores against the number of removed heads; see `analysis.pruning.curve`.
 
-    Means come with half of Student's 95 % interval over the trials; with one trial,
-    over its random orders.
+    Means are followed by half the width of Student's 95 % interval over the trials or,
+    with one trial, over its random orders.
     """
     trials = list(dict.fromkeys(row["trial"] for row in rows))
     one = len(trials) == 1
@@ -247,10 +248,13 @@ def print_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
 def scores_without(
     rows: list[dict], order: str, removed: int, metric: Metric
 ) -> np.ndarray:
-    """Return a metric, as it is shown, with so many heads removed.
+    """Return the scaled metric with a given number of heads removed.
 
-    One number per trial, the mean of its draws; with one trial, one per draw. The rows
-    are of `analysis.pruning.curve`.
+    There is one value per trial, the mean over its draws; with one trial, there is one
+    value per draw.
+
+    Args:
+        rows: rows from `analysis.pruning.curve`.
     """
     trials = {}
     for row in rows:
@@ -261,10 +265,10 @@ def scores_without(
 
 
 def print_roles(rows: list[dict], split: str, path: Path) -> None:
-    """Print who has which role, of `analysis.roles.measure_roles`.
+    """Print the roles of heads; see `analysis.roles.measure_roles`.
 
-    A table per site has a line per role, with the best head of each trial; a list below
-    it names the heads that have a role.
+    A table per site has one line per role, with the best head of each trial. A list
+    below the tables names the heads that have a role.
     """
     trials = list(dict.fromkeys(row["trial"] for row in rows))
     one = len(trials) == 1
@@ -304,7 +308,7 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
-PAIRS_SHOWN = 10  # of a site and trial
+PAIRS_SHOWN = 10  # per site and trial
 PAIR_LEGEND = {
     "divergence": "divergence: Jensen-Shannon's, of the two maps, mean over tokens, in "
     "bits: 0 for equal maps, 1 for disjoint ones",
@@ -316,7 +320,10 @@ PAIR_LEGEND = {
 
 
 def print_pairs_of_heads(rows: list[dict], split: str, by: str, path: Path) -> None:
-    """Print the pairs with the largest absolute values, of `analysis.similarity`."""
+    """Print the pairs of heads with the largest absolute values in the column `by`.
+
+    The rows are those of `analysis.similarity`.
+    """
     at = ("trial", "site", "layer", "head", "other_layer", "other_head")
     names = [name for name in rows[0] if name not in at] if rows else []
     groups = {}
@@ -340,7 +347,7 @@ def print_pairs_of_heads(rows: list[dict], split: str, by: str, path: Path) -> N
 
 
 def grouped(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
-    """Return the rows of each head, the largest weight first."""
+    """Group rows by head, with the largest weight first in each group."""
     heads = {}
     for row in sorted(rows, key=lambda row: -row["weight"]):
         at = row["site"], row["layer"], row["head"]
@@ -349,12 +356,12 @@ def grouped(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
 
 
 def heads_label(rows: list[dict]) -> str:
-    """Return which heads may be removed in pruning rows: "heads", "decoder heads"."""
+    """Return a label for the removable heads in pruning rows: "decoder heads"."""
     return " ".join(filter(None, (rows[0]["site"], "heads")))
 
 
 def heading(name: str) -> str:
-    """Return a column's heading: the last part of a key, or which head a gate is of."""
+    """Return a column's heading: the last part of its key, or the head of a gate."""
     if name.startswith("head_gates."):
         return name.removeprefix("head_gates.").replace(".", " ")
     return name.rsplit(".")[-1].replace("_", " ")

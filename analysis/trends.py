@@ -1,7 +1,8 @@
-"""How the loss depends on a swept number: a·n^b + c, with intervals over seeds.
+"""Fit the loss against a swept number: a·n^b + c, with intervals over seeds.
 
-For every exponent of a grid, a and c follow by least squares, so the fit needs no start
-and can't get stuck. Seeds are resampled with the arms together, as they are paired.
+For every exponent of a grid, a and c follow by least squares, so the fit needs no
+initial guess and can't get stuck. The bootstrap resamples seeds jointly for all arms,
+because arms are paired by seed.
 """
 
 from typing import NamedTuple
@@ -12,21 +13,21 @@ from jaxtyping import Float
 from headcount.analysis.significance import CONFIDENCE, MIN_SEEDS
 
 EXPONENTS = np.array([b for b in np.round(np.arange(-4, 4.01, 0.02), 2) if b != 0])
-MIN_VALUES = 4  # of the swept number: the curve has three parameters
+MIN_VALUES = 4  # different swept numbers; the curve has three parameters
 DRAWS = 1000  # of the bootstrap
 
 
 class Trend(NamedTuple):
-    """A fitted curve; every parameter with the ends of its interval."""
+    """A fitted curve; each parameter has its value and the ends of its interval."""
 
     a: tuple[float, float, float]
     b: tuple[float, float, float]
     c: tuple[float, float, float]
-    residual: float  # the largest of the arms' means
+    residual: float  # largest absolute residual of an arm's mean
     draws: np.ndarray  # a, b, c of the bootstrap, draws x 3
 
     def at(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the curve at some numbers, and its pointwise interval."""
+        """Return the curve at the given numbers, and its pointwise interval."""
         mean = self.a[0] * values ** self.b[0] + self.c[0]
         a, b, c = self.draws.T[..., None]
         return mean, *np.quantile(a * values**b + c, QUANTILES, axis=0)
@@ -41,7 +42,8 @@ def fit_trend(
     """Fit a·n^b + c to the means of arms over seeds.
 
     Returns:
-        None with fewer than four different positive numbers, or three seeds.
+        The curve; None with fewer than four different numbers or three seeds, or if a
+        number is not positive.
     """
     values = np.asarray(values, float)
     seeds = scores.shape[1]
@@ -61,10 +63,10 @@ def fit_trend(
 def least_squares(
     values: Float[np.ndarray, " A"], means: Float[np.ndarray, "M A"]
 ) -> Float[np.ndarray, "M 3"]:
-    """Return a, b and c of the best curve through each row of means."""
+    """Return a, b and c of the best-fitting curve for each row of means."""
     best = np.full(len(means), np.inf)
     found = np.zeros((len(means), 3))
-    center = np.exp(np.log(values).mean())  # so that powers stay near 1
+    center = np.exp(np.log(values).mean())  # keeps powers near 1
     for b in EXPONENTS:
         design = np.stack([(values / center) ** b, np.ones_like(values)], 1)
         solution = means @ np.linalg.pinv(design).T

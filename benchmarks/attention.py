@@ -1,11 +1,12 @@
-"""Time attention beside torch, jax.nn and plain einsum, in turn in one process.
+"""Compare the speed of attention with torch, jax.nn and plain einsum in one process.
 
     .venv-peers/bin/python -m benchmarks.attention [--cpu-time] [--shapes ...]
 
-Prints a Markdown table of median milliseconds and their ratio to each peer, in float32.
-torch is left out where it is not installed, and off the CPU, which it would run on.
-cuDNN takes no float32: see `benchmarks.attention_gpu`. Memory is kept between calls, as
-in our scripts, for torch too: see `runtime.platform.keep_memory`.
+This prints a Markdown table of median milliseconds and their ratio to each peer, in
+float32. torch is left out if it is not installed, and on accelerators, since it would
+run on the CPU. cuDNN does not support float32; see `benchmarks.attention_gpu`. Memory
+is kept between calls, as in our scripts, for torch, too; see
+`runtime.platform.keep_memory`.
 """
 
 # isort: off
@@ -29,13 +30,13 @@ import numpy as np
 
 from headcount import attention
 
-# "seg": rows packed from segments, as training has them.
+# "seg": rows packed from several segments, as in training.
 SHAPES = ("B64xT64xN4xH32seg", "B32xT64xN8xH64", "B4xT1024xN8xH64", "B1xT8192xN8xH64")
-MAPS_UP_TO = 4096  # peers that hold a T x S map are left out of longer rows
+MAPS_UP_TO = 4096  # longest T for the backward passes of peers that store a T x S map
 
 
 def ours(query, key, value, ids, implementation=None):
-    """`attention.dot_product_attention`, by default with what it picks by itself."""
+    """Call `attention.dot_product_attention`, by default with automatic dispatch."""
     return attention.dot_product_attention(
         *(query, key, value),
         query_segment_ids=ids,
@@ -48,14 +49,14 @@ blockwise = functools.partial(ours, implementation="blockwise")
 
 
 def jax_nn(query, key, value, ids):
-    """`jax.nn.dot_product_attention`."""
+    """Call `jax.nn.dot_product_attention`."""
     return jax.nn.dot_product_attention(
         query, key, value, mask=_same(ids), implementation="xla"
     )
 
 
 def einsum(query, key, value, ids):
-    """The textbook's four lines."""
+    """Compute textbook attention, which stores the T x S map."""
     logits = jnp.einsum("BTNH,BSNH->BNTS", query, key) / query.shape[-1] ** 0.5
     if ids is not None:
         logits = jnp.where(_same(ids), logits, -1e30)
@@ -67,7 +68,7 @@ def _same(ids):
 
 
 def of_jax(function, backward, arrays, ids):
-    """A call to time: the function alone, or with its gradients for a given one."""
+    """Return a call to time: a function's forward pass, or forward and backward."""
 
     @jax.jit
     def run(query, key, value, cotangent, ids):
@@ -82,7 +83,7 @@ def of_jax(function, backward, arrays, ids):
 
 
 def statistics_of_jax(arrays, ids):
-    """Two calls: the output with statistics of the same pass, and these alone."""
+    """Return two calls to time: the output with statistics, and statistics alone."""
     inputs = [jnp.asarray(x) for x in arrays[:3]]
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
     beside = functools.partial(attention.dot_product_attention, return_statistics=True)
@@ -96,7 +97,7 @@ def statistics_of_jax(arrays, ids):
 
 
 def of_torch(backward, arrays, ids):
-    """torch's scaled_dot_product_attention on the same B T N H memory."""
+    """Return a call to torch's scaled_dot_product_attention, on B T N H memory."""
     import torch
 
     query, key, value, cotangent = (torch.tensor(x).transpose(1, 2) for x in arrays)
@@ -113,7 +114,7 @@ def of_torch(backward, arrays, ids):
 
 
 def contenders(shape, backward, rng):
-    """Name: call, for one shape."""
+    """Return the calls to time for one shape, by name."""
     *sizes, packed = re.fullmatch(r"B(\d+)xT(\d+)xN(\d+)xH(\d+)(seg)?", shape).groups()
     B, T, N, H = map(int, sizes)
     arrays = [rng.normal(size=(B, T, N, H)).astype(np.float32) for _ in range(4)]
@@ -133,10 +134,11 @@ def contenders(shape, backward, rng):
 
 
 def medians(calls, seconds, clock=time.perf_counter):
-    """Median milliseconds of every call, in turn, so that all see one machine.
+    """Return the median milliseconds of every call.
 
-    Each turn waits first, for torch's threads keep a core busy for a while after they
-    are done. Then calls of 30 ms are not counted: a core that slept is slow at first.
+    Calls are timed in turn, so that all see the same state of the machine. Each turn
+    first sleeps, because torch's threads keep a core busy for a while after they are
+    done, and then warms up for 30 ms, because a core is slow after sleeping.
     """
     times = {name: [] for name in calls}
     for call in calls.values():

@@ -1,20 +1,20 @@
-"""Time greedy decoding and beam search beside CTranslate2 (float32), in turn.
+"""Compare the speed of greedy decoding and beam search with CTranslate2 (float32).
 
     .venv-peers/bin/python -m benchmarks.decoding [--workdir=DIR] [--rounds=5]
         [--threads=2] [--beam_sizes 1 5]
 
-Both have the same parameters. With --workdir they are those of a trained run (its best
-checkpoint), which translates its dev set. Without it they are random, of
-Transformer-Tiny (4 + 4 layers, D 128, F 256, N 4, 8000 tokens), on sentences about as
-long as those of Multi30k's dev set; a random model never ends, so all translations have
-exactly LENGTH tokens. Ours then end with EOS, whose probability counts, and
-CTranslate2's don't: a beam may prefer another translation.
+Both sides have the same parameters. With --workdir, these are the best checkpoint of a
+trained run, which translates its dev set. Otherwise they are random, for
+Transformer-Tiny (4 + 4 layers, D 128, F 256, N 4, 8000 tokens), and the sentences are
+about as long as those of Multi30k's dev set. A random model never generates EOS, so all
+translations have exactly LENGTH tokens. Ours then end with EOS, whose probability
+counts, and CTranslate2's don't, so beam search may prefer another translation.
 
-Prints sentences per second (median, smallest and largest of the rounds), the ratio, the
-share of the machine's matmul ceiling (the best of NumPy and XLA at 2048 x 2048 x 2048),
-and the share of equal translations. CTranslate2 runs twice: with all threads for one
-batch, and with a batch per thread, like ours. The sides share a process; a pause before
-each round lets the others' threads fall asleep.
+This prints sentences per second (median, smallest and largest over the rounds), the
+ratio, the share of the machine's matmul ceiling (the best of NumPy and XLA at 2048 x
+2048 x 2048), and the share of equal translations. CTranslate2 is timed twice: with all
+threads for one batch, and with one batch per thread, like ours. The sides take turns in
+one process, and a pause before each turn lets the threads of the previous side sleep.
 """
 
 # isort: off
@@ -40,14 +40,15 @@ from headcount.models.positions import sinusoidal
 from headcount.models.transformer import Transformer
 from headcount.training.run import load
 
-LONGEST = 127  # tokens of a translation of a trained model, without EOS
-LENGTH = 15  # tokens with EOS: about the mean of Multi30k's dev set in 8000 tokens
+LONGEST = 127  # maximum tokens of a trained model's translation, without EOS
+# tokens with EOS: about the mean of Multi30k's dev set with a vocabulary of 8000
+LENGTH = 15
 # CTranslate2 divides by length^PENALTY, ours by ((5 + length) / 6)^PENALTY.
 PENALTY = 0.6
 
 
 def main():
-    """Build both sides, check their outputs, time them in turn."""
+    """Build both sides, compare their outputs, and time them in turn."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
@@ -101,7 +102,8 @@ def trained(workdir: Path | None):
     sentences = [[*random.integers(4, 8000, n - 1).tolist(), 2] for n in lengths]
     config = multi30k.get_config().model.to_dict()
     model = Transformer(8000, **config, rngs=nnx.Rngs(0))
-    model.embedding[...] = model.embedding[...].at[2].set(0.0)  # EOS never wins
+    # make sure that EOS is never the most probable token
+    model.embedding[...] = model.embedding[...].at[2].set(0.0)
     return model, sentences, LENGTH
 
 
@@ -111,7 +113,7 @@ def ours(model, forced: int | None):
 
     def side(sentences, beam_size):
         options = {"beam_size": beam_size, "length_penalty": PENALTY}
-        options["return_scores"] = False  # as eval.py, and CTranslate2 by default
+        options["return_scores"] = False  # like eval.py, and CTranslate2's default
         limits = [forced or LONGEST + 1] * len(sentences)
         return generate(graph, params, sentences, limits=limits, **options)[0]
 
@@ -119,7 +121,12 @@ def ours(model, forced: int | None):
 
 
 def peer(model, forced: int | None, batches: int, threads: int):
-    """CTranslate2 with the model's parameters: batches at a time, threads of each."""
+    """Return a function that translates with CTranslate2 and the model's parameters.
+
+    Args:
+        batches: number of batches to translate at the same time.
+        threads: threads per batch.
+    """
     import ctranslate2
 
     folder = tempfile.mkdtemp()
@@ -133,7 +140,7 @@ def peer(model, forced: int | None, batches: int, threads: int):
     )
     limit = {"max_decoding_length": LONGEST}
     if forced:
-        # Its limit does not count EOS, which here no hypothesis has.
+        # CTranslate2's limit excludes EOS, which is never generated here.
         limit = {"max_decoding_length": forced, "min_decoding_length": forced}
 
     def side(sentences, beam_size):
@@ -144,14 +151,14 @@ def peer(model, forced: int | None, batches: int, threads: int):
             max_batch_size=32 if beam_size > 1 else 128,
             **limit,
         )
-        cut = forced - 1 if forced else None  # ours has EOS in the last place
+        cut = forced - 1 if forced else None  # our last token is EOS
         return [[int(piece) for piece in x.hypotheses[0][:cut]] for x in results]
 
     return side
 
 
 def convert(model, folder: Path) -> None:
-    """Write a model of ours in CTranslate2's format."""
+    """Write one of our models in CTranslate2's format."""
     import ctranslate2
 
     def array(param):
@@ -166,7 +173,7 @@ def convert(model, folder: Path) -> None:
         spec.bias = bias.reshape(-1)
 
     def project(spec, *pairs):
-        """Join several projections of one input."""
+        """Concatenate several projections of the same input."""
         kernels = [array(kernel).reshape(kernel.shape[0], -1) for kernel, _ in pairs]
         biases = [array(bias).reshape(-1) for _, bias in pairs]
         linear(spec, np.concatenate(kernels, axis=1), np.concatenate(biases))
@@ -233,7 +240,7 @@ def convert(model, folder: Path) -> None:
 
 
 def flop(model, sentences, translations, beam_size: int) -> float:
-    """Return FLOP of the matrix products, without padding and attention."""
+    """Return the FLOPs of the matrix products, without padding and attention."""
 
     def numbers(layers):
         return sum(leaf.size for leaf in jax.tree.leaves(parameters(layers)))
@@ -246,13 +253,13 @@ def flop(model, sentences, translations, beam_size: int) -> float:
     keys = sum(
         layer.cross_attention.key.size + layer.cross_attention.value.size
         for layer in model.decoder
-    )  # the source's: projected once per sentence
+    )  # projections of the source, once per sentence
     per_target = numbers(model.decoder) - keys + model.embedding.size
     return 2 * (source * (numbers(model.encoder) + keys) + target * per_target)
 
 
 def ceiling() -> float:
-    """Return FLOP/s of a product of 2048 x 2048 matrices, best of NumPy and XLA."""
+    """Return the FLOP/s of 2048 x 2048 matrix products, the best of NumPy and XLA."""
     x, product = jnp.ones((2048, 2048)), jax.jit(jnp.matmul)
     xla = ceiling_of(lambda: product(x, x).block_until_ready())
     return max(numpy_ceiling(), xla)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.fuzz --minutes 5 [--seed 0] [--only 17]
 
-Shapes from nothing to a few blocks, all features, and numbers from denormal to 1e30.
-Output, log-sum-exp, largest logit and gradients are compared. A problem is a function
-of its seed, which is printed when it fails: `--only` runs it alone. Exits with 1 if one
-failed.
+The problems have shapes from empty to a few blocks, combinations of all features, and
+numbers from denormal to 1e30. Outputs, log-sum-exps, largest logits and gradients are
+compared. A problem depends only on its seed, which is printed if it fails; --only runs
+just that problem. The exit code is 1 if a problem failed.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from headcount.attention.kernels import cpu_build
 NAMES = ["reference", "blockwise"] + ["cpu"] * (cpu_build.unavailable() is None)
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)
-LARGEST = 1e37  # of the terms of a sum: float32 ends at 3.4e38
+LARGEST = 1e37  # bound on intermediate sums; float32 overflows at 3.4e38
 
 
 def main() -> None:
-    """Run problems until the time is over; print what failed."""
+    """Run problems until the time is up; print the differences."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first problem")
@@ -48,16 +48,16 @@ def main() -> None:
 
 
 def problem(seed: int) -> tuple[list, dict]:
-    """Return query, key, value and a cotangent, and the arguments of a problem."""
+    """Return a problem's query, key, value and cotangent, and its other arguments."""
     rng = np.random.default_rng(seed)
     B, K, G = (int(rng.integers(1, 4)) for _ in range(3))
     T, S = (int(rng.choice([0, 1, rng.integers(2, 20), 130])) for _ in range(2))
     T, S = max(T, int(rng.random() < 0.9)), max(S, int(rng.random() < 0.9))
     H, V = (int(rng.choice([1, 2, 4, 7, 16, 33])) for _ in range(2))
     N = K * G
-    # of the logits: small, usual, or so large that one key takes all
+    # scale of the logits: tiny, usual, or so large that one key gets all the weight
     size = rng.choice([1e-30, 1.0, 1.0, 1.0, 1e4, 1e30])
-    share = rng.choice([1.0, 1e-8, 1e8])  # between query and key
+    share = rng.choice([1.0, 1e-8, 1e8])  # how query and key split that scale
     of_value = rng.choice([1e-42, 1.0, 1.0, 1e30])
     factors = np.sqrt(size) * share, np.sqrt(size) / share, of_value, 1.0
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, T, N, V)
@@ -93,7 +93,7 @@ def problem(seed: int) -> tuple[list, dict]:
 
 
 def wanted(arrays: list, given: dict) -> tuple[dict, np.ndarray]:
-    """Return the results in float64 by name, and how far float32 logits may be off."""
+    """Return the float64 results by name, and error bounds of the float32 logits."""
     query, key, value, cotangent = (x.astype(np.float64) for x in arrays)
     B, T, N, H = query.shape
     S, G = key.shape[1], N // key.shape[2]
@@ -157,7 +157,7 @@ def wanted(arrays: list, given: dict) -> tuple[dict, np.ndarray]:
 
 
 def kept(seed: int, B: int, N: int, T: int, S: int, rate: float) -> np.ndarray:
-    """Which weights stay, by the hash of `attention.dropout` in NumPy's uint32."""
+    """Return which weights dropout keeps: `attention.dropout`'s hash in NumPy."""
 
     def stirred(x):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
@@ -175,7 +175,7 @@ def kept(seed: int, B: int, N: int, T: int, S: int, rate: float) -> np.ndarray:
 
 
 def differences(name: str, seed: int) -> list[str]:
-    """Return what an implementation gets wrong in a problem."""
+    """Describe the errors of an implementation in a problem."""
     arrays, given = problem(seed)
     exact, off = wanted(arrays, given)
     arguments = {
@@ -202,17 +202,17 @@ def differences(name: str, seed: int) -> list[str]:
         return found | {"out": out, "lse": lse, "max_logit": seen.max_logit}
 
     found, told = run(*arrays), []
-    # Weights may be off by a factor of e to this power, and results by its like.
+    # Weights may be off by a factor of e to this power, and results by about as much.
     error = 1e-5 + 8 * off.max(initial=0.0)
     sizes = [float(np.abs(x).max(initial=0.0)) for x in arrays]
-    rows = arrays[0].shape[1] * arrays[0].shape[2]  # that share a key, at most
+    rows = arrays[0].shape[1] * arrays[0].shape[2]  # at most so many share a key
     for key, want in exact.items():
         got = np.asarray(found[key], np.float64)
         of_row = key in ("lse", "max_logit")
         if got.shape != want.shape:
             told.append(f"{key} has the shape {got.shape}, not {want.shape}")
         elif rows * term(key, sizes, arrays, given) > LARGEST:
-            continue  # a sum that may overflow on the way
+            continue  # an intermediate sum may overflow
         elif not np.isfinite(got).all():
             told.append(f"{key} is not finite")
         elif error < 0.1 or of_row:
@@ -222,9 +222,9 @@ def differences(name: str, seed: int) -> list[str]:
             size = np.abs(np.where(empty, 0, want)).max(initial=1e-30)
             if of_row:
                 size = max(size, 1.0)
-            elif "gradient" in key:  # of what cancels
+            elif "gradient" in key:  # the terms may cancel
                 size = max(size, term(key, sizes, arrays, given))
-            # What is too small for a normal number may count as 0.
+            # Denormal numbers may be flushed to 0.
             tiny = ([*sizes[:i], TINY, *sizes[i + 1 :]] for i in range(4))
             lost = rows * max(term(key, each, arrays, given) for each in tiny)
             worst = np.abs(np.where(empty, 0, got - want)).max(initial=0.0)
@@ -234,10 +234,10 @@ def differences(name: str, seed: int) -> list[str]:
 
 
 def term(key: str, sizes: list[float], arrays: list, given: dict) -> float:
-    """Return how large the terms are, at most, whose sum a result is.
+    """Return a bound on the terms that are summed to a result.
 
     Args:
-        sizes: the largest numbers of query, key, value and cotangent.
+        sizes: the largest absolute values of query, key, value and cotangent.
     """
     query, key_size, value, cotangent = sizes
     factor = 1 / (1 - given.get("dropout_rate", 0.0))

@@ -1,10 +1,10 @@
-"""Edit the files of runs and sweeps at random; reading them may only fail cleanly.
+"""Edit the files of runs and sweeps at random, and check that readers fail cleanly.
 
 python -m headcount.benchmarks.fuzz_files --minutes=5
 
-Every reader gets a file in which one value was replaced or removed. It must return, or
-raise a ValueError or OSError, which scripts print as one sentence. What was found so
-far is in tests/runtime/test_schema.py.
+Readers get files in which one value was replaced, removed or added. They must either
+return, or raise a ValueError or OSError, which scripts print as one sentence. Cases
+found so far are in tests/runtime/test_schema.py.
 """
 
 import copy
@@ -42,7 +42,7 @@ VALUES = st.recursive(
 
 
 def places(tree, path=()) -> list[tuple]:
-    """Return the path of every value in a JSON tree, that of the whole included."""
+    """Return the path of every value in a JSON tree, including the root's."""
     found = [path]
     items = tree.items() if isinstance(tree, dict) else ()
     items = enumerate(tree) if isinstance(tree, list) else items
@@ -52,7 +52,7 @@ def places(tree, path=()) -> list[tuple]:
 
 
 def edited(tree, data: st.DataObject):
-    """Return a JSON tree in which one value was replaced, removed or added."""
+    """Replace, remove or add one value in a copy of a JSON tree."""
     *path, last = (None, *data.draw(st.sampled_from(places(tree))))
     if last is None:
         return data.draw(VALUES)
@@ -71,7 +71,7 @@ def edited(tree, data: st.DataObject):
 
 
 def read_run(folder: Path) -> None:
-    """Read a run's files as eval.py, predict.py and heads.py do."""
+    """Read a run's files like eval.py, predict.py and heads.py."""
     config = flat(load_config(folder / "config.json").to_dict())
     trials = read_json(folder / "trials.json")
     check_trials(folder / "trials.json", trials, config)
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> None:
 
 
 def read_sweep(workdir: Path) -> None:
-    """Read a sweep's files as `sweep.py status` does."""
+    """Read a sweep's files like `sweep.py status`."""
     given = dict.fromkeys(settings.Options._fields)
     given |= {"workdir": workdir, "tune": [], "verb": "status", "proposes": False}
     sweep = settings.open_sweep(settings.Options(**given))
@@ -89,7 +89,7 @@ def read_sweep(workdir: Path) -> None:
 
 
 def make_sweep(workdir: Path) -> None:
-    """Write the files of a sweep of two arms, one of which is trained and scored."""
+    """Write the files of a sweep whose first group is trained and scored."""
     config = base.get_config()
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     given = dict.fromkeys(settings.Options._fields)
@@ -153,7 +153,7 @@ def fuzz(folder: Path, seed: int, examples: int) -> None:
 
 
 def fuzz_file(path: Path, read, folder: Path, seed: int, examples: int) -> None:
-    """Edit a file `examples` times; raise what a reader should not have raised."""
+    """Edit a file `examples` times; propagate any exception that is not allowed."""
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -170,7 +170,7 @@ def fuzz_file(path: Path, read, folder: Path, seed: int, examples: int) -> None:
 
 
 def main(_) -> None:
-    """Fuzz until the time is over, with a new seed in every round."""
+    """Fuzz until the time is up, with a new seed in every round."""
     end, seed = time.monotonic() + 60 * MINUTES.value, SEED.value
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < end:

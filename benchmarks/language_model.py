@@ -1,18 +1,19 @@
-"""Time language models beside PyTorch's and CTranslate2's, in turn in one run.
+"""Compare the speed of language models with PyTorch and CTranslate2.
 
     .venv-peers/bin/python -m benchmarks.language_model [--recipe short] [--rounds 5]
         [--trials 16] [--data DIR] [--generate] [--new_tokens 200]
 
-Trains configs/shakespeare.py beside a plain PyTorch GPT of the same layers and
-transformers' GPT2LMHeadModel (which adds biases), both with scaled dot-product
-attention and fused AdamW, eager and compiled. All see the same windows, cut within the
-time. With --trials ours also trains so many trials as one program. Prints tokens per
-second, the share of the matmul ceiling (see benchmarks.training) and the ratios. Data:
-tiny Shakespeare in --data if that exists, else random characters.
+By default this trains configs/shakespeare.py, a plain PyTorch GPT with the same layers,
+and transformers' GPT2LMHeadModel (which adds biases), in turn. Both peers use scaled
+dot-product attention and fused AdamW, eager and compiled. All train on the same
+windows; cutting them is part of the time. With --trials, ours also trains that many
+trials as one program. This prints tokens per second, the share of the matmul ceiling
+(see benchmarks.training) and the ratios. The data is tiny Shakespeare in --data if that
+exists, else random characters.
 
 --generate instead continues one prompt, then 64 prompts, by --new_tokens tokens each,
-greedily, beside transformers' generate and CTranslate2 (float32). All have the
-same random GPT-2 of the recipe's sizes; the share of equal tokens is printed, too.
+greedily, and compares with transformers' generate and CTranslate2 (float32). All have
+the same random GPT-2 of the recipe's sizes. The share of equal tokens is printed, too.
 """
 
 # isort: off
@@ -37,11 +38,11 @@ from headcount.decoding.search import Vocabulary
 from headcount.tasks import make_task
 
 PEERS = ("torch", "torch.compile", "transformers", "transformers, compiled")
-PROMPT = 16  # tokens of each prompt that is continued
+PROMPT = 16  # tokens per prompt
 
 
 def main():
-    """Start the contestants, time them in turn, print the table."""
+    """Time training or generation, or serve as the worker of one contestant."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
@@ -64,7 +65,7 @@ def main():
 
 
 def time_training(arguments, config) -> None:
-    """Time every contestant in turn, and print medians."""
+    """Time the training of every contestant in turn, and print medians."""
     stream, origin = corpus(arguments, config)
     np.save(arguments.folder / "stream.npy", stream)
     names = ["ours"]
@@ -80,7 +81,7 @@ def time_training(arguments, config) -> None:
 
 
 def corpus(arguments, config) -> tuple[np.ndarray, str]:
-    """Return the training split as a stream of tokens, and where it is from."""
+    """Return the training split as a stream of tokens, and a name of its source."""
     if arguments.data.is_dir():
         config.data.directory = str(arguments.data)
         task = make_task(config, arguments.folder / "tokenizer")
@@ -91,9 +92,10 @@ def corpus(arguments, config) -> tuple[np.ndarray, str]:
 
 
 def flop_per_token(config) -> float:
-    """Return FLOP of matrix products per token, backward (twice forward) included.
+    """Return the FLOPs of matrix products per token, forward and backward.
 
-    A token attends to those before it alone, half of its window on average.
+    The backward pass counts twice. A token attends only to earlier tokens, half of its
+    window on average.
     """
     model = config.model
     D, F, T = model.width, model.mlp_dim, config.data.max_length
@@ -102,7 +104,7 @@ def flop_per_token(config) -> float:
 
 
 def contestant(arguments, config):
-    """Return the contestant that this process is."""
+    """Return the contestant that this worker process runs."""
     stream = np.load(arguments.folder / "stream.npy")
 
     def batches(seeds):
@@ -124,7 +126,7 @@ def contestant(arguments, config):
 
 
 def time_generation(arguments, config) -> None:
-    """Time the continuation of one and of 64 prompts by all sides in turn."""
+    """Time all sides in turn while they continue one prompt, then 64 prompts."""
     from benchmarks import peers_language_model as peers
 
     config.model.max_positions = PROMPT + arguments.new_tokens
@@ -145,7 +147,7 @@ def time_generation(arguments, config) -> None:
         rates = {name: [] for name in sides}
         for _ in range(arguments.rounds):
             for name, side in sides.items():
-                time.sleep(0.5)  # until the others' threads sleep
+                time.sleep(0.5)  # let the threads of the previous side sleep
                 begin = time.perf_counter()
                 side(prompts, new)
                 rates[name].append(count * new / (time.perf_counter() - begin))
@@ -162,7 +164,7 @@ def time_generation(arguments, config) -> None:
 def ours(folder: Path, eos: int):
     """Return a function that continues prompts with `decoding.generate`.
 
-    The model is that of transformers in `folder/theirs`.
+    The model is imported from transformers' checkpoint in `folder/theirs`.
     """
     run = folder / "run"
     weights = importlib.import_module("headcount.weights")  # a script: defines flags
@@ -171,7 +173,7 @@ def ours(folder: Path, eos: int):
     vocabulary = Vocabulary(eos=eos, banned=())
 
     def side(prompts, new_tokens):
-        limits = [new_tokens + 1] * len(prompts)  # the last is EOS
+        limits = [new_tokens + 1] * len(prompts)  # the last token is EOS
         options = {"vocabulary": vocabulary, "return_scores": False}
         return generate(graph, params, prompts, limits=limits, **options)[0]
 

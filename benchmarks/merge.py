@@ -1,12 +1,13 @@
-"""Is averaging heads cheaper than concatenating them? Every merge rule, measured.
+"""Measure the cost of every merge rule: is averaging heads cheaper than concatenating?
 
     python -m benchmarks.merge [--sizes base tiny] [--seconds 3]
     .venv-compilers/bin/python -m benchmarks.merge --targets v5e:2x2 h200:1
 
-Prints Markdown tables, a row a rule. Of each rule alone, and of the whole layer of
-self-attention around it, forward and with the backward pass: the time here as a ratio
-to concat, timed in turn in one process; with --targets, what the compilers of chips
-that are not here say of the same programs: scratch memory and the bytes they move.
+This prints Markdown tables with one row per rule. They cover each rule alone, and the
+self-attention layer around it, with and without the backward pass. By default they show
+the time on this machine and its ratio to concat, with all rules timed in turn in one
+process. With --targets, they show scratch memory and bytes moved, according to the
+compilers of chips that need not be attached.
 """
 
 import argparse
@@ -37,7 +38,10 @@ MIB = 2**20
 
 
 def programs(rule, B, T, D, N, dtype=jnp.float32):
-    """(function, arguments) by name: the rule alone and its layer, with gradients."""
+    """Return the programs of a rule and its layer, and the rule's parameter count.
+
+    The programs are (function, arguments) by name, with and without gradients.
+    """
     layer = Attention(
         D, num_heads=N, merge=rule, mixture_heads=max(1, N // 2), rngs=nnx.Rngs(0)
     )
@@ -71,7 +75,10 @@ def programs(rule, B, T, D, N, dtype=jnp.float32):
 
 
 def timed(size, seconds):
-    """Median milliseconds by rule and program, all rules in turn."""
+    """Return median milliseconds by (rule, program), and parameter counts by rule.
+
+    All programs are timed in turn.
+    """
     calls, counts = {}, {}
     for rule in MERGE_RULES:
         found, counts[rule] = programs(rule, *size)
@@ -90,7 +97,7 @@ def timed(size, seconds):
 
 
 def compiled(size, target):
-    """Scratch MiB and moved MiB by rule and program, as the target's compiler says."""
+    """Return scratch and moved MiB by (rule, program), from the target's compiler."""
     devices = targets.devices(target)
     found = {}
     for rule in MERGE_RULES:
@@ -98,7 +105,7 @@ def compiled(size, target):
         for name, (function, arguments) in todo.items():
             program = targets.compile_for(devices, function, *arguments)
             scratch = program.memory_analysis().temp_size_in_bytes / MIB
-            costs = program.cost_analysis()  # the GPU's compiler gives none
+            costs = program.cost_analysis()  # not available from the GPU compiler
             moved = f" / {costs['bytes accessed'] / MIB:.0f}" if costs else ""
             found[rule, name] = f"{scratch:.1f}{moved}"
     return found
@@ -114,7 +121,7 @@ def table(header, rows):
 
 
 def main():
-    """Print a table a size, or a size and target."""
+    """Print one table per size or, with targets, per size and target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--seconds", type=float, default=1, help="of each program")

@@ -1,8 +1,9 @@
-"""Language models of PyTorch, transformers and CTranslate2: the peers of ours.
+"""Peers in PyTorch, transformers and CTranslate2 for `benchmarks.language_model`.
 
-`Model` is what PyTorch's users write first: the layers of configs/shakespeare.py from
-`nn.Linear`, `nn.LayerNorm` and scaled dot-product attention. GPT2LMHeadModel has
-biases in addition. Neither drops attention weights, as ours does not.
+`Model` is a straightforward PyTorch implementation of the layers of
+configs/shakespeare.py with `nn.Linear`, `nn.LayerNorm` and scaled dot-product
+attention. GPT2LMHeadModel adds biases. Like ours, neither has dropout on attention
+weights.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Self-attention and feed-forward, each after a norm, in a residual sum."""
+    """A pre-norm residual block: self-attention, then feed-forward."""
 
     def __init__(self, model):
         super().__init__()
@@ -47,7 +48,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embeddings, blocks, a norm, and the embedding again for the logits."""
+    """Embeddings, blocks, a norm, and logits from the tied embedding."""
 
     def __init__(self, vocab_size, model):
         super().__init__()
@@ -73,7 +74,7 @@ class Model(nn.Module):
 
 
 def gpt2_config(config, dropout: float):
-    """Return the configuration of a GPT-2 of a config's sizes."""
+    """Return the configuration of a GPT-2 with a config's sizes."""
     model = config.model
     return transformers.GPT2Config(
         vocab_size=config.data.vocab_size,
@@ -93,11 +94,11 @@ def gpt2_config(config, dropout: float):
 
 
 class Torch:
-    """A contestant of `benchmarks.language_model`, by its name there.
+    """A contestant in `benchmarks.language_model`.
 
     Args:
-        name: "torch" or "transformers", perhaps with "compile".
-        config: of the experiment.
+        name: a name in `benchmarks.language_model.PEERS`.
+        config: config of the experiment.
         batches: see `data.windows.WindowBatches`.
     """
 
@@ -138,7 +139,7 @@ class Torch:
         return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
     def train(self, steps: int) -> int:
-        """Do some updates; return the number of tokens."""
+        """Run updates; return the number of tokens."""
         tokens = 0
         for step in range(self.step, self.step + steps):
             batch = self.batches[step]
@@ -158,11 +159,11 @@ class Torch:
 
 
 def random_gpt2(config):
-    """Return a GPT-2 with random weights whose greedy texts never end."""
+    """Return a GPT-2 with random weights that never generates EOS greedily."""
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(gpt2_config(config, 0.0)).eval()
     with torch.no_grad():
-        model.transformer.wte.weight.mul_(5)  # or all continuations are alike
+        model.transformer.wte.weight.mul_(5)  # without it, all continuations are alike
         model.transformer.wte.weight[config.model.bos] = 0
     return model
 
@@ -211,7 +212,7 @@ def ctranslate2_side(model, folder: Path):
 
 
 def convert(model, path: Path) -> None:
-    """Write a GPT-2 of transformers into a folder in CTranslate2's format."""
+    """Write transformers' GPT-2 to a folder in CTranslate2's format."""
     config, state = model.config, model.state_dict()
     spec = ctranslate2.specs.TransformerDecoderModelSpec.from_config(
         config.n_layer,

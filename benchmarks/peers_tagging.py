@@ -11,13 +11,13 @@ PAD, UNSCORED = 0, -100
 
 
 class Transformers:
-    """A contestant of `benchmarks.tagging`, by its name there.
+    """A contestant in `benchmarks.tagging`.
 
     Args:
-        name: "transformers", perhaps with "compiled".
-        config: of the experiment.
-        fields: `source` and `tags`, as ours reads them.
-        is_tagging: tag the sentences instead of training on them.
+        name: its name; models with "compiled" in their name are compiled.
+        config: config of the experiment.
+        fields: the same `source` and `tags` as for ours.
+        is_tagging: whether to tag the sentences instead of training on them.
     """
 
     def __init__(self, name, config, fields, is_tagging):
@@ -59,7 +59,7 @@ class Transformers:
         self.product = lambda: torch.mm(x, x)
 
     def train(self, steps: int) -> int:
-        """Do some updates, or tag some batches; return the number of real tokens."""
+        """Run updates, or tag batches; return the number of non-padding tokens."""
         tokens, steps = 0, self.each * steps
         for step in range(self.step, self.step + steps):
             source, tags = self.batches[step % len(self.batches)]
@@ -69,7 +69,7 @@ class Transformers:
         return tokens
 
     def update(self, source, tags) -> None:
-        """Do one update."""
+        """Run one update."""
         loss = self.forward(source, attention_mask=source != PAD, labels=tags).loss
         self.optimizer.zero_grad()
         loss.backward()
@@ -84,7 +84,7 @@ class Transformers:
 
 
 def bucketed(fields, batch_tokens):
-    """Shuffled batches of sentences of like length, padded to the longest."""
+    """Return shuffled batches of sentences of similar length, padded to the longest."""
     batches, rows = [], []
     for i in np.argsort(fields["source"].lengths, kind="stable"):
         if rows and (len(rows) + 1) * len(fields["source"][i]) > batch_tokens:
@@ -97,7 +97,7 @@ def bucketed(fields, batch_tokens):
 
 
 def padded(fields, rows):
-    """Source and labels of some sentences."""
+    """Return the padded sources and labels of some sentences."""
     source, tags = ([fields[name][i] for i in rows] for name in ("source", "tags"))
     width = max(len(ids) for ids in source)
     labels = [np.where(each > 0, each - 1, UNSCORED) for each in tags]

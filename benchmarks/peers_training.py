@@ -1,9 +1,10 @@
-"""A plain PyTorch loop of the same model, for `benchmarks.training`.
+"""A plain PyTorch training loop of the same model, for `benchmarks.training`.
 
-What its users write first: `nn.Transformer` with shared embeddings, padded batches of
-sentences of like length with as many target tokens as ours, label smoothing, dropout,
-clipping and fused Adam, all in float32. By itself `nn.Transformer` drops attention
-weights and hidden units too, and has a norm more after each stack; here it does not.
+This is a straightforward implementation in float32: `nn.Transformer` with shared
+embeddings, padded batches of sentences of similar length with as many target tokens as
+ours, label smoothing, dropout, gradient clipping and fused Adam. The dropout of
+`nn.Transformer` on attention weights and hidden units, and its final norm after each
+stack of post-norm layers, are disabled.
 """
 
 import math
@@ -16,7 +17,7 @@ PAD, BOS = 0, 1
 
 
 class Model(nn.Module):
-    """Embedding, `nn.Transformer`, and the embedding again for the logits."""
+    """Embedding, `nn.Transformer`, and logits from the tied embedding."""
 
     def __init__(self, vocab_size, model, longest):
         super().__init__()
@@ -35,7 +36,7 @@ class Model(nn.Module):
         stacks = self.transformer.encoder, self.transformer.decoder
         for stack in stacks:
             for layer in stack.layers:
-                layer.dropout.p = 0.0  # of the hidden units
+                layer.dropout.p = 0.0  # on the hidden units
             if model.norm == "post":
                 stack.norm = None
         for module in self.transformer.modules():
@@ -48,13 +49,13 @@ class Model(nn.Module):
         self.register_buffer("positions", table)
 
     def embed(self, tokens):
-        """Scaled embeddings plus positions, with dropout."""
+        """Return scaled embeddings plus positions, with dropout."""
         scale = math.sqrt(self.embedding.embedding_dim)
         x = self.embedding(tokens) * scale + self.positions[: tokens.shape[1]]
         return self.dropout(x)
 
     def forward(self, source, inputs, labels, smoothing):
-        """Label-smoothed cross-entropy, averaged over the real target tokens."""
+        """Return the mean label-smoothed cross-entropy over the real target tokens."""
         T = inputs.shape[1]
         causal = torch.ones(T, T, dtype=torch.bool).triu(1)
         padding = source == PAD
@@ -76,7 +77,7 @@ class Model(nn.Module):
 
 
 class Torch:
-    """The contestant of `benchmarks.training`, eager or compiled."""
+    """A contestant in `benchmarks.training`, eager or compiled."""
 
     def __init__(self, name, config, source, target):
         torch.manual_seed(0)
@@ -100,7 +101,7 @@ class Torch:
         self.product = lambda: torch.mm(x, x)
 
     def train(self, steps: int) -> int:
-        """Do some updates; the number of real tokens."""
+        """Run updates; return the number of non-padding tokens."""
         tokens = 0
         for step in range(self.step, self.step + steps):
             source, inputs, labels = self.batches[step % len(self.batches)]
@@ -115,7 +116,7 @@ class Torch:
 
 
 def bucketed(source, target, batch_tokens):
-    """Shuffled batches of sentences of like length, padded to the longest."""
+    """Return shuffled batches of sentences of similar length, padded to the longest."""
     batches, rows = [], []
     order = np.lexsort((source.lengths, target.lengths))
     for i in order:
@@ -130,7 +131,7 @@ def bucketed(source, target, batch_tokens):
 
 
 def padded(source, target, rows):
-    """Source, decoder inputs and labels of some sentences."""
+    """Return the padded sources, decoder inputs and labels of some sentences."""
 
     def stack(sentences):
         width = max(len(s) for s in sentences)

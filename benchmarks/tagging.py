@@ -1,18 +1,19 @@
-"""Time taggers beside transformers', in turn in one run; score simple baselines.
+"""Compare the speed of taggers with transformers; score simple baselines.
 
     .venv-peers/bin/python -m benchmarks.tagging [--rounds 5] [--data DIR]
     python -m benchmarks.tagging --baselines [--data DIR]
 
-Trains configs/ewt.py, on subwords with learned positions, beside transformers'
-BertForTokenClassification of the same sizes (scaled dot-product attention, fused
-AdamW, batches of sentences of like length), and then tags the training split with
-both. Prints tokens per second without padding, the share of the matmul ceiling (see
-benchmarks.training) and the ratios. Data: DIR/ud_ewt, else random tokens.
+By default this trains configs/ewt.py, on subwords with learned positions, and
+transformers' BertForTokenClassification of the same sizes (scaled dot-product
+attention, fused AdamW, batches of sentences of similar length), in turn. Then both tag
+the training split. This prints non-padding tokens per second, the share of the matmul
+ceiling (see benchmarks.training) and the ratios. The data is DIR/ud_ewt if that exists,
+else random tokens.
 
---baselines prints what needs no neural network, on the dev and test splits of the
-corpora in DIR: the most frequent tag of each word, and a logistic regression on a
-word, its affixes and its neighbours; for texts the most frequent class, and a logistic
-regression on words and pairs of words.
+--baselines prints the scores of baselines without neural networks on the dev and test
+splits of the corpora in DIR. For tagging, these are the most frequent tag of each word,
+and a logistic regression on a word, its affixes and its neighbours; for texts, the most
+frequent class, and a logistic regression on words and pairs of words.
 """
 
 # isort: off
@@ -43,11 +44,12 @@ from headcount.tasks.classes import best_classes
 
 PEERS = ("transformers", "transformers, compiled")
 NUM_TAGS = 17
-TAGGED = 8  # batches for every update of a turn: a core that slept is slow at first
+# batches to tag in place of each update: long turns, as cores are slow after sleeping
+TAGGED = 8
 
 
 def main():
-    """Start the contestants, time them in turn, print the tables."""
+    """Time the contestants, print the baselines, or serve as a contestant's worker."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
@@ -66,7 +68,7 @@ def main():
 
 
 def speed_config():
-    """Return configs/ewt.py as a model that BERT's classes can be, too."""
+    """Return configs/ewt.py, changed to a model that BERT's classes support, too."""
     config = ewt.get_config()
     config.task.token_dropout = 0.0
     config.data.tokenizer = "sentencepiece"
@@ -100,7 +102,7 @@ def race(arguments) -> None:
 
 
 def corpus(folder: Path, config, to: Path) -> tuple[dict[str, Ragged], str]:
-    """Return the training split's fields, and where they are from."""
+    """Return the training split's fields, and a name of their source."""
     if folder.is_dir():
         config.data.directory = str(folder)
         return make_task(config, to / "tokenizer").load("train").fields, "EWT"
@@ -113,14 +115,17 @@ def corpus(folder: Path, config, to: Path) -> tuple[dict[str, Ragged], str]:
 
 
 def flop_per_token(config, lengths: np.ndarray) -> float:
-    """Return FLOP of matrix products per token, forward; attention within sentences."""
+    """Return the FLOPs of matrix products per token, forward.
+
+    Attention is counted only within sentences.
+    """
     D, F = config.model.width, config.model.mlp_dim
     layer = 8 * D * D + 4 * D * F + 4 * D * (lengths**2).sum() / lengths.sum()
     return config.model.num_encoder_layers * layer + 2 * D * NUM_TAGS
 
 
 def contestant(arguments):
-    """Return the contestant that this process is."""
+    """Return the contestant that this worker process runs."""
     arrays = list(np.load(arguments.folder / "corpus.npz").values())
     fields = {"source": Ragged(*arrays[:2]), "tags": Ragged(*arrays[2:])}
     config = speed_config()
@@ -134,7 +139,7 @@ def contestant(arguments):
 
 
 class OursTagging(Program):
-    """Tags, instead of training."""
+    """Our contestant in tagging; `train` tags instead of training."""
 
     def __init__(self, config, make_batches):
         super().__init__(config, make_batches)
@@ -150,7 +155,7 @@ class OursTagging(Program):
         jax.block_until_ready(self.tag(self.batches[0]))
 
     def train(self, steps: int) -> int:
-        """Tag some batches; return the number of real tokens."""
+        """Tag batches; return the number of non-padding tokens."""
         tokens, steps = 0, TAGGED * steps
         for step in range(self.step, self.step + steps):
             batch = self.batches[step % len(self.batches)]
@@ -161,7 +166,7 @@ class OursTagging(Program):
 
 
 def print_baselines(data: Path) -> None:
-    """Print the scores of the baselines on every corpus that is there."""
+    """Print the scores of the baselines on every corpus in the folder."""
     print("| corpus | metric | baseline | dev | test | seconds |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
     for name, config in (("ud_ewt", ewt), ("wnut17", wnut17)):
@@ -179,14 +184,14 @@ def splits_of(config, folder: Path) -> list[dict]:
 
 
 def print_row(name, metric, baseline, scores, begin) -> None:
-    """Print a line of the table."""
+    """Print a row of the table."""
     cells = " | ".join(f"{score:.1%}" for score in scores)
     seconds = time.perf_counter() - begin
     print(f"| {name} | {metric} | {baseline} | {cells} | {seconds:.0f} |", flush=True)
 
 
 def print_tagging(name: str, config, data: Path) -> None:
-    """Print the two baselines of a corpus of tagged words."""
+    """Print the scores of the two baselines on a corpus of tagged words."""
     train, *held_out = (
         [[line.split(" ") for line in text[field]] for field in ("source", "tags")]
         for text in splits_of(config, data / name)
@@ -209,7 +214,10 @@ def print_tagging(name: str, config, data: Path) -> None:
 
 
 def most_frequent(sentences, tags):
-    """Return a tagger by the most frequent tag of each word, and of all words."""
+    """Return a tagger that predicts the most frequent tag of each word.
+
+    For unknown words, it predicts the most frequent tag overall.
+    """
     counts = {}
     for words, of_words in zip(sentences, tags, strict=True):
         for word, tag in zip(words, of_words, strict=True):
@@ -220,7 +228,7 @@ def most_frequent(sentences, tags):
 
 
 def word_features(words: list[str], place: int) -> dict:
-    """Return the features of a word: its parts, and the words beside it."""
+    """Return the features of a word: its parts, and its neighbours."""
     features = dict.fromkeys(parts_of(words[place]), 1)
     for offset in (-2, -1, 1, 2):
         other = place + offset
@@ -230,7 +238,7 @@ def word_features(words: list[str], place: int) -> dict:
 
 
 def tag_regression(sentences, tags):
-    """Return a tagger by a logistic regression on the features of each word."""
+    """Return a tagger that uses a logistic regression on the features of each word."""
 
     def features(sentences):
         return [
@@ -250,7 +258,7 @@ def tag_regression(sentences, tags):
 
 
 def print_texts(name: str, config, data: Path) -> None:
-    """Print the two baselines of a corpus of labelled texts."""
+    """Print the scores of the two baselines on a corpus of labelled texts."""
     train, *held_out = splits_of(config, data / name)
     for baseline in ("most frequent class", "logistic regression"):
         begin = time.perf_counter()

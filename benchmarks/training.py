@@ -1,15 +1,15 @@
-"""Time the training step beside plain PyTorch, eager and compiled, in turn in one run.
+"""Compare the speed of the training step with plain PyTorch, eager and compiled.
 
     .venv-peers/bin/python -m benchmarks.training [--recipe short] [--rounds 5]
         [--data DIR] [--set KEY=VALUE ...]
 
-Prints source and target tokens per second (without padding), their ratio, FLOP per
-token, and the share of the machine's matmul ceiling, which is the best of NumPy, XLA
-and torch at 2048 x 2048 x 2048 in float32. Each contestant has a process of its own,
-because their threads would disturb each other, and waits while another is timed. Data:
-Multi30k in --data if that exists, else random tokens with its lengths. torch is
-optional (requirements-peers.txt): without it only ours is timed, with any --set;
-otherwise --set takes only settings that the peers have too.
+This prints source and target tokens per second (without padding), their ratio, FLOPs
+per token, and the share of the machine's matmul ceiling, which is the best of NumPy,
+XLA and torch at 2048 x 2048 x 2048 in float32. Contestants take turns. Each has its own
+process, so that their threads don't interfere, and waits while another is timed. The
+data is Multi30k in --data if that exists, else random tokens with similar lengths.
+torch is optional (requirements-peers.txt). Without it, only ours is timed, with any
+--set; otherwise --set accepts only settings that the peers support.
 """
 
 # isort: off
@@ -44,7 +44,8 @@ from headcount.training.trials import hyperparameters, make_trials
 
 STEPS = 8  # updates per round
 
-# What --set may change beside torch: what the peers read, and how ours is computed.
+# Keys that --set may change if torch is timed, too: those that the peers read, and the
+# implementation of our attention.
 SHARED = (
     *("data.name", "data.source", "data.target", "data.vocab_size"),
     *("data.batch_tokens", "model.width", "model.mlp_dim", "model.dropout"),
@@ -56,7 +57,7 @@ SHARED = (
 
 
 def main():
-    """Start the contestants, time them in turn, print the table."""
+    """Time the contestants in turn, or serve as the worker of one of them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
@@ -93,13 +94,17 @@ def race(arguments) -> None:
 def take_turns(
     module: str, names: list[str], options: list[str], rounds: int
 ) -> tuple[dict[str, list[float]], float]:
-    """Return tokens per second of every contestant by round, and the ceiling in FLOP/s.
+    """Time contestants in turn.
 
     Args:
-        module: whose process with `--worker=NAME` is a contestant, see `serve`.
-        names: of the contestants. One that fails is left out.
-        options: of the command of each.
-        rounds: in each of them all train in turn.
+        module: module to run with `--worker=NAME` as a contestant's process; see
+            `serve`.
+        names: names of the contestants. Contestants that fail are left out.
+        options: further command-line options of each process.
+        rounds: number of rounds, in each of which all contestants train in turn.
+
+    Returns:
+        The tokens per second of each contestant by round, and the ceiling in FLOP/s.
     """
     contestants = {name: start(module, name, options) for name in names}
     for name in list(contestants):
@@ -120,7 +125,7 @@ def take_turns(
 
 
 def print_table(rates: dict[str, list[float]], ceiling: float, flop: float) -> None:
-    """Print medians, their spread, and what they are beside ours."""
+    """Print the medians, their spread, and their ratio to ours."""
     print(f"arithmetic: {flop / 1e6:.2f} MFLOP per token")
     print(f"matmul ceiling: {ceiling / 1e9:.0f} GFLOP/s\n")
     print("| | tokens/s | spread | share of ceiling | ours / it |")
@@ -136,7 +141,10 @@ def print_table(rates: dict[str, list[float]], ceiling: float, flop: float) -> N
 
 
 def contestants_of(settings: list[str]) -> list[str]:
-    """Return who runs with these settings; an error if torch has other models."""
+    """Return the names of the contestants for these settings.
+
+    Exit with an error if the torch peers don't support a setting.
+    """
     if not importlib.util.find_spec("torch"):
         print("torch is not installed: only ours is timed (requirements-peers.txt)")
         return ["ours"]
@@ -156,14 +164,14 @@ def config_of(arguments):
     config.model.dropout = 0.3
     for setting in arguments.set:
         key, value = setting.split("=", 1)
-        with contextlib.suppress(SyntaxError, ValueError):  # a plain word
+        with contextlib.suppress(SyntaxError, ValueError):  # a plain string
             value = ast.literal_eval(value)
         config.update_from_flattened_dict({key: value})
     return config
 
 
 def corpus(arguments) -> tuple[Ragged, Ragged, str]:
-    """Return the tokenised source and target sentences, and where they are from."""
+    """Return the tokenised source and target sentences, and a name of their source."""
     config = config_of(arguments)
     if arguments.data.is_dir():
         config.data.directory = str(arguments.data)
@@ -181,10 +189,10 @@ def corpus(arguments) -> tuple[Ragged, Ragged, str]:
 
 
 def flop_per_token(config, source_lengths, target_lengths) -> float:
-    """Return FLOP of matrix products per token of either side, backward included.
+    """Return the FLOPs of matrix products per token of either side.
 
-    Backward is twice forward. A token attends to its own sentence only: packing and
-    padding cost nothing.
+    This includes the backward pass, which counts twice. A token attends only to its own
+    sentence, so packing and padding are free.
     """
     model = config.model
     D, F = model.width, model.mlp_dim
@@ -201,14 +209,14 @@ def flop_per_token(config, source_lengths, target_lengths) -> float:
 
 
 def numpy_ceiling() -> float:
-    """Return FLOP/s of a large NumPy product."""
+    """Return the FLOP/s of a large NumPy matrix product."""
     x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32)
     out = np.empty_like(x)
     return ceiling_of(lambda: np.matmul(x, x, out=out))
 
 
 def ceiling_of(product) -> float:
-    """Return FLOP/s of a product of 2048 x 2048 matrices, best of five."""
+    """Return the best FLOP/s of five 2048 x 2048 matrix products."""
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -218,14 +226,14 @@ def ceiling_of(product) -> float:
 
 
 def start(module: str, name: str, options: list[str]) -> subprocess.Popen:
-    """Start a contestant's process, which answers to `ask`."""
+    """Start a contestant's process, which answers requests by `ask`."""
     command = [sys.executable, "-m", module, f"--worker={name}", *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen(command, text=True, bufsize=1, **pipes)
 
 
 def ask(process: subprocess.Popen, request: str) -> dict | None:
-    """Return the answer of a contestant; None if it has died."""
+    """Send a request to a contestant; return its answer, or None if it has died."""
     try:
         process.stdin.write(request + "\n")
     except BrokenPipeError:
@@ -235,7 +243,7 @@ def ask(process: subprocess.Popen, request: str) -> dict | None:
 
 
 def contestant(arguments):
-    """Return the contestant that this process is."""
+    """Return the contestant that this worker process runs."""
     arrays = list(np.load(arguments.folder / "corpus.npz").values())
     sides = Ragged(*arrays[:2]), Ragged(*arrays[2:])
     if arguments.worker == "ours":
@@ -246,7 +254,7 @@ def contestant(arguments):
 
 
 def serve(contestant) -> None:
-    """Answer requests until standard input ends."""
+    """Answer requests from standard input until it ends."""
     for request in sys.stdin:
         if request.strip() == "ceiling":
             answer = {"flops": ceiling_of(contestant.product)}
@@ -261,8 +269,8 @@ class Program:
     """R trials of a config and their batches, as in train.py.
 
     Args:
-        config: of any task.
-        make_batches: from seeds to what `tasks.base.Task.batches` returns.
+        config: config of any task.
+        make_batches: function from seeds to `tasks.base.Batches`.
         num_trials: R.
     """
 
@@ -285,7 +293,7 @@ class Program:
         return stack_steps(self.batches, self.step, steps, steps)
 
     def update(self, batches: dict, steps: int) -> int:
-        """Do these updates; return the number of real tokens."""
+        """Update on batches; return the number of non-padding tokens."""
         self.state, metrics = self.program(
             self.state, batches=batches, num_steps=np.int32(steps)
         )
@@ -293,7 +301,7 @@ class Program:
         return int(sum(count.sum() for count in metrics["tokens"].values()))
 
     def train(self, steps: int) -> int:
-        """Do the next updates; return the number of real tokens."""
+        """Run the next updates; return the number of non-padding tokens."""
         return self.update(self.input(steps), steps)
 
 

@@ -1,12 +1,12 @@
-"""Time R trials as one program beside one trial after another.
+"""Compare the speed of R trials as one program with training one trial after another.
 
     .venv/bin/python -m benchmarks.trials [--trials 1 2 4 8] [--recipe short]
         [--rounds 5] [--steps 4] [--data DIR] [--set KEY=VALUE ...]
 
-Prints the source and target tokens per second of all trials together (without padding),
-their ratio to R = 1, which is the rate of training one after another, and the time of
-the input pipeline as a share of the step. Medians of rounds in turn. Data as in
-benchmarks.training.
+This prints the total source and target tokens per second of all trials (without
+padding), their ratio to R = 1, which is the rate of training one trial after another,
+and the time of the input pipeline as a share of the step. Values are medians over
+rounds, in which all R are timed in turn. The data is that of benchmarks.training.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.training import Ours, config_of, corpus
 
 
 def main():
-    """Time every number of trials in turn, print the table."""
+    """Time every number of trials in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--trials", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
@@ -61,7 +61,7 @@ def main():
 
 
 def timed(group: Ours, steps: int) -> tuple[float, float]:
-    """Return tokens per second of some updates, and the share of making batches."""
+    """Return tokens per second of some updates, and the input time relative to them."""
     start = time.perf_counter()
     batches = group.input(steps)
     middle = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What does a variant of heads cost, beside what its arithmetic costs?
+"""Compare the time that variants of heads take with their arithmetic.
 
     python -m benchmarks.variants [--seconds 1]
 
-Prints a Markdown table: of one layer of causal self-attention, forward and backward,
-the multiply-adds and the time as ratios to plain heads, and the second over the first.
-All layers are timed in turn in one process.
+This prints a Markdown table for one layer of causal self-attention, forward and
+backward: multiply-adds and time, as ratios to plain heads, and time divided by
+multiply-adds. All layers are timed in turn in one process.
 """
 
 import argparse
@@ -29,7 +29,7 @@ B, T, D, N = 8, 256, 512, 8
 
 
 def layers(width: int, num_heads: int) -> dict[str, Attention]:
-    """Return a layer of every variant, and of plain heads."""
+    """Return a layer with plain heads, and one of each variant, by name."""
     base = get_config()
     base.model.num_encoder_layers, base.model.width = 0, width
     base.model.attention.num_heads = num_heads
@@ -44,7 +44,10 @@ def layers(width: int, num_heads: int) -> dict[str, Attention]:
 
 
 def program(layer: Attention, x):
-    """Return a call that computes a layer's output and gradients, and multiply-adds."""
+    """Return a call that computes a layer's output and gradients, and its cost.
+
+    The cost is the number of multiply-adds of the layer's forward pass.
+    """
     graph, params = nnx.split(layer)
     first = layer.keys_values(x)[1] if layer.value_share is not None else None
 
@@ -60,7 +63,7 @@ def program(layer: Attention, x):
 
 
 def timed(calls: dict, seconds: float) -> dict[str, float]:
-    """Return the median milliseconds of each call, all in turn."""
+    """Return the median milliseconds of each call; the calls are timed in turn."""
     for call in calls.values():
         jax.block_until_ready(call())
     times = {name: [] for name in calls}

@@ -1,18 +1,20 @@
-"""Count the trainings until every arm of a sweep has a verdict, for several designs.
+"""Count the trials that several designs train until a sweep's arms have verdicts.
 
     .venv/bin/python -m benchmarks.verdict [--results DIR] [--metric test_loss]
         [--margin 0.005] [--looks 4,8,16] [--fixed 16] [--sweeps 4000]
 
-Sweeps are simulated from the scores per seed in results/*/sweep.csv: every simulated
-seed gives the arms normal scores with the means and the covariance that the real seeds
-have, so arms keep their differences, and seeds what they do to all arms at once. With
-so few real seeds the means are larger than the truth. So everything is done a second
-time without any differences, where every verdict of better or worse is false.
+Sweeps are simulated from the scores per seed in results/*/sweep.csv. For every
+simulated seed, the arms' differences to the baseline are drawn from a normal
+distribution with the mean and covariance over the real seeds. This preserves the
+differences between arms, and the effects that a seed has on all arms. With so few real
+seeds, the observed differences tend to overestimate the true ones. Therefore everything
+is repeated without any differences, where every verdict of better or worse is false.
 
-Prints, per sweep: trainings, the share of arms with a verdict, and how often any arm
-has a false one: better or worse with the wrong sign, or equivalent beyond the margin.
-The designs are planned looks, as many seeds for every arm, and the practice of one
-seed, where the sign of the difference is the verdict.
+For each sweep, this prints the number of trained models, the share of arms with a
+verdict, and how often any arm has a false verdict: better or worse with the wrong sign,
+or equivalent beyond the margin. The designs are planned looks, a fixed number of seeds
+for every arm, and the common practice of a single seed, where the sign of the
+difference is the verdict.
 """
 
 import argparse
@@ -38,15 +40,15 @@ HEADER = ("sweep", "differences", "design", "trainings", "share", "decided", "fa
 
 
 class Outcome(NamedTuple):
-    """What a design does in many simulated sweeps, on average."""
+    """The results of a design, averaged over many simulated sweeps."""
 
-    trainings: float
-    decided: float  # share of arms
+    trainings: float  # number of trained models
+    decided: float  # share of arms with a verdict
     false: float  # share of sweeps with a false verdict on any arm
 
 
 def read_scores(path: Path, metric: str) -> tuple[np.ndarray, int]:
-    """Return the scores of a sweep.csv, arms x seeds, and the baseline's row."""
+    """Return the scores of a sweep.csv, arms x seeds, and the baseline's index."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["stage"] == "report"]
     found = {}
@@ -62,16 +64,17 @@ def read_scores(path: Path, metric: str) -> tuple[np.ndarray, int]:
 
 
 def simulate(scores: np.ndarray, baseline: int, shape: tuple, is_null: bool):
-    """Return simulated differences to the baseline, and the true ones.
+    """Simulate differences to the baseline.
 
     Args:
         scores: arms x seeds.
-        baseline: its row.
-        shape: sweeps and seeds to simulate.
-        is_null: whether the arms have no differences.
+        baseline: index of the baseline's row.
+        shape: numbers of sweeps and seeds to simulate.
+        is_null: whether to simulate arms without true differences.
 
     Returns:
-        arms x sweeps x seeds, without the baseline; and arms.
+        The simulated differences, arms x sweeps x seeds, and the true ones, arms; both
+        without the baseline.
     """
     each = np.delete(scores - scores[baseline], baseline, 0)
     truth = np.zeros(len(each)) if is_null else each.mean(1)
@@ -82,15 +85,15 @@ def simulate(scores: np.ndarray, baseline: int, shape: tuple, is_null: bool):
 
 
 def judged(differences: np.ndarray, looks: Looks, truth: np.ndarray) -> Outcome:
-    """Return what planned looks do; one look is a fixed number of seeds."""
+    """Evaluate planned looks; a single look is a fixed number of seeds."""
     found = [decide(each, looks, higher_is_better=False) for each in differences]
     seeds = np.array([each.seeds for each in found])  # arms x sweeps
-    trainings = seeds.sum(0) + seeds.max(0)  # the baseline has all that any arm has
+    trainings = seeds.sum(0) + seeds.max(0)  # the baseline needs every arm's seeds
     return outcome(found, trainings, truth, looks.margin)
 
 
 def by_sign(differences: np.ndarray, truth: np.ndarray) -> Outcome:
-    """Return what the practice of one seed does."""
+    """Evaluate the practice of a single seed, with the sign as the verdict."""
     found = [
         Decisions(np.where(each[:, 0] < 0, BETTER, WORSE), None, None, None)
         for each in differences
@@ -100,7 +103,7 @@ def by_sign(differences: np.ndarray, truth: np.ndarray) -> Outcome:
 
 
 def outcome(found, trainings, truth, margin) -> Outcome:
-    """Compare verdicts, for a metric of which lower is better, with the truth."""
+    """Compare verdicts with the truth, for a metric where lower is better."""
     kinds = np.array([each.kinds for each in found])
     true = truth[:, None]
     false = (kinds == BETTER) & (true >= 0) | (kinds == WORSE) & (true <= 0)

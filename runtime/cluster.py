@@ -1,4 +1,4 @@
-"""Flags by which the processes of a run find each other; the same in all scripts."""
+"""Flags with which the processes of a run connect, shared by all scripts."""
 
 import os
 
@@ -26,22 +26,22 @@ BIND_ADDRESS = flags.DEFINE_string(
     "Default: the coordinator's port on all addresses.",
 )
 FLAGS = COORDINATOR, NUM_PROCESSES, PROCESS_ID, COORDINATOR_TIMEOUT, BIND_ADDRESS
-# Environment variables that number several processes on one host.
+# Environment variables that distinguish several processes on one host.
 RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def connect() -> None:
-    """Connect as the flags say; see `runtime.distributed.connect`."""
+    """Connect according to the flags; see `runtime.distributed.connect`."""
     distributed.connect(*(flag.value for flag in FLAGS))
 
 
 def arguments() -> list[str]:
-    """Return the flags that were given, for a script that this process starts."""
+    """Return the flags that were given, to pass to scripts that this process starts."""
     return [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
 
 
 def process() -> str:
-    """Return a name for this process among those of its host."""
+    """Return a name for this process that is unique on its host."""
     if PROCESS_ID.value is not None:
         return str(PROCESS_ID.value)
     return next((os.environ[name] for name in RANKS if name in os.environ), "only")

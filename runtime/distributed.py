@@ -1,8 +1,8 @@
-"""Several processes of one run: connecting, agreeing on decisions, ending together.
+"""Multi-process runs: connect, agree on decisions, and end together.
 
-Every process runs the same program on its own devices, so all of them must take the
-same decisions: what only one of them knows is shared. What needs to be done once is
-done by process 0.
+Every process runs the same program on its own devices, so all processes must take the
+same decisions: information that only one of them has is gathered first. Process 0 does
+what must be done only once.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from headcount.runtime.files import write
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import differences, environment, summarize
 
-HEARTBEAT = 20  # seconds without a sign of life after which a process is given up
-SHUTDOWN = 60  # seconds that a process waits for the others at its end
+HEARTBEAT = 20  # seconds without a heartbeat after which a process counts as lost
+SHUTDOWN = 60  # seconds to wait for the other processes at exit
 
 
 def check_flags(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Raise a ValueError unless the three flags go together."""
+    """Raise a ValueError unless the three flags are consistent."""
     counts = {"--num_processes": num_processes, "--process_id": process_id}
     given = [name for name, value in counts.items() if value is not None]
     if coordinator is None or coordinator == "auto":
@@ -60,7 +60,7 @@ def check_flags(
 
 
 def check_bind_address(bind_address: str | None, coordinator: str | None) -> None:
-    """Raise a ValueError unless --bind_address is HOST:PORT of a run with processes."""
+    """Raise a ValueError unless --bind_address is HOST:PORT and has a coordinator."""
     if bind_address is None:
         return
     host, _, port = bind_address.rpartition(":")
@@ -86,10 +86,10 @@ def connect(
             a TPU pod that lists its hosts in TPU_WORKER_HOSTNAMES.
         num_processes, process_id: None with "auto".
         seconds: timeout for all processes to connect.
-        bind_address: HOST:PORT that process 0 listens at; None: all its addresses.
+        bind_address: HOST:PORT at which process 0 listens; None: all its addresses.
 
     Raises:
-        ValueError: the flags don't go together, or process 0 doesn't answer.
+        ValueError: the flags are inconsistent, or process 0 doesn't answer.
     """
     check_flags(coordinator, num_processes, process_id)
     check_bind_address(bind_address, coordinator)
@@ -142,10 +142,10 @@ def connect(
 
 
 def check_devices() -> None:
-    """Raise a ValueError if JAX finds no device of the kind it is told to use."""
+    """Raise a ValueError if JAX finds no device of the requested platform."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter without a plugin
+    except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin
         told = os.environ.get("JAX_PLATFORMS")
         fix = f"change JAX_PLATFORMS={told}" if told else "set JAX_PLATFORMS=cpu"
         reason = str(error).split("\n")[0].rstrip(".") or "no plugin is installed"
@@ -153,7 +153,11 @@ def check_devices() -> None:
 
 
 def await_address(address: str, seconds: float) -> None:
-    """Wait until something listens at HOST:PORT; ValueError after a timeout."""
+    """Wait until something listens at HOST:PORT.
+
+    Raises:
+        ValueError: nothing does within `seconds`.
+    """
     host, _, port = address.rpartition(":")
     end = time.monotonic() + seconds
     while True:
@@ -172,7 +176,7 @@ def await_address(address: str, seconds: float) -> None:
 def on_abort(sentence: str, status: int) -> None:
     """Print a sentence and exit when JAX's runtime aborts because a process was lost.
 
-    The runtime aborts from a thread of its own, without an error that Python can catch.
+    The runtime aborts from its own thread, without an exception that Python can catch.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -185,20 +189,20 @@ def on_abort(sentence: str, status: int) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes files and logs for all."""
+    """Return whether this is process 0, which writes files and logs for all."""
     return jax.process_index() == 0
 
 
 def gather(value) -> list:
-    """Gather a value (anything JSON can hold) from every process, in their order.
+    """Gather a JSON-serializable value from every process, ordered by process index.
 
-    Every process must call this at the same point of the program.
+    This is a collective operation: every process must call it.
     """
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(text.size)).ravel()
-    # few different lengths, since each is compiled
+    # pad to a power of 2: each length needs a compilation, so use only a few
     padded = np.zeros(max(256, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: text.size] = text
     rows = multihost_utils.process_allgather(padded)
@@ -209,10 +213,10 @@ def gather(value) -> list:
 
 @contextlib.contextmanager
 def fail_together():
-    """Fail in all processes if the block fails in one of them.
+    """Fail in all processes if the block fails in any of them.
 
     Raises:
-        ValueError: the block failed in another process; the message is its own.
+        ValueError: the block failed in another process; the message includes its error.
     """
     own = None
     try:
@@ -232,14 +236,15 @@ def fail_together():
 def check_same_run(
     workdir: Path, config: dict, trials: list[dict], no_cpu_kernel: str | None
 ) -> None:
-    """Raise a ValueError unless all processes train the same thing in one workdir.
+    """Raise a ValueError unless all processes train the same run in one workdir.
 
     Args:
-        no_cpu_kernel: why this process can't use the CPU attention kernels, if so.
+        no_cpu_kernel: reason why this process can't use the CPU attention kernels, or
+            None.
     """
     here = environment()
     software = here["versions"] | {"commit": here["commit"]}
-    has_commits = None not in gather(here["commit"])  # not so where one lacks git
+    has_commits = None not in gather(here["commit"])  # None where git is missing
     check_same("software", software, may_differ=() if has_commits else ("commit",))
     reasons = gather(no_cpu_kernel)
     without = [index for index, reason in enumerate(reasons) if reason is not None]
@@ -256,7 +261,7 @@ def check_same_run(
 
 
 def check_same_folder(workdir: Path) -> None:
-    """Raise a ValueError unless all processes see a file that the first one writes."""
+    """Raise a ValueError unless all processes see a file that process 0 writes."""
     token, mark = workdir / ".hosts", os.urandom(8).hex()
     try:
         with fail_together():
@@ -291,11 +296,11 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def wait_for_abort(errors: tuple[type[Exception], ...] = (RuntimeError,)):
-    """Let the runtime end this process if an error comes from losing another one.
+    """Let the runtime end this process if the loss of another process causes an error.
 
-    A collective operation fails in several ways when a process is lost, and no type of
-    error says so. The runtime notices within a heartbeat and aborts (`on_abort`), so
-    wait for that before raising any of these errors.
+    When a process is lost, collective operations in the others fail with various
+    exceptions that don't name the cause. The runtime detects the loss within a
+    heartbeat and aborts (`on_abort`), so wait for that before reraising an exception.
     """
     try:
         yield
@@ -307,9 +312,9 @@ def wait_for_abort(errors: tuple[type[Exception], ...] = (RuntimeError,)):
 
 @contextlib.contextmanager
 def exit_at_once():
-    """End this process at once if it fails alone.
+    """In a multi-process run, end this process immediately if the block fails.
 
-    At a normal exit JAX would wait for the others, while they wait for this one.
+    Otherwise JAX would wait at exit for the other processes, which wait for this one.
     """
     try:
         yield
@@ -317,7 +322,7 @@ def exit_at_once():
         if not jax.distributed.is_initialized():
             raise
         status = 1
-        if isinstance(error, SystemExit):  # has printed why
+        if isinstance(error, SystemExit):  # the reason is already printed
             status = error.code
         else:
             traceback.print_exc()

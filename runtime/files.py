@@ -1,4 +1,4 @@
-"""Write files so that a kill, a full disk or a planted link can't do harm."""
+"""Write files safely: in spite of kills, full disks and planted symlinks."""
 
 import contextlib
 import fcntl
@@ -10,10 +10,10 @@ from typing import IO
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; a link of its name is replaced, not followed.
+    """Write a file atomically; replace a symlink at its path instead of following it.
 
-    The content goes to a new file beside it, which then takes its name. A kill leaves
-    that file, named `.NAME.*.part`, to `remove_parts`.
+    The content is written to a new file beside it, which is then renamed. If the
+    process is killed, that file, `.NAME.*.part`, is left for `remove_parts`.
     """
     if isinstance(content, str):
         content = content.encode()
@@ -24,7 +24,7 @@ def write(path: Path, content: str | bytes) -> None:
             file.flush()
             part.replace(path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # the disk is full
+        if isinstance(error, OSError) and error.filename is None:  # e.g. a full disk
             error.filename = str(path)
         with contextlib.suppress(OSError):
             part.unlink()
@@ -38,18 +38,19 @@ def _create_part(path: Path) -> tuple[Path, int]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         number = os.open(part, flags, 0o666)
         fcntl.flock(number, fcntl.LOCK_EX)
-        if os.fstat(number).st_nlink:  # else removed before it was locked
+        if os.fstat(number).st_nlink:  # not removed before it was locked
             return part, number
         os.close(number)
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the files that killed processes left half-written in a folder."""
+    """Remove incomplete files that killed processes left in a folder."""
     for part in folder.glob(".*.part"):
         with contextlib.suppress(OSError):
             number = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody writes it
+                # fails if a process is still writing the file
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
             finally:
                 os.close(number)
@@ -57,10 +58,10 @@ def remove_parts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder that takes the name of `folder` when the block has succeeded.
+    """Yield a temporary folder that is renamed to `folder` if the block succeeds.
 
     Raises:
-        ValueError: there is something of that name that is not an empty folder.
+        ValueError: `folder` exists and is not an empty folder.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; choose another folder.")
@@ -75,19 +76,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open a lock file, which is made if there is none, without changing it.
+    """Open a lock file without changing it; create it if there is none.
 
     Raises:
-        ValueError: it is a link, which might lead to any file.
+        ValueError: it is a symlink, which might point to any file.
     """
     return os.fdopen(_open(path, os.O_RDWR), "r+")
 
 
 def open_append(path: Path) -> IO[str]:
-    """Open a text file to append lines to; it is made if there is none.
+    """Open a text file to append lines to it; create it if there is none.
 
     Raises:
-        ValueError: it is a link, which might lead to any file.
+        ValueError: it is a symlink, which might point to any file.
     """
     number = _open(path, os.O_WRONLY | os.O_APPEND)
     return os.fdopen(number, "a", buffering=1)
@@ -106,9 +107,13 @@ def _open(path: Path, flags: int) -> int:
 def locked(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
     """Lock a file; yield it, or None if another process has the lock.
 
-    The kernel releases the lock when the last process that has the file open ends, in
-    whatever way. A child process that inherits the file keeps the lock. Who has the
-    lock may remove the file.
+    The kernel releases the lock when the last process that has the file open ends, for
+    whatever reason. A child process that inherits the file keeps the lock. The holder
+    of the lock may remove the file.
+
+    Args:
+        path: the lock file.
+        wait: whether to wait for the lock, so that None is never yielded.
     """
     held = False
     while not held:
@@ -118,13 +123,13 @@ def locked(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
             except BlockingIOError:
                 yield None
                 return
-            held = _is_at(path, file)  # else removed before it was locked
+            held = _is_at(path, file)  # False if removed before it was locked
             if held:
                 yield file
 
 
 def _is_at(path: Path, file: IO[str]) -> bool:
-    """Whether an open file is the one of a name."""
+    """Return whether an open file is the one at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False

@@ -1,4 +1,4 @@
-"""Log lines and progress: a rich bar on a terminal, plain lines elsewhere."""
+"""Log lines and progress: a rich progress bar on a terminal, plain lines elsewhere."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ class Progress:
             self.bar.start()
 
     def update(self, done: int, text: str = "") -> None:
-        """Show that `done` of the total are done."""
+        """Set the number of completed units, and show it."""
         self.done = done
         if self.bar is not None:
             self.bar.update(self.task, completed=done, text=text)
@@ -49,14 +49,14 @@ class Progress:
             say(f"{self.unit} {done}/{self.total}  {text}  {clock(left)} left")
 
     def close(self) -> None:
-        """Stop updating the bar, and leave it on the screen."""
+        """Stop the bar, leaving it on the screen."""
         if self.bar is not None:
             self.bar.stop()
 
 
 @contextlib.contextmanager
 def heartbeat(text: str, seconds: float = 30.0) -> Iterator[None]:
-    """Log every so many seconds that something still runs, and for how long."""
+    """Log periodically, while the block runs, that it is still running."""
     start, is_over = time.monotonic(), threading.Event()
 
     def beat():
@@ -74,7 +74,7 @@ def heartbeat(text: str, seconds: float = 30.0) -> Iterator[None]:
 
 @functools.cache
 def console():
-    """Return the console on standard error that bars and log lines share."""
+    """Return the console on standard error, which bars and log lines share."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
@@ -90,13 +90,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-say.muted = False  # True in all but the first of several processes
+say.muted = False  # True in all processes but the first
 
 
 class SayHandler(logging.Handler):
-    """Show what our packages log and others' warnings, except Orbax's.
+    """Show all records from the package `data`, and warnings except Orbax's.
 
-    What Orbax warns of, `training.checkpoint` raises or reports itself.
+    `training.checkpoint` raises or logs everything that Orbax warns about.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -107,7 +107,7 @@ class SayHandler(logging.Handler):
 
 
 def show_log() -> None:
-    """Show absl's log, which our packages write to, as plain lines."""
+    """Show absl's log, to which our packages write, as plain lines."""
     from absl import logging as absl_logging
 
     logger = absl_logging.get_absl_logger()

@@ -1,17 +1,17 @@
-"""How much memory the devices of a run have."""
+"""The memory of a run's devices."""
 
 import contextlib
 from pathlib import Path
 
 import jax
 
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # of a container
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # limit of a container
 
 
 def total_memory() -> int | None:
-    """Return the memory of all devices of a run, in bytes; None if it is not known.
+    """Return the total memory of a run's devices in bytes, or None if unknown.
 
-    Devices on a CPU share the memory of their host.
+    CPU devices share the memory of their host.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
@@ -22,7 +22,7 @@ def total_memory() -> int | None:
 
 
 def host_memory() -> int | None:
-    """Return the memory and swap of this host, or of its container, in bytes."""
+    """Return the memory and swap of this host or container in bytes, or None."""
     info = Path("/proc/meminfo")
     if not info.exists():  # not Linux
         return None

@@ -8,15 +8,15 @@ import platform
 import sys
 from pathlib import Path
 
-OPEN_FILES = 256  # that a run may need at once
-FOLDERS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # variables that name one
-GPU_MEMORY = 0.9  # share of a GPU's memory that JAX allocates at its start
-# malloc.h of glibc
+OPEN_FILES = 256  # open files that a run may need at the same time
+FOLDERS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # variables with a folder
+GPU_MEMORY = 0.9  # fraction of a GPU's memory that JAX preallocates
+# from glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def check_environment() -> None:
-    """Exit with code 2 and one sentence if a script can't run in this environment."""
+    """Exit with code 2 and a message if scripts can't run in this environment."""
     wrong = unusable_environment()
     if wrong is not None:
         print(f"{Path(sys.argv[0]).name}: {wrong}", file=sys.stderr, flush=True)
@@ -24,9 +24,9 @@ def check_environment() -> None:
 
 
 def unusable_environment() -> str | None:
-    """Return what must change in the environment, in words; None if nothing.
+    """Return an error message if the environment must be changed, else None.
 
-    The limit of open files is raised if it is too low and may be raised.
+    If possible, raise a limit of open files that is too low.
     """
     with contextlib.suppress(ImportError):  # not on Windows
         import resource
@@ -43,24 +43,25 @@ def unusable_environment() -> str | None:
         return "JAX_DISABLE_JIT is set, and nothing here runs without jit; unset it."
     for name in FOLDERS:
         value = os.environ.get(name, "")
-        # else every folder that a script is started in would have a cache of its own
+        # a relative path would create a cache in every working directory
         if value and "://" not in value and not os.path.isabs(value):
             return f"{name}={value} must be an absolute path."
     return None
 
 
 def setup() -> None:
-    """Cache compiled programs between starts, and set memory limits.
+    """Enable JAX's persistent compilation cache, and configure memory.
 
-    The cache is $JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder, with
-    a subfolder per kind of processor: a program compiled for another one may crash.
+    The cache is $JAX_COMPILATION_CACHE_DIR. By default it is in the user's cache
+    folder, with a subfolder per processor model: a program compiled for another
+    processor may crash.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with contextlib.suppress(RuntimeError):  # the user has no home folder
             root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             folder = root / "headcount" / fingerprint()
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    # cache small programs too: many are compiled before the first step
+    # cache small programs, too: many are compiled before the first step
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the variable's old name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
@@ -68,7 +69,7 @@ def setup() -> None:
 
 
 def fingerprint() -> str:
-    """Return a hash that identifies the kind of processor."""
+    """Return a hash that identifies the processor model and its features."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     of_kind = {line for line in lines if line.startswith(("model name", "flags"))}
@@ -84,6 +85,6 @@ def keep_memory() -> None:
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_ARENA_MAX, 1)  # arenas other than the first can't grow as far
-    mallopt(M_MMAP_MAX, 0)  # no blocks of their own, which free() would unmap
-    mallopt(M_TRIM_THRESHOLD, -1)  # never shrink
+    mallopt(M_ARENA_MAX, 1)  # only the main arena: others can't grow as large
+    mallopt(M_MMAP_MAX, 0)  # don't use mmap for large blocks: free() would unmap them
+    mallopt(M_TRIM_THRESHOLD, -1)  # never return memory to the kernel

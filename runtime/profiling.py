@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from headcount.runtime.logging import say
 from headcount.runtime.topology import CHIPS
 
-SIZE = 1024  # of the square matrices that a CPU's peak is measured with, per device
+SIZE = 1024  # of the square matrices for measuring a CPU's peak, per device
 
 
 def peak_flops() -> float | None:
-    """Return the peak FLOP/s of all devices together; None if it is not known.
+    """Return the total peak FLOP/s of all devices, or None if unknown.
 
     A CPU's peak is measured with a large float32 matrix product.
     """
@@ -45,7 +45,7 @@ def measured_flops() -> float:
 
 
 class CompileClock:
-    """Count the seconds spent compiling, or reading programs from the cache."""
+    """Counts the seconds spent compiling programs or reading them from the cache."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -58,13 +58,14 @@ class CompileClock:
 
 
 class Profile:
-    """Trace some steps into WORKDIR/profile, for XProf, TensorBoard and Perfetto.
+    """Traces some steps into WORKDIR/profile, for XProf, TensorBoard and Perfetto.
 
-    Of several processes only the first one is traced.
+    In a multi-process run, only the first process is traced.
 
     Args:
-        workdir: of the run.
-        steps: the step after which the trace begins, and its length; None: no trace.
+        workdir: the run's folder.
+        steps: the step after which the trace starts, and its number of steps; None: no
+            trace.
     """
 
     def __init__(self, workdir: Path, steps: tuple[int, int] | None):
@@ -72,7 +73,10 @@ class Profile:
         self.start, self.stop = (steps[0], sum(steps)) if steps else (None, None)
 
     def ends(self, step: int) -> list[int]:
-        """Return the steps where the trace begins and ends, of a run now at `step`."""
+        """Return the steps at which the trace starts and ends, or [] without a trace.
+
+        If a run at `step` is already past the trace, log that.
+        """
         if self.stop is None:
             return []
         if step >= self.stop:
@@ -80,13 +84,13 @@ class Profile:
         return [self.start, self.stop]
 
     def is_due(self, step: int) -> bool:
-        """Whether the trace begins or ends at a step."""
+        """Return whether the trace must start or end at a step."""
         if self.stop is None or jax.process_index() != 0:
             return False
         return self.running != (self.start <= step < self.stop)
 
     def at(self, step: int, state) -> None:
-        """Begin or end the trace if that is due, once `state` is computed."""
+        """Start or end the trace if that is due, after waiting for `state`."""
         if not self.is_due(step):
             return
         jax.block_until_ready(state)
@@ -97,7 +101,7 @@ class Profile:
             self.running = True
 
     def close(self) -> None:
-        """End the trace, if it is running; log it if the trace can't be written."""
+        """End the trace if it is running; log an error if it can't be written."""
         if not self.running:
             return
         self.running = False
@@ -110,7 +114,11 @@ class Profile:
 
 
 def steps_to_profile(text: str | None, num_steps: int) -> tuple[int, int] | None:
-    """Parse START:STEPS; ValueError if it is something else or starts too late."""
+    """Parse --profile=START:STEPS.
+
+    Raises:
+        ValueError: it has another format, or starts after the run's last step.
+    """
     if text is None:
         return None
     parts = text.split(":")

@@ -1,21 +1,22 @@
-"""What a JSON file must contain: types and ranges, checked when it is read.
+"""Schemas of JSON files: types and ranges, checked when a file is read.
 
 A schema is one of
 
-    a type or a tuple of types    int takes no bool, float takes int too
-    a Number                      in a range
+    a type or a tuple of types    a value of the type; int excludes bool, float
+                                  includes int
+    a Number                      a number in a range
     a frozenset                   one of its values
-    Optional(schema)              or null
-    [schema]                      a list that is not empty
+    Optional(schema)              null, or a value that matches the schema
+    [schema]                      a nonempty list of values that match the schema
     {key: schema, ...}            an object with at least these keys
-    a function                    raises a ValueError that says what is wrong
+    a function                    a value for which it does not raise a ValueError
 """
 
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-LARGEST = sys.float_info.max  # a longer integer overflows in any calculation
+LARGEST = sys.float_info.max  # larger integers overflow when converted to float
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -28,7 +29,7 @@ KINDS = {
 
 
 class Number(NamedTuple):
-    """A finite number of at least `low`, by default a whole one."""
+    """A finite number of at least `low`, by default an integer."""
 
     low: float
     kind: type = int
@@ -41,15 +42,15 @@ class Optional(NamedTuple):
 
 
 def matches(value, schema) -> bool:
-    """Whether a JSON value has the types and ranges of a schema."""
+    """Return whether a JSON value matches a schema."""
     return violation(value, schema) is None
 
 
 def violation(value, schema, name: str = "it") -> str | None:
-    """Return where a JSON value does not match a schema, in words; None if it does.
+    """Describe where a JSON value does not match a schema; return None if it matches.
 
     Args:
-        name: of the value, in the words.
+        name: name of the value in the description.
     """
     if isinstance(schema, Optional):
         return None if value is None else violation(value, schema.schema, name)
@@ -117,6 +118,6 @@ def _by_function(value, check: Callable, name: str) -> str | None:
 
 
 def shown(value) -> str:
-    """Return a value for a sentence, cut if it is long."""
+    """Format a value for a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,10 +1,10 @@
-"""How the arrays of a training step are laid out over a mesh of trial × data × model.
+"""Sharding of a training step's arrays over a mesh with axes trial × data × model.
 
-    trial  whole trials; needs no communication at all
+    trial  whole trials; needs no communication
     data   rows of each trial's batch; gradients are summed over it
-    model  heads and the feed-forward's hidden units of each trial
+    model  heads and feed-forward hidden units of each trial
 
-Every leaf of the state has the trial axis R in front. `specs` lays out parameters and
+Every leaf of the state has a leading trial axis R. `specs` shards parameters and
 optimizer state; the compiler derives the rest.
 """
 
@@ -20,16 +20,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from headcount.runtime.logging import say
 
 AXES = ("trial", "data", "model")
-SHARD = ("none", "optimizer", "parameters")  # over data: nothing, ZeRO-1, FSDP
+SHARD = ("none", "optimizer", "parameters")  # over `data`: nothing, ZeRO-1, FSDP
 BATCH = ("trial", None, "data")  # mesh axes of the axes R, k and B of batches
-SMALL = 2**14  # elements; gathering arrays below costs more than it saves
+SMALL = 2**14  # elements; gathering smaller arrays costs more than sharding saves
 
 
 def rows_of_part(B: int, parts: int) -> int:
-    """Return how many rows are computed at a time (train.accumulate_steps parts).
+    """Return the number of rows of a microbatch (train.accumulate_steps parts).
 
     Raises:
-        ValueError: the parts do not divide the rows.
+        ValueError: the number of parts does not divide the rows.
     """
     if parts < 1 or B % parts:
         raise ValueError(
@@ -44,15 +44,15 @@ def make_mesh(
     """Return the mesh of a config.
 
     Args:
-        shape: config.mesh: sizes by the names of `AXES`. One may be -1, the rest of the
-            devices (if trial and data both are, data is 1). trial None: the most that
-            divide both the trials and the rest of the devices.
+        shape: config.mesh: sizes by names in `AXES`. One may be -1, for the remaining
+            devices (if both trial and data are -1, data is 1). If trial is None, it is
+            the largest size that divides the trials and the remaining devices.
         num_trials: R, a multiple of trial.
         num_rows: B, a multiple of data.
-        devices: default: all.
+        devices: default: all devices.
 
     Raises:
-        ValueError: the sizes do not fit the devices, the trials or the rows.
+        ValueError: the sizes don't fit the devices, the trials or the rows.
     """
     devices = np.array(jax.devices() if devices is None else devices)
     sizes = {axis: shape[axis] for axis in AXES}
@@ -102,14 +102,14 @@ def _is_variable(node) -> bool:
 def specs(tree, mesh: Mesh, *, shard: str = "none", is_state: bool = True):
     """Return the PartitionSpec of every leaf of (a part of) a TrainState.
 
-    Parameters declare their axes where they are made, as the metadata `axes` of their
-    Variable: of the letters N, K and F the mesh axis `model` takes a share.
+    Parameters declare their axes where they are created, as the metadata `axes` of
+    their Variable: the axes N, K and F are sharded over the mesh axis `model`.
 
     Args:
-        tree: arrays or `jax.ShapeDtypeStruct`s with the trial axis R in front.
-        mesh: of `make_mesh`.
-        shard: what `data` divides besides the rows, a name of `SHARD`.
-        is_state: whether the tree is the optimizer's state, not parameters.
+        tree: arrays or `jax.ShapeDtypeStruct`s with a leading trial axis R.
+        mesh: mesh from `make_mesh`.
+        shard: what to shard over `data` besides the rows, a name in `SHARD`.
+        is_state: whether the tree is optimizer state instead of parameters.
     """
     divides = shard == "parameters" or shard == "optimizer" and is_state
 
@@ -140,7 +140,7 @@ def specs(tree, mesh: Mesh, *, shard: str = "none", is_state: bool = True):
 
 
 def named(mesh: Mesh, *parts) -> NamedSharding:
-    """Return a sharding from the mesh axes of an array's axes."""
+    """Return the NamedSharding that shards an array's axes over these mesh axes."""
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
@@ -163,12 +163,12 @@ def state_shardings(state, mesh: Mesh, shard: str):
 
 
 def warn_of_undivided(params, config: dict, shape: dict[str, int]) -> None:
-    """Log what stays whole: parameters that `model` can't divide, an idle mesh.shard.
+    """Log axes that `model` does not divide, and a mesh.shard without effect.
 
     Args:
-        params: of a trial, may be abstract; see `specs`.
+        params: parameters of one trial, which may be abstract; see `specs`.
         config: flat.
-        shape: of the mesh.
+        shape: shape of the mesh.
     """
     size, names = shape["model"], {"N": "heads", "K": "key/value heads", "F": "units"}
     undivided = set()
@@ -187,7 +187,7 @@ def warn_of_undivided(params, config: dict, shape: dict[str, int]) -> None:
 
 
 def abstract(tree, shardings):
-    """Return shapes with shardings."""
+    """Return the `jax.ShapeDtypeStruct`s of arrays with shardings."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         tree,
@@ -196,7 +196,7 @@ def abstract(tree, shardings):
 
 
 def abstract_batches(mesh: Mesh, num_trials: int, k: int, spec: dict) -> dict:
-    """Return the shapes of what `place_batch` makes: R k B ... for a spec of B ..."""
+    """Return the abstract result of `place_batch`: R k B ... for a spec of B ..."""
     batches = {
         name: jax.ShapeDtypeStruct((num_trials, k, *x.shape), x.dtype)
         for name, x in spec.items()
@@ -205,8 +205,8 @@ def abstract_batches(mesh: Mesh, num_trials: int, k: int, spec: dict) -> dict:
 
 
 def initial(make, arrays, mesh: Mesh, shard: str):
-    """Return the TrainState `make(arrays)`; each device computes its own part."""
-    # it runs once: on CPUs optimizing the program takes longer than it saves
+    """Return the TrainState `make(arrays)`; each device computes its own shards."""
+    # it runs once: on CPUs, optimizing the program takes longer than it saves
     options = (
         {"xla_backend_optimization_level": 1} if platform_of(mesh) == "cpu" else {}
     )
@@ -216,19 +216,19 @@ def initial(make, arrays, mesh: Mesh, shard: str):
 
 
 def place(state, mesh: Mesh, shard: str):
-    """Put a TrainState on the devices; each process puts its part."""
+    """Put a TrainState on the devices; each process puts its own shards."""
     return jax.tree.map(put, state, state_shardings(state, mesh, shard))
 
 
 def put(array, sharding: NamedSharding):
-    """Put an array that every process has on the devices of all processes."""
+    """Shard an array, of which every process has a copy, over all processes."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
 
 
 def keep(state, shard: str):
-    """Constrain a TrainState inside a program to stay where `place` put it."""
+    """Constrain a TrainState inside a jitted function to the sharding of `place`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1 or not mesh.axis_names:
         return state
@@ -236,17 +236,17 @@ def keep(state, shard: str):
 
 
 class Part(NamedTuple):
-    """What a process needs of batches of R trials and B rows."""
+    """The part of batches of R trials and B rows that a process needs."""
 
     trials: slice
     rows: slice
-    shape: tuple[int, int]  # R, B of the whole
+    shape: tuple[int, int]  # R and B of the whole batch
 
 
 def part_here(mesh: Mesh, num_trials: int, num_rows: int, here=None) -> Part:
-    """Return the trials and rows that the devices of a process compute.
+    """Return the trials and rows that the devices of a process need.
 
-    It is the bounding box: what the devices hold need not be a box.
+    This is the bounding box of the devices' shards, which need not form a box.
     """
     here = jax.process_index() if here is None else here
     places = np.argwhere(
@@ -260,7 +260,7 @@ def part_here(mesh: Mesh, num_trials: int, num_rows: int, here=None) -> Part:
 
 
 def place_batch(batch, part: Part):
-    """Put this process's part of batches, R k B ..., on the devices of the mesh set."""
+    """Put this process's part of batches, R k B ..., on devices of the current mesh."""
     sharding = named(jax.sharding.get_mesh(), *BATCH)
 
     def place(array):
@@ -281,14 +281,14 @@ def place_batch(batch, part: Part):
 
 
 def to_all(tree):
-    """Start copying arrays to every process as a whole, so that each can read them."""
+    """Start replicating arrays on all processes, so that each can read them."""
     if jax.process_count() == 1:
         return tree
     return moved(tree, named(jax.sharding.get_mesh()))
 
 
 def moved(tree, where: NamedSharding):
-    """Move arrays between the devices of several processes."""
+    """Reshard arrays across the devices of several processes."""
     if platform_of(where.mesh) != "cpu":
         return jax.device_put(tree, where)
     # one at a time: with many transfers at once, CPU processes may deadlock
@@ -298,36 +298,37 @@ def moved(tree, where: NamedSharding):
 
 
 def fetch(tree):
-    """Return arrays as a whole on the host, in every process."""
+    """Return whole arrays on the host, in every process."""
     return jax.tree.map(np.asarray, to_all(tree))
 
 
 class Share(NamedTuple):
-    """The share that a process has in the work on a trial."""
+    """The share of a process in the work on a trial."""
 
     trial: int
-    place: int  # of this process among those that hold the trial
-    count: int  # of these processes
+    place: int  # index of this process among those that hold the trial
+    count: int  # number of these processes
 
 
 def trials_here(params, mesh: Mesh):
-    """Yield the trials that this process can compute on devices of its own.
+    """Yield the trials that this process can compute on its own devices.
 
-    Accelerators compute all trials at once, each its own; CPUs one after another. Of
-    the devices that hold a trial one computes it.
+    On accelerators, all devices compute their trials at the same time; on CPUs, trials
+    are computed one after another. Only one of a process's devices that hold a trial
+    computes it.
 
     Args:
-        params: leaves with the trial axis R in front.
-        mesh: of `make_mesh`, the one that is set.
+        params: parameters with a leading trial axis R.
+        mesh: the current mesh, from `make_mesh`.
 
     Yields:
-        The `Share` in each of some trials, and their parameters. The mesh is set to the
-        devices of these parameters until the next ones.
+        The `Share` in each of some trials, and their parameters. Until the next
+        iteration, the current mesh consists of the devices of these parameters.
     """
     here, whole = jax.process_index(), params
     if mesh.size > 1:
         whole = moved(params, named(mesh, "trial"))
-    size = len(jax.tree.leaves(params)[0]) // mesh.shape["trial"]  # of a part
+    size = len(jax.tree.leaves(params)[0]) // mesh.shape["trial"]  # trials per part
     shares, devices = [], []
     for part in range(mesh.shape["trial"]):
         holders = mesh.devices[part].ravel().tolist()
@@ -358,14 +359,14 @@ def platform_of(mesh: Mesh) -> str:
 
 
 def trial_mesh(devices: list) -> Mesh:
-    """Return a mesh that divides only trials."""
+    """Return a mesh that shards only over trials."""
     return Mesh(
         np.array(devices).reshape(-1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3
     )
 
 
 def of_devices(mesh: Mesh, array):
-    """Return the parts of an array on the devices of a `trial_mesh`, as one array."""
+    """Join the shards of an array on the devices of a `trial_mesh` into one array."""
     parts = [shard(array, device) for device in mesh.devices.ravel()]
     shape = (sum(map(len, parts)), *array.shape[1:])
     where = named(mesh, "trial")
@@ -373,21 +374,21 @@ def of_devices(mesh: Mesh, array):
 
 
 def shard(array, device):
-    """Return the part of an array on a device of this process."""
+    """Return an array's shard on a device of this process."""
     return next(x.data for x in array.addressable_shards if x.device == device)
 
 
 def gathered(params, shard: str):
     """Gather one trial's parameters along `data` before they are used (ZeRO, FSDP).
 
-    `specs` says what of the state `data` divides. From that alone the compiler would
-    divide activations the same way, which moves far more data.
+    From the sharding of the parameters alone (see `specs`), the compiler would shard
+    activations the same way, which moves far more data.
     """
     return params if shard == "none" else _lying(params, "none")
 
 
 def scattered(gradient, shard: str):
-    """Scatter one trial's gradient along `data`, as the optimizer's state is."""
+    """Shard one trial's gradient along `data`, like the optimizer's state."""
     return gradient if shard == "none" else _lying(gradient, shard)
 
 
@@ -408,7 +409,7 @@ def _lying(tree, shard: str):
 
 @contextlib.contextmanager
 def using(mesh: Mesh | None):
-    """Compute on a mesh in this block; None: on the one that is set."""
+    """Use a mesh in this block; None keeps the current mesh."""
     if mesh is None:
         yield
         return

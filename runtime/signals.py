@@ -1,4 +1,4 @@
-"""Stop on SIGTERM, SIGINT or SIGHUP: remember the signal, so that the loop can save."""
+"""Record SIGTERM, SIGINT and SIGHUP, so that the training loop can save and stop."""
 
 import os
 import signal
@@ -8,17 +8,17 @@ import time
 import jax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-REPEAT_SECONDS = 5.0  # a signal that comes again within this time changes nothing
+REPEAT_SECONDS = 5.0  # repeated signals within this time are ignored
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 class StopSignal:
-    """Remember the first signal; a later one ends the process at once.
+    """Records the first signal; a later one ends the process immediately.
 
     A signal to a process group often arrives twice, directly and from a parent process,
-    so repeats within `REPEAT_SECONDS` are ignored. Python calls its handlers between
-    two of its own instructions, which an evaluation or a compilation may delay by many
-    seconds; a thread acknowledges the signal at once.
+    so repeats within `REPEAT_SECONDS` are ignored. Python runs signal handlers only
+    between bytecode instructions, which an evaluation or a compilation may delay by
+    many seconds. Therefore, a thread acknowledges the signal immediately.
     """
 
     def __init__(self):
@@ -30,30 +30,30 @@ class StopSignal:
         threading.Thread(target=self.acknowledge, args=(read,), daemon=True).start()
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # started by nohup, to outlive the terminal
+                continue  # started with nohup, so it must outlive the terminal
             signal.signal(number, self.receive)
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with once everything is saved."""
+        """The exit code of the process after it has saved everything."""
         return 128 + self.number
 
     def acknowledge(self, pipe: int) -> None:
-        """Say what happens as soon as a signal arrives, once."""
+        """Wait for the first signal, and answer it."""
         while number := os.read(pipe, 1):
             if number[0] in SIGNALS:
                 self.answer(number[0])
                 return
 
     def answer(self, number: int) -> None:
-        """Print that the signal has arrived, if nobody has."""
+        """Print that a signal has arrived, unless that is already printed."""
         if self.answered.acquire(blocking=False):
             name = signal.Signals(number).name
             text = "finishing what is being computed and saving, then exiting."
             os.write(2, f"{name}: {text}\n".encode())
 
     def receive(self, number, frame):
-        """Handle a signal."""
+        """Record the first signal, or end the process after a later one."""
         if self.number is None:
             self.number, self.received_at = number, time.monotonic()
             self.answer(number)
@@ -61,10 +61,10 @@ class StopSignal:
             os._exit(128 + number)
 
     def reached(self, count: int) -> bool:
-        """Whether to stop at the count-th call, the same in all processes.
+        """Return whether to stop at the count-th call, the same in all processes.
 
-        With several processes JAX's preemption notice tells the others; it takes over
-        the signal handlers, so the signal is sent to this process again.
+        In a multi-process run, JAX's preemption notifier informs the other processes.
+        It listens for SIGTERM with its own handler, so send that to this process.
         """
         if not jax.distributed.is_initialized():
             return self.number is not None

@@ -1,21 +1,22 @@
-"""Read standard input in batches of the lines that are available."""
+"""Read lines of standard input in batches, without waiting for full batches."""
 
 import os
 from collections.abc import Iterator
 
 
 def available_lines(file: int, most: int) -> Iterator[list[str]]:
-    """Yield lists of lines: those that can be read without waiting, `most` at a time.
+    """Yield lists of at most `most` lines, as soon as any line is available.
 
     Args:
         file: a file descriptor.
+        most: maximum number of lines per list.
 
     Raises:
         ValueError: a line is not UTF-8.
     """
     rest, number = b"", 0
     while True:
-        chunk = os.read(file, 1 << 16)  # returns as soon as there is anything
+        chunk = os.read(file, 1 << 16)  # returns as soon as anything is available
         *lines, rest = (rest + chunk).split(b"\n") if chunk else (rest, b"")
         if not chunk and lines == [b""]:
             return

@@ -1,4 +1,4 @@
-"""A run's folder: which run it holds, its status, and the JSON files in it."""
+"""A run's folder (workdir): the run that it holds, its status, and its JSON files."""
 
 import contextlib
 import hashlib
@@ -19,9 +19,9 @@ import jax
 from headcount.runtime.files import locked, remove_parts, write
 from headcount.runtime.schema import Number, matches, violation
 
-FORMAT_VERSION = 1  # of the files in a workdir; raise it when their meaning changes
+FORMAT_VERSION = 1  # of the files in a workdir; increase it when their meaning changes
 STATUSES = ("running", "stopped", "finished", "diverged", "failed")
-# Config keys that a resumed run may change: they do not change what is learned.
+# Config keys that a resumed run may change, because they don't affect what is learned.
 MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
@@ -33,11 +33,11 @@ MAY_CHANGE = (
     "mesh.model",
     "mesh.shard",
 )
-# Facts of run.json that the bits of a result depend on.
+# Entries of run.json that affect whether results are bit-identical.
 AFFECTS_BITS = ("attention", "dtype", "versions", "mesh", "processes", "cores")
 SOURCES = ("*.py", "*.cc", "*.h")
-# What our own JSON files must contain, by name; see `runtime.schema`. The values of a
-# config and of trials are checked by `configs.validation` and `training.trials`.
+# Schemas of our own JSON files, by name; see `runtime.schema`. `configs.validation` and
+# `training.trials` check the values of configs and of trials.
 SCHEMAS = {
     "config.json": {
         "task": {"name": str},
@@ -48,20 +48,20 @@ SCHEMAS = {
     "trials.json": [{"seed": Number(0)}],
     "run.json": {"format_version": int, "status": frozenset(STATUSES)},
 }
-DATA = dict.fromkeys(("examples", "crc32", "dev_crc32"), Number(0))  # of run.json
+DATA = dict.fromkeys(("examples", "crc32", "dev_crc32"), Number(0))  # in run.json
 
 
 @contextlib.contextmanager
 def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
-    """Lock the workdir for training this config and these trials; write nothing else.
+    """Lock the workdir for training a config with trials; write only the lock file.
 
-    A start that fails before it has recorded anything leaves nothing behind.
+    If the block fails before it has recorded anything, nothing is left behind.
 
     Raises:
-        ValueError: the folder holds another run, files that are not ours, or another
-            process is training in it.
+        ValueError: the folder holds another run or incomplete files, or another process
+            is training in it.
     """
-    # fail before a lock file is left in a folder that is not ours
+    # fail before creating a lock file in a folder that may not be ours
     if len(recorded(workdir)) < 2 and has_started(workdir):
         raise ValueError(
             f"{workdir} has checkpoints or metrics, but lacks config.json or "
@@ -91,20 +91,21 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
         except BaseException:
             if not (workdir / "run.json").exists():
                 (workdir / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # there is more in it
-                    is_new and workdir.rmdir()
+                with contextlib.suppress(OSError):  # the folder is not empty
+                    if is_new:
+                        workdir.rmdir()
             raise
 
 
 def has_started(workdir: Path) -> bool:
-    """Whether anything was trained there; if not, another run may take the folder."""
+    """Return whether anything was trained; if not, another run may use the folder."""
     return (workdir / "metrics.jsonl").exists() or any(
         path.name.isdigit() for path in workdir.glob("checkpoints/*")
     )
 
 
 def recorded(workdir: Path) -> dict:
-    """Return the config and the trials that a workdir records, by file name."""
+    """Return the recorded config and trials of a workdir, by file name."""
     if (workdir / "run.json").exists():
         read_json(workdir / "run.json")  # checks the format version
     paths = workdir / "config.json", workdir / "trials.json"
@@ -112,11 +113,11 @@ def recorded(workdir: Path) -> dict:
 
 
 def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
-    """Record what is being trained, with status "running".
+    """Record config, trials and facts about a run, with status "running".
 
     Returns:
-        What has changed since the last start that the bits of the result depend on, in
-        words; empty if nothing.
+        A description of the changes since the last start that affect whether results
+        are bit-identical; "" if there are none.
     """
     path = workdir / "run.json"
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -140,7 +141,7 @@ def set_status(workdir: Path, status: str) -> None:
 
 
 def differences(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
-    """List where two JSON trees differ, except in what may change: a phrase each."""
+    """List the differences of two JSON trees as phrases, ignoring `may_change`."""
     if isinstance(there, list) and isinstance(now, list):
         there, now = (
             {f"trials[{i}]": x for i, x in enumerate(t)} for t in (there, now)
@@ -162,17 +163,18 @@ def differences(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
 
 
 def summarize(phrases: list[str], most: int = 5) -> str:
-    """Join the first few phrases, and say how many more there are."""
+    """Join the first `most` phrases, and mention how many more there are."""
     rest = len(phrases) - most
     return ", ".join(phrases[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def read_json(path: Path):
-    """Read a JSON file, checked against `SCHEMAS` if it is one of ours.
+    """Read a JSON file, and check it if `SCHEMAS` has its name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, not ours, or has another format version.
+        ValueError: the file is damaged, does not match the schema, or has another
+            format version.
     """
     try:
         value = parse_json(path.read_text())
@@ -218,17 +220,17 @@ def parse_json(text: str):
 
 
 def write_json(path: Path, value) -> None:
-    """Write a JSON file atomically; numbers that are not finite become null."""
+    """Write a JSON file atomically; non-finite numbers become null."""
     write(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
 
 
 def with_digest(row: dict) -> dict:
-    """Add a digest to a row of a JSON file, by which `has_digest` notices edits."""
+    """Add a digest to a row of a JSON file, with which `has_digest` detects edits."""
     return row | {"digest": _digest(json.loads(json.dumps(_finite(row))))}
 
 
 def has_digest(row: dict) -> bool:
-    """Whether a row is as `with_digest` returned it."""
+    """Return whether a row is unchanged since `with_digest` returned it."""
     content = {key: value for key, value in row.items() if key != "digest"}
     return row.get("digest") == _digest(content)
 
@@ -247,7 +249,7 @@ def _finite(value):
 
 
 def environment() -> dict:
-    """Return what a result depends on besides the config: versions, devices, commit."""
+    """Return what results depend on besides the config: versions, devices, commit."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     on_cpu = jax.default_backend() == "cpu"
     return {
@@ -264,16 +266,16 @@ def environment() -> dict:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def commit() -> str | None:
-    """Return the commit of this code, and a checksum of uncommitted changes if any.
+    """Return the commit of this code, with a checksum of any uncommitted changes.
 
-    None where it is not known, as in an installed package or without git.
+    Return None if it is unknown, as in an installed package or without git.
     """
     root = Path(__file__).parents[1]
 
@@ -282,17 +284,17 @@ def commit() -> str | None:
 
     if not (root / ".git").exists():
         return None
-    with contextlib.suppress(FileNotFoundError):  # no git, as in some containers
+    with contextlib.suppress(FileNotFoundError):  # git is not installed
         found = git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
         if found.endswith("-dirty"):
-            plain = "--no-ext-diff", "--no-color", "--full-index"  # whatever git config
+            plain = "--no-ext-diff", "--no-color", "--full-index"  # override git config
             changed = git("diff", *plain, "HEAD", "--", *SOURCES)
             found += f"-{zlib.crc32(changed):08x}"
         return found or None
 
 
 def processor() -> str:
-    """Return the name of this machine's processor, which JAX just calls "cpu"."""
+    """Return the name of this machine's processor, which JAX only calls "cpu"."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -305,7 +307,8 @@ def check_data(workdir: Path, data: dict) -> None:
     """Raise a ValueError if the run in the workdir was trained on other data.
 
     Args:
-        data: examples and checksum of the training and dev splits, as in run.json.
+        data: number of training examples, and checksums of the training and dev splits,
+            as in run.json.
     """
     path = workdir / "run.json"
     if not path.exists() or not has_started(workdir):

@@ -1,1 +1,1 @@
-"""Sweeps: an ablation becomes trials, groups, processes, a table and a report."""
+"""Sweeps: expand an ablation into trials, train them in groups, report the results."""

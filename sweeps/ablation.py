@@ -1,7 +1,7 @@
-"""Ablations: functions that yield the arms of a sweep, and what their docstrings say.
+"""Ablations: functions that yield the arms of a sweep, described by their docstrings.
 
-An ablation's code runs only if its name is given on the command line. A workdir
-remembers the arms, never the code.
+An ablation's code runs only if its name is given on the command line. A workdir stores
+the arms, never the code.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ def find_ablation(name: str) -> Callable:
     """Return the ablation NAME of configs/ablations.py, or FUNCTION of FILE.py.
 
     Args:
-        name: as given to --ablation: NAME or FILE.py:FUNCTION.
+        name: value of --ablation: NAME or FILE.py:FUNCTION.
 
     Raises:
         ValueError: there is no such file or function, it fails to import, or its
-            docstring does not say what is scientific and what is nuisance.
+            docstring lacks "Scientific:" or names no config keys after "Nuisance:".
     """
     module, file = ablations, "configs/ablations.py"
     if ":" in name:
@@ -97,7 +97,8 @@ def arms_of(function: Callable, name: str, base: dict) -> list[dict]:
     """Call an ablation; return its arms as they will be read back from JSON.
 
     Args:
-        name: as given to --ablation, for errors.
+        function: the ablation.
+        name: value of --ablation, for error messages.
         base: the base config, nested.
 
     Raises:
@@ -127,13 +128,14 @@ def arms_of(function: Callable, name: str, base: dict) -> list[dict]:
 
 @contextlib.contextmanager
 def name_in_errors(ablation: str, kinds=Exception) -> Iterator[None]:
-    """Prefix errors with the ablation's name and the line of its file that failed.
+    """Prefix errors with the ablation's name and the failing line of its file.
 
     Args:
-        kinds: the errors to convert. By default all: the code is the user's.
+        ablation: value of --ablation.
+        kinds: exceptions to convert. By default all, because user code may raise any.
 
     Raises:
-        ValueError: instead of any of `kinds`.
+        ValueError: in place of any exception in `kinds`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Short names for arms and settings: N=8, encoder N=8, mean, equal parameters."""
+"""Short names of arms and settings: N=8, encoder N=8, mean, equal parameters."""
 
 import re
 
@@ -15,9 +15,10 @@ LETTERS = {
 
 
 def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
-    """Return short distinct names of arms, and the key that they vary if numeric.
+    """Return short, distinct names of arms, and the key they vary if it is numeric.
 
-    A setting that is not needed to tell the arms apart is left out, the last one first.
+    Settings that are not needed to tell the arms apart are left out, starting from the
+    last.
 
     Args:
         arms: overrides by config key.
@@ -46,7 +47,7 @@ def name_arms(arms: list[dict]) -> tuple[list[str], str | None]:
 
 
 def label(key: str, value) -> str:
-    """Return a setting as it appears in the name of an arm."""
+    """Format a setting as it appears in the name of an arm."""
     if key == MATCH:
         return f"equal {value}"
     if isinstance(value, str):
@@ -56,12 +57,12 @@ def label(key: str, value) -> str:
 
 
 def symbol(key: str) -> str:
-    """Return the letter of a key, or its last part; prefixed by the attention site."""
+    """Return a key's letter or last part, prefixed by the attention site if any."""
     last = key.rsplit(".", 1)[-1]
     return site_prefix(key) + LETTERS.get(last, last)
 
 
 def site_prefix(key: str) -> str:
-    """Return "encoder " for model.encoder_attention.*, and so on; else nothing."""
+    """Return "encoder " for model.encoder_attention.*, and so on; else ""."""
     found = re.search(r"\b(\w+)_attention\.", key)
     return f"{found.group(1)} " if found else ""

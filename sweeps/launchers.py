@@ -1,7 +1,7 @@
 """Run groups on this machine, as tasks of a Ray cluster, or as a Slurm array.
 
-On other machines a group is the call `sweep.py run --workdir=... --group=NAME`, on a
-file system that all machines share. Ray and submitit are optional; see
+Other machines run a group with `sweep.py run --workdir=... --group=NAME`, on a file
+system that all machines share. Ray and submitit are optional; see
 requirements-sweeps.txt.
 """
 
@@ -26,16 +26,16 @@ from headcount.sweeps.store import Sweep
 from headcount.sweeps.table import collect
 from headcount.sweeps.workers import local_workers
 
-RETRIES = 3  # of a task whose worker was lost
+RETRIES = 3  # per Ray task, if its worker is lost
 
 
 def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
     """Run groups on the devices of this machine; return the table's rows.
 
-    `resources` may give the number of `cores` per group, on a machine without GPUs.
+    On a machine without GPUs, `resources` may set the number of `cores` per group.
 
     Raises:
-        ValueError: there are fewer cores.
+        ValueError: the machine has fewer cores.
         Stopped: a signal was received.
     """
     del address
@@ -45,7 +45,7 @@ def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list
 
 
 def group_call(sweep: Sweep, group: Group) -> list[str]:
-    """Return the command that runs one group, from any folder of any machine."""
+    """Return the command that runs one group, valid in any directory and machine."""
     return [
         sys.executable,
         str(ROOT / "sweep.py"),
@@ -60,7 +60,8 @@ def group_call(sweep: Sweep, group: Group) -> list[str]:
 def run_call(command: list[str], platform: str | None = None) -> int:
     """Run a command on the machine of a worker; return its exit code.
 
-    If this process is told to stop, so is the command, which then saves its state.
+    If this process is interrupted, forward SIGTERM to the command, and wait for it to
+    save its state.
     """
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = platform
@@ -74,15 +75,15 @@ def run_call(command: list[str], platform: str | None = None) -> int:
 
 
 def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
-    """Run groups as tasks of a Ray cluster; without an address, of one started here.
+    """Run groups as tasks of a Ray cluster; without an address, start a cluster here.
 
-    A task takes a GPU if the cluster has any, else all CPUs of a node, unless
-    `resources` says otherwise (num_cpus, num_gpus, resources={"TPU": 4}). A task whose
-    worker is lost is started again, and resumes.
+    By default, a task takes a GPU if the cluster has any, else a host's TPU chips, else
+    all CPUs of a node; `resources` overrides this (num_cpus, num_gpus,
+    resources={"TPU": 4}). A task whose worker is lost is restarted, and resumes.
 
     Raises:
-        ValueError: nothing answers at the address, or Ray has no such resources.
-        Stopped: by Ctrl-C.
+        ValueError: nothing answers at the address, or Ray rejects `resources`.
+        Stopped: Ctrl-C was pressed.
     """
     with one_sentence():
         ray = optional_package("ray")
@@ -112,7 +113,7 @@ def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> lis
 
 
 def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
-    """Yield the groups to run, then those that follow from them, and so on."""
+    """Yield the groups to run, then the groups that their results add, and so on."""
     is_shard = isinstance(groups, Shard)
     wave = sweep.shard(*groups) if is_shard else groups
     started: set[str] = set()
@@ -124,7 +125,7 @@ def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
 
 
 def log_lost_worker(ray, reference) -> None:
-    """Log a task that Ray gave up; what its group has done is on disk."""
+    """Log a task that Ray gave up on; the progress of its group is on disk."""
     try:
         ray.get(reference)
     except ray.exceptions.RayError as error:
@@ -146,7 +147,7 @@ def check_address(address: str) -> None:
 
 
 def default_needs(ray) -> dict:
-    """Return the resources of a task: a GPU, a host's TPU chips, or a node's CPUs."""
+    """Return a task's default needs: a GPU, a host's TPU chips, or a node's CPUs."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any("GPU" in node for node in nodes):
         return {"num_gpus": 1}
@@ -157,7 +158,7 @@ def default_needs(ray) -> dict:
 
 
 class SlurmJob:
-    """A group as a job that submitit may stop at its time limit and submit again."""
+    """A group as a job that submitit may stop at its time limit and resubmit."""
 
     def __init__(self, command: list[str]):
         self.command = command
@@ -166,20 +167,20 @@ class SlurmJob:
         return run_call(self.command)
 
     def checkpoint(self):
-        """Return what to submit again: the same command, which resumes."""
+        """Return the job to resubmit: the same command, which resumes."""
         return optional_package("submitit").helpers.DelayedSubmission(self)
 
 
 def on_slurm(
     sweep: Sweep, groups: list[Group] | Shard, address, resources
 ) -> list[dict]:
-    """Run groups as a Slurm array through submitit; with the address `local`, here.
+    """Run groups as a Slurm array through submitit; address `local` runs them here.
 
     `resources` are submitit's parameters: timeout_min, gpus_per_node, cpus_per_task,
     slurm_partition, slurm_array_parallelism, ...
 
     Raises:
-        ValueError: there is no Slurm here, or submitit has no such parameters.
+        ValueError: Slurm is not available, or submitit rejects `resources`.
     """
     with one_sentence():
         submitit = optional_package("submitit")
@@ -212,7 +213,7 @@ def on_slurm(
 
 
 def parse_resources(resources: list[str]) -> dict:
-    """Parse KEY=VALUE pairs; values are Python literals, else strings.
+    """Parse KEY=VALUE pairs; values that are not Python literals are strings.
 
     Raises:
         ValueError: a pair has no "=".

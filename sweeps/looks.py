@@ -1,8 +1,8 @@
-"""Planned looks: seeds are added in stages, and arms that are decided get no more.
+"""Planned looks: add seeds in stages, only to arms that are still undecided.
 
---seeds=4:32 looks at every arm after 4, 8, 16 and 32 seeds. What is looked at is the
-sweep's metric on dev: scores on test decide nothing. The statistics, whose error rates
-hold in spite of looking, are in `analysis.sequential`.
+--seeds=4:32 looks at every arm after 4, 8, 16 and 32 seeds. Looks use the sweep's
+metric on dev; test scores decide nothing. The sequential tests in `analysis.sequential`
+keep their error rates in spite of the repeated looks.
 """
 
 import math
@@ -21,23 +21,23 @@ from headcount.sweeps.plan import Arm, Plan, Trial
 from headcount.sweeps.search import DevScore, Search, next_trials
 from headcount.tasks import Metric
 
-# A margin so many times larger or smaller than the metric's own is taken for a mistake
-# in the unit: a share where per cent are meant, or points where the metric is the loss.
+# A margin that differs from the metric's own by more than this factor must be in the
+# wrong unit: a fraction instead of per cent, or points although the metric is the loss.
 UNLIKELY = 20
 
 
 class Seeds(NamedTuple):
-    """How many seeds an arm gets."""
+    """The number of seeds per arm."""
 
     count: int  # at most
-    looks: list[int] | None  # numbers of seeds after which arms are looked at
+    looks: list[int] | None  # numbers of seeds after which to look at the arms
 
 
 def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
-    """Return what --seeds and --looks say; None: nothing.
+    """Parse --seeds and --looks; return None if neither is given.
 
     Raises:
-        ValueError: they can't be parsed, or don't go together.
+        ValueError: they can't be parsed, or contradict each other.
     """
     if seeds is None and not looks:
         return None
@@ -70,10 +70,10 @@ def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
 
 
 def parse_margin(text: str, metric: Metric) -> float:
-    """Return what --margin says, as scores of the metric are shown.
+    """Parse --margin; return it in the unit in which the metric is shown.
 
     Raises:
-        ValueError: it is not a positive number, has another unit, or can't be meant.
+        ValueError: it is not a positive number, has another unit, or is implausible.
     """
     found = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*(\S.*)?", text)
     try:
@@ -106,14 +106,14 @@ def parse_margin(text: str, metric: Metric) -> float:
 
 
 def make_looks(settings: dict, plan: Plan, metric: Metric) -> Looks | None:
-    """Return the planned looks of a sweep's settings; None: there are none."""
+    """Return the planned looks of a sweep's settings, or None if it has none."""
     if settings["looks"] is None:
         return None
     return Looks(tuple(settings["looks"]), margin_of(settings, metric), others(plan))
 
 
 def margin_of(settings: dict, metric: Metric) -> float | None:
-    """Return the margin of equivalence, as scores are shown."""
+    """Return the equivalence margin, in the unit in which scores are shown."""
     return metric.margin if settings["margin"] is None else settings["margin"]
 
 
@@ -130,16 +130,16 @@ def staged_trials(
     looks: Looks | None,
     scale: float,
 ) -> list[Trial]:
-    """Return all trials that a sweep has by now, with seeds up to the present look.
+    """Return all trials that a sweep has so far, with seeds up to the current look.
 
-    A look is over when every trial of its seeds has a dev score. Then arms that are
-    undecided, and the baseline, get the seeds of the next one.
+    A look is complete when every trial of its seeds has a dev score. Then the undecided
+    arms and the baseline get the seeds of the next look.
 
     Args:
-        arms: with all their seeds.
+        arms: the arms with all their seeds.
         search, existing, propose: see `next_trials`.
-        looks: None: all seeds at once.
-        scale: from stored scores to those shown.
+        looks: the planned looks; None runs all seeds at once.
+        scale: factor from stored scores to scores as shown.
     """
     if looks is None:
         return next_trials(arms, search, existing, propose)
@@ -173,7 +173,7 @@ def staged_trials(
 
 
 def is_undecided(own: dict, base: dict, looks: Looks, scale: float) -> bool:
-    """Whether an arm should get more seeds; one that has diverged should not."""
+    """Return whether an arm should get more seeds; not if a trial has diverged."""
     pairs = [(own[seed], base[seed]) for seed in own if seed in base]
     differences = [scale * (x.value - y.value) for x, y in pairs]
     if not differences or not all(map(math.isfinite, differences)):
@@ -186,12 +186,13 @@ def verdict_rows(
 ) -> list[dict]:
     """Return the verdict on every arm but the baseline.
 
-    With planned looks it is of dev, otherwise of test at the seeds there are. Numbers
-    are as scores are shown. With planned looks, an arm that lost a trial is undecided:
-    the seeds that are left are no fair sample.
+    With planned looks, verdicts are based on dev scores, otherwise on test scores of
+    the seeds available. Numbers are in the unit in which scores are shown. With planned
+    looks, an arm that lost a trial is undecided, because the remaining seeds are a
+    biased sample.
 
     Args:
-        rows: of the table.
+        rows: rows of the sweep's table.
     """
     looks = make_looks(settings, plan, metric)
     side = "test" if looks is None else "dev"

@@ -1,8 +1,8 @@
 """Sweeps in which every group is one program over several hosts.
 
 All hosts call `sweep.py run` with the same workdir and --coordinator. The first one
-leads: it runs the sweep, and writes down each process that it starts. The others
-follow: they start the same process with their own flags, until the leader is done.
+leads: it runs the sweep, and records each process that it starts in a file. The others
+follow: they start the same processes with their own flags, until the leader is done.
 """
 
 import os
@@ -24,7 +24,7 @@ from headcount.sweeps.store import Sweep, read_group, read_optional_json
 from headcount.sweeps.table import collect
 from headcount.sweeps.workers import Worker
 
-# An order says what to run, never how: a follower runs our own scripts only.
+# An order names a group, not a command: followers must run only our own scripts.
 ORDER = {
     "number": Number(0),
     "do": frozenset(("run", "end")),
@@ -34,10 +34,10 @@ ORDER = {
 
 
 class Meeting(NamedTuple):
-    """Files by which the hosts that share (a part of) a sweep coordinate."""
+    """Files through which the hosts that share (a part of) a sweep coordinate."""
 
-    leader: Path  # locked by the process that leads
-    order: Path  # what all hosts are to run, or that the leader has finished
+    leader: Path  # locked by the leading process
+    order: Path  # what all hosts must run next, or that the leader has finished
 
 
 def run(
@@ -51,16 +51,17 @@ def run(
 
     Args:
         sweep, groups: see `sweeps.runner.Runner`.
-        part: a name for these groups, among others that other hosts work on.
-        process: a name for this process among those of its host.
-        arguments: the flags with which this process connects to the others.
+        part: name of these groups; other hosts may work on other parts.
+        process: name of this process, unique on its host.
+        arguments: flags with which this process connects to the others.
 
     Raises:
         Stopped: a signal was received here or by the leader.
     """
     names = (f".{part}.leader", f".{part}.order.json")
     meeting = Meeting(*(sweep.workdir / name for name in names))
-    for _ in range(3):  # a follower locks the file for a moment to see if it is led
+    # retry: a follower also locks the file, briefly, to see whether there is a leader
+    for _ in range(3):
         with locked(meeting.leader, wait=False) as lead:
             if lead is not None:
                 write_json(meeting.order, None)
@@ -93,21 +94,21 @@ class Leader(Runner):
         return super().start(group, splits, **options)
 
     def order(self, do: str, group: str = "", splits: list[str] | None = None) -> None:
-        """Write down what all hosts are to do."""
+        """Write what all hosts must do next to the order file."""
         splits = None if splits is None else ",".join(splits)
         values = (time.time_ns(), do, group, splits)
         write_json(self.meeting.order, dict(zip(ORDER, values, strict=True)))
 
 
 def follow(sweep: Sweep, meeting: Meeting, claim: Path, arguments: list[str]) -> None:
-    """Start what the leader starts, until it has finished.
+    """Start the processes that the leader starts, until the leader has finished.
 
     Args:
-        claim: locked by the process that works on this host. One that outlives a killed
-            follower is waited for.
+        claim: file locked by the process that works on this host. If a process outlives
+            a killed follower, the next follower waits for it.
 
     Raises:
-        Stopped: the leader ended before it had finished, or a signal was received.
+        Stopped: the leader ended without finishing, or a signal was received.
     """
     signals = []
     for number in SIGNALS:
@@ -116,7 +117,7 @@ def follow(sweep: Sweep, meeting: Meeting, claim: Path, arguments: list[str]) ->
     say("Another process leads the sweep; this one follows.")
     done = None
     while not signals:
-        time.sleep(POLL)  # first: a new leader clears the order of the last one
+        time.sleep(POLL)  # first: a new leader needs time to clear the old order
         with locked(meeting.leader, wait=False) as lead:
             order = read_optional_json(meeting.order)
         if not matches(order, ORDER):
@@ -135,7 +136,7 @@ def follow(sweep: Sweep, meeting: Meeting, claim: Path, arguments: list[str]) ->
 
 
 def ordered_command(sweep: Sweep, order: dict) -> list[str]:
-    """Return the command of an order, built from this host's own sweep and flags."""
+    """Build the command of an order from this host's own sweep and flags."""
     folder = sweep.workdir / "groups" / os.path.basename(order["group"])
     splits = order["splits"]
     return group_command(
@@ -146,7 +147,7 @@ def ordered_command(sweep: Sweep, order: dict) -> list[str]:
 
 
 def run_beside(command: list[str], lock, signals: list[int]) -> None:
-    """Run a process to its end; forward the first signal to it."""
+    """Run a command until it ends; forward the first signal to it."""
     say(shlex.join(["python", *command[1:]]))
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),)

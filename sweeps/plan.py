@@ -1,8 +1,8 @@
-"""From a base config and the arms of an ablation to trials, and groups of trials.
+"""Expand a base config and the arms of an ablation into trials and groups of trials.
 
 Everything here is a pure function of its arguments, so a sweep can be expanded again at
-any time, also with more seeds. Which trials exist at a given moment is decided in
-`sweeps.search`.
+any time, even with more seeds. `sweeps.search` decides which trials exist at a given
+moment.
 """
 
 import contextlib
@@ -30,14 +30,17 @@ IGNORED = ("data.directory", "train.log_every_steps")  # results don't depend on
 
 
 class Arm(NamedTuple):
-    """What is compared: trials that differ only in seed and nuisance settings."""
+    """One of the models that a sweep compares.
+
+    Its trials differ only in seed and nuisance settings.
+    """
 
     name: str
     overrides: dict  # of the base config, as the ablation yields them
-    config: dict  # resolved and nested, with model.mlp_dim as solved
+    config: dict  # resolved and nested, with the solved model.mlp_dim
     is_baseline: bool
     parameters: int
-    candidates: list[dict]  # nuisance settings to choose from; one: nothing to choose
+    candidates: list[dict]  # nuisance settings to choose from; no choice if only one
     seeds: list[int]  # of the reported trials
 
     @property
@@ -47,24 +50,24 @@ class Arm(NamedTuple):
 
     @property
     def training_flops(self) -> float:
-        """Floating-point operations of one training: 3 passes, 2 per multiply-add."""
+        """FLOPs of training one trial: 3 passes, 2 FLOPs per multiply-add."""
         tokens = self.config["data"]["batch_tokens"] * self.config["train"]["num_steps"]
         return 6.0 * self.flops * tokens
 
 
 class Trial(NamedTuple):
-    """One training: an arm, its nuisance settings, a seed."""
+    """One model to train: an arm with nuisance settings and a seed."""
 
     id: str  # a hash of the resolved config
     arm: str
     nuisance: dict
     seed: int
     config: dict  # resolved, nested
-    attempt: int = 0  # number of the setting in a search, from 1; 0: reported
+    attempt: int = 0  # index of the setting in a search, from 1; 0: reported trial
 
     @property
     def is_search(self) -> bool:
-        """Whether the trial only helps to choose settings; it is never tested."""
+        """Whether the trial only serves to choose settings, and is never tested."""
         return self.attempt > 0
 
 
@@ -76,7 +79,7 @@ class Group(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A part of a sweep to which groups are added: every count-th of its groups."""
+    """A part of a growing sweep: every count-th group, starting from index."""
 
     index: int  # below count
     count: int
@@ -86,8 +89,8 @@ class Plan(NamedTuple):
     """An expanded sweep."""
 
     arms: list[Arm]
-    trials: list[Trial]  # those known so far
-    axis: str | None  # the config key that the arms vary, if it is one number
+    trials: list[Trial]  # known so far
+    axis: str | None  # the config key that the arms vary, if it is single and numeric
 
     def arm(self, name: str) -> Arm:
         """Return the arm of this name."""
@@ -108,10 +111,11 @@ def expand(
     Args:
         base: locked.
         arms: overrides, as an ablation yields them.
-        num_seeds: every arm has the base config's seed and the following ones.
-        nuisance: keys that are chosen per arm instead of compared.
+        num_seeds: number of seeds per arm, counting up from the base config's seed;
+            ignored if the arms set their seeds.
+        nuisance: keys that are tuned per arm instead of compared.
         tuned: nuisance settings that every arm may choose from; [{}] for none.
-        match: budget of every arm that names none; None: its own.
+        match: budget for every arm that names none; None leaves such arms unmatched.
 
     Raises:
         ValueError: the sweep is empty, or an arm can't be built; the message names it.
@@ -159,7 +163,7 @@ def expand(
                     f"{trial.nuisance} are the same in float32, in which trials are "
                     f"trained; leave one of them out."
                 )
-        # a matched arm that needs no matching repeats the one that isn't matched
+        # an arm whose mlp_dim needed no change to match repeats its unmatched version
         if not own <= ids:
             kept.append(arm.name)
         ids |= own
@@ -167,7 +171,7 @@ def expand(
 
 
 def distinct(arm: Arm, settings: list[dict], seed: int) -> list[dict]:
-    """Return nuisance settings without those that resolve to the same config."""
+    """Drop nuisance settings that resolve to the same config as an earlier one."""
     found = {}
     for trial in make_trials(arm, settings, [seed]):
         if not trial.nuisance.keys() <= set(trial_keys(flat(trial.config))):
@@ -178,7 +182,7 @@ def distinct(arm: Arm, settings: list[dict], seed: int) -> list[dict]:
 
 
 def make_trials(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
-    """Return the trials of an arm with each of the nuisance settings and seeds."""
+    """Return an arm's trials, one per combination of nuisance setting and seed."""
     found = []
     for nuisance in settings:
         for seed in seeds:
@@ -213,9 +217,9 @@ def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[
 
 
 def find_baseline(base: dict, configs: list[dict]) -> int:
-    """Return the index of the config that is the base config, else 0.
+    """Return the index of the config that equals the base config, else 0.
 
-    A config that only spells out defaults of the base config counts as the same.
+    A config that only spells out defaults of the base config counts as equal.
     """
     for same in (dict.__eq__, is_same_model):
         for index, config in enumerate(configs):
@@ -225,9 +229,10 @@ def find_baseline(base: dict, configs: list[dict]) -> int:
 
 
 def is_same_model(config: dict, other: dict) -> bool:
-    """Whether two configs differ only where one spells out the other's default.
+    """Return whether two configs differ only where one spells out the other's default.
 
-    A default is None; the abstract models show whether the value is what None means.
+    A default is None in a config. Whether a value equals the default shows in the
+    abstract models.
     """
     a, b = with_site_defaults(config), with_site_defaults(other)
     differing = [key for key in a if a[key] != b[key] and key not in ("seed", "seeds")]
@@ -247,7 +252,7 @@ def is_same_model(config: dict, other: dict) -> bool:
 
 
 def with_site_defaults(config: dict) -> dict:
-    """Flatten a config; attention sites without a value have that of all sites."""
+    """Flatten a config; fill in unset keys of attention sites from model.attention."""
     model = dict(config["model"])
     for name, section in model.items():
         if name.endswith("_attention"):
@@ -260,7 +265,7 @@ def with_site_defaults(config: dict) -> dict:
 
 @contextlib.contextmanager
 def name_arm_in_errors(arm: str) -> Iterator[None]:
-    """Prefix errors with the arm that can't be built."""
+    """Prefix errors with the name of the arm that can't be built."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -271,8 +276,8 @@ def apply_overrides(base: ConfigDict, overrides: dict, name: str) -> dict:
     """Return the base config with overrides, nested.
 
     Raises:
-        ValueError: a key does not exist, has another type, or selects another task or
-            corpus: scores on different examples can't be compared.
+        ValueError: a key does not exist, a value has the wrong type, or a key selects
+            another task or corpus: scores on different examples can't be compared.
     """
     config = copy.deepcopy(base)
     known = flat(config.to_dict())
@@ -309,7 +314,7 @@ def trial_id(config: dict) -> str:
 
 
 def float32_id(config: dict) -> str:
-    """Hash a trial's config with the numbers that its program computes with."""
+    """Hash a trial's config with its hyperparameters rounded to float32."""
     values = flat(config)
     for key in set(trial_keys(values)) - {"seed"}:
         values[key] = float(np.float32(values[key]))
@@ -317,7 +322,7 @@ def float32_id(config: dict) -> str:
 
 
 def group_trials(trials: list[Trial], size: int) -> list[list[Trial]]:
-    """Put trials of the same program together, at most `size` in a group, in order."""
+    """Group trials that share a program, in order, at most `size` per group."""
     programs: dict[str, list[Trial]] = {}
     for trial in trials:
         config = flat(trial.config)
@@ -336,8 +341,8 @@ def program_and_trials(group: list[Trial], base: dict) -> tuple[dict, list[dict]
     """Return how a group differs from the base config, flat.
 
     Returns:
-        What all trials have in common, for the command line; and what each trial sets
-        besides, as `train.py --trials` reads it.
+        The overrides that all trials share, for the command line; and the
+        hyperparameters of each trial, as `train.py --trials` reads them.
     """
     base = flat(base)
     changes = [

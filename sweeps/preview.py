@@ -1,4 +1,4 @@
-"""What `sweep.py list` prints: arms, groups, and how long training would take."""
+"""Output of `sweep.py list`: arms, groups, and the expected training time."""
 
 import subprocess
 import tempfile
@@ -16,15 +16,15 @@ from headcount.sweeps.runner import train_command
 from headcount.sweeps.store import Sweep, last_step
 from headcount.training.metrics import read_metrics
 
-STEPS = 16  # of the calibration
-PATIENCE = 60.0  # seconds, for its evaluation
+STEPS = 16  # training steps of the calibration
+PATIENCE = 60.0  # seconds to wait for its evaluation
 
 
 def print_list(sweep: Sweep, calibrate: bool) -> None:
     """Print the arms with their cost, the groups, and the expected time.
 
     Args:
-        calibrate: whether to train a few steps for the expected time.
+        calibrate: whether to train a few steps to estimate the time.
     """
     searches = sweep.has_search
     table = Table(
@@ -69,12 +69,12 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
 
 
 class Measured(NamedTuple):
-    """What a calibration takes of the first group, in seconds."""
+    """Times measured by a calibration on the first group, in seconds."""
 
-    start: float  # until the first step is logged: Python, data, compiling
+    start: float  # until the first step is logged: imports, data, compilation
     step: float  # of all trials of the group
-    evaluation: float  # on dev, with its compiling
-    is_least: bool  # whether the evaluation was given up
+    evaluation: float  # on dev, including its compilation
+    is_least: bool  # whether the evaluation timed out, so its time is a lower bound
     arm: str
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Measured(NamedTuple):
 
 
 def total_flops(sweep: Sweep) -> float:
-    """Return the floating-point operations of all trainings, searches included."""
+    """Return the FLOPs of training all trials, searches included."""
     return sum(
         arm.training_flops * (len(arm.seeds) + sweep.search.max_trials(arm))
         for arm in sweep.plan.arms
@@ -98,14 +98,13 @@ def expected_seconds(sweep: Sweep, measured: Measured) -> float:
     """Estimate how long the whole sweep takes, one group after another.
 
     Every group starts and compiles twice, to train and to score; it evaluates during
-    training, and on two splits afterwards. Groups that follow from a search or a look
-    are counted as if they were as large as those known.
+    training, and on two splits afterwards. Groups that a search or a look will add are
+    assumed to be as large as the known ones.
     """
     group = sweep.groups[0]
     config, arm = group.trials[0].config, sweep.plan.arm(group.trials[0].arm)
-    every = config["train"]["eval_every_steps"]
     steps = config["train"]["num_steps"]
-    evaluations = (steps // every if every else 0) + 2
+    evaluations = steps // config["train"]["eval_every_steps"] + 2
     training = steps * measured.step + evaluations * measured.evaluation
     known = sum(len(group.trials) for group in sweep.groups)
     groups = len(sweep.groups) * sweep.num_trials() / known
@@ -136,7 +135,7 @@ def measure(sweep: Sweep) -> Measured:
         child = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        first = None  # step in the log, and when
+        first = None  # first logged step, and the time at which it was seen
         try:
             while child.poll() is None:
                 if first is None and (step := last_step(Path(folder))):

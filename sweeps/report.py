@@ -40,11 +40,11 @@ from headcount.training.tracking import record_report, tracker_names
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
-    """Write the report of what is done.
+    """Write the report on the trials that are done, and print the verdicts.
 
     Args:
-        rows: of the table.
-        num_examples: test examples to show.
+        rows: rows of the sweep's table.
+        num_examples: number of test examples to show.
 
     Raises:
         ValueError: nothing is done, the baseline is missing, or a result is damaged or
@@ -76,10 +76,10 @@ def track(sweep: Sweep, rows: list[dict], report: Report) -> None:
 
 
 def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
-    """Write one report of several sweeps on the same corpus, beside that of the first.
+    """Write one report on several sweeps on the same corpus to the first one's folder.
 
     Raises:
-        ValueError: the sweeps are of different corpora or metrics; and see `write`.
+        ValueError: the corpora or metrics of the sweeps differ; see also `write`.
     """
     first = sweeps[0]
     for other in sweeps[1:]:
@@ -100,7 +100,7 @@ def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
 
 
 def check_comparable(first: Sweep, other: Sweep) -> None:
-    """Raise a ValueError unless two sweeps can share a page."""
+    """Raise a ValueError unless the scores of two sweeps can share a report."""
     a, b = first.settings, other.settings
     names = ["task.name", *(f"data.{key}" for key in first.task.corpus_keys)]
     one, two = flat(a["base"]), flat(b["base"])
@@ -115,7 +115,10 @@ def check_comparable(first: Sweep, other: Sweep) -> None:
 
 
 def check_and_gather(sweep: Sweep, rows: list[dict], num_examples: int) -> Report:
-    """Return the report of what is done, for the errors see `write`."""
+    """Check the results of a sweep, and gather its report.
+
+    It raises the same errors as `write`.
+    """
     for group in sweep.groups:
         read_run(sweep.folder(group))
     for split in ("val", sweep.settings["test_split"]):
@@ -143,8 +146,8 @@ def render(report: Report, folder: Path, prefix: str = "") -> tuple[str, dict]:
     """Save a report's figures; return its Markdown, and SVG elements by path.
 
     Args:
-        folder: of the Markdown.
-        prefix: of the figures' names.
+        folder: folder that the Markdown will be in.
+        prefix: prefix of the figures' file names.
     """
     paths, svgs = {}, {}
     (folder / "report").mkdir(exist_ok=True)
@@ -161,8 +164,8 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     """Read and compute everything that the report shows.
 
     Args:
-        rows: of the table.
-        done: those to report.
+        rows: rows of the sweep's table.
+        done: rows of the finished trials to report.
     """
     settings, metric, task = sweep.settings, sweep.metric, sweep.task
     question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
@@ -182,7 +185,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     ]
     means = {arm.name: arm.test[metric.name].mean() for arm in arms if arm.seeds}
     ordered = sorted(means, key=means.get, reverse=metric.higher_is_better)
-    best = ordered[0]  # of equal arms, the first one
+    best = ordered[0]  # among ties, the first arm
     worst = next(name for name in ordered if means[name] == means[ordered[-1]])
     shown = []
     if {best, worst} <= systems.keys():
@@ -216,9 +219,9 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
 
 
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
-    """Return trainings, FLOPs and minutes of the sweep, against all seeds for all.
+    """Describe the cost of the sweep, compared to running all seeds of every arm.
 
-    Of unfinished trials their whole training is counted in FLOPs.
+    The FLOPs of unfinished trials count as if they had finished.
     """
     started = [row for row in rows if row["steps"]]
     searched = [row for row in started if row["stage"] == "search"]
@@ -242,15 +245,15 @@ def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
 
 
 class Cost(NamedTuple):
-    """What trainings cost."""
+    """The total cost of training some trials."""
 
     trainings: int
     flops: float
-    minutes: float  # of updates, as one process after another
+    minutes: float  # of updates, as if processes ran one after another
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Cost":
-        """Add up what rows of the table cost."""
+        """Add up the cost of rows of the table."""
         seconds = sum(row["seconds"] or 0.0 for row in rows)
         return cls(len(rows), sum(row["flops"] for row in rows), seconds / 60)
 
@@ -262,7 +265,7 @@ class Cost(NamedTuple):
 
 
 def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:
-    """Return what the sweep is: ablation, task and corpus."""
+    """Return the report's title: ablation, task and corpus."""
     data = settings["base"]["data"]
     corpus = [data[key] for key in corpus_keys if key != "directory"]
     corpus = " ".join(str(value) for value in corpus if value is not None)
@@ -273,12 +276,11 @@ def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:
 def shared_seed(done: list[dict]) -> tuple[dict[str, str], int | None]:
     """Choose the trial of each arm whose predictions are shown and resampled.
 
-    It has the first seed that all arms have, so that predictions are paired as the
-    scores are.
+    These are the trials with the first seed that all arms share, so that predictions
+    are paired like the scores. Without a shared seed, each arm's first is used.
 
     Returns:
-        Ids of trials by arm, and their seed; None if there is no common seed, and each
-        arm has its first.
+        Trial ids by arm, and the shared seed or None.
     """
     trials: dict[str, dict[int, str]] = {}
     for row in done:
@@ -293,12 +295,12 @@ def shared_seed(done: list[dict]) -> tuple[dict[str, str], int | None]:
 def read_predictions(
     sweep: Sweep, done: list[dict], num_examples: int
 ) -> dict[str, list[str]]:
-    """Read the predictions on the test split of trials, by id.
+    """Read the test predictions of trials, by trial id.
 
-    A task without predictions has no such files.
+    Tasks without predictions don't have these files.
 
     Raises:
-        ValueError: a file has another number of lines than there are examples.
+        ValueError: a file's number of lines differs from the number of examples.
     """
     split, wanted = sweep.settings["test_split"], {row["id"] for row in done}
     found = {}
@@ -308,7 +310,7 @@ def read_predictions(
             path = sweep.folder(group) / f"{split}{suffix}.txt"
             if trial.id not in wanted or not path.exists():
                 continue
-            # str.splitlines knows more line ends than the "\n" that eval.py writes
+            # not str.splitlines: it also splits at characters other than "\n"
             text = path.read_bytes().decode(errors="replace")
             lines = text.removesuffix("\n").split("\n")
             if len(lines) != num_examples:
@@ -324,7 +326,7 @@ def read_predictions(
 def run_bootstrap(
     sweep: Sweep, systems: dict[str, list[str]], text: dict[str, list[str]]
 ) -> tuple[dict[str, Bootstrap], Metric | None]:
-    """Resample the test examples, by the sweep's metric or else another of the task.
+    """Bootstrap the test examples with the sweep's metric, or else another metric.
 
     Args:
         systems: predictions by arm; the first is the baseline.
@@ -350,7 +352,7 @@ def run_bootstrap(
 def arm_result(
     sweep: Sweep, arm: Arm, rows: list[dict], done: list[dict], bootstrap, anchor
 ) -> ArmResult:
-    """Collect what the table's rows say about an arm."""
+    """Collect an arm's results from the rows of the table."""
     own = sorted(
         (row for row in done if row["arm"] == arm.name), key=lambda row: row["seed"]
     )
@@ -400,10 +402,10 @@ def arm_result(
 
 
 def comparable_metrics(sweep: Sweep) -> list[Metric]:
-    """Return the metrics that mean the same in all arms.
+    """Return the metrics that are comparable across all arms.
 
-    Values per token can be compared only if all arms have the same tokens. The metric
-    that the user chose is always kept.
+    Values per token are comparable only if all arms have the same tokens. The sweep's
+    own metric is always included.
     """
     data = sweep.settings["base"]["data"]
     same_tokens = all(arm.config["data"] == data for arm in sweep.plan.arms)
@@ -415,9 +417,10 @@ def comparable_metrics(sweep: Sweep) -> list[Metric]:
 
 
 def curve_metric(sweep: Sweep) -> Metric:
-    """Return the metric whose learning curve is shown: that of the sweep.
+    """Return the metric of the learning curves: the sweep's metric, if it was logged.
 
-    Some metrics are not evaluated during training; the one that selects models is.
+    Some metrics are not evaluated during training. The fallback is the metric that
+    selects the best checkpoint, which always is.
     """
     name = f"dev_{sweep.metric.name}"
     for group in sweep.groups:
@@ -427,7 +430,7 @@ def curve_metric(sweep: Sweep) -> Metric:
 
 
 def logged(sweep: Sweep, rows: list[dict]) -> list[list[dict]]:
-    """Return the rows of metrics.jsonl of each trial of the sweep's table."""
+    """Return the rows of metrics.jsonl for the trial of each row of the table."""
     places = {
         trial.id: (group, index)
         for group in sweep.groups
@@ -445,11 +448,13 @@ def logged(sweep: Sweep, rows: list[dict]) -> list[list[dict]]:
 def curve(
     trials: list[list[dict]], value: Callable[[dict], float | None]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps at which all trials have a value, and the values, R steps.
+    """Return the steps at which all trials have a value, and the values.
+
+    The values have shape R x steps.
 
     Args:
-        trials: rows of metrics.jsonl of each, by `logged`.
-        value: of a row; None: it has none.
+        trials: each trial's rows of metrics.jsonl, as returned by `logged`.
+        value: function that returns the value of a row, or None if it has none.
     """
     curves = [
         {row["step"]: x for row in rows if (x := value(row)) is not None}
@@ -461,7 +466,7 @@ def curve(
 
 
 def score_of(metric: Metric) -> Callable[[dict], float | None]:
-    """Return a function from a row of metrics.jsonl to its dev score, as shown."""
+    """Return a function from a row of metrics.jsonl to its (scaled) dev score."""
 
     def score(row: dict) -> float | None:
         found = row.get(f"dev_{metric.name}")
@@ -473,7 +478,7 @@ def score_of(metric: Metric) -> Callable[[dict], float | None]:
 def mean_of(statistic: str) -> Callable[[dict], float | None]:
     """Return a function from a row of metrics.jsonl to a statistic's mean over heads.
 
-    That is None where heads were not logged; see `train.log_heads`.
+    It returns None for rows without logged heads; see `train.log_heads`.
     """
 
     def mean(row: dict) -> float | None:
@@ -487,9 +492,9 @@ def mean_of(statistic: str) -> Callable[[dict], float | None]:
 def choose_examples(
     text: dict[str, list[str]], best: list[str], worst: list[str], count: int
 ) -> list[Example]:
-    """Choose examples spread evenly over the test set.
+    """Choose examples spread evenly over those on which two arms differ.
 
-    Only those on which two arms differ, if there are any.
+    If the arms agree on all examples, choose from the whole test set.
     """
     differ = [i for i in range(len(best)) if best[i] != worst[i]]
     among = differ or list(range(len(best)))
@@ -501,7 +506,7 @@ def choose_examples(
 
 
 def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, str]:
-    """Return what the results depend on; several values where trials had several."""
+    """Describe what the results depend on; list all values if trials differ."""
     settings = sweep.settings
 
     def values(column):
@@ -548,7 +553,7 @@ def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, s
 
 
 def search_text(sweep: Sweep) -> str | None:
-    """Return how the nuisance settings were found; None: they are the config's."""
+    """Describe how nuisance settings were found; None if they are the config's."""
     if not sweep.has_search:
         return None
     seeds = sweep.search.seeds

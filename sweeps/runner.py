@@ -1,8 +1,9 @@
-"""Run groups: train.py, then eval.py on dev and test, each in a process of its own.
+"""Run groups: train.py, then eval.py on dev and test, each in its own process.
 
-What a group has finished is in its folder, so the same command resumes a sweep whatever
-stopped it. A group is claimed by a lock that train.py and eval.py inherit: if they
-outlive a killed sweep, the next one waits for them instead of starting them twice.
+All progress of a group is in its folder, so rerunning the same command resumes a sweep
+after any interruption. A group is claimed by a file lock that train.py and eval.py
+inherit: if they outlive a killed sweep, the next sweep waits for them instead of
+starting a second process.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ from headcount.sweeps.table import collect
 from headcount.sweeps.workers import Worker, local_workers
 
 ROOT = Path(__file__).resolve().parent.parent
-POLL = 0.5  # seconds between looks at processes, and at groups that others work on
+POLL = 0.5  # seconds between polls of processes, and of groups claimed by others
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Exit codes of a process that one of them ended: after saving, or at once.
+# Exit codes of a process ended by one of them: 128 + n after saving, -n at once.
 STOPPED = {128 + number: number for number in SIGNALS}
 STOPPED |= {-number: number for number in SIGNALS}
 
@@ -41,8 +42,8 @@ class Stopped(Exception):
     """A signal stopped the sweep, or one of its processes.
 
     Args:
-        reason: what happened, in words.
-        number: of the signal; None: this process got none.
+        reason: description of what happened.
+        number: the signal; None if this process did not receive one.
     """
 
     def __init__(self, reason: str, number: int | None = None):
@@ -55,17 +56,17 @@ class Failed(Exception):
 
 
 def group_command(sweep: Sweep, group: Group, splits: list[str] | None) -> list[str]:
-    """Return the command that scores a group on splits; None: that trains it."""
+    """Return the command that scores a group on splits, or trains it if None."""
     if splits is None:
         return train_command(sweep, group)
     return eval_command(sweep, group, splits)
 
 
 def train_command(sweep: Sweep, group: Group) -> list[str]:
-    """Return the command that trains a group.
+    """Return the command that trains a group; write its config to the group's folder.
 
-    It starts from the config that the sweep was started with, as written into the
-    group's folder: the config file may have been edited since.
+    This is the config with which the sweep was started. The original config file may
+    have been edited since.
     """
     settings, folder = sweep.settings, sweep.folder(group)
     program, trials = program_and_trials(group.trials, settings["base"])
@@ -73,7 +74,7 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
     base.parent.mkdir(exist_ok=True)
     files = {folder / "trial_settings.json": trials, base: settings["base"]}
     for path, value in files.items():
-        with contextlib.suppress(ValueError):  # a damaged file is replaced
+        with contextlib.suppress(ValueError):  # replace a damaged file
             if read_optional_json(path) == value:
                 continue
         write_json(path, value)
@@ -89,7 +90,7 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
 
 
 def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
-    """Return the command that scores a group on splits, with the task's defaults."""
+    """Return the command that scores a group on splits with the task's defaults."""
     folder = sweep.folder(group)
     return [
         *script("eval.py"),
@@ -107,18 +108,18 @@ def script(name: str) -> list[str]:
 
 
 def task_flags(sweep: Sweep) -> list[str]:
-    """Return the flag that registers a task of the user's own."""
+    """Return the flag that registers a user-defined task, if the sweep has one."""
     return [] if sweep.task_file is None else [f"--task_file={sweep.task_file}"]
 
 
 class Runner:
-    """Works through groups; each worker runs one group at a time.
+    """Runs groups of a sweep; each worker runs one group at a time.
 
     Args:
-        sweep: whose groups.
-        groups: which; a shard also runs those of its groups that follow from a search
-            or a look.
-        workers: default: those of this machine.
+        sweep: the sweep.
+        groups: groups to run; a shard includes groups that a search or a look adds
+            later.
+        workers: default: the workers of this machine.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class Runner:
         self.extends = self.shard is not None and sweep.grows
         self.left = sweep.shard(*groups) if self.shard else list(groups)
         self.groups = list(self.left)
-        self.signal: int | None = None  # that this process received
-        self.child_signal: int | None = None  # that only one of its children received
+        self.signal: int | None = None  # signal received by this process
+        self.child_signal: int | None = None  # signal received only by a child process
         self.is_stopping = False
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
@@ -150,7 +151,7 @@ class Runner:
         handlers = {
             number: signal.signal(number, self.receive)
             for number in SIGNALS
-            # nohup ignores SIGHUP, and so must we
+            # keep ignored signals ignored: nohup ignores SIGHUP
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self.warn_of_changed_code(collect(self.sweep))
@@ -162,7 +163,7 @@ class Runner:
             thread.start()
         try:
             self.show_progress(threads)
-        except BaseException as error:  # for example, nobody reads our output any more
+        except BaseException as error:  # for example, a broken output pipe
             self.errors.append(error)
             self.is_stopping = True
             for thread in threads:
@@ -181,12 +182,12 @@ class Runner:
         return rows
 
     def receive(self, number, frame) -> None:
-        """Remember the first signal; the workers forward it to their processes."""
+        """Record the first signal, which the workers forward to their processes."""
         self.signal = self.signal or number
         self.is_stopping = True
 
     def warn_of_changed_code(self, rows: list[dict]) -> None:
-        """Log if the trials done so far are of another commit."""
+        """Log a warning if existing trials were run at another commit."""
         now = commit()
         others = {row["commit"] for row in rows} - {None, now}
         if others and self.left and now:
@@ -202,7 +203,7 @@ class Runner:
             total = -(-self.sweep.num_trials() // self.shard.count)
 
         def done():
-            """Count trials, by all processes that share the sweep, with fractions."""
+            """Count finished trials of all processes, including fractions of groups."""
             return sum(len(g.trials) * self.fraction_done(g) for g in self.groups)
 
         progress = Progress(total, done(), unit="trial", seconds=30.0)
@@ -215,7 +216,7 @@ class Runner:
         progress.close()
 
     def fraction_done(self, group: Group) -> float:
-        """Estimate how much of a group's work is done; four fifths are training."""
+        """Estimate the finished fraction of a group; training counts as four fifths."""
         if group not in self.left:
             return 1.0
         folder = self.sweep.folder(group)
@@ -223,7 +224,7 @@ class Runner:
         return 0.8 * (1.0 if is_trained(folder) else last_step(folder) / steps)
 
     def work(self, worker: Worker) -> None:
-        """Take groups that nobody else works on, until none is left."""
+        """Run groups that no other process has claimed, until none is left."""
         try:
             if worker.cores is not None:  # for this thread and its child processes
                 os.sched_setaffinity(0, worker.cores)
@@ -237,10 +238,10 @@ class Runner:
             self.is_stopping = True
 
     def has_groups(self) -> bool:
-        """Whether groups are left, or may follow from those that are being run.
+        """Return whether groups are left, or running groups may still add some.
 
-        If other shards are being run, their groups may end a look, from which groups of
-        this one follow. What nobody works on is not waited for.
+        Groups of other shards may complete a look, which then adds groups to this
+        shard. Wait only for groups that some process is working on.
         """
         with self.lock:
             if not self.extends:
@@ -257,12 +258,12 @@ class Runner:
             return any(map(self.is_claimed, others))
 
     def is_claimed(self, group: Group) -> bool:
-        """Whether another process works on a group."""
+        """Return whether another process works on a group."""
         with locked(self.sweep.folder(group) / ".claim", wait=False) as claim:
             return claim is None
 
     def take(self, group: Group, environment: dict) -> bool:
-        """Run what a group still needs; return False if someone else works on it."""
+        """Run what a group still needs; return False if another process claims it."""
         if self.is_stopping:
             raise Stopped("the sweep is stopping")
         folder = self.sweep.folder(group)
@@ -281,7 +282,7 @@ class Runner:
             return True
 
     def advance(self, group: Group, claim, environment: dict) -> bool:
-        """Train and score a group as far as needed; return whether anything was."""
+        """Train and score a group if needed; return whether anything was done."""
         folder = self.sweep.folder(group)
         failed = folder / "failed.json"
         if failed.exists():
@@ -293,7 +294,7 @@ class Runner:
             try:
                 self.run_process(group, None, claim, environment)
             except Failed:
-                if not is_trained(folder):  # if it is, all trials have diverged
+                if not is_trained(folder):  # otherwise all trials diverged
                     raise
             changed = True
         if read_run(folder)["status"] == "diverged":  # nothing to score
@@ -310,17 +311,17 @@ class Runner:
     def run_process(
         self, group: Group, splits: list[str] | None, claim, environment: dict
     ) -> None:
-        """Run a process to its end, with its output in the group's log.txt.
+        """Run a process until it ends; append its output to the group's log.txt.
 
-        A signal that this process receives is forwarded once. The child may have got it
-        already, as a member of the process group; train.py ignores the repetition.
+        A signal that this process receives is forwarded once. The child may already
+        have received it as a member of the process group; train.py ignores duplicates.
 
         Args:
-            splits: to score on; None: train.
+            splits: splits to score on; None trains.
 
         Raises:
-            Failed: its exit code is not 0.
-            Stopped: the sweep, or the process, was stopped by a signal.
+            Failed: the exit code is not 0.
+            Stopped: a signal stopped the sweep or the process.
         """
         command = self.command(group, splits)
         name = f"{group.trials[0].arm}, {len(group.trials)} trials"
@@ -347,7 +348,7 @@ class Runner:
         if child.returncode in STOPPED and not self.is_stopping:
             self.child_signal = STOPPED[child.returncode]
             raise Stopped("a process was stopped")
-        if self.is_stopping:  # do not blame it: it may have got the signal too
+        if self.is_stopping:  # not a failure: the child may have got the signal, too
             raise Stopped("the sweep is stopping")
         if child.returncode:
             output = log.read_bytes()[start:].decode(errors="replace").strip()
@@ -371,16 +372,16 @@ class Runner:
 
 
 def is_trained(folder: Path) -> bool:
-    """Whether train.py has nothing left to do in a group's folder."""
+    """Return whether train.py has nothing left to do in a group's folder."""
     try:
         run = read_run(folder)
     except ValueError:
-        return False  # train.py will say what is wrong with it
+        return False  # train.py will report what is wrong
     return run is not None and run["status"] in TRAINED
 
 
 def modified_at(path: Path) -> int | None:
-    """Return when a file was written, by its own clock; None if it is gone."""
+    """Return a file's modification time in nanoseconds; None if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""Hyperparameter search: each arm's nuisance settings are chosen by its dev scores.
+"""Hyperparameter search: choose each arm's nuisance settings by dev scores.
 
-An arm with a choice of settings first tries them, with seeds that are never reported,
-and is scored on dev. Only then are its reported trials trained, with the best setting;
-the other settings are never tested. The settings to try come from --tune, from the
-ablation itself, or from Optuna (--search=optuna:30). The next trials are a pure
-function of what is on disk, so a killed search resumes where it was.
+An arm with several candidate settings first tries them, with seeds that are never
+reported, and is scored on dev. Only then are its reported trials trained, with the best
+setting; the other settings are never scored on test. The settings to try come from
+--tune, from the ablation itself, or from Optuna (--search=optuna:30). The next trials
+are a pure function of what is on disk, so a killed search resumes where it stopped.
 """
 
 import ast
@@ -23,9 +23,9 @@ from headcount.sweeps.plan import Arm, Trial, make_trials
 from headcount.tasks.base import LOSS, Metric
 from headcount.training.trials import check_value, trial_keys
 
-FIRST_SEED = 1_000_000  # added to the config's seed: far from the reported seeds
-ROUNDS = 5  # in which Optuna proposes its settings; a round trains as one program
-DEFAULT_RANGES = {  # by the config's own value, if --tune names no range
+FIRST_SEED = 1_000_000  # offset from the config's seed, away from the reported seeds
+ROUNDS = 5  # of proposals by Optuna; the settings of a round train as one program
+DEFAULT_RANGES = {  # if --tune names no range; functions of the config's value
     "optimizer.learning_rate": lambda value: (value / 4, value * 4),
     "optimizer.label_smoothing": lambda value: (0.0, 0.3),
     "model.dropout": lambda value: (0.0, 0.4),
@@ -33,7 +33,7 @@ DEFAULT_RANGES = {  # by the config's own value, if --tune names no range
 
 
 class DevScore(NamedTuple):
-    """A score to rank by, higher is better: the metric, then the loss for ties."""
+    """A score to rank by: the metric, then the loss for ties; higher is better."""
 
     value: float
     negative_loss: float
@@ -46,7 +46,7 @@ def dev_score(row: dict, metric: Metric) -> DevScore:
     """Return the score of a row of result-val.json.
 
     Args:
-        row: values by name of the metric; None where they are not finite.
+        row: values by metric name; None where they are not finite.
     """
     value, loss = (
         -math.inf if number is None or not math.isfinite(number) else sign * number
@@ -63,14 +63,14 @@ class Search(NamedTuple):
 
     count: int | None  # settings per arm from Optuna; None: all candidates of the arm
     space: dict[str, list | tuple]  # for Optuna: values, or the ends of a range
-    seeds: list[int]  # that each setting is tried with
+    seeds: list[int]  # to try each setting with
 
     def has_choice(self, arm: Arm) -> bool:
-        """Whether the arm has more than one setting to choose from."""
+        """Return whether the arm has more than one setting to choose from."""
         return self.count is not None or len(arm.candidates) > 1
 
     def max_trials(self, arm: Arm) -> int:
-        """Return the number of trials that the search takes for an arm, at most."""
+        """Return the maximum number of trials that the search takes for an arm."""
         if not self.has_choice(arm):
             return 0
         return len(self.seeds) * (self.count or len(arm.candidates))
@@ -93,14 +93,14 @@ def optional_package(name: str) -> ModuleType:
 def make_search(
     text: str | None, tune: list[str], num_seeds: int, base, nuisance: list[str]
 ) -> tuple[Search, list[dict]]:
-    """Return the search that the flags ask for, and the candidates of every arm.
+    """Parse the flags of a search; return it, and the candidate settings of every arm.
 
     Args:
         text: --search: "optuna:30"; None: try every combination of the `tune` values.
         tune: --tune: KEY=VALUE,VALUE or, with Optuna, KEY=LOW:HIGH.
         num_seeds: --search_seeds: seeds per setting.
         base: the base config.
-        nuisance: keys that the ablation allows to tune.
+        nuisance: keys that may be tuned, according to the ablation.
 
     Raises:
         ValueError: a flag can't be parsed, or names another key.
@@ -135,11 +135,11 @@ def make_search(
 
 
 def parse_tune(text: str, base: dict, nuisance: list[str]) -> tuple:
-    """Return the key of a --tune, and a list of values or the ends of a range.
+    """Parse a --tune: return its key, and a list of values or the ends of a range.
 
     Raises:
-        ValueError: the ablation does not name the key, or a value is not a number that
-            the key may have.
+        ValueError: the ablation does not list the key as nuisance, or a value is not a
+            number in the key's range.
     """
     key, _, values = text.partition("=")
     if key not in base:
@@ -171,13 +171,13 @@ def next_trials(
     existing: list[tuple[Trial, DevScore | None]],
     propose: bool,
 ) -> list[Trial]:
-    """Return all trials that the sweep has by now, in order.
+    """Return all trials that the sweep has so far, in order.
 
     Args:
-        arms: of the plan.
+        arms: the arms of the plan.
         search: how their nuisance settings are found.
-        existing: the trials on disk; those of searches with their dev score, or None
-            if they have none yet.
+        existing: the trials on disk with their dev scores, or None for trials that
+            have none yet.
         propose: whether Optuna may start another round.
     """
     found = []
@@ -190,7 +190,7 @@ def next_trials(
 
 
 def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Trial]:
-    """Return the trials of an arm that has a choice of settings."""
+    """Return the trials so far of an arm with several candidate settings."""
     scores = {trial.id: score for trial, score in existing}
     settings = arm.candidates
     if search.count is not None:
@@ -214,7 +214,7 @@ def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Tri
     chosen = []
     if best > DIVERGED:
         chosen = make_trials(arm, [settings[means.index(best)]], arm.seeds)
-    # if the chosen trials are on disk, an earlier call found nothing more to propose
+    # if the chosen trials are on disk, an earlier call exhausted the search space
     is_over = any(trial.id in scores for trial in chosen)
     if search.count is not None and len(settings) < search.count and not is_over:
         new = propose_settings(arm, search, settings, means) if propose else []
@@ -224,7 +224,7 @@ def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Tri
 
 
 def attempts(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
-    """Return the trials that try settings, numbered from 1."""
+    """Return the search trials of settings, which are numbered from 1."""
     return [
         trial._replace(attempt=number)
         for number, each in enumerate(settings, start=1)
@@ -233,7 +233,7 @@ def attempts(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
 
 
 def mean_score(scores: list[DevScore]) -> DevScore:
-    """Average over the seeds of a setting; diverged if one of them diverged."""
+    """Average over the seeds of a setting; return DIVERGED if any of them diverged."""
     if DIVERGED in scores:
         return DIVERGED
     return DevScore(*(float(np.mean(column)) for column in zip(*scores, strict=True)))
@@ -242,11 +242,12 @@ def mean_score(scores: list[DevScore]) -> DevScore:
 def propose_settings(
     arm: Arm, search: Search, settings: list[dict], scores: list[DevScore]
 ) -> list[dict]:
-    """Return the next round of new settings by Optuna's TPE, the config's own first.
+    """Return the next round of new settings from Optuna's TPE sampler.
 
-    The first round is random. Numbers in a range are rounded to three digits, and drawn
-    on a log scale if the range starts above 0. Fewer are returned, or none, when the
-    space is exhausted.
+    The first round starts with the config's own setting; the rest of it is random.
+    Numbers in a range are rounded to three significant digits, and drawn on a log scale
+    if the range starts above 0. When the space is exhausted, fewer settings or none are
+    returned.
     """
     optuna = optional_package("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -260,7 +261,7 @@ def propose_settings(
     seed = zlib.crc32(f"{arm.name} {len(settings)}".encode())
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=size)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    # TPE uses the order of the scores only, so it gets ranks: the loss breaks ties
+    # TPE uses only the order of the values, so ranks let the loss break ties
     order = sorted(set(scores))
     for each, score in zip(settings, scores, strict=True):
         study.add_trial(
@@ -272,7 +273,7 @@ def propose_settings(
     own = {key: config[key] for key in space}
     in_space = all(is_inside(value, search.space[key]) for key, value in own.items())
     found = [own] if in_space else []
-    for _ in range(20 * size):  # it may propose the same setting again
+    for _ in range(20 * size):  # TPE may propose the same setting repeatedly
         if len(new := [s for s in unique(found) if s not in settings]) >= size:
             break
         params = study.ask(space).params
@@ -286,19 +287,23 @@ def propose_settings(
 
 
 def unique(settings: list[dict]) -> list[dict]:
-    """Return each setting once, in order."""
+    """Drop repeated settings, and keep the order."""
     return [each for i, each in enumerate(settings) if each not in settings[:i]]
 
 
 def is_inside(value, values: list | tuple) -> bool:
-    """Whether a value is one of a list, or within a range."""
+    """Return whether a value is one of a list, or within a range."""
     if isinstance(values, list):
         return value in values
     return values[0] <= value <= values[1]
 
 
 def round_like(value, values: list | tuple, like):
-    """Round a number of a range to three digits, or to an integer if `like` is one."""
+    """Round a number to three significant digits, or to an integer if `like` is one.
+
+    The result stays within the range `values`. If `values` is a list, return the value
+    unchanged.
+    """
     if isinstance(values, list):
         return value
     value = round(value) if isinstance(like, int) else float(f"{value:.3g}")

@@ -1,7 +1,7 @@
-"""From flags, and what a workdir remembers in sweep.json, to a sweep.
+"""Open a sweep from flags and the settings stored in its workdir's sweep.json.
 
-A sweep's settings are fixed when it is started. Later calls need only --workdir; a
-setting that is given again must be the same, except that `run` may add seeds.
+A sweep's settings are fixed when it is started. Later calls need only --workdir. If a
+setting is given again, it must be the same, except that `run` may add seeds.
 """
 
 import json
@@ -32,11 +32,11 @@ from headcount.sweeps.store import Sweep, read_optional_json
 from headcount.tasks import Task, best_metric, make_task
 
 FORMAT_VERSION = 1  # of sweep.json
-FIXED = (  # what makes it this sweep
+FIXED = (  # settings that identify a sweep and must not change
     *("base", "ablation", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "looks", "margin"),
 )
-SETTINGS = {  # what sweep.json holds; see `runtime.schema`
+SETTINGS = {  # schema of sweep.json; see `runtime.schema`
     "format_version": int,
     "base": read_config,
     "ablation": str,
@@ -58,21 +58,24 @@ SETTINGS = {  # what sweep.json holds; see `runtime.schema`
     "note": Optional(str),
     "command": str,
 }
-FLAGS = (  # that set a setting
+FLAGS = (  # flags with a setting of the same name
     *("ablation", "seeds", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "group_size", "note"),
     *("looks", "margin"),
 )
-# Flags that say where and how a part of the sweep runs: not part of its command.
+# Flags for where and how to run a part of the sweep; not part of its stored command.
 PLACEMENT = ("group", "shard", "launcher", "address", "resources", "examples")
 PLACEMENT += tuple(flag.name for flag in cluster.FLAGS)
-SWITCHES = ("calibrate", "nocalibrate")  # the same, without a value
+SWITCHES = ("calibrate", "nocalibrate")  # likewise, but without a value
 
 
 class Options(NamedTuple):
-    """The flags. None, or an empty list: the default, or what the workdir remembers."""
+    """The values of the flags.
 
-    config: ConfigDict | None  # locked, with its overrides
+    None or an empty list stands for the stored setting or, in a new sweep, the default.
+    """
+
+    config: ConfigDict | None  # locked, with overrides applied
     config_file: str | None
     overrides: dict
     ablation: str | None
@@ -97,8 +100,8 @@ class Options(NamedTuple):
 def open_sweep(options: Options) -> Sweep:
     """Expand a sweep and find its groups on disk.
 
-    An ablation's function is called only if the options name it. Otherwise the arms are
-    those of sweep.json; nothing read from the workdir is executed.
+    The ablation function is called only if the options name it. Otherwise the arms come
+    from sweep.json; nothing read from the workdir is executed.
 
     Raises:
         ValueError: there is no such sweep or ablation, the workdir holds another sweep,
@@ -152,14 +155,14 @@ def open_sweep(options: Options) -> Sweep:
         if now == stored:
             write_json(path, settings)
             return sweep
-    return open_sweep(options)  # another process has written sweep.json meanwhile
+    return open_sweep(options)  # retry: another process has written sweep.json
 
 
 def read_settings(path: Path) -> dict | None:
-    """Read sweep.json; None if there is no file.
+    """Read sweep.json; return None if there is no file.
 
     Raises:
-        ValueError: it is damaged, or of another format version.
+        ValueError: the file is damaged, or has another format version.
     """
     stored = read_optional_json(path)
     if stored is None:
@@ -183,10 +186,10 @@ def read_settings(path: Path) -> dict | None:
 
 
 def merge(options: Options, stored: dict | None, task: Task) -> dict:
-    """Return the settings of a sweep, as JSON has them.
+    """Merge flags and stored settings; return them as in sweep.json.
 
-    What no flag sets is as in sweep.json. With --config the flags describe the whole
-    sweep, so what they leave out has its default.
+    Settings without a flag keep their stored values. With --config, however, the flags
+    describe the whole sweep, so most settings without a flag get their defaults.
     """
     given = {name: getattr(options, name) for name in FLAGS}
     given = {name: v for name, v in given.items() if v is not None and v != []}
@@ -224,11 +227,11 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
         if stored is None or options.verb == "run":
             words = without_placement(sys.argv[1:])
             settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
-    elif options.verb == "run" and stored is not None:  # for example with more seeds
+    elif options.verb == "run" and stored is not None:  # for example, more seeds
         more = [f"--{name}={v}" for name, v in given.items() if v != stored[name]]
         command = shlex.join([*shlex.split(stored["command"]), *more])
         settings = settings | {"command": command}
-    if "seeds" in given:  # without a range there are no looks
+    if "seeds" in given:  # --seeds without a range turns looks off
         given = {"looks": None} | given
     return settings | given
 
@@ -246,9 +249,9 @@ def without_placement(words: list[str]) -> list[str]:
 
 
 def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
-    """Raise a ValueError that lists the differences to the sweep of the workdir.
+    """Raise a ValueError if settings differ from the sweep in the workdir.
 
-    Only `run` may add seeds, and nothing may remove any.
+    Only `run` may add seeds; seeds can't be removed.
     """
     runs = options.verb == "run"
     keys = FIXED if runs else (*FIXED, "seeds", "group_size")
@@ -277,8 +280,8 @@ def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
 def check_same_arms(workdir: Path, stored: Plan, now: Plan) -> None:
     """Raise a ValueError if an ablation no longer yields the arms of the sweep.
 
-    Otherwise an arm that was compared could vanish from the report, and the p-values
-    would be corrected for fewer arms than were looked at.
+    Otherwise an arm could vanish from the report after its results were seen, and the
+    p-values would be corrected for too few comparisons.
     """
     old, new = (
         {
@@ -303,7 +306,7 @@ def check_same_arms(workdir: Path, stored: Plan, now: Plan) -> None:
 
 
 def check_splits(settings: dict, task: Task) -> None:
-    """Raise a ValueError or OSError if the sweep could not be scored at its end."""
+    """Raise a ValueError or OSError if the trained sweep could not be scored."""
     test_split = settings["test_split"]
     parts = {part.split("[")[0].strip() for part in test_split.split("+")}
     if test_split == task.test_split == "val":
@@ -350,7 +353,7 @@ def make_plan(settings: dict) -> tuple[Search, Plan]:
 def select_groups(
     sweep: Sweep, group: str | None, shard: str | None
 ) -> list[Group] | Shard:
-    """Return the groups of --group, or the shard; by default the only one there is.
+    """Return the group of --group or the shard of --shard; by default, all groups.
 
     Raises:
         ValueError: there is no such group or shard.

@@ -1,4 +1,4 @@
-"""What `sweep.py status` prints: how far every arm is."""
+"""Output of `sweep.py status`: the progress of every arm."""
 
 import json
 
@@ -16,7 +16,7 @@ STATUSES = (
 
 
 def print_status(sweep: Sweep, rows: list[dict]) -> None:
-    """Print a row per arm: trials by status, steps, the mean dev score; then errors."""
+    """Print each arm's trials by status, steps and mean dev score, then all errors."""
     metric = sweep.metric
     present = [s for s in STATUSES if any(row["status"] == s for row in rows)]
     table = Table(

@@ -1,14 +1,14 @@
-"""A sweep on disk: one folder per group, which holds all of the sweep's state.
+"""A sweep on disk, with one folder per group.
 
-    sweep.json            what the sweep is; see `sweeps.settings`
+    sweep.json            the sweep's settings; see `sweeps.settings`
     groups/NAME/          a workdir of train.py
-      group.json          its trials
+      group.json          the group's trials
       failed.json         the error, if a process failed
-      result-SPLIT.json   scores, from eval.py
-      log.txt             what its processes printed
+      result-SPLIT.json   scores written by eval.py
+      log.txt             output of the group's processes
 
-Nothing else is state: the table is made from these files, so a process may be killed at
-any moment, and several processes or machines may work on one sweep.
+There is no other state: the table is derived from these files. A process may therefore
+be killed at any moment, and several processes or machines may work on one sweep.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from headcount.sweeps.search import (
 from headcount.tasks import Metric, Task
 from headcount.training.metrics import read_metrics
 
-TRAINED = ("finished", "diverged")  # statuses of run.json with nothing left to train
-# What the table takes from files of a group; see `runtime.schema`.
+TRAINED = ("finished", "diverged")  # statuses in run.json with nothing left to train
+# Schemas of what the table needs of a group's files; see `runtime.schema`.
 RUN = {
     "status": str,
     "num_parameters": Number(0),
@@ -71,41 +71,41 @@ TRIAL = {
 
 
 class Sweep(NamedTuple):
-    """A sweep and its place on disk."""
+    """A sweep and its folder."""
 
     workdir: Path
     plan: Plan
     search: Search
     groups: list[Group]  # in the order of the plan's trials
-    settings: dict  # of sweep.json
+    settings: dict  # as in sweep.json
     task: Task  # of the base config
-    task_file: Path | None  # that registers the task; from the command line only
+    task_file: Path | None  # Python file that registers the task; only from --task_file
 
     @property
     def metric(self) -> Metric:
-        """The metric that arms are compared by."""
+        """The metric by which arms are compared."""
         return next(m for m in self.task.metrics if m.name == self.settings["metric"])
 
     @property
     def looks(self) -> Looks | None:
-        """The planned looks; None: every arm gets all its seeds at once."""
+        """The planned looks, or None if every arm gets all its seeds at once."""
         return make_looks(self.settings, self.plan, self.metric)
 
     @property
     def grows(self) -> bool:
-        """Whether more groups may follow from those that exist."""
+        """Whether the results of existing groups may add more groups."""
         return self.has_search or self.looks is not None
 
     @property
     def has_search(self) -> bool:
-        """Whether arms have a choice of nuisance settings."""
+        """Whether any arm has several candidate nuisance settings."""
         return any(map(self.search.has_choice, self.plan.arms))
 
     def shard(self, index: int, count: int) -> list[Group]:
-        """Return every count-th group, from group `index`.
+        """Return every count-th group, starting from group `index`.
 
-        Groups are numbered by when they are known: those of later looks come last, so
-        that earlier ones stay in their shard.
+        Groups are ordered by when they can be created. Those of later looks come last,
+        so earlier groups stay in their shard.
         """
         place = {arm.name: i for i, arm in enumerate(self.plan.arms)}
         seeds = {arm.name: arm.seeds for arm in self.plan.arms}
@@ -124,25 +124,25 @@ class Sweep(NamedTuple):
         return self.workdir / "groups" / group.name
 
     def num_trials(self) -> int:
-        """Count the trials of the whole sweep, at most, those of searches included."""
+        """Return the maximum number of trials of the sweep, searches included."""
         arms = self.plan.arms
         return sum(len(arm.seeds) + self.search.max_trials(arm) for arm in arms)
 
     def splits(self, group: Group) -> list[str]:
-        """Return the splits that a group is scored on: a search, on dev alone."""
+        """Return the splits to score a group on; for search trials, only dev."""
         is_search = group.trials[0].is_search
         wanted = ["val"] if is_search else ["val", self.settings["test_split"]]
         return list(dict.fromkeys(wanted))
 
     def extended(self, propose: bool = True, write: bool = True) -> "Sweep":
-        """Return the sweep with the trials that follow from what is on disk by now.
+        """Return the sweep with all trials that follow from the results on disk.
 
-        Groups on disk stay as they are; trials without a group form new ones. So a
-        sweep keeps what it has when it is given more seeds or arms, and an interrupted
-        group resumes with the trials that it was started with.
+        Groups on disk stay as they are; trials without a group form new groups. A sweep
+        with added seeds or arms therefore keeps its results, and an interrupted group
+        resumes with the trials that it was started with.
 
         Args:
-            propose: whether a search by Optuna may start another round.
+            propose: whether an Optuna search may start another round.
             write: whether to create the folders of new groups.
         """
         folder, lock = self.workdir / "groups", contextlib.nullcontext()
@@ -177,7 +177,7 @@ class Sweep(NamedTuple):
         return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
 
     def scored_trials(self) -> list[tuple[Trial, DevScore | None]]:
-        """Return all trials on disk with their dev score, if they have one yet."""
+        """Return all trials on disk, each with its dev score or None."""
         results, _ = self.read_results("val")
         found = []
         for group in self.groups:
@@ -197,8 +197,8 @@ class Sweep(NamedTuple):
         """Read the result-SPLIT.json of all groups that have one, by group name.
 
         Returns:
-            The rows per group, and error messages of files that are damaged or were
-            made with other options than those of most groups.
+            The rows by group name, and error messages by group name. An error is a
+            damaged file, or one made with other options than most groups.
         """
         found, errors = {}, {}
         for group in self.groups:
@@ -223,10 +223,10 @@ class Sweep(NamedTuple):
 
 
 def read_optional_json(path: Path):
-    """Return what a JSON file holds; None if there is no file.
+    """Return the content of a JSON file, or None if there is no file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     try:
         return read_json(path)
@@ -238,7 +238,7 @@ def read_group(path: Path) -> Group:
     """Read a group.json.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     found = read_json(path)
     wrong = violation(found, [TRIAL])
@@ -255,17 +255,17 @@ def read_group(path: Path) -> Group:
 
 
 def read_run(folder: Path) -> dict | None:
-    """Read what the table needs of a group's run.json; None if there is no file.
+    """Read a group's run.json; return None if there is no file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     hint = "restore it, or move its folder away, and sweep.py run trains it again."
     return _read_record(folder / "run.json", RUN, hint)
 
 
 def read_failure(folder: Path) -> dict | None:
-    """Read why a group's process failed; None if it didn't.
+    """Read a group's failed.json, with the error of its process; None if none failed.
 
     Raises:
         ValueError: the file is damaged.
@@ -289,7 +289,7 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
     """Read a group's result-SPLIT.json, one row per trial; None if there is no file.
 
     Raises:
-        ValueError: it is damaged, or made from other checkpoints than the sweep's.
+        ValueError: the file is damaged, or used another --checkpoint than the sweep.
     """
     path, metrics = sweep.folder(group) / f"result-{split}.json", sweep.task.metrics
     hint = "move it away, and sweep.py run scores its group again."
@@ -321,7 +321,7 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
 
 
 def other_settings(path: Path, changed: list[str]) -> str:
-    """Return the error for a result that can't stand beside the others."""
+    """Return the error message for a result that is not comparable to the others."""
     phrases = summarize(changed).replace("(there ", "(in the sweep ")
     phrases = phrases.replace(", now ", ", in the file ")
     return (
@@ -331,7 +331,7 @@ def other_settings(path: Path, changed: list[str]) -> str:
 
 
 def diverged_at(metrics: list[dict], index: int) -> int | None:
-    """Return the step at which a trial of a group diverged, if it did."""
+    """Return the step at which a trial of a group diverged, or None."""
     steps = [
         m["diverged_at"] for m in metrics if m["trial"] == index and "diverged_at" in m
     ]

@@ -1,7 +1,7 @@
-"""The tables of a sweep: a row per trial and one per arm, in SQLite and as CSV.
+"""The tables of a sweep, per trial and per arm, in SQLite and as CSV.
 
-It is made from the groups' folders whenever a group ends, and can be deleted and made
-again at any time.
+They are rebuilt from the groups' folders whenever a group ends, so they can be deleted
+at any time.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ VERDICT_COLUMNS = [
 
 
 def column_names(metrics: tuple[Metric, ...]) -> list[str]:
-    """Return the columns of the table; those of scores are the task's metrics."""
+    """Return the columns of the trial table, with two score columns per metric."""
     return [
         *("id", "arm", "is_baseline", "verdict", "status", "stage", "selected", "seed"),
         *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
@@ -44,7 +44,7 @@ def column_names(metrics: tuple[Metric, ...]) -> list[str]:
 
 
 def collect(sweep: Sweep) -> list[dict]:
-    """Write the table from what is on disk; return its rows."""
+    """Rebuild the tables from the files on disk; return the rows of the trial table."""
     with locked(sweep.workdir / ".table"):
         rows = make_rows(sweep)
         columns = column_names(sweep.task.metrics)
@@ -60,7 +60,7 @@ def collect(sweep: Sweep) -> list[dict]:
 
 
 def make_rows(sweep: Sweep) -> list[dict]:
-    """Return the table's rows, in the order of the plan."""
+    """Return the rows of the trial table, in the order of the plan."""
     splits = {"dev": "val", "test": sweep.settings["test_split"]}
     results = {side: sweep.read_results(split) for side, split in splits.items()}
     rows = []
@@ -76,11 +76,11 @@ def make_rows(sweep: Sweep) -> list[dict]:
 def group_rows(
     sweep: Sweep, group: Group, results: dict, error: str | None
 ) -> list[dict]:
-    """Return a row for every trial of a group that the plan has.
+    """Return a row for every trial of a group that is in the plan.
 
     Args:
         results: rows of result-*.json, or None, by "dev" and "test".
-        error: why a result can't be used.
+        error: why a result can't be used, or None.
     """
     folder, plan, run, failure = sweep.folder(group), sweep.plan, None, None
     try:
@@ -136,7 +136,7 @@ def group_rows(
 
 
 def arm_columns(arm: Arm) -> dict:
-    """Return what a row says about its arm."""
+    """Return the columns that describe a trial's arm."""
     return {
         "arm": arm.name,
         "is_baseline": int(arm.is_baseline),
@@ -148,7 +148,7 @@ def arm_columns(arm: Arm) -> dict:
 
 
 def score_columns(side: str, result: dict, metrics: tuple[Metric, ...]) -> dict:
-    """Return what a row takes from a row of a result-SPLIT.json."""
+    """Return the columns that come from a row of a result-SPLIT.json."""
     return {f"{side}_{metric.name}": result[metric.name] for metric in metrics} | {
         "best_step": result["step"],
         "diverged_at": result["diverged_at"],
@@ -160,11 +160,11 @@ def score_columns(side: str, result: dict, metrics: tuple[Metric, ...]) -> dict:
 
 
 def trial_status(row: dict, run: dict | None, scores: dict) -> str:
-    """Return how far a trial is."""
+    """Return the status of a trial."""
     status = None if run is None else run["status"]
     if row["diverged_at"] is not None or status == "diverged":
         return "diverged"
-    if scores["dev"]:  # if only dev is missing, it was moved away to be scored again
+    if scores["dev"]:  # with test scores only, dev was moved away to be scored again
         is_done = scores["test"] or row["stage"] == "search"
         return "done" if is_done else "dev scored"
     if status in TRAINED:
@@ -175,7 +175,7 @@ def trial_status(row: dict, run: dict | None, scores: dict) -> str:
 def throughput(metrics: list[dict]) -> tuple[float | None, float]:
     """Return the tokens per second of a whole group, and the seconds of its updates.
 
-    Without compilation, evaluation and saving.
+    Both exclude compilation, evaluation and saving.
     """
     rates = "steps_per_second", "tokens_per_second"
     logged = {m["step"]: m for m in metrics if all(m.get(rate) for rate in rates)}
@@ -189,9 +189,9 @@ def throughput(metrics: list[dict]) -> tuple[float | None, float]:
 
 
 def count_unfinished(plan: Plan, rows: list[dict]) -> int:
-    """Count the trials that are not done, and those that will follow a search.
+    """Count the unfinished trials, including those that will follow a search.
 
-    None follow a search in which everything diverged.
+    No trials follow a search in which every trial diverged.
     """
     reported = {row["arm"] for row in rows if row["stage"] == "report"}
     running = {row["arm"] for row in rows if row["status"] != "diverged"}
@@ -204,7 +204,7 @@ def count_unfinished(plan: Plan, rows: list[dict]) -> int:
 def mark_selected(rows: list[dict]) -> None:
     """Set `selected` to 1 for the settings that an arm's search chose, else to 0.
 
-    It stays None for arms whose search is not over.
+    For arms whose search is unfinished, it stays None.
     """
     chosen = {r["arm"]: r["nuisance"] for r in rows if r["stage"] == "report"}
     for row in rows:
@@ -213,7 +213,7 @@ def mark_selected(rows: list[dict]) -> None:
 
 
 def write_sqlite(path: Path, tables: dict[str, tuple[list[str], list[dict]]]) -> None:
-    """Write a new database, so that readers of the old one don't block.
+    """Replace the database by a new file, so that readers of the old one don't block.
 
     Args:
         tables: columns and rows by name; the first column is the primary key.
@@ -230,13 +230,13 @@ def write_sqlite(path: Path, tables: dict[str, tuple[list[str], list[dict]]]) ->
             )
         database.commit()
         content = database.serialize()
-    # SQLite would apply a journal that belongs to the old file to the new one
+    # SQLite would apply the old file's journal to the new file
     path.with_name(path.name + "-journal").unlink(missing_ok=True)
     files.write(path, content)
 
 
 def write_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
-    """Write the rows for a spreadsheet."""
+    """Write rows as a CSV file."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""Which devices of this machine train a group: a GPU, all of them, or some cores."""
+"""Assign devices of this machine to groups: one GPU, all devices, or some CPU cores."""
 
 import os
 import subprocess
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Worker(NamedTuple):
-    """Where the processes of one group run."""
+    """The devices on which the processes of one group run."""
 
-    environment: dict  # added to ours
-    cores: set[int] | None = None  # None: all
+    environment: dict  # environment variables to add
+    cores: set[int] | None = None  # CPU cores; None: all
 
 
 def local_workers(cores: int | None = None) -> list[Worker]:
-    """Return a worker per GPU; without GPUs one, or one per `cores` cores.
+    """Return one worker per GPU; without GPUs, one in total or one per `cores` cores.
 
     Raises:
-        ValueError: there are fewer cores than that, or there are GPUs.
+        ValueError: `cores` is given, but there are fewer cores, or there are GPUs.
     """
     found = [Worker(environment) for environment in visible_gpus() or [{}]]
     if cores is None:
@@ -39,7 +39,7 @@ def local_workers(cores: int | None = None) -> list[Worker]:
 
 
 def visible_gpus() -> list[dict]:
-    """Return the environment that selects each GPU; empty if there are none."""
+    """Return one set of environment variables per GPU, which selects it."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

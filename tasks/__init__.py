@@ -1,7 +1,7 @@
-"""What a model can be trained to do. `TASKS` has every task by name.
+"""The tasks that a model can be trained on. `TASKS` has every task by name.
 
-A task of your own is a file that adds itself to `TASKS`, named on the command line as
---task_file=FILE.py; or a config file that does.
+To add a task of your own, write a Python file that adds it to `TASKS`, and pass it as
+--task_file=FILE.py. A config file can add a task, too.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(config, folder: Path | None = None) -> Task:
-    """Return the task of a config; see `Task` for the folder.
+    """Make the task of a config; see `Task` for the folder.
 
     Raises:
         ValueError: there is no such task, or the config does not fit it.
@@ -45,7 +45,7 @@ def make_task(config, folder: Path | None = None) -> Task:
 
 
 def best_metric(task: Task) -> Metric:
-    """Return the metric that models are selected by on dev (train.best_metric)."""
+    """Return the metric that selects the best models on dev (train.best_metric)."""
     name = task.config.train.best_metric
     return next(m for m in task.metrics if name in (None, m.name))
 
@@ -53,11 +53,11 @@ def best_metric(task: Task) -> Metric:
 def import_file(path: Path) -> None:
     """Execute a Python file that adds a task to `TASKS`.
 
-    Only for files that the user names on the command line: never for a path that was
-    read from a file.
+    Use this only for files that the user names on the command line, never for a path
+    that was read from a file.
 
     Raises:
-        ValueError: it is not a Python file, or fails.
+        ValueError: it is not a Python file, or executing it fails.
     """
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--task_file={path} is not a Python file.")
@@ -65,7 +65,7 @@ def import_file(path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # user code may raise anything
         raise ValueError(
             f"--task_file={path}: {type(error).__name__}: {error}"
         ) from error

@@ -1,7 +1,7 @@
-"""What a model learns: the contract between a task and everything else.
+"""The interface between a task and everything else.
 
-The trainer, trials, checkpoints, sweeps, statistics and reports are written against
-this file and know no task by name.
+The trainer, trials, checkpoints, sweeps, statistics and reports depend only on this
+file, not on particular tasks.
 """
 
 import dataclasses
@@ -20,37 +20,37 @@ from headcount.runtime import sharding
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number that a trained model is scored by.
+    """A score of a trained model.
 
-    Values are stored as they are computed; a metric of unit "%" is stored as a fraction
-    and shown times 100.
+    Values are stored unscaled. A metric with unit "%" is stored as a fraction, and
+    multiplied by 100 for display.
     """
 
     name: str  # in rows and files: "exact_match"
     label: str  # in tables and figures: "exact match"
     unit: str = ""  # "nats per token", "%", "points"
     higher_is_better: bool = True
-    format: str = ".2f"  # of a value as it is shown
+    format: str = ".2f"  # of the scaled value
     bounds: tuple[float | None, float | None] = (
         None,
         None,
-    )  # of a value as it is shown
-    margin: float | None = None  # of equivalence, as it is shown; None: no default
+    )  # of the scaled value
+    margin: float | None = None  # of equivalence, scaled; None: no default
 
     @property
     def scale(self) -> float:
-        """What a stored value is multiplied by to be shown."""
+        """Factor from stored to displayed values."""
         return 100.0 if self.unit == "%" else 1.0
 
     def show(self, value: float | None) -> str:
-        """A stored value as a table has it."""
+        """Format a stored value for a table."""
         if value is None:
             return "–"
         text = format(value * self.scale, self.format)
         return text + "%" if self.unit == "%" else text
 
     def clip(self, low: float, high: float) -> tuple[float, float]:
-        """Cut an interval of shown values to what the metric can be."""
+        """Clip an interval of scaled values to the metric's bounds."""
         least, most = self.bounds
         return (
             low if least is None else max(low, least),
@@ -68,16 +68,16 @@ class Run(NamedTuple):
 
     config: Any  # ml_collections.ConfigDict
     graph: nnx.GraphDef
-    params: nnx.State  # leaves with the trial axis R
-    trials: list[dict]  # what each trial differs in, with its seed
-    head_gates: dict  # R L N by site, where a trial has other gates than 1
-    step: list[int]  # of every trial's parameters
+    params: nnx.State  # leaves have a leading trial axis R
+    trials: list[dict]  # see `training.trials`
+    head_gates: dict  # R L N by site, for sites where a trial sets a gate
+    step: list[int]  # of each trial's parameters
     diverged_at: list[int | None]
     task: "Task"
-    mesh: jax.sharding.Mesh | None = None  # of the parameters; None: what is set
+    mesh: jax.sharding.Mesh | None = None  # of the parameters; None: the current mesh
 
     def of(self, trial: int) -> tuple:
-        """The parameters and the head gates of a trial.
+        """Return the parameters and the head gates of a trial.
 
         Raises:
             ValueError: the run has no such trial.
@@ -88,9 +88,9 @@ class Run(NamedTuple):
         return jax.tree.map(lambda leaf: leaf[trial], (self.params, self.head_gates))
 
     def predict(self, lines: Sequence[str], **options) -> list[str]:
-        """Answer lines of text: translate, complete, tag, classify; see `Task.predict`.
+        """Translate, complete, tag or classify lines of text; see `Task.predict`.
 
-        Tagging gives several results per line.
+        Tagging returns several results per line.
         """
         return list(self.task.predict(self, lines, **options))
 
@@ -105,13 +105,13 @@ class Run(NamedTuple):
         site: str | None = None,
         trial: int = 0,
     ) -> "Attention":
-        """Return where the heads look in a text of your own.
+        """Return the attention weights of all heads of a site for a text.
 
         Args:
             source: the text.
-            target: its translation; None: the model's own. Other tasks have none.
+            target: its translation; None uses the model's own. Only for translation.
             site: "encoder", "decoder" or "cross"; None: cross, if the model has it.
-            trial: whose heads.
+            trial: index of the trial.
 
         Raises:
             ValueError: there is no such site or trial, or the text is too long.
@@ -131,7 +131,7 @@ class Run(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Where the heads of a site look in one text."""
+    """Attention weights of the heads of a site for one text."""
 
     weights: np.ndarray  # L N T S
     norm_weights: np.ndarray  # L N T S; see models.attention.norm_weighted_map
@@ -139,7 +139,7 @@ class Attention(NamedTuple):
     keys: list[str]  # S tokens
 
 
-# What queries and keys are, by site; a decoder reads the target one token later.
+# The tokens of queries and keys, by site; the decoder input is the shifted target.
 LABELS = {
     "encoder": ("source", "source"),
     "decoder": ("decoder input", "decoder input"),
@@ -148,40 +148,44 @@ LABELS = {
 
 
 class Batches(Protocol):
-    """The training batches of R trials, a function of the seeds and the step alone."""
+    """The training batches of R trials, which depend only on the seeds and the step."""
 
-    spec: dict[str, ArraySpec]  # of one trial's batch, B in front
+    spec: dict[str, ArraySpec]  # of one trial's batch, with a leading axis B
     steps_per_epoch: float
 
     def part(self, step: int, trials: slice, rows: slice) -> dict:
-        """Return some trials' rows of the batch of a step; each array R B ..."""
+        """Return the selected trials and rows of a step's batch, as arrays R B ..."""
 
 
 class Task:
-    """A task; see `tasks.language_model` for one that is complete.
+    """Base class of tasks; see `tasks.language_model` for a complete one.
 
     Args:
-        config: the whole config. What does not fit the task raises a ValueError that
+        config: the whole config. Values that don't fit the task raise a ValueError that
             names the key.
-        folder: where vocabularies are kept: WORKDIR/tokenizer. None: there is no data;
-            `spec` and `build` then take vocabularies to have their full size.
+        folder: folder of the vocabularies, WORKDIR/tokenizer. None: there is no data,
+            and `spec` and `build` assume vocabularies of the maximum size.
     """
 
-    metrics: tuple[Metric, ...]  # the first is what models are selected by, by default
-    corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: whose text
-    test_split: str = "test"  # that final scores are of, by default
-    has_targets: bool = False  # texts come in pairs
-    options: tuple[str, ...] = ()  # of `evaluate` and `predict`: decoding flags
+    metrics: tuple[Metric, ...]  # the first one selects the best models by default
+    corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: the corpus
+    test_split: str = "test"  # default split for final scores
+    has_targets: bool = False  # whether texts come in pairs
+    options: tuple[str, ...] = ()  # decoding flags of `evaluate` and `predict`
 
     def __init__(self, config, folder: Path | None = None):
         self.config, self.folder = config, folder
 
     def read(self, split: str) -> dict[str, list[str]]:
-        """Return the raw text of a split by field; ValueError or OSError if none."""
+        """Return the raw text of a split by field.
+
+        Raises:
+            ValueError, OSError: there is no such split.
+        """
         raise NotImplementedError
 
     def load(self, split: str) -> Examples:
-        """Return a tokenised split; "train" makes the vocabulary if there is none."""
+        """Return a tokenised split; "train" builds the vocabulary if there is none."""
         raise NotImplementedError
 
     def check_scoring(self, split: str) -> None:
@@ -190,9 +194,9 @@ class Task:
         self.check_references(split)
 
     def check_references(self, split: str) -> None:
-        """Raise a ValueError or OSError if more than the text is needed and not there.
+        """Raise a ValueError or OSError if references besides the text are missing.
 
-        Some scores are by other references than the split's text.
+        Some scores use other references than the split's text.
         """
 
     def check_options(self, options: dict) -> None:
@@ -211,21 +215,23 @@ class Task:
     def spec(
         self, rows: int | None = None, length: int | None = None
     ) -> dict[str, ArraySpec]:
-        """Return the arrays of a batch of so many rows and tokens per row.
+        """Return the shapes and dtypes of a batch; default: the largest of the config.
 
-        By default the largest batch that the config allows.
+        Args:
+            rows: number of rows.
+            length: tokens per row.
         """
         raise NotImplementedError
 
     def build(self, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Return a new model of the config, with the vocabulary sizes of `folder`."""
+        """Build a new model of the config, with the vocabulary sizes of `folder`."""
         raise NotImplementedError
 
     def new_parameters(self, folder: Path) -> tuple[str, ...]:
-        """Return parts of the model that train.init_from must not copy.
+        """Return the parts of the model that train.init_from must not copy.
 
         Args:
-            folder: the vocabularies of the run that is started from.
+            folder: folder of the other run's vocabularies.
         """
         return ()
 
@@ -236,7 +242,7 @@ class Task:
     def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
         """Return every example once, in batches without a trial axis.
 
-        With `packed` False each row holds one example, and the items of the list are
+        If `packed` is False, each row holds one example, and the items of the list are
         (indices of the examples, batch).
         """
         raise NotImplementedError
@@ -244,50 +250,50 @@ class Task:
     def loss(self, model, batch: dict, **options) -> tuple[jax.Array, jax.Array]:
         """Return the loss summed over a batch, and its weight.
 
-        `training.step.loss_and_gradient` divides one by the other.
+        `training.step.loss_and_gradient` divides the loss by the weight.
 
         Args:
-            model: of one trial, in the dtype that it computes in.
-            batch: of one trial.
-            options: `label_smoothing`, and those of `models.Transformer.hidden`.
+            model: model of one trial, in its compute dtype.
+            batch: batch of one trial.
+            options: `label_smoothing`, and options of `models.Transformer.hidden`.
         """
         raise NotImplementedError
 
     def evaluate(self, run: Run, examples: Examples, **options) -> list[dict]:
-        """Score every trial: one row each, from the name of a metric to its value.
+        """Score trials; return a dict from metric name to value for each.
 
-        A row may also have `predictions` (one string per example), `signatures` of the
+        A dict may also have `predictions` (one string per example), `signatures` of the
         metrics, and the decoding `options` that were used.
 
         Args:
-            options: `trials`, which to score (default: all); `quick`, as in training;
-                and those in the task's `options`.
+            options: `trials`, the trials to score (default: all); `quick`, to evaluate
+                as during training; and those in the task's `options`.
         """
         raise NotImplementedError
 
     def predict(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
-        """Answer lines of text.
+        """Yield the model's outputs for lines of text.
 
         Args:
-            options: `trial`, which to use; `first`, the number of the first line; and
-                those in the task's `options`.
+            options: `trial`, the trial to use; `first`, the number of the first line;
+                and those in the task's `options`.
         """
         raise NotImplementedError
 
     def score_lines(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
-        """Return log-probability (nats), tab, number of tokens for each line."""
+        """Yield the log-probability (nats), a tab, and the token count of each line."""
         raise ValueError(f"The task {self.config.task.name} has no --score.")
 
     def score_tokens(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
-        """Return the tokens of each line and their log-probabilities, as JSON."""
+        """Yield the tokens of each line and their log-probabilities, as JSON."""
         raise ValueError(f"The task {self.config.task.name} has no --score_tokens.")
 
     def token_strings(self, field: str, ids) -> list[str]:
-        """Return the text of each token of a field, as labels in figures."""
+        """Return the text of each token of a field, for labels in figures."""
         raise NotImplementedError
 
     def labels(self, fields: dict[str, list[int]]) -> dict[str, list[str]]:
-        """Return the text of each token by field, and of what a decoder reads."""
+        """Return the text of each token by field, including the decoder's input."""
         found = {name: self.token_strings(name, ids) for name, ids in fields.items()}
         if "target" in fields:
             read = [self.config.model.bos, *fields["target"][:-1]]
@@ -297,11 +303,11 @@ class Task:
     def fields_of_text(
         self, run: Run, source: str, target: str | None, trial: int
     ) -> dict[str, list[int]]:
-        """Return the token ids by field of a text of one's own; see `Run.attention`.
+        """Return the token ids by field of a user's text; see `Run.attention`.
 
         Raises:
-            ValueError: it is empty or longer than the model takes, or has a target
-                where the task has none.
+            ValueError: the text is empty or longer than the model supports, or has a
+                target although the task has none.
         """
         if target is not None:
             raise ValueError(f"The task {self.config.task.name} has no target texts.")
@@ -311,11 +317,11 @@ class Task:
         return fields
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of texts of one's own."""
+        """Return the token ids of a user's texts."""
         raise NotImplementedError
 
     def check_length(self, fields: dict[str, list[int]], what: str) -> None:
-        """Raise a ValueError for a text without tokens or with too many."""
+        """Raise a ValueError if a text has no tokens or too many."""
         model = self.config.model
         for ids in fields.values():
             if not ids:
@@ -329,21 +335,22 @@ class Task:
     def fields_to_plot(
         self, run: Run, examples: Examples, index: int, trial: int, **options
     ) -> dict[str, list[int]]:
-        """Return the token ids by field of an example whose attention is drawn.
+        """Return the token ids by field of an example whose attention is to be plotted.
 
-        What the model generates is its own output, not the reference.
+        For generated fields, these are the model's own output, not the reference.
         """
         return {name: field[index].tolist() for name, field in examples.fields.items()}
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
-        """Return intervals and p-values over test examples, by system, or None.
+        """Bootstrap the test examples for intervals and p-values.
 
         Args:
             systems: predictions by name; the first is the baseline.
-            text: as `read` gives it.
+            text: the split's text, as returned by `read`.
 
         Returns:
-            None, or by system (value, half width of its 95 % interval, p of no
-            difference to the baseline or None for the baseline itself), as stored.
+            None if the task has no bootstrap for the metric. Otherwise, by system:
+            (value, half width of its 95 % interval, p-value for no difference to the
+            baseline or None for the baseline itself), unscaled.
         """
         return None

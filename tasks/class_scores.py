@@ -8,7 +8,7 @@ MOST_CONFUSIONS = 10
 
 
 def score(true: Sequence[str], predicted: Sequence[str]) -> dict:
-    """Return `accuracy` and `macro_f1` (over the classes that occur in `true`)."""
+    """Compute `accuracy`, and `macro_f1` over the classes that occur in `true`."""
     classes = sorted(set(true))
     exact = sum(a == b for a, b in zip(true, predicted, strict=True))
     *_, f1, _ = _per_class(true, predicted, classes)
@@ -16,7 +16,7 @@ def score(true: Sequence[str], predicted: Sequence[str]) -> dict:
 
 
 def report(true: Sequence[str], predicted: Sequence[str]) -> list[dict]:
-    """Return precision, recall, F1 and support of every class."""
+    """Compute precision, recall, F1 and support of every class."""
     classes = sorted(set(true) | set(predicted))
     columns = _per_class(true, predicted, classes)
     names = ("precision", "recall", "f1", "support")
@@ -27,7 +27,7 @@ def report(true: Sequence[str], predicted: Sequence[str]) -> list[dict]:
 
 
 def confusions(true: Sequence[str], predicted: Sequence[str]) -> list[dict]:
-    """Return the most frequent pairs of a true and another predicted class."""
+    """Return the most frequent pairs of a true class and a wrong prediction."""
     wrong = Counter((a, b) for a, b in zip(true, predicted, strict=True) if a != b)
     return [
         {"true": a, "predicted": b, "count": count}
@@ -45,7 +45,7 @@ def entity_f1(true: list[list[str]], predicted: list[list[str]]) -> float:
 
 
 def entity_report(true: list[list[str]], predicted: list[list[str]]) -> list[dict]:
-    """Return precision, recall, F1 and support of every type of entity in BIO tags."""
+    """Compute precision, recall, F1 and support of every entity type in BIO tags."""
     from seqeval.metrics import classification_report  # slow to import
 
     if not any(tag != "O" for tags in (*true, *predicted) for tag in tags):

@@ -1,4 +1,4 @@
-"""What tasks with a class per token or per text have in common."""
+"""Common base of the tasks that predict one class per token or per text."""
 
 import json
 from functools import cached_property, partial
@@ -28,15 +28,15 @@ from headcount.tasks.encoder import (
 
 ACCURACY = Metric("accuracy", "accuracy", "%", bounds=(0, 100), margin=0.5)
 MACRO_F1 = Metric("macro_f1", "macro F1", "%", bounds=(0, 100), margin=1.0)
-UNKNOWN_CLASS = -1  # of a token that has a class that training has never seen
+UNKNOWN_CLASS = -1  # marks a token whose class does not occur in the training split
 CLASSES = "classes.json"
 
 
 class ClassTask(EncoderTask):
-    """Predicts a class of some tokens of every example.
+    """Predicts the classes of some tokens of every example.
 
-    `tags` is a field aligned with the tokens: the class of a token plus one; 0 for
-    tokens without a class; `UNKNOWN_CLASS`.
+    The field `tags` is aligned with the tokens: the index of a token's class plus one,
+    0 for tokens without a class, or `UNKNOWN_CLASS`.
     """
 
     own_fields = ("tags",)
@@ -52,13 +52,13 @@ class ClassTask(EncoderTask):
 
     @cached_property
     def classes(self) -> list[str]:
-        """The classes by number, from the run's folder."""
+        """The names of the classes, by index, from the run's folder."""
         return read_classes(self.folder / CLASSES)
 
     def make_vocabulary(self, texts: list[str], labels: list[str]) -> None:
-        """Make the tokenizer and the list of classes of a new run.
+        """Build the tokenizer and the list of classes of a new run.
 
-        Classes that came with train.init_from stay if they include all labels.
+        Classes copied by train.init_from are kept if they include all labels.
         """
         classes = sorted(set(labels))
         if len(classes) == 1:
@@ -73,16 +73,16 @@ class ClassTask(EncoderTask):
         warn_of_labels(labels)
 
     def new_parameters(self, folder) -> tuple[str, ...]:
-        """See `Task.new_parameters`: another list of classes has other logits."""
+        """See `Task.new_parameters`: other classes need a new classifier."""
         theirs = folder / CLASSES
         same = theirs.is_file() and read_classes(theirs) == self.classes
         return () if same else ("classifier",)
 
     def class_ids(self, labels: list[str], split: str) -> dict[str, int]:
-        """Return the number of each class plus one; `UNKNOWN_CLASS` if it is new.
+        """Return the index of each class plus one, or `UNKNOWN_CLASS` for new classes.
 
         Raises:
-            ValueError: all are new, so there is no loss.
+            ValueError: all classes are new, so the loss would be undefined.
         """
         ids = {label: i for i, label in enumerate(self.classes, 1)}
         unknown = set(labels) - ids.keys()
@@ -130,7 +130,7 @@ class ClassTask(EncoderTask):
         return (loss * weights).sum(), weights.sum()
 
     def predicted(self, run: Run, examples: Examples) -> list[list[np.ndarray]]:
-        """Return the class of every token: arrays by trial and example."""
+        """Predict the class of every token; return arrays by trial and example."""
 
         def best(batch):
             found = best_classes(run.graph, run.params, run.head_gates, batch)
@@ -140,7 +140,7 @@ class ClassTask(EncoderTask):
         return [[found[:, r] for found in of_tokens] for r in range(len(run.trials))]
 
     def probabilities(self, run: Run, examples: Examples, trial: int) -> list:
-        """Return the probabilities of the classes of every token, by example."""
+        """Return the class probabilities of every token, by example."""
         params, gates = run.of(trial)
 
         def of(batch):
@@ -150,7 +150,15 @@ class ClassTask(EncoderTask):
             return self.by_example(examples, of)
 
     def by_example(self, examples: Examples, of_batch) -> list[np.ndarray]:
-        """Return what a function of a batch, B T ..., gives of each example, T ..."""
+        """Apply a function to packed batches; split its results by example.
+
+        Args:
+            examples: examples to pack.
+            of_batch: function from a batch to an array B T ...
+
+        Returns:
+            An array T ... for each example.
+        """
         order, packed = batches.packed_in_order(
             examples.fields,
             aligned=self.aligned,
@@ -166,11 +174,11 @@ class ClassTask(EncoderTask):
 
 
 def read_classes(path: Path) -> list[str]:
-    """Return the names of classes, by number, from a file of a run.
+    """Read the names of the classes, by index, from a run's classes.json.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no {path}; train first.")
@@ -187,7 +195,7 @@ def read_classes(path: Path) -> list[str]:
 
 
 def listed(classes, most: int = 10) -> str:
-    """Return the names of some classes for a sentence."""
+    """Format names of classes for a message, at most `most` of them."""
     names = sorted(classes)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -217,9 +225,9 @@ def warn_of_labels(labels: list[str]) -> None:
 
 
 def drop_tokens(batch: dict, rate: float, key, special: SpecialTokens) -> dict:
-    """Return the batch's source with random tokens replaced by the unknown one.
+    """Replace random tokens of a batch's source by the unknown token.
 
-    A word's first feature, the word in lower case, goes with it; its affixes stay.
+    Also replace their first feature, the word in lower case, but keep their affixes.
     """
     bits = random_bits(jax.random.fold_in(key, 1 << 20), batch["source"].shape)
     dropped = (bits < jnp.uint32(rate * 2.0**32)) & is_text(batch, special)
@@ -229,7 +237,7 @@ def drop_tokens(batch: dict, rate: float, key, special: SpecialTokens) -> dict:
 
 @partial(jax.jit, static_argnames="graph")
 def best_classes(graph, params, head_gates: dict, batch: dict):
-    """Return the most probable class of every token, R B T."""
+    """Return the most probable class of every token, of shape R B T."""
 
     def one(params, head_gates):
         model = precision.model_of(graph, params)
@@ -240,7 +248,7 @@ def best_classes(graph, params, head_gates: dict, batch: dict):
 
 @partial(jax.jit, static_argnames="graph")
 def class_probabilities(graph, params, head_gates: dict, batch: dict):
-    """Return the probabilities of the classes of every token, B T C, by one trial."""
+    """Return one trial's class probabilities of every token, of shape B T C."""
     model = precision.model_of(graph, params)
     logits = model.class_logits(batch, head_gates=head_gates)
     return jax.nn.softmax(logits.astype(jnp.float32))

@@ -14,10 +14,10 @@ from headcount.tasks.heldout_loss import heldout_loss
 
 
 class Classification(ClassTask):
-    """Texts with a label each; the label is predicted at the text's first token.
+    """Predicts one label per text, at the text's first token.
 
-    A text is the token BOS, its own tokens, and EOS; a pair has both texts, each with
-    an EOS.
+    A text is encoded as BOS, its tokens, and EOS. A pair is encoded as BOS and both
+    texts, each followed by EOS.
     """
 
     corpus_keys = ("name", "directory", "fold")
@@ -28,7 +28,7 @@ class Classification(ClassTask):
         self.pooling = config.task.pooling
 
     def read(self, split: str) -> dict[str, list[str]]:
-        """Return texts (pairs joined by a tab) and labels."""
+        """Return the texts (pairs are joined by a tab) and labels of a split."""
         data = self.config.data
         found = labelled.load(data.name, split, data.directory, data.fold)
         texts = ["\t".join(text) for text in found.texts]
@@ -60,7 +60,7 @@ class Classification(ClassTask):
         quick: bool = False,
         **options,
     ) -> list[dict]:
-        """Score labels; see `Task.evaluate`. A report per class unless quick."""
+        """Score labels, with a report per class unless quick; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         loss = heldout_loss(run, self.evaluation_batches(examples))
         found, true = self.predicted(run, examples), examples.text["label"]
@@ -78,7 +78,7 @@ class Classification(ClassTask):
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
     ) -> Iterator[str]:
-        """Classify lines: JSON with the label and the probability of every label."""
+        """Classify lines; yield JSON with the label and all labels' probabilities."""
         unknown = [UNKNOWN_CLASS] * len(lines)
         examples = self.encode("input", {"source": list(lines)}, unknown)
         for probs in self.probabilities(run, examples, trial):

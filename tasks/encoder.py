@@ -1,4 +1,4 @@
-"""What tasks with an encoder alone have in common: tokens, their features, batches."""
+"""Common base of the encoder-only tasks: tokens, their features, batches."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from headcount.tasks.base import Task
 
 
 class SpecialTokens(NamedTuple):
-    """Ids that are not text; where there is no mask, `unk` stands for it."""
+    """Ids of special tokens; a tokenizer without a mask token uses `unk` for it."""
 
     bos: int
     eos: int
@@ -26,12 +26,12 @@ class SpecialTokens(NamedTuple):
 class EncoderTask(Task):
     """Encodes examples that are lists of texts.
 
-    Beside `source`, a batch may have features and types of its tokens.
+    In addition to `source`, a batch may have features and types of its tokens.
     """
 
-    own_fields: tuple[str, ...] = ()  # further fields, aligned with the source
-    eos_after_each = True  # EOS follows each part of an example, not only the last
-    min_length = 3  # BOS, a token, EOS: what is empty is left out
+    own_fields: tuple[str, ...] = ()  # additional fields, aligned with the source
+    eos_after_each = True  # whether EOS follows each part, instead of only the last
+    min_length = 3  # BOS, one token, EOS; leaves out empty examples
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
@@ -45,7 +45,7 @@ class EncoderTask(Task):
 
     @cached_property
     def special(self) -> "SpecialTokens":
-        """The ids of the tokenizer that are not text."""
+        """The ids of the tokenizer's special tokens."""
         if self.folder is None:  # there is no data
             return SpecialTokens(BOS, EOS, UNK, UNK)
         of = self.tokenizer
@@ -65,15 +65,17 @@ class EncoderTask(Task):
     def encode_parts(
         self, split: str, examples: list[list[str]], eos_after_each: bool
     ) -> tuple[dict[str, Ragged], list[list[int]]]:
-        """Tokenise examples: BOS, the tokens of each part by itself, EOS.
+        """Tokenise examples: BOS, the tokens of each part, EOS.
+
+        Parts are tokenised separately.
 
         Args:
-            split: of the examples, for the log.
-            examples: the parts of each: words, or one or two texts.
-            eos_after_each: EOS follows every part, not only the last.
+            split: split of the examples, for the log.
+            examples: the parts of each example: words, or one or two texts.
+            eos_after_each: whether EOS follows every part, or only the last.
 
         Returns:
-            The fields but `own_fields`, and the place of the first token of each part.
+            The fields except `own_fields`, and the position of each part's first token.
         """
         tokenizer = self.tokenizer
         flat = [part for parts in examples for part in parts]
@@ -86,7 +88,7 @@ class EncoderTask(Task):
             for number in range(len(parts)):
                 end = start + int(lengths[at])
                 places.append(len(source))
-                # a part of which normalisation leaves nothing is one unknown token
+                # a part that normalisation leaves empty becomes one unknown token
                 own = ids[start:end] or ([] if eos_after_each else [tokenizer.unk])
                 source += own
                 origin += range(start, end) if end > start else [-1] * len(own)
@@ -114,7 +116,7 @@ class EncoderTask(Task):
         return fields, firsts
 
     def fields_of_text(self, run, source, target, trial) -> dict[str, list[int]]:
-        """See `Task.fields_of_text`; of a pair, a tab is between the texts."""
+        """See `Task.fields_of_text`; a tab separates the texts of a pair."""
         del run, trial
         if target is not None:
             raise ValueError(f"The task {self.config.task.name} has no target texts.")
@@ -127,11 +129,11 @@ class EncoderTask(Task):
         return fields
 
     def parts_of_text(self, text: str) -> list[str]:
-        """Return the parts of an example that are tokenised by themselves."""
+        """Split a text into the parts of an example, which are tokenised separately."""
         return text.split("\t")
 
     def warn_of_long(self, split: str, source: Ragged) -> None:
-        """Log how many examples have more tokens than learned positions tell apart."""
+        """Log how many examples have more tokens than there are learned positions."""
         model = self.config.model
         count = int((source.lengths > model.max_positions).sum())
         if model.positions == "learned" and count:
@@ -176,7 +178,7 @@ class EncoderTask(Task):
 
 
 def check_encoder(config) -> None:
-    """Raise a ValueError unless the config is of an encoder alone."""
+    """Raise a ValueError unless the config's model is encoder-only."""
     counts = config.model.num_encoder_layers, config.model.num_decoder_layers
     if counts[0] < 1 or counts[1] != 0:
         raise ValueError(
@@ -187,14 +189,14 @@ def check_encoder(config) -> None:
 
 
 def is_text(batch: dict, special: SpecialTokens):
-    """Return which tokens of a batch are neither padding nor BOS nor EOS, B S."""
+    """Return a mask of the tokens that are not padding, BOS or EOS, of shape B S."""
     source = batch["source"]
     ends = (source == special.bos) | (source == special.eos)
     return ~ends & (batch["source_segments"] > 0)
 
 
 def make_tokenizer(config, folder, texts: list[str] | None):
-    """Return the tokenizer of an encoder's run; make it of texts if there is none."""
+    """Load the tokenizer of an encoder's run; train it on texts if there is none."""
     kind, size = config.data.tokenizer, config.data.vocab_size
     kinds = encoder_tokenizers.KINDS
     return tokenizers.load_or_make(folder, kind, texts, size, kinds)

@@ -16,12 +16,12 @@ from headcount.runtime import sharding
 def summed_loss(
     graph: nnx.GraphDef, loss: Callable, params, head_gates: dict, batch: dict
 ):
-    """Return the summed loss of a batch and its summed weight, both R.
+    """Return the summed loss and weight of a batch for every trial, both of shape R.
 
     Args:
         graph, params, head_gates: see `tasks.base.Run`.
         loss: `Task.loss`.
-        batch: without a trial axis; every trial sees the same.
+        batch: batch without a trial axis, which all trials share.
     """
 
     def one(params, head_gates):
@@ -32,7 +32,7 @@ def summed_loss(
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def row_losses(graph, loss: Callable, params, head_gates: dict, batch: dict):
-    """Return the summed loss and weight of every row of a batch, by one trial."""
+    """Return one trial's summed loss and weight for every row of a batch."""
 
     def one(row):
         row = jax.tree.map(lambda x: x[None], row)
@@ -42,7 +42,7 @@ def row_losses(graph, loss: Callable, params, head_gates: dict, batch: dict):
 
 
 def heldout_loss(run, batches: Iterable[dict]) -> np.ndarray:
-    """Return the mean loss of every trial over batches, R."""
+    """Return the mean loss of every trial over batches, of shape R."""
     sums = [
         sharding.fetch(
             summed_loss(run.graph, run.task.loss, run.params, run.head_gates, batch)

@@ -4,10 +4,11 @@ The documents of a split are joined into one stream, with the token `model.bos` 
 each, and cut into windows of `data.max_length` tokens (see `data.windows`). The corpus
 `recall` is different: every document is a row, and only some tokens are scored.
 
-The loss is in nats per predicted token; a token before a document counts as one, as
-the end of the document before it. Bits per byte are the same sum over the number of
-bytes of the documents in UTF-8, and can be compared between tokenizers. Every token of
-a split is scored exactly once, in windows that start `data.stride` tokens apart.
+The loss is in nats per predicted token. The separator before a document counts as a
+predicted token, too: it ends the previous document. Bits per byte divide the same sum
+by the number of UTF-8 bytes of the documents, and are comparable between tokenizers.
+Every token of a split is scored exactly once, in windows that start `data.stride`
+tokens apart.
 """
 
 import json
@@ -40,7 +41,7 @@ RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
 
 
 class LanguageModel(Task):
-    """Documents, and a model that predicts each token from those before it."""
+    """Predicts each token of documents from the previous tokens."""
 
     options = (
         *("beam_size", "length_penalty", "temperature", "top_k", "top_p", "seed"),
@@ -69,7 +70,7 @@ class LanguageModel(Task):
         self.is_recall = data.name == "recall"
         self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY)
         if self.is_recall:
-            if data.tokenizer != "words":  # each is scored, or not, as a whole
+            if data.tokenizer != "words":  # words are scored, or not, as a whole
                 raise ValueError(
                     f"data.tokenizer must be words for data.name=recall, got "
                     f"{data.tokenizer}."
@@ -81,10 +82,10 @@ class LanguageModel(Task):
                 f"{data.test_share}."
             )
         if data.name == "shakespeare" and not data.test_share:
-            self.test_split = "val"  # it has no other
+            self.test_split = "val"  # the corpus has no test split
 
     def check_stride(self, name: str, stride: int) -> None:
-        """Raise a ValueError unless windows so many tokens apart leave none out."""
+        """Raise a ValueError if windows at this stride would not cover all tokens."""
         length = self.config.data.max_length
         if not 1 <= stride <= length:
             raise ValueError(
@@ -171,11 +172,11 @@ class LanguageModel(Task):
     def evaluation_batches(
         self, examples: Examples, packed: bool = True, stride: int | None = None
     ) -> list:
-        """See `Task.evaluation_batches`; unpacked, a window is an example.
+        """See `Task.evaluation_batches`; if not packed, an example is a window.
 
         Args:
             examples, packed: see `Task.evaluation_batches`.
-            stride: tokens between the starts of windows; None: data.stride.
+            stride: tokens between the starts of windows; default: data.stride.
         """
         tokens = self.config.data.batch_tokens
         if self.is_recall:
@@ -202,7 +203,7 @@ class LanguageModel(Task):
         return windows.make_stream(examples.fields["target"], self.config.model.bos)
 
     def scored_fields(self, examples: Examples) -> dict[str, Ragged]:
-        """Return the documents of `recall`, and which of their tokens are scored."""
+        """Return the documents of `recall`, and weights that mark the scored tokens."""
         target = examples.fields["target"]
         scored = recall.is_scored(self.config.data.max_length).astype(np.int32)
         weights = Ragged(np.tile(scored, len(target)), target.offsets)
@@ -231,7 +232,7 @@ class LanguageModel(Task):
         stride: int | None = None,
         **options,
     ) -> list[dict]:
-        """Score the loss, and what follows from it; see `Task.evaluate`.
+        """Score the loss and derived metrics, or recall; see `Task.evaluate`.
 
         Args:
             run, examples, trials, quick, options: see `Task.evaluate`.
@@ -270,13 +271,13 @@ class LanguageModel(Task):
         samples: int = 1,
         **options,
     ) -> Iterator[str]:
-        """Continue prompts; each result is the prompt and its continuation.
+        """Continue prompts; yield each prompt with its continuation.
 
         Args:
-            max_new_tokens: the most that a continuation may have.
-            stop: text that ends a continuation, and is left out of it.
-            samples: continuations per prompt, one after another.
-            options: of `decoding.generate.generate_trials`; greedy by default.
+            max_new_tokens: maximum number of tokens of a continuation.
+            stop: text that ends a continuation; it is not part of the result.
+            samples: number of continuations per prompt, which are consecutive.
+            options: options of `decoding.generate.generate_trials`; greedy by default.
         """
         prompts, limits = self.prompts(lines, first, max_new_tokens)
         repeated = range(len(lines) * samples)
@@ -307,9 +308,9 @@ class LanguageModel(Task):
         seed: int = 0,
         **options,
     ) -> Iterator[str]:
-        """Yield the pieces of one continuation as its tokens are decoded.
+        """Yield parts of one continuation while its tokens are generated.
 
-        The arguments are those of `predict`, which gives the same text.
+        The arguments are those of `predict`, which returns the same text.
         """
         (prompt,), (limit,) = self.prompts([line], first, max_new_tokens)
         params, gates = run.of(trial)
@@ -344,12 +345,12 @@ class LanguageModel(Task):
         yield self.continuation(prompt, ids)[shown:]
 
     def continuation(self, prompt: list[int], ids: list[int]) -> str:
-        """Return the text that generated tokens add to a prompt's, with its blank."""
+        """Decode generated tokens after a prompt, including any leading blank."""
         before = self.tokenizer.decode(prompt[1:])
         return self.tokenizer.decode([*prompt[1:], *ids])[len(before) :]
 
     def fields_to_plot(self, run, examples, index, trial, **options) -> dict:
-        """See `Task.fields_to_plot`; the first tokens of a long document."""
+        """See `Task.fields_to_plot`; only the first tokens of a long document."""
         length = min(self.config.data.max_length, 64)
         return {"target": examples.fields["target"][index][:length].tolist()}
 
@@ -358,7 +359,7 @@ class LanguageModel(Task):
         return [ids.tolist() for ids in self.tokenizer.encode(texts, eos=False)]
 
     def prompts(self, lines: Sequence[str], first: int, max_new_tokens: int):
-        """Return the token ids of prompts, and how many tokens each may get."""
+        """Return each prompt's token ids, and its maximum number of new tokens."""
         if isinstance(lines, str):
             raise TypeError(f"lines must be a list of strings, as in [{lines!r}]")
         model = self.config.model
@@ -380,7 +381,7 @@ class LanguageModel(Task):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What may be generated: text, ended by the token that separates documents."""
+        """The tokens that may be generated: text, ended by the document separator."""
         bos = self.config.model.bos
         if self.config.data.tokenizer == "gpt2":
             return Vocabulary(eos=bos, banned=())
@@ -390,7 +391,7 @@ class LanguageModel(Task):
     def score_lines(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
-        """Yield log-probability (nats) and token count of each line, as a document."""
+        """See `Task.score_lines`; a line is a document."""
         for ids, log_probabilities in self.log_probabilities(run, lines, trial, first):
             yield f"{log_probabilities.sum():.4f}\t{len(ids)}"
 
@@ -408,7 +409,7 @@ class LanguageModel(Task):
     def log_probabilities(
         self, run: Run, lines: Sequence[str], trial: int, first: int
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the tokens of each line, as a document, and their log-probabilities.
+        """Return each line's tokens and log-probabilities; a line is a document.
 
         Raises:
             ValueError: a line has more tokens than there are learned positions.
@@ -423,7 +424,7 @@ class LanguageModel(Task):
                 )
         params, gates = run.of(trial)
         found = [np.zeros(0)] * len(lines)
-        if not fields["target"].lengths.any():  # lines without a token alone
+        if not fields["target"].lengths.any():  # no line has a token
             return list(zip(fields["target"], found, strict=True))
         with sharding.using(run.mesh):
             for indices, batch in batches.unpacked_batches(
@@ -442,11 +443,11 @@ class LanguageModel(Task):
 
 
 ALIGNED = {"target_weights": "target"}
-SCORING_TOKENS = 2048  # of a batch of lines: bounds the memory of its logits
+SCORING_TOKENS = 2048  # tokens per batch of lines; bounds the memory of the logits
 
 
 def scored_tokens(batch: dict):
-    """Return which tokens of a batch count, B T."""
+    """Return a mask of the scored tokens of a batch, of shape B T."""
     real = batch["target_segments"] > 0
     if "target_weights" in batch:
         real &= batch["target_weights"] > 0
@@ -455,7 +456,10 @@ def scored_tokens(batch: dict):
 
 @partial(jax.jit, static_argnames=("graph", "task"))
 def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dict):
-    """Return summed loss, weight, and number of exact predictions of a batch, all R."""
+    """Return a batch's summed loss, weight and number of exact predictions, all R.
+
+    Exact predictions are counted only for the corpus `recall`.
+    """
 
     def one(params, head_gates):
         model = precision.model_of(graph, params)
@@ -472,7 +476,7 @@ def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dic
 
 @partial(jax.jit, static_argnames="graph")
 def batch_log_probabilities(graph, params, head_gates: dict, batch: dict):
-    """Return the log-probability of each token of a batch, by one trial, B T."""
+    """Return one trial's log-probability of each token of a batch, of shape B T."""
     logits = precision.model_of(graph, params)(batch, head_gates=head_gates)
     return jnp.take_along_axis(
         jax.nn.log_softmax(logits), batch["target"][..., None], axis=-1

@@ -1,7 +1,7 @@
 """Masked language modelling: an encoder predicts tokens that were hidden from it.
 
-Of the tokens of a text 15 % are predicted: 80 % of these are masked, 10 % replaced by
-random ones, and 10 % stay as they are (Devlin et al. 2019).
+The model predicts 15 % of the tokens of a text. Of these, 80 % are masked, 10 % are
+replaced by random tokens, and 10 % are unchanged (Devlin et al. 2019).
 """
 
 import json
@@ -26,15 +26,16 @@ from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
 ACCURACY = Metric(
     "masked_accuracy", "accuracy of masked tokens", "%", bounds=(0, 100), margin=0.5
 )
-PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # the last two: shares of the first
-MASK = "[MASK]"  # in lines of `predict`
-MOST_PROBABLE = 5  # tokens that `predict` names
+PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # MASKED and RANDOM: fractions of PREDICTED
+MASK = "[MASK]"  # in the input lines of `predict`
+MOST_PROBABLE = 5  # number of tokens that `predict` lists per mask
 
 
 class MaskedLanguageModel(EncoderTask):
-    """Documents, cut into pieces of at most `data.max_length` tokens with BOS and EOS.
+    """Predicts hidden tokens of documents.
 
-    Where the tokenizer has no token for it, the unknown one stands for a masked one.
+    Documents are cut into pieces of at most `data.max_length` tokens, including BOS and
+    EOS. If the tokenizer has no mask token, the unknown token is used instead.
     """
 
     metrics = (LOSS, ACCURACY)
@@ -58,11 +59,11 @@ class MaskedLanguageModel(EncoderTask):
     def cut(self, text: str) -> list[str]:
         """Cut a document at blanks into pieces of at most max_length tokens.
 
-        A word of more tokens is a piece by itself.
+        A word with more tokens becomes a longer piece of its own.
         """
         words = text.split()
         room = self.config.data.max_length - 2
-        # with the blank before it, which may be a token
+        # include the blank before each word, which may be a separate token
         sizes = self.tokenizer.encode([f" {w}" for w in words], eos=False).lengths
         pieces, size = [[]], 0
         for word, own in zip(words, sizes, strict=True):
@@ -81,9 +82,9 @@ class MaskedLanguageModel(EncoderTask):
         return Transformer(size, **self.config.model.to_dict(), rngs=rngs)
 
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
-        """Return the label-smoothed cross-entropy of the tokens that are predicted.
+        """Return the label-smoothed cross-entropy of the predicted tokens.
 
-        Without a key, as in evaluation, the same ones are chosen each time.
+        Without a key, as in evaluation, the same tokens are chosen each time.
         """
         inputs, chosen = self.masked(batch, options.get("key"), model)
         features, table = model.output(model.hidden(inputs, **options))
@@ -98,7 +99,7 @@ class MaskedLanguageModel(EncoderTask):
         return loss, weights.sum()
 
     def masked(self, batch: dict, key, model) -> tuple[dict, jax.Array]:
-        """Return the batch as the model reads it, and which tokens it predicts, B S."""
+        """Return the masked batch, and which tokens to predict, of shape B S."""
         key = jax.random.key(0) if key is None else jax.random.fold_in(key, 1 << 20)
         source, shape = batch["source"], batch["source"].shape
 
@@ -113,7 +114,7 @@ class MaskedLanguageModel(EncoderTask):
         other = (other % jnp.uint32(model.embedding.shape[0])).astype(source.dtype)
         inputs = jnp.where(masked, self.special.mask, source)
         inputs = batch | {"source": jnp.where(replaced, other, inputs)}
-        for name in batch:  # features would tell what is hidden
+        for name in batch:  # features would reveal the hidden tokens
             if name.startswith("source_features_"):
                 hidden = masked | replaced
                 inputs[name] = jnp.where(hidden, self.special.unk, batch[name])
@@ -127,7 +128,7 @@ class MaskedLanguageModel(EncoderTask):
         quick: bool = False,
         **options,
     ) -> list[dict]:
-        """Score the loss and accuracy of 15 % of the tokens; see `Task.evaluate`."""
+        """Score the loss and accuracy on 15 % of the tokens; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         sums = [
             sharding.fetch(
@@ -147,7 +148,7 @@ class MaskedLanguageModel(EncoderTask):
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
     ) -> Iterator[str]:
-        """Fill in each [MASK] of lines: a JSON list of {token: probability} each."""
+        """Fill in each [MASK]; yield a JSON list of {token: probability} per line."""
         params, gates = run.of(trial)
         for line in lines:
             before, *rest = line.split(MASK)
@@ -189,7 +190,7 @@ class MaskedLanguageModel(EncoderTask):
 
 @partial(jax.jit, static_argnames=("graph", "task"))
 def score_batch(graph, task: MaskedLanguageModel, params, head_gates, batch: dict):
-    """Return summed loss, weight and number of exact predictions of a batch, all R."""
+    """Return a batch's summed loss, weight and number of exact predictions, all R."""
 
     def one(params, head_gates):
         model = precision.model_of(graph, params)
@@ -204,7 +205,7 @@ def score_batch(graph, task: MaskedLanguageModel, params, head_gates, batch: dic
 
 @partial(jax.jit, static_argnames="graph")
 def token_probabilities(graph, params, head_gates: dict, batch: dict):
-    """Return the probabilities of the vocabulary at every token, by one trial."""
+    """Return one trial's probabilities over the vocabulary at every token."""
     model = precision.model_of(graph, params)
     logits = model.logits(model.hidden(batch, head_gates=head_gates))
     return jax.nn.softmax(logits.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Tagging: one tag per word, with an encoder. The first token of a word carries it."""
+"""Tagging with an encoder: one tag per word, predicted at the word's first token."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from headcount.tasks.classes import (
 )
 from headcount.tasks.heldout_loss import heldout_loss
 
-BIO = re.compile(r"O|[BIES]-.+")  # E and S, of IOBES, mean the same to seqeval
+BIO = re.compile(r"O|[BIES]-.+")  # seqeval also interprets E and S, of IOBES
 ENTITY_F1 = Metric("entity_f1", "entity F1", "%", bounds=(0, 100), margin=1.0)
 
 
 class Tagging(ClassTask):
-    """Sentences of words with a tag each, from CoNLL or CoNLL-U files."""
+    """Predicts one tag per word of sentences from CoNLL or CoNLL-U files."""
 
     corpus_keys = ("name", "directory", "tag")
     eos_after_each = False
@@ -35,7 +35,7 @@ class Tagging(ClassTask):
             self.metrics = (ENTITY_F1, ACCURACY, MACRO_F1, LOSS)
 
     def read(self, split: str) -> dict[str, list[str]]:
-        """Return words and tags of each sentence, separated by blanks."""
+        """Return the words and the tags of each sentence, separated by blanks."""
         data = self.config.data
         sentences = columns.load(data.name, split, data.directory, data.tag)
         if self.config.task.entities:
@@ -57,11 +57,11 @@ class Tagging(ClassTask):
         return self.encode(split, text, [[ids[tag] for tag in line] for line in tags])
 
     def parts_of_text(self, text: str) -> list[str]:
-        """See `EncoderTask.parts_of_text`: words."""
+        """See `EncoderTask.parts_of_text`; the parts are words."""
         return text.split()
 
     def encode(self, split: str, text: dict, tags: list[list[int]]) -> Examples:
-        """Tokenise each word by itself; its first token carries its tag."""
+        """Tokenise each word separately; its first token carries the tag."""
         sentences = [line.split(" ") for line in text["source"]]
         fields, firsts = self.encode_parts(split, sentences, False)
         labels = np.zeros_like(fields["source"].tokens)
@@ -79,7 +79,7 @@ class Tagging(ClassTask):
         quick: bool = False,
         **options,
     ) -> list[dict]:
-        """Score tags per word; see `Task.evaluate`. A report per class unless quick."""
+        """Score tags, with a report per class unless quick; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         loss = heldout_loss(run, self.evaluation_batches(examples))
         found = self.predicted(run, examples)
@@ -101,7 +101,7 @@ class Tagging(ClassTask):
         return rows
 
     def tag_lines(self, examples: Examples, found: list[np.ndarray]) -> list[list[str]]:
-        """Return the tag of every word: of its first token."""
+        """Return the tag of every word, which is that of its first token."""
         return [
             [self.classes[i] for i in classes[tags != 0]]
             for classes, tags in zip(found, examples.fields["tags"], strict=True)
@@ -110,9 +110,10 @@ class Tagging(ClassTask):
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
     ) -> Iterator[str]:
-        """Tag lines of words separated by blanks: a line per word, then a blank line.
+        """Tag lines of words separated by blanks.
 
-        Each line has the word, its tag, and the tag's probability.
+        For each line, yield one line per word (the word, its tag, and the tag's
+        probability), then an empty line.
         """
         words = [line.split() for line in lines]
         full = {"source": [" ".join(each) for each in words if each]}
@@ -131,7 +132,7 @@ class Tagging(ClassTask):
 
 
 def check_entities(tags: set[str], split: str) -> None:
-    """Raise a ValueError unless the tags are those of entities, B-NAME, I-NAME, O."""
+    """Raise a ValueError unless all tags are entity tags: B-NAME, I-NAME, O."""
     others = [tag for tag in tags if not BIO.fullmatch(tag)]
     if others:
         raise ValueError(

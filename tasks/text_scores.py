@@ -18,19 +18,19 @@ SQUAD = {"squad_exact_match", "squad_f1"}
 def score(
     hypotheses: Sequence[str], references: Sequence[str], names: Collection[str]
 ) -> tuple[dict, dict]:
-    """Return scores of texts, by name.
+    """Score hypotheses against references.
 
     "bleu", "chrf": sacreBLEU's, 0 to 100; chrF takes most of the time. "rouge1",
     "rouge2", "rougeL": F1 of unigrams, bigrams and the longest common subsequence, by
     rouge-score without stemming, 0 to 100. "exact_match", "squad_exact_match",
-    "squad_f1": shares; SQuAD's disregard case, punctuation and articles.
+    "squad_f1": fractions; SQuAD's ignore case, punctuation and articles.
 
-    A hypothesis is exact if it equals its reference after NFKC normalisation and with
-    any white space as one blank: a vocabulary decodes to such text only. BLEU and chrF
-    are computed on the text as it is.
+    A hypothesis is an exact match if it equals its reference after NFKC normalisation
+    and with any white space replaced by one blank: a vocabulary can only decode to such
+    text. BLEU and chrF use the unmodified text.
 
     Args:
-        names: which scores; others are ignored.
+        names: scores to compute; unknown names are ignored.
 
     Returns:
         Scores and signatures by name.
@@ -93,24 +93,24 @@ def squad_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _metric(name: str, references: tuple[str, ...]):
-    """Return a sacreBLEU metric that has counted the references, for many trials."""
+    """Return a sacreBLEU metric; cached, so that trials share the reference counts."""
     return {"bleu": BLEU, "chrf": CHRF}[name](references=[references])
 
 
 def normalize(sentence: str) -> str:
-    """Apply NFKC, as SentencePiece does, and turn any white space into one blank."""
+    """Apply NFKC, as SentencePiece does, and collapse white space to single blanks."""
     return " ".join(unicodedata.normalize("NFKC", sentence).split())
 
 
 def published(
     hypotheses: Sequence[str], tokenized_references: Sequence[str], language: str
 ) -> tuple[dict, dict]:
-    """Return BLEU and chrF in Multi30k's published protocol, and their signatures.
+    """Return BLEU and chrF by Multi30k's published protocol, and their signatures.
 
-    The hypotheses are lowercased, punctuation-normalised and tokenised as Moses does,
-    as the publisher made the references.
+    Hypotheses are lowercased, punctuation-normalised and tokenised with Moses, like the
+    published references.
     """
-    bleu = BLEU(tokenize="none", force=True)  # tokenised on purpose: no warning
+    bleu = BLEU(tokenize="none", force=True)  # force: no warning about tokenised text
     chrf = CHRF()
     tokenized, references = moses(hypotheses, language), [tokenized_references]
     metrics = {"published_bleu": bleu, "published_chrf": chrf}
@@ -148,11 +148,11 @@ def paired_bootstrap(
         systems: hypotheses by name; the first is the baseline.
         references: one per sentence.
         metric: "bleu" or "chrf", with sacreBLEU's defaults.
-        samples: how often the test set is resampled.
+        samples: number of resampled test sets.
 
     Returns:
-        By system its score, half the width of the score's 95 % interval, and p of no
-        difference to the baseline (None for the baseline).
+        By system: its score, half the width of the score's 95 % interval, and the
+        p-value for no difference to the baseline (None for the baseline).
     """
     logging.getLogger("sacrebleu").setLevel(logging.WARNING)  # it logs every step
     named = [(name, list(lines)) for name, lines in systems.items()]
@@ -166,7 +166,7 @@ def paired_bootstrap(
         for system, result in zip(systems, found[name], strict=False)
     }
     baseline = results[named[0][0]][0]
-    # sacreBLEU reports equal scores as different: no resampled difference exceeds 0
+    # sacreBLEU calls equal scores different, as no resampled difference exceeds 0
     return {
         system: (score, half, 1.0 if p is not None and score == baseline else p)
         for system, (score, half, p) in results.items()

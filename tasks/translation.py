@@ -24,7 +24,7 @@ from headcount.tasks.heldout_loss import heldout_loss, row_losses
 BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
 CHRF = Metric("chrf", "chrF", "points", bounds=(0, 100), margin=0.3)
 EXACT_MATCH = Metric("exact_match", "exact match", "%", bounds=(0, 100), margin=0.5)
-METRICS = {  # that task.metrics may name
+METRICS = {  # allowed names in task.metrics
     metric.name: metric
     for metric in (
         *(BLEU, CHRF, EXACT_MATCH),
@@ -59,12 +59,12 @@ PUBLISHED = (
     ),
 )
 SIDES = ("source", "target")
-SCORING_TOKENS = 2048  # of a batch in `score`: bounds the memory of its logits
+SCORING_TOKENS = 2048  # tokens per batch in `score`; bounds the memory of the logits
 NOTHING = [([], 0.0)]  # the n-best list of a sentence without a token
 
 
 class Translation(Task):
-    """Pairs of texts, `source` and `target`, each side with its vocabulary."""
+    """Predicts a text, `target`, from another, `source`."""
 
     corpus_keys = ("name", "source", "target", "directory")
     has_targets = True
@@ -91,13 +91,13 @@ class Translation(Task):
             self.test_split = "test_2016_flickr"
 
     def read(self, split: str) -> dict[str, list[str]]:
-        """Return the raw sentences of a split; sentence i of both sides is a pair."""
+        """Return the raw sentences of a split, aligned by index."""
         data = self.config.data
         texts = pairs.load(data.name, data.source, data.target, split, data.directory)
         return dict(zip(SIDES, texts, strict=True))
 
     def check_references(self, split: str) -> None:
-        """See `Task.check_references`: Multi30k's own, tokenised."""
+        """See `Task.check_references`; Multi30k has its own tokenised references."""
         self.published_references(split)
 
     def published_references(self, split: str) -> list[str] | None:
@@ -113,7 +113,7 @@ class Translation(Task):
         return tokenizers.load_pair(self.folder)
 
     def load(self, split: str) -> Examples:
-        """Return a split with its token ids; "train" makes the vocabulary if needed."""
+        """See `Task.load`."""
         text, data = self.read(split), self.config.data
         if split == "train":
             self.tokenizers = tokenizers.load_or_train_pair(
@@ -133,7 +133,7 @@ class Translation(Task):
         return Examples(split, fields, text)
 
     def prefixed(self, sources: Sequence[str]) -> list[str]:
-        """Return sources with data.prefix in front, except empty ones."""
+        """Prepend data.prefix to all nonempty sources."""
         prefix = self.config.data.prefix
         return [prefix + text if text.strip() else text for text in sources]
 
@@ -197,11 +197,11 @@ class Translation(Task):
         """Score the loss and the translations; see `Task.evaluate`.
 
         Args:
-            quick: greedy translations, and chrF and the published protocol only if
-                they select the best model.
-            options: of `decoding.generate.generate_trials`. Default: beam search with
-                5 hypotheses and a length penalty of 0.6. With `n_best`, `predictions`
-                are the lines of n-best lists.
+            quick: translate greedily, and compute chrF and the scores of the published
+                protocol only if they select the best model.
+            options: options of `decoding.generate.generate_trials`. Default: beam
+                search with 5 hypotheses and a length penalty of 0.6. With `n_best`,
+                `predictions` are the lines of n-best lists.
         """
         trials = range(len(run.trials)) if trials is None else trials
         if quick:
@@ -248,10 +248,11 @@ class Translation(Task):
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
     ) -> Iterator[str]:
-        """Translate lines; those without a token stay empty.
+        """Translate lines; the translation of a line without tokens is empty.
 
         Args:
-            first: number of the first line; samples of equal lines differ by it.
+            first: number of the first line. Samples depend on the number of their line,
+                so equal lines get different ones.
             options: as in `evaluate`.
         """
         options = search_defaults(options)
@@ -268,14 +269,15 @@ class Translation(Task):
         n_best: int | None = None,
         **options,
     ) -> list[str] | list[list[tuple[str, float]]]:
-        """Translate lines; with n_best, return each one's n best with their scores.
+        """Translate lines; with n_best, return n-best lists with scores.
 
-        Options are those of `decoding.generate.generate_trials`; greedy by default.
+        The options are those of `decoding.generate.generate_trials`. The default is
+        greedy decoding.
         """
         check_lines("lines", lines)
         source, target = self.tokenizers
         encoded = [ids.tolist() for ids in source.encode(self.prefixed(lines))]
-        # a line of which normalisation leaves nothing is EOS alone
+        # a line that normalisation leaves empty has only EOS
         full = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         params, gates = run.of(trial)
         options |= {"sample_numbers": [first + index for index in full]}
@@ -296,7 +298,7 @@ class Translation(Task):
     def score_lines(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
-        """Yield log-probability and token count of each line: source, tab, target."""
+        """See `Task.score_lines`; a line is a source, a tab, and a target."""
         columns = [line.split("\t") for line in lines]
         for number, fields in enumerate(columns, first + 1):
             if len(fields) != 2:
@@ -315,7 +317,7 @@ class Translation(Task):
     ) -> list[tuple[float, int]]:
         """Return the log-probability (nats) of each target given its source.
 
-        The number of its tokens comes with it; EOS counts in both.
+        Each comes with the target's number of tokens. EOS counts in both.
         """
         check_lines("sources", sources)
         check_lines("targets", targets)
@@ -351,11 +353,11 @@ class Translation(Task):
                 )
 
     def token_strings(self, field: str, ids) -> list[str]:
-        """Return the text of each token of a field, as labels."""
+        """See `Task.token_strings`."""
         return self.tokenizers[SIDES.index(field)].pieces(ids)
 
     def fields_to_plot(self, run, examples, index, trial, **options):
-        """See `Task.fields_to_plot`: a source and its translation."""
+        """See `Task.fields_to_plot`; these are a source and its translation."""
         source = Ragged.of([examples.fields["source"][index]])
         options = search_defaults(options)
         options.pop("n_best", None)
@@ -364,7 +366,7 @@ class Translation(Task):
         return {"source": source[0].tolist(), "target": [*target, tokenizers.EOS]}
 
     def fields_of_text(self, run, source, target, trial) -> dict:
-        """See `Task.fields_of_text`; without a target the model's own translation."""
+        """See `Task.fields_of_text`; the default target is the model's translation."""
         if target is None:
             (target,) = self.translate(run, [source], trial)
         (source,) = self.prefixed([source])
@@ -374,7 +376,7 @@ class Translation(Task):
         return fields
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
-        """See `Task.bootstrap`: by BLEU, or by chrF for metrics nearer to it."""
+        """See `Task.bootstrap`; this uses BLEU, or chrF for metrics closer to it."""
         if metric.name in text_scores.ROUGE | text_scores.SQUAD:
             return None
         near_chrf = metric.name in ("chrf", "published_chrf", "exact_match")
@@ -384,23 +386,23 @@ class Translation(Task):
 
 
 def search_defaults(options: dict) -> dict:
-    """Return decoding options: beam search with 5 hypotheses unless they say more."""
+    """Add the defaults to decoding options: beam search, or those for sampling."""
     if options.get("temperature"):
         return {"top_k": 0, "top_p": 1.0, "seed": 0} | options
     options = {"beam_size": 5, "length_penalty": 0.6} | options
     if options["beam_size"] == 1 and not options.get("n_best"):
-        del options["length_penalty"]  # it only changes scores, which nobody sees
+        del options["length_penalty"]  # it only affects scores, which are not returned
     return options
 
 
 def translations(
     run: Run, sources, trials: Sequence[int], n_best: int | None = None, **options
 ) -> dict[int, list]:
-    """Return the token ids of every sentence's translation, by trial.
+    """Translate sentences; return the token ids of every translation, by trial.
 
-    A sentence without a token has an empty translation. With n_best, each sentence has
-    a list of (token ids, score). Several processes share the sentences of the trials
-    that they hold, and all get all translations.
+    The translation of a sentence without tokens is empty. With n_best, each sentence
+    has a list of (token ids, score). In a multi-process run, processes that hold the
+    same trial divide its sentences, and all processes return all translations.
     """
     sentences = [ids.tolist() for ids in sources]
     most = run.config.data.max_decode_length
@@ -441,12 +443,12 @@ def translations(
 
 
 def decode_lists(target, lists: list) -> list[list[tuple[str, float]]]:
-    """Return n-best lists of token ids as text, with their scores."""
+    """Decode n-best lists of token ids to text, keeping their scores."""
     return [[(target.decode(ids), score) for ids, score in each] for each in lists]
 
 
 def n_best_lines(lists: list, first: int = 0) -> list[str]:
-    """Return a line per hypothesis, in the format of Moses and Marian."""
+    """Format one line per hypothesis, in the format of Moses and Marian."""
     return [
         f"{index} ||| {text} ||| {score:.4f}"
         for index, each in enumerate(lists, first)
@@ -455,6 +457,6 @@ def n_best_lines(lists: list, first: int = 0) -> list[str]:
 
 
 def check_lines(name: str, lines: Sequence[str]) -> None:
-    """Raise a TypeError for a single string instead of a list of them."""
+    """Raise a TypeError if `lines` is a single string instead of a list."""
     if isinstance(lines, str):
         raise TypeError(f"{name} must be a list of strings, as in [{lines!r}]")

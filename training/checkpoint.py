@@ -1,8 +1,8 @@
 """Checkpoints: written by Orbax in the background, verified when they are read.
 
 A checkpoint holds named items (the parameters, the optimizer state, ...), each a flat
-dict from a leaf's path to its array, and a checksum of every array. Of several
-processes each writes what lies on its own devices, and each reads everything.
+dict from a leaf's path to its array, and a checksum of every array. In a multi-process
+run, each process writes the shards on its own devices and reads the whole checkpoint.
 """
 
 import contextlib
@@ -25,23 +25,26 @@ CHECKSUMS = "checksums"
 
 
 def is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Whether a record of absl's log is of anything but Orbax.
+    """Return whether to keep a record of absl's log: drop Orbax's, except errors.
 
-    What Orbax warns of, this file raises or reports itself.
+    This module raises or logs everything that Orbax warns about.
     """
     return "orbax" not in record.pathname or record.levelno >= logging.ERROR
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written; those before it are intact."""
+    """A checkpoint could not be written; earlier checkpoints are intact."""
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was written."""
+    """A checkpoint can't be read, or its content does not match its checksums."""
 
 
 def flatten(tree) -> dict[str, np.ndarray | jax.Array]:
-    """Return every leaf by its readable path, on the host if it is all there."""
+    """Flatten a tree to a dict from path name to leaf.
+
+    Fully addressable leaves are copied to the host; others stay on their devices.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         path_name(path): np.asarray(leaf) if is_here(leaf) else leaf
@@ -50,7 +53,7 @@ def flatten(tree) -> dict[str, np.ndarray | jax.Array]:
 
 
 def is_here(leaf) -> bool:
-    """Whether an array lies on devices of this process alone."""
+    """Return whether every shard of an array is on a device of this process."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
@@ -81,17 +84,18 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
 
 
 class KeepLatestDue(NamedTuple):
-    """Keep the newest checkpoint and the last ones that were due, `keep` in all.
+    """Keep the newest checkpoint and the last scheduled ones, `keep` in total.
 
-    A checkpoint that a signal left between two that were due is deleted when the next
-    one is there: the average of the last ones must not depend on where a run stopped.
+    A checkpoint that a signal caused between two scheduled ones is deleted after the
+    next save: the average of the last checkpoints must not depend on where a run was
+    interrupted.
     """
 
     keep: int | None  # None: all
     every: int  # steps
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """Return for every checkpoint, ascending, whether it stays (Orbax's policy)."""
+        """Return whether to keep each checkpoint, in ascending order (Orbax's API)."""
         del context
         *steps, newest = (checkpoint.step for checkpoint in checkpoints)
         due = [step for step in steps if step and step % self.every == 0]
@@ -104,12 +108,12 @@ class Checkpoints:
     """The checkpoints of a workdir.
 
     Args:
-        workdir: of the run.
-        keep: how many stay; None: read only.
-        every: steps between those that are due; see `KeepLatestDue` for the others.
+        workdir: the run's folder.
+        keep: number of checkpoints to keep; None opens them read-only.
+        every: steps between scheduled checkpoints; see `KeepLatestDue` for others.
 
     Raises:
-        ValueError: a file is where their folder must be.
+        ValueError: the path of the checkpoint folder is a file.
     """
 
     def __init__(self, workdir: Path, keep: int | None = None, every: int = 1):
@@ -143,10 +147,10 @@ class Checkpoints:
         return sorted(self.manager.all_steps())
 
     def save(self, step: int, **items) -> None:
-        """Write items in the background, unless the step has a checkpoint already.
+        """Write items in the background, unless the step already has a checkpoint.
 
         Raises:
-            SaveError: this save failed, or the previous one in the background.
+            SaveError: this save, or the previous background save, failed.
         """
         if step in self.steps():
             return
@@ -163,10 +167,10 @@ class Checkpoints:
             raise self.save_error(error) from error
 
     def wait(self) -> None:
-        """Wait for the save in the background.
+        """Wait for the background save to finish.
 
         Raises:
-            SaveError: it failed.
+            SaveError: the save failed.
         """
         try:
             self.manager.wait_until_finished()
@@ -175,7 +179,7 @@ class Checkpoints:
             raise self.save_error(error) from error
 
     def save_error(self, error: Exception) -> SaveError:
-        """Return an error that says which checkpoint is still intact."""
+        """Return an error that names the last intact checkpoint."""
         free = shutil.disk_usage(self.directory).free
         last = max(
             (int(p.name) for p in self.directory.iterdir() if p.name.isdigit()),
@@ -192,13 +196,13 @@ class Checkpoints:
         """Read one item of one checkpoint to the host.
 
         Raises:
-            Damaged: it can't be read, or its checksum is wrong.
-            ValueError: it is of another model.
+            Damaged: the item can't be read, or a checksum is wrong.
+            ValueError: the item belongs to another model.
         """
         folder = self.directory / str(step)
         try:
             sums = json.loads((folder / CHECKSUMS / "metadata").read_text())[item]
-            parts = {}  # checksums of every array, by the part of it
+            parts = {}  # array name -> {slice: checksum}
             for key, checksum in sums.items():
                 name, _, ends = key.partition("[")
                 parts.setdefault(name, {})[ends.rstrip("]")] = checksum
@@ -210,24 +214,27 @@ class Checkpoints:
                 ),
             )
             bad = [name for name in parts if not is_sound(arrays[name], parts[name])]
-        except Exception as error:  # TensorStore has many
+        except Exception as error:  # TensorStore raises many types
             raise Damaged(f"it can't be read: {first_line(error)}") from error
         if bad or len(parts) < len(arrays):
             raise Damaged(f"{''.join(bad[:1]) or item} has a wrong checksum")
         return unflatten(arrays, abstract)
 
     def steps_of_all(self) -> list[int]:
-        """Return the steps with a checkpoint that every process sees, ascending.
+        """Return the steps whose checkpoint every process sees, ascending.
 
-        A run that is still being trained may save one in the meantime.
+        Processes may see different steps if the run is still training and saving.
         """
         seen = distributed.gather(self.steps())
         return sorted(set(seen[0]).intersection(*seen))
 
     def read_all(self, step: int, **abstract) -> tuple[dict, str | None]:
-        """Read items of a checkpoint; also return why some process could not, if so.
+        """Read items of a checkpoint in every process.
 
-        Every process must call this at the same point of the program.
+        This is a collective operation: every process must call it.
+
+        Returns:
+            The items, and the reason why some process could not read them, or None.
         """
         damage, items = None, {}
         with distributed.fail_together():
@@ -240,14 +247,15 @@ class Checkpoints:
         return items, next(iter(damages), None)
 
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
-        """Read the newest sound checkpoint: its step and items; None if there is none.
+        """Read the newest intact checkpoint; return its step and items, or None.
 
-        Damaged ones after it are logged, and moved to WORKDIR/damaged unless we are
-        read-only.
+        Newer, damaged checkpoints are logged and, unless read-only, moved to
+        WORKDIR/damaged.
 
         Raises:
-            ValueError: all are damaged. Training must not silently start over, and
-                what is there may be of another program, so it stays.
+            ValueError: all checkpoints are damaged, and this is not read-only. Training
+                must not silently start over. The files stay where they are, because
+                another program may have written them.
         """
         damaged = []
         for step in reversed(self.steps_of_all()):
@@ -277,14 +285,15 @@ class Checkpoints:
             if distributed.is_first():
                 target.parent.mkdir(exist_ok=True)
                 shutil.rmtree(target, ignore_errors=True)
-                # not rename: the checkpoints may be a link to another file system
+                # not rename: the folder may be a symlink to another file system
                 shutil.move(self.directory / str(step), target)
         self.manager.reload()
 
     def close(self) -> None:
         """Wait for the last save, whether it succeeds or not, and stop Orbax's threads.
 
-        After an error in one of several processes this would wait for the others.
+        In a multi-process run, do nothing after an error: closing would block until
+        the other processes close, too.
         """
         if sys.exc_info()[0] is not None and jax.distributed.is_initialized():
             return
@@ -295,10 +304,10 @@ class Checkpoints:
 
 
 def ignore_closed_event_loops(hook):
-    """Wrap `sys.unraisablehook`, leaving out what a failed save leaves behind.
+    """Wrap `sys.unraisablehook` to ignore RuntimeErrors.
 
-    After a failed save each of TensorStore's unfinished writes raises a RuntimeError in
-    a destructor, about its closed event loop. `wait` raises the error that matters.
+    After a failed save, each of TensorStore's unfinished writes raises a RuntimeError
+    about its closed event loop in a destructor. `wait` raises the error that matters.
     """
 
     def filtered(stray):
@@ -311,8 +320,8 @@ def ignore_closed_event_loops(hook):
 def checksums(arrays: dict[str, np.ndarray | jax.Array]) -> dict[str, int]:
     """Return the CRC-32 of every array's bytes.
 
-    Of an array that lies on devices of several processes: of each part that this
-    process has the first copy of.
+    For an array sharded over several processes, return one checksum per shard of which
+    this process holds the first replica.
     """
     sums = {}
     for name, array in arrays.items():
@@ -326,7 +335,7 @@ def checksums(arrays: dict[str, np.ndarray | jax.Array]) -> dict[str, int]:
 
 
 def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Format a part of an array, as `[0:2,4:8]`; empty for the whole."""
+    """Format the index of a shard, such as `[0:2,4:8]`; empty for a whole array."""
     ends = [each.indices(n)[:2] for each, n in zip(index, shape, strict=True)]
     if all(end == (0, n) for end, n in zip(ends, shape, strict=True)):
         return ""
@@ -334,7 +343,7 @@ def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def is_sound(array: np.ndarray, parts: dict[str, int]) -> bool:
-    """Whether checksums by `place` cover an array and are right."""
+    """Return whether checksums by `place` are correct and cover the whole array."""
     covered = 0
     for ends, checksum in parts.items():
         index = [slice(*map(int, end.split(":"))) for end in ends.split(",") if end]

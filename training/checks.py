@@ -1,4 +1,4 @@
-"""Check a config before anything is read or written, and a run before it is built."""
+"""Checks of a config before any file is read, and of a run before it is built."""
 
 import json
 
@@ -16,7 +16,7 @@ _built: set[str] = set()  # sections of configs whose model can be built
 
 
 def check_config(config) -> None:
-    """Raise a ValueError that names the key if a config can't be trained."""
+    """Raise a ValueError that names the offending key if a config can't be trained."""
     model = config.model.to_dict()
     check_values(flatten(config.to_dict()))
     make_task(config)
@@ -31,22 +31,22 @@ def check_config(config) -> None:
         shallow.model[stack] = min(1, shallow.model[stack])
     shallow.data.directory = None  # no corpus is read
     sections = {name: shallow[name].to_dict() for name in ("task", "data", "model")}
-    # a sweep checks many configs, whose models are often the same
+    # cached: a sweep checks many configs, and many of them share a model
     if (key := json.dumps(sections, sort_keys=True)) not in _built:
-        # reading the data may take minutes, so find out first whether the heads fit
+        # reading the data may take minutes; an invalid model should fail before that
         abstract(make_task(shallow).build)
         _built.add(key)
 
 
 def check_memory(config, num_trials: int, count: int = 0) -> None:
-    """Raise a ValueError if a run can't fit the memory of all devices together.
+    """Raise a ValueError if a run can't fit into the combined memory of all devices.
 
-    What is counted is there at the least: four copies of the parameters (the weights,
-    their gradient, a moment of the optimizer, the best weights), the tokens of one
-    dispatch, and one vector per token of an update. The step needs more.
+    This counts only a lower bound: four copies of the parameters (weights, gradient,
+    one optimizer moment, best weights), the tokens of one dispatch, and one vector per
+    token of an update. The actual step needs more.
 
     Args:
-        count: parameters of a trial; 0: not known yet.
+        count: number of parameters per trial; 0 if not known yet.
     """
     available = total_memory()
     if available is None:

@@ -1,8 +1,8 @@
-"""What a training step needs on chips that are not here, by their own compiler.
+"""Memory, communication and cost of a training step on chips that are not attached.
 
-The step is compiled for a described topology (`runtime.topology`) with the shardings it
-would run with; nothing is computed. Memory and communication are the compiler's
-answers, not a formula's.
+The step is compiled ahead of time for a described topology (`runtime.topology`) with
+the shardings that it would run with; nothing is executed. Memory and communication are
+read from the compiled program instead of estimated by a formula.
 """
 
 from functools import partial
@@ -21,47 +21,47 @@ GIB = 2**30
 
 
 class Plan(NamedTuple):
-    """What a compiled step holds and moves, per chip, in bytes."""
+    """Memory and communication of a compiled step, per chip; sizes are in bytes."""
 
     parameters: int
     optimizer: int
-    activations: int  # and gradients: what is neither argument nor result
-    peak: int  # all of it, and the best parameters so far
+    activations: int  # and gradients: buffers that are neither arguments nor results
+    peak: int  # all of the above, plus the best parameters so far
     capacity: int
-    collectives: dict[str, tuple[int, int]]  # by kind: how many, bytes
-    traffic: int  # to and from the chip's memory, a step
-    operations: int  # of the compiled step: kernels, on a GPU
-    flops: float  # a step's, of this chip's share of the model
+    collectives: dict[str, tuple[int, int]]  # by kind: count, bytes
+    traffic: int  # to and from the chip's memory, per step
+    operations: int  # in the compiled step; on a GPU, kernels
+    flops: float  # per step, for this chip's share of the model
     chip: topology.Chip
-    num_trials: int  # whose states this chip holds a part of
+    num_trials: int  # trials of which this chip holds (part of) the state
     mesh: dict[str, int]
     batch: dict  # the spec of a trial's batch
 
     @property
     def fits(self) -> bool:
-        """Whether the step runs on the chip."""
+        """Whether the step fits into the chip's memory."""
         return self.peak <= self.capacity
 
     @property
     def trials_that_fit(self) -> int:
-        """How many trials a chip could hold, each costing what one does now."""
+        """Number of trials that would fit a chip at the present memory per trial."""
         return int(self.num_trials * self.capacity / self.peak)
 
 
 def plan(config, task, arrays: dict, target: str) -> Plan:
     """Compile the step of a config for a target, and return what it needs.
 
-    The vocabulary is taken to have its full size, and rows the longest length.
+    This assumes a vocabulary of the maximum size and rows of the maximum length.
 
     Args:
-        config: as train.py has it.
-        task: of the config, without a folder.
-        arrays: hyperparameters of its trials; see `training.step.train_steps`.
+        config: the run's config, as in train.py.
+        task: the config's task, made without a tokenizer folder.
+        arrays: hyperparameters of the trials; see `training.step.train_steps`.
         target: see `topology.devices`.
 
     Raises:
-        ValueError: there is no such target, the mesh does not fit it, or batch_tokens
-            or accumulate_steps do not fit the rows.
+        ValueError: the target is unknown, the mesh does not fit it, or the batch can't
+            be divided as batch_tokens, accumulate_steps and the mesh require.
     """
     num_trials, spec = len(arrays["seed"]), task.spec()
     B = next(iter(spec.values())).shape[0]
@@ -97,7 +97,7 @@ def plan(config, task, arrays: dict, target: str) -> Plan:
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
-        + parameters,  # the best so far lie beside those of now
+        + parameters,  # the best parameters so far stay on the chip, too
         capacity=int(known.memory * (GPU_MEMORY if platform == "cuda" else 1)),
         collectives=program.collectives(),
         traffic=traffic,
@@ -111,7 +111,7 @@ def plan(config, task, arrays: dict, target: str) -> Plan:
 
 
 def _bytes_of(tree, shardings) -> int:
-    """What a chip holds of a tree of arrays."""
+    """Return the bytes that one chip holds of a sharded tree of arrays."""
     return sum(
         int(np.prod(sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf, sharding in zip(
@@ -121,7 +121,7 @@ def _bytes_of(tree, shardings) -> int:
 
 
 def advice(plan: Plan, config) -> str | None:
-    """What to change where the step does not fit."""
+    """Suggest config changes if the step does not fit; return None if it does."""
     if plan.fits:
         return None
     changes = []
@@ -148,7 +148,7 @@ def shapes_of(spec: dict) -> str:
 
 
 def rows(plan: Plan) -> list[tuple[str, str]]:
-    """The plan as lines of a table."""
+    """Format the plan as rows of a table: label and value."""
 
     def gib(size):
         return f"{size / GIB:.3f} GiB"

@@ -1,4 +1,4 @@
-"""What a compiled program moves, read from its text: memory traffic, communication."""
+"""Memory traffic and communication of a compiled program, parsed from its HLO text."""
 
 import math
 import re
@@ -20,43 +20,47 @@ COLLECTIVES = (
     *("all-gather", "all-reduce", "all-to-all", "collective-permute"),
     "reduce-scatter",
 )
-WITH_OPERANDS = ("all-gather", "collective-permute")  # the result of their start
-FREE = {  # nothing is read or written
+# Collectives whose -start operation returns its operands together with its results.
+WITH_OPERANDS = ("all-gather", "collective-permute")
+FREE = {  # operations that read and write no memory
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("opt-barrier", "partition-id", "replica-id", "iota"),
 }
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
-PARTS = {"slice", "dynamic-slice", "gather"}  # of their first operand
+PARTS = {"slice", "dynamic-slice", "gather"}  # read only a part of operand 0
 
 
 class Operation(NamedTuple):
-    """An operation of a program's text."""
+    """An HLO operation."""
 
     name: str
-    shapes: str  # of its results
+    shapes: str  # of the results
     kind: str
     operands: list[str]
-    rest: str  # of its line, from the operands on
-    is_root: bool  # whether its results are those of its computation
+    rest: str  # rest of the line, from the operands on
+    is_root: bool  # whether it produces the results of its computation
 
     def called(self, *kinds: str) -> list[str]:
-        """The computations that it names as its `body`, its `condition`, ..."""
+        """Return the computations named by attributes such as `body`, `condition`."""
         named = "|".join(kinds)
         lists = re.findall(rf"\b(?:{named})=({{[^}}]*}}|%[\w.\-]+)", self.rest)
         return NAME.findall(" ".join(lists))
 
 
 class Program:
-    """The computations of a program's text, of `compiled.as_text()`.
+    """The computations of a compiled program, parsed from `compiled.as_text()`.
 
-    `rounds` is how often a loop is taken to run whose number of rounds is not known.
+    Args:
+        text: the program's HLO.
+        rounds: iterations to assume for loops whose trip count is unknown.
     """
 
     def __init__(self, text: str, rounds: float = 1):
         self.rounds = rounds
         self.computations: dict[str, dict[str, Operation]] = {}
         self.entry = None
-        here = self.computations.setdefault("", {})  # of lines that are in none
+        # "" collects operations outside of any computation
+        here = self.computations.setdefault("", {})
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
                 name = line.removeprefix("ENTRY ").lstrip("%").split()[0]
@@ -76,10 +80,17 @@ class Program:
     def executed(
         self, computation: str, fused: bool = False
     ) -> Iterator[tuple[Operation, str, float]]:
-        """The operations of a computation, of its loops and of all branches.
+        """Yield the operations of a computation, including loop bodies and branches.
 
-        If `fused`, of what decides on another round of a loop and of fusions, too.
-        Beside each is the computation that it is in, and how often it is executed.
+        All branches of a conditional are included.
+
+        Args:
+            computation: its name.
+            fused: whether to include the conditions of loops and the operations inside
+                fusions, too.
+
+        Yields:
+            The operation, the name of its computation, and its execution count.
         """
         for operation in self.computations[computation].values():
             kinds = ["body", *BRANCHES, *["to_apply"] * (operation.kind == "call")]
@@ -91,7 +102,7 @@ class Program:
                 yield operation, computation, 1
 
     def _rounds(self, operation: Operation) -> float:
-        """How often a loop is run: a number beside it, or that it counts up to."""
+        """Return a loop's trip count, from its annotation or its condition."""
         if operation.kind != "while":
             return 1
         if known := re.search(r"known_trip_count\D*(\d+)", operation.rest):
@@ -106,10 +117,11 @@ class Program:
         return self.rounds
 
     def traffic(self) -> tuple[float, float]:
-        """Bytes that go to and from memory, and how many operations there are.
+        """Return the bytes moved to and from memory, and the number of operations.
 
-        Every operation reads its operands and writes its results once, but for what
-        lies in a chip's own fast memory; of that of which a part is used, the part.
+        Every operation is taken to read its operands and write its results once.
+        Arrays in the chip's own fast memory don't count. Of an array that is sliced or
+        updated in place, only the part that is used counts.
         """
         total = number = 0
         for operation, computation, times in self.executed(self.entry):
@@ -136,7 +148,7 @@ class Program:
             (fused,) = operation.called("calls")
             reads, parts = self.part_of(fused)
             writes = min(writes, parts)  # less where they stay in the fast memory
-        # reversed: what is an operand twice is read once, as the first
+        # reversed: a repeated operand is read once; keep its first index
         indices = {name: i for i, name in reversed([*enumerate(operation.operands)])}
         for name, index in indices.items():
             whole = array_bytes(beside[name].shapes) if name in beside else 0
@@ -144,7 +156,10 @@ class Program:
         return writes
 
     def _part_of(self, fused: str) -> tuple[dict[int, int], int]:
-        """Bytes that a fusion reads of operands of which it uses a part; and writes."""
+        """Return the bytes a fusion reads of partly used operands, and those it writes.
+
+        Operands that are read whole are not in the dict, which is by operand index.
+        """
         operations = self.computations[fused]
         users = {name: [] for name in operations}
         for operation in operations.values():
@@ -167,9 +182,10 @@ class Program:
         return reads, writes
 
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """How many of each kind of communication there are, and bytes of their results.
+        """Return the count and result bytes of each kind of collective.
 
-        One that the TPU's compiler spreads over several operations has one channel.
+        Operations of the same kind and channel count once: the TPU compiler splits one
+        collective into several operations.
         """
         found, seen = {}, set()
         for operation, _, times in self.executed(self.entry, fused=True):
@@ -182,7 +198,8 @@ class Program:
             seen.add((kind, channel and channel[1]))
             arrays = list(ARRAY.finditer(operation.shapes))
             if operation.kind.endswith("-start") and kind in WITH_OPERANDS:
-                arrays = [array for array in arrays if array["sizes"]]  # no context's
+                # drop scalars, which are context, and then the operands
+                arrays = [array for array in arrays if array["sizes"]]
                 arrays = arrays[len(arrays) // 2 :]
             count, size = found.get(kind, (0, 0))
             size += times * sum(_bytes_of(array, tiled=False) for array in arrays)
@@ -191,14 +208,14 @@ class Program:
 
 
 def _used(user: Operation, index: int) -> int | None:
-    """Bytes that an operation uses of an operand; None: all of it."""
+    """Return the bytes that an operation uses of an operand; None means all of it."""
     if index == 0 and user.kind in PARTS:
         return array_bytes(user.shapes)
     return 0 if index == 0 and user.kind == "dynamic-update-slice" else None
 
 
 def array_bytes(shapes: str) -> int:
-    """Bytes that arrays take in a chip's large memory, with the padding of tiles."""
+    """Return the bytes of arrays in a chip's main memory, tile padding included."""
     return sum(
         _bytes_of(array)
         for array in ARRAY.finditer(shapes)

@@ -26,17 +26,17 @@ from headcount.training.metrics import MetricsWriter, Window, mean_and_sd
 from headcount.training.step import Static, TrainState, checkpoint_items, train_steps
 from headcount.training.trials import describe_trial
 
-ROWS_OF_HEADS = 8  # of a dev batch, that the heads are logged on: bounds the memory
+ROWS_OF_HEADS = 8  # dev rows that head summaries are computed on; bounds the memory
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A run in training: what it trains, on what, and how far it is."""
+    """The state of a run in training: its config, data, models and progress."""
 
     config: ConfigDict
     workdir: Path
     task: Task
-    trials: list[dict]  # what each trial differs in
+    trials: list[dict]  # see `training.trials`
     hyperparameters: dict  # arrays of shape R; see `train_steps`
     static: Static
     batches: Batches
@@ -59,21 +59,21 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """How many updates the run is to have in the end."""
+        """Total number of updates of the run."""
         return self.config.train.num_steps
 
     def is_due(self, every: int) -> bool:
-        """Whether something that happens every so many steps happens now."""
+        """Return whether an action with this interval is due at the current step."""
         return self.step % every == 0 or self.step == self.num_steps
 
     def update(self, batch: dict, number: int) -> None:
-        """Start the updates of a span; read the metrics of the span before it."""
+        """Dispatch the updates of a span; read the metrics of the previous span."""
         self.state, metrics = train_steps(
             self.state, self.hyperparameters, batch, number, static=self.static
         )
         self.unread.append((self.step, number, sharding.to_all(metrics)))
         self.step += number
-        self.read_metrics(keep=1)  # one late, so that the device never waits for Python
+        self.read_metrics(keep=1)  # one span late: the device never waits for Python
         if self.window.compiling:
             self.read_metrics()
             say(f"First step {clock(time.monotonic() - self.started)} after launch.")
@@ -93,7 +93,7 @@ class Trainer:
                 self.freeze(diverged, at, why, diverged_at=at)
 
     def freeze(self, trials, at: int, why: str, **row) -> None:
-        """Record that trials are not updated any more."""
+        """Mark trials as frozen, and log why."""
         for trial in trials.tolist():
             self.frozen[trial] = True
             self.writer.write(at, trial, **row)
@@ -107,7 +107,7 @@ class Trainer:
             yield
 
     def run(self) -> Run:
-        """Return the models as they are now."""
+        """Return the run with its current parameters."""
         R = len(self.trials)
         return Run(
             config=self.config,
@@ -122,7 +122,7 @@ class Trainer:
 
 
 class Hook(NamedTuple):
-    """Something that happens every so many steps, and at the end."""
+    """A function to call every `every` steps and after the last step."""
 
     every: int
     call: Callable[[Trainer], Any]
@@ -131,10 +131,10 @@ class Hook(NamedTuple):
 def fit(
     trainer: Trainer, hooks: list[Hook], stop: StopSignal, profile: Profile
 ) -> None:
-    """Train until num_steps, a signal, or no trial is left to update; then save."""
+    """Train until num_steps, a signal, or all trials are frozen; then save."""
     settings = trainer.config.train
     k, ends = settings.steps_per_dispatch, profile.ends(trainer.step)
-    # the first step alone shows at once that everything works
+    # run the first step on its own, so that errors show early
     once, intervals = {trainer.step + 1, *ends}, [hook.every for hook in hooks]
     spans = dispatch_spans(trainer.step, trainer.num_steps, k, intervals, once)
     mesh, R = jax.sharding.get_mesh(), len(trainer.trials)
@@ -224,7 +224,7 @@ def evaluate(trainer: Trainer) -> None:
 
 
 def log_heads(trainer: Trainer, trials: list[int]) -> None:
-    """Write four numbers of every head on a few rows of dev; see `head_summaries`."""
+    """Log four statistics per head on a few dev rows; see `head_summaries`."""
     run = trainer.run()
     batch = trainer.task.evaluation_batches(trainer.dev)[0]
     few = {name: array[:ROWS_OF_HEADS] for name, array in batch.items()}

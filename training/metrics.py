@@ -20,14 +20,13 @@ ROW = {"step": Number(0), "trial": Number(0)}
 class MetricsWriter:
     """Append rows to metrics.jsonl, and pass them on to the trackers.
 
-    Rows after `step` are dropped at the start: they are of updates that a killed run
-    did after its last checkpoint, and that will be done again. A `silent` writer writes
-    nothing: of several processes only the first one does.
+    Rows after `step` are dropped on construction: a killed run wrote them after its
+    last checkpoint, and will repeat those updates.
 
     Args:
-        workdir: of the run.
-        step: updates done before.
-        silent: see above.
+        workdir: the run's folder.
+        step: number of updates already done.
+        silent: write nothing; true in all processes but the first.
         trackers: names in `training.tracking.TRACKERS`.
     """
 
@@ -53,7 +52,9 @@ class MetricsWriter:
         self.workdir, self.step = workdir, step
 
     def write(self, step: int, trial: int, **values) -> None:
-        """Write one row; numbers go to trackers too. What is not finite is null.
+        """Write one row, and send its numbers to the trackers.
+
+        Non-finite values are written as null.
 
         Raises:
             OSError: the row can't be written, for example because the disk is full.
@@ -78,7 +79,7 @@ class MetricsWriter:
             board.write(step, trial, numbers)
 
     def close(self) -> None:
-        """Close both files; `write` has already reported a full disk."""
+        """Close the file and the trackers; `write` has already reported a full disk."""
         if self.silent:
             return
         with contextlib.suppress(OSError):
@@ -89,7 +90,7 @@ class MetricsWriter:
 
 
 def parse_row(line: str) -> dict | None:
-    """Parse a line of metrics.jsonl; None if it is incomplete, as after a kill."""
+    """Parse a line of metrics.jsonl; return None if it is cut off by a kill."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -100,7 +101,10 @@ def parse_row(line: str) -> dict | None:
 
 
 def _is_number_or_null(value) -> bool:
-    """Whether a value is null or fits a float: JSON's 1e999 and long integers don't."""
+    """Return whether a value is null, or a number that fits a float.
+
+    JSON also allows 1e999 and integers of any length, which don't fit.
+    """
     if not isinstance(value, int | float):
         return value is None
     return abs(value) <= sys.float_info.max
@@ -114,23 +118,23 @@ def read_metrics(workdir: Path) -> list[dict]:
 
 
 def is_evaluated(workdir: Path, step: int) -> bool:
-    """Whether metrics.jsonl has dev scores of a step."""
+    """Return whether metrics.jsonl has dev scores of a step."""
     rows = read_metrics(workdir)
     return any(row["step"] == step and "dev_loss" in row for row in rows)
 
 
 class Window:
-    """Averages over the steps since the last logged row, and their throughput.
+    """Averages and throughput over the steps since the last logged row.
 
-    It is not saved in checkpoints: the first row after a restart covers the steps since
-    the restart.
+    Checkpoints don't include it: the first row after a restart covers only the steps
+    since the restart.
 
     Args:
-        spec: of one trial's batch; see `tasks.base.Batches`.
+        spec: shapes of one trial's batch; see `tasks.base.Batches`.
     """
 
     def __init__(self, spec: dict):
-        self.capacity = {  # tokens of a batch, padding included
+        self.capacity = {  # tokens per batch, padding included
             name.removesuffix("_segments"): int(np.prod(array.shape))
             for name, array in spec.items()
             if name.endswith("_segments")
@@ -141,7 +145,7 @@ class Window:
         self.compiling = True
 
     def start_clock(self) -> None:
-        """Measure throughput from here on."""
+        """Start measuring throughput from now on."""
         self.compiling = False
         self.untimed, self.start = len(self.metrics), time.monotonic()
         self.input_wait = self.pause = 0.0
@@ -161,7 +165,7 @@ class Window:
         self.pause += time.monotonic() - start
 
     def add(self, metrics: dict) -> np.ndarray:
-        """Add the metrics of a step, each R; return the trials that diverged."""
+        """Add the metrics of a step, each of shape R; return the diverged trials."""
         self.metrics.append(metrics)
         return np.flatnonzero(metrics["diverged"])
 
@@ -207,7 +211,7 @@ class Window:
         return rows
 
     def throughput(self, tokens: dict, updated) -> dict:
-        """Return real tokens per second over all trials, and related rates."""
+        """Return non-padding tokens per second over all trials, and related rates."""
         seconds = time.monotonic() - self.start - self.pause
         steps = len(self.metrics) - self.untimed
         if steps == 0:
@@ -225,7 +229,7 @@ class Window:
 
 
 def mean_and_sd(name: str, values: list[float], form: str = ".3f") -> str:
-    """Format a number over trials: its mean and, with several, its deviation."""
+    """Format the mean over trials and, if there are several, the standard deviation."""
     if not values:
         return ""
     text = f"{name} {np.mean(values):{form}}"

@@ -20,14 +20,14 @@ def restore_parameters(workdir: Path, which: str, num_trials: int, abstract):
         workdir: the run's folder.
         which: a name in `READERS`.
         num_trials: R.
-        abstract: one trial's parameters, as shapes.
+        abstract: one trial's abstract parameters.
 
     Returns:
-        The parameters with the trial axis R, on the host; for every trial the step that
-        they are from, and the step at which it diverged (0: it did not).
+        The parameters on the host, with a leading trial axis R; the step of each
+        trial's parameters; and the step at which each trial diverged, or 0.
 
     Raises:
-        ValueError, OSError: there is no checkpoint yet, it is damaged, or it is of
+        ValueError, OSError: there is no checkpoint yet, it is damaged, or it belongs to
             another model.
     """
     abstract = jax.tree.map(
@@ -48,19 +48,19 @@ def parameters_to_start_from(
 ) -> dict[str, np.ndarray]:
     """Read the best parameters of another run (train.init_from).
 
-    If that run has one trial, all trials start from it; otherwise it needs as many, and
-    each starts from its own. Differences between the models' configs are logged, and so
-    are head gates that the new trials don't have.
+    If that run has one trial, all new trials start from it. Otherwise both runs must
+    have the same number of trials, and each trial starts from its counterpart. Log
+    differences between the model configs, and head gates that differ.
 
     Args:
-        params: of the new run, R in front; may be abstract.
-        new: parts of the model that do not come from the other run.
+        params: the new run's parameters with a leading axis R; may be abstract.
+        new: parts of the model to leave out, which stay newly initialized.
 
     Returns:
-        The other run's parameters by path, without those of `new`.
+        The other run's parameters by path, without the parts in `new`.
 
     Raises:
-        ValueError, OSError: there is no such run, or its parameters do not fit.
+        ValueError, OSError: there is no such run, or its parameters don't fit.
     """
     with distributed.fail_together():  # a relative path may exist on some hosts only
         there = run_folder(workdir)
@@ -99,7 +99,7 @@ def parameters_to_start_from(
 
 
 def by_path(params) -> dict:
-    """Return leaves by their path, as checkpoints name them."""
+    """Return a dict from path, as named in checkpoints, to leaf."""
     return {
         path_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -107,10 +107,11 @@ def by_path(params) -> dict:
 
 
 def with_parameters(state: TrainState, params: dict) -> TrainState:
-    """Replace parameters of a state by those of one trial, or of as many trials.
+    """Replace parameters of a state.
 
     Args:
-        params: by path; what is missing stays as it is.
+        params: parameters by path, of one trial (used for all) or of every trial.
+            Parameters that are not in it stay unchanged.
     """
 
     def put(path, ours):
@@ -124,7 +125,11 @@ def with_parameters(state: TrainState, params: dict) -> TrainState:
 
 
 def run_folder(workdir: str) -> Path:
-    """Return the folder that train.init_from names; FileNotFoundError if no run."""
+    """Return the folder that train.init_from names.
+
+    Raises:
+        FileNotFoundError: it holds no run.
+    """
     if not (Path(workdir) / "config.json").exists():
         raise FileNotFoundError(
             f"train.init_from={workdir} holds no run (there is no config.json in it)."
@@ -136,7 +141,7 @@ def _read_best(checkpoints, abstract, trials: dict):
     like = np.zeros(len(trials["step"]))
     best = {"params": abstract, "score": like, "step": like}
     best = _required(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
-    # a trial without a finite score at any evaluation still has its initial values
+    # without a finite score at any evaluation, a trial's best are its initial values
     without = ~np.isfinite(best["score"]) & (trials["diverged_at"] == 0)
     if without.any() and not np.isfinite(best["score"]).any():
         raise ValueError(
@@ -153,7 +158,11 @@ def _read_last(checkpoints, abstract, trials: dict):
 
 
 def _read_average(checkpoints, abstract, trials: dict):
-    """Average all kept checkpoints; a trial that stopped early counts its end once."""
+    """Average all kept checkpoints.
+
+    A trial that stopped early repeats its final parameters in all later checkpoints;
+    they count once.
+    """
     total, before = None, -1
     for step in checkpoints.steps_of_all():
         items, damage = checkpoints.read_all(step, params=abstract)

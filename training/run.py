@@ -33,12 +33,12 @@ CHECKPOINT = flags.DEFINE_enum(
 
 
 def load(workdir: Path | str, which: str = "best") -> Run:
-    """Return a run with its "best", "last" or "average" parameters.
+    """Load a run with its "best", "last" or "average" parameters.
 
-    Also sets JAX's mesh to one that divides the trials over the devices.
+    Also set JAX's global mesh to one that shards the trials over the devices.
 
     Raises:
-        ValueError, OSError: there is no run, no checkpoint yet, or a damaged one.
+        ValueError, OSError: there is no run, or it has no intact checkpoint.
     """
     if which not in READERS:
         raise ValueError(f"which must be one of {', '.join(READERS)}, got {which!r}.")
@@ -95,10 +95,10 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) -> None:
-    """Raise a ValueError if a run was trained on another task, model or vocabulary.
+    """Raise a ValueError if a run was trained with another task, model or vocabulary.
 
-    Then one of its files was edited: the task of a model of the same shapes would give
-    answers that mean nothing.
+    This detects edited files: shapes alone don't, because another task may have a model
+    of the same shapes, whose answers would be meaningless.
     """
     path = workdir / "run.json"
     facts = read_json(path)
@@ -131,7 +131,11 @@ def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) ->
 
 
 def choose_trial(run: Run, flag) -> int:
-    """Return the trial that the flag --trial names; ValueError if the run has none."""
+    """Return the value of --trial.
+
+    Raises:
+        ValueError: the run has no such trial.
+    """
     if not 0 <= flag.value < len(run.trials):
         raise ValueError(
             f"--trial must be below {len(run.trials)}, the number of trials in the "
@@ -141,6 +145,9 @@ def choose_trial(run: Run, flag) -> int:
 
 
 def choose_trials(run: Run, flag) -> list[int]:
-    """Return the trial that --trial names; without it all that have not diverged."""
+    """Return the trial that --trial names; by default, all that have not diverged.
+
+    If all trials have diverged, the default is the flag's default value.
+    """
     sound = [trial for trial, at in enumerate(run.diverged_at) if at is None]
     return [choose_trial(run, flag)] if flag.present or not sound else sound

@@ -15,7 +15,8 @@ from headcount.training.step import TrainState
 def rank(value: float, loss: float, metric: Metric) -> float:
     """Return a score to compare by: higher is better, ties are broken by the loss.
 
-    The loss counts for less than any difference of scores that is more than rounding.
+    The loss has a weight so small that it only decides between scores that are equal
+    up to rounding.
     """
     if not metric.higher_is_better:
         return -value if np.isfinite(value) else -np.inf
@@ -23,7 +24,7 @@ def rank(value: float, loss: float, metric: Metric) -> float:
 
 
 def ranks(rows: dict[int, dict], metric: Metric, num_trials: int) -> np.ndarray:
-    """Return `rank` of every trial, R; -inf where it has no row."""
+    """Return the `rank` of every trial, of shape R; -inf for trials without a row."""
     found = np.full(num_trials, -np.inf)
     for trial, row in rows.items():
         found[trial] = rank(row[metric.name], row[LOSS.name], metric)
@@ -31,7 +32,7 @@ def ranks(rows: dict[int, dict], metric: Metric, num_trials: int) -> np.ndarray:
 
 
 def initial_best(params: nnx.State, num_trials: int) -> dict:
-    """Return the best before any evaluation: `params`, `score` and `step` per trial."""
+    """Return the initial `best`: `params`, `score` (-inf) and `step` (0) per trial."""
     return {
         "params": params,
         "score": np.full(num_trials, -np.inf),
@@ -40,13 +41,13 @@ def initial_best(params: nnx.State, num_trials: int) -> dict:
 
 
 def keep_best(best: dict, params: nnx.State, step: int, scores: np.ndarray) -> dict:
-    """Replace the best parameters of the trials that score higher than ever before.
+    """Update the best parameters of the trials that exceed their best score.
 
     Args:
         best: see `initial_best`; its parameters are donated.
-        params: of now.
-        step: of now.
-        scores: R, higher is better.
+        params: current parameters.
+        step: current step.
+        scores: current scores, of shape R; higher is better.
     """
     better = scores > best["score"]
     return {
@@ -70,7 +71,7 @@ def stop_without_progress(
     """Freeze the trials whose best evaluation was at step `before` or earlier.
 
     Returns:
-        The state, and the trials that this froze.
+        The new state, and the trials that this call froze.
     """
     late = ~sharding.fetch(state.frozen) & (best["step"] <= before)
     stopped_at = jnp.where(late, step, state.stopped_at)

@@ -1,6 +1,6 @@
 """One update of every trial: the train state, the loss's gradient, the optimizer.
 
-Every array has a leading trial axis R, also when there is one trial.
+Every array has a leading trial axis R, even with a single trial.
 """
 
 from collections.abc import Callable
@@ -25,34 +25,34 @@ from headcount.training.trials import OPTIMIZER_PROGRAM_KEYS
 
 
 class TrainState(NamedTuple):
-    """What an exact resume needs; every leaf has the trial axis R in front."""
+    """Everything needed to resume exactly; every leaf has a leading trial axis R."""
 
     step: jax.Array  # updates done
     params: nnx.State
     opt_state: optax.OptState
-    diverged_at: jax.Array  # the step whose loss or gradient was not finite; 0: none
-    stopped_at: jax.Array  # the step at which patience ended; 0: it has not
+    diverged_at: jax.Array  # step with a non-finite loss or gradient; 0: none
+    stopped_at: jax.Array  # step at which patience ran out; 0: it has not
 
     @property
     def frozen(self) -> jax.Array:
-        """Whether the trial is no longer updated, R."""
+        """Whether each trial is no longer updated, of shape R."""
         return (self.diverged_at > 0) | (self.stopped_at > 0)
 
 
 class Static(NamedTuple):
-    """What is compiled into the program, and so the same for all trials of a group."""
+    """Settings compiled into the program, and so shared by all trials of a group."""
 
     graph: nnx.GraphDef
     loss: Callable  # `Task.loss`
-    optimizer: tuple  # settings that are no numbers, pairs of name and value
+    optimizer: tuple  # (name, value) pairs of the settings that are not numbers
     width: int
     remat: str = "none"  # see models.precision.rematerialize
-    accumulate_steps: int = 1  # parts of a batch that are computed one after another
+    accumulate_steps: int = 1  # microbatches per update
     shard: str = "none"  # see runtime.sharding.specs
 
 
 def make_static(model, config, loss: Callable) -> Static:
-    """Return what a config compiles into the program; the model may be abstract."""
+    """Return the static settings of a config; the model may be abstract."""
     return Static(
         nnx.split(model)[0],
         loss,
@@ -91,13 +91,13 @@ def init(trials: dict, *, static: Static, build) -> TrainState:
 def init_while_compiling(
     init, trials: dict, k: int, spec: dict, static: Static
 ) -> TrainState:
-    """Return `init(trials)`; compile `train_steps` in the meantime.
+    """Return `init(trials)`, compiling `train_steps` at the same time.
 
     Args:
-        init: makes the initial state; see `init`.
+        init: function that returns the initial state; see `init`.
         trials: see `train_steps`.
-        k: the most steps per call of `train_steps`.
-        spec: of one trial's batch; see `tasks.base.Batches`.
+        k: maximum number of steps per call of `train_steps`.
+        spec: shapes of one trial's batch; see `tasks.base.Batches`.
         static: see `train_steps`.
     """
     mesh = jax.sharding.get_mesh()
@@ -120,14 +120,14 @@ def train_steps(
     Args:
         state: donated.
         trials: hyperparameters, each of shape R: `seed`, `dropout`, `label_smoothing`,
-            `optimizer` (arguments of `make_optimizer`); and `head_gates`, R L N by
-            site.
-        batches: arrays R k B ...
-        num_steps: how many of the k batches to use.
-        static: what is fixed in the program.
+            `optimizer` (arguments of `make_optimizer`); and `head_gates`, a dict from
+            site to an array of shape R L N.
+        batches: arrays of shape R k B ...
+        num_steps: number of batches to use, at most k.
+        static: settings compiled into the program.
 
     Returns:
-        The new state, and metrics of shape R k, of which the first num_steps count.
+        The new state, and metrics of shape R k; only the first num_steps are valid.
     """
 
     def one(state, trial, batches):
@@ -142,7 +142,7 @@ def train_steps(
         like = jax.eval_shape(lambda: update(state, trial, first, static)[1])
         k = len(jax.tree.leaves(batches)[0])
         metrics = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), like)
-        # Side by side a frozen trial saves no time, and asking costs communication.
+        # Vectorized trials can't skip steps, and checking would cost communication.
         steps = jnp.where(state.frozen, 0, num_steps) if in_turn() else num_steps
         return jax.lax.fori_loop(0, steps, step, (state, metrics))
 
@@ -151,11 +151,14 @@ def train_steps(
 
 
 def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
-    """Return a trial's mean loss on a batch, its weight (a sum), and the gradient.
+    """Compute a trial's loss on a batch, and the gradient of its parameters.
 
-    And each head's largest logit, where `qk_clip` needs it; see `penalty_and_largest`.
-    The batch may be computed in parts (`accumulate_steps`). Apart from dropout, which
-    then drops other elements, the result does not depend on how many there are.
+    The batch is computed in `accumulate_steps` microbatches. Their number only affects
+    which elements dropout drops.
+
+    Returns:
+        The mean loss; its weight, a sum over the batch; the gradient; and the largest
+        logit of each head where `qk_clip` needs it (see `penalty_and_largest`).
     """
 
     def summed(params, part, key):
@@ -174,7 +177,7 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
             **options,
         )
         penalty, largest = penalty_and_largest(options.get("auxiliary", {}))
-        # penalties steer the gradient; the loss that is reported is the task's
+        # penalties affect the gradient, but not the reported loss
         return loss + weight * penalty, (loss, weight, largest)
 
     def of_part(part, key, scale):
@@ -184,8 +187,8 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
         (gradient,) = pullback(jnp.ones_like(total) * scale(weight))
         return loss, weight, sharding.scattered(gradient, static.shard), largest
 
-    # The sums run over the rows of all devices: B is divided over the mesh's axis
-    # "data", and the compiler adds what each device has.
+    # The sums run over the rows of all devices: B is sharded over the mesh axis "data",
+    # and the compiler inserts the all-reduce.
     def divisor(weight):
         return jnp.where(weight > 0, weight, 1.0)
 
@@ -200,7 +203,7 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
         sums = jax.tree.map(jnp.add, total, tuple(found))
         return sums, largest
 
-    def split(x):  # strided, so that every device has rows of each part
+    def split(x):  # strided, so that every device has rows of each microbatch
         return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
     parts = jax.tree.map(split, batch)
@@ -228,7 +231,7 @@ def penalty_and_largest(auxiliary: dict) -> tuple[jax.Array | float, dict]:
     return penalty, largest
 
 
-@partial(jax.jit, static_argnames="static", inline=True)  # so that it is traced once
+@partial(jax.jit, static_argnames="static", inline=True)  # jit: traced only once
 def update(state: TrainState, trial: dict, batch: dict, static: Static):
     """Update one trial on one batch; see `train_steps`."""
     key = jax.random.fold_in(jax.random.key(trial["seed"]), state.step)
@@ -268,10 +271,10 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
 
 
 def clipped(params, largest: dict, graph):
-    """Return parameters after QK clip, at the sites that have it.
+    """Apply QK clip to the parameters at the sites that use it.
 
     Args:
-        largest: each layer's largest logits by site; see `penalty_and_largest`.
+        largest: largest logits of each layer, by site; see `penalty_and_largest`.
     """
     if not largest:
         return params
@@ -283,7 +286,7 @@ def clipped(params, largest: dict, graph):
 
 
 def tokens_per_field(batch: dict) -> dict[str, jax.Array]:
-    """Count the tokens that are not padding, by field with segment ids."""
+    """Count the non-padding tokens of each field that has segment ids."""
     return {
         name.removesuffix("_segments"): (array > 0).sum()
         for name, array in batch.items()
@@ -292,7 +295,10 @@ def tokens_per_field(batch: dict) -> dict[str, jax.Array]:
 
 
 def checkpoint_items(state: TrainState, best: dict) -> dict:
-    """Return what a checkpoint holds; parameters apart, for readers of only those."""
+    """Return the items of a checkpoint.
+
+    Parameters are an item of their own, so that they can be read alone.
+    """
     return {
         "params": state.params,
         "optimizer": state.opt_state,
@@ -306,6 +312,6 @@ def checkpoint_items(state: TrainState, best: dict) -> dict:
 
 
 def state_from_items(items: dict) -> TrainState:
-    """Invert `checkpoint_items`."""
+    """Rebuild the train state from the items that `checkpoint_items` returns."""
     params, opt_state = items["params"], items["optimizer"]
     return TrainState(params=params, opt_state=opt_state, **items["trials"])

@@ -1,7 +1,8 @@
-"""Trackers: where a run's metrics can be watched, besides metrics.jsonl.
+"""Experiment trackers, which get a run's metrics in addition to metrics.jsonl.
 
-`train.tracker` names them. A tracker gets the numbers of each row, and never stops a
-run: without its library, network or login there is a warning, and training goes on.
+`train.tracker` names them. A tracker gets the numbers of each row. It never stops a
+run: if its library, the network or a login is missing, training logs a warning and
+continues.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import read_json, write_json
 
-RECORD = "wandb.json"  # in the workdir: the id by which a resumed run is continued
+RECORD = "wandb.json"  # in the workdir: the id of the wandb run to resume
 FILES = ("config.json", "trials.json", "run.json", "metrics.jsonl")  # of the artifact
 
 
@@ -28,17 +29,17 @@ class TensorBoard:
         from tensorboardX.summary import scalar
 
         self.event, self.scalar = Event, scalar
-        # Not a SummaryWriter: its thread and its exit handler print tracebacks when the
-        # disk is full.
+        # not SummaryWriter: its thread and exit handler print tracebacks if the disk is
+        # full
         self.writer, self.flushed_at = EventsWriter(str(workdir / "events")), 0.0
-        # TensorBoard then hides what a killed run wrote after its last checkpoint.
+        # lets TensorBoard hide what a killed run wrote after its last checkpoint
         start = SessionLog(status=SessionLog.START)
         self.writer.write_event(
             Event(wall_time=time.time(), step=step + 1, session_log=start)
         )
 
     def write(self, step: int, trial: int, numbers: dict) -> None:
-        """Add a row of one trial."""
+        """Write the numbers of one trial's row."""
         for name, value in numbers.items():
             summary = self.scalar(f"trial_{trial}/{name}", value)
             event = self.event(wall_time=time.time(), step=step, summary=summary)
@@ -48,19 +49,20 @@ class TensorBoard:
             self.flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the event file."""
         self.writer.close()
 
 
 class WandB:
     """A run of Weights & Biases with the run's config; a resumed run continues it.
 
-    The runs of a sweep are in the group of its folder's name. WANDB_MODE, WANDB_PROJECT
-    and the other variables of wandb work as in its documentation.
+    All runs of a sweep are in one wandb group, named after the sweep's folder.
+    WANDB_MODE, WANDB_PROJECT and the other environment variables work as documented by
+    wandb.
     """
 
     def __init__(self, workdir: Path, step: int):
-        import wandb  # noqa: F401  fails before files are read if it is not installed
+        import wandb  # noqa: F401  if not installed, fail before any file is read
 
         self.workdir, folder = workdir, workdir.resolve()
         in_sweep = folder.parent.name == "groups"
@@ -76,12 +78,12 @@ class WandB:
         self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, trial: int, numbers: dict) -> None:
-        """Add a row of one trial."""
+        """Log the numbers of one trial's row."""
         row = {f"trial_{trial}/{name}": value for name, value in numbers.items()}
         self.run.log({"step": step, **row})
 
     def close(self) -> None:
-        """Add a table of evaluations and the run's files, and end the record."""
+        """Log a table of evaluations and the run's files, and finish the wandb run."""
         lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "dev_loss" in row]
         add_table(self.run, "evaluations", rows)
@@ -90,12 +92,12 @@ class WandB:
 
 
 def start_wandb(workdir: Path, is_new: bool, config: dict, **options):
-    """Start or continue the record of a folder; return wandb's run.
+    """Start or resume the wandb run of a folder.
 
     Args:
-        workdir: has wandb.json, by which a record is continued.
-        is_new: start another record, even if there is one.
-        config, options: of `wandb.init`.
+        workdir: folder with wandb.json, which holds the id of a run to resume.
+        is_new: start a new run, even if the folder has one.
+        config, options: arguments of `wandb.init`.
     """
     import wandb
 
@@ -106,7 +108,7 @@ def start_wandb(workdir: Path, is_new: bool, config: dict, **options):
     if "WANDB_PROJECT" not in os.environ:
         options["project"] = "headcount"
     try:
-        # init would ask for a key in a terminal, and training would wait for it
+        # in a terminal, init would prompt for an API key, which would block training
         if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
             raise ValueError("no login")
         return wandb.init(config=config, **options)
@@ -116,7 +118,7 @@ def start_wandb(workdir: Path, is_new: bool, config: dict, **options):
 
 
 def add_table(run, name: str, rows: list[dict]) -> None:
-    """Add a table to a record of Weights & Biases, unless it has no rows."""
+    """Log a table to a wandb run, unless the table has no rows."""
     import wandb
 
     if rows:
@@ -127,7 +129,7 @@ def add_table(run, name: str, rows: list[dict]) -> None:
 
 
 def add_files(run, kind: str, folder: Path, names) -> None:
-    """Add those files of a folder that exist to a record, as an artifact."""
+    """Log the files of a folder as an artifact; skip those that don't exist."""
     import wandb
 
     artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
@@ -140,12 +142,12 @@ def add_files(run, kind: str, folder: Path, names) -> None:
 def record_report(
     workdir: Path, names: list[str], tables: dict[str, list[dict]], config: dict
 ) -> None:
-    """Add the report of a sweep to Weights & Biases; log why if that fails.
+    """Log the report of a sweep to Weights & Biases; if that fails, log why.
 
     Args:
-        workdir: of the sweep, whose groups are the runs of the same group.
-        names: of the report's files.
-        tables: rows by the name of a table.
+        workdir: the sweep's folder; the report joins the wandb group of its runs.
+        names: names of the report's files.
+        tables: rows by table name.
         config: the sweep's settings.
     """
     attempt("wandb", _record_report, workdir, names, tables, config)
@@ -170,7 +172,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def tracker_names(text: str) -> list[str]:
-    """Return the names in train.tracker; ValueError if there is no such tracker."""
+    """Parse train.tracker; raise a ValueError if there is no such tracker."""
     names = [] if text == "none" else text.split(",")
     for name in names:
         if name not in TRACKERS:
@@ -182,12 +184,12 @@ def tracker_names(text: str) -> list[str]:
 
 
 def start_trackers(names, workdir: Path, step: int) -> list:
-    """Return the trackers that can be started; log why another one can't.
+    """Start trackers; leave out those that can't be started, and log why.
 
     Args:
-        names: in `TRACKERS`.
-        workdir: of the run.
-        step: updates done before.
+        names: names in `TRACKERS`.
+        workdir: the run's folder.
+        step: number of updates already done.
     """
     return [
         Forgiving(name, tracker)
@@ -197,9 +199,9 @@ def start_trackers(names, workdir: Path, step: int) -> list:
 
 
 def attempt(name: str, function, *arguments):
-    """Return what a function of a tracker returns; log an error of any type.
+    """Call a tracker's function; if it raises any exception, log it and return None.
 
-    A tracker may fail in ways that are its own, and must not stop a training.
+    Trackers raise exceptions of many types, and none may stop training.
     """
     try:
         return function(*arguments)
@@ -221,7 +223,7 @@ def first_line(error: Exception) -> str:
 
 
 class Forgiving:
-    """A tracker whose errors are logged; after one it gets no more rows."""
+    """A tracker whose errors are logged; after the first, it gets no more rows."""
 
     def __init__(self, name: str, tracker):
         self.name, self.tracker = name, tracker
@@ -232,7 +234,7 @@ class Forgiving:
             self.tracker = None
 
     def send(self, *row) -> bool:
-        """Pass a row on."""
+        """Write a row to the tracker; return True, to tell success from an error."""
         self.tracker.write(*row)
         return True
 

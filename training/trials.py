@@ -1,9 +1,10 @@
-"""The trials of a group: what they differ in enters their common program as data.
+"""The trials of a group, which share one compiled program.
 
-A trial is a dict from dotted config key to number: its seed, and whatever else differs
-from the config in some trial of the group. Configs are flat here, too. In addition to
-the config's keys there is `head_gates.SITE.LAYER.HEAD`, a factor on the output of one
-head: 1 by default, and 0 trains the model without that head.
+The hyperparameters in which trials differ are inputs of the program. A trial is a dict
+from dotted config key to number: its seed, and every key that differs from the config
+in some trial of the group. Configs are flat here, too. In addition to the config's keys
+there is `head_gates.SITE.LAYER.HEAD`, a factor on the output of one head: 1 by default;
+0 trains the model without that head.
 """
 
 import re
@@ -15,9 +16,9 @@ import numpy as np
 from headcount.configs.base import get_config
 from headcount.runtime.workdir import parse_json
 
-SMALLEST = float(np.finfo(np.float32).smallest_normal)  # below it XLA flushes to 0
-LARGEST = 3.4e38  # above it float32 is infinite
-PAST_ONE = 1.0000001  # what is below it is at most 1
+SMALLEST = float(np.finfo(np.float32).smallest_normal)  # XLA flushes subnormals to 0
+LARGEST = 3.4e38  # larger numbers overflow float32
+PAST_ONE = 1.0000001  # exclusive limit of ranges that include 1
 # Ranges [low, high) of hyperparameters; the others are [0, LARGEST).
 RANGES = {
     "seed": (0, 2**32),
@@ -30,7 +31,7 @@ RANGES = {
     "optimizer.final_share": (0, PAST_ONE),
     "optimizer.decay_share": (0, PAST_ONE),
 }
-# What is no number is part of the program: trials of a group share it.
+# Settings that are not numbers are compiled into the program that a group shares.
 OPTIMIZER_PROGRAM_KEYS = tuple(
     key
     for key, value in get_config().optimizer.items()
@@ -72,7 +73,10 @@ def make_trials(config: dict, path: Path | None = None) -> list[dict]:
 
 
 def read_trials(path: Path, config: dict) -> list[dict]:
-    """Read a file of trials; give all of them the same keys, the seed first."""
+    """Read a file of trials; fill in defaults so that all have the same keys.
+
+    The seed is the first key.
+    """
     try:
         found = parse_json(path.read_text())
     except ValueError as error:
@@ -98,7 +102,7 @@ def check_trials(path: Path, trials: list, config: dict) -> None:
     """Raise a ValueError unless each trial is a dict from keys to numbers in range.
 
     Args:
-        path: the file that lists them, for errors.
+        path: the file that lists the trials, for error messages.
         config: flat.
     """
     may_differ = set(trial_keys(config))
@@ -125,13 +129,13 @@ def check_trials(path: Path, trials: list, config: dict) -> None:
 
 
 def setting_at(config: dict, site: str, name: str):
-    """Return a setting of the attention at a site: its own, or that of all sites."""
+    """Return an attention setting of a site, which defaults to model.attention's."""
     own = config[f"model.{site}_attention.{name}"]
     return config[f"model.attention.{name}"] if own is None else own
 
 
 def heads_at(config: dict, site: str) -> tuple[int, int]:
-    """Return L and N of a site, "encoder", "decoder" or "cross"."""
+    """Return the numbers of layers L and heads N of "encoder", "decoder" or "cross"."""
     stack = "encoder" if site == "encoder" else "decoder"
     layers = config[f"model.num_{stack}_layers"]
     return layers, setting_at(config, site, "num_heads")
@@ -154,7 +158,7 @@ def check_gate(place: str, key: str, config: dict) -> None:
 
 
 def head_gates(config: dict, trials: list[dict]) -> dict[str, np.ndarray]:
-    """Return the gates of every head, R L N by site, where some trial has one."""
+    """Return the head gates, of shape R L N, of each site where a trial sets one."""
     gates = {}
     for index, trial in enumerate(trials):
         for key, value in trial.items():
@@ -176,7 +180,7 @@ def check_numbers(config: dict) -> None:
 def check_value(name: str, key: str, value) -> None:
     """Raise a ValueError unless a value is a number in the range of a config key.
 
-    Also in float32, which is what the program computes with (except for seeds).
+    Except for seeds, it must be in range in float32, too: the program computes in it.
     """
     low, high = RANGES.get(key, (0, LARGEST))
     kinds = (int,) if key == "seed" else (int, float)
@@ -195,7 +199,7 @@ def check_value(name: str, key: str, value) -> None:
 
 
 def hyperparameters(config: dict, trials: list[dict]) -> dict:
-    """Return what `train_steps` takes of the trials: arrays of shape R, gates R L N."""
+    """Return the argument `trials` of `train_steps`: arrays of shape R, gates R L N."""
 
     def column(key, dtype=np.float32):
         return np.array([trial.get(key, config[key]) for trial in trials], dtype)
@@ -218,7 +222,7 @@ def hyperparameters(config: dict, trials: list[dict]) -> dict:
 
 
 def describe_trial(trials: list[dict], index: int) -> str:
-    """Return a trial's number and what it differs in, in words."""
+    """Format a trial's index and its settings."""
     text = ", ".join(
         f"{key} {value if isinstance(value, int) else format(value, 'g')}"
         for key, value in trials[index].items()
