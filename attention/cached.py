@@ -5,8 +5,12 @@ which does not help here: each sentence has one query per beam, and the cost is 
 the cache once.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from headcount.attention import masks
@@ -15,8 +19,7 @@ from headcount.attention.talking_heads import mix
 
 def cached_attention(
     query: Float[Array, "B W N H"],
-    key: Float[Array, "B K H S"],
-    value: Float[Array, "B K S V"],
+    parts: Sequence[tuple[Float[Array, "B K H _"], Float[Array, "B K _ V"]]],
     mask: Bool[Array, "B #W S"],
     bias: Float[Array, "*B N S"] | None = None,
     *,
@@ -26,19 +29,24 @@ def cached_attention(
 ) -> Float[Array, "B W N V"]:
     """Compute softmax attention to a cache, with the scale 1 / sqrt(H).
 
+    The cache consists of one or several parts, keys and values each, whose S slots
+    together are those of the mask and the bias. Joining the parts would copy the cache.
+
     Every query must be allowed at least one key. N is a multiple of K: query head n
     reads key head n // (N // K). `logits_mix` and `weights_mix` are as in
     `attention.talking_heads_attention`, both or neither; `sink` is as in
     `attention.dot_product_attention`.
     """
     B, W, N, H = query.shape
-    K = key.shape[1]
+    K = parts[0][0].shape[1]
     G = N // K
     query = (query * H**-0.5).reshape(B, W, K, G, H).transpose(0, 2, 1, 3, 4)
     query = query.reshape(B, K, W * G, H)
-    logits = jnp.einsum(
-        "BKXH,BKHS->BKXS", query, key, preferred_element_type=jnp.float32
-    )
+    logits = [
+        jnp.einsum("BKXH,BKHS->BKXS", query, key, preferred_element_type=jnp.float32)
+        for key, _ in parts
+    ]
+    logits = logits[0] if len(parts) == 1 else jnp.concatenate(logits, -1)
     if logits_mix is not None:
         logits = mixed(logits, logits_mix)
 
@@ -59,8 +67,10 @@ def cached_attention(
         weights *= jax.nn.sigmoid(lse - of_queries(sink[:, None]))
     if weights_mix is not None:
         weights = mixed(weights, weights_mix)
-    weights = weights.astype(value.dtype)
-    out = jnp.einsum("BKXS,BKSV->BKXV", weights, value)
+    values = [value for _, value in parts]
+    ends = np.cumsum([value.shape[2] for value in values])
+    weights = jnp.split(weights.astype(values[0].dtype), ends[:-1], axis=-1)
+    out = sum(map(partial(jnp.einsum, "BKXS,BKSV->BKXV"), weights, values))
     return out.reshape(B, K, W, G, -1).swapaxes(1, 2).reshape(B, W, N, -1)
 
 

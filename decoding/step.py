@@ -354,18 +354,16 @@ def next_hidden(
                 for old, x, axis in kept
             )
             cache.append(grown)
-            if not model.encoder:
-                grown = tuple(
-                    jnp.concatenate(parts, axis=axis)
-                    for *parts, axis in zip(memory, grown, SLOTS, strict=False)
-                )
-            heads = attention.attend_cached(query, grown, past, bias)
+            parts = [grown] if model.encoder else [memory, grown]
+            if B == 1:  # XLA drops the axis, and would update two copies of the cache
+                parts = [tuple(map(jnp.concatenate, zip(*parts, strict=True), SLOTS))]
+            heads = attention.attend_cached(query, parts, past, bias)
             heads = attention.finished_heads(heads, x, new[1])
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
             query = attention.queries(x)
-            heads = attention.attend_cached(query, memory, rows.prompt.mask)
+            heads = attention.attend_cached(query, [memory], rows.prompt.mask)
             heads = attention.finished_heads(heads, x)
             return attention.merged(heads, x, gates.get("cross"))
 

@@ -414,16 +414,18 @@ class Attention(nnx.Module):
         return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
     def attend_cached(
-        self, query: Float[Array, "B W N H"], cache: tuple, mask, bias=None
+        self, query: Float[Array, "B W N H"], parts: list[tuple], mask, bias=None
     ) -> Float[Array, "B W N V"]:
-        """Attend to what `cache` returns; see `attention.cached.cached_attention`."""
+        """Attend to what calls of `cache` returned; see `cached_attention`."""
         given = self.softmax_parameters()
         if self.latent is not None:
-            return self.latent.attend_cached(query, *cache, mask, bias, **given)
-        key, value = cache
+            return self.latent.attend_cached(query, parts, mask, bias, **given)
         if self.difference is not None:
-            value = variants.paired(value.swapaxes(1, 2)).swapaxes(1, 2)
-        return cached_attention(query, key, value, mask, bias, **given)
+            parts = [
+                (key, variants.paired(value.swapaxes(1, 2)).swapaxes(1, 2))
+                for key, value in parts
+            ]
+        return cached_attention(query, parts, mask, bias, **given)
 
     def finished_heads(
         self,

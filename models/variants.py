@@ -207,7 +207,7 @@ class Latent(nnx.Module):
     def attend_cached(
         self,
         query: Float[Array, "B W N E"],
-        compressed: Float[Array, "B 1 C S"],
+        parts: list[tuple[Float[Array, "B 1 C _"]]],
         mask,
         bias=None,
         **arguments,
@@ -218,8 +218,9 @@ class Latent(nnx.Module):
         # undo that `cached_attention` divides by the root of the absorbed query's size
         scale = ((self.latent_dim + self.rotary_dim) / query.shape[-1]) ** 0.5
         query = jnp.concatenate([absorbed, rotated], axis=-1) * scale
-        latents = compressed[:, :, : self.latent_dim].swapaxes(2, 3)
-        out = cached.cached_attention(
-            query, compressed, latents, mask, bias, **arguments
-        )
+        parts = [
+            (compressed, compressed[:, :, : self.latent_dim].swapaxes(2, 3))
+            for (compressed,) in parts
+        ]
+        out = cached.cached_attention(query, parts, mask, bias, **arguments)
         return jnp.einsum("BWNC,CNV->BWNV", out, self.value[...])

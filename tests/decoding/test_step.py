@@ -35,13 +35,19 @@ def test_cached_attention_equals_the_reference(W, K):
     value = random.normal(size=(2, 7, K, 5)).astype(np.float32)
     sink = random.normal(size=4).astype(np.float32)
     plain = jax.jit(partial(dot_product_attention, implementation="reference"))
-    for rows, given in itertools.product({1, W}, ({}, {"sink": sink})):
+    keys, values = key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+    whole = [(keys, values)]
+    two = [
+        (keys[..., :3], values[:, :, :3]),
+        (keys[..., 3:], values[:, :, 3:]),
+    ]
+    for rows, given, parts in itertools.product(
+        {1, W}, ({}, {"sink": sink}), (whole, two)
+    ):
         mask = random.random((2, rows, 7)) < 0.6
         mask[..., 0] = True
         wanted = plain(query, key, value, None, mask[:, None], **given)
-        found = jax.jit(cached_attention)(
-            query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), mask, **given
-        )
+        found = jax.jit(cached_attention)(query, parts, mask, **given)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -50,7 +56,7 @@ def test_cached_logits_of_bfloat16_are_float32():
     query = jnp.bfloat16([32.0, 2.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
     key = jnp.bfloat16([[6.25, 6.25], [0.0, 0.25], [0.0, 0.0], [0.0, 0.0]])
     value, mask = jnp.bfloat16([[0.0], [1.0]]), jnp.ones((1, 1, 2), bool)
-    found = cached_attention(query, key[None, None], value[None, None], mask)
+    found = cached_attention(query, [(key[None, None], value[None, None])], mask)
     wanted = scipy.special.expit(0.25)
     assert found.dtype == jnp.bfloat16 and found.item() == pytest.approx(wanted, 4e-3)
 
