@@ -4,6 +4,7 @@ A file has one word per line, and blank lines between sentences. In CoNLL files 
 is the last column. In CoNLL-U files (universaldependencies.org) it is chosen by name.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag
 FEATURES, HEAD = 5, 6
 NO_FEATURE = "_"
 # Names of splits in published files.
-SPLITS = {"train": ("train",), "val": ("val", "dev", "valid"), "test": ("test",)}
+SPLITS = {"train": ("train",), "val": ("val", "dev"), "test": ("test",)}
 SUFFIXES = (".conllu", ".conll", ".txt", ".annotated", ".tsv")
 
 
@@ -65,12 +66,15 @@ def find_file(folder: Path, split: str) -> Path:
         raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
     names = SPLITS.get(split, (split,))
     files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
-    found = [path for path in files if any(name in path.name for name in names)]
+    # at the start of a word, so that an evaluation set is not "val"
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, names))})", re.I)
+    found = [path for path in files if pattern.search(path.name)]
     if not found:
+        listed = ", ".join(path.name for path in files) or "no such file"
         raise FileNotFoundError(
-            f"The folder {folder} has no file for the split {split!r}: its name must "
-            f"contain {' or '.join(names)} and end in {', '.join(SUFFIXES)}. "
-            f"It holds {', '.join(path.name for path in files) or 'no such file'}."
+            f"The folder {folder} has no file for the split {split!r}: a word in its "
+            f"name must start with {' or '.join(names)}, and the name must end in "
+            f"{', '.join(SUFFIXES)}. It holds {listed}."
         )
     if len(found) > 1:
         listed = ", ".join(path.name for path in found)

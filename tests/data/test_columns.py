@@ -61,6 +61,8 @@ def test_conll_words_have_the_tag_of_the_last_column(tmp_path):
 
 @pytest.mark.parametrize("name", ["en-dev.conllu", "valid.conllu", "val.conllu"])
 def test_the_val_split_may_be_called_dev_or_valid(tmp_path, name):
+    for other in ("evaluation.conllu", "latest.conllu", "intervals.txt"):
+        write(tmp_path, CONLLU, other)
     assert len(load("conllu", "val", write(tmp_path, CONLLU, name), "upos")) == 2
 
 
@@ -94,7 +96,7 @@ def test_a_missing_or_ambiguous_file_of_a_split_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere \(data.directory\)"):
         load("conll", "train", str(tmp_path / "nowhere"), "upos")
     folder = write(tmp_path, CONLLU)
-    with pytest.raises(FileNotFoundError, match="'val'.* val or dev .* train.conllu"):
+    with pytest.raises(FileNotFoundError, match="'val'.* val or dev.* train.conllu"):
         load("conllu", "val", folder, "upos")
     write(tmp_path, CONLLU, "more-train.conll")
     with pytest.raises(ValueError, match="'train': more-train.conll, train.conllu"):
