@@ -241,8 +241,6 @@ def decide(
         kinds[inside] = VERDICTS.index("equivalent")
     ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
     kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
-    equal = error * np.sqrt(counts) <= 1e-12 * (1 + np.abs(means))
-    kinds[equal] = VERDICTS.index("undecided")  # the spread can't be estimated
     decided = kinds != VERDICTS.index("undecided")
     first = np.where(decided.any(1), decided.argmax(1), len(counts) - 1)
     rows = np.arange(len(differences))

@@ -33,7 +33,7 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
     Args:
         name: "conll" or "conllu".
         split: "train", "val" or "test".
-        directory: folder with one file per split, whose name contains the split's name.
+        directory: folder with one file per split; see `find_file`.
         tag: for CoNLL-U files, "upos", "xpos", "relation" or "feature:NAME".
 
     Raises:
@@ -57,7 +57,7 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
 
 
 def find_file(folder: Path, split: str) -> Path:
-    """Return the file of a split.
+    """Return the file of a split: a word in its name starts with a name of the split.
 
     Raises:
         ValueError, OSError: there is no file for the split, or more than one.

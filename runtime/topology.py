@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from headcount.attention.platform import CAPABILITIES
+
 
 class Chip(NamedTuple):
     """The specifications of a chip, from its vendor's data sheet."""
@@ -37,7 +39,6 @@ CHIPS = {
 class GPU(NamedTuple):
     """What XLA's compiler must know of a GPU besides `Chip`."""
 
-    capability: str  # compute capability, in the syntax of `DESCRIPTION`
     cores: int
     fpus: int  # per core
     clock: float  # GHz
@@ -46,17 +47,16 @@ class GPU(NamedTuple):
     l2_cache: int  # bytes
 
 
-HOPPER = "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES"
 # From NVIDIA's data sheets where they give the value, otherwise Hopper's are read from
 # an H200.
 GPUS = {
-    "a100": GPU("major: 8 minor: 0", 108, 64, 1.41, 166912, 167936, 40 * 2**20),
-    "h100": GPU(HOPPER, 132, 128, 1.98, 232448, 233472, 50 * 2**20),
-    "h200": GPU(HOPPER, 132, 128, 1.98, 232448, 233472, 60 * 2**20),
+    "a100": GPU(108, 64, 1.41, 166912, 167936, 40 * 2**20),
+    "h100": GPU(132, 128, 1.98, 232448, 233472, 50 * 2**20),
+    "h200": GPU(132, 128, 1.98, 232448, 233472, 60 * 2**20),
 }
 DESCRIPTION = """
 gpu_device_info {{
-  cuda_compute_capability {{ {gpu.capability} }}
+  cuda_compute_capability {{ major: {major} minor: 0 {features} }}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.fpus}
   threads_per_warp: 32
@@ -97,9 +97,14 @@ def devices(target: str) -> np.ndarray:
     from jax.experimental import topologies
 
     if chip in GPUS:
-        known = {"gpu": GPUS[chip], "chip": CHIPS[chip], "name": chip.upper()}
+        name = chip.upper()
+        major = int(CAPABILITIES[f"NVIDIA {name}"])
+        features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+        known = {"gpu": GPUS[chip], "chip": CHIPS[chip], "name": name}
         options = {
-            "target_config": DESCRIPTION.format(**known),
+            "target_config": DESCRIPTION.format(
+                **known, major=major, features=features
+            ),
             "topology": f"1x1x{shape}",  # a single host
         }
         platform, name = "cuda", chip

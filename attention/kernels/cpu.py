@@ -21,9 +21,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Optional operands of the kernels, after query, key and value.
 OPTIONAL = ("bias", "mask", "alibi_slopes", "dropout_keys", *masks.STRUCTURE)
 # What the kernel returns for the statistics, in this order: see `summarize` there.
-SUMMARY = ("energy", "distance", "previous", "current", "following", "confidence")
-SUMMARY += ("count", "max_logit")
-QUERIES = 512  # that the kernel summarizes together, as in cpu_problem.h
+SUMMARY = (
+    *("energy", "distance", "previous", "current", "following"),
+    *("confidence", "count", "max_logit"),
+)
+QUERIES = 512  # per summary, as in cpu_problem.h; the kernel checks it
 
 
 def attend(query, key, value, bias, mask, *, statistics=False, **structure):
