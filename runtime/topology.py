@@ -12,8 +12,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from headcount.attention.platform import CAPABILITIES
-
 
 class Chip(NamedTuple):
     """The specifications of a chip, from its vendor's data sheet."""
@@ -39,6 +37,7 @@ CHIPS = {
 class GPU(NamedTuple):
     """What XLA's compiler must know of a GPU besides `Chip`."""
 
+    capability: float  # as in `attention.platform`, which imports nothing from here
     cores: int
     fpus: int  # per core
     clock: float  # GHz
@@ -50,9 +49,9 @@ class GPU(NamedTuple):
 # From NVIDIA's data sheets where they give the value, otherwise Hopper's are read from
 # an H200.
 GPUS = {
-    "a100": GPU(108, 64, 1.41, 166912, 167936, 40 * 2**20),
-    "h100": GPU(132, 128, 1.98, 232448, 233472, 50 * 2**20),
-    "h200": GPU(132, 128, 1.98, 232448, 233472, 60 * 2**20),
+    "a100": GPU(8.0, 108, 64, 1.41, 166912, 167936, 40 * 2**20),
+    "h100": GPU(9.0, 132, 128, 1.98, 232448, 233472, 50 * 2**20),
+    "h200": GPU(9.0, 132, 128, 1.98, 232448, 233472, 60 * 2**20),
 }
 DESCRIPTION = """
 gpu_device_info {{
@@ -98,7 +97,7 @@ def devices(target: str) -> np.ndarray:
 
     if chip in GPUS:
         name = chip.upper()
-        major = int(CAPABILITIES[f"NVIDIA {name}"])
+        major = int(GPUS[chip].capability)
         features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
         known = {"gpu": GPUS[chip], "chip": CHIPS[chip], "name": name}
         options = {
