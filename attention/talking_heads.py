@@ -1,10 +1,11 @@
 """Talking heads: attention that mixes the heads' maps before and after the softmax.
 
-Shazeer et al. 2020 (Talking-heads attention). Every head needs the whole maps of all
-others, so nothing is fused and memory is O(T S).
+Shazeer et al. 2020 (Talking-heads attention). Every head needs the maps of all others,
+so nothing is fused and memory is O(T S).
 """
 
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ from headcount.attention.reference import (
     weighted_values,
 )
 
+MIN_ROWS = 64  # queries of a block; more, if there would be over MAX_BLOCKS
+MAX_BLOCKS = 8
+
 
 def talking_heads_attention(
     query: ArrayLike,
@@ -36,6 +40,7 @@ def talking_heads_attention(
     dropout_rate: float = 0.0,
     dropout_seed: int | Array | None = None,
     head_gate: ArrayLike | None = None,
+    implementation: str | None = None,
     **arguments,
 ) -> Array:
     """Compute attention with maps that are mixed across heads.
@@ -46,17 +51,53 @@ def talking_heads_attention(
     is_causal, lengths, window, segment ids and slopes it shares. Bias and slopes are
     added and masks applied after the first mix, so each mixed map has its own mask.
     Dropout applies to the weights after the second mix.
+
+    A causal map is computed in blocks of queries, without the keys after them; with the
+    implementation "reference" as a whole.
     """
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
     query, key, value, bias, mask = arrays
-    weights = mixed_weights(
-        query, key, bias, mask, logits_mix, weights_mix, **structure
-    )
-    drop = dropout_arguments(dropout_rate, dropout_seed, query)
-    weights = dropped(weights, **drop).astype(value.dtype)
-    out = head_gated(weighted_values(weights, value), head_gate, batched).astype(dtype)
+    rate, row_keys = dropout_arguments(dropout_rate, dropout_seed, query).values()
+    mixes = checked(logits_mix, weights_mix, query)
+    scale, bias, allowed = whole_maps(query, key, bias, mask, **structure)
+    out = []
+    in_blocks = structure["is_causal"] and implementation != "reference"
+    for rows, columns in blocks(query.shape[1], key.shape[1], in_blocks):
+        weights = mixed_weights(
+            query[:, rows],
+            key[:, columns],
+            part(bias, rows, columns),
+            part(allowed, rows, columns),
+            *mixes,
+            scale,
+        )
+        keys = None if row_keys is None else row_keys[:, rows]
+        weights = dropped(weights, rate, keys).astype(value.dtype)
+        out.append(weighted_values(weights, value[:, columns]))
+    out = head_gated(jnp.concatenate(out, 1), head_gate, batched).astype(dtype)
     return out if batched else out[0]
+
+
+def blocks(
+    num_queries: int, num_keys: int, in_blocks: bool
+) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of queries, each with the keys up to its last query's."""
+    if not in_blocks or not num_queries:
+        yield slice(num_queries), slice(num_keys)
+        return
+    rows = max(MIN_ROWS, -(-num_queries // MAX_BLOCKS))
+    for start in range(0, num_queries, rows):
+        yield slice(start, start + rows), slice(start + rows)
+
+
+def part(maps, rows: slice, columns: slice):
+    """Cut a block out of maps `... T S`, whose last axes may be 1; None stays None."""
+    if maps is None:
+        return None
+    T, S = maps.shape[-2:]
+    whole = slice(None)
+    return maps[..., rows if T > 1 else whole, columns if S > 1 else whole]
 
 
 def talking_heads_weights(
@@ -72,25 +113,14 @@ def talking_heads_weights(
     """Compute the maps of `talking_heads_attention`, `B N T S` in float32."""
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
-    weights = mixed_weights(
-        query, key, bias, mask, logits_mix, weights_mix, **structure
-    )
+    mixes = checked(logits_mix, weights_mix, query)
+    scale, bias, allowed = whole_maps(query, key, bias, mask, **structure)
+    weights = mixed_weights(query, key, bias, allowed, *mixes, scale)
     return weights if batched else weights[0]
 
 
-def mixed_weights(
-    query,
-    key,
-    bias,
-    mask,
-    logits_mix,
-    weights_mix,
-    *,
-    scale,
-    alibi_slopes=None,
-    **structure,
-) -> Float[Array, "B N T S"]:
-    """Compute the weights after both mixes, in float32; masked rows are zero.
+def checked(logits_mix, weights_mix, query) -> tuple[ArrayLike, ArrayLike]:
+    """Return the mixes.
 
     Raises:
       ValueError: a mix does not have the shape N N.
@@ -101,13 +131,25 @@ def mixed_weights(
             raise ValueError(
                 f"{name} must have the shape N N = {(N, N)}, got {np.shape(mixture)}"
             )
-    logits = scaled_logits(query, key, scale)
-    logits = mix(logits, logits_mix)
+    return logits_mix, weights_mix
+
+
+def whole_maps(query, key, bias, mask, *, scale, alibi_slopes=None, **structure):
+    """Return the scale, and what is added to and may be seen of the whole maps."""
+    T, S = query.shape[1], key.shape[1]
+    if alibi_slopes is not None:
+        distance = alibi(alibi_slopes, T, S)
+        bias = distance if bias is None else bias + distance
+    return scale, bias, masks.dense(T, S, mask, **structure)
+
+
+def mixed_weights(
+    query, key, bias, allowed, logits_mix, weights_mix, scale
+) -> Float[Array, "B N T S"]:
+    """Compute the weights after both mixes, in float32; masked rows are zero."""
+    logits = mix(scaled_logits(query, key, scale), logits_mix)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
-    if alibi_slopes is not None:
-        logits = logits + alibi(alibi_slopes, *logits.shape[2:])
-    allowed = masks.dense(*logits.shape[2:], mask, **structure)
     weights = mix(softmax(logits, allowed)[0], weights_mix)
     # where masks differ by head, the mix adds other heads' weights to masked pairs
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)

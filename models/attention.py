@@ -573,10 +573,10 @@ class Attention(nnx.Module):
         arguments = masks | parameters | self.dropout_arguments(dropout_key)
         attended = value if self.difference is None else variants.paired(value)
         largest = None
+        arguments["implementation"] = self.implementation
         if self.talking_heads is not None:
             heads = attention.talking_heads_attention(query, key, attended, **arguments)
         else:
-            arguments["implementation"] = self.implementation
             arguments["return_statistics"] = self.qk_clip is not None
             heads = attention.dot_product_attention(query, key, attended, **arguments)
             if self.qk_clip is not None:

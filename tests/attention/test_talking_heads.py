@@ -1,5 +1,7 @@
 """Talking heads by hand; rows that see nothing, and mixes that do not fit."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,47 @@ def test_a_bias_of_minus_infinity_hides(causal):
         return (weights_of(*ARRAYS[:2], bias, **EYE | {"logits_mix": mix}) ** 2).sum()
 
     assert np.isfinite(jax.grad(of_mix)(EYE["logits_mix"])).all()
+
+
+@pytest.mark.parametrize("T, S", [(150, 140), (65, 200), (600, 130)])
+def test_blocks_of_a_causal_map_equal_the_whole_map(T, S):
+    """Values, gradients, and all that is cut up with the map."""
+    query, key, value = (normal(i, 2, n, N, 3) for i, n in enumerate((T, S, S)))
+    mixes = {"logits_mix": normal(3, N, N), "weights_mix": normal(4, N, N)}
+    segments = {
+        "query_segment_ids": 1 + jnp.tile(jnp.arange(T) // 40, (2, 1)),
+        "key_value_segment_ids": 1 + jnp.tile(jnp.arange(S) // 40, (2, 1)),
+    }
+    masks = segments | {
+        "mask": jnp.arange(S) % 7 != 3,
+        "bias": normal(5, N, T, 1),
+        "alibi_slopes": jnp.array([0.5, 0.25, 0.0, 1.0]),
+        "is_causal": True,
+    }
+
+    def in_blocks(query, key, value, mixes, implementation=None):
+        arguments = masks | mixes | {"implementation": implementation}
+        return talking_heads_attention(query, key, value, **arguments)
+
+    whole = partial(in_blocks, implementation="reference")
+    arrays = query, key, value, mixes
+    weights = weights_of(query, key, **masks, **mixes)
+    by_hand = jnp.einsum("bnts,bsnv->btnv", weights, value)
+    np.testing.assert_allclose(whole(*arrays), by_hand, rtol=1e-4, atol=1e-5)
+    wanted, backward = jax.vjp(whole, *arrays)
+    found, ours = jax.vjp(in_blocks, *arrays)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    out = normal(6, *wanted.shape)
+    for x, y in zip(*(jax.tree.leaves(f(out)) for f in (ours, backward)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_in_blocks_drops_what_it_drops_in_the_whole_map():
+    arrays = [normal(i, 1, 150, N, 3) for i in range(3)]
+    drop = {"dropout_rate": 0.4, "dropout_seed": 5, "is_causal": True}
+    found = talking_heads_attention(*arrays, **EYE, **drop)
+    wanted = dot_product_attention(*arrays, **drop, implementation="reference")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_drops_what_it_drops_without_mixes():
