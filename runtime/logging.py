@@ -123,3 +123,9 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, shortened to fit into a sentence."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".")

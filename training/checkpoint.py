@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from headcount.runtime import distributed
-from headcount.runtime.logging import say
+from headcount.runtime.logging import first_line, say
 
 CHECKSUMS = "checksums"
 
@@ -304,14 +304,14 @@ class Checkpoints:
 
 
 def ignore_closed_event_loops(hook):
-    """Wrap `sys.unraisablehook` to ignore RuntimeErrors.
+    """Wrap `sys.unraisablehook` to ignore errors about closed event loops.
 
-    After a failed save, each of TensorStore's unfinished writes raises a RuntimeError
-    about its closed event loop in a destructor. `wait` raises the error that matters.
+    After a failed save, each of TensorStore's unfinished writes raises one in a
+    destructor. `wait` raises the error that matters.
     """
 
     def filtered(stray):
-        if stray.exc_type is not RuntimeError:
+        if "Event loop is closed" not in str(stray.exc_value):
             hook(stray)
 
     return filtered
@@ -357,9 +357,3 @@ def is_sound(array: np.ndarray, parts: dict[str, int]) -> bool:
 def crc32(array) -> int:
     """Return the CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).data)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened to fit into a sentence."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300].rstrip(".")

@@ -11,7 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
-from headcount.runtime.logging import say
+from headcount.runtime.logging import first_line, say
 from headcount.runtime.workdir import read_json, write_json
 
 RECORD = "wandb.json"  # in the workdir: the id of the wandb run to resume
@@ -215,11 +215,6 @@ def attempt(name: str, function, *arguments):
             f"train.tracker={name} failed and records nothing more: {first_line(error)}"
         )
     return None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Forgiving:

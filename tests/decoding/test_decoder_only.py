@@ -107,7 +107,7 @@ def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
     return found
 
 
-QUICK = "learned", "rotary, grouped", "differential, exclusive, ALiBi", "latent, rotary"
+QUICK = "learned", "rotary, grouped"
 PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
 
 

@@ -26,7 +26,7 @@ def split(**changes):
     return nnx.split(tiny(**changes)(rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("norm", [pytest.param("post", marks=pytest.mark.slow), "pre"])
 def test_packed_loss_and_gradient_equal_one_sentence_per_row(norm):
     graph, params = split(norm=norm)
     loss = jax.jit(

@@ -177,6 +177,7 @@ def test_every_split_is_checked_before_the_first_is_decoded(workdir, call, monke
     assert not (workdir / "result-val.json").exists()
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_what_needs_less(trained):
     ran = run(arguments("eval.py", workdir=trained, split="val", beam_size=2**16))
     fails(ran, "Out of memory", "--beam_size")
@@ -190,6 +191,7 @@ def test_a_run_without_a_checkpoint_or_an_evaluation(trained, corpus, tmp_path):
     fails(run(arguments("eval.py", workdir=empty, split="val")), empty / "checkpoints")
 
 
+@pytest.mark.slow
 def test_directory_replaces_that_of_the_run(trained, call, tmp_path):
     folder = write_corpus(tmp_path / "corpus", ["one", "two"], ["eins", "zwei"])
     options = {"directory": folder["data.directory"], "beam_size": 1}

@@ -42,10 +42,8 @@ def test_heads_of_one_trial_are_measured(trained, call, verb, measure, columns):
         assert values and all(f" {value:{form}} " in ran.stdout for value in values)
 
 
-@pytest.mark.parametrize(
-    "given, trials",
-    [({}, [0]), pytest.param({"trial": 1}, [1], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given, trials", [({}, [0]), ({"trial": 1}, [1])])
 def test_diverged_trials_are_left_out_unless_named(
     workdir, call, monkeypatch, given, trials
 ):
@@ -149,6 +147,7 @@ def test_heads_are_pruned_in_every_order_the_least_important_first(trained, call
     assert all(f" {mean:.4f} ± " in ran.stdout for mean in means)
 
 
+@pytest.mark.slow
 def test_heads_of_one_site_are_pruned(trained, call):
     before = {path: path.read_bytes() for path in trained.glob("heads-prune-val.*")}
     options = {"workdir": trained, "trial": 1, "site": "decoder"}

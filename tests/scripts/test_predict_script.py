@@ -12,6 +12,7 @@ from tests.runs import ROOT, arguments, fails, run, succeed
 LINES = "seven\n \ntwenty-one\n"
 
 
+@pytest.mark.slow
 def test_lines_are_translated_by_the_trial_asked_for(trained):
     args = arguments("predict.py", workdir=trained, trial=1, beam_size=2, batch_size=2)
     ran = succeed(args, stdin=LINES.encode())

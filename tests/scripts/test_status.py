@@ -51,13 +51,8 @@ def start_training(corpus, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SIGTERM",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGINT", "SIGHUP")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_repeated_signal_to_the_process_group_saves_and_stops(
     start_training, tmp_path, name
 ):

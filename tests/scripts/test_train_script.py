@@ -215,6 +215,7 @@ def test_a_start_without_its_data_leaves_nothing(corpus, tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failed_start_does_not_claim_the_workdir(corpus, tmp_path):
     """Nor keep its vocabulary, which is of another config."""
     workdir = tmp_path / "run"
@@ -380,6 +381,7 @@ def test_init_from_a_run_without_its_vocabulary(workdir, corpus, tmp_path):
     fails(run(training(tmp_path / "new", **given)), workdir / "tokenizer")
 
 
+@pytest.mark.slow
 def test_dev_is_scored_without_the_heads_that_gates_remove(trained, initialized):
     (first, second), (whole, gated) = (
         [row["dev_loss"] for row in logged(workdir) if "dev_loss" in row][-2:]

@@ -104,6 +104,7 @@ def test_a_translation_scores_what_the_search_gives_it(task):
             assert tokens[row] == len(hypotheses[index][1])
 
 
+@pytest.mark.slow
 def test_every_trial_is_scored_by_its_own_translations_and_loss(run, task):
     examples = task.load("val")
     rows = evaluate(run, examples)

@@ -170,6 +170,7 @@ def test_muon_equals_optax_on_each_matrix_and_adamw_on_the_rest(model, per_head)
     assert len(moved) == 2 * 2 + 4 * 3 + 3  # MLPs, attention, gates
 
 
+@pytest.mark.slow
 def test_muon_per_head_of_one_head_is_muon():
     params = nnx.split(made("relative", "pre", {"num_heads": 1}))[1]
     noise = iter(jax.random.split(jax.random.key(0), 1000))
@@ -197,6 +198,7 @@ def test_a_clip_norm_of_zero_does_not_clip(model):
         assert (one != old).any()
 
 
+@pytest.mark.slow
 def test_layer_decay_scales_each_layer_by_those_above_it(model):
     """One more factor per layer, and none at the output; the decoder is above."""
     params, (gradient, *_) = model

@@ -216,6 +216,7 @@ def test_a_trial_that_diverges_is_frozen_and_the_others_continue(
     np.testing.assert_allclose(metrics["loss"][0], alone["loss"][0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_trial_without_progress_is_frozen(config, corpus, program):
     _, state = trained(config, corpus, program, TRIALS, [1])
     best = {"step": np.array([10, 20, 5])}
