@@ -229,10 +229,12 @@ def read_verdicts() -> dict[str, str]:
         settings = variant.settings(base)
         for arm in (settings | {"match": "parameters"}, settings):
             row = rows.get(names.get(str(arm)))
-            if row is not None and name not in found:
+            if row is not None and int(row["seeds"]) and name not in found:
+                numbers = (float(row[key]) for key in ("difference", "low", "high"))
+                effect, low, high = (f"{x:+.4f}".replace("-", "−") for x in numbers)
                 found[name] = (
-                    f"{row['verdict']} ({row['metric']} {row['difference']}, "
-                    f"{row['low']} to {row['high']}, {row['seeds']} seeds)"
+                    f"{row['verdict']} ({row['metric']} {effect}, "
+                    f"{low} to {high}, {row['seeds']} seeds)"
                 )
     return found
 

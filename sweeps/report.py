@@ -221,13 +221,15 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
     """Describe the cost of the sweep, compared to running all seeds of every arm.
 
+    A sweep that is not done yet has no such comparison.
+
     The FLOPs of unfinished trials count as if they had finished.
     """
     started = [row for row in rows if row["steps"]]
     searched = [row for row in started if row["stage"] == "search"]
     used = Cost.of(started)
     text = f"The verdicts took {used}."
-    if sweep.looks is None:
+    if sweep.looks is None or count_unfinished(sweep.plan, rows):
         return text
     fixed = Cost.of(searched)
     for arm in sweep.plan.arms:
