@@ -68,6 +68,7 @@ def test_decided_arms_get_no_more_seeds(given):
     assert seeds_by_arm(sweep) == {"K=4": 4, "K=2": 2, "K=1": 4}
     sweep = finish_stage(given, effects)
     assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 2, "K=1": 8}
+    assert "seeds for every arm would take" not in write_report(sweep)  # not done yet
     sweep = finish_stage(given, effects)
     assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 2, "K=1": 8}  # the last look
     collect(sweep)
