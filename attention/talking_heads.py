@@ -24,8 +24,9 @@ from headcount.attention.reference import (
     weighted_values,
 )
 
-MIN_ROWS = 64  # queries of a block; more, if there would be over MAX_BLOCKS
-MAX_BLOCKS = 8
+# A block has at least MIN_ROWS queries (32 and 128 were slower at T = 256 on a CPU). A
+# map has at most MAX_BLOCKS blocks, so that programs for long sequences stay small.
+MIN_ROWS, MAX_BLOCKS = 64, 8
 
 
 def talking_heads_attention(
@@ -52,15 +53,17 @@ def talking_heads_attention(
     added and masks applied after the first mix, so each mixed map has its own mask.
     Dropout applies to the weights after the second mix.
 
-    A causal map is computed in blocks of queries, without the keys after them; with the
-    implementation "reference" as a whole.
+    A causal map is computed in blocks of queries, each without the keys after its last
+    query. The implementation "reference" computes whole maps; other names change
+    nothing.
     """
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
     query, key, value, bias, mask = arrays
-    rate, row_keys = dropout_arguments(dropout_rate, dropout_seed, query).values()
-    mixes = checked(logits_mix, weights_mix, query)
-    scale, bias, allowed = whole_maps(query, key, bias, mask, **structure)
+    scale = structure.pop("scale")
+    drop = dropout_arguments(dropout_rate, dropout_seed, query)
+    check_mixes(logits_mix, weights_mix, query)
+    bias, allowed = bias_and_mask(query, key, bias, mask, **structure)
     out = []
     in_blocks = structure["is_causal"] and implementation != "reference"
     for rows, columns in blocks(query.shape[1], key.shape[1], in_blocks):
@@ -69,11 +72,14 @@ def talking_heads_attention(
             key[:, columns],
             part(bias, rows, columns),
             part(allowed, rows, columns),
-            *mixes,
+            logits_mix,
+            weights_mix,
             scale,
         )
-        keys = None if row_keys is None else row_keys[:, rows]
-        weights = dropped(weights, rate, keys).astype(value.dtype)
+        if drop["dropout_rate"]:
+            row_keys = drop["dropout_keys"][:, rows]
+            weights = dropped(weights, drop["dropout_rate"], row_keys)
+        weights = weights.astype(value.dtype)
         out.append(weighted_values(weights, value[:, columns]))
     out = head_gated(jnp.concatenate(out, 1), head_gate, batched).astype(dtype)
     return out if batched else out[0]
@@ -113,14 +119,15 @@ def talking_heads_weights(
     """Compute the maps of `talking_heads_attention`, `B N T S` in float32."""
     arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
     query, key, _, bias, mask = arrays
-    mixes = checked(logits_mix, weights_mix, query)
-    scale, bias, allowed = whole_maps(query, key, bias, mask, **structure)
-    weights = mixed_weights(query, key, bias, allowed, *mixes, scale)
+    scale = structure.pop("scale")
+    check_mixes(logits_mix, weights_mix, query)
+    bias, allowed = bias_and_mask(query, key, bias, mask, **structure)
+    weights = mixed_weights(query, key, bias, allowed, logits_mix, weights_mix, scale)
     return weights if batched else weights[0]
 
 
-def checked(logits_mix, weights_mix, query) -> tuple[ArrayLike, ArrayLike]:
-    """Return the mixes.
+def check_mixes(logits_mix, weights_mix, query) -> None:
+    """Check the shapes of the mixes.
 
     Raises:
       ValueError: a mix does not have the shape N N.
@@ -131,16 +138,15 @@ def checked(logits_mix, weights_mix, query) -> tuple[ArrayLike, ArrayLike]:
             raise ValueError(
                 f"{name} must have the shape N N = {(N, N)}, got {np.shape(mixture)}"
             )
-    return logits_mix, weights_mix
 
 
-def whole_maps(query, key, bias, mask, *, scale, alibi_slopes=None, **structure):
-    """Return the scale, and what is added to and may be seen of the whole maps."""
+def bias_and_mask(query, key, bias, mask, *, alibi_slopes=None, **structure):
+    """Return the bias with ALiBi's, and all masks as one; None where there is none."""
     T, S = query.shape[1], key.shape[1]
     if alibi_slopes is not None:
         distance = alibi(alibi_slopes, T, S)
         bias = distance if bias is None else bias + distance
-    return scale, bias, masks.dense(T, S, mask, **structure)
+    return bias, masks.dense(T, S, mask, **structure)
 
 
 def mixed_weights(
