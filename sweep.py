@@ -39,6 +39,7 @@ from headcount.runtime import cluster, distributed
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
 from headcount.sweeps.looks import parse_seeds
 from headcount.sweeps.plan import Shard
+from headcount.sweeps.restore import restore
 from headcount.sweeps.runner import Stopped
 from headcount.sweeps.store import Sweep
 from headcount.sweeps.table import collect, count_unfinished, make_rows
@@ -133,6 +134,12 @@ RESOURCES = flags.DEFINE_multi_string(
     "KEY=VALUE: resources per group, for Ray (num_gpus=1) or submitit "
     "(timeout_min=600, slurm_partition=gpu); or cores=1, on a machine without GPUs.",
 )
+FINISHED = flags.DEFINE_string(
+    "finished",
+    None,
+    "The sweep.csv of this sweep in another workdir: `run` takes over its finished "
+    "trainings instead of repeating them.",
+)
 NOTE = flags.DEFINE_string("note", None, "A sentence to show in the report.")
 EXAMPLES = flags.DEFINE_integer(
     "examples", 5, "Test examples to show in the report, with their predictions.", 0
@@ -151,6 +158,8 @@ def main() -> None:
         check_flags()
         workdir = choose_workdir(Path(temporary))
         sweep = settings.open_sweep(options(workdir, import_task()))
+        if VERB == "run" and FINISHED.value is not None:
+            sweep = restore(sweep, path_of(FINISHED))
         groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
         if VERB == "list":
             preview.print_list(sweep, CALIBRATE.value)

@@ -65,7 +65,7 @@ FLAGS = (  # flags with a setting of the same name
 )
 # Flags for where and how to run a part of the sweep; not part of its stored command.
 PLACEMENT = ("group", "shard", "launcher", "address", "resources", "examples")
-PLACEMENT += tuple(flag.name for flag in cluster.FLAGS)
+PLACEMENT += ("finished", *(flag.name for flag in cluster.FLAGS))
 SWITCHES = ("calibrate", "nocalibrate")  # likewise, but without a value
 
 

@@ -1,0 +1,142 @@
+"""Take over the finished trainings of a sweep from a kept sweep.csv.
+
+A workdir stays on the machine that trained it, but its sweep.csv is small and holds all
+scores. With `sweep.py run --finished=FILE`, a new workdir starts from that file and
+trains only what is missing. Checkpoints, predictions, curves and speeds stay behind.
+"""
+
+import csv
+import json
+from pathlib import Path
+
+from headcount.runtime.files import write
+from headcount.runtime.logging import say
+from headcount.runtime.workdir import FORMAT_VERSION, with_digest
+from headcount.sweeps.plan import Group
+from headcount.sweeps.store import Sweep
+from headcount.sweeps.table import column_names
+
+ENDED = ("done", "diverged")
+
+
+def restore(sweep: Sweep, path: Path) -> Sweep:
+    """Write the folders of all groups whose trainings a sweep.csv holds.
+
+    Groups that are on disk already are left alone. A search or a look may add groups
+    once its scores are there; they are taken over as well.
+
+    Returns:
+        The sweep with all trials that follow.
+
+    Raises:
+        ValueError: the file is no sweep.csv of this sweep, or of other scores.
+        OSError: it can't be read.
+    """
+    rows, count = read_rows(sweep, path), 0
+    while True:
+        found = [
+            group
+            for group in sweep.groups
+            if not (sweep.folder(group) / "run.json").exists()
+            and all(trial.id in rows for trial in group.trials)
+        ]
+        if not found:
+            break
+        for group in found:
+            own = [rows[trial.id] for trial in group.trials]
+            try:
+                files = group_files(sweep, group, own)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"--finished={path} is damaged: a row of arm {own[0]['arm']} can't "
+                    f"be read ({error})."
+                ) from None
+            for name, text in files.items():
+                write(sweep.folder(group) / name, text)
+            count += len(group.trials)
+        sweep = sweep.extended()
+    say(f"{count} of the {len(rows)} finished trainings of {path} are taken over.")
+    return sweep
+
+
+def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
+    """Read the rows of finished trials by id; empty cells become None.
+
+    It raises the same errors as `restore`.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = {*column_names(sweep.task.metrics)} - {*(reader.fieldnames or ())}
+        if missing:
+            raise ValueError(
+                f"--finished={path} has no column {min(missing)}; it must be the "
+                f"sweep.csv of this sweep in another workdir."
+            )
+        rows = [{k: v or None for k, v in row.items()} for row in reader]
+    arms = {(arm.name, json.dumps(arm.overrides)) for arm in sweep.plan.arms}
+    if not {(row["arm"], row["overrides"]) for row in rows} <= arms:
+        raise ValueError(
+            f"--finished={path} has arms that this sweep has not; it must be the "
+            f"sweep.csv of this sweep in another workdir."
+        )
+    ended = {row["id"]: row for row in rows if row["status"] in ENDED}
+    for row in ended.values():
+        for name in ("checkpoint", "test_split"):
+            wanted = sweep.settings[name]
+            if row[name] not in (wanted, None):
+                raise ValueError(
+                    f"--finished={path} has scores with --{name}={row[name]}, and "
+                    f"this sweep has {wanted}; use the same."
+                )
+    return ended
+
+
+def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
+    """Return what train.py and eval.py leave in a group's folder, as far as known.
+
+    The last file makes a group count as trained, so it must be written last.
+    """
+    files = {}
+    for split in sweep.splits(group):
+        side = "dev" if split == "val" else "test"
+        scored = [score(sweep, side, index, row) for index, row in enumerate(rows)]
+        if None not in scored:
+            files[f"result-{split}.json"] = json.dumps(scored)
+    steps = []
+    for index, row in enumerate(rows):
+        step = {"step": int(row["steps"]), "trial": index}
+        if row["diverged_at"] is not None:
+            step["diverged_at"] = int(row["diverged_at"])
+        steps.append(json.dumps(step) + "\n")
+    first, is_diverged = rows[0], all(row["status"] == "diverged" for row in rows)
+    run = {
+        "format_version": FORMAT_VERSION,
+        "status": "diverged" if is_diverged else "finished",
+        "num_parameters": int(first["parameters"]),
+        "devices": first["device"].split(", "),
+        "attention": json.loads(first["attention"]),
+        "versions": json.loads(first["versions"]),
+        "python": first["python"],
+        "commit": first["commit"],
+    }
+    return files | {"metrics.jsonl": "".join(steps), "run.json": json.dumps(run)}
+
+
+def score(sweep: Sweep, side: str, index: int, row: dict) -> dict | None:
+    """Return a row of a result-SPLIT.json; None if the trial was not scored."""
+    if row["options"] is None or row[f"{side}_{sweep.metric.name}"] is None:
+        return None
+    names = [metric.name for metric in sweep.task.metrics]
+    cells = {name: row[f"{side}_{name}"] for name in names}
+    found = {
+        "trial": index,
+        "step": int(row["best_step"]),
+        "checkpoint": row["checkpoint"],
+        "diverged_at": None if row["diverged_at"] is None else int(row["diverged_at"]),
+        "options": json.loads(row["options"]),
+        "signatures": json.loads(row["signatures"]),
+    }
+    found |= {name: None if x is None else float(x) for name, x in cells.items()}
+    if row["open_heads"] is not None:
+        found["open_heads"] = int(row["open_heads"])
+    return with_digest(found)
