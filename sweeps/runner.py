@@ -217,9 +217,9 @@ class Runner:
 
     def fraction_done(self, group: Group) -> float:
         """Estimate the finished fraction of a group; training counts as four fifths."""
-        if group not in self.left:
-            return 1.0
         folder = self.sweep.folder(group)
+        if group not in self.left or not self.unscored(group):
+            return 1.0
         steps = group.trials[0].config["train"]["num_steps"]
         return 0.8 * (1.0 if is_trained(folder) else last_step(folder) / steps)
 
@@ -299,14 +299,15 @@ class Runner:
             changed = True
         if read_run(folder)["status"] == "diverged":  # nothing to score
             return changed
-        missing = [
-            split
-            for split in self.sweep.splits(group)
-            if not (folder / f"result-{split}.json").exists()
-        ]
+        missing = self.unscored(group)
         if missing:
             self.run_process(group, missing, claim, environment)
         return changed or bool(missing)
+
+    def unscored(self, group: Group) -> list[str]:
+        """Return the splits on which a group has no scores yet."""
+        folder, splits = self.sweep.folder(group), self.sweep.splits(group)
+        return [x for x in splits if not (folder / f"result-{x}.json").exists()]
 
     def run_process(
         self, group: Group, splits: list[str] | None, claim, environment: dict

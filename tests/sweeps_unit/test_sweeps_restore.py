@@ -1,0 +1,99 @@
+"""A sweep that starts from the sweep.csv of another workdir."""
+
+import json
+
+import pytest
+from sweep_fakes import (
+    RATE,
+    edit_results,
+    finish,
+    finish_all,
+    options,
+    statuses,
+    write_report,
+    write_run,
+)
+
+from headcount.sweeps.restore import restore
+from headcount.sweeps.settings import open_sweep
+from headcount.sweeps.table import collect
+
+LEFT_BEHIND = {"tokens_per_second", "seconds"}
+
+
+def kept(rows: list[dict]) -> list[dict]:
+    """Return the rows of a table without what a restored sweep does not have."""
+    return [{k: v for k, v in row.items() if k not in LEFT_BEHIND} for row in rows]
+
+
+def test_a_restored_sweep_has_the_same_table_and_report(tmp_path, corpus):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    edit_results(first, 1, lambda row: row | {"open_heads": 2})
+    before = collect(first)
+    second = open_sweep(options(tmp_path / "b", corpus))
+    sweep = restore(second, tmp_path / "a/sweep.csv")
+    assert kept(collect(sweep)) == kept(before)
+    assert statuses(sweep) == {"K=4": "done", "K=2": "done", "K=1": "done"}
+    verdicts = [(tmp_path / name / "verdicts.csv").read_text() for name in "ab"]
+    assert verdicts[0] == verdicts[1] and "K=2 is " in verdicts[0]
+    assert "| K=2 |" in write_report(sweep), "without predictions and curves"
+    again = restore(sweep, tmp_path / "a/sweep.csv")
+    assert kept(collect(again)) == kept(before)
+
+
+def test_what_follows_a_restored_search_is_restored_too(tmp_path, corpus):
+    tuned = {"tune": [f"{RATE}=0.001,0.002"]}
+    first = open_sweep(options(tmp_path / "a", corpus, **tuned))
+    for index in range(3):
+        finish(first, index, splits=("val",))
+    first = first.extended()
+    finish(first, 3)
+    before = collect(first)
+    second = open_sweep(options(tmp_path / "b", corpus, **tuned))
+    sweep = restore(second, tmp_path / "a/sweep.csv")
+    assert kept(collect(sweep)) == kept(before)
+    states = {(row["stage"], row["arm"]): row["status"] for row in before}
+    assert list(states.values()).count("waiting") == 2, "of two arms, to be trained"
+
+
+def test_a_group_is_restored_whole_or_not(tmp_path, corpus):
+    """A training that diverged is over; one that is not scored on test is not."""
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish(first, 0)
+    finish(first, 1, splits=("val",))
+    folder = first.folder(first.groups[2])
+    write_run(folder, "diverged")
+    lines = [{"step": 7, "trial": i, "diverged_at": 5 + i} for i in range(2)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    collect(first)
+    second = open_sweep(options(tmp_path / "b", corpus))
+    sweep = restore(second, tmp_path / "a/sweep.csv")
+    assert statuses(sweep) == {"K=4": "done", "K=2": "waiting", "K=1": "diverged"}
+    rows = [row for row in collect(sweep) if row["arm"] == "K=1"]
+    assert [row["diverged_at"] for row in rows] == [5, 6]
+    assert not (sweep.folder(sweep.groups[1]) / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (",is_baseline,", ",is_base,", "has no column is_baseline"),
+        (",K=2,", ",K=3,", "arms that this sweep has not"),
+        (",best,", ",last,", "--checkpoint=last"),
+        (",9000,", ",many,", "is damaged: a row of arm K=4"),
+        ('"{""beam_size"": 5}"', "beams", "is damaged: a row of arm K=4"),
+    ],
+)
+def test_another_table_is_named_and_nothing_written(tmp_path, corpus, old, new, named):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    collect(first)
+    text = (tmp_path / "a/sweep.csv").read_text()
+    assert old in text
+    (tmp_path / "other.csv").write_text(text.replace(old, new))
+    sweep = open_sweep(options(tmp_path / "b", corpus))
+    with pytest.raises(ValueError, match=named):
+        restore(sweep, tmp_path / "other.csv")
+    assert not list((tmp_path / "b/groups").glob("*/run.json"))
