@@ -84,7 +84,7 @@ def main():
             workdir = path_of(WORKDIR)
             found = load(workdir, CHECKPOINT.value)
             choose_trial(found, TRIAL)
-            found.task.check_options(options)
+            found.task.check_options(options, evaluates=True)
             if DIRECTORY.value is not None:
                 found.task.set_directory(DIRECTORY.value)
             with distributed.fail_together():

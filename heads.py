@@ -106,7 +106,7 @@ def main():
             check_page()
         workdir = path_of(WORKDIR)
         found = load(workdir, CHECKPOINT.value)
-        found.task.check_options(options)
+        found.task.check_options(options, evaluates=True)
         sites = list(all_gates(found, found.of(0)[0], {}))
         if SITE.value is not None and SITE.value not in sites:
             raise ValueError(
@@ -246,6 +246,8 @@ def explore_heads(workdir, found, examples, options) -> None:
         other = path_of(COMPARE)
         name = other.name if other.name != workdir.name else f"{other.name} (2)"
         runs[name] = load(other, CHECKPOINT.value)
+        if DIRECTORY.value is not None:
+            runs[name].task.set_directory(DIRECTORY.value)
         splits[name] = runs[name].task.load(examples.split)
     lines = None if INPUT.value is None else input_lines()
     sentences, trials = {}, {}
@@ -299,6 +301,9 @@ def check_flags() -> None:
             raise ValueError(
                 f"--{name} has no meaning for {VERB}; it is for {', '.join(verbs)}."
             )
+    for name in decoding.options():
+        if VERB not in ("prune", "plot"):
+            raise ValueError(f"--{name} has no meaning for {VERB}; it decodes nothing.")
 
 
 def check_page() -> None:
@@ -350,7 +355,7 @@ VERBS = {
 def cli():
     """Run as a script, whose first argument is the verb."""
     global VERB
-    if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help"):
+    if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help", "-h"):
         fail(
             f"The first argument must be one of {', '.join(VERBS)}, as in python "
             f"heads.py describe --workdir=runs/numbers"

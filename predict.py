@@ -67,11 +67,13 @@ def main():
         answer = task.score_lines if SCORE.value else task.predict
         answer = task.score_tokens if SCORE_TOKENS.value else answer
         number, size = 0, decoding.BATCH_SIZE.value
-        streams = hasattr(task, "stream") and not scores
+        # the tokens of a beam are not known before its end
+        streams = options.get("samples", 1) == options.get("beam_size", 1) == 1
+        streams = streams and hasattr(task, "stream") and not scores
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
             about = {"trial": trial, "first": number}
             about |= {} if scores else options
-            if streams and len(lines) == 1 and options.get("samples", 1) == 1:
+            if streams and len(lines) == 1:
                 print(lines[0], end="", flush=True)
                 for piece in task.stream(found, lines[0], **about):
                     print(piece, end="", flush=True)

@@ -31,11 +31,11 @@ from headcount.configs.commandline import (
     TASK_FILE,
     WORKDIR,
     fail,
-    flat,
     one_sentence,
     path_of,
     run,
 )
+from headcount.configs.validation import flat
 from headcount.data import tokenizers
 from headcount.models import cost
 from headcount.models.transformer import implementations

@@ -41,17 +41,17 @@ from headcount.configs.base import get_config
 from headcount.configs.commandline import (
     WORKDIR,
     fail,
-    flat,
     one_sentence,
     path_of,
     run,
 )
 from headcount.configs.run import load_config
-from headcount.configs.validation import check_values
+from headcount.configs.validation import check_values, flat
 from headcount.data import tokenizer_json
 from headcount.data.encoder_tokenizers import wordpiece_of
 from headcount.data.tokenizers import marian_order, pair_vocab_sizes
 from headcount.decoding import stablehlo
+from headcount.decoding.search import DEFAULT_VOCABULARY
 from headcount.models import (
     ctranslate2_format,
     folding,
@@ -71,7 +71,7 @@ from headcount.runtime.workdir import (
     set_status,
     write_json,
 )
-from headcount.tasks import Run
+from headcount.tasks import Run, make_task
 from headcount.tasks.classes import CLASSES
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import restore_parameters
@@ -336,21 +336,19 @@ def parameters_of(run: Run, trial: int, folded: bool = True) -> tuple[dict, dict
 def facts_of(run: Run) -> dict:
     """Return the values of the placeholders in `analysis.export_usage`."""
     task, bos = run.task, run.config.model.bos
-    eos, banned = 2, [0, 1]
-    if not has_pairs(run):
-        eos, banned = bos, [i for i in range(4) if i != bos]
+    vocabulary = getattr(task, "vocabulary", DEFAULT_VOCABULARY)
     joint = (task.folder / "joint.model").exists()
     try:
         (text, *_) = next(iter(task.read("val").values()))
-    except (ValueError, OSError):  # the data is not available here
+    except (ValueError, OSError, NotImplementedError):  # the data isn't available here
         text = "a text"
     facts = {
         "example": " ".join(text.split())[:60].replace("\\", "").replace('"', ""),
         "source": "joint" if joint else "source",
         "target": "joint" if joint else "target",
         "bos": bos,
-        "eos": eos,
-        "banned": banned,
+        "eos": vocabulary.eos,
+        "banned": list(vocabulary.banned),
         "separator": "",
         "cache": [],
     }
@@ -367,7 +365,7 @@ def facts_of(run: Run) -> dict:
 def class_tokens(task, text: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a text, and the positions of tokens with a class."""
     parts = task.parts_of_text(text)
-    fields, firsts = task.encode_parts("input", [parts], task.eos_after_each)
+    fields, firsts = task.encode_parts("input", [parts])
     whole = task.config.task.name == "classification"
     return fields["source"][0].tolist(), [0] if whole else firsts[0]
 
@@ -538,11 +536,7 @@ def split(config):
 
     The vocabulary has `data.vocab_size` tokens.
     """
-    settings = config.model.to_dict()
-    if config.task.name in ("tagging", "classification"):
-        pooling = config.task.pooling if config.task.name == "classification" else None
-        settings |= {"num_classes": config.data.num_classes, "pooling": pooling}
-    return nnx.split(abstract(partial(Transformer, config.data.vocab_size, **settings)))
+    return nnx.split(abstract(make_task(config).build))
 
 
 def read_object(path: Path) -> dict:

@@ -57,7 +57,13 @@ little_higher = partial(loss_is, "little higher")
 VASWANI = "Vaswani et al. 2017, Table 3"
 ROLES = (  # of every corpus, by `analysis.roles`
     *("self", "previous token", "next token", "same token earlier"),
-    *("after the same token", "induction", "beginning", "end", "punctuation"),
+    *(
+        "after the same token",
+        "induction",
+        "beginning (BOS)",
+        "end (EOS)",
+        "punctuation",
+    ),
 )
 SYNTAX = (  # links of the corpus `stories` between words that agree or refer
     *("verb → its subject", "before the verb → its subject"),
@@ -108,7 +114,7 @@ CLAIMS = (
         "Without the scale 1/√H training suffers.",
         "Vaswani et al. 2017, Section 3.2.1",
         NOTHING,
-        "scale",
+        "unscaled",
         higher,
         has(scale=1.0),
     ),
@@ -289,7 +295,7 @@ CLAIMS = (
     ),
     Claim(
         "Each variant of the ablation `variants` lowers the loss.",
-        "2019 to 2026, see docs/guides/sweeps.md",
+        "2019 to 2026, see docs/reference/variants.md",
         NOTHING,
         "variants",
         lower,

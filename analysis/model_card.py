@@ -7,7 +7,7 @@ import numpy as np
 
 from headcount.analysis.significance import summary
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.runtime.workdir import read_json
 
 

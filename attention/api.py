@@ -12,8 +12,8 @@ names in `IMPLEMENTATIONS`.
            -> HeadStatistics
 
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
-  multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, but B may
-  be 0 in `attention.reference`.
+  multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, and in
+  `attention.reference` also 0.
 - bias: None, or floating and 4-D, with each axis of `B N T S` full size or 1.
 - mask: None, or boolean with axes as for bias. True means may attend.
 - scale: a Python float. is_causal: a Python bool. local_window_size: None or (left,
@@ -329,7 +329,7 @@ def _of_heads(name, array, B, N, batched):
     allowed = ((N,), (B, N)) if batched else ((N,),)
     require(
         array.shape in allowed and not jnp.iscomplexobj(array),
-        f"{name} must have one number a head, shape "
+        f"{name} must have one number per head, shape "
         f"{' or '.join(map(str, allowed))}, got {array.dtype}{array.shape}",
     )
     return array.reshape(-1, 1, N)

@@ -110,7 +110,7 @@ def normalise(
         alibi_slopes = jnp.asarray(alibi_slopes)
         require(
             alibi_slopes.shape == (N,) and _is_real(alibi_slopes.dtype),
-            f"alibi_slopes must have one real number a head, shape {(N,)}, got "
+            f"alibi_slopes must have one real number per head, shape {(N,)}, got "
             f"{alibi_slopes.dtype}{alibi_slopes.shape}",
         )
         alibi_slopes = alibi_slopes.astype(jnp.float32)

@@ -12,6 +12,7 @@ is not picked.
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
@@ -71,7 +72,8 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
             # in a thread of its own: the caller may be tracing
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 found = pool.submit(verify, implementation, dtype).result()
-            _write(path, found)
+            if "RESOURCE_EXHAUSTED" not in (found.reason or ""):  # which may pass
+                _write(path, found)
         if found is not None:
             _verdicts[key] = found
         return found
@@ -82,6 +84,7 @@ def verdicts() -> list[Verdict]:
     return list(_verdicts.values())
 
 
+@functools.cache
 def source_hash() -> str:
     """Return a hash of the attention package's Python sources."""
     folder = Path(__file__).parent
@@ -124,7 +127,8 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
             if relative_time > SLOWER:
                 reason = f"takes {relative_time:.2f} times as long as blockwise"
     except Exception as failure:  # whatever a compiler or driver may raise
-        reason = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
+        message = str(failure).partition("\n")[0][:200]
+        reason = f"{type(failure).__name__}: {message}"
     return Verdict(**found, error=error, relative_time=relative_time, reason=reason)
 
 

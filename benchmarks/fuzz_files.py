@@ -18,8 +18,8 @@ from absl import app, flags
 from hypothesis import strategies as st
 
 from headcount.configs import base
-from headcount.configs.commandline import flat
 from headcount.configs.run import load_config
+from headcount.configs.validation import flat
 from headcount.runtime.workdir import read_json, with_digest, write_json
 from headcount.sweeps import settings, status, table
 from headcount.training.metrics import read_metrics

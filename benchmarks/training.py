@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from headcount.configs import multi30k
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.data.batches import PackedBatches, stack_steps
 from headcount.data.examples import Ragged
 from headcount.models.cost import abstract

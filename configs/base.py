@@ -39,15 +39,15 @@ def get_config() -> ml_collections.ConfigDict:
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
     data.num_classes = 16  # assumed where no data is read, as by --dry_run
-    data.vocab_size = 8000  # size of a SentencePiece vocabulary
+    data.vocab_size = 8000  # most tokens in the vocabulary; bytes, characters: unused
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.
     data.max_length = 128
-    data.max_decode_length = 1024  # translation: most tokens that are decoded
+    data.max_decode_length = 1024  # translation: maximum length of an output
     data.cross_documents = True  # windows: may a token attend to the document before?
     data.stride = placeholder(int)  # windows in evaluation; None: max_length
     data.test_share = 0.0  # shakespeare: share of its last 10 % that is the split test
-    data.batch_tokens = 4096  # target tokens per update
+    data.batch_tokens = 4096  # tokens per update; translation: target tokens
 
     config.model = model = ml_collections.ConfigDict()
     model.width = 128  # D, size of a token's vector
@@ -81,7 +81,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.merge = "concat"  # how heads are combined: a name in MERGE_RULES
     attention.merge_gain = 1.0  # factor on the merge kernel's initial values
     attention.init = "xavier"  # "xavier", or "fan_in": same scale at any H
-    attention.mixture_heads = 2  # k of the merge rule "mixture"
+    attention.mixture_heads = 2  # k of the rules "mixture", "shared_mixture"
     attention.talking_heads = False  # mix heads before and after the softmax
     attention.sink = False  # a learned logit per head, to attend to nothing
     attention.qk_norm = False  # RMS-normalise queries and keys

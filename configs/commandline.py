@@ -338,14 +338,3 @@ def near_miss(path: str) -> str:
     if not names:
         return " configs/base.py lists them all."
     return f" Did you mean {' or '.join('config.' + name for name in names)}?"
-
-
-def flat(tree: dict, prefix: str = "") -> dict:
-    """Flatten a nested dict to dotted keys."""
-    out = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{name}.")
-        else:
-            out[prefix + name] = value
-    return out

@@ -64,22 +64,23 @@ def known_keys() -> dict[str, tuple[type, bool]]:
     return dict(walk(base.get_config(), ""))
 
 
-def flatten(tree, prefix: str = "") -> dict:
-    """Flatten the dicts of a config to dotted keys.
-
-    Raises:
-        ValueError: a section is not a dict, or a key is not a string.
-    """
+def flat(tree: dict, prefix: str = "") -> dict:
+    """Flatten nested dicts to dotted keys."""
     found = {}
-    sections = {key.rpartition(".")[0] for key in known_keys()}
     for name, value in tree.items():
-        path = f"{prefix}{name}"
         if isinstance(value, dict):
-            found |= flatten(value, f"{path}.")
-        elif path in sections:
-            raise ValueError(f"{path} must be a section of keys, got {value!r}.")
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            found[path] = value
+            found[prefix + name] = value
+    return found
+
+
+def flatten(tree: dict) -> dict:
+    """Flatten a config to dotted keys; raise a ValueError if a section is no dict."""
+    found = flat(tree)
+    sections = {key.rpartition(".")[0] for key in known_keys()}
+    for path in found.keys() & sections:
+        raise ValueError(f"{path} must be a section of keys, got {found[path]!r}.")
     return found
 
 

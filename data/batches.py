@@ -245,7 +245,7 @@ def unpacked_batches(
     """
     aligned = aligned or {}
     longest = np.max([field.lengths for field in fields.values()], axis=0)
-    sizes = -(-longest // 32) * 32
+    sizes = -(-np.maximum(longest, 1) // 32) * 32
     batches = []
     for T in np.unique(sizes):
         examples = np.flatnonzero(sizes == T)

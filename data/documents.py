@@ -22,6 +22,8 @@ SHAKESPEARE_URL = (
     "https://github.com/karpathy/char-rnn/raw/6f9487a/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+KEYS = "name", "directory", "test_share"  # of config.data: what corpus it is
+OPTIONS = "max_length", "vocab_size", "test_share"  # of config.data, for `load`
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 
 
@@ -38,12 +40,33 @@ def load(name: str, split: str, directory: str | None = None, **options) -> list
     Raises:
         ValueError, OSError: there is no such corpus or split, or it can't be read.
     """
+    if directory is not None and name not in ("shakespeare", "text"):
+        raise ValueError(
+            f"data.directory (--directory) is for the corpora shakespeare and text, "
+            f"and {name} reads no files from it; leave it out."
+        )
     loader = LOADERS.get(name, _tfds)
     documents = loader(name, split, directory, **options)
     if not documents:
         raise ValueError(f"The split {split!r} of {name} has no documents.")
     logging.info("%s %s: %d documents", name, split, len(documents))
     return documents
+
+
+def test_split(data) -> str:
+    """Return the split of final scores: test, or val if the corpus has no test split.
+
+    Args:
+        data: the config's section `data`.
+
+    Raises:
+        ValueError: data.test_share is out of range.
+    """
+    if not 0 <= data.test_share < 1:
+        raise ValueError(
+            f"data.test_share must be at least 0 and below 1, got {data.test_share}."
+        )
+    return "val" if data.name == "shakespeare" and not data.test_share else "test"
 
 
 def _shakespeare(name, split, directory, *, test_share=0.0, **_) -> list[str]:

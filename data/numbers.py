@@ -60,7 +60,7 @@ def phrases(values, language: str) -> list[str]:
             words.append(num2words.num2words(int(value), lang=language))
         except Exception as error:  # for example TypeError for "am"
             raise ValueError(
-                f"numbers can't be had in the language {language!r}: num2words fails "
+                f"num2words can't write numbers in the language {language!r}: it fails "
                 f"at {value}; choose another"
             ) from error
     return words

@@ -148,7 +148,7 @@ def _text_files(name, source, target, split, directory, data_dir):
         if len(fields) != 2:
             raise ValueError(
                 f"{table}, line {number}, has {len(fields)} tab-separated fields "
-                "instead of 2, source and target; mend it, or take it out"
+                "instead of 2, source and target; fix or remove it"
             )
     return [s for s, _ in pairs], [t for _, t in pairs]
 

@@ -64,10 +64,6 @@ class SentencePieceTokenizer:
             [i for i in until_eos(ids) if i not in (PAD, BOS)]
         )
 
-    def decode_many(self, sequences) -> list[str]:
-        """Decode each sequence."""
-        return [self.decode(ids) for ids in sequences]
-
 
 class TableTokenizer:
     """A tokenizer with a table of units: characters or words.
@@ -111,10 +107,6 @@ class TableTokenizer:
         units = [self._names[i] for i in until_eos(ids) if i >= UNK]
         return self.separator.join(units)
 
-    def decode_many(self, sequences) -> list[str]:
-        """Decode each sequence."""
-        return [self.decode(ids) for ids in sequences]
-
 
 class ByteTokenizer:
     """UTF-8 bytes: 256 ids after the special ids."""
@@ -143,10 +135,6 @@ class ByteTokenizer:
         """See `SentencePieceTokenizer.decode`; broken UTF-8 becomes U+FFFD."""
         values = [i - NUM_SPECIAL for i in until_eos(ids) if i >= NUM_SPECIAL]
         return bytes(values).decode(errors="replace")
-
-    def decode_many(self, sequences) -> list[str]:
-        """Decode each sequence."""
-        return [self.decode(ids) for ids in sequences]
 
 
 class ByteLevelBPE:
@@ -190,10 +178,6 @@ class ByteLevelBPE:
     def decode(self, ids) -> str:
         """Return the text of token ids up to the first <|endoftext|>."""
         return self._tokenizer.decode(until_eos(ids, self.end))
-
-    def decode_many(self, sequences) -> list[str]:
-        """Decode each sequence."""
-        return [self.decode(ids) for ids in sequences]
 
 
 def until_eos(ids, eos: int = EOS) -> list[int]:
@@ -243,10 +227,6 @@ class MarianTokenizer:
         """See `SentencePieceTokenizer.decode`."""
         pieces = self.pieces(i for i in until_eos(ids) if i not in (PAD, BOS, UNK))
         return self._processor.decode_pieces(pieces)
-
-    def decode_many(self, sequences) -> list[str]:
-        """Decode each sequence."""
-        return [self.decode(ids) for ids in sequences]
 
 
 def marian_order(vocabulary: dict[str, int]) -> list[int]:

@@ -5,13 +5,20 @@ import math
 from absl import flags
 
 BEAM_SIZE = flags.DEFINE_integer(
-    "beam_size", 5, "Hypotheses of beam search; 1: greedy.", 1, 2**16
+    "beam_size",
+    5,
+    "Hypotheses of beam search; 1: greedy, the default of language models.",
+    1,
+    2**16,
 )
 LENGTH_PENALTY = flags.DEFINE_float(
     "length_penalty", 0.6, "Alpha of ((5 + n) / 6)^alpha, Wu et al. 2016.", 0.0, 10.0
 )
 N_BEST = flags.DEFINE_integer(
-    "n_best", None, "Return so many of a beam, as INDEX ||| text ||| score.", 1
+    "n_best",
+    None,
+    "How many hypotheses of a beam to return, as INDEX ||| text ||| score.",
+    1,
 )
 TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.0, "Above 0: sample instead of searching.", 0.0
@@ -27,7 +34,7 @@ BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 128, "Hypotheses decoded at a time; fewer need less memory.", 1, 2**31
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", 256, "Language models: most tokens of a continuation.", 1, 2**20
+    "max_new_tokens", 256, "Language models: maximum number of new tokens.", 1, 2**20
 )
 STOP = flags.DEFINE_string(
     "stop", None, "Language models: text that ends a continuation."

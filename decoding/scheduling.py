@@ -190,7 +190,7 @@ def decode_in_lanes(programs, prompts, limits, waiting, sizes, room, most):
         decode_all, programs, prompts, limits, sizes=sizes, room=room, most=most
     )
     count = min(num_lanes(len(waiting)), -(-len(waiting[0]) // sizes[-1]))
-    if count == 1:
+    if count <= 1:  # 0 if the first of several trials has no prompts left
         return one(waiting)
     mesh = jax.sharding.get_mesh()  # threads don't inherit it
     shares = [waiting[0][k::count] for k in range(count)]

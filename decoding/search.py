@@ -116,8 +116,9 @@ def continue_hypotheses(
         allowed = jnp.where(ruled_out, -jnp.inf, logits)
     ranked, tokens = top_tokens(allowed, min(W, size), first)
     # Probabilities are the model's own, including those of excluded tokens.
-    largest = jnp.maximum(ranked[..., 0], logits[..., : eos + 1].max(-1))
-    if not first:
+    if first:
+        largest = jnp.maximum(ranked[..., 0], logits[..., :first].max(-1))
+    else:
         largest = logits.max(-1)
     log_total = largest
     if return_scores or W > 1:  # a single hypothesis needs no comparison

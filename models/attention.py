@@ -484,11 +484,11 @@ class Attention(nnx.Module):
 
         N, K, H, V = self.sizes()
         arrays = like(T, N, H), like(S, K, H), like(S, K, V)
-        has_bias = positions == "relative"
+        bias = None
+        if positions == "relative":
+            bias = jax.ShapeDtypeStruct((1, N, T, S), dtype)
         if self.implementation is not None:
-            learned = {}
-            if has_bias:
-                learned["bias"] = jax.ShapeDtypeStruct((1, N, T, S), dtype)
+            learned = {} if bias is None else {"bias": bias}
             if self.sink is not None:
                 learned["sink"] = jax.ShapeDtypeStruct((N,), dtype)
             given = self.dropout_arguments(jax.random.key(0))
@@ -508,7 +508,6 @@ class Attention(nnx.Module):
             run = jax.grad(total, (0, 1)) if learned else total
             jax.eval_shape(run, arrays, learned)
             return self.implementation
-        bias = jnp.float32 if has_bias else None
         return attention.resolve_implementation(*arrays, bias)
 
     def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:

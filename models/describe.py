@@ -19,8 +19,8 @@ from ml_collections import config_flags
 from rich.console import Console
 from rich.table import Table
 
-from headcount.configs.commandline import fail, flat, one_sentence, run
-from headcount.configs.validation import check_values
+from headcount.configs.commandline import fail, one_sentence, run
+from headcount.configs.validation import check_values, flat
 from headcount.data.batches import batch_spec
 from headcount.models.attention import Attention
 from headcount.models.cost import (
@@ -240,8 +240,10 @@ def main():
     with one_sentence():
         check_values(flat(CONFIG.value.to_dict()))
         data, task = CONFIG.value.data, CONFIG.value.task
-        sizes = (data.vocab_size,) * (1 if data.joint_vocabulary else 2)
         settings = CONFIG.value.model.to_dict()
+        has_pairs = settings["num_encoder_layers"] and settings["num_decoder_layers"]
+        is_one = data.joint_vocabulary or not has_pairs
+        sizes = (data.vocab_size,) * (1 if is_one else 2)
         if task.name in ("tagging", "classification"):
             pooling = task.pooling if task.name == "classification" else None
             settings |= {"num_classes": data.num_classes, "pooling": pooling}

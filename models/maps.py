@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Bool, Float
 
+from headcount import attention
 from headcount.attention.reference import alibi
 from headcount.models import precision
 from headcount.models.attention import (
@@ -49,7 +50,8 @@ def head_summaries(
 
     Three are means over the queries of a batch: entropy (nats) and distance (tokens) of
     the weights, and sink (weight on a segment's last key, or first key in the decoder).
-    The fourth is the largest logit of the batch.
+    The fourth is the largest logit of the batch. It is the only one of differential
+    and talking heads, whose maps are not distributions.
     """
 
     def one(params, head_gates):
@@ -78,7 +80,10 @@ def summaries_of(
     layer: Intermediates, special: Bool[Array, "B S"]
 ) -> dict[str, Float[Array, "N"]]:
     """Compute the statistics of `head_summaries` for one layer."""
-    weights = attention_map(layer)
+    plain = {name: x for name, x in layer.parameters.items() if name == "sink"}
+    weights = attention.attention_weights(
+        layer.query, layer.key, **layer.masks, **plain
+    )
     seen = weights > 0
     queries = jnp.maximum(seen.any((1, 3)).sum(), 1)  # without padding
     T, S = weights.shape[2:]
@@ -91,11 +96,13 @@ def summaries_of(
         logits = logits + layer.masks["bias"]
     if layer.masks.get("alibi_slopes") is not None:
         logits = logits + alibi(layer.masks["alibi_slopes"], T, S)
-    return {
+    largest = {"largest_logit": jnp.where(seen, logits, -jnp.inf).max((0, 2, 3))}
+    if layer.difference is not None or "logits_mix" in layer.parameters:
+        return largest  # what these heads average values with is no distribution
+    return largest | {
         "entropy": -xlogy(weights, weights).sum((0, 2, 3)) / queries,
         "distance": (weights * distance).sum((0, 2, 3)) / queries,
         "sink": (weights * special[:, None, None]).sum((0, 2, 3)) / queries,
-        "largest_logit": jnp.where(seen, logits, -jnp.inf).max((0, 2, 3)),
     }
 
 

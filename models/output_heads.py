@@ -56,16 +56,12 @@ class Classifier(nnx.Module):
 
 
 class Pooler(nnx.Module):
-    """BERT's pooler: tanh of a linear map of each row's first token."""
+    """BERT's pooler: tanh of a linear map of pooled vectors."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.linear = make_linear(width, width, "D features", rngs)
 
-    def __call__(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
-        """Pool each row."""
-        return self.transform(hidden[:, 0])
-
-    def transform(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    def __call__(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Apply the linear map, then tanh."""
         return jnp.tanh(self.linear(vectors))
 

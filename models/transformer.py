@@ -446,12 +446,8 @@ class Transformer(nnx.Module):
         """Compute the logits of classes from the encoder's output."""
         vectors = self.classifier.pool(hidden, segments)
         if self.pooler is not None and self.classifier.pooling == "first":
-            vectors = self.pooler.transform(vectors)
+            vectors = self.pooler(vectors)
         return self.classifier.linear(dropout(vectors, drop, 0))
-
-    def pooled(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B D"]:
-        """Apply BERT's pooler: tanh of a linear map of each row's first token."""
-        return self.pooler(hidden)
 
     def head_gates(self) -> dict[str, Float[Array, "L N"]]:
         """Return a gate of 1 for every head of every layer, by site."""

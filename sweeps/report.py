@@ -26,7 +26,7 @@ from headcount.analysis.report_figures import (
 )
 from headcount.analysis.report_html import write_html
 from headcount.analysis.report_markdown import join_markdown, write_markdown
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.sweeps.labels import symbol

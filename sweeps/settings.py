@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from headcount.configs.commandline import flat
-from headcount.configs.validation import read_config
+from headcount.configs.validation import flat, read_config
 from headcount.runtime import cluster
 from headcount.runtime.files import locked
 from headcount.runtime.schema import Number, Optional, violation

@@ -171,7 +171,8 @@ class Task:
     corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: the corpus
     test_split: str = "test"  # default split for final scores
     has_targets: bool = False  # whether texts come in pairs
-    options: tuple[str, ...] = ()  # decoding flags of `evaluate` and `predict`
+    options: tuple[str, ...] = ()  # decoding flags of `predict`
+    evaluation_options: tuple[str, ...] = ()  # decoding flags of `evaluate`
 
     def __init__(self, config, folder: Path | None = None):
         self.config, self.folder = config, folder
@@ -199,12 +200,19 @@ class Task:
         Some scores use other references than the split's text.
         """
 
-    def check_options(self, options: dict) -> None:
-        """Raise a ValueError for a decoding option that the task does not have."""
+    def check_options(self, options: dict, evaluates: bool = False) -> None:
+        """Raise a ValueError for a decoding option that the task does not have.
+
+        Args:
+            options: options by name.
+            evaluates: whether they are for `evaluate` instead of `predict`.
+        """
         for name in options:
-            if name not in self.options:
+            if name not in (self.evaluation_options if evaluates else self.options):
+                where = " when it is scored" if name in self.options else ""
                 raise ValueError(
-                    f"--{name} has no meaning for the task {self.config.task.name}."
+                    f"--{name} has no meaning for the task {self.config.task.name}"
+                    f"{where}."
                 )
 
     def set_directory(self, directory: str) -> None:
@@ -267,7 +275,7 @@ class Task:
 
         Args:
             options: `trials`, the trials to score (default: all); `quick`, to evaluate
-                as during training; and those in the task's `options`.
+                as during training; and those in the task's `evaluation_options`.
         """
         raise NotImplementedError
 

@@ -63,7 +63,7 @@ class ClassTask(EncoderTask):
         classes = sorted(set(labels))
         if len(classes) == 1:
             raise ValueError(
-                f"The training examples have one class alone, {classes[0]!r}, so there "
+                f"The training examples have only one class, {classes[0]!r}, so there "
                 f"is nothing to learn; check the files in data.directory and data.tag."
             )
         self.tokenizer = make_tokenizer(self.config, self.folder, texts)
@@ -88,8 +88,8 @@ class ClassTask(EncoderTask):
         unknown = set(labels) - ids.keys()
         if len(unknown) == len(set(labels)):
             raise ValueError(
-                f"The split {split!r} has no class of the training examples: its are "
-                f"{listed(unknown)}, and theirs {listed(self.classes)}."
+                f"The split {split!r} has no class of the training examples: its "
+                f"classes are {listed(unknown)}, theirs {listed(self.classes)}."
             )
         if unknown:
             count = sum(label in unknown for label in labels)

@@ -46,7 +46,7 @@ class Classification(ClassTask):
     def encode(self, split: str, text: dict, labels: list[int]) -> Examples:
         """Tokenise texts; the first token, BOS, carries the label."""
         parts = [line.split("\t") for line in text["source"]]
-        fields, _ = self.encode_parts(split, parts, True)
+        fields, _ = self.encode_parts(split, parts)
         tags = np.zeros_like(fields["source"].tokens)
         tags[fields["source"].offsets[:-1]] = labels
         fields["tags"] = Ragged(tags, fields["source"].offsets)
@@ -58,7 +58,6 @@ class Classification(ClassTask):
         examples: Examples,
         trials: Sequence[int] | None = None,
         quick: bool = False,
-        **options,
     ) -> list[dict]:
         """Score labels, with a report per class unless quick; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
@@ -76,7 +75,7 @@ class Classification(ClassTask):
         return rows
 
     def predict(
-        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
         """Classify lines; yield JSON with the label and all labels' probabilities."""
         unknown = [UNKNOWN_CLASS] * len(lines)

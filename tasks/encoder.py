@@ -63,7 +63,7 @@ class EncoderTask(Task):
         return dict.fromkeys(names, "source")
 
     def encode_parts(
-        self, split: str, examples: list[list[str]], eos_after_each: bool
+        self, split: str, examples: list[list[str]]
     ) -> tuple[dict[str, Ragged], list[list[int]]]:
         """Tokenise examples: BOS, the tokens of each part, EOS.
 
@@ -72,7 +72,6 @@ class EncoderTask(Task):
         Args:
             split: split of the examples, for the log.
             examples: the parts of each example: words, or one or two texts.
-            eos_after_each: whether EOS follows every part, or only the last.
 
         Returns:
             The fields except `own_fields`, and the position of each part's first token.
@@ -89,13 +88,13 @@ class EncoderTask(Task):
                 end = start + int(lengths[at])
                 places.append(len(source))
                 # a part that normalisation leaves empty becomes one unknown token
-                own = ids[start:end] or ([] if eos_after_each else [tokenizer.unk])
+                own = ids[start:end] or ([] if self.eos_after_each else [tokenizer.unk])
                 source += own
                 origin += range(start, end) if end > start else [-1] * len(own)
-                if eos_after_each or number == len(parts) - 1:
+                if self.eos_after_each or number == len(parts) - 1:
                     source.append(tokenizer.eos)
                     origin.append(-1)
-                kind = int(eos_after_each and number > 0)
+                kind = int(self.eos_after_each and number > 0)
                 kinds += [kind] * (len(source) - len(kinds))
                 start, at = end, at + 1
             sources.append(source)
@@ -123,7 +122,7 @@ class EncoderTask(Task):
         if not source.strip():
             raise ValueError("The text has no tokens.")
         parts = self.parts_of_text(source)
-        encoded, _ = self.encode_parts("input", [parts], self.eos_after_each)
+        encoded, _ = self.encode_parts("input", [parts])
         fields = {name: field[0].tolist() for name, field in encoded.items()}
         self.check_length(fields, "The text")
         return fields
@@ -182,7 +181,7 @@ def check_encoder(config) -> None:
     counts = config.model.num_encoder_layers, config.model.num_decoder_layers
     if counts[0] < 1 or counts[1] != 0:
         raise ValueError(
-            f"The task {config.task.name} needs an encoder alone: "
+            f"The task {config.task.name} needs an encoder-only model: "
             f"model.num_encoder_layers must be at least 1 and "
             f"model.num_decoder_layers 0, got {counts[0]} and {counts[1]}."
         )

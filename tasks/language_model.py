@@ -45,17 +45,18 @@ class LanguageModel(Task):
 
     options = (
         *("beam_size", "length_penalty", "temperature", "top_k", "top_p", "seed"),
-        *("batch_size", "max_new_tokens", "stop", "samples", "stride"),
+        *("batch_size", "max_new_tokens", "stop", "samples"),
     )
+    evaluation_options = ("stride",)
 
-    corpus_keys = ("name", "directory", "test_share")
+    corpus_keys = documents.KEYS
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
         counts = config.model.num_encoder_layers, config.model.num_decoder_layers
         if counts[0] != 0 or counts[1] < 1:
             raise ValueError(
-                "The task language_model needs a decoder alone: "
+                "The task language_model needs a decoder-only model: "
                 "model.num_encoder_layers must be 0 and model.num_decoder_layers at "
                 f"least 1, got {counts[0]} and {counts[1]}."
             )
@@ -76,13 +77,7 @@ class LanguageModel(Task):
                     f"{data.tokenizer}."
                 )
             self.metrics = (LOSS, RECALL)
-        if not 0 <= data.test_share < 1:
-            raise ValueError(
-                f"data.test_share must be at least 0 and below 1, got "
-                f"{data.test_share}."
-            )
-        if data.name == "shakespeare" and not data.test_share:
-            self.test_split = "val"  # the corpus has no test split
+        self.test_split = documents.test_split(data)
 
     def check_stride(self, name: str, stride: int) -> None:
         """Raise a ValueError if windows at this stride would not cover all tokens."""
@@ -92,9 +87,9 @@ class LanguageModel(Task):
                 f"{name} must be from 1 to data.max_length={length}, got {stride}."
             )
 
-    def check_options(self, options: dict) -> None:
+    def check_options(self, options: dict, evaluates: bool = False) -> None:
         """See `Task.check_options`."""
-        super().check_options(options)
+        super().check_options(options, evaluates)
         if "stride" in options:
             if self.is_recall:
                 raise ValueError(
@@ -105,7 +100,7 @@ class LanguageModel(Task):
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
         data = self.config.data
-        options = {key: data[key] for key in ("max_length", "vocab_size", "test_share")}
+        options = {key: data[key] for key in documents.OPTIONS}
         return {"text": documents.load(data.name, split, data.directory, **options)}
 
     @cached_property
@@ -230,12 +225,11 @@ class LanguageModel(Task):
         trials: Sequence[int] | None = None,
         quick: bool = False,
         stride: int | None = None,
-        **options,
     ) -> list[dict]:
         """Score the loss and derived metrics, or recall; see `Task.evaluate`.
 
         Args:
-            run, examples, trials, quick, options: see `Task.evaluate`.
+            run, examples, trials, quick: see `Task.evaluate`.
             stride: see `evaluation_batches`.
         """
         trials = range(len(run.trials)) if trials is None else trials
@@ -287,6 +281,7 @@ class LanguageModel(Task):
                 run.graph,
                 params,
                 [prompts[i // samples] for i in repeated],
+                return_scores=False,
                 limits=[limits[i // samples] for i in repeated],
                 sample_numbers=[first * samples + i for i in repeated],
                 head_gates=gates,
@@ -424,8 +419,6 @@ class LanguageModel(Task):
                 )
         params, gates = run.of(trial)
         found = [np.zeros(0)] * len(lines)
-        if not fields["target"].lengths.any():  # no line has a token
-            return list(zip(fields["target"], found, strict=True))
         with sharding.using(run.mesh):
             for indices, batch in batches.unpacked_batches(
                 fields, batch_tokens=SCORING_TOKENS

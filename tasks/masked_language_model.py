@@ -39,12 +39,17 @@ class MaskedLanguageModel(EncoderTask):
     """
 
     metrics = (LOSS, ACCURACY)
+    corpus_keys = documents.KEYS
+
+    def __init__(self, config, folder=None):
+        super().__init__(config, folder)
+        self.test_split = documents.test_split(config.data)
 
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
         data = self.config.data
-        sizes = {"max_length": data.max_length, "vocab_size": data.vocab_size}
-        return {"text": documents.load(data.name, split, data.directory, **sizes)}
+        options = {key: data[key] for key in documents.OPTIONS}
+        return {"text": documents.load(data.name, split, data.directory, **options)}
 
     def load(self, split: str) -> Examples:
         """See `Task.load`; an example is a piece of a document."""
@@ -53,7 +58,7 @@ class MaskedLanguageModel(EncoderTask):
             self.tokenizer = make_tokenizer(self.config, self.folder, texts)
         pieces = [piece for text in texts for piece in self.cut(text)]
         parts = [[piece] for piece in pieces]
-        fields, _ = self.encode_parts(split, parts, eos_after_each=True)
+        fields, _ = self.encode_parts(split, parts)
         return Examples(split, fields, {"text": pieces})
 
     def cut(self, text: str) -> list[str]:
@@ -126,7 +131,6 @@ class MaskedLanguageModel(EncoderTask):
         examples: Examples,
         trials: Sequence[int] | None = None,
         quick: bool = False,
-        **options,
     ) -> list[dict]:
         """Score the loss and accuracy on 15 % of the tokens; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
@@ -146,7 +150,7 @@ class MaskedLanguageModel(EncoderTask):
         ]
 
     def predict(
-        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
         """Fill in each [MASK]; yield a JSON list of {token: probability} per line."""
         params, gates = run.of(trial)

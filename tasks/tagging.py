@@ -63,7 +63,7 @@ class Tagging(ClassTask):
     def encode(self, split: str, text: dict, tags: list[list[int]]) -> Examples:
         """Tokenise each word separately; its first token carries the tag."""
         sentences = [line.split(" ") for line in text["source"]]
-        fields, firsts = self.encode_parts(split, sentences, False)
+        fields, firsts = self.encode_parts(split, sentences)
         labels = np.zeros_like(fields["source"].tokens)
         offsets = fields["source"].offsets
         for start, places, of_words in zip(offsets, firsts, tags, strict=False):
@@ -77,7 +77,6 @@ class Tagging(ClassTask):
         examples: Examples,
         trials: Sequence[int] | None = None,
         quick: bool = False,
-        **options,
     ) -> list[dict]:
         """Score tags, with a report per class unless quick; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
@@ -108,7 +107,7 @@ class Tagging(ClassTask):
         ]
 
     def predict(
-        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0, **options
+        self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
         """Tag lines of words separated by blanks.
 
@@ -137,5 +136,5 @@ def check_entities(tags: set[str], split: str) -> None:
     if others:
         raise ValueError(
             f"task.entities needs tags like B-NAME, I-NAME and O, and the split "
-            f"{split!r} has {listed(others)}; mend them, or set task.entities=False."
+            f"{split!r} has {listed(others)}; fix them, or set task.entities=False."
         )

@@ -72,6 +72,7 @@ class Translation(Task):
         *("beam_size", "length_penalty", "n_best"),
         *("temperature", "top_k", "top_p", "seed", "batch_size"),
     )
+    evaluation_options = options
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
@@ -223,7 +224,7 @@ class Translation(Task):
         for trial in mine:
             lists = found[trial]
             best = [each[0][0] for each in lists] if n_best else lists
-            hypotheses = self.tokenizers[1].decode_many(best)
+            hypotheses = [self.tokenizers[1].decode(ids) for ids in best]
             scores, signatures = text_scores.score(
                 hypotheses, examples.text["target"], names
             )
@@ -293,7 +294,7 @@ class Translation(Task):
         everything = [found.get(index, nothing) for index in range(len(lines))]
         if n_best:
             return decode_lists(target, everything)
-        return target.decode_many(everything)
+        return [target.decode(ids) for ids in everything]
 
     def score_lines(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.data.batches import batch_spec
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer

@@ -12,8 +12,8 @@ from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
 
-from headcount.configs.commandline import flat
 from headcount.configs.run import load_config
+from headcount.configs.validation import flat
 from headcount.data import tokenizers
 from headcount.models import cost
 from headcount.models.cost import abstract

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from headcount.analysis import claim_tests, claims
+from headcount.analysis import claim_tests, claims, roles
 from headcount.analysis.claim_tests import (
     CONTRADICTED,
     SUPPORTED,
@@ -31,6 +31,8 @@ from headcount.analysis.claim_tests import (
 )
 from headcount.analysis.claims import CLAIMS, UNTESTED, fill, make_rows
 from headcount.analysis.formatting import signed
+from headcount.configs import ablations
+from headcount.configs.base import get_config
 
 NOISE = np.array([0.0, 0.001, -0.001, 0.0005, -0.0005, 0.0008])
 
@@ -264,3 +266,25 @@ def test_the_claims_of_the_results_that_are_kept(tmp_path, monkeypatch):
     assert "6 arms: 96,512 parameters | supported" in text
     assert text.count(UNTESTED) > 10
     assert (folder / "claims.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_roles_that_count_are_those_that_are_measured():
+    ids, words = np.arange(4), ["a"] * 4
+    found = {"induction"}  # on tokens of its own, which repeat
+    for site in ("encoder", "decoder"):
+        found |= roles.by_token(site, ids, ids, words, words).keys()
+    assert found == set(claims.ROLES)
+
+
+BY_ARMS = [each for each in CLAIMS if each.arms and each.ablation != "roles"]
+
+
+@pytest.mark.parametrize("claim", BY_ARMS, ids=lambda claim: claim.sentence)
+def test_the_sweep_that_a_claim_waits_for_has_its_arms(claim):
+    """Otherwise no results would ever test it."""
+    arms = [
+        {key.rsplit(".")[-1]: value for key, value in overrides.items()}
+        for overrides in getattr(ablations, claim.ablation)(get_config())
+    ]
+    assert any(claim.arms(x, base) for x in arms for base in arms)
+    assert claim.reference is None or any(claim.reference(x, arms[0]) for x in arms)

@@ -326,7 +326,7 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"value": KEY[..., :0]}, "value has no heads or heads of size 0"),
         (
             {"alibi_slopes": jnp.ones(3)},
-            "alibi_slopes must have one real number a head",
+            "alibi_slopes must have one real number per head",
         ),
         ({"dropout_rate": 1.0}, "dropout_rate must be a number from 0 to below 1"),
         ({"dropout_rate": -0.1}, "dropout_rate must be a number from 0 to below 1"),
@@ -351,7 +351,7 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"local_window_size": (1, 2, 3)}, "one or two whole numbers"),
         ({"query_segment_ids": jnp.ones((2, 5), int)}, "must be given together"),
         ({"query_seq_lengths": jnp.ones(2)}, "must be integers of shape (2,)"),
-        ({"head_gate": jnp.ones(3)}, "head_gate must have one number a head"),
+        ({"head_gate": jnp.ones(3)}, "head_gate must have one number per head"),
         ({"implementation": "flash"}, "implementation must be one of reference"),
         ({"implementation": ""}, "implementation must be one of reference"),
     ],

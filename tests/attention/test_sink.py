@@ -145,5 +145,5 @@ def test_a_sink_of_another_shape_is_refused(sink):
         (dot_product_attention, ARRAYS),
         (attention_weights, ARRAYS[:2]),
     ):
-        with pytest.raises(ValueError, match="sink must have one number a head"):
+        with pytest.raises(ValueError, match="sink must have one number per head"):
             function(*arrays, sink=sink)

@@ -111,6 +111,27 @@ def test_verdict_is_cached_and_needs_permission(monkeypatch):
     assert verification.verdict("gpu", "bfloat16") is None
 
 
+def test_what_may_pass_is_not_remembered_by_the_next_process(monkeypatch):
+    """Another process may hold the memory now; an error without a message is one."""
+    errors = [RuntimeError("RESOURCE_EXHAUSTED: out of memory"), AssertionError()]
+    reasons = []
+    for error in errors:
+
+        def failing(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(verification, "problem_error", failing)
+        monkeypatch.setattr(verification, "_verdicts", {})
+        reasons.append(verification.verdict("gpu", "float32").reason)
+        assert not verification.is_accepted("gpu", "float32")
+        monkeypatch.setattr(verification, "_verdicts", {})
+        monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
+        kept = verification.verdict("gpu", "float32")
+        assert (kept is None) == (error is errors[0])
+        monkeypatch.delenv("HEADCOUNT_VERIFY")
+    assert reasons == [f"RuntimeError: {errors[0]}", "AssertionError: "]
+
+
 def test_reference_agrees_with_itself_in_every_problem(monkeypatch):
     monkeypatch.undo()
     for problem in verification.PROBLEMS.values():

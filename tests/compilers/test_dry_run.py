@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.runtime import topology as targets
 from headcount.tasks import make_task
 from headcount.training import dry_run

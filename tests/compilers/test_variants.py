@@ -9,7 +9,7 @@ import os
 import pytest
 
 from headcount.configs import shakespeare
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.configs.variants import VARIANTS
 from headcount.tasks import make_task
 from headcount.training import dry_run

@@ -3,7 +3,7 @@
 import pytest
 
 from headcount.configs import gpt2, iwslt14, modern, multi30k, shakespeare, wmt14
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 
 ADAM = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.98}
 SMOOTHED = {"optimizer.label_smoothing": 0.1}

@@ -136,6 +136,12 @@ def test_shakespeare_without_a_network_raises_with_url_and_key(tmp_path, monkeyp
         load(None, "train", "shakespeare")
 
 
+@pytest.mark.parametrize("name", ["recall", "stories", "lm1b"])
+def test_a_folder_for_a_corpus_without_files_raises_with_the_key(tmp_path, name):
+    with pytest.raises(ValueError, match=f"data.directory .*{name} reads no files"):
+        load(tmp_path, name=name, max_length=32, vocab_size=64)
+
+
 def test_recall_is_made_for_the_sizes_of_the_config():
     texts = load(None, "val", "recall", max_length=16, vocab_size=44)
     assert texts == recall.documents("val", 16, 44)

@@ -105,7 +105,7 @@ def test_an_unknown_language_of_numbers_raises(tmp_path):
 
 
 def test_a_language_that_num2words_fails_at_raises(tmp_path):
-    with pytest.raises(ValueError, match="can't be had in the language 'am'"):
+    with pytest.raises(ValueError, match="can't write numbers in the language 'am'"):
         pairs.load("numbers", "en", "am", "train", data_dir=tmp_path)
 
 

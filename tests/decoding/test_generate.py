@@ -118,9 +118,9 @@ def test_trials_under_vmap_equal_each_alone():
 def test_trials_together_equal_each_alone(beam_size):
     graphs, params = zip(*(make(seed=seed, layers=1) for seed in range(3)), strict=True)
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-    # more than the rows, not the same ones for each, and none for the last
+    # more than the rows, not the same ones for each, and none for the first
     texts = sentences(5, 12, 1, 20, 3, 8, 9, 14, 24, 2, 6, 16, 17)
-    chosen = [list(range(13)), [12, 3, 8, 5, 0], []]
+    chosen = [[], list(range(13)), [12, 3, 8, 5, 0]]
     gates = {"decoder": jnp.ones((3, 1, 4)).at[1, 0, 1].set(0.0)}
     found = generate_trials(
         graphs[0],

@@ -17,7 +17,7 @@ from absl import flags
 
 from headcount.configs import ablations, presets
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,6 +13,15 @@ from headcount.models.transformer import Transformer
 SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]
 
 
+def two_trials(positions: str, settings: dict):
+    """Return the graph and the parameters of two small models."""
+    config = get_config().model
+    config.update({"width": 16, "mlp_dim": 16, "positions": positions})
+    config.attention.update(settings)
+    graph, params = nnx.split(Transformer(20, **config.to_dict(), rngs=nnx.Rngs(0)))
+    return graph, jax.tree.map(lambda x: jnp.stack([x, 3 * x]), params)
+
+
 SHARED = {"num_kv_heads": 1, "sink": True}
 
 
@@ -26,11 +35,7 @@ SHARED = {"num_kv_heads": 1, "sink": True}
     ids=str,
 )
 def test_summaries_are_those_of_the_full_maps(positions, changes):
-    config = get_config().model
-    config.update({"width": 16, "mlp_dim": 16, "positions": positions})
-    config.attention.update({"num_heads": 2} | changes)
-    graph, params = nnx.split(Transformer(20, **config.to_dict(), rngs=nnx.Rngs(0)))
-    params = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), params)
+    graph, params = two_trials(positions, {"num_heads": 2} | changes)
     batch = single_example({"source": SOURCE, "target": TARGET})
     wide = {  # padding does not count
         name: jnp.pad(jnp.concatenate([x, 0 * x]), ((0, 0), (0, 3)))
@@ -70,3 +75,27 @@ def test_summaries_are_those_of_the_full_maps(positions, changes):
                 np.testing.assert_allclose(
                     found[site][name][trial], values, rtol=1e-4, atol=1e-5
                 )
+
+
+@pytest.mark.parametrize("variant", ["differential", "talking_heads"])
+def test_heads_without_distributions_have_only_their_largest_logit(variant):
+    """Of every softmax: differential attention has two per map."""
+    graph, params = two_trials("sinusoidal", {"num_heads": 4, variant: True})
+    batch = single_example({"source": SOURCE, "target": TARGET})
+    found = head_summaries(graph, params, {}, batch)
+    own = jax.tree.map(lambda x: x[1], params)
+    wanted = {site: [] for site in found}
+
+    def keep(site, layer):
+        logits = np.einsum("BTNH,BSNH->NTS", layer.query, layer.key)
+        hidden = np.triu(np.ones(logits.shape[1:], bool), 1) & (site == "decoder")
+        H = layer.query.shape[-1]
+        wanted[site].append(np.where(hidden, -np.inf, logits / H**0.5).max((1, 2)))
+
+    observe = {site: (lambda x, site=site: keep(site, x)) for site in found}
+    nnx.merge(graph, own).hidden(batch, observe=observe)
+    for site, statistics in found.items():
+        assert statistics.keys() == {"largest_logit"}
+        np.testing.assert_allclose(
+            statistics["largest_logit"][1], wanted[site], rtol=1e-4
+        )

@@ -12,8 +12,7 @@ from flax import nnx
 from headcount import attention
 from headcount.configs.ablations import equal_gain
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
-from headcount.configs.validation import check_values
+from headcount.configs.validation import check_values, flat
 from headcount.models import precision
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters

@@ -472,7 +472,7 @@ def test_a_trained_run_translates_alike_in_ctranslate2(exports):
                 max_decoding_length=2 * len(ids) + 15,  # ours ends with an EOS there
             )
             ids = [target._processor.piece_to_id(x) for x in result.hypotheses[0]]
-            found += target.decode_many([ids])
+            found += [target.decode(ids)]
         sizes[kind] = (exports / kind / "model.bin").stat().st_size
         # eight bits may change what an unseen sentence becomes
         number = len(TEN_PAIRS) if kind.endswith("int8") else len(lines)
@@ -511,4 +511,4 @@ print(json.dumps([found, np.asarray(log_probs).sum(1).tolist()]))
     source, target = run.task.tokenizers
     for ids, of, text in zip(tokens, source.encode(lines), texts, strict=True):
         most = 2 * len(of) + 15  # ours ends with an EOS there
-        assert target.decode_many([ids[:most]]) == [text]
+        assert [target.decode(ids[:most])] == [text]

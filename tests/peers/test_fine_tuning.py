@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from headcount.configs.commandline import flat
 from headcount.configs.run import load_config
+from headcount.configs.validation import flat
 from headcount.data.encoder_tokenizers import WordPieceTokenizer
 from headcount.models import huggingface
 from headcount.models.cost import abstract

@@ -130,6 +130,7 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
         ("plot", {"output": "x.png", "input": "table"}, ["--input=table", "3 tab"]),
         ("roles", {"trial": 2}, ["--trial", "2"]),
         ("roles", {"input": "x.txt"}, ["--input", "roles", "plot, explore"]),
+        ("roles", {"beam_size": 2}, ["--beam_size", "roles", "decodes nothing"]),
         ("describe", {"site": "cross"}, ["--site", "describe"]),
         ("explore", {"example": 0, "output": "x.html"}, ["--example", "explore"]),
         ("roles", {"workdir": "nowhere"}, ["nowhere"]),

@@ -8,7 +8,7 @@ import pytest
 from headcount.analysis.budget import TOLERANCE, flops, parameters, solve_mlp_dim
 from headcount.configs import ablations, base, numbers, recall
 from headcount.configs.ablations import chain, grid, matched, over, seeds, zipped
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.models.cost import LENGTH
 from headcount.sweeps.ablation import ablation_names, find_ablation, nuisance_keys
 from headcount.sweeps.labels import name_arms

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from headcount.configs import base
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.training.trials import hyperparameters, make_trials
 from tests.runs import arguments, fails, read, run, start, training
 

@@ -106,7 +106,7 @@ def test_token_types_and_pooler():
     np.testing.assert_allclose(other[1:], hidden[1:], atol=1e-6)
     linear = model.pooler.linear
     wanted = np.tanh(hidden[:, 0] @ linear.kernel[...] + linear.bias[...])
-    np.testing.assert_allclose(model.pooled(hidden), wanted, atol=1e-6)
+    np.testing.assert_allclose(model.pooler(hidden[:, 0]), wanted, atol=1e-6)
 
 
 def test_an_output_bias_counts_in_logits_and_output():

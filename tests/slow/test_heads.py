@@ -13,7 +13,7 @@ from headcount.attention.kernels import cpu_build
 from headcount.attention.merge import MERGE_RULES
 from headcount.attention.reference import attend
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
 from headcount.models.positions import POSITIONS, bucket, relative_bias, rotate

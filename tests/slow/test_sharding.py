@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
 from headcount.runtime.sharding import make_mesh, specs, warn_of_undivided

@@ -10,7 +10,7 @@ from flax import nnx
 
 from headcount.attention import variants
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.models.cost import abstract
 from headcount.models.transformer import Transformer
 from headcount.training.step import (

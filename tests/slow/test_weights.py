@@ -19,6 +19,7 @@ from headcount.training.run import load as load_run
 from headcount.weights import (
     config_of,
     export,
+    facts_of,
     import_checkpoint,
     load_model,
     split,
@@ -202,9 +203,9 @@ def test_marian_ids_are_ours(folders):
         tokenizers.marian_order({"</s>": 0, "<unk>": 1, "<pad>": 2, "a": 2})
 
 
-def command(*args):
+def command(*args, input=None):
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, input=input
     )
 
 
@@ -230,17 +231,24 @@ def tune_and_translate(run, tmp_path):
     assert 0 < max(jax.tree.leaves(moved)) < 0.01  # two steps of the warm-up
 
 
+def test_gpt2_searches_a_beam_for_one_line_too(folders, tmp_path):
+    """Which can't be streamed. Each of its tokens may be generated."""
+    run = tmp_path / "run"
+    import_checkpoint(folders / "gpt2", run)
+    found = facts_of(load_run(run, "last"))
+    assert found["banned"] == [] and found["eos"] == found["bos"]
+    flags = ["--beam_size=2", "--max_new_tokens=3"]
+    ran = command("predict.py", f"--workdir={run}", *flags, input="the dog\n")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("the dog") and ran.stdout.count("\n") == 1
+
+
 def test_the_command_lines(folders, tmp_path):
     run = tmp_path / "run"
     out = command("weights.py", f"--from={folders / 'marian'}", f"--workdir={run}")
     assert out.returncode == 0, out.stderr
-    lines = subprocess.run(
-        [sys.executable, "predict.py", f"--workdir={run}", "--beam_size=1"],
-        cwd=ROOT,
-        input="the dog\n\na cat\n",
-        capture_output=True,
-        text=True,
-    )
+    text = "the dog\n\na cat\n"
+    lines = command("predict.py", f"--workdir={run}", "--beam_size=1", input=text)
     assert lines.returncode == 0, lines.stderr
     assert lines.stdout.count("\n") == 3 and lines.stdout.split("\n")[1] == ""
     tune_and_translate(run, tmp_path)

@@ -87,10 +87,15 @@ def test_a_stride_of_an_evaluation_replaces_that_of_the_config(folder):
     wanted = evaluate(run._replace(task=fine), examples)
     assert [row.pop("options") for row in rows] == [{"stride": 5}] * 2
     assert rows == wanted != evaluate(run, examples)
-    task.check_options({"stride": 16})
+    task.check_options({"stride": 16}, evaluates=True)
     for stride in (0, 17):
         with pytest.raises(ValueError, match=f"--stride .*max_length=16, got {stride}"):
-            task.check_options({"stride": stride})
+            task.check_options({"stride": stride}, evaluates=True)
+    with pytest.raises(ValueError, match="--beam_size .*language_model when it is sco"):
+        task.check_options({"beam_size": 4}, evaluates=True)
+    task.check_options({"beam_size": 4})
+    with pytest.raises(ValueError, match="--stride .*language_model"):
+        task.check_options({"stride": 16})
 
 
 def test_a_vocabulary_larger_than_the_corpus_supports_raises(tmp_path):
@@ -310,6 +315,8 @@ def test_lines_longer_than_learned_positions_raise_with_their_number(run):
 
 def test_lines_without_a_token_have_no_log_probability(run):
     assert list(run.task.score_lines(run, ["", ""])) == ["0.0000\t0"] * 2
+    alone = list(run.task.score_lines(run, ["to be"]))
+    assert list(run.task.score_lines(run, ["", "to be"])) == ["0.0000\t0", *alone]
     (found,) = run.task.score_tokens(run, [""])
     assert json.loads(found) == {"tokens": [], "log_probabilities": []}
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.special
 
+from headcount.data import documents
 from headcount.data.tokenizers import BOS, EOS, UNK
 from tests.tasks.untrained import (
     ENCODER_ONLY,
@@ -125,7 +126,7 @@ def test_predict_fills_in_each_mask(tmp_path, tokenizer):
             assert probs == sorted(probs, reverse=True) and 0 < sum(probs) < 1.001
     the, sees_a = task.tokenizer.encode(["the", "sees a"], eos=False)
     ids = [BOS, *the, UNK, *sees_a, UNK, EOS]
-    examples, _ = task.encode_parts("x", [["the q sees a q"]], eos_after_each=True)
+    examples, _ = task.encode_parts("x", [["the q sees a q"]])
     batch = {k: np.array([v[0]]) for k, v in examples.items()}
     assert batch["source"][0].tolist() == ids  # q is unknown: UNK, as a mask
     if tokenizer == "affixes":  # which has affixes, unlike a mask
@@ -143,3 +144,16 @@ def test_predict_fills_in_each_mask(tmp_path, tokenizer):
 def test_a_model_with_a_decoder_raises_with_the_key():
     with pytest.raises(ValueError, match="model.num_decoder_layers 0"):
         small_task(None, **{"task.name": "masked_language_model"})
+
+
+def test_a_share_of_shakespeare_is_the_test_split(tmp_path, monkeypatch):
+    """As in language models. Without it, final scores are of val."""
+    keys = {"task.name": "masked_language_model", "data.name": "shakespeare"}
+    keys |= ENCODER_ONLY | {"data.tokenizer": "characters"}
+    shared = small_task(tmp_path, **keys | {"data.test_share": 0.5})
+    assert shared.test_split == "test" and "test_share" in shared.corpus_keys
+    assert small_task(tmp_path, **keys).test_split == "val"
+    monkeypatch.setattr(documents, "load", lambda *_, **options: options)
+    assert shared.read("val")["text"]["test_share"] == 0.5
+    with pytest.raises(ValueError, match="data.test_share must be .*got 1"):
+        small_task(tmp_path, **keys | {"data.test_share": 1.0})

@@ -237,7 +237,7 @@ def test_a_vocabulary_that_has_a_word_twice_is_damaged(tmp_path, kind):
 @pytest.mark.parametrize(
     "split, tags, culprits",
     [
-        ("train", {"x": "O"}, "one class alone, 'O'.*data.tag"),
+        ("train", {"x": "O"}, "only one class, 'O'.*data.tag"),
         ("train", {"x": "O", "y": "PERSON"}, "task.entities.*'train' has PERSON"),
         ("val", {"x": "O", "y": "B"}, "task.entities.*'val' has B"),
         ("val", {"x": "B-NEW"}, "'val' has no class.*B-NEW.*B-LOC"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.models.cost import abstract
 from headcount.runtime import distributed
 from headcount.training.checkpoint import Checkpoints, Damaged, SaveError

@@ -10,7 +10,7 @@ import scipy.special
 from flax import nnx
 
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.data.batches import PackedBatches, stack_steps
 from headcount.data.examples import Ragged
 from headcount.models.cost import abstract

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headcount.configs.base import get_config
-from headcount.configs.commandline import flat
+from headcount.configs.validation import flat
 from headcount.runtime import workdir as workdir_module
 from headcount.runtime.workdir import (
     claim,
