@@ -193,6 +193,8 @@ def check_flags() -> None:
         )
     if WORKDIR.value is None and VERB != "list":
         raise ValueError("--workdir is needed: the folder of the sweep.")
+    if FINISHED.value is not None and VERB != "run":
+        raise ValueError(f"--finished has no meaning for {VERB}; it is for run.")
     remote = [x for x in RESOURCES.value if not x.startswith("cores=")]
     unused = [("address", ADDRESS.value)]
     unused.append(("resources", RESOURCES.value if cluster.arguments() else remote))

@@ -48,6 +48,7 @@ from headcount.runtime.workdir import (
     claim,
     environment,
     has_started,
+    read_json,
     record,
     set_status,
 )
@@ -57,6 +58,7 @@ from headcount.training.checkpoint import Checkpoints
 from headcount.training.checks import check_config, check_memory
 from headcount.training.loop import Hook, Trainer, default_hooks, fit
 from headcount.training.metrics import MetricsWriter, is_evaluated
+from headcount.training.optimizer import NEED_DECAY_STEPS
 from headcount.training.restore import (
     parameters_to_start_from,
     run_folder,
@@ -292,6 +294,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         best = items["best"]
         best["params"] = jax.tree.map(sharding.put, best["params"], where)
         say(f"Resuming {workdir} from step {step}.")
+        warn_of_new_decay(read_json(workdir / "config.json"), config, trials)
 
     if distributed.is_first():
         facts = {
@@ -343,6 +346,24 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     )
 
 
+def warn_of_new_decay(before: dict, config, trials: list[dict]) -> None:
+    """Log that a resumed run decays its learning rate until another step than before.
+
+    Args:
+        before: the recorded config.
+        config: the config now.
+        trials: hyperparameters of each trial.
+    """
+    then, now = before["train"]["num_steps"], config.train.num_steps
+    default = config.optimizer.decay_steps
+    steps = [trial.get("optimizer.decay_steps", default) for trial in trials]
+    if config.optimizer.schedule in NEED_DECAY_STEPS and then != now and 0 in steps:
+        say(
+            f"The learning rate now decays until step {now} instead of {then}, because "
+            f"optimizer.decay_steps=0 stands for train.num_steps."
+        )
+
+
 def read_data(task, workdir: Path):
     """Read the training and dev splits; a new run builds its vocabulary first."""
     try:
@@ -366,8 +387,8 @@ def _read_data(task, workdir: Path):
             if other and tokenizers.checksums(task.folder).keys() != copied:
                 raise ValueError(
                     f"train.init_from={other}: {run_folder(other) / 'tokenizer'} has "
-                    f"no vocabulary for this config, and its parameters mean nothing "
-                    f"with another; restore it."
+                    f"no vocabulary for this config, and its parameters are useless "
+                    f"with another one; restore that folder."
                 )
     with distributed.fail_together():
         if not distributed.is_first():

@@ -161,7 +161,7 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
             continue
         is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
         verdict = SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
-        if arm.lost + reference.lost and verdict == SUPPORTED:
+        if arm.lost + reference.lost:
             verdict = UNDECIDED  # the remaining seeds are a biased sample
         spread = interval(result.low, result.high, LOSS.format, signed)
         text = f"loss of {arm.name} − {reference.name}: "
@@ -229,6 +229,8 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
         verdict = UNDECIDED
         if high < 1 or low > 1:
             verdict = SUPPORTED if high < 1 else CONTRADICTED
+        if arm.lost + reference.lost:
+            verdict = UNDECIDED
         text = f"sd of {arm.name} / {reference.name}: {number(ratio)} "
         text += f"({interval(low, high)})"
         found.append(Effect(sweep.corpus, text, verdict, len(seeds)))

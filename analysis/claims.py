@@ -100,7 +100,7 @@ CLAIMS = (
         "64 per head is about right at every width.",
         "common practice; Kaplan et al. 2020, Figure 5",
         "sizes 16 to 300 move the loss by at most 1.9% at D = 256, 0.8% at 1024",
-        "heads at several widths",
+        "width_heads",
     ),
     Claim(
         "Smaller keys hurt.",
@@ -198,7 +198,7 @@ CLAIMS = (
         "Averaging loses less with many heads.",
         "common belief",
         NOTHING,
-        "merge × num_heads",
+        "merge_heads",
     ),
     Claim(
         "Heads specialise, more than in an untrained model.",

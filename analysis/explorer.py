@@ -21,9 +21,8 @@ from headcount.analysis.heads import (
     heads_of,
     importance,
 )
-from headcount.analysis.roles import measure_roles
-from headcount.data.batches import unpacked_batches
-from headcount.data.examples import Examples, Ragged
+from headcount.analysis.roles import batched, measure_roles
+from headcount.data.examples import Examples
 from headcount.data.tokenizers import BOS, EOS
 from headcount.models import precision
 from headcount.models.maps import attention_maps
@@ -32,7 +31,6 @@ from headcount.tasks import Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACE = "/*DATA*/"  # placeholder for the data in the template
-BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 ROLES_SHOWN = 4  # strongest roles to show per head
 
 
@@ -144,8 +142,7 @@ def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
     shown = {}
     for name, ids in read.items():
         field = "target" if name == "read" else name
-        labels = run.task.token_strings(field, ids)
-        shown[name] = [label.replace("▁", " ").strip() or label for label in labels]
+        shown[name] = strings_of(run, field, ids)
         shown[f"{name}_sinks"] = [i for i, x in enumerate(ids) if x in (BOS, EOS)]
     first = shown["source" if "source" in shown else "target"]
     text = " ".join(first)
@@ -173,10 +170,10 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
     return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
 
 
-def batched(sentences: list[dict]) -> list:
-    """Return batches with one sentence per row, and the indices of the sentences."""
-    fields = {name: Ragged.of([s[name] for s in sentences]) for name in sentences[0]}
-    return unpacked_batches(fields, batch_tokens=BATCH_TOKENS)
+def strings_of(run: Run, field: str, ids) -> list[str]:
+    """Return the text of each token of a field, without SentencePiece's blanks."""
+    labels = run.task.token_strings(field, ids)
+    return [label.replace("▁", " ").strip() or label for label in labels]
 
 
 def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
@@ -197,8 +194,7 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
     def strings(ids):
         if has_classes:
             return [run.task.classes[i] for i in ids]
-        labels = run.task.token_strings(field, ids)
-        return [label.replace("▁", " ").strip() or label for label in labels]
+        return strings_of(run, field, ids)
 
     for indices, batch in batched(sentences):
         whole = np.asarray(predicted(run.graph, params, gates, batch))

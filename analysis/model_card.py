@@ -42,7 +42,7 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
         "| --- | --- |",
     ]
     lines += [f"| {name} | {value} |" for name, value in where.items()]
-    lines += ["", "## Scores", "", *scores(workdir, facts, trial)]
+    lines += ["", "## Scores", "", *scores(workdir, facts, trial, of_trial)]
     lines += ["", "## Use", "", usage]
     lines += ["## Config", "", "What differs from the defaults:", "", "```"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
@@ -66,25 +66,40 @@ def data_of(config) -> str:
     return f"{data.name}{pair}"
 
 
-def scores(workdir: Path, facts: dict, trial: int) -> list[str]:
-    """Format the scores in result-*.json as a table, followed by their signatures."""
+def scores(workdir: Path, facts: dict, trial: int, of_trial: dict) -> list[str]:
+    """Format the scores in result-*.json as a table, followed by their signatures.
+
+    Means are over the trials that differ from this one in their seed alone, and did not
+    diverge.
+    """
     lines, notes = ["| split | metric | this model | mean, 95 % interval |"], []
     lines.append("| --- | --- | --- | --- |")
     metrics = facts.get("task", {}).get("metrics", [])
     for path in sorted(workdir.glob("result-*.json")):
         rows = json.loads(path.read_text())
         mine = next(row for row in rows if row["trial"] == trial)
+        own = {key: value for key, value in of_trial.items() if key != "seed"}
+        same = [
+            row
+            for row in rows
+            if row["diverged_at"] is None and own == {key: row.get(key) for key in own}
+        ]
         decoding = "".join(f", {k} {v}" for k, v in mine["options"].items())
         for metric in metrics:
-            name, values = metric["name"], [row.get(metric["name"]) for row in rows]
+            name, values = metric["name"], [row.get(metric["name"]) for row in same]
             if mine.get(name) is None:
                 continue
             scale = 100 if metric["unit"] == "%" else 1
             values = [value * scale for value in values if value is not None]
-            what = f"{metric['label']} ({metric['unit']})" if metric["unit"] else name
+            unit = f" ({metric['unit']})" if metric["unit"] else ""
             split = f"{mine['split']} ({mine['checkpoint']}{decoding})"
             shown = format(mine[name] * scale, metric["format"])
-            cells = split, what, shown, interval(values, metric["format"])
+            cells = (
+                split,
+                metric["label"] + unit,
+                shown,
+                interval(values, metric["format"]),
+            )
             lines.append(f"| {' | '.join(cells)} |")
         notes += [f"- {name}: `{text}`" for name, text in mine["signatures"].items()]
     if len(lines) == 2:
@@ -94,6 +109,8 @@ def scores(workdir: Path, facts: dict, trial: int) -> list[str]:
 
 def interval(values: list[float], form: str) -> str:
     """Format the mean over trials with its interval, or "one seed" without several."""
+    if not values:
+        return "–"
     found = summary(values)
     if not np.isfinite(found.low):
         return "one seed"

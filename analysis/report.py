@@ -221,7 +221,9 @@ def with_unit(text: str, metric: Metric) -> str:
 def margin_text(metric: Metric, margin: float | None = None) -> str:
     """Format a margin (default: the metric's) with its unit: 0.3 points of BLEU."""
     margin = metric.margin if margin is None else margin
-    unit = "percentage points" if metric.unit == "%" else metric.unit
+    unit = metric.unit
+    if unit == "%":
+        unit = "percentage point" if margin == 1 else "percentage points"
     return " ".join(filter(None, [f"{margin:g}", unit, "of", metric.label]))
 
 

@@ -120,7 +120,8 @@ def verdicts(report: Report) -> list[str]:
         f"(Lan and DeMets 1983), and the intervals hold at all looks at once (Jennison "
         f"and Turnbull 1989)."
         if looks
-        else "The number of seeds was fixed beforehand."
+        else "This holds only if the number of seeds was fixed before any result was "
+        "seen."
     )
     margin = first["margin"]
     equivalent = (

@@ -173,14 +173,20 @@ class Scores(NamedTuple):
         return each[best], int(best)
 
 
+def batched(sentences: list[dict]) -> list[tuple[np.ndarray, dict]]:
+    """Return batches with one sentence per row, after the indices of the sentences.
+
+    Args:
+        sentences: token ids by field.
+    """
+    fields = {name: Ragged.of([s[name] for s in sentences]) for name in sentences[0]}
+    return unpacked_batches(fields, batch_tokens=BATCH_TOKENS)
+
+
 def score(run: Run, params, gates: dict, cases: list[Case], names: dict) -> dict:
     """Return the `Scores` of every site and role."""
     parts = {(site, name): [] for site, roles in names.items() for name in roles}
-    fields = {
-        field: Ragged.of([case.fields[field] for case in cases])
-        for field in cases[0].fields
-    }
-    for indices, batch in unpacked_batches(fields, batch_tokens=BATCH_TOKENS):
+    for indices, batch in batched([case.fields for case in cases]):
         maps = jax.device_get(attention_maps(run.graph, params, gates, batch))
         for row, index in enumerate(indices):
             for site, roles in cases[index].gold.items():

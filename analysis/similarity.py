@@ -15,14 +15,12 @@ from headcount.analysis.heads import (
     loss_of,
     with_progress,
 )
-from headcount.data.batches import unpacked_batches
-from headcount.data.examples import Examples, Ragged
+from headcount.analysis.roles import batched
+from headcount.data.examples import Examples
 from headcount.models import precision
 from headcount.models.maps import attention_maps
 from headcount.runtime import sharding
 from headcount.tasks import Run
-
-BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 
 
 def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
@@ -40,10 +38,9 @@ def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
         sentences: token ids by field; see `analysis.roles.first_sentences`.
     """
     params, gates = run.of(trial)
-    fields = {name: Ragged.of([s[name] for s in sentences]) for name in sentences[0]}
     sums, outputs, count = {}, {}, {}
     with sharding.using(run.mesh):
-        for _, batch in unpacked_batches(fields, batch_tokens=BATCH_TOKENS):
+        for _, batch in batched(sentences):
             maps = attention_maps(run.graph, params, gates, batch)
             heads = jax.device_get(head_outputs(run.graph, params, gates, batch))
             for site, (weights, _) in jax.device_get(maps).items():

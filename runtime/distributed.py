@@ -283,9 +283,11 @@ def check_same(what: str, value, may_differ: tuple[str, ...] = ()) -> None:
     """Raise a ValueError unless all processes have the same value."""
     first = gather(value)[0]
     with fail_together():
-        if differ := differences(first, value, may_change=may_differ):
-            listed = summarize(differ).replace("there", "in process 0")
-            raise ValueError(f"The {what} differs from that of process 0: {listed}.")
+        names = "in process 0", "here"
+        if differ := differences(first, value, may_change=may_differ, names=names):
+            raise ValueError(
+                f"The {what} differs from that of process 0: {summarize(differ)}."
+            )
 
 
 def leave() -> None:

@@ -73,7 +73,7 @@ def make_mesh(
     if np.prod(list(sizes.values())) != devices.size:
         raise ValueError(
             f"{text} does not fit the {devices.size} devices; choose sizes whose "
-            f"product they are, or -1 for the rest."
+            f"product is {devices.size}, or -1 for the rest."
         )
     for axis, count, of in (
         ("trial", num_trials, "trials"),

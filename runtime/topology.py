@@ -119,13 +119,13 @@ def devices(target: str) -> np.ndarray:
     except Exception as error:
         if "lockfile" in str(error):
             raise ValueError(
-                f"{target} can't be compiled for now: another process is at the TPU's "
-                f"compiler on this machine; wait for it."
+                f"{target} can't be compiled for now: another process is using the "
+                f"TPU's compiler on this machine; retry when it is done."
             ) from error
         package = "jax_cuda13_plugin" if chip in GPUS else "libtpu"
         mend = "pip install -r requirements-compilers.txt brings the compilers"
         if importlib.util.find_spec(package):
-            mend = "choose a topology that there is, such as v5e:16x16 or h200:8"
+            mend = "choose an existing topology, such as v5e:16x16 or h200:8"
         raise ValueError(
             f"{target} can't be compiled for here: {str(error).splitlines()[0]} "
             f"({mend})."

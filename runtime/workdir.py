@@ -21,7 +21,8 @@ from headcount.runtime.schema import Number, matches, violation
 
 FORMAT_VERSION = 1  # of the files in a workdir; increase it when their meaning changes
 STATUSES = ("running", "stopped", "finished", "diverged", "failed")
-# Config keys that a resumed run may change, because they don't affect what is learned.
+# Config keys that a resumed run may change, because they don't affect what is learned;
+# `train.num_steps` does if the learning rate decays until then, which train.py says.
 MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
@@ -79,7 +80,11 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
         now = {"config.json": config, "trials.json": trials}
         there = recorded(workdir)
         changed = [
-            phrase for name in there for phrase in differences(there[name], now[name])
+            phrase
+            for name in there
+            for phrase in differences(
+                there[name], now[name], "trials" if name == "trials.json" else ""
+            )
         ]
         if changed and has_started(workdir):
             raise ValueError(
@@ -140,26 +145,36 @@ def set_status(workdir: Path, status: str) -> None:
     write_json(path, read_json(path) | {"status": status})
 
 
-def differences(there, now, path: str = "", may_change=MAY_CHANGE) -> list[str]:
-    """List the differences of two JSON trees as phrases, ignoring `may_change`."""
-    if isinstance(there, list) and isinstance(now, list):
-        there, now = (
-            {f"trials[{i}]": x for i, x in enumerate(t)} for t in (there, now)
-        )
+def differences(
+    there, now, path: str = "", may_change=MAY_CHANGE, names=("there", "now")
+) -> list[str]:
+    """List the differences of two JSON trees as phrases.
+
+    Args:
+        there, now: the trees.
+        path: their place in a larger tree.
+        may_change: paths to ignore.
+        names: what the phrases call the two trees.
+    """
+    are_lists = isinstance(there, list) and isinstance(now, list)
+    if are_lists:
+        there, now = ({f"[{i}]": x for i, x in enumerate(t)} for t in (there, now))
     if isinstance(there, dict) and isinstance(now, dict):
+        prefix = f"{path}." if path and not are_lists else path
         return [
             phrase
             for key in there | now
             for phrase in differences(
                 there.get(key, "unset"),
                 now.get(key, "unset"),
-                f"{path}.{key}" if path else key,
+                prefix + key,
                 may_change,
+                names,
             )
         ]
     if there == now or path in may_change:
         return []
-    return [f"{path} (there {there!r}, now {now!r})"]
+    return [f"{path} ({names[0]} {there!r}, {names[1]} {now!r})"]
 
 
 def summarize(phrases: list[str], most: int = 5) -> str:

@@ -3,6 +3,7 @@
 import re
 
 MATCH = "match"  # the key of an arm that names the budget it shares with the baseline
+SELF_EXPLANATORY = "merge", "positions"  # keys whose values need no name of the key
 LETTERS = {
     "width": "D",
     "mlp_dim": "F",
@@ -50,7 +51,7 @@ def label(key: str, value) -> str:
     """Format a setting as it appears in the name of an arm."""
     if key == MATCH:
         return f"equal {value}"
-    if isinstance(value, str):
+    if key.rsplit(".", 1)[-1] in SELF_EXPLANATORY:
         return f"{site_prefix(key)}{value}"
     number = f"{value:g}" if isinstance(value, float) else str(value)
     return f"{symbol(key)}={number}"

@@ -187,9 +187,8 @@ def verdict_rows(
     """Return the verdict on every arm but the baseline.
 
     With planned looks, verdicts are based on dev scores, otherwise on test scores of
-    the seeds available. Numbers are in the unit in which scores are shown. With planned
-    looks, an arm that lost a trial is undecided, because the remaining seeds are a
-    biased sample.
+    the seeds available. Numbers are in the unit in which scores are shown. An arm that
+    lost a trial is undecided, because the remaining seeds are a biased sample.
 
     Args:
         rows: rows of the sweep's table.
@@ -220,7 +219,7 @@ def verdict_rows(
         verdict = Verdict("undecided", math.nan, math.nan, math.nan, 0)
         if differences:
             verdict = judge(differences, planned, metric.higher_is_better)
-        missing = 0 if looks is None else lost[arm.name] + lost[baseline]
+        missing = lost[arm.name] + lost[baseline]
         if missing:
             verdict = verdict._replace(kind="undecided")
         row = {

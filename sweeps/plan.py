@@ -339,7 +339,7 @@ def group_trials(trials: list[Trial], size: int) -> list[list[Trial]]:
 
 
 def program_and_trials(group: list[Trial], base: dict) -> tuple[dict, list[dict]]:
-    """Return how a group differs from the base config, flat.
+    """Return how a group differs from the base config, flat, except in `IGNORED`.
 
     Returns:
         The overrides that all trials share, for the command line; and the
@@ -347,7 +347,12 @@ def program_and_trials(group: list[Trial], base: dict) -> tuple[dict, list[dict]
     """
     base = flat(base)
     changes = [
-        {k: v for k, v in flat(trial.config).items() if base[k] != v} for trial in group
+        {
+            k: v
+            for k, v in flat(trial.config).items()
+            if k not in IGNORED and base[k] != v
+        }
+        for trial in group
     ]
     free = trial_keys(base)
     program = {k: v for k, v in changes[0].items() if k not in free}

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -221,9 +222,8 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
     """Describe the cost of the sweep, compared to running all seeds of every arm.
 
-    A sweep that is not done yet has no such comparison.
-
-    The FLOPs of unfinished trials count as if they had finished.
+    The comparison is left out until the sweep is done. Unfinished trials count with
+    their full FLOPs.
     """
     started = [row for row in rows if row["steps"]]
     searched = [row for row in started if row["stage"] == "search"]
@@ -234,8 +234,7 @@ def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
     fixed = Cost.of(searched)
     for arm in sweep.plan.arms:
         own = [row for row in started if row["arm"] == arm.name]
-        seconds = [row["seconds"] for row in own if row["seconds"]]
-        minutes = float(np.mean(seconds)) / 60 if seconds else 0.0
+        minutes = Cost.of(own).minutes / max(1, len(own))
         number = len(arm.seeds)
         more = (number, number * arm.training_flops, number * minutes)
         fixed = Cost(*(a + b for a, b in zip(fixed, more, strict=True)))
@@ -251,19 +250,19 @@ class Cost(NamedTuple):
 
     trainings: int
     flops: float
-    minutes: float  # of updates, as if processes ran one after another
+    minutes: float  # of updates, as if processes ran one after another; NaN: unknown
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Cost":
         """Add up the cost of rows of the table."""
-        seconds = sum(row["seconds"] or 0.0 for row in rows)
+        seconds = sum(row["seconds"] or math.nan for row in rows)
         return cls(len(rows), sum(row["flops"] for row in rows), seconds / 60)
 
     def __str__(self) -> str:
-        return (
-            f"{count(self.trainings, 'training')}, {self.flops:.3g} FLOP and "
-            f"{self.minutes:.3g} minutes of updates"
-        )
+        trainings, flops = count(self.trainings, "training"), f"{self.flops:.3g} FLOP"
+        if math.isnan(self.minutes):
+            return f"{trainings} and {flops}"
+        return f"{trainings}, {flops} and {self.minutes:.3g} minutes of updates"
 
 
 def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:

@@ -2,18 +2,19 @@
 
 A workdir stays on the machine that trained it, but its sweep.csv is small and holds all
 scores. With `sweep.py run --finished=FILE`, a new workdir starts from that file and
-trains only what is missing. Checkpoints, predictions, curves and speeds stay behind.
+trains only what is missing. Checkpoints, predictions and curves stay behind.
 """
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 from headcount.runtime.files import write
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import FORMAT_VERSION, with_digest
 from headcount.sweeps.plan import Group
-from headcount.sweeps.store import Sweep
+from headcount.sweeps.store import Sweep, group_name, write_group
 from headcount.sweeps.table import column_names
 
 ENDED = ("done", "diverged")
@@ -22,27 +23,20 @@ ENDED = ("done", "diverged")
 def restore(sweep: Sweep, path: Path) -> Sweep:
     """Write the folders of all groups whose trainings a sweep.csv holds.
 
-    Groups that are on disk already are left alone. A search or a look may add groups
-    once its scores are there; they are taken over as well.
+    Groups that have started are left alone. A search or a look may add groups once its
+    scores are there; they are taken over as well.
 
     Returns:
         The sweep with all trials that follow.
 
     Raises:
-        ValueError: the file is no sweep.csv of this sweep, or of other scores.
+        ValueError: the file is not a sweep.csv of this sweep, or its scores used other
+            settings.
         OSError: it can't be read.
     """
     rows, count = read_rows(sweep, path), 0
-    while True:
-        found = [
-            group
-            for group in sweep.groups
-            if not (sweep.folder(group) / "run.json").exists()
-            and all(trial.id in rows for trial in group.trials)
-        ]
-        if not found:
-            break
-        for group in found:
+    while new := [group for group in split(sweep, rows) if group.trials[0].id in rows]:
+        for group in new:
             own = [rows[trial.id] for trial in group.trials]
             try:
                 files = group_files(sweep, group, own)
@@ -55,8 +49,34 @@ def restore(sweep: Sweep, path: Path) -> Sweep:
                 write(sweep.folder(group) / name, text)
             count += len(group.trials)
         sweep = sweep.extended()
-    say(f"{count} of the {len(rows)} finished trainings of {path} are taken over.")
+    say(f"Took over {count} of the {len(rows)} finished trainings in {path}.")
     return sweep
+
+
+def split(sweep: Sweep, rows: dict[str, dict]) -> list[Group]:
+    """Return the groups that have not started, split by what is known of each trial.
+
+    The trials of a group are finished together, so those that are and those that are
+    not can't share one; neither can trials with scores and diverged ones without.
+    """
+    found = []
+    for group in sweep.groups:
+        folder = sweep.folder(group)
+        if any((folder / name).exists() for name in ("run.json", "log.txt")):
+            continue
+        parts = {}
+        for trial in group.trials:
+            row = rows.get(trial.id)
+            parts.setdefault(row and row["options"] is not None, []).append(trial)
+        if len(parts) == 1:
+            found.append(group)
+            continue
+        shutil.rmtree(folder)
+        for trials in parts.values():
+            part = Group(group_name(trials), trials)
+            write_group(sweep, part)
+            found.append(part)
+    return found
 
 
 def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
@@ -73,10 +93,10 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
                 f"sweep.csv of this sweep in another workdir."
             )
         rows = [{k: v or None for k, v in row.items()} for row in reader]
-    arms = {(arm.name, json.dumps(arm.overrides)) for arm in sweep.plan.arms}
-    if not {(row["arm"], row["overrides"]) for row in rows} <= arms:
+    arms = {json.dumps(arm.overrides) for arm in sweep.plan.arms}
+    if not {row["overrides"] for row in rows} <= arms:
         raise ValueError(
-            f"--finished={path} has arms that this sweep has not; it must be the "
+            f"--finished={path} has arms that this sweep does not have; it must be the "
             f"sweep.csv of this sweep in another workdir."
         )
     ended = {row["id"]: row for row in rows if row["status"] in ENDED}
@@ -102,11 +122,14 @@ def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
         scored = [score(sweep, side, index, row) for index, row in enumerate(rows)]
         if None not in scored:
             files[f"result-{split}.json"] = json.dumps(scored)
-    steps = []
+    steps, total = [], sum(float(row["seconds"] or 0) for row in rows)
     for index, row in enumerate(rows):
         step = {"step": int(row["steps"]), "trial": index}
         if row["diverged_at"] is not None:
             step["diverged_at"] = int(row["diverged_at"])
+        elif total:
+            step["steps_per_second"] = step["step"] / total
+            step["tokens_per_second"] = float(row["tokens_per_second"])
         steps.append(json.dumps(step) + "\n")
     first, is_diverged = rows[0], all(row["status"] == "diverged" for row in rows)
     run = {

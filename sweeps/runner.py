@@ -91,10 +91,11 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
 
 def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
     """Return the command that scores a group on splits with the task's defaults."""
-    folder = sweep.folder(group)
+    folder, directory = sweep.folder(group), sweep.settings["base"]["data"]["directory"]
     return [
         *script("eval.py"),
         *task_flags(sweep),
+        *([] if directory is None else [f"--directory={directory}"]),
         f"--workdir={folder}",
         f"--split={','.join(splits)}",
         f"--checkpoint={sweep.settings['checkpoint']}",

@@ -92,7 +92,7 @@ class Options(NamedTuple):
     group_size: int | None
     note: str | None
     task_file: Path | None
-    verb: str  # only "run" changes a sweep
+    verb: str  # only "run" changes settings, and "run" and "list" add groups
     proposes: bool  # whether a search may start its next round
 
 
@@ -144,7 +144,7 @@ def open_sweep(options: Options) -> Sweep:
     if options.verb == "run" and stored is None:
         check_splits(settings, task)
     sweep = Sweep(workdir, plan, search, [], settings, task, options.task_file)
-    if options.verb == "status":
+    if options.verb in ("status", "report"):
         return sweep.extended(propose=False, write=False)
     sweep = sweep.extended(options.proposes)
     with locked(workdir / ".plan"):
@@ -197,11 +197,10 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     if options.config is None:
         default = stored["metric"]
     metrics = {metric.name: metric for metric in task.metrics}
-    metric = metrics.get(given.get("metric", default))
+    name = given.get("metric", default)
+    metric = metrics.get(name)
     if metric is None:
-        raise ValueError(
-            f"--metric must be one of {', '.join(metrics)}, got {given['metric']!r}."
-        )
+        raise ValueError(f"--metric must be one of {', '.join(metrics)}, got {name!r}.")
     if "margin" in given:
         given["margin"] = parse_margin(given["margin"], metric)
     if options.config is not None:

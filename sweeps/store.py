@@ -41,6 +41,7 @@ from headcount.sweeps.search import (
 from headcount.tasks import Metric, Task
 from headcount.training.metrics import read_metrics
 
+SIDES = "in the sweep", "in the file"  # of a result, in errors
 TRAINED = ("finished", "diverged")  # statuses in run.json with nothing left to train
 # Schemas of what the table needs of a group's files; see `runtime.schema`.
 RUN = {
@@ -169,9 +170,7 @@ class Sweep(NamedTuple):
                 group = Group(group_name(new), new)
                 groups.append(group)
                 if write:
-                    self.folder(group).mkdir(exist_ok=True)
-                    rows = [trial._asdict() for trial in new]
-                    write_json(self.folder(group) / "group.json", rows)
+                    write_group(self, group)
         last = len(order)
         groups.sort(key=lambda g: min(order.get(trial.id, last) for trial in g.trials))
         return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
@@ -215,7 +214,7 @@ class Sweep(NamedTuple):
                 if group.name not in found:
                     continue
                 own = found[group.name][0]["options"]
-                if changed := differences(usual, own, "options", may_change=()):
+                if changed := differences(usual, own, "options", (), SIDES):
                     path = self.folder(group) / f"result-{split}.json"
                     errors[group.name] = other_settings(path, changed)
                     del found[group.name]
@@ -232,6 +231,13 @@ def read_optional_json(path: Path):
         return read_json(path)
     except FileNotFoundError:
         return None
+
+
+def write_group(sweep: Sweep, group: Group) -> None:
+    """Create a group's folder and its group.json."""
+    sweep.folder(group).mkdir(exist_ok=True)
+    rows = [trial._asdict() for trial in group.trials]
+    write_json(sweep.folder(group) / "group.json", rows)
 
 
 def read_group(path: Path) -> Group:
@@ -315,17 +321,16 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
                 raise ValueError(f"{path} is damaged ({name} is {value}); {hint}")
     wanted = {"checkpoint": sweep.settings["checkpoint"]}
     made = {"checkpoint": found[0]["checkpoint"]}
-    if changed := differences(wanted, made, may_change=()):
+    if changed := differences(wanted, made, "", (), SIDES):
         raise ValueError(other_settings(path, changed))
     return found
 
 
 def other_settings(path: Path, changed: list[str]) -> str:
     """Return the error message for a result that is not comparable to the others."""
-    phrases = summarize(changed).replace("(there ", "(in the sweep ")
-    phrases = phrases.replace(", now ", ", in the file ")
     return (
-        f"{path} was made with other settings than the rest of the sweep: {phrases}; "
+        f"{path} was made with other settings than the rest of the sweep: "
+        f"{summarize(changed)}; "
         f"move it away, and sweep.py run scores its group again."
     )
 

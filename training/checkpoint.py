@@ -25,11 +25,11 @@ CHECKSUMS = "checksums"
 
 
 def is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Return whether to keep a record of absl's log: drop Orbax's, except errors.
+    """Return whether to keep a record of absl's log: drop Orbax's.
 
-    This module raises or logs everything that Orbax warns about.
+    This module raises or logs everything that Orbax logs as a warning or an error.
     """
-    return "orbax" not in record.pathname or record.levelno >= logging.ERROR
+    return "orbax" not in record.pathname
 
 
 class SaveError(OSError):

@@ -22,6 +22,11 @@ def check_config(config) -> None:
     make_task(config)
     choose("optimizer.name", config.optimizer.name, OPTIMIZERS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
+    if config.optimizer.muon_per_head and config.optimizer.name != "muon":
+        raise ValueError(
+            f"optimizer.muon_per_head needs optimizer.name=muon, got "
+            f"{config.optimizer.name}."
+        )
     choose("train.remat", config.train.remat, REMAT)
     tracker_names(config.train.tracker)
     choose("mesh.shard", config.mesh.shard, SHARD)

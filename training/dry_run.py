@@ -164,14 +164,17 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
         ("fits", "yes" if plan.fits else "no"),
         ("trials on a chip", str(plan.num_trials)),
         ("trials that would fit", str(plan.trials_that_fit)),
-        ("floating-point operations a step", f"{plan.flops:.3e}"),
+        ("FLOPs per step", f"{plan.flops:.3e}"),
         ("step at the chip's peak", f"{at_peak:.3f} ms"),
-        ("step at 40 % of it", f"{at_peak / 0.4:.3f} ms"),
-        ("memory traffic a step", gib(plan.traffic)),
-        ("that at its bandwidth", f"{1e3 * plan.traffic / plan.chip.bandwidth:.3f} ms"),
+        ("step at 40 % of the peak", f"{at_peak / 0.4:.3f} ms"),
+        ("memory traffic per step", gib(plan.traffic)),
+        (
+            "step at the memory's bandwidth",
+            f"{1e3 * plan.traffic / plan.chip.bandwidth:.3f} ms",
+        ),
     ]
     if plan.chip in (topology.CHIPS[name] for name in topology.GPUS):
-        lines.append(("kernels a step", str(plan.operations)))
+        lines.append(("kernels per step", str(plan.operations)))
     for kind, (count, size) in sorted(plan.collectives.items()):
         lines.append((kind, f"{count}, {size / 2**20:.3f} MiB"))
     if not plan.collectives:

@@ -81,7 +81,7 @@ MUON_RMS = 0.2  # of Muon's updates: about that of Adam's (Liu et al. 2025)
 
 
 def by_parameter(function: Callable, params):
-    """Return a tree like a model's parameters, with what a function says of each.
+    """Return a tree like a model's parameters, with a function's value for each.
 
     Args:
         function: of a parameter's names, such as ("decoder", "0", "mlp", "up",
@@ -189,7 +189,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return an optimizer behind a clip of the gradient's global norm.
 
-    All may be traced scalars but `width` and those of `OPTIMIZER_PROGRAM_KEYS`.
+    All except `width` and those of `OPTIMIZER_PROGRAM_KEYS` may be traced scalars.
 
     Args:
         name: in `OPTIMIZERS`.

@@ -16,7 +16,6 @@ from headcount.configs.run import load_config
 from headcount.configs.validation import flat
 from headcount.data import tokenizers
 from headcount.models import cost
-from headcount.models.cost import abstract
 from headcount.runtime import distributed, sharding
 from headcount.runtime.workdir import read_json
 from headcount.tasks import Run, make_task
@@ -46,7 +45,7 @@ def load(workdir: Path | str, which: str = "best") -> Run:
     workdir = Path(workdir)
     config = read_config(workdir)
     task = make_task(config, workdir / "tokenizer")
-    model = abstract(task.build)
+    model = cost.abstract(task.build)
     graph, like = nnx.split(model)
     path = workdir / "trials.json"
     trials = read_json(path)

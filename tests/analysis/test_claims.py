@@ -103,11 +103,21 @@ def test_several_arms_share_the_error_rate_and_looks_widen_the_interval(tmp_path
     assert wider.difference[2] > alone.difference[2]
 
 
-def test_an_arm_that_lost_a_trial_supports_nothing(tmp_path):
-    losses = {1: 2 + NOISE, 8: 1 - NOISE}
+@pytest.mark.parametrize(
+    "test, verdict",
+    [
+        ("lower", SUPPORTED),
+        ("higher", CONTRADICTED),
+        (claim_tests.less_spread, CONTRADICTED),
+    ],
+)
+def test_an_arm_that_lost_a_trial_decides_nothing(tmp_path, test, verdict):
+    losses = {1: 2 + NOISE[::-1] / 10, 8: 1 - NOISE}
     sweep = write_sweep(tmp_path / "heads_x", losses)
+    (effect,) = find_effects(claim(test), [sweep])
+    assert effect.verdict == verdict
     arms = [arm._replace(lost=arm.name == "N=8") for arm in sweep.arms]
-    (effect,) = find_effects(claim("lower"), [sweep._replace(arms=arms)])
+    (effect,) = find_effects(claim(test), [sweep._replace(arms=arms)])
     assert effect.verdict == UNDECIDED
 
 

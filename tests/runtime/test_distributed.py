@@ -82,8 +82,8 @@ def test_alone_what_is_shared_is_ones_own():
 @pytest.mark.parametrize(
     "first, named",
     [
-        ({"jax": "0.1"}, r"jax \(in process 0 '0.1', now '"),
-        ({"commit": "c0ffee"}, r"commit \(in process 0 'c0ffee', now 'decade'\)"),
+        ({"jax": "0.1"}, r"jax \(in process 0 '0.1', here '"),
+        ({"commit": "c0ffee"}, r"commit \(in process 0 'c0ffee', here 'decade'\)"),
         ({"commit": None}, None),
     ],
 )

@@ -229,7 +229,7 @@ def test_an_arm_that_cannot_be_built_is_named(arms, named):
         ),
         (
             grid(over("model.mlp_dim", 8), over("model.norm", "pre", "post")),
-            ["pre", "post"],
+            ["norm=pre", "norm=post"],
             None,
         ),
         (

@@ -32,6 +32,7 @@ def call(*arguments, **options):
         ),
         (["report", "--workdir=/nonexistent/s"], "/nonexistent/s holds no sweep"),
         (["status"], "--workdir"),
+        (["report", "--workdir=x", "--finished=x.csv"], "--finished has no meaning"),
         pytest.param(["list", "--ablation=heads"], "--config", marks=pytest.mark.slow),
         pytest.param(
             ["run", "--workdir=/nonexistent/s", "--resources=num_gpus=1"],

@@ -144,6 +144,27 @@ def test_seeds_that_survive_decide_nothing_if_others_diverged(given):
     assert kinds == {"K=2": "worse", "K=1": "undecided"}
 
 
+def test_seeds_that_survive_decide_nothing_without_looks_either(tmp_path, corpus):
+    given = options(tmp_path / "sweep", corpus, seeds=3)
+    sweep = open_sweep(given)
+    for index, group in enumerate(sweep.groups):
+        finish(sweep, index, test=40 - 10 * (group.trials[0].arm == "K=2"))
+
+    def edit(row):
+        lost = {"diverged_at": 3, "bleu": None}
+        return row | (
+            lost if row["trial"] == 0 else {"bleu": row["bleu"] + row["trial"]}
+        )
+
+    verdicts = []
+    for change in (lambda row: row, edit):
+        edit_results(sweep, 1, change)
+        rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+        (row,) = [row for row in rows if row["arm"] == "K=2"]
+        verdicts.append((row["verdict"], row["lost"]))
+    assert verdicts == [("worse", 0), ("undecided", 1)]
+
+
 def test_tuned_arms_choose_first_and_are_looked_at_with_their_own_setting(tmp_path):
     """The search of every arm ends before any look, and its seeds are not reported."""
     given = options(

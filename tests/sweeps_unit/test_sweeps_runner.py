@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -88,7 +89,20 @@ def test_a_task_of_the_users_own_is_passed_on(tmp_path, corpus):
 def test_evaluation_uses_the_tasks_own_options(sweep):
     command = eval_command(sweep, sweep.groups[0], ["val", "test"])
     names = {word.split("=")[0] for word in command if word.startswith("--")}
-    assert names == {"--workdir", "--split", "--checkpoint", "--output"}
+    assert names == {"--workdir", "--split", "--checkpoint", "--output", "--directory"}
+
+
+def test_a_sweep_whose_data_have_moved_reads_them_where_they_are(tmp_path, corpus):
+    """Also in groups from before."""
+    open_sweep(options(tmp_path / "s", corpus))
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    given = options(tmp_path / "s", moved)
+    sweep = open_sweep(given._replace(overrides={"data.directory": str(moved)}))
+    command = train_command(sweep, sweep.groups[0])
+    assert [x for x in command if "data.directory" in x] == [
+        f"--config.data.directory={moved}"
+    ]
+    assert f"--directory={moved}" in eval_command(sweep, sweep.groups[0], ["val"])
 
 
 def test_a_group_is_trained_and_then_scored(sweep):

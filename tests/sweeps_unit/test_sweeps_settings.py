@@ -77,7 +77,8 @@ def test_another_format_version_is_an_error(tmp_path, corpus):
         open_sweep(given)
 
 
-def test_status_writes_nothing(tmp_path, corpus):
+@pytest.mark.parametrize("verb", ["status", "report"])
+def test_looking_at_a_sweep_adds_no_groups(tmp_path, corpus, verb):
     """So anybody who may read the folder can use it."""
 
     def contents():
@@ -89,7 +90,7 @@ def test_status_writes_nothing(tmp_path, corpus):
     shutil.rmtree(sweep.folder(sweep.groups[2]))  # a group that is still to come
     (workdir / ".plan").unlink()  # opening a lock writes it
     before = contents()
-    opened = open_sweep(given._replace(verb="status"))
+    opened = open_sweep(given._replace(verb=verb))
     assert {row["status"] for row in make_rows(opened)} == {"waiting"}
     assert contents() == before and opened.groups == sweep.groups
 

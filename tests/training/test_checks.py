@@ -1,0 +1,36 @@
+"""Configs that are refused, and changes of a resumed run that are told."""
+
+import pytest
+
+from headcount.configs.base import get_config
+from headcount.train import warn_of_new_decay
+from headcount.training.checks import check_config
+
+
+def test_muon_per_head_needs_muon():
+    """Otherwise two arms of a sweep would be the same."""
+    config = get_config()
+    config.optimizer.muon_per_head = True
+    with pytest.raises(ValueError, match="muon_per_head needs optimizer.name=muon"):
+        check_config(config)
+    config.optimizer.name = "muon"
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    "changes, is_told",
+    [
+        ({"optimizer.schedule": "cosine"}, True),
+        ({"optimizer.schedule": "inverse_sqrt"}, False),
+        ({"optimizer.schedule": "cosine", "optimizer.decay_steps": 50}, False),
+        ({"optimizer.schedule": "linear", "train.num_steps": 100}, False),
+    ],
+)
+def test_a_resumed_run_tells_that_its_learning_rate_decays_later(
+    capsys, changes, is_told
+):
+    before, config = get_config(), get_config()
+    before.train.num_steps, config.train.num_steps = 100, 200
+    config.update_from_flattened_dict(changes)
+    warn_of_new_decay(before.to_dict(), config, [{"seed": 0}])
+    assert ("until step 200 instead of 100" in capsys.readouterr().err) == is_told
