@@ -12,6 +12,7 @@ from headcount.tasks import make_task
 TOLERANCE = 0.005  # allowed relative deviation from the budget
 MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, most hardware-friendly first
 _counts: dict[tuple, int] = {}  # cache, by budget and config
+_models: dict[str, nnx.Module] = {}  # cache, by config
 
 
 def parameters(config: dict) -> int:
@@ -62,7 +63,10 @@ BUDGETS = {"parameters": _count_parameters, "flops": _count_flops}
 
 def abstract_model(config: dict) -> nnx.Module:
     """Return the abstract model of a config, with shapes instead of values."""
-    return cost.abstract(make_task(ConfigDict(config)).build)
+    key = json.dumps({k: config[k] for k in ("task", "data", "model")}, sort_keys=True)
+    if key not in _models:
+        _models[key] = cost.abstract(make_task(ConfigDict(config)).build)
+    return _models[key]
 
 
 def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:

@@ -1,13 +1,16 @@
 """Where the kernels for CPUs come from, and what happens where they cannot be made."""
 
+import functools
 import platform
 import shutil
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 from processes import with_devices
 
+from headcount import attention
 from headcount.attention.kernels import cpu_build
 
 needs_compiler = pytest.mark.skipif(
@@ -59,14 +62,22 @@ case " $* " in *" -E "*) ;; *) echo no such builtin >&2; exit 1;; esac
         ("'", "No closing quotation"),
     ],
 )
-def test_without_a_compiler(compiler, reason, tmp_path):
+def test_without_a_compiler(compiler, reason, tmp_path, monkeypatch):
     """`blockwise` is picked, and "cpu" says what it lacks."""
     if compiler == "old":  # it knows its macros, but cannot compile the kernels
         (tmp_path / "old").write_text(PREPROCESSOR)
         (tmp_path / "old").chmod(0o755)
         compiler = str(tmp_path / "old")
-    picked, told = chosen(tmp_path, CXX=compiler)
-    assert picked == "blockwise"
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    anew = functools.cache(cpu_build._unavailable.__wrapped__)
+    monkeypatch.setattr(cpu_build, "_unavailable", anew)
+    x = jnp.ones((1, 4, 2, 8))
+    assert attention.resolve_implementation(x, x, x) == "blockwise"
+    assert attention.dot_product_attention(x, x, x).sum() == 64
+    with pytest.raises(NotImplementedError) as error:
+        attention.dot_product_attention(x, x, x, implementation="cpu")
+    told = str(error.value)
     assert told.startswith("implementation 'cpu' cannot be compiled here: ")
     assert reason in told and told.endswith("; use 'blockwise'")
     assert not list(tmp_path.rglob("*.so"))

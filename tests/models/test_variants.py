@@ -12,7 +12,11 @@ from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS, claim_of
 from headcount.models.attention import Attention
 from headcount.models.variants import Difference
+from tests.marks import slow_but
 
+# Variants whose gradients COMBINED covers, in the same code.
+IN_COMBINED = {"gate", "gate, shared", "gate, from 1", "gate on values", "exclusive"}
+IN_COMBINED |= {"differential", "latent", "knocking, MLP", "value residual"}
 B, T, N, D = 2, 5, 4, 16
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
 POSITIONS = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -211,7 +215,10 @@ def test_largest_logits_by_hand(implementation):
     close(largest_logits(module), logits.max((0, 2, 3)))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+WITH_OWN_MAPS = "gate", "talking heads", "differential", "latent"
+
+
+@pytest.mark.parametrize("variant", slow_but(WITH_OWN_MAPS, VARIANTS))
 def test_every_variant_drops_weights(variant):
     """Where a call gives a key, and other ones by another key."""
     module = layer(**settings_of(variant) | {"dropout": 0.4})
@@ -259,7 +266,9 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *COMBINED])
+@pytest.mark.parametrize(
+    "name", slow_but(VARIANTS.keys() - IN_COMBINED, [*VARIANTS, *COMBINED])
+)
 def test_gradients_causality_and_padding(name):
     """Every parameter by finite differences; no token sees a later one, or padding."""
     settings = COMBINED[name] if name in COMBINED else settings_of(name)

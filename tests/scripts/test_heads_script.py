@@ -83,7 +83,8 @@ def test_attention_is_drawn_of_the_example_and_the_site(
 
 def test_a_picture_is_written_in_the_format_of_its_suffix(trained, call, tmp_path):
     path = tmp_path / "cross.png"
-    ran = call("heads.py", "plot", workdir=trained, checkpoint="last", output=path)
+    options = {"workdir": trained, "checkpoint": "last", "beam_size": 1, "trial": 1}
+    ran = call("heads.py", "plot", **options, output=path)
     assert ran.returncode == 0, ran.stderr
     assert path.read_bytes().startswith(b"\x89PNG") and str(path) in ran.stdout
 

@@ -5,7 +5,6 @@ import random
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 
 from headcount.configs import run as config_of_run
 from headcount.data import tokenizers
+from headcount.runtime.files import locked
 from headcount.tasks.translation import EXACT_MATCH
 from headcount.training.run import load
 from headcount.training.selection import ranks
@@ -49,14 +49,22 @@ def test_step_is_compiled_once_and_before_the_first_batch(trained):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM]
+    "number, stops",
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_resume_after_a_signal_is_bit_identical(trained, corpus, tmp_path, number):
-    """Stopped twice at random moments, with the same metrics as uninterrupted."""
+def test_resume_after_signals_is_bit_identical(
+    trained, corpus, tmp_path, number, stops
+):
+    """Stopped at random moments, with the same metrics as uninterrupted."""
     seed = random.randrange(10**6)
     generator = random.Random(seed)
     workdir = tmp_path / "run"
-    for step in (generator.randrange(1, 25), generator.randrange(25, 55)):
+    moments = generator.randrange(1, 25), generator.randrange(25, 55)
+    for step in moments[:stops]:
         if number == signal.SIGTERM and workdir.exists():
             step = max(step, logged(workdir)[-1]["step"] + 1)  # not logged yet
         process = start(training(workdir, **corpus))
@@ -264,13 +272,10 @@ def test_a_folder_of_another_program_is_left_as_it_is(tmp_path):
 
 
 def test_two_processes_do_not_share_a_workdir(corpus, tmp_path):
-    workdir = tmp_path / "run"
-    first = start(training(workdir, **corpus), stderr=subprocess.DEVNULL)
-    while not (workdir / ".lock").exists() and first.poll() is None:
-        time.sleep(0.01)
-    fails(run(training(workdir, **corpus)), "Another process is training in", workdir)
-    first.kill()
-    first.wait()
+    (workdir := tmp_path / "run").mkdir()
+    with locked(workdir / ".lock"):  # as a process that trains does
+        ran = run(training(workdir, **corpus))
+    fails(ran, "Another process is training in", workdir)
 
 
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
@@ -391,6 +396,7 @@ def test_dev_is_scored_without_the_heads_that_gates_remove(trained, initialized)
     assert abs(gated - second) > 1e-3
 
 
+@pytest.mark.slow
 def test_patience_counts_evaluations(initialized):
     """None is better than the first, at step 2."""
     found = [row["stopped_at"] for row in logged(initialized) if "stopped_at" in row]
@@ -421,6 +427,7 @@ def test_help_lists_flags_and_points_to_the_config_keys():
         assert ("\n  --directory: " in everyday) == (script == "eval.py")
 
 
+@pytest.mark.slow
 def test_scripts_run_as_plain_programs():
     """The tests above fork a process that has imported everything before."""
     process = start(["eval.py"])

@@ -11,8 +11,13 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus")
 
 
+@pytest.fixture
+def figures():
+    """Let a test's reports draw figures, which take half of their time."""
+
+
 @pytest.fixture(autouse=True)
 def no_figures(request, monkeypatch):
-    """Draw figures, half of a report's time, only where they are tested."""
-    if "report" not in request.module.__name__:
+    """Draw no figures unless a test asks for them."""
+    if "figures" not in request.fixturenames:
         monkeypatch.setattr(report, "make_figures", lambda _: {})

@@ -10,16 +10,11 @@ from sweep_fakes import ROOT, edit_results, finish_all, only_workdir, options
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.status import print_status
 from headcount.sweeps.table import collect
+from tests.runs import run
 
 
-def call(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "sweep.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        **options,
-    )
+def call(*arguments):
+    return run(["sweep.py", *arguments])
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def diverge(sweep, index, trial=None):
     edit_results(sweep, index, edit)
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_report_shows_what_was_computed(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus, note="A <shared> machine."))
     with pytest.raises(ValueError, match="Nothing has finished"):
@@ -190,6 +191,7 @@ def test_a_curve_is_per_seed_and_of_common_steps(tmp_path, corpus):
     assert report.curve(trials, report.score_of(percent))[1][0].tolist() == [100, 200]
 
 
+@pytest.mark.usefixtures("figures")
 def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
     """As means over heads, by statistic."""
     sweep = open_sweep(options(tmp_path / "s", corpus))
@@ -213,6 +215,7 @@ def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
     assert (tmp_path / "s/report/heads.png").exists()
 
 
+@pytest.mark.usefixtures("figures")
 def test_scores_are_drawn_against_the_heads_that_learned_gates_left(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     finish_all(sweep)
@@ -226,6 +229,7 @@ def test_scores_are_drawn_against_the_heads_that_learned_gates_left(tmp_path, co
     assert table.splitlines()[0].count("open_heads") == 1
 
 
+@pytest.mark.usefixtures("figures")
 def test_the_curve_of_a_metric_not_evaluated_in_training_is_that_which_selects(
     tmp_path, corpus
 ):
@@ -342,6 +346,7 @@ def test_metrics_per_token_need_the_same_tokens(tmp_path, corpus):
     ]
 
 
+@pytest.mark.usefixtures("figures")
 def test_several_sweeps_share_a_page(tmp_path, corpus):
     sweeps = []
     for name, ablation in (("a", "kv_heads"), ("b", "sink")):

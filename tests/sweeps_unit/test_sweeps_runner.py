@@ -194,9 +194,9 @@ got = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda number, _: got.append(number))
 pathlib.Path(FOLDER, "ready").touch()
-while not got:
+while not got or not pathlib.Path(FOLDER, "sent").exists():
     time.sleep(0.01)
-time.sleep(1.5)
+time.sleep(0.2)
 pathlib.Path(FOLDER, "got").write_text(" ".join(map(str, map(int, got))))
 raise SystemExit(128 + got[0])
 """
@@ -217,7 +217,8 @@ def test_a_signal_is_forwarded_once_however_often_it_comes(sweep, number, to_gro
             os.kill(started[0].pid, number)
         for _ in range(4):
             os.kill(os.getpid(), number)
-            time.sleep(0.2)
+            time.sleep(0.05)
+        (folder / "sent").touch()
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -234,12 +235,12 @@ def test_an_ignored_hangup_stays_ignored(sweep):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         runner = Runner(sweep, sweep.groups[:1])
-        start_instead(
+        started = start_instead(
             runner, f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)"
         )
         with contextlib.suppress(Exception):
             runner.run()
-        assert runner.signal is None
+        assert started[0].returncode == 0 and runner.signal is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -226,17 +226,13 @@ def test_another_sweeps_workdir_lists_the_differences(tmp_path, corpus):
         ({"tune": [f"{RATE}=0.1"]}, "tune"),
     ],
 )
-@pytest.mark.parametrize("config", ["again", None])
-def test_a_sweep_only_changes_by_run_with_more_seeds(
-    tmp_path, corpus, config, changes, named
-):
+def test_a_sweep_only_changes_by_run_with_more_seeds(tmp_path, corpus, changes, named):
     given = options(tmp_path / "s", corpus)
     open_sweep(given)
     before = stored(tmp_path / "s")
-    if config is None:
-        given = only_workdir(given)
-    with pytest.raises(ValueError, match=named):
-        open_sweep(given._replace(**changes))
+    for each in (given, only_workdir(given)):
+        with pytest.raises(ValueError, match=named):
+            open_sweep(each._replace(**changes))
     opened = open_sweep(given._replace(verb="report", note="For one report."))
     assert opened.settings["note"] and stored(tmp_path / "s") == before
 

@@ -39,22 +39,23 @@ def test_a_lock_lasts_as_long_as_any_process_has_it(tmp_path):
         assert other is not None
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
 @pytest.mark.parametrize(
-    "change, named",
+    "split, change, named",
     [
         (
+            "test",
             {"options": {"temperature": 1.0}},
             r"options.beam_size \(in the sweep 5, in the file 'unset'\)",
         ),
         (
+            "val",
             {"checkpoint": "last"},
             r"checkpoint \(in the sweep 'best', in the file 'last'\)",
         ),
-        ("{", "is damaged"),
-        ("{}", "is damaged"),
-        ("[]", "is damaged"),
-        ("[1, 2]", "is damaged"),
+        ("test", "{", "is damaged"),
+        ("val", "{}", "is damaged"),
+        ("val", "[]", "is damaged"),
+        ("val", "[1, 2]", "is damaged"),
     ],
 )
 def test_a_result_that_does_not_fit_fails_its_group_and_the_report(
@@ -79,8 +80,9 @@ def test_a_result_that_does_not_fit_fails_its_group_and_the_report(
     write_report(sweep)
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-@pytest.mark.parametrize("metric", ["bleu", "chrf", "loss"])
+@pytest.mark.parametrize(
+    "split, metric", [("val", "bleu"), ("test", "chrf"), ("val", "loss")]
+)
 def test_a_result_without_a_score_is_damaged(tmp_path, corpus, split, metric):
     sweep = open_sweep(options(tmp_path / "s", corpus, metric=metric))
     finish_all(sweep)
