@@ -156,7 +156,7 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
             continue
         each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
         looks = sweep.looks or (len(seeds),)
-        result = judge(each, Looks(looks, None, len(arms)))
+        result = judge(each, Looks(looks, None, len(arms)), last=True)
         if math.isnan(result.low):
             continue
         is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
@@ -216,7 +216,7 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
     """Test whether an arm's loss varies less over (paired) seeds than the reference's.
 
     This uses the interval of Pitman (1939) and Morgan (1939) for the ratio of two
-    correlated variances.
+    correlated variances, with an equal share of the error rate for each arm.
     """
     arms, reference = chosen(claim, sweep)
     found = []
@@ -225,9 +225,13 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
         if len(seeds) < 4:
             continue
         x, y = ([of.loss[seed] for seed in seeds] for of in (arm, reference))
-        ratio, low, high = ratio_of_spreads(np.array(x), np.array(y))
+        if not np.std(x) or not np.std(y):
+            continue
+        ratio, low, high = ratio_of_spreads(np.array(x), np.array(y), len(arms))
+        # the interval assumes normal scores, so ranks have to agree
+        ranks = scipy.stats.spearmanr(np.add(x, y), np.subtract(x, y))
         verdict = UNDECIDED
-        if high < 1 or low > 1:
+        if (high < 1 or low > 1) and ranks.pvalue <= (1 - CONFIDENCE) / len(arms):
             verdict = SUPPORTED if high < 1 else CONTRADICTED
         if arm.lost + reference.lost:
             verdict = UNDECIDED
@@ -237,11 +241,16 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
     return found
 
 
-def ratio_of_spreads(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Return the ratio of standard deviations of paired samples, and its interval."""
+def ratio_of_spreads(
+    x: np.ndarray, y: np.ndarray, comparisons: int = 1
+) -> tuple[float, float, float]:
+    """Return the ratio of standard deviations of paired samples, and its interval.
+
+    The interval is one of several that hold at the same time (Bonferroni).
+    """
     count, ratio = len(x), float(x.std(ddof=1) / y.std(ddof=1))
     correlation = np.corrcoef(x, y)[0, 1]
-    t = scipy.stats.t.isf((1 - CONFIDENCE) / 2, count - 2)
+    t = scipy.stats.t.isf((1 - CONFIDENCE) / 2 / comparisons, count - 2)
     K = 1 + 2 * (1 - correlation**2) * t**2 / (count - 2)
     root = math.sqrt(K**2 - 1)
     return ratio, ratio * math.sqrt(K - root), ratio * math.sqrt(K + root)
@@ -331,18 +340,20 @@ def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
 
 
 def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether removing two heads costs more or less than the sum of each alone."""
+    """Test whether removing two heads costs more or less than the sum of each alone.
+
+    The sizes of the interactions are averaged: with their signs they would cancel.
+    """
     each = [
-        np.mean([row["interaction"] for row in own])
+        np.mean([abs(row["interaction"]) for row in own])
         for own in by_trial(found.rows.get("interactions", ()))
     ]
     mean, low, high = interval_of(each)
     if math.isnan(low):
         return []
-    text = "added loss without two heads − the sum of each alone, mean over pairs: "
-    text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
-    within = -claim.margin < low and high < claim.margin
-    verdict = verdict_of((low > 0 or high < 0) and not within, within)
+    text = "|added loss without two heads − the sum of each alone|, mean over pairs: "
+    text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
+    verdict = verdict_of(low > claim.margin, high < claim.margin)
     return [Effect(found.corpus, text, verdict, len(each))]
 
 

@@ -195,6 +195,11 @@ def trend_text(report: Report) -> str | None:
     trend = loss_trend(report)
     if trend is None:
         return None
+    if not trend.is_determined:
+        return (
+            f"Curve of the loss against n = {report.axis}: a·n^b + c, whose exponent "
+            f"is not determined by these arms."
+        )
     parts = ", ".join(
         f"{name} = {number(value, '.3g')} ({interval(low, high, '.3g')})"
         for name, (value, low, high) in zip("abc", trend[:3], strict=True)
@@ -210,6 +215,20 @@ def trend_text(report: Report) -> str | None:
 def best_mean(metric: Metric, means: list[float]) -> float:
     """Return the best of several means."""
     return max(means) if metric.higher_is_better else min(means)
+
+
+def paired_means(comparisons: list[Comparison]) -> dict[str, float]:
+    """Return the baseline's mean, plus each arm's mean difference to it by seed.
+
+    If all arms have the same seeds, these are their means. Otherwise means would differ
+    by the seeds. Arms without a seed of the baseline are left out.
+    """
+    base = next(c for c in comparisons if c.arm.is_baseline).summary.mean
+    return {
+        c.arm.name: base if c.arm.is_baseline else base + c.difference.mean
+        for c in comparisons
+        if c.arm.is_baseline or c.difference is not None
+    }
 
 
 def with_unit(text: str, metric: Metric) -> str:
@@ -241,9 +260,10 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
         comparisons: all arms, compared by `report.metric`.
     """
     metric, baseline = report.metric, report.baseline.name
-    best = best_mean(metric, [c.summary.mean for c in comparisons])
+    means = paired_means(comparisons)
+    best = best_mean(metric, list(means.values()))
     label = with_unit(metric.label, metric)
-    winners = [c.arm.name for c in comparisons if math.isclose(c.summary.mean, best)]
+    winners = [name for name, mean in means.items() if math.isclose(mean, best)]
     trainings = sum(len(c.arm.seeds) for c in comparisons)
     sentences = [
         f"{count(trainings, 'training')} of {count(len(comparisons), 'arm')}. The best "
@@ -391,7 +411,7 @@ def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
 def after(row: dict, spec: str, seeds: str) -> str:
     """Format a verdict's interval, and the number of seeds it took."""
     if math.isnan(row["low"]):
-        return f"too few seeds for an interval: {row['seeds']}"
+        return f"after {seeds}, too few or too alike for an interval"
     return f"{interval(row['low'], row['high'], spec, signed)}, after {seeds}"
 
 

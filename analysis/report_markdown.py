@@ -121,14 +121,15 @@ def verdicts(report: Report) -> list[str]:
         f"and Turnbull 1989)."
         if looks
         else "This holds only if the number of seeds was fixed before any result was "
-        "seen."
+        "seen. Holm's p-values, of another test, may reject a little more."
     )
     margin = first["margin"]
     equivalent = (
         "Without a margin (--margin) no arm can be equivalent."
         if margin is None
         else "Equivalent: two one-sided tests (Schuirmann 1987) reject a difference of "
-        f"{margin_text(report.metric, margin)} either way."
+        f"{margin_text(report.metric, margin)} either way. Their bounds are narrower "
+        f"than the interval shown, which may extend beyond the margin."
     )
     explained = (
         f"By {label} on {split}, paired by seed. The probability of any false verdict "

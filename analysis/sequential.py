@@ -167,7 +167,10 @@ def detectable(looks: Looks, wanted: float = POWER) -> float:
 
 
 def judge(
-    differences: np.ndarray, looks: Looks, higher_is_better: bool = True
+    differences: np.ndarray,
+    looks: Looks,
+    higher_is_better: bool = True,
+    last: bool = False,
 ) -> Verdict:
     """Return the verdict on an arm after the looks that its seeds have reached.
 
@@ -181,6 +184,8 @@ def judge(
         differences: arm minus baseline, one per seed, in the order of the plan.
         looks: the plan.
         higher_is_better: whether higher values of the metric are better.
+        last: use the last look instead, for questions other than when to stop; the
+            intervals hold at every look.
     """
     differences = np.asarray(differences, float)
     reached = [n for n in looks.seeds if n <= len(differences)]
@@ -197,14 +202,14 @@ def judge(
         narrow = one_sided[look] * sd / np.sqrt(count)
         low, high = mean - half, mean + half
         if sd <= 1e-12 * (1 + abs(mean)):  # the spread can't be estimated
-            kind = "undecided"
+            kind, low, high = "undecided", np.nan, np.nan
         elif low > 0 or high < 0:
             kind = "better" if sign * mean > 0 else "worse"
         elif looks.margin is not None and abs(mean) + narrow < looks.margin:
             kind = "equivalent"
         else:
             kind = "undecided"
-        if kind != "undecided":
+        if kind != "undecided" and not last:
             break
     return Verdict(kind, float(mean), float(low), float(high), count)
 
@@ -241,6 +246,7 @@ def decide(
         kinds[inside] = VERDICTS.index("equivalent")
     ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
     kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
+    kinds[error <= 1e-12 * (1 + np.abs(means))] = VERDICTS.index("undecided")
     decided = kinds != VERDICTS.index("undecided")
     first = np.where(decided.any(1), decided.argmax(1), len(counts) - 1)
     rows = np.arange(len(differences))

@@ -2,13 +2,15 @@
 
 For every exponent of a grid, a and c follow by least squares, so the fit needs no
 initial guess and can't get stuck. The bootstrap resamples seeds jointly for all arms,
-because arms are paired by seed.
+because arms are paired by seed. Resampled means vary too little with few seeds, so
+their deviations are expanded to those of Student's interval (Hesterberg 2015).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from scipy import stats
 
 from headcount.analysis.significance import CONFIDENCE, MIN_SEEDS
 
@@ -25,6 +27,11 @@ class Trend(NamedTuple):
     c: tuple[float, float, float]
     residual: float  # largest absolute residual of an arm's mean
     draws: np.ndarray  # a, b, c of the bootstrap, draws x 3
+
+    @property
+    def is_determined(self) -> bool:
+        """Whether the interval of the exponent ends within the grid."""
+        return EXPONENTS[0] < self.b[1] and self.b[2] < EXPONENTS[-1]
 
     def at(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the curve at the given numbers, and its pointwise interval."""
@@ -53,6 +60,9 @@ def fit_trend(
     rng = np.random.default_rng(0)
     counts = rng.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS)
     means = np.concatenate([scores.mean(1)[None], counts @ scores.T / seeds])
+    t, z = (of.ppf(QUANTILES[1]) for of in (stats.t(seeds - 1), stats.norm))
+    expansion = t / z * (seeds / (seeds - 1)) ** 0.5
+    means[1:] = means[0] + expansion * (means[1:] - means[0])
     found = least_squares(values, means)
     lows, highs = np.quantile(found[1:], QUANTILES, axis=0)
     a, b, c = zip(found[0].tolist(), lows.tolist(), highs.tolist(), strict=True)

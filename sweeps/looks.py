@@ -188,7 +188,8 @@ def verdict_rows(
 
     With planned looks, verdicts are based on dev scores, otherwise on test scores of
     the seeds available. Numbers are in the unit in which scores are shown. An arm that
-    lost a trial is undecided, because the remaining seeds are a biased sample.
+    lost a trial is undecided, because the remaining seeds are a biased sample. What was
+    decided at an earlier look stays so.
 
     Args:
         rows: rows of the sweep's table.
@@ -196,14 +197,15 @@ def verdict_rows(
     looks = make_looks(settings, plan, metric)
     side = "test" if looks is None else "dev"
     scores: dict[str, dict] = {arm.name: {} for arm in plan.arms}
-    lost = dict.fromkeys(scores, 0)
+    lost: dict[str, set] = {arm.name: set() for arm in plan.arms}
     for row in rows:
         value = row[f"{side}_{metric.name}"]
         if row["stage"] != "report":
             continue
         if row["status"] == "done" and value is not None:
             scores[row["arm"]][row["seed"]] = metric.scale * value
-        lost[row["arm"]] += row["status"] in ("diverged", "failed")
+        if row["status"] in ("diverged", "failed"):
+            lost[row["arm"]].add(row["seed"])
     baseline = next(arm.name for arm in plan.arms if arm.is_baseline)
     base, found = scores[baseline], []
     for arm in plan.arms:
@@ -219,7 +221,10 @@ def verdict_rows(
         verdict = Verdict("undecided", math.nan, math.nan, math.nan, 0)
         if differences:
             verdict = judge(differences, planned, metric.higher_is_better)
-        missing = lost[arm.name] + lost[baseline]
+        seeds = set(arm.seeds)
+        if looks is not None and verdict.kind != "undecided":
+            seeds = set(arm.seeds[: verdict.num_seeds])
+        missing = len(seeds & lost[arm.name]) + len(seeds & lost[baseline])
         if missing:
             verdict = verdict._replace(kind="undecided")
         row = {

@@ -1,5 +1,6 @@
 """Gather a sweep's results, and write report.md, report.html and their figures."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -18,6 +19,8 @@ from headcount.analysis.report import (
     Bootstrap,
     Example,
     Report,
+    compare,
+    paired_means,
 )
 from headcount.analysis.report_figures import (
     HEAD_STATISTICS,
@@ -31,7 +34,7 @@ from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.sweeps.labels import symbol
-from headcount.sweeps.looks import verdict_rows
+from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.store import Sweep, read_run
 from headcount.sweeps.table import collect, count_unfinished
@@ -132,15 +135,7 @@ def check_and_gather(sweep: Sweep, rows: list[dict], num_examples: int) -> Repor
             f"Nothing has finished in {sweep.workdir} yet; see python sweep.py status "
             f"--workdir={sweep.workdir}."
         )
-    report = gather(sweep, rows, done, num_examples)
-    if not report.baseline.seeds:
-        lost = report.baseline.lost
-        reason = f"lost {count(lost, 'trial')}" if lost else "has not finished yet"
-        raise ValueError(
-            f"The baseline {report.baseline.name} {reason}, so there is nothing to "
-            f"compare with."
-        )
-    return report
+    return gather(sweep, rows, done, num_examples)
 
 
 def render(report: Report, folder: Path, prefix: str = "") -> tuple[str, dict]:
@@ -168,7 +163,9 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         rows: rows of the sweep's table.
         done: rows of the finished trials to report.
     """
-    settings, metric, task = sweep.settings, sweep.metric, sweep.task
+    settings, task = sweep.settings, sweep.task
+    margin = margin_of(settings, sweep.metric)
+    metric = dataclasses.replace(sweep.metric, margin=margin)
     question, _, details = inspect.cleandoc(settings["docstring"]).partition("\n")
     trials, seed = shared_seed(done)
     text = task.read(settings["test_split"])
@@ -184,29 +181,22 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         arm_result(sweep, arm, rows, done, bootstraps.get(arm.name), anchor)
         for arm in sweep.plan.arms
     ]
-    means = {arm.name: arm.test[metric.name].mean() for arm in arms if arm.seeds}
-    ordered = sorted(means, key=means.get, reverse=metric.higher_is_better)
-    best = ordered[0]  # among ties, the first arm
-    worst = next(name for name in ordered if means[name] == means[ordered[-1]])
-    shown = []
-    if {best, worst} <= systems.keys():
-        shown = choose_examples(text, systems[best], systems[worst], num_examples)
     has_published = any(arm.published is not None for arm in arms)
     axis = sweep.plan.axis
-    return Report(
+    report = Report(
         title=title(settings, task.corpus_keys),
         question=question,
         details=details.strip(),
-        metrics=task.metrics,
+        metrics=tuple(metric if m == sweep.metric else m for m in task.metrics),
         metric=metric,
         curve_metric=curve_metric(sweep),
         arms=arms,
         axis=axis and f"{symbol(axis)}, {axis}",
         anchor=(anchor.source, anchor.unit) if has_published else None,
         bootstrap_metric=bootstrap_metric,
-        examples=shown,
-        best=best,
-        worst=worst,
+        examples=[],
+        best="",
+        worst="",
         environment=environment(sweep, rows, done),
         command=settings["command"],
         note=settings["note"],
@@ -217,6 +207,21 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         unfinished=count_unfinished(sweep.plan, rows),
         seed=seed,
     )
+    if not report.baseline.seeds:
+        lost = report.baseline.lost
+        reason = f"lost {count(lost, 'trial')}" if lost else "has not finished yet"
+        raise ValueError(
+            f"The baseline {report.baseline.name} {reason}, so there is nothing to "
+            f"compare with."
+        )
+    means = paired_means(compare(report, metric))
+    ordered = sorted(means, key=means.get, reverse=metric.higher_is_better)
+    best = ordered[0]  # among ties, the first arm
+    worst = next(name for name in ordered if means[name] == means[ordered[-1]])
+    shown = []
+    if {best, worst} <= systems.keys():
+        shown = choose_examples(text, systems[best], systems[worst], num_examples)
+    return report._replace(best=best, worst=worst, examples=shown)
 
 
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:

@@ -377,13 +377,10 @@ class Translation(Task):
         return fields
 
     def bootstrap(self, metric: Metric, systems: dict[str, list[str]], text: dict):
-        """See `Task.bootstrap`; this uses BLEU, or chrF for metrics closer to it."""
-        if metric.name in text_scores.ROUGE | text_scores.SQUAD:
+        """See `Task.bootstrap`; BLEU and chrF have one."""
+        if metric.name not in ("bleu", "chrf"):
             return None
-        near_chrf = metric.name in ("chrf", "published_chrf", "exact_match")
-        return text_scores.paired_bootstrap(
-            systems, text["target"], "chrf" if near_chrf else "bleu"
-        )
+        return text_scores.paired_bootstrap(systems, text["target"], metric.name)
 
 
 def search_defaults(options: dict) -> dict:

@@ -121,6 +121,25 @@ def test_an_arm_that_lost_a_trial_decides_nothing(tmp_path, test, verdict):
     assert effect.verdict == UNDECIDED
 
 
+def test_seeds_after_a_decisive_look_count(tmp_path):
+    """Whether it is worse was clear at two seeds, by how much only at six."""
+    losses = {1: 2 + np.zeros(6), 8: 2.004 + NOISE / np.array([9, 1, 9, 9, 9, 9])}
+    write_sweep(tmp_path / "heads_x", losses)
+    (tmp_path / "heads_x" / "verdicts.csv").write_text('arm,looks\nN=8,"2,6"\n')
+    sweep = read_results(tmp_path / "heads_x")
+    (effect,) = find_effects(claim("little higher"), [sweep])
+    assert (effect.verdict, effect.seeds) == (SUPPORTED, 6)
+
+
+def test_differences_without_spread_decide_nothing(tmp_path):
+    losses = {1: 2 + NOISE, 8: 2 + NOISE}
+    sweep = write_sweep(tmp_path / "heads_x", losses)
+    for rule in ("lower", "higher", "no lower", "little higher"):
+        assert find_effects(claim(rule), [sweep]) == []
+    constant = write_sweep(tmp_path / "heads_y", {1: 2 + 0 * NOISE, 8: 2 + NOISE})
+    assert find_effects(claim(claim_tests.less_spread), [constant]) == []
+
+
 def test_parameters_costs_and_speeds_are_compared(tmp_path):
     losses = {1: 2 + NOISE, 8: 2 - NOISE}
     sweep = write_sweep(tmp_path / "heads_x", losses)
@@ -231,7 +250,14 @@ def test_pairs_of_heads_of_a_layer_are_compared(tmp_path):
     (differ,) = find_effects(claim(heads_differ, ablation="roles"), [found])
     (interact,) = find_effects(claim(heads_interact, ablation="roles"), [found])
     assert differ.verdict == SUPPORTED and ": 0.20 (" in differ.text
-    assert interact.verdict == SUPPORTED and ": +0.3001 (" in interact.text
+    assert interact.verdict == SUPPORTED and ": 0.3001 (" in interact.text
+    signs = [
+        row | {"interaction": row["interaction"] * (-1) ** row["other_layer"]}
+        for row in rows
+    ]
+    found = write_analyses(tmp_path / "roles_z", interactions=signs)
+    (effect,) = find_effects(claim(heads_interact, ablation="roles"), [found])
+    assert effect.verdict == SUPPORTED and ": 0.3001 (" in effect.text
     less = [row | {"interaction": row["interaction"] - 0.3} for row in rows]
     alike = [row | {"cka": 0.9 + NOISE[row["trial"]]} for row in rows]
     found = write_analyses(tmp_path / "roles_y", similarity=alike, interactions=less)

@@ -131,6 +131,13 @@ def test_arms_without_spread_are_not_tested_or_counted():
     assert "at the level 5% / 2, which Holm" in explain_scores(report, comparisons)
 
 
+def test_means_over_other_seeds_are_not_compared():
+    """An arm that got two seeds, and is worse by 1, looks better by its mean."""
+    report = make_report(arms={"whole": [9, 8, 1, 2], "half": [8, 7.1]})
+    text = verdict_of(report)
+    assert "best mean test score is 5.00 (BLEU), with whole" in text
+
+
 def test_all_arms_with_the_best_mean_are_named():
     arms = {"whole": [3, 4, 6], "half": [4, 3, 6], "less": [2, 4, 5]}
     assert "is 4.33 (BLEU), with whole; half." in verdict_of(make_report(arms=arms))
@@ -476,8 +483,8 @@ def planned(report, **changes):
         ),
         (
             {"verdict": "undecided", "low": np.nan, "high": np.nan, "seeds": 1},
-            "half is undecided against whole: −2.00 (BLEU; too few seeds for an "
-            "interval: 1).",
+            "half is undecided against whole: −2.00 (BLEU; after 1 seed, too few or "
+            "too alike for an interval).",
         ),
         (
             {"verdict": "undecided", "lost": 2},

@@ -142,7 +142,9 @@ def test_the_direction_is_that_of_the_metric():
     plan = Looks((4,), None, 1)
     assert judge(clear, plan).kind == "better"
     assert judge(clear, plan, higher_is_better=False).kind == "worse"
-    assert judge(np.ones(4), plan).kind == "undecided"  # no spread to judge by
+    found = judge(np.ones(4), plan)  # no spread to judge by
+    assert found.kind == "undecided" and np.isnan([found.low, found.high]).all()
+    assert decide(np.ones((1, 4)), plan).kinds == [VERDICTS.index("undecided")]
     assert judge(clear[:3], plan).kind == "undecided"  # before the first look
 
 

@@ -54,7 +54,8 @@ def test_diverged_trials_are_left_out_unless_named(
 
     monkeypatch.setattr(load_script("heads.py")[0], "load", load_diverged)
     for verb, key in (("describe", "entropy"), ("prune", "loss")):
-        ran = call("heads.py", verb, workdir=workdir, **LAST, **given)
+        options = {"checkpoint": "last"} if verb == "describe" else LAST
+        ran = call("heads.py", verb, workdir=workdir, **options, **given)
         assert ran.returncode == 0, ran.stderr
         rows = read(workdir, f"heads-{verb}-val.json")
         assert sorted({row["trial"] for row in rows}) == trials

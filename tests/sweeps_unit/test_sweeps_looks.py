@@ -144,20 +144,34 @@ def test_seeds_that_survive_decide_nothing_if_others_diverged(given):
     assert kinds == {"K=2": "worse", "K=1": "undecided"}
 
 
+def test_what_was_decided_stays_if_the_baseline_diverges_later(given):
+    sweep = finish_stage(given, {"K=2": (-20.0, 0.001), "K=1": (0.5, 3.0)})
+    sweep = finish_stage(given, {"K=1": (0.5, 3.0)})
+    index = next(
+        i
+        for i, group in enumerate(sweep.groups)
+        if group.trials[0].arm == "K=4" and group.trials[0].seed == 2
+    )
+    edit_results(sweep, index, lambda row: row | {"diverged_at": 3, "bleu": None})
+    rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+    found = {row["arm"]: (row["verdict"], row["lost"]) for row in rows}
+    assert found == {"K=2": ("worse", 0), "K=1": ("undecided", 2)}
+
+
 def test_seeds_that_survive_decide_nothing_without_looks_either(tmp_path, corpus):
     given = options(tmp_path / "sweep", corpus, seeds=3)
     sweep = open_sweep(given)
     for index, group in enumerate(sweep.groups):
         finish(sweep, index, test=40 - 10 * (group.trials[0].arm == "K=2"))
 
-    def edit(row):
-        lost = {"diverged_at": 3, "bleu": None}
-        return row | (
-            lost if row["trial"] == 0 else {"bleu": row["bleu"] + row["trial"]}
-        )
+    def spread(row):
+        return row | {"bleu": row["bleu"] + row["trial"] / 10}
+
+    def lose(row):
+        return row | ({"diverged_at": 3, "bleu": None} if row["trial"] == 0 else {})
 
     verdicts = []
-    for change in (lambda row: row, edit):
+    for change in (spread, lose):
         edit_results(sweep, 1, change)
         rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
         (row,) = [row for row in rows if row["arm"] == "K=2"]

@@ -174,6 +174,15 @@ def test_the_bootstrap_is_of_the_sweeps_metric_if_the_task_has_it(
     assert "| 12.50 | – |" in markdown and "| 12.50 | 0.250 |" in markdown
 
 
+def test_seeds_to_see_are_of_the_margin_that_was_given(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus, margin="2"))
+    finish_all(sweep)
+    edit_results(sweep, 1, lambda row: row | {"bleu": row["bleu"] + row["trial"]})
+    markdown = write_report(sweep)
+    assert "seeds to see 2 points of BLEU" in markdown
+    assert "0.3 points of BLEU" not in markdown
+
+
 def test_a_curve_is_per_seed_and_of_common_steps(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     finish(sweep, 0)

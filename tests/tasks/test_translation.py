@@ -323,3 +323,14 @@ def test_metrics_are_those_of_the_config():
     assert found == ["rougeL", "squad_f1", "loss"]
     with pytest.raises(ValueError, match="task.metrics must be one of .*'blue'"):
         small_task(None, **{"task.metrics": "blue"})
+
+
+def test_only_the_metrics_that_are_resampled_have_a_bootstrap(task):
+    """Otherwise numbers of BLEU would be shown as those of another metric."""
+    examples = task.load("val").text
+    systems = {"base": ENGLISH[:7], "other": examples["target"]}
+    for metric in task.metrics:
+        found = task.bootstrap(metric, systems, examples)
+        assert (found is not None) == (metric.name in ("bleu", "chrf")), metric.name
+        if metric.name == "chrf":
+            assert found["base"][0] < found["other"][0] == pytest.approx(100)
