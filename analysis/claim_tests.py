@@ -351,7 +351,8 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     mean, low, high = interval_of(each)
     if math.isnan(low):
         return []
-    text = "|added loss without two heads − the sum of each alone|, mean over pairs: "
+    text = "size of (added loss without two heads − the sum of each alone), mean over "
+    text += "pairs: "
     text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
     verdict = verdict_of(low > claim.margin, high < claim.margin)
     return [Effect(found.corpus, text, verdict, len(each))]
