@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -108,9 +109,18 @@ def test_kept_from_process_to_process(tmp_path):
 
 
 @pytest.mark.parametrize("digest", [b"", b"\xff\xfe", b"0" * 64, None])
-def test_a_library_without_its_digest_is_made_again(tmp_path, digest):
-    library = tmp_path / "attention.so"
+def test_a_library_without_its_digest_is_made_again(tmp_path, monkeypatch, digest):
+    library = tmp_path / "kernels" / "attention.so"
+    library.parent.mkdir(mode=0o700)
     library.write_bytes(b"a library")
     if digest is not None:
         library.with_suffix(".sha256").write_bytes(digest)
-    assert not cpu_build._is_sound(library)
+
+    def compile_instead(*command):
+        Path(command[command.index("-o") + 1]).write_bytes(b"made again")
+
+    monkeypatch.setattr(cpu_build, "_run", compile_instead)
+    assert cpu_build._compiled(["c++"], library) == library
+    assert library.read_bytes() == b"made again" and cpu_build._is_sound(library)
+    monkeypatch.delattr(cpu_build, "_run")  # which is not needed for a sound one
+    assert cpu_build._compiled(["c++"], library) == library

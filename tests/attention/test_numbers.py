@@ -34,9 +34,9 @@ def test_a_high_bias_that_padded_queries_share(dtype, height):
     arrays.append(jnp.full((1, 1, 1, 131), height, dtype))
     found = gradients("blockwise", arrays, jnp.ones(arrays[0].shape))
     wanted = gradients("reference", arrays, jnp.ones(arrays[0].shape))
-    precision = 1e-5 if dtype == jnp.float32 else 0.02
+    relative, absolute = (1e-4, 1e-5) if dtype == jnp.float32 else (1e-2, 0.02)
     for x, y in zip(found[:3], wanted[:3], strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-2, atol=precision)
+        np.testing.assert_allclose(x, y, rtol=relative, atol=absolute)
     assert np.isfinite(found[3]).all()  # a sum of what cancels: it is all rounding
 
 

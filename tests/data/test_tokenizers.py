@@ -176,6 +176,7 @@ def test_a_model_is_written_completely_or_not_at_all_if_killed(tmp_path):
             time.sleep(delay)
             os.kill(writer.pid, signal.SIGKILL)
         assert not path.exists() or path.stat().st_size == 3_000_000
+    assert path.exists()
 
 
 def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):

@@ -1,12 +1,13 @@
 """Many prompts through few rows: refills, lanes, caches that grow, and programs."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from headcount.decoding import generate as decoding
 from headcount.decoding import scheduling
 from headcount.decoding.generate import generate
-from tests.decoding_cases import make, scale_eos, sentences
+from tests.decoding_cases import batch, jitted, make, scale_eos, sentences, trimmed
 
 
 @pytest.fixture
@@ -109,11 +110,12 @@ def test_a_search_that_the_cache_cuts_short_is_started_again(monkeypatch):
     tokens, scores = generate(graph, params, texts, **options)
     monkeypatch.setattr(decoding, "decode_in_lanes", original)
     assert any(len(tokens[i]) < 24 for i in unfinished[0])  # what the first cache holds
-    # with limits given, all have the largest cache at once
-    limits = [2 * len(text) + 16 for text in texts]
-    at_once, expected = generate(graph, params, texts, limits=limits, **options)
-    assert tokens == at_once
-    np.testing.assert_allclose(scores, expected, rtol=1e-4)
+    # all at once, with the largest cache
+    limits = jnp.array([2 * len(text) + 16 for text in texts])
+    search = {"beam_size": 5, "length_penalty": 0.6}
+    out = jitted(graph, max_length=64, **search)(params, *batch(texts), None, limits)
+    assert tokens == [row[:-1] for row in trimmed(out.tokens)]
+    np.testing.assert_allclose(scores, out.scores, rtol=1e-4)
 
 
 @pytest.mark.slow
