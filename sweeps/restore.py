@@ -84,15 +84,18 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
 
     It raises the same errors as `restore`.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = {*column_names(sweep.task.metrics)} - {*(reader.fieldnames or ())}
-        if missing:
-            raise ValueError(
-                f"--finished={path} has no column {min(missing)}; it must be the "
-                f"sweep.csv of this sweep in another workdir."
-            )
-        rows = [{k: v or None for k, v in row.items()} for row in reader]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names = {*(reader.fieldnames or ())}
+            rows = [{k: v or None for k, v in row.items()} for row in reader]
+    except (csv.Error, UnicodeError) as error:
+        raise ValueError(f"--finished={path} is not a CSV file: {error}.") from None
+    if missing := {*column_names(sweep.task.metrics)} - names:
+        raise ValueError(
+            f"--finished={path} has no column {min(missing)}; it must be the sweep.csv "
+            f"of this sweep in another workdir."
+        )
     arms = {json.dumps(arm.overrides) for arm in sweep.plan.arms}
     if not {row["overrides"] for row in rows} <= arms:
         raise ValueError(
@@ -120,6 +123,8 @@ def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
     for split in sweep.splits(group):
         side = "dev" if split == "val" else "test"
         scored = [score(sweep, side, index, row) for index, row in enumerate(rows)]
+        if None in scored and rows[0]["status"] == "done":
+            raise ValueError("it has no scores")
         if None not in scored:
             files[f"result-{split}.json"] = json.dumps(scored)
     steps, total = [], sum(float(row["seconds"] or 0) for row in rows)

@@ -95,6 +95,12 @@ def test_a_group_is_restored_whole_or_not(tmp_path, corpus):
         (",is_baseline,", ",is_base,", "has no column is_baseline"),
         ('kv_heads"": 2', 'kv_heads"": 3', "arms that this sweep does not have"),
         (",best,", ",last,", "--checkpoint=last"),
+        (",done,", ",fertig für heute,", "is not a CSV file: 'utf-8'"),
+        (
+            ",40.0,",
+            ",,",
+            "is damaged: a row of arm K=4 can't be read .it has no scores",
+        ),
         (",9000,", ",many,", "is damaged: a row of arm K=4"),
         ('"{""beam_size"": 5}"', "beams", "is damaged: a row of arm K=4"),
     ],
@@ -105,7 +111,7 @@ def test_another_table_is_named_and_nothing_written(tmp_path, corpus, old, new, 
     collect(first)
     text = (tmp_path / "a/sweep.csv").read_text()
     assert old in text
-    (tmp_path / "other.csv").write_text(text.replace(old, new))
+    (tmp_path / "other.csv").write_bytes(text.replace(old, new).encode("latin-1"))
     sweep = open_sweep(options(tmp_path / "b", corpus))
     with pytest.raises(ValueError, match=named):
         restore(sweep, tmp_path / "other.csv")
