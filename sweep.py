@@ -159,7 +159,7 @@ def main() -> None:
         workdir = choose_workdir(Path(temporary))
         sweep = settings.open_sweep(options(workdir, import_task()))
         if VERB == "run" and FINISHED.value is not None:
-            sweep = restore(sweep, path_of(FINISHED))
+            sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
         groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
         if VERB == "list":
             preview.print_list(sweep, CALIBRATE.value)

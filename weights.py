@@ -71,7 +71,7 @@ from headcount.runtime.workdir import (
     set_status,
     write_json,
 )
-from headcount.tasks import Run, make_task
+from headcount.tasks import Run
 from headcount.tasks.classes import CLASSES
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import restore_parameters
@@ -536,7 +536,11 @@ def split(config):
 
     The vocabulary has `data.vocab_size` tokens.
     """
-    return nnx.split(abstract(make_task(config).build))
+    settings = config.model.to_dict()
+    if config.task.name in ("tagging", "classification"):
+        pooling = config.task.pooling if config.task.name == "classification" else None
+        settings |= {"num_classes": config.data.num_classes, "pooling": pooling}
+    return nnx.split(abstract(partial(Transformer, config.data.vocab_size, **settings)))
 
 
 def read_object(path: Path) -> dict:

@@ -264,11 +264,12 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
     best = best_mean(metric, list(means.values()))
     label = with_unit(metric.label, metric)
     winners = [name for name, mean in means.items() if math.isclose(mean, best)]
+    first = next(c for c in comparisons if c.arm.name == winners[0])
     trainings = sum(len(c.arm.seeds) for c in comparisons)
     sentences = [
         f"{count(trainings, 'training')} of {count(len(comparisons), 'arm')}. The best "
-        f"mean test score is {number(best, metric.format)} ({label}), with "
-        f"{'; '.join(winners)}."
+        f"mean test score is {number(first.summary.mean, metric.format)} ({label}), "
+        f"with {'; '.join(winners)}."
     ]
     others = [c for c in comparisons if c.difference is not None]
     tested = [c for c in others if not math.isnan(c.p)]

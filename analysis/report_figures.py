@@ -180,7 +180,7 @@ def scores_by_value(report: Report, metric: Metric):
     ax.set_title(with_unit(f"Test {metric.label}", metric))
     caption = scores_caption(metric, comparisons)
     trend = loss_trend(report) if metric.name == LOSS.name else None
-    if trend is not None:
+    if trend is not None and trend.is_determined:
         at = np.linspace(0, len(values) - 1, 100)
         numbers = np.exp(np.interp(at, range(len(values)), np.log(values)))
         curve, low, high = trend.at(numbers)
@@ -259,21 +259,25 @@ def learning_curves(report: Report, metric: Metric):
 
 def head_curves(report: Report):
     """Plot the statistics of heads during training; return None if not logged."""
-    drawn = [arm for arm in report.arms if arm.heads and len(arm.heads["entropy"][0])]
-    if not drawn:
+    # differential and talking heads have only their largest logit
+    drawn = {
+        name: [arm for arm in report.arms if arm.heads and len(arm.heads[name][0])]
+        for name in HEAD_STATISTICS
+    }
+    if not any(drawn.values()):
         return None
     styles = arm_styles(report.arms)
     figure, axes = plt.subplots(
         2, 2, figsize=(WIDTH, 4.2), sharex=True, layout="constrained"
     )
     for ax, (name, title) in zip(axes.flat, HEAD_STATISTICS.items(), strict=True):
-        for arm in drawn:
+        for arm in drawn[name]:
             draw_range(ax, *arm.heads[name], arm.name, styles)
         ax.set_title(title)
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     for ax in axes[1]:
         ax.set_xlabel("updates")
-    legend_below(figure, axes[0, 0])
+    legend_below(figure, axes.flat[[*HEAD_STATISTICS].index("largest_logit")])
     return figure, (
         "What heads attend to during training: means over all heads and seeds, and the "
         "range over seeds."

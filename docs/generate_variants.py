@@ -4,6 +4,7 @@ python docs/generate_variants.py
 """
 
 import csv
+import json
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +14,14 @@ from flax import nnx
 
 from headcount.attention.kernels import gpu, tpu
 from headcount.configs import modern
-from headcount.configs.ablations import variants
 from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters, plain, products_of
-from headcount.sweeps.labels import name_arms
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "reference" / "variants.md"
-RESULTS = ROOT / "results" / "variants_shakespeare" / "verdicts.csv"
+RESULTS = ROOT / "results" / "variants_shakespeare"
 WIDTH, HEADS, LENGTH = 1024, 16, 1024  # of the layer whose costs the table shows
 HEAD = """# Variants of heads
 
@@ -221,16 +220,15 @@ def read_verdicts() -> dict[str, str]:
     """Return the verdict of every variant with equal parameters, from results/."""
     if not RESULTS.exists():
         return {}
-    with RESULTS.open() as file:
+    with (RESULTS / "verdicts.csv").open() as file:
         rows = {row["arm"]: row for row in csv.DictReader(file)}
-    base = modern.get_config("short")
-    arms = variants(base)
-    names = dict(zip(map(str, arms), name_arms(arms)[0], strict=True))
-    found = {}
+    with (RESULTS / "sweep.csv").open() as file:
+        names = {row["overrides"]: row["arm"] for row in csv.DictReader(file)}
+    base, found = modern.get_config("short"), {}
     for name, variant in VARIANTS.items():
         settings = variant.settings(base)
         for arm in (settings | {"match": "parameters"}, settings):
-            row = rows.get(names.get(str(arm)))
+            row = rows.get(names.get(json.dumps(arm)))
             if row is not None and int(row["seeds"]) and name not in found:
                 numbers = (float(row[key]) for key in ("difference", "low", "high"))
                 effect, low, high = (f"{x:+.4f}".replace("-", "−") for x in numbers)

@@ -46,7 +46,7 @@ def attention_maps(
 def head_summaries(
     graph, params, head_gates: dict, batch: dict
 ) -> dict[str, dict[str, Float[Array, "R L N"]]]:
-    """Compute four statistics per head and trial, by site, for training logs.
+    """Compute statistics per head and trial, by site, for training logs.
 
     Three are means over the queries of a batch: entropy (nats) and distance (tokens) of
     the weights, and sink (weight on a segment's last key, or first key in the decoder).

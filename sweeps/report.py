@@ -33,6 +33,7 @@ from headcount.analysis.report_markdown import join_markdown, write_markdown
 from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
+from headcount.runtime.files import remove_parts
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
@@ -54,6 +55,7 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
         ValueError: nothing is done, the baseline is missing, or a result is damaged or
             was made with other settings than the rest.
     """
+    remove_parts(sweep.workdir)
     report = check_and_gather(sweep, rows, num_examples)
     markdown, svgs = render(report, sweep.workdir)
     files.write(sweep.workdir / "report.md", markdown)
@@ -88,6 +90,7 @@ def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
     first = sweeps[0]
     for other in sweeps[1:]:
         check_comparable(first, other)
+    remove_parts(first.workdir)
     parts, verdicts, svgs = [], [], {}
     for index, sweep in enumerate(sweeps):
         report = check_and_gather(sweep, collect(sweep), num_examples)

@@ -10,7 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
-from headcount.runtime.files import write
+from headcount.runtime.files import locked, write
 from headcount.runtime.logging import say
 from headcount.runtime.workdir import FORMAT_VERSION, with_digest
 from headcount.sweeps.plan import Group
@@ -20,11 +20,16 @@ from headcount.sweeps.table import column_names
 ENDED = ("done", "diverged")
 
 
-def restore(sweep: Sweep, path: Path) -> Sweep:
+def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
     """Write the folders of all groups whose trainings a sweep.csv holds.
 
     Groups that have started are left alone. A search or a look may add groups once its
     scores are there; they are taken over as well.
+
+    Args:
+        sweep: the sweep.
+        path: the file.
+        proposes: whether a search may start another round.
 
     Returns:
         The sweep with all trials that follow.
@@ -35,20 +40,13 @@ def restore(sweep: Sweep, path: Path) -> Sweep:
         OSError: it can't be read.
     """
     rows, count = read_rows(sweep, path), 0
-    while new := [group for group in split(sweep, rows) if group.trials[0].id in rows]:
-        for group in new:
-            own = [rows[trial.id] for trial in group.trials]
-            try:
-                files = group_files(sweep, group, own)
-            except (TypeError, ValueError, AttributeError) as error:
-                raise ValueError(
-                    f"--finished={path} is damaged: a row of arm {own[0]['arm']} can't "
-                    f"be read ({error})."
-                ) from None
-            for name, text in files.items():
-                write(sweep.folder(group) / name, text)
-            count += len(group.trials)
-        sweep = sweep.extended()
+    with locked(sweep.workdir / ".restore"):  # other hosts may do the same
+        sweep = sweep.extended(proposes)
+        while new := [g for g in split(sweep, rows) if g.trials[0].id in rows]:
+            for group in new:
+                write_files(sweep, group, [rows[trial.id] for trial in group.trials])
+                count += len(group.trials)
+            sweep = sweep.extended(proposes)
     say(f"Took over {count} of the {len(rows)} finished trainings in {path}.")
     return sweep
 
@@ -111,7 +109,26 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
                     f"--finished={path} has scores with --{name}={row[name]}, and "
                     f"this sweep has {wanted}; use the same."
                 )
+    known = {trial.id for trial in sweep.plan.trials}
+    if ended and known.isdisjoint(row["id"] for row in rows):
+        raise ValueError(
+            f"--finished={path} has no training of this sweep: its config or its code "
+            f"had other keys or values."
+        )
     return ended
+
+
+def write_files(sweep: Sweep, group: Group, rows: list[dict]) -> None:
+    """Write the files of a group; raise a ValueError if a row can't be read."""
+    try:
+        files = group_files(sweep, group, rows)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"The table of --finished is damaged: a row of arm {rows[0]['arm']} can't "
+            f"be read ({error})."
+        ) from None
+    for name, text in files.items():
+        write(sweep.folder(group) / name, text)
 
 
 def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
@@ -123,17 +140,20 @@ def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
     for split in sweep.splits(group):
         side = "dev" if split == "val" else "test"
         scored = [score(sweep, side, index, row) for index, row in enumerate(rows)]
-        if None in scored and rows[0]["status"] == "done":
-            raise ValueError("it has no scores")
-        if None not in scored:
+        if any(scored):
+            if None in scored:
+                raise ValueError("it has no scores")
             files[f"result-{split}.json"] = json.dumps(scored)
+        elif any(row["status"] == "done" for row in rows):
+            raise ValueError("it has no scores")
     steps, total = [], sum(float(row["seconds"] or 0) for row in rows)
+    longest = max(int(row["steps"]) for row in rows)
     for index, row in enumerate(rows):
         step = {"step": int(row["steps"]), "trial": index}
         if row["diverged_at"] is not None:
             step["diverged_at"] = int(row["diverged_at"])
-        elif total:
-            step["steps_per_second"] = step["step"] / total
+        if total and step["step"] == longest:
+            step["steps_per_second"] = longest / total
             step["tokens_per_second"] = float(row["tokens_per_second"])
         steps.append(json.dumps(step) + "\n")
     first, is_diverged = rows[0], all(row["status"] == "diverged" for row in rows)
@@ -152,7 +172,8 @@ def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
 
 def score(sweep: Sweep, side: str, index: int, row: dict) -> dict | None:
     """Return a row of a result-SPLIT.json; None if the trial was not scored."""
-    if row["options"] is None or row[f"{side}_{sweep.metric.name}"] is None:
+    is_missing = row[f"{side}_{sweep.metric.name}"] is None
+    if row["options"] is None or (is_missing and row["diverged_at"] is None):
         return None
     names = [metric.name for metric in sweep.task.metrics]
     cells = {name: row[f"{side}_{name}"] for name in names}

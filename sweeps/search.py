@@ -195,7 +195,7 @@ def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Tri
     scores = {trial.id: score for trial, score in existing}
     settings = arm.candidates
     if search.count is not None:
-        own = [t for t, _ in existing if t.is_search and t.arm == arm.name]
+        own = [t for t, _ in existing if t.is_search]
         own.sort(key=lambda trial: trial.attempt)
         settings = unique(
             [

@@ -224,7 +224,7 @@ def evaluate(trainer: Trainer) -> None:
 
 
 def log_heads(trainer: Trainer, trials: list[int]) -> None:
-    """Log four statistics per head on a few dev rows; see `head_summaries`."""
+    """Log statistics per head on a few dev rows; see `head_summaries`."""
     run = trainer.run()
     batch = trainer.task.evaluation_batches(trainer.dev)[0]
     few = {name: array[:ROWS_OF_HEADS] for name, array in batch.items()}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares as scipy_least_squares
 
+from headcount.analysis.significance import summary
 from headcount.analysis.trends import fit_trend
 
 VALUES = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
@@ -43,13 +44,16 @@ def test_the_fit_is_at_least_as_good_as_scipys():
 @pytest.mark.parametrize("seeds", [3, 12])
 def test_intervals_of_the_curve_cover_the_truth(seeds):
     """Of the slope from 1 to 16, in which what a seed does to all arms cancels."""
-    rng, hits = np.random.default_rng(3), 0
+    rng, hits, widths = np.random.default_rng(3), 0, []
     for _ in range(60):
-        trend = fit_trend(VALUES, scores(0.4, -0.8, 1.0, 0.01, seeds, rng))
-        a, b, _ = trend.draws.T
+        drawn = scores(0.4, -0.8, 1.0, 0.01, seeds, rng)
+        a, b, _ = fit_trend(VALUES, drawn).draws.T
         low, high = np.quantile(a * (1 - 16.0**b), [0.025, 0.975])
         hits += low <= 0.4 * (1 - 16.0**-0.8) <= high
+        ends = summary(drawn[0] - drawn[-1])  # Student's, without the curve
+        widths.append((high - low) / (ends.high - ends.low))
     assert hits >= 52  # 95 % of 60 are 57, with a standard error of 1.7
+    assert 0.5 < np.mean(widths) < 1.2
 
 
 def test_arms_without_a_trend_determine_no_exponent():

@@ -174,6 +174,8 @@ def test_a_model_is_written_completely_or_not_at_all_if_killed(tmp_path):
         with writer:
             writer.stdout.readline()
             time.sleep(delay)
+            while delay == 0.05 and not path.exists() and writer.poll() is None:
+                time.sleep(0.01)
             os.kill(writer.pid, signal.SIGKILL)
         assert not path.exists() or path.stat().st_size == 3_000_000
     assert path.exists()

@@ -170,7 +170,7 @@ def test_what_one_process_cannot_do_all_say(settings, tmp_path):
     shutil.copytree(settings["data.directory"], dev)
     (dev / "val.de").write_text("ein Hund\n" * len(PAIRS))
     for own, parts in (
-        ({"model.width": 32}, ["model.width", "now 32"]),
+        ({"model.width": 32}, ["model.width", "here 32"]),
         ({"workdir": tmp_path / "other"}, ["--workdir"]),
         ({"data.directory": "nowhere"}, ["nowhere"]),
         ({"data.directory": dev}, ["dev_crc32"]),

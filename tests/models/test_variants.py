@@ -267,7 +267,8 @@ COMBINED = {
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(VARIANTS.keys() - IN_COMBINED, [*VARIANTS, *COMBINED])
+    "name",
+    slow_but([*VARIANTS.keys() - IN_COMBINED, *COMBINED], [*VARIANTS, *COMBINED]),
 )
 def test_gradients_causality_and_padding(name):
     """Every parameter by finite differences; no token sees a later one, or padding."""

@@ -208,7 +208,7 @@ def test_a_budget_that_cannot_be_reached_is_an_error():
             "^Arm N=1 sets model.num_heads.*config.model.attention.num_heads",
         ),
         (over("model.attention.num_heads", 4, 3), "^Arm N=3 .*num_heads"),
-        (over("model.width", "wide"), "^Arm wide .*model.width"),
+        (over("model.width", "wide"), "^Arm D=wide .*model.width"),
         (over("model.width", 0), "^Arm D=0 .*width"),
         (over("model.attention.merge", "sum"), "^Arm sum .*'sum'"),
         (matched(over("model.width", 32, 64), "time"), "match must be .*'time'"),

@@ -89,6 +89,36 @@ def test_a_group_is_restored_whole_or_not(tmp_path, corpus):
     assert not (sweep.folder(sweep.groups[1]) / "run.json").exists()
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_group_in_which_one_trial_diverged_keeps_the_scores_of_the_other(
+    tmp_path, corpus, lost
+):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+
+    def edit(row):
+        return row | ({"diverged_at": 3, "bleu": None} if row["trial"] == lost else {})
+
+    edit_results(first, 1, edit)
+    before = collect(first)
+    second = open_sweep(options(tmp_path / "b", corpus))
+    after = collect(restore(second, tmp_path / "a/sweep.csv"))
+    assert after == before
+    states = [row["status"] for row in after if row["arm"] == "K=2"]
+    assert states[lost] == "diverged" and states[1 - lost] == "done"
+
+
+def test_a_table_of_another_config_is_named(tmp_path, corpus):
+    """Rather than train everything again without a word."""
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    collect(first)
+    given = options(tmp_path / "b", corpus)
+    given.config.train.num_steps = 21
+    with pytest.raises(ValueError, match="has no training of this sweep: its config"):
+        restore(open_sweep(given), tmp_path / "a/sweep.csv")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

@@ -1,4 +1,4 @@
-"""Configs that are refused, and changes of a resumed run that are told."""
+"""Configs that raise an error, and what a resumed run logs."""
 
 import pytest
 
