@@ -235,6 +235,14 @@ def test_gpt2_searches_a_beam_for_one_line_too(folders, tmp_path):
     """Which can't be streamed. Each of its tokens may be generated."""
     run = tmp_path / "run"
     import_checkpoint(folders / "gpt2", run)
+    library = pytest.importorskip("tokenizers")
+    letters = {letter: i for i, letter in enumerate("thedogĠacsuvwxyzbnr")}
+    tokenizer = library.Tokenizer(library.models.BPE(letters, []))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    (run / "tokenizer").mkdir()
+    tokenizer.save(str(run / "tokenizer" / "tokenizer.json"))
     found = facts_of(load_run(run, "last"))
     assert found["banned"] == [] and found["eos"] == found["bos"]
     flags = ["--beam_size=2", "--max_new_tokens=3"]
