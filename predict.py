@@ -68,8 +68,8 @@ def main():
         answer = task.score_tokens if SCORE_TOKENS.value else answer
         number, size = 0, decoding.BATCH_SIZE.value
         # the tokens of a beam are not known before its end
-        streams = options.get("samples", 1) == options.get("beam_size", 1) == 1
-        streams = streams and hasattr(task, "stream") and not scores
+        is_single = options.get("samples", 1) == options.get("beam_size", 1) == 1
+        streams = is_single and hasattr(task, "stream") and not scores
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
             about = {"trial": trial, "first": number}
             about |= {} if scores else options

@@ -57,13 +57,8 @@ little_higher = partial(loss_is, "little higher")
 VASWANI = "Vaswani et al. 2017, Table 3"
 ROLES = (  # of every corpus, by `analysis.roles`
     *("self", "previous token", "next token", "same token earlier"),
-    *(
-        "after the same token",
-        "induction",
-        "beginning (BOS)",
-        "end (EOS)",
-        "punctuation",
-    ),
+    *("after the same token", "induction", "punctuation"),
+    *("beginning (BOS)", "end (EOS)"),
 )
 SYNTAX = (  # links of the corpus `stories` between words that agree or refer
     *("verb → its subject", "before the verb → its subject"),

@@ -94,12 +94,8 @@ def scores(workdir: Path, facts: dict, trial: int, of_trial: dict) -> list[str]:
             unit = f" ({metric['unit']})" if metric["unit"] else ""
             split = f"{mine['split']} ({mine['checkpoint']}{decoding})"
             shown = format(mine[name] * scale, metric["format"])
-            cells = (
-                split,
-                metric["label"] + unit,
-                shown,
-                interval(values, metric["format"]),
-            )
+            mean = interval(values, metric["format"])
+            cells = split, metric["label"] + unit, shown, mean
             lines.append(f"| {' | '.join(cells)} |")
         notes += [f"- {name}: `{text}`" for name, text in mine["signatures"].items()]
     if len(lines) == 2:

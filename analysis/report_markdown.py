@@ -121,7 +121,8 @@ def verdicts(report: Report) -> list[str]:
         f"and Turnbull 1989)."
         if looks
         else "This holds only if the number of seeds was fixed before any result was "
-        "seen. Holm's p-values, of another test, may reject a little more."
+        "seen. Holm's correction of p-values is a little less strict, so an arm with a "
+        "p of at most 5% may be undecided."
     )
     margin = first["margin"]
     equivalent = (

@@ -16,9 +16,9 @@ exceeds
 The first and the last are paired one-sided t-tests over sentences. The second tests
 whether the head could be another untrained head (a t-distributed prediction interval).
 It takes the heads of one untrained model as independent; to the extent that they are
-correlated, its p-values are too small.
-The p-value of a head and role is the largest of the three (an intersection-union test),
-Holm-corrected over all heads and roles of a trial.
+correlated, its p-values are too small. The p-value of a head and role is the largest of
+the three (an intersection-union test), Holm-corrected over all heads and roles of a
+trial.
 """
 
 from collections.abc import Iterator

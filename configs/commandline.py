@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_flags import register_flag_parser_for_type
 
-from headcount.configs.validation import check_values, flatten, known_keys
+from headcount.configs.validation import check_values, flat_config, known_keys
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (or sweep).")
 DIRECTORY = flags.DEFINE_string(
@@ -228,7 +228,7 @@ def check_config_flag(config) -> None:
             f"The config file's get_config() must return a ConfigDict, got {kind}; "
             f"start from get_config() of configs/base.py."
         )
-    given, known = flatten(config.to_dict()), known_keys()
+    given, known = flat_config(config.to_dict()), known_keys()
     for key in given.keys() - known.keys():
         raise ValueError(
             f"The config file sets {key}, which is not a config key.{near_miss(key)}"

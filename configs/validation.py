@@ -75,7 +75,7 @@ def flat(tree: dict, prefix: str = "") -> dict:
     return found
 
 
-def flatten(tree: dict) -> dict:
+def flat_config(tree: dict) -> dict:
     """Flatten a config to dotted keys; raise a ValueError if a section is no dict."""
     found = flat(tree)
     sections = {key.rpartition(".")[0] for key in known_keys()}
@@ -137,7 +137,7 @@ def read_config(tree) -> ConfigDict:
     """
     if not isinstance(tree, dict):
         raise ValueError("It is not an object of config keys.")
-    found = flatten(tree)
+    found = flat_config(tree)
     check_keys(found)
     check_values(found)
     config = base.get_config().lock()

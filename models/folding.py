@@ -196,7 +196,7 @@ def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
 def refuse(target: str, key: str, wanted, got) -> None:
     """Raise a ValueError that says which value a format needs for a config key."""
     raise ValueError(
-        f"{key} must be {wanted} for {target}, which has no other; got {got}."
+        f"{key} must be {wanted} for {target}, which supports nothing else; got {got}."
     )
 
 

@@ -346,12 +346,9 @@ def program_and_trials(group: list[Trial], base: dict) -> tuple[dict, list[dict]
         hyperparameters of each trial, as `train.py --trials` reads them.
     """
     base = flat(base)
+    compared = base.keys() - set(IGNORED)
     changes = [
-        {
-            k: v
-            for k, v in flat(trial.config).items()
-            if k not in IGNORED and base[k] != v
-        }
+        {k: v for k, v in flat(trial.config).items() if k in compared and v != base[k]}
         for trial in group
     ]
     free = trial_keys(base)

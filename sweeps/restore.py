@@ -42,7 +42,7 @@ def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
     rows, count = read_rows(sweep, path), 0
     with locked(sweep.workdir / ".restore"):  # other hosts may do the same
         sweep = sweep.extended(proposes)
-        while new := [g for g in split(sweep, rows) if g.trials[0].id in rows]:
+        while new := [g for g in split_groups(sweep, rows) if g.trials[0].id in rows]:
             for group in new:
                 write_files(sweep, group, [rows[trial.id] for trial in group.trials])
                 count += len(group.trials)
@@ -51,7 +51,7 @@ def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
     return sweep
 
 
-def split(sweep: Sweep, rows: dict[str, dict]) -> list[Group]:
+def split_groups(sweep: Sweep, rows: dict[str, dict]) -> list[Group]:
     """Return the groups that have not started, split by what is known of each trial.
 
     The trials of a group are finished together, so those that are and those that are

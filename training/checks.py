@@ -2,7 +2,7 @@
 
 import json
 
-from headcount.configs.validation import check_values, choose, flatten
+from headcount.configs.validation import check_values, choose, flat_config
 from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
 from headcount.models.validation import check_positions
@@ -18,7 +18,7 @@ _built: set[str] = set()  # sections of configs whose model can be built
 def check_config(config) -> None:
     """Raise a ValueError that names the offending key if a config can't be trained."""
     model = config.model.to_dict()
-    check_values(flatten(config.to_dict()))
+    check_values(flat_config(config.to_dict()))
     make_task(config)
     choose("optimizer.name", config.optimizer.name, OPTIMIZERS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from headcount.configs import base
-from headcount.configs.validation import check_values, flatten, read_config
+from headcount.configs.validation import check_values, flat_config, read_config
 from headcount.runtime.schema import Number, Optional, matches, violation
 from headcount.runtime.workdir import claim, has_digest, read_json, with_digest
 from headcount.training.metrics import parse_row
@@ -61,7 +61,7 @@ def test_violations_are_named(value, schema, named):
     ],
 )
 def test_a_value_of_a_config_is_named(key, value, named):
-    config = flatten(base.get_config().to_dict())
+    config = flat_config(base.get_config().to_dict())
     check_values(config)
     with pytest.raises(ValueError, match=named):
         check_values(config | {key: value})
@@ -131,6 +131,6 @@ def test_checkpoints_without_a_config_are_another_programs(tmp_path):
 def test_trials_of_a_file_are_checked(tmp_path):
     path = tmp_path / "trials.json"
     path.write_text('[{"seed": 0}, {"seed": 1, "head_gates.cross.9.9": 0}]')
-    config = flatten(base.get_config().to_dict())
+    config = flat_config(base.get_config().to_dict())
     with pytest.raises(ValueError, match="trial 1 of .*head_gates.cross.9.9"):
         check_trials(path, read_json(path), config)
