@@ -33,9 +33,9 @@ Each is a set of keys of `model.attention`, off by default, for all sites or for
 heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
 applies them, [variants.py](../../attention/variants.py) has a function for each. Our
 verdicts are of the sweep `variants_shakespeare`: Shakespeare by characters with the
-modern block, equal parameters, and a learning rate per arm. They are for dev loss, on
-which rates and checkpoints were chosen, too;
-[claim 30](../research/claims.md) is about the same models on test.
+modern block, equal parameters, and a learning rate per arm. They compare losses on dev,
+by which rates and checkpoints were chosen, too;
+[claim 30](../research/claims.md) compares the same models on test.
 
 Letters: o_n the output of head n, x the layer's input, v a value, N heads, H and V the
 sizes of a key and a value, D the width.
