@@ -237,6 +237,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--sizes", type=int, nargs="+", default=(64, 128))
+    parser.add_argument("--part", choices=("compare", "others"), help="default: both")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     flags = parser.parse_args()
@@ -251,8 +252,9 @@ def main():
             for H, causal in itertools.product(flags.sizes, (False, True)):
                 tune(4096, H, causal, name)
         return None
-    compare(flags.lengths, flags.sizes)
-    return others()
+    if flags.part != "others":
+        compare(flags.lengths, flags.sizes)
+    return others() if flags.part != "compare" else None
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Compare the speed of language models with PyTorch and CTranslate2.
 
     .venv-peers/bin/python -m benchmarks.language_model [--recipe short] [--rounds 5]
-        [--trials 16] [--data DIR] [--generate] [--new_tokens 200]
+        [--steps 8] [--trials 16] [--data DIR] [--generate] [--new_tokens 200]
 
 By default this trains configs/shakespeare.py, a plain PyTorch GPT with the same layers,
 and transformers' GPT2LMHeadModel (which adds biases), in turn. Both peers use scaled
 dot-product attention and fused AdamW, eager and compiled. All train on the same
 windows; cutting them is part of the time. With --trials, ours also trains that many
 trials as one program. This prints tokens per second, the share of the matmul ceiling
-(see benchmarks.training) and the ratios. The data is tiny Shakespeare in --data if that
-exists, else random characters.
+(see benchmarks.training) and the ratios. On a GPU, --steps=100 makes rounds long
+enough. The data is tiny Shakespeare in --data if that exists, else random characters.
 
 --generate instead continues one prompt, then 64 prompts, by --new_tokens tokens each,
 greedily, and compares with transformers' generate and CTranslate2 (float32). All have
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
-from benchmarks.training import Program, print_table, serve, take_turns
+from benchmarks.training import STEPS, Program, print_table, serve, take_turns
 from headcount.configs import shakespeare
 from headcount.data.windows import WindowBatches
 from headcount.decoding.generate import generate
@@ -46,6 +46,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=STEPS, help="updates per round")
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data/tinyshakespeare")
@@ -57,7 +58,7 @@ def main():
     arguments = parser.parse_args()
     config = shakespeare.get_config(arguments.recipe)
     if arguments.worker:
-        return serve(contestant(arguments, config))
+        return serve(contestant(arguments, config), arguments.steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         run = time_generation if arguments.generate else time_training
@@ -74,7 +75,7 @@ def time_training(arguments, config) -> None:
     if importlib.util.find_spec("torch"):
         names += PEERS
     options = [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
-    options.append(f"--trials={arguments.trials}")
+    options += [f"--trials={arguments.trials}", f"--steps={arguments.steps}"]
     found = take_turns("benchmarks.language_model", names, options, arguments.rounds)
     print(f"data: {origin}; {config.data.batch_tokens} tokens per update and trial")
     print_table(*found, flop_per_token(config))

@@ -3,17 +3,19 @@
 `Model` is a straightforward PyTorch implementation of the layers of
 configs/shakespeare.py with `nn.Linear`, `nn.LayerNorm` and scaled dot-product
 attention. GPT2LMHeadModel adds biases. Like ours, neither has dropout on attention
-weights.
+weights. On a GPU they train with bfloat16 autocast.
 """
 
 from pathlib import Path
 
-import ctranslate2
 import numpy as np
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 class Block(nn.Module):
@@ -104,12 +106,13 @@ class Torch:
 
     def __init__(self, name, config, batches):
         torch.manual_seed(0)
-        self.model = Model(config.data.vocab_size, config.model)
+        self.model = Model(config.data.vocab_size, config.model).to(DEVICE)
         self.logits = self.model
         if name.startswith("transformers"):
             self.model = transformers.GPT2LMHeadModel(
                 gpt2_config(config, config.model.dropout)
-            ).train()
+            )
+            self.model = self.model.to(DEVICE).train()
             self.logits = lambda inputs: self.model(inputs, use_cache=False).logits
         self.loss = self.mean_loss
         if "compile" in name:
@@ -130,13 +133,16 @@ class Torch:
         )
         self.clip_norm = optimizer.clip_norm
         self.batches, self.step = batches, 0
-        x = torch.ones(2048, 2048)
-        self.product = lambda: torch.mm(x, x)
+        self.size = 8192 if ON_GPU else 2048
+        dtype = torch.bfloat16 if ON_GPU else torch.float32
+        x = torch.randn(self.size, self.size, dtype=dtype, device=DEVICE)
+        self.product = lambda: torch.mm(x, x)[0, 0].item()
 
     def mean_loss(self, inputs, target):
         """Return the mean cross-entropy of a batch."""
-        logits = self.logits(inputs)
-        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_GPU):
+            logits = self.logits(inputs)
+            return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
     def train(self, steps: int) -> int:
         """Run updates; return the number of tokens."""
@@ -144,7 +150,7 @@ class Torch:
         for step in range(self.step, self.step + steps):
             batch = self.batches[step]
             inputs, target = (
-                torch.from_numpy(batch[name][0].astype(np.int64))
+                torch.from_numpy(batch[name][0].astype(np.int64)).to(DEVICE)
                 for name in ("target_inputs", "target")
             )
             loss = self.loss(inputs, target)
@@ -152,8 +158,8 @@ class Torch:
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self.optimizer.step()
-            loss.item()
             tokens += target.numel()
+        loss.item()  # waits for a GPU
         self.step += steps
         return tokens
 
@@ -189,6 +195,8 @@ def transformers_side(model):
 
 def ctranslate2_side(model, folder: Path):
     """Return a function that continues prompts with CTranslate2, in float32."""
+    import ctranslate2  # not needed for training
+
     path = folder / "ctranslate2"
     convert(model, path)
     generator = ctranslate2.Generator(
@@ -213,6 +221,8 @@ def ctranslate2_side(model, folder: Path):
 
 def convert(model, path: Path) -> None:
     """Write transformers' GPT-2 to a folder in CTranslate2's format."""
+    import ctranslate2
+
     config, state = model.config, model.state_dict()
     spec = ctranslate2.specs.TransformerDecoderModelSpec.from_config(
         config.n_layer,

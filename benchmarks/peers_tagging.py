@@ -55,7 +55,8 @@ class Transformers:
         self.one = self.tag if is_tagging else self.update
         self.each = TAGGED if is_tagging else 1
         self.step = 0
-        x = torch.ones(2048, 2048)
+        self.size = 2048
+        x = torch.randn(self.size, self.size)
         self.product = lambda: torch.mm(x, x)
 
     def train(self, steps: int) -> int:

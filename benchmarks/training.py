@@ -5,11 +5,12 @@
 
 This prints source and target tokens per second (without padding), their ratio, FLOPs
 per token, and the share of the machine's matmul ceiling, which is the best of NumPy,
-XLA and torch at 2048 x 2048 x 2048 in float32. Contestants take turns. Each has its own
-process, so that their threads don't interfere, and waits while another is timed. The
-data is Multi30k in --data if that exists, else random tokens with similar lengths.
-torch is optional (requirements-peers.txt). Without it, only ours is timed, with any
---set; otherwise --set accepts only settings that the peers support.
+XLA and torch at 2048 x 2048 x 2048 in float32, or in bfloat16 at 8192 x 8192 x 8192 on
+a GPU. Contestants take turns. Each has its own process, so that their threads don't
+interfere, and waits while another is timed. The data is Multi30k in --data if that
+exists, else random tokens with similar lengths. torch is optional
+(requirements-peers.txt). Without it, only ours is timed, with any --set; otherwise
+--set accepts only settings that the peers support.
 """
 
 # isort: off
@@ -42,7 +43,7 @@ from headcount.tasks import make_task
 from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters, make_trials
 
-STEPS = 8  # updates per round
+STEPS = 8  # updates per round, by default
 
 # Keys that --set may change if torch is timed, too: those that the peers read, and the
 # implementation of our attention.
@@ -215,14 +216,14 @@ def numpy_ceiling() -> float:
     return ceiling_of(lambda: np.matmul(x, x, out=out))
 
 
-def ceiling_of(product) -> float:
-    """Return the best FLOP/s of five 2048 x 2048 matrix products."""
+def ceiling_of(product, size: int = 2048) -> float:
+    """Return the best FLOP/s of five products of square matrices of this size."""
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
         product()
         seconds.append(time.perf_counter() - begin)
-    return 2 * 2048**3 / min(seconds)
+    return 2 * size**3 / min(seconds)
 
 
 def start(module: str, name: str, options: list[str]) -> subprocess.Popen:
@@ -253,14 +254,14 @@ def contestant(arguments):
     return worker(arguments.worker, config_of(arguments), *sides)
 
 
-def serve(contestant) -> None:
-    """Answer requests from standard input until it ends."""
+def serve(contestant, steps: int = STEPS) -> None:
+    """Answer requests from standard input until it ends, training `steps` at a time."""
     for request in sys.stdin:
         if request.strip() == "ceiling":
-            answer = {"flops": ceiling_of(contestant.product)}
+            answer = {"flops": ceiling_of(contestant.product, contestant.size)}
         else:
             begin = time.perf_counter()
-            tokens = contestant.train(STEPS)
+            tokens = contestant.train(steps)
             answer = {"tokens": tokens, "seconds": time.perf_counter() - begin}
         print(json.dumps(answer), flush=True)
 
@@ -284,7 +285,9 @@ class Program:
         self.state = init(arrays, static=static, build=task.build)
         self.program = partial(train_steps, trials=arrays, static=static)
         self.step = 0
-        x = jnp.ones((2048, 2048))
+        on_cpu = jax.default_backend() == "cpu"
+        self.size, dtype = (2048, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(0), (self.size, self.size), dtype)
         product = jax.jit(jnp.matmul)
         self.product = lambda: product(x, x).block_until_ready()
 

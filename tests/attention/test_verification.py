@@ -9,7 +9,7 @@ import pytest
 from headcount.attention import reference, verification
 from headcount.attention.kernels import blockwise
 
-GATES = verification.PROBLEMS["gates"]
+GATES = verification.PROBLEMS["grouped, V != H, gates"]
 ONE = {"causal": {"sizes": (33, 33, 4, 2, 16, 16), "is_causal": True}}
 
 
@@ -17,6 +17,7 @@ ONE = {"causal": {"sizes": (33, 33, 4, 2, 16, 16), "is_causal": True}}
 def quick(monkeypatch, tmp_path):
     """One small problem, a cache of its own, and no verdicts in memory."""
     monkeypatch.setattr(verification, "PROBLEMS", ONE)
+    monkeypatch.setattr(verification, "timed_programs", lambda *_: ([], []))
     monkeypatch.setattr(verification, "time_ratio", lambda *_: 0.5)
     monkeypatch.setattr(verification, "_verdicts", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
