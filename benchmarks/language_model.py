@@ -1,7 +1,8 @@
 """Compare the speed of language models with PyTorch and CTranslate2.
 
     .venv-peers/bin/python -m benchmarks.language_model [--recipe short] [--rounds 5]
-        [--steps 8] [--trials 16] [--data DIR] [--generate] [--new_tokens 200]
+        [--steps 8] [--peers torch torch.compile] [--trials 16] [--data DIR]
+        [--generate] [--new_tokens 200]
 
 By default this trains configs/shakespeare.py, a plain PyTorch GPT with the same layers,
 and transformers' GPT2LMHeadModel (which adds biases), in turn. Both peers use scaled
@@ -47,6 +48,7 @@ def main():
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=STEPS, help="updates per round")
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data/tinyshakespeare")
@@ -73,7 +75,7 @@ def time_training(arguments, config) -> None:
     if arguments.trials > 1:
         names.append(f"ours, {arguments.trials} trials")
     if importlib.util.find_spec("torch"):
-        names += PEERS
+        names += arguments.peers
     options = [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
     options += [f"--trials={arguments.trials}", f"--steps={arguments.steps}"]
     found = take_turns("benchmarks.language_model", names, options, arguments.rounds)
