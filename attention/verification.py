@@ -1,7 +1,7 @@
 """Compare a fused kernel with `reference` on this device before it is first picked.
 
-The accelerator kernels were developed without an accelerator. Their compilers accept
-them and simulations agree with `reference`, but wrong results on real hardware could go
+The accelerator kernels were developed without an accelerator; only the GPU's has run on
+one, an H200. Wrong results on other hardware or with another compiler could go
 unnoticed. So `resolve_implementation` calls `is_accepted`, which runs small problems
 once per device kind, jaxlib version and kernel source, and caches the verdict in the
 user's cache folder. `python -m headcount.attention` prints the verdicts.

@@ -5,8 +5,8 @@ lengths or segments exclude are skipped. The backward pass recomputes the weight
 for the queries' gradient and once for the keys' and values', so no two programs add to
 the same memory and results are deterministic.
 
-Statistics carry no gradient, and there is no second derivative. Has never run on a GPU:
-Mosaic's compiler accepts it and its simulation agrees with `reference`.
+Statistics carry no gradient, and there is no second derivative. docs/benchmarks/gpu.md
+has its speed on an H200.
 """
 
 import functools
