@@ -59,9 +59,8 @@ SPLIT = flags.DEFINE_string("split", "val", "Split to analyse the heads on.")
 SITE = flags.DEFINE_string(
     "site",
     None,
-    "Site of attention: encoder, decoder or cross. What to plot (default: cross, if "
-    "the model has it), or the only one to prune, or to look at in roles, similarity "
-    "and interactions (default: all).",
+    "Attention site: encoder, decoder or cross. Default: in plot, cross if the model "
+    "has it; in prune, roles, similarity and interactions, all sites.",
 )
 EXAMPLE = flags.DEFINE_integer("example", 0, "plot: number of the example, from 0.", 0)
 OUTPUT = flags.DEFINE_string(
@@ -70,11 +69,11 @@ OUTPUT = flags.DEFINE_string(
 EXAMPLES = flags.DEFINE_integer(
     "examples",
     200,
-    "All but describe, importance, prune, plot: how many examples to use.",
+    "roles, similarity, interactions, explore: how many examples to use.",
     20,
 )
 SENTENCES = flags.DEFINE_integer(
-    "sentences", 50, "explore: how many of them the page shows.", 1
+    "sentences", 50, "explore: number of sentences on the page.", 1
 )
 COMPARE = flags.DEFINE_string("compare", None, "explore: workdir of a second run.")
 INPUT = flags.DEFINE_string(
@@ -100,10 +99,8 @@ def main():
             import_file(path_of(TASK_FILE))
         options = decoding.options()
         check_flags()
-        if VERB == "plot":
-            check_picture()
-        if VERB == "explore":
-            check_page()
+        if VERB in SUFFIXES:
+            check_output()
         workdir = path_of(WORKDIR)
         found = load(workdir, CHECKPOINT.value)
         found.task.check_options(options, evaluates=True)
@@ -120,13 +117,8 @@ def main():
 
 def describe_heads(workdir, found, examples, options) -> None:
     """Print and write the statistics of every head."""
-    rows = [
-        {"trial": trial} | row
-        for trial in choose_trials(found, TRIAL)
-        for row in describe(found, examples, trial)
-    ]
-    path = workdir / f"heads-describe-{examples.split}.json"
-    write_json(path, rows)
+    rows = each_trial(found, describe, examples)
+    path = write_rows(workdir, examples.split, rows)
     print_heads(rows, examples.split, "entropy", path)
     more = f"heads.py explore --workdir={workdir} --output=FILE.html"
     print(f"A page of pictures: {more}")
@@ -134,13 +126,8 @@ def describe_heads(workdir, found, examples, options) -> None:
 
 def rank_heads(workdir, found, examples, options) -> None:
     """Print and write the importance of every head."""
-    rows = [
-        {"trial": trial} | row
-        for trial in choose_trials(found, TRIAL)
-        for row in importance(found, examples, trial)
-    ]
-    path = workdir / f"heads-importance-{examples.split}.json"
-    write_json(path, rows)
+    rows = each_trial(found, importance, examples)
+    path = write_rows(workdir, examples.split, rows)
     print_heads(rows, examples.split, "added_loss", path)
 
 
@@ -207,8 +194,7 @@ def find_roles(workdir, found, examples, options) -> None:
             f"{examples.split} has no role in {MIN_EXAMPLES} examples, the fewest that "
             f"are tested; use another --split."
         )
-    path = workdir / f"heads-roles-{examples.split}.json"
-    write_json(path, rows)
+    path = write_rows(workdir, examples.split, rows)
     print_roles(rows, examples.split, path)
 
 
@@ -216,26 +202,19 @@ def compare_heads(workdir, found, examples, options) -> None:
     """Print and write the similarity of every pair of heads of a site."""
     sentences = first_sentences(found, examples, EXAMPLES.value)
     rows = [
-        {"trial": trial} | row
-        for trial in choose_trials(found, TRIAL)
-        for row in similarity(found, sentences, trial)
+        row
+        for row in each_trial(found, similarity, sentences)
         if SITE.value in (None, row["site"])
     ]
-    path = workdir / f"heads-similarity-{examples.split}.json"
-    write_json(path, rows)
+    path = write_rows(workdir, examples.split, rows)
     print_pairs_of_heads(rows, examples.split, "cka", path)
 
 
 def find_interactions(workdir, found, examples, options) -> None:
     """Print and write how the removal of every pair of heads of a site interacts."""
     some = first_of(examples, EXAMPLES.value)
-    rows = [
-        {"trial": trial} | row
-        for trial in choose_trials(found, TRIAL)
-        for row in interactions(found, some, trial, SITE.value)
-    ]
-    path = workdir / f"heads-interactions-{examples.split}.json"
-    write_json(path, rows)
+    rows = each_trial(found, interactions, some, site=SITE.value)
+    path = write_rows(workdir, examples.split, rows)
     print_pairs_of_heads(rows, examples.split, "interaction", path)
 
 
@@ -262,6 +241,22 @@ def explore_heads(workdir, found, examples, options) -> None:
     path = path_of(OUTPUT)
     write(path, page(data))
     print(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser.")
+
+
+def each_trial(found, measure, data, **options) -> list[dict]:
+    """Return the rows that `measure` finds for each chosen trial."""
+    return [
+        {"trial": trial} | row
+        for trial in choose_trials(found, TRIAL)
+        for row in measure(found, data, trial, **options)
+    ]
+
+
+def write_rows(workdir: Path, split: str, rows: list[dict]) -> Path:
+    """Write the rows of the verb to the workdir; return the path."""
+    path = workdir / f"heads-{VERB}-{split}.json"
+    write_json(path, rows)
+    return path
 
 
 def input_lines() -> list[str]:
@@ -306,31 +301,25 @@ def check_flags() -> None:
             raise ValueError(f"--{name} has no meaning for {VERB}; it decodes nothing.")
 
 
-def check_page() -> None:
-    """Raise a ValueError unless --output can be an HTML page."""
+def check_output() -> None:
+    """Raise a ValueError unless --output can be a file of the verb's format."""
+    suffixes = SUFFIXES[VERB]
     if OUTPUT.value is None:
-        raise ValueError("explore needs --output=FILE.html.")
+        raise ValueError(f"{VERB} needs --output=FILE{suffixes[0]}.")
     path: Path = path_of(OUTPUT)
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--output={OUTPUT.value} must end in .html.")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--output={OUTPUT.value} must be in an existing folder.")
-
-
-def check_picture() -> None:
-    """Raise a ValueError unless --output can be an image."""
-    if OUTPUT.value is None:
-        raise ValueError("plot needs --output=FILE.png.")
-    path: Path = path_of(OUTPUT)
-    formats = [f".{name}" for name in FigureCanvasBase.filetypes]
-    if path.suffix.lower() not in formats:
+    if path.suffix.lower() not in suffixes:
         raise ValueError(
-            f"--output={OUTPUT.value} must end in one of {', '.join(formats)}."
+            f"--output={OUTPUT.value} must end in one of {', '.join(suffixes)}."
         )
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--output={OUTPUT.value} must be in an existing folder.")
 
 
+# of --output; an error message suggests the first
+SUFFIXES = {
+    "plot": [".png", *(f".{x}" for x in FigureCanvasBase.filetypes if x != "png")],
+    "explore": [".html", ".htm"],
+}
 OF_VERBS = {
     "site": ("prune", "plot", "roles", "similarity", "interactions"),
     "example": ("plot",),

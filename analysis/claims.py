@@ -92,7 +92,7 @@ CLAIMS = (
         has(num_heads=8),
     ),
     Claim(
-        "64 per head is about right at every width.",
+        "Heads of size 64 are about right at every width.",
         "common practice; Kaplan et al. 2020, Figure 5",
         "sizes 16 to 300 move the loss by at most 1.9% at D = 256, 0.8% at 1024",
         "width_heads",
@@ -114,7 +114,7 @@ CLAIMS = (
         has(scale=1.0),
     ),
     Claim(
-        "Concatenation beats averaging, as it is.",
+        "Concatenation beats averaging with the rules as they are.",
         "common practice",
         NOTHING,
         "merge",
@@ -132,7 +132,7 @@ CLAIMS = (
         merge("concat"),
     ),
     Claim(
-        "Concatenation beats averaging with equal starts.",
+        "Concatenation beats averaging at equal initial scales.",
         "common practice",
         NOTHING,
         "merge_start",
@@ -143,7 +143,7 @@ CLAIMS = (
     Claim(
         "Averaging is cheaper.",
         "by its formula",
-        "(N − 1)·V·D parameters less per layer",
+        "(N − 1)·V·D fewer parameters per layer",
         "merge",
         cheaper,
         merge("mean"),
@@ -159,7 +159,7 @@ CLAIMS = (
         has(merge="concat", merge_gain=1.0),
     ),
     Claim(
-        "Averaging trains more stably: it bears higher learning rates, with fewer "
+        "Averaging trains more stably: it tolerates higher learning rates, with fewer "
         "spikes of the gradient norm.",
         "common belief",
         NOTHING,
@@ -231,8 +231,8 @@ CLAIMS = (
         heads_differ,
     ),
     Claim(
-        "Heads interact through the output projection: removing two costs other than "
-        "the sum.",
+        "Heads interact through the output projection: removing two does not cost the "
+        "sum of removing each.",
         "common belief",
         NOTHING,
         "roles",

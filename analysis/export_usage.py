@@ -87,8 +87,8 @@ def generate(prompts, length):  # greedily; at most `length` tokens of each
     prompt = prefill(params, *padded(prompts))
     B, L = len(prompts), length
     cache = [
-        [np.zeros((B, K, H, L), np.float32), np.zeros((B, K, L, V), np.float32)]
-        for K, H, V in {cache}
+        [np.zeros(shape, np.float32) for shape in layer]
+        for layer in {cache}
     ]
     token, tokens = prompt["first"], []
     for number in range(length):

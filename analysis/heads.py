@@ -1,6 +1,6 @@
 """Statistics of every head of a trained model, and the loss without each head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import jax
@@ -115,12 +115,10 @@ def importance(
         batches = run.task.evaluation_batches(examples)
 
         def loss(changed):
-            now = gates | changed
-            sums = (
-                loss_of(run.graph, run.task.loss, params, now, batch)
-                for batch in batches
-            )
-            return sum(map(float, sums)) / weight
+            # another weight than that of rows which are not packed, where masks depend
+            # on the shape of a batch
+            total, weight = summed_loss(run, params, gates | changed, batches)
+            return total / weight
 
         whole, rows = loss({}), []
         for site, layer, head in with_progress(heads_of(gates)):
@@ -136,6 +134,17 @@ def importance(
                 row["alone"] = loss({site: only}) - whole
             rows.append(row)
     return rows
+
+
+def summed_loss(
+    run: Run, params, gates: dict, batches: Iterable[dict]
+) -> tuple[float, float]:
+    """Return one trial's loss summed over batches, and the weight to divide it by."""
+    pairs = [
+        loss_of(run.graph, run.task.loss, params, gates, batch) for batch in batches
+    ]
+    loss, weight = (sum(map(float, column)) for column in zip(*pairs, strict=True))
+    return loss, weight
 
 
 def all_gates(run: Run, params, gates: dict) -> dict:
@@ -275,8 +284,8 @@ def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
 def loss_of(graph, loss, params, head_gates: dict, batch: dict):
-    """Return the summed loss of a batch."""
-    return loss(precision.model_of(graph, params), batch, head_gates=head_gates)[0]
+    """Return the summed loss of a batch, and its weight."""
+    return loss(precision.model_of(graph, params), batch, head_gates=head_gates)
 
 
 def contributions(layer: Intermediates) -> dict[str, Float[Array, "B T N"]]:

@@ -52,6 +52,11 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             "model.positions=relative has a bias per head that all layers share; its "
             "heads can't be removed one by one."
         )
+    if model.positions == "alibi":
+        raise ValueError(
+            "model.positions=alibi has slopes that depend on the number of heads; its "
+            "heads can't be removed."
+        )
     config = ConfigDict(run.config.to_dict())
     for site, about in model.sites().items():
         first = about.attentions[0]

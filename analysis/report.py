@@ -1,4 +1,4 @@
-"""The content of a sweep's report: comparisons with the baseline, verdict, tables.
+"""The content of a sweep's report: comparisons with the baseline, summary, tables.
 
 All scores here are scaled for display: stored values times `Metric.scale`.
 """
@@ -206,9 +206,9 @@ def trend_text(report: Report) -> str | None:
     )
     return (
         f"Curve of the loss against n = {report.axis}: a·n^b + c with {parts}; "
-        f"intervals: 95%, by a bootstrap over seeds. The mean of an arm is at most "
-        f"{number(trend.residual, LOSS.format)} away from it; where that is more than "
-        f"the arms' intervals, the curve has another shape."
+        f"intervals: 95%, by a bootstrap over seeds. The arms' means lie within "
+        f"{number(trend.residual, LOSS.format)} of it; where that is more than an "
+        f"arm's interval, the loss does not follow this curve."
     )
 
 
@@ -253,7 +253,7 @@ def format_seeds(needed: float | None) -> str:
     return f"> {MAX_SEEDS:,}" if math.isinf(needed) else str(needed)
 
 
-def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
+def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str]:
     """Summarize the comparisons in a few sentences.
 
     Args:
@@ -302,7 +302,8 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
         )
     elif others:
         sentences.append(
-            "Nothing can be tested: that needs at least two seeds whose scores differ."
+            "No arm can be tested: a test needs at least two seeds whose differences "
+            "to the baseline are not equal."
         )
     else:
         sentences.append(
@@ -311,8 +312,8 @@ def verdict(report: Report, comparisons: list[Comparison]) -> list[str]:
         )
     if tested and untested and not report.is_planned:
         sentences.append(
-            f"Not tested, because all seeds differ by the same amount or there is only "
-            f"one: {'; '.join(untested)}."
+            f"Not tested, because there is only one common seed, or the difference is "
+            f"the same for all seeds: {'; '.join(untested)}."
         )
     paired = {c.arm.name: len(common_seeds(report, c.arm)) for c in comparisons}
     uneven = [c.arm.name for c in comparisons if c.arm.seeds != report.baseline.seeds]
@@ -399,8 +400,7 @@ def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
     if kind == "undecided":
         if row["lost"]:
             lost = count(row["lost"], "trial")
-            verb = "was" if row["lost"] == 1 else "were"
-            return f"{arm} is undecided: {lost} of it or of {baseline} {verb} lost."
+            return f"{arm} is undecided: {lost} of it or {baseline} diverged or failed."
         if not row["seeds"]:
             return f"{arm} is undecided: it has no seed in common with {baseline}."
         return f"{arm} is undecided against {baseline}: {by}."

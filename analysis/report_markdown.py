@@ -11,8 +11,8 @@ from headcount.analysis.report import (
     margin_text,
     others_table,
     scores_table,
+    summary_sentences,
     trend_text,
-    verdict,
     verdict_cells,
     verdicts_header,
     verdicts_table,
@@ -47,7 +47,9 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         f"# {escape(report.question)}",
         f"*{escape(report.title)}*",
         *map(escape, paragraphs(report.details)),
-        "\n".join(f"> {escape(each)}\n>" for each in verdict(report, comparisons)),
+        "\n".join(
+            f"> {escape(each)}\n>" for each in summary_sentences(report, comparisons)
+        ),
         escape(report.note or ""),
         *(figure(figures, f"test_{metric.name}") for metric in report.outcomes),
         *verdicts(report),
@@ -63,8 +65,8 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
     if report.anchor:
         source, unit = report.anchor
         parts.append(
-            f"Published: {escape(source)}, {escape(unit)}. Other data and a larger "
-            f"model, so compare the shape, not the height."
+            f"Published: {escape(source)}, {escape(unit)}. These come from other data "
+            f"and a larger model, so compare only the shapes of the curves."
         )
     curves = [figure(figures, f"dev_{m.name}") for m in curve_metrics(report)]
     parts += ["## Learning curves" if any(curves) else "", *curves]
@@ -100,8 +102,8 @@ def join_markdown(
     for report, row in verdicts:
         rows.append([report.question, *verdict_cells(report, row)])
     note = (
-        "The error rate of 5% is that of each sweep: its arms share it, several sweeps "
-        "don't. Each sweep has a baseline of its own."
+        "The error rate of 5% holds for each sweep, not for all of them together. Each "
+        "sweep has its own baseline."
     )
     found = [f"# {escape(title)}", "## All verdicts", table(rows), note]
     return "\n\n".join([*found, *(part.strip() for part in parts)]) + "\n"
@@ -224,10 +226,10 @@ def explain_scores(report: Report, comparisons: list[Comparison]) -> str:
     margins = [margin_text(m) for m in report.outcomes if m.margin is not None]
     if margins:
         sentences.append(
-            f"Seeds to see {' or '.join(margins)}: how many a paired test needs to "
-            f"find a true difference of that size with a power of 80% at the level "
-            f"{level}, which Holm requires of the smallest p-value, at the spread of "
-            f"the differences seen here; rough if that comes from few seeds."
+            f"Seeds to see {' or '.join(margins)}: how many seeds a paired test needs "
+            f"to find a true difference of that size with a power of 80%, at Holm's "
+            f"level for the smallest p-value ({level}). It is computed from the spread "
+            f"of the differences, so it is rough if there are few seeds."
         )
     sentences.append(
         f"{CHECKPOINTS[report.checkpoint]}; test was scored once, after that."
@@ -252,11 +254,11 @@ def explain_others(report: Report) -> str:
         label = report.bootstrap_metric.label
         sentences.append(
             f"Test set's ±: half of the 95% interval of {label} when the test examples "
-            f"are resampled (paired bootstrap, {seed_text(report)}): how much another "
-            f"draw of test examples would change, which more seeds would not show. "
-            f"p (bootstrap): of no difference between the arm's {label} and the "
-            f"baseline's under the same resampling. It compares one training of each, "
-            f"says nothing about seeds, and is not corrected."
+            f"are resampled (paired bootstrap, {seed_text(report)}). This is how much "
+            f"{label} would vary with other test examples; more seeds do not reduce "
+            f"it. p (bootstrap): for no difference between the arm's {label} and the "
+            f"baseline's under the same resampling. It compares one training run of "
+            f"each, ignores the variation over seeds, and is not corrected."
         )
     return " ".join(sentences)
 

@@ -33,7 +33,7 @@ from headcount.analysis.significance import LEVEL, holm, summary
 from headcount.data import columns, stories
 from headcount.data.batches import unpacked_batches
 from headcount.data.examples import Examples, Ragged
-from headcount.data.tokenizers import BOS, EOS
+from headcount.data.tokenizers import BOS, EOS, NUM_SPECIAL
 from headcount.models.maps import attention_maps
 from headcount.runtime import sharding
 from headcount.tasks import Run
@@ -44,7 +44,6 @@ MIN_EXAMPLES = 20  # sentences that must have a query of a role; rarer roles are
 BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 REPEATED = 64  # rows of repeated random tokens
 REPEATED_LENGTH = 48  # maximum number of tokens of such a row
-NUM_SPECIAL = 4  # special tokens, with the lowest ids
 TEXT_OF = {"source": "source", "target": "text"}  # for tagging, for language models
 POSITIONAL = {"self": 0, "previous token": -1, "next token": 1}
 # Relations of `stories`: the query and the right key.
@@ -362,19 +361,19 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
     found = {}
     for site, about in sites.items():
         queries, keys = (np.array(read[f]) for f in (about.queries, about.keys))
-        strings = labels[about.queries], labels[about.keys]
-        gold = by_token(site, queries, keys, *strings)
+        key_labels = labels[about.keys]
+        gold = by_token(site, queries, keys, key_labels)
         if links is not None and site != "cross":
             gold |= by_link(*links, is_causal=site == "decoder")
         if site == "cross":
-            gold["same word"] = same_word(*strings)
+            gold["same word"] = same_word(labels[about.queries], key_labels)
         if site == "decoder":
             gold = {name: np.tril(each) for name, each in gold.items()}
         found[site] = gold
     return found
 
 
-def by_token(site: str, queries, keys, query_labels, key_labels) -> dict:
+def by_token(site: str, queries, keys, key_labels) -> dict:
     """Return the right keys of roles defined by tokens and positions.
 
     Only sinks (BOS, EOS) have a special token as their right key.

@@ -130,14 +130,9 @@ def _null_moments(seeds: tuple[int, ...], draws: int) -> tuple[np.ndarray, np.nd
         if new > 1:
             squares += rng.chisquare(new - 1, draws)
         mean[:, look] = total / count
-        error[:, look] = standard_error(total, squares, count)
+        variance = (squares - total**2 / count) / (count - 1)
+        error[:, look] = np.sqrt(np.maximum(variance, 1e-300) / count)
     return mean, error
-
-
-def standard_error(total: np.ndarray, squares: np.ndarray, count) -> np.ndarray:
-    """Return the standard error of a mean, from the sum and the sum of squares."""
-    variance = (squares - total**2 / count) / (count - 1)
-    return np.sqrt(np.maximum(variance, 1e-300) / count)
 
 
 def power(looks: Looks, effect: float) -> float:
@@ -152,17 +147,17 @@ def power(looks: Looks, effect: float) -> float:
     return float((mean + np.float32(effect) > critical * error).any(1).mean())
 
 
-def detectable(looks: Looks, wanted: float = POWER) -> float:
-    """Return the smallest effect that the plan detects with the wanted power.
+def detectable(looks: Looks) -> float:
+    """Return the smallest effect that the plan detects with a power of `POWER`.
 
     The unit is standard deviations of the paired differences.
     """
     low, high = 0.0, 1.0
-    while power(looks, high) < wanted:
+    while power(looks, high) < POWER:
         high *= 2
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if power(looks, middle) >= wanted else (middle, high)
+        low, high = (low, middle) if power(looks, middle) >= POWER else (middle, high)
     return high
 
 
@@ -188,30 +183,14 @@ def judge(
             intervals hold at every look.
     """
     differences = np.asarray(differences, float)
-    reached = [n for n in looks.seeds if n <= len(differences)]
-    if not reached:
+    if len(differences) < looks.seeds[0]:
         mean = float(differences.mean()) if len(differences) else np.nan
         return Verdict("undecided", mean, np.nan, np.nan, len(differences))
-    two_sided = boundaries(looks.seeds, looks.level)
-    one_sided = boundaries(looks.seeds, looks.level, two_sided=False)
-    sign = 1 if higher_is_better else -1
-    for look, count in enumerate(reached):
-        some = differences[:count]
-        mean, sd = some.mean(), some.std(ddof=1)
-        half = two_sided[look] * sd / np.sqrt(count)
-        narrow = one_sided[look] * sd / np.sqrt(count)
-        low, high = mean - half, mean + half
-        if sd <= 1e-12 * (1 + abs(mean)):  # the spread can't be estimated
-            kind, low, high = "undecided", np.nan, np.nan
-        elif low > 0 or high < 0:
-            kind = "better" if sign * mean > 0 else "worse"
-        elif looks.margin is not None and abs(mean) + narrow < looks.margin:
-            kind = "equivalent"
-        else:
-            kind = "undecided"
-        if kind != "undecided" and not last:
-            break
-    return Verdict(kind, float(mean), float(low), float(high), count)
+    found = decide(differences[None], looks, higher_is_better, last)
+    count = int(found.seeds[0])
+    look = looks.seeds.index(count)
+    numbers = (float(x[0, look]) for x in (found.means, found.low, found.high))
+    return Verdict(VERDICTS[found.kinds[0]], *numbers, count)
 
 
 class Decisions(NamedTuple):
@@ -219,38 +198,45 @@ class Decisions(NamedTuple):
 
     kinds: np.ndarray  # indices into VERDICTS, sweeps
     seeds: np.ndarray  # number of seeds until the verdict, sweeps
-    low: np.ndarray  # of the repeated confidence intervals, sweeps x looks
+    means: np.ndarray  # of the differences, sweeps x looks reached
+    low: np.ndarray  # of the repeated confidence intervals, sweeps x looks reached
     high: np.ndarray
 
 
 def decide(
-    differences: np.ndarray, looks: Looks, higher_is_better: bool = True
+    differences: np.ndarray,
+    looks: Looks,
+    higher_is_better: bool = True,
+    last: bool = False,
 ) -> Decisions:
-    """Judge many complete sweeps at once; see `judge`.
+    """Judge many sweeps at once, which must have reached the first look.
 
     Args:
         differences: sweeps x seeds.
-        looks: the plan.
-        higher_is_better: whether higher values of the metric are better.
+        looks, higher_is_better, last: see `judge`.
     """
-    counts = np.array(looks.seeds)
-    two_sided = np.array(boundaries(looks.seeds, looks.level))
-    one_sided = np.array(boundaries(looks.seeds, looks.level, two_sided=False))
-    totals = differences.cumsum(-1)[:, counts - 1]
-    squares = (differences**2).cumsum(-1)[:, counts - 1]
-    means, error = totals / counts, standard_error(totals, squares, counts)
-    low, high = means - two_sided * error, means + two_sided * error
+    counts = np.array([n for n in looks.seeds if n <= differences.shape[1]])
+    some = [differences[:, :count] for count in counts]
+    means = np.stack([each.mean(1) for each in some], 1)
+    sd = np.stack([each.std(1, ddof=1) for each in some], 1)
+    # NaN where the spread can't be estimated: no comparison below holds
+    sd = np.where(sd <= 1e-12 * (1 + np.abs(means)), np.nan, sd)
+    two_sided, one_sided = (
+        np.array(boundaries(looks.seeds, looks.level, two_sided=two))[: len(counts)]
+        for two in (True, False)
+    )
+    half, narrow = (t * sd / np.sqrt(counts) for t in (two_sided, one_sided))
+    low, high = means - half, means + half
     kinds = np.full(means.shape, VERDICTS.index("undecided"))
     if looks.margin is not None:
-        inside = np.abs(means) + one_sided * error < looks.margin
-        kinds[inside] = VERDICTS.index("equivalent")
+        kinds[np.abs(means) + narrow < looks.margin] = VERDICTS.index("equivalent")
     ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
     kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
-    kinds[error <= 1e-12 * (1 + np.abs(means))] = VERDICTS.index("undecided")
-    decided = kinds != VERDICTS.index("undecided")
-    first = np.where(decided.any(1), decided.argmax(1), len(counts) - 1)
-    rows = np.arange(len(differences))
-    return Decisions(kinds[rows, first], counts[first], low, high)
+    decisive = kinds != VERDICTS.index("undecided")
+    decisive[:, -1] = True  # the last look counts if no other one does
+    chosen = np.full(len(kinds), len(counts) - 1) if last else decisive.argmax(1)
+    rows = np.arange(len(kinds))
+    return Decisions(kinds[rows, chosen], counts[chosen], means, low, high)
 
 
 class Simulation(NamedTuple):

@@ -12,7 +12,7 @@ from headcount.analysis.heads import (
     SIDES,
     all_gates,
     heads_of,
-    loss_of,
+    summed_loss,
     with_progress,
 )
 from headcount.analysis.roles import batched
@@ -127,44 +127,28 @@ def interactions(
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
-    batches, weight = run.task.evaluation_batches(examples), 0.0
+    batches = run.task.evaluation_batches(examples)
     with sharding.using(run.mesh):
 
         def without(*heads):
             now = dict(gates)
             for at, layer, head in heads:
                 now[at] = now[at].at[layer, head].set(0)
-            sums = [
-                loss_of(run.graph, run.task.loss, params, now, batch)
-                for batch in batches
-            ]
-            return sum(map(float, sums))
+            return summed_loss(run, params, now, batches)
 
-        weight = float(
-            sum(
-                weight_of(run.graph, run.task.loss, params, gates, batch)
-                for batch in batches
-            )
-        )
-        whole = without()
+        whole, weight = without()
         heads = [
             (s, layer, head)
             for s, layer, head in heads_of(gates)
             if site in (None, s) and gates[s][layer, head]
         ]
-        alone = {head: (without(head) - whole) / weight for head in heads}
+        alone = {head: (without(head)[0] - whole) / weight for head in heads}
         found = []
         pairs = [(a, b) for a, b in combinations(heads, 2) if a[0] == b[0]]
         for first, second in with_progress(pairs):
-            added = (without(first, second) - whole) / weight
+            added = (without(first, second)[0] - whole) / weight
             row = {"site": first[0], "layer": first[1], "head": first[2]}
             row |= {"other_layer": second[1], "other_head": second[2]}
             row["added_loss"] = added
             found.append(row | {"interaction": added - alone[first] - alone[second]})
     return found
-
-
-@partial(jax.jit, static_argnames=("graph", "loss"))
-def weight_of(graph, loss, params, head_gates: dict, batch: dict):
-    """Return the weight by which to divide the summed loss of a batch."""
-    return loss(precision.model_of(graph, params), batch, head_gates=head_gates)[1]

@@ -26,7 +26,6 @@ import numpy as np
 
 from headcount.analysis.sequential import (
     VERDICTS,
-    Decisions,
     Looks,
     check_looks,
     decide,
@@ -89,22 +88,19 @@ def judged(differences: np.ndarray, looks: Looks, truth: np.ndarray) -> Outcome:
     found = [decide(each, looks, higher_is_better=False) for each in differences]
     seeds = np.array([each.seeds for each in found])  # arms x sweeps
     trainings = seeds.sum(0) + seeds.max(0)  # the baseline needs every arm's seeds
-    return outcome(found, trainings, truth, looks.margin)
+    kinds = np.array([each.kinds for each in found])
+    return outcome(kinds, trainings, truth, looks.margin)
 
 
 def by_sign(differences: np.ndarray, truth: np.ndarray) -> Outcome:
     """Evaluate the practice of a single seed, with the sign as the verdict."""
-    found = [
-        Decisions(np.where(each[:, 0] < 0, BETTER, WORSE), None, None, None)
-        for each in differences
-    ]
+    kinds = np.where(differences[..., 0] < 0, BETTER, WORSE)
     trainings = np.full(differences.shape[1], len(differences) + 1)
-    return outcome(found, trainings, truth, None)
+    return outcome(kinds, trainings, truth, None)
 
 
-def outcome(found, trainings, truth, margin) -> Outcome:
-    """Compare verdicts with the truth, for a metric where lower is better."""
-    kinds = np.array([each.kinds for each in found])
+def outcome(kinds, trainings, truth, margin) -> Outcome:
+    """Compare verdicts, arms x sweeps, with the truth; a lower metric is better."""
     true = truth[:, None]
     false = (kinds == BETTER) & (true >= 0) | (kinds == WORSE) & (true <= 0)
     if margin is not None:

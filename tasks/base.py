@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
+from headcount.data.batches import (
+    PackedBatches,
+    packed_evaluation_batches,
+    unpacked_batches,
+)
 from headcount.data.examples import ArraySpec, Examples
+from headcount.models.cross_entropy import cross_entropy
 from headcount.models.maps import attention_maps, single_example
 from headcount.runtime import sharding
 
@@ -173,6 +181,8 @@ class Task:
     has_targets: bool = False  # whether texts come in pairs
     options: tuple[str, ...] = ()  # decoding flags of `predict`
     evaluation_options: tuple[str, ...] = ()  # decoding flags of `evaluate`
+    aligned: dict[str, str] = {}  # other fields: the side that each is aligned with
+    min_length: int = 2  # of training examples; 2 leaves out those with only EOS
 
     def __init__(self, config, folder: Path | None = None):
         self.config, self.folder = config, folder
@@ -244,16 +254,31 @@ class Task:
         return ()
 
     def batches(self, examples: Examples, seeds: list[int]) -> Batches:
-        """Return the training batches of trials with these seeds."""
-        raise NotImplementedError
+        """Return the training batches of trials with these seeds.
+
+        By default, several examples share a row; see `data.batches.PackedBatches`.
+        """
+        data = self.config.data
+        return PackedBatches(
+            examples.fields,
+            aligned=self.aligned,
+            batch_tokens=data.batch_tokens,
+            max_length=data.max_length,
+            min_length=self.min_length,
+            seeds=seeds,
+        )
 
     def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
         """Return every example once, in batches without a trial axis.
 
         If `packed` is False, each row holds one example, and the items of the list are
         (indices of the examples, batch).
+
+        The default fits the default of `batches`.
         """
-        raise NotImplementedError
+        make = packed_evaluation_batches if packed else unpacked_batches
+        tokens = self.config.data.batch_tokens
+        return make(examples.fields, aligned=self.aligned, batch_tokens=tokens)
 
     def loss(self, model, batch: dict, **options) -> tuple[jax.Array, jax.Array]:
         """Return the loss summed over a batch, and its weight.
@@ -297,8 +322,11 @@ class Task:
         raise ValueError(f"The task {self.config.task.name} has no --score_tokens.")
 
     def token_strings(self, field: str, ids) -> list[str]:
-        """Return the text of each token of a field, for labels in figures."""
-        raise NotImplementedError
+        """Return the text of each token of a field, for labels in figures.
+
+        By default, all fields share `self.tokenizer`.
+        """
+        return self.tokenizer.pieces(ids)
 
     def labels(self, fields: dict[str, list[int]]) -> dict[str, list[str]]:
         """Return the text of each token by field, including the decoder's input."""
@@ -362,3 +390,31 @@ class Task:
             baseline or None for the baseline itself), unscaled.
         """
         return None
+
+
+def token_loss(
+    model: nnx.Module,
+    hidden: Float[Array, "B T D"],
+    labels: Int[Array, "B T"],
+    scored: Bool[Array, "B T"],
+    label_smoothing: Float[Array, ""] | float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the summed cross-entropy of the scored tokens, and their number.
+
+    Args:
+        model: a `models.Transformer`.
+        hidden: output of `model.hidden`.
+        labels: tokens to predict.
+        scored: which tokens count.
+        label_smoothing: see `models.cross_entropy`.
+    """
+    features, table = model.output(hidden)
+    weights = scored.astype(jnp.float32)
+    loss = cross_entropy(
+        features.reshape(-1, features.shape[-1]),
+        table,
+        labels.reshape(-1),
+        weights.reshape(-1),
+        label_smoothing,
+    )
+    return loss, weights.sum()

@@ -8,7 +8,7 @@ from absl import logging
 
 from headcount.configs.validation import choose
 from headcount.data import batches, encoder_tokenizers, tokenizers
-from headcount.data.examples import Examples, Ragged
+from headcount.data.examples import Ragged
 from headcount.data.packing import largest_rows
 from headcount.data.tokenizers import BOS, EOS, UNK
 from headcount.tasks.base import Task
@@ -152,28 +152,6 @@ class EncoderTask(Task):
             rows, length = largest_rows(data.batch_tokens, data.max_length)
         fields = ("source", *self.aligned)
         return batches.batch_spec(fields, rows, {"source": length}, self.aligned)
-
-    def batches(self, examples: Examples, seeds: list[int]):
-        """See `Task.batches`."""
-        data = self.config.data
-        return batches.PackedBatches(
-            examples.fields,
-            aligned=self.aligned,
-            batch_tokens=data.batch_tokens,
-            max_length=data.max_length,
-            min_length=self.min_length,
-            seeds=seeds,
-        )
-
-    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
-        """See `Task.evaluation_batches`."""
-        of = batches.packed_evaluation_batches if packed else batches.unpacked_batches
-        tokens = self.config.data.batch_tokens
-        return of(examples.fields, aligned=self.aligned, batch_tokens=tokens)
-
-    def token_strings(self, field: str, ids) -> list[str]:
-        """See `Task.token_strings`."""
-        return self.tokenizer.pieces(ids)
 
 
 def check_encoder(config) -> None:

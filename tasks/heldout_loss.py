@@ -1,4 +1,4 @@
-"""The loss of every trial on held-out examples."""
+"""The loss, and other sums, of every trial over held-out examples."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,20 +12,21 @@ from headcount.models.trial_axis import over_trials
 from headcount.runtime import sharding
 
 
-@partial(jax.jit, static_argnames=("graph", "loss"))
-def summed_loss(
-    graph: nnx.GraphDef, loss: Callable, params, head_gates: dict, batch: dict
+@partial(jax.jit, static_argnames=("graph", "function"))
+def batch_sums(
+    graph: nnx.GraphDef, function: Callable, params, head_gates: dict, batch: dict
 ):
-    """Return the summed loss and weight of a batch for every trial, both of shape R.
+    """Return a function's sums over a batch for every trial, each of shape R.
 
     Args:
         graph, params, head_gates: see `tasks.base.Run`.
-        loss: `Task.loss`.
+        function: `Task.loss`, or a method like it that returns other sums.
         batch: batch without a trial axis, which all trials share.
     """
 
     def one(params, head_gates):
-        return loss(precision.model_of(graph, params), batch, head_gates=head_gates)
+        model = precision.model_of(graph, params)
+        return function(model, batch, head_gates=head_gates)
 
     return over_trials(one)(params, head_gates)
 
@@ -41,13 +42,18 @@ def row_losses(graph, loss: Callable, params, head_gates: dict, batch: dict):
     return jax.vmap(one)(batch)
 
 
-def heldout_loss(run, batches: Iterable[dict]) -> np.ndarray:
-    """Return the mean loss of every trial over batches, of shape R."""
+def heldout_sums(run, function: Callable, batches: Iterable[dict]) -> list[np.ndarray]:
+    """Return a function's sums over batches for every trial; see `batch_sums`."""
     sums = [
         sharding.fetch(
-            summed_loss(run.graph, run.task.loss, run.params, run.head_gates, batch)
+            batch_sums(run.graph, function, run.params, run.head_gates, batch)
         )
         for batch in batches
     ]
-    loss, weight = (np.sum(column, axis=0) for column in zip(*sums, strict=True))
+    return [np.sum(column, axis=0) for column in zip(*sums, strict=True)]
+
+
+def heldout_loss(run, batches: Iterable[dict]) -> np.ndarray:
+    """Return the mean loss of every trial over batches, of shape R."""
+    loss, weight = heldout_sums(run, run.task.loss, batches)
     return loss / weight

@@ -11,6 +11,7 @@ Every token of a split is scored exactly once, in windows that start `data.strid
 tokens apart.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -26,12 +27,11 @@ from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models import precision
-from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
-from headcount.models.trial_axis import over_trials
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
-from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
+from headcount.tasks.heldout_loss import heldout_sums
 
 BITS_PER_BYTE = Metric(
     "bits_per_byte", "bits per byte", "bits", False, ".4f", (0, None), margin=0.005
@@ -77,6 +77,7 @@ class LanguageModel(Task):
                     f"{data.tokenizer}."
                 )
             self.metrics = (LOSS, RECALL)
+            self.aligned = {"target_weights": "target"}  # marks the scored words
         self.test_split = documents.test_split(data)
 
     def check_stride(self, name: str, stride: int) -> None:
@@ -133,9 +134,8 @@ class LanguageModel(Task):
         if rows is None:
             rows, length = num_rows(data.batch_tokens, data.max_length), data.max_length
         if self.is_recall:
-            return batches.batch_spec(
-                ("target", "target_weights"), rows, {"target": length}, ALIGNED
-            )
+            fields = ("target", *self.aligned)
+            return batches.batch_spec(fields, rows, {"target": length}, self.aligned)
         return windows.window_spec(rows, length)
 
     def build(self, *, rngs) -> Transformer:
@@ -147,14 +147,9 @@ class LanguageModel(Task):
 
     def batches(self, examples: Examples, seeds: list[int]):
         """See `Task.batches`."""
-        data = self.config.data
         if self.is_recall:
-            return batches.PackedBatches(
-                self.scored_fields(examples),
-                aligned=ALIGNED,
-                batch_tokens=data.batch_tokens,
-                seeds=seeds,
-            )
+            return super().batches(self.with_weights(examples), seeds)
+        data = self.config.data
         return windows.WindowBatches(
             self.token_stream(examples),
             length=data.max_length,
@@ -173,18 +168,13 @@ class LanguageModel(Task):
             examples, packed: see `Task.evaluation_batches`.
             stride: tokens between the starts of windows; default: data.stride.
         """
-        tokens = self.config.data.batch_tokens
         if self.is_recall:
-            fields = self.scored_fields(examples)
-            of = batches.packed_evaluation_batches
-            if not packed:
-                of = batches.unpacked_batches
-            return of(fields, aligned=ALIGNED, batch_tokens=tokens)
+            return super().evaluation_batches(self.with_weights(examples), packed)
         found = windows.evaluation_windows(
             self.token_stream(examples),
             length=self.config.data.max_length,
             stride=stride or self.stride,
-            batch_tokens=tokens,
+            batch_tokens=self.config.data.batch_tokens,
             separator=self.config.model.bos,
             cross=self.config.data.cross_documents,
         )
@@ -197,26 +187,26 @@ class LanguageModel(Task):
         """Return the documents as one stream; see `data.windows.make_stream`."""
         return windows.make_stream(examples.fields["target"], self.config.model.bos)
 
-    def scored_fields(self, examples: Examples) -> dict[str, Ragged]:
-        """Return the documents of `recall`, and weights that mark the scored tokens."""
+    def with_weights(self, examples: Examples) -> Examples:
+        """Add the field that marks the scored tokens to documents of `recall`."""
         target = examples.fields["target"]
         scored = recall.is_scored(self.config.data.max_length).astype(np.int32)
         weights = Ragged(np.tile(scored, len(target)), target.offsets)
-        return {"target": target, "target_weights": weights}
+        fields = {"target": target, "target_weights": weights}
+        return dataclasses.replace(examples, fields=fields)
 
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
         """Return the label-smoothed cross-entropy of the scored tokens."""
         hidden = model.hidden(batch, **options)
-        features, table = model.output(hidden)
-        weights = scored_tokens(batch).astype(jnp.float32)
-        loss = cross_entropy(
-            features.reshape(-1, features.shape[-1]),
-            table,
-            batch["target"].reshape(-1),
-            weights.reshape(-1),
-            label_smoothing,
-        )
-        return loss, weights.sum()
+        scored = scored_tokens(batch)
+        return token_loss(model, hidden, batch["target"], scored, label_smoothing)
+
+    def scores(self, model, batch: dict, **options) -> tuple[jax.Array, ...]:
+        """Return the summed loss, its weight, and the number of exact predictions."""
+        loss, weight = self.loss(model, batch, **options)
+        logits = model.logits(model.hidden(batch, **options))
+        exact = (logits.argmax(-1) == batch["target"]) & scored_tokens(batch)
+        return loss, weight, exact.sum().astype(jnp.float32)
 
     def evaluate(
         self,
@@ -233,19 +223,16 @@ class LanguageModel(Task):
             stride: see `evaluation_batches`.
         """
         trials = range(len(run.trials)) if trials is None else trials
-        sums = [
-            sharding.fetch(
-                score_batch(run.graph, self, run.params, run.head_gates, batch)
-            )
-            for batch in self.evaluation_batches(examples, stride=stride)
-        ]
-        loss, weight, correct = (np.sum(x, axis=0) for x in zip(*sums, strict=True))
+        function = self.scores if self.is_recall else self.loss
+        loss, weight, *correct = heldout_sums(
+            run, function, self.evaluation_batches(examples, stride=stride)
+        )
         num_bytes = sum(len(text.encode()) for text in examples.text["text"])
         rows = []
         for trial in trials:
             mean = float(loss[trial] / weight[trial])
             if self.is_recall:
-                share = float(correct[trial] / weight[trial])
+                share = float(correct[0][trial] / weight[trial])
                 rows.append({"loss": mean, "recall": share})
                 continue
             bits = float(loss[trial] / np.log(2) / num_bytes)
@@ -354,7 +341,10 @@ class LanguageModel(Task):
         return [ids.tolist() for ids in self.tokenizer.encode(texts, eos=False)]
 
     def prompts(self, lines: Sequence[str], first: int, max_new_tokens: int):
-        """Return each prompt's token ids, and its maximum number of new tokens."""
+        """Return each prompt's token ids, and its maximum number of new tokens.
+
+        The number includes the separator, which the last step is forced to.
+        """
         if isinstance(lines, str):
             raise TypeError(f"lines must be a list of strings, as in [{lines!r}]")
         model = self.config.model
@@ -372,7 +362,7 @@ class LanguageModel(Task):
                         f"more than the model's context (model.max_positions="
                         f"{model.max_positions})."
                     )
-        return prompts, limits
+        return prompts, [limit + 1 for limit in limits]
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -430,12 +420,7 @@ class LanguageModel(Task):
                     found[index] = row[: len(fields["target"][index])]
         return list(zip(fields["target"], found, strict=True))
 
-    def token_strings(self, field: str, ids) -> list[str]:
-        """See `Task.token_strings`."""
-        return self.tokenizer.pieces(ids)
 
-
-ALIGNED = {"target_weights": "target"}
 SCORING_TOKENS = 2048  # tokens per batch of lines; bounds the memory of the logits
 
 
@@ -445,26 +430,6 @@ def scored_tokens(batch: dict):
     if "target_weights" in batch:
         real &= batch["target_weights"] > 0
     return real
-
-
-@partial(jax.jit, static_argnames=("graph", "task"))
-def score_batch(graph, task: LanguageModel, params, head_gates: dict, batch: dict):
-    """Return a batch's summed loss, weight and number of exact predictions, all R.
-
-    Exact predictions are counted only for the corpus `recall`.
-    """
-
-    def one(params, head_gates):
-        model = precision.model_of(graph, params)
-        loss, weight = task.loss(model, batch, head_gates=head_gates)
-        correct = jnp.zeros(())
-        if task.is_recall:
-            logits = model.logits(model.hidden(batch, head_gates=head_gates))
-            exact = logits.argmax(-1) == batch["target"]
-            correct = (exact & scored_tokens(batch)).sum().astype(jnp.float32)
-        return loss, weight, correct
-
-    return over_trials(one)(params, head_gates)
 
 
 @partial(jax.jit, static_argnames="graph")

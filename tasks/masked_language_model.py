@@ -15,13 +15,12 @@ import numpy as np
 from headcount.data import documents
 from headcount.data.examples import Examples
 from headcount.models import precision
-from headcount.models.cross_entropy import cross_entropy
 from headcount.models.dropout import random_bits
 from headcount.models.transformer import Transformer
-from headcount.models.trial_axis import over_trials
 from headcount.runtime import sharding
-from headcount.tasks.base import LOSS, Metric, Run
+from headcount.tasks.base import LOSS, Metric, Run, token_loss
 from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
+from headcount.tasks.heldout_loss import heldout_sums
 
 ACCURACY = Metric(
     "masked_accuracy", "accuracy of masked tokens", "%", bounds=(0, 100), margin=0.5
@@ -92,16 +91,8 @@ class MaskedLanguageModel(EncoderTask):
         Without a key, as in evaluation, the same tokens are chosen each time.
         """
         inputs, chosen = self.masked(batch, options.get("key"), model)
-        features, table = model.output(model.hidden(inputs, **options))
-        weights = chosen.astype(jnp.float32)
-        loss = cross_entropy(
-            features.reshape(-1, features.shape[-1]),
-            table,
-            batch["source"].reshape(-1),
-            weights.reshape(-1),
-            label_smoothing,
-        )
-        return loss, weights.sum()
+        hidden = model.hidden(inputs, **options)
+        return token_loss(model, hidden, batch["source"], chosen, label_smoothing)
 
     def masked(self, batch: dict, key, model) -> tuple[dict, jax.Array]:
         """Return the masked batch, and which tokens to predict, of shape B S."""
@@ -134,13 +125,8 @@ class MaskedLanguageModel(EncoderTask):
     ) -> list[dict]:
         """Score the loss and accuracy on 15 % of the tokens; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
-        sums = [
-            sharding.fetch(
-                score_batch(run.graph, self, run.params, run.head_gates, batch)
-            )
-            for batch in self.evaluation_batches(examples)
-        ]
-        loss, weight, correct = (np.sum(x, axis=0) for x in zip(*sums, strict=True))
+        batches = self.evaluation_batches(examples)
+        loss, weight, correct = heldout_sums(run, self.scores, batches)
         return [
             {
                 "loss": float(loss[trial] / weight[trial]),
@@ -148,6 +134,14 @@ class MaskedLanguageModel(EncoderTask):
             }
             for trial in trials
         ]
+
+    def scores(self, model, batch: dict, **options) -> tuple[jax.Array, ...]:
+        """Return the summed loss, its weight, and the number of exact predictions."""
+        loss, weight = self.loss(model, batch, **options)
+        inputs, chosen = self.masked(batch, None, model)
+        logits = model.logits(model.hidden(inputs, **options))
+        exact = (logits.argmax(-1) == batch["source"]) & chosen
+        return loss, weight, exact.sum().astype(jnp.float32)
 
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
@@ -190,21 +184,6 @@ class MaskedLanguageModel(EncoderTask):
                 batch[name][0, text] = features[:, number]
                 batch[name][0, places] = self.special.unk
         return batch
-
-
-@partial(jax.jit, static_argnames=("graph", "task"))
-def score_batch(graph, task: MaskedLanguageModel, params, head_gates, batch: dict):
-    """Return a batch's summed loss, weight and number of exact predictions, all R."""
-
-    def one(params, head_gates):
-        model = precision.model_of(graph, params)
-        loss, weight = task.loss(model, batch, head_gates=head_gates)
-        inputs, chosen = task.masked(batch, None, model)
-        logits = model.logits(model.hidden(inputs, head_gates=head_gates))
-        exact = (logits.argmax(-1) == batch["source"]) & chosen
-        return loss, weight, exact.sum().astype(jnp.float32)
-
-    return over_trials(one)(params, head_gates)
 
 
 @partial(jax.jit, static_argnames="graph")

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from headcount.configs.validation import choose
@@ -12,13 +11,12 @@ from headcount.data import batches, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import largest_rows
 from headcount.decoding.generate import default_limit, generate, generate_trials
-from headcount.models.cross_entropy import cross_entropy
 from headcount.models.transformer import Transformer
 from headcount.models.validation import check_bos
 from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.tasks import text_scores
-from headcount.tasks.base import LOSS, Metric, Run, Task
+from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
 from headcount.tasks.heldout_loss import heldout_loss, row_losses
 
 BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
@@ -154,38 +152,10 @@ class Translation(Task):
             sizes = tokenizers.pair_vocab_sizes(self.tokenizers)
         return Transformer(*sizes, **self.config.model.to_dict(), rngs=rngs)
 
-    def batches(self, examples: Examples, seeds: list[int]) -> batches.PackedBatches:
-        """See `Task.batches`."""
-        data = self.config.data
-        return batches.PackedBatches(
-            examples.fields,
-            batch_tokens=data.batch_tokens,
-            max_length=data.max_length,
-            seeds=seeds,
-        )
-
-    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
-        """See `Task.evaluation_batches`."""
-        tokens = self.config.data.batch_tokens
-        if packed:
-            return batches.packed_evaluation_batches(
-                examples.fields, batch_tokens=tokens
-            )
-        return batches.unpacked_batches(examples.fields, batch_tokens=tokens)
-
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
         """Return the label-smoothed cross-entropy of the target, EOS included."""
-        hidden = model.hidden(batch, **options)
-        features, table = model.output(hidden)
-        weights = (batch["target_segments"] > 0).astype(jnp.float32)
-        loss = cross_entropy(
-            features.reshape(-1, features.shape[-1]),
-            table,
-            batch["target"].reshape(-1),
-            weights.reshape(-1),
-            label_smoothing,
-        )
-        return loss, weights.sum()
+        hidden, real = model.hidden(batch, **options), batch["target_segments"] > 0
+        return token_loss(model, hidden, batch["target"], real, label_smoothing)
 
     def evaluate(
         self,

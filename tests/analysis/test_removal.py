@@ -110,6 +110,7 @@ def test_learned_gates_are_folded_and_those_that_closed_removed():
         ({"differential": True}, REMOVED[:1], "differential"),
         ({"merge": "shared_mixture"}, REMOVED, "'shared_mixture'"),
         ({"positions": "relative"}, REMOVED, "model.positions"),
+        ({"positions": "alibi"}, REMOVED, "model.positions"),
         ({}, [("cross", 2, 0)], r"cross\.2\.0.* cross 2 × 4"),
         ({}, [("middle", 0, 0)], r"middle\.0\.0"),
     ],

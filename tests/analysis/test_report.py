@@ -13,7 +13,7 @@ from headcount.analysis.report import (
     margin_text,
     others_table,
     scores_table,
-    verdict,
+    summary_sentences,
     verdict_sentence,
 )
 from headcount.analysis.report_figures import arm_styles, make_figures, plt, to_svg
@@ -93,20 +93,20 @@ def edit_arm(report, index, **changes):
     return report._replace(arms=arms)
 
 
-def verdict_of(report):
-    return " ".join(verdict(report, compare(report, report.metric)))
+def summary_of(report):
+    return " ".join(summary_sentences(report, compare(report, report.metric)))
 
 
-def test_the_verdict_says_what_differs_after_correction():
-    text = verdict_of(make_report(arms={"whole": [70, 72, 75], "half": [25, 31, 26]}))
+def test_the_summary_says_what_differs_after_correction():
+    text = summary_of(make_report(arms={"whole": [70, 72, 75], "half": [25, 31, 26]}))
     assert "Significantly different from the baseline whole at the 5% level" in text
     assert "half by −45.00 (" in text
 
 
-def test_the_verdict_says_what_would_differ_without_the_correction():
+def test_the_summary_says_what_would_differ_without_the_correction():
     arms = {"whole": [70, 72, 75], "half": [60, 63, 63]}
     arms |= {name: [70 + i, 73 - i, 74] for i, name in enumerate("abcdefgh")}
-    text = verdict_of(make_report(arms=arms))
+    text = summary_of(make_report(arms=arms))
     assert "No arm differs significantly from the baseline whole" in text
     assert "Without the correction these would: half by −10.33 (" in text
 
@@ -120,29 +120,29 @@ def test_arms_without_spread_are_not_tested_or_counted():
     }
     report = make_report(arms=arms)
     comparisons = compare(report, BLEU)
-    text = verdict_of(report)
-    assert "corrected for 2 arms" in text and "only one: alike." in text
+    text = summary_of(report)
+    assert "corrected for 2 arms" in text and "for all seeds: alike." in text
     by_name = {c.arm.name: c for c in comparisons}
     assert np.isnan(by_name["alike"].p) and by_name["alike"].seeds_needed is None
     sd = np.std([0, 1, 0], ddof=1)
     needed = seeds_needed(sd, 0.3, 2)
     assert by_name["half"].seeds_needed == needed > seeds_needed(sd, 0.3)
     assert f"{needed} seeds per arm" in text and "from 3 seeds." in text
-    assert "at the level 5% / 2, which Holm" in explain_scores(report, comparisons)
+    assert "smallest p-value (5% / 2)" in explain_scores(report, comparisons)
 
 
 def test_means_over_other_seeds_are_not_compared():
     """An arm that got two seeds, and is worse by 1, looks better by its mean."""
     report = make_report(arms={"whole": [9, 8, 1, 2], "half": [8, 7.1]})
-    text = verdict_of(report)
+    text = summary_of(report)
     assert "best mean test score is 5.00 (BLEU), with whole" in text
 
 
 def test_all_arms_with_the_best_mean_are_named():
     arms = {"whole": [3, 4, 6], "half": [4, 3, 6], "less": [2, 4, 5]}
-    assert "is 4.33 (BLEU), with whole; half." in verdict_of(make_report(arms=arms))
+    assert "is 4.33 (BLEU), with whole; half." in summary_of(make_report(arms=arms))
     lower = make_report(LOSS, arms)
-    assert "is 3.6667 (loss, nats per token), with less." in verdict_of(lower)
+    assert "is 3.6667 (loss, nats per token), with less." in summary_of(lower)
 
 
 def test_seeds_that_are_all_alike_have_no_interval():
@@ -169,43 +169,43 @@ def test_differences_are_over_common_seeds():
     """The baseline lost two seeds, and has one that an arm lacks."""
     arms = {"whole": [3, 4, 6], "half": [3, 5, 6, 7, 9], "less": [2, 3]}
     report = edit_arm(make_report(arms=arms), 2, seeds=[1, 3])
-    comparisons, text = compare(report, BLEU), verdict_of(report)
+    comparisons, text = compare(report, BLEU), summary_of(report)
     assert "from 3 seeds." in text and "(half: 3; less: 1)" in text
     assert comparisons[1].difference.mean == pytest.approx(1 / 3)
     assert comparisons[2].difference.mean == -2
     assert "the same seeds" not in explain_scores(report, comparisons)
     even = make_report(arms={"whole": [3, 4, 6], "half": [3, 5, 6]})
-    assert "common seeds" not in verdict_of(even)
+    assert "common seeds" not in summary_of(even)
     assert explain_scores(even, compare(even, BLEU)).startswith("All arms are trained")
 
 
 @pytest.mark.parametrize("arms", [{}, {"half": []}, {"half": [5, 6]}])
-def test_the_verdict_says_if_nothing_can_be_compared(arms):
+def test_the_summary_says_if_nothing_can_be_compared(arms):
     report = make_report(arms={"whole": [3, 4, 6]} | arms)
     for index in range(1, len(report.arms)):
         seeds = [seed + 7 for seed in report.arms[index].seeds]
         report = edit_arm(report, index, seeds=seeds)
-    text = verdict_of(report)
+    text = summary_of(report)
     assert "no other arm has a seed of the baseline whole" in text
     assert ("Without a score: half." in text) == (arms == {"half": []})
 
 
-def test_the_verdict_says_if_one_seed_cannot_be_tested():
-    assert "at least two seeds" in verdict_of(
+def test_the_summary_says_if_one_seed_cannot_be_tested():
+    assert "at least two seeds" in summary_of(
         make_report(arms={"whole": [3], "half": [5]})
     )
 
 
 def test_preliminary_reports_and_lost_trials_are_said_to_be_so():
     report = edit_arm(make_report(unfinished=1), 0, lost=2)
-    text = verdict_of(report)
+    text = summary_of(report)
     assert "1 trial is not done yet" in text and "2 trials diverged or failed" in text
 
 
 def test_too_many_seeds_to_count_are_shown_as_such():
     arms = {"whole": [10, 20, 60], "half": [10, 21, 60], "wild": [90, 0, 10]}
     report = make_report(arms=arms)
-    assert "would need > 10,000 seeds per arm" in verdict_of(report)
+    assert "would need > 10,000 seeds per arm" in summary_of(report)
     header, *rows = scores_table(report, BLEU, compare(report, BLEU))
     column = header.index("seeds to see 0.3 points of BLEU")
     assert [row[column] for row in rows][::2] == ["–", "> 10,000"]
@@ -223,7 +223,7 @@ def test_too_many_seeds_to_count_are_shown_as_such():
 def test_the_margin_has_the_unit_of_its_metric(metric, text):
     report = make_report(metric, {"whole": [3, 4, 6], "half": [3, 5, 6]})
     comparisons = compare(report, metric)
-    assert f"difference of {text} would need" in verdict_of(report)
+    assert f"difference of {text} would need" in summary_of(report)
     assert f"seeds to see {text}" in scores_table(report, metric, comparisons)[0]
     assert f"Seeds to see {text}:" in explain_scores(report, comparisons)
 
@@ -231,7 +231,7 @@ def test_the_margin_has_the_unit_of_its_metric(metric, text):
 def test_a_metric_without_a_margin_has_no_number_of_seeds():
     report = make_report(EXACT, {"whole": [3, 4, 6], "half": [3, 5, 6]})
     comparisons = compare(report, EXACT)
-    assert "seeds per arm" not in verdict_of(report)
+    assert "seeds per arm" not in summary_of(report)
     assert "to see" not in str(scores_table(report, EXACT, comparisons)[0])
     assert "Seeds to see" not in explain_scores(report, comparisons)
 
@@ -281,7 +281,7 @@ def test_the_scored_checkpoints_are_explained(checkpoint):
 def test_the_bootstrap_is_explained_with_its_metric_and_seed():
     text = explain_others(make_report(bootstrap_metric=EXACT, seed=3))
     assert "interval of exact match" in text and "seed 3" in text
-    assert "says nothing about seeds" in text
+    assert "ignores the variation over seeds" in text
     assert "bootstrap" not in explain_others(make_report())
 
 
@@ -488,7 +488,7 @@ def planned(report, **changes):
         ),
         (
             {"verdict": "undecided", "lost": 2},
-            "half is undecided: 2 trials of it or of whole were lost.",
+            "half is undecided: 2 trials of it or whole diverged or failed.",
         ),
         (
             {"verdict": "undecided", "seeds": 0},
@@ -519,7 +519,7 @@ def test_every_outcome_says_how_many_seeds_it_would_need():
     for index, losses in enumerate(([1.0, 1.1, 1.2], [1.01, 1.12, 1.2])):
         both = report.arms[index].test | {"loss": np.array(losses)}
         report = edit_arm(report, index, test=both)
-    text = verdict_of(report)
+    text = summary_of(report)
     for metric in (BLEU, LOSS):
         (needed,) = [c.seeds_needed for c in compare(report, metric) if c.seeds_needed]
         assert f"{margin_text(metric)} would need {needed} seeds per arm" in text

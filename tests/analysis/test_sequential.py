@@ -129,14 +129,6 @@ def test_repeated_looks_need_higher_boundaries_than_one():
         assert boundary > stats.t.isf(0.025, count - 1)
 
 
-def test_judging_one_sweep_agrees_with_judging_many():
-    drawn = differences(0.4)[:300]
-    kinds = [judge(each, PLAN).kind for each in drawn]
-    rates = simulate(drawn, 0.4, PLAN).rates
-    for kind, rate in rates.items():
-        assert kinds.count(kind) / len(kinds) == pytest.approx(rate, abs=1e-9)
-
-
 def test_the_direction_is_that_of_the_metric():
     clear = np.array([1.0, 1.1, 0.9, 1.05])
     plan = Looks((4,), None, 1)

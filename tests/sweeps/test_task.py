@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from headcount.configs import base
-from headcount.data.batches import PackedBatches, batch_spec, packed_evaluation_batches
+from headcount.data.batches import batch_spec
 from headcount.data.examples import Examples, Ragged
 from headcount.models.transformer import Transformer
 from headcount.tasks import TASKS
@@ -50,20 +50,6 @@ class Parity(Task):
 
     def build(self, *, rngs):
         return Transformer(6, **self.config.model.to_dict(), rngs=rngs)
-
-    def batches(self, examples, seeds):
-        data = self.config.data
-        return PackedBatches(
-            examples.fields,
-            batch_tokens=data.batch_tokens,
-            max_length=data.max_length,
-            seeds=seeds,
-        )
-
-    def evaluation_batches(self, examples, packed=True):
-        return packed_evaluation_batches(
-            examples.fields, batch_tokens=self.config.data.batch_tokens
-        )
 
     def loss(self, model, batch, label_smoothing=0.0, **options):
         logits = model.logits(model.hidden(batch, **options))[..., 4:6]

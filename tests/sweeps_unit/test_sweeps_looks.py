@@ -121,7 +121,7 @@ def test_an_arm_that_diverges_gets_no_more_seeds(given):
     rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
     (row,) = [row for row in rows if row["arm"] == "K=2"]
     assert (row["verdict"], row["lost"]) == ("undecided", 2)
-    assert "2 trials of it or of K=4 were lost" in row["sentence"]
+    assert "2 trials of it or K=4 diverged or failed" in row["sentence"]
 
 
 def test_seeds_that_survive_decide_nothing_if_others_diverged(given):

@@ -270,12 +270,11 @@ def greedy(run, prompt, steps, trial=0):
 
 
 def test_greedy_continuation_equals_recomputing_every_step(run):
-    """The last of max_new_tokens is the separator that ends the document."""
     prompts = ["to be", "", "not – 7"]
     encoded = run.task.tokenizer.encode(prompts, eos=False)
     for trial in (0, 1):
         found = list(run.task.predict(run, prompts, trial, max_new_tokens=10))
-        wanted = [greedy(run, ids.tolist(), 9, trial) for ids in encoded]
+        wanted = [greedy(run, ids.tolist(), 10, trial) for ids in encoded]
         assert found == wanted
     assert any(len(text) > len(p) + 3 for text, p in zip(found, prompts, strict=True))
 
