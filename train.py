@@ -88,8 +88,8 @@ TRIALS = flags.DEFINE_string(
 DRY_RUN = flags.DEFINE_string(
     "dry_run",
     None,
-    "Train nothing: compile the step for chips such as v5e:16x16 or h200:8, which need "
-    "not be here, and print what it needs.",
+    "Do not train: compile the step for chips such as v5e:16x16 or h200:8, which need "
+    "not be attached, and print its memory, communication and cost.",
 )
 PROFILE = flags.DEFINE_string(
     "profile", None, "START:STEPS: trace these steps into WORKDIR/profile."
@@ -180,8 +180,6 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
     trials = make_trials(flat(config.to_dict()), None)
     check_config(config)
     check_memory(config, len(trials))
-    stop = StopFlag()
-    hooks = [Hook(hook.every, stop.watched(hook.call)) for hook in callbacks]
     with claim(workdir, config.to_dict(), trials):
         trainer = make_trainer(config, workdir, trials)
         trainer.started = started
@@ -189,8 +187,8 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
         status = "failed"
         try:
             if trainer.step < trainer.num_steps and not trainer.frozen.all():
-                hooks = default_hooks(config, progress) + hooks
-                fit(trainer, hooks, stop, Profile(workdir, None))
+                hooks = [*default_hooks(config, progress), *callbacks]
+                fit(trainer, hooks, None, Profile(workdir, None))
             done = trainer.step >= trainer.num_steps or trainer.frozen.all()
             status = "finished" if done else "stopped"
             status = "diverged" if diverged(trainer).all() else status
@@ -218,26 +216,6 @@ def best_run(trainer: Trainer) -> Run:
         diverged_at=[int(step) or None for step in diverged(trainer)],
         mesh=jax.sharding.get_mesh(),
     )
-
-
-class StopFlag:
-    """A replacement for `StopSignal` that is set when a callback returns True."""
-
-    def __init__(self):
-        self.is_set = False
-
-    def watched(self, call):
-        """Wrap a callback to set the flag when it returns True."""
-
-        def watch(trainer):
-            self.is_set = self.is_set or call(trainer) is True
-
-        return watch
-
-    def reached(self, count: int) -> bool:
-        """Return whether to stop; see `StopSignal.reached`."""
-        del count
-        return self.is_set
 
 
 def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
@@ -296,13 +274,16 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         say(f"Resuming {workdir} from step {step}.")
         warn_of_new_decay(read_json(workdir / "config.json"), config, trials)
 
+    with distributed.fail_together():
+        attention = implementations(model, spec)
+    distributed.check_same("choice of attention kernels", attention)
     if distributed.is_first():
         facts = {
             "task": {
                 "name": config.task.name,
                 "metrics": [vars(metric) for metric in task.metrics],
             },
-            "attention": implementations(model, spec),
+            "attention": attention,
             "no_cpu_kernel": cpu_kernel_unavailable(),
             "kernel_verdicts": [vars(found) for found in verification.verdicts()],
             "trials": R,
@@ -316,6 +297,12 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
             **environment(),
         }
         changed = record(workdir, config.to_dict(), trials, facts)
+        deterministic = "xla_gpu_deterministic_ops=true" in facts["xla_flags"]
+        if jax.default_backend() == "gpu" and not deterministic and not changed:
+            changed = (
+                "on a GPU the gradients of embeddings are summed in no fixed order, "
+                "except with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+            )
         if changed and step:
             say(
                 "The result will not be bit-identical to an uninterrupted run: "

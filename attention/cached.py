@@ -40,7 +40,7 @@ def cached_attention(
     B, W, N, H = query.shape
     K = parts[0][0].shape[1]
     G = N // K
-    query = (query * H**-0.5).reshape(B, W, K, G, H).transpose(0, 2, 1, 3, 4)
+    query = scaled(query, H**-0.5).reshape(B, W, K, G, H).transpose(0, 2, 1, 3, 4)
     query = query.reshape(B, K, W * G, H)
     logits = [
         jnp.einsum("BKXH,BKHS->BKXS", query, key, preferred_element_type=jnp.float32)
@@ -72,6 +72,12 @@ def cached_attention(
     weights = jnp.split(weights.astype(values[0].dtype), ends[:-1], axis=-1)
     out = sum(map(partial(jnp.einsum, "BKXS,BKSV->BKXV"), weights, values))
     return out.reshape(B, K, W, G, -1).swapaxes(1, 2).reshape(B, W, N, -1)
+
+
+def scaled(x: Array, scale: float) -> Array:
+    """Multiply by a scale that is not rounded to the dtype of `x`."""
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(exact) * scale).astype(x.dtype)
 
 
 def mixed(maps: Float[Array, "B K X S"], mixture: Float[Array, "N N"]) -> Array:

@@ -214,7 +214,7 @@ def mixture_weights(
         raise ValueError(
             f"mixture_heads must be from 1 to N = {N}, got {mixture_heads}"
         )
-    logits = x @ router
+    logits = wide(x) @ wide(router)
     chosen = largest(logits, mixture_heads)
     if mixture_heads == 1:  # a softmax over one head has no gradient for the router
         of_all = jax.nn.softmax(wide(logits))
@@ -227,7 +227,7 @@ def mixture_routes(
     x: Float[Array, "B T D"], *, router: Float[Array, "D N"], mixture_heads: int
 ) -> tuple[Float[Array, "B T N"], Bool[Array, "B T N"]]:
     """Return softmax(x · router), and which heads each token chooses."""
-    logits = x @ router
+    logits = wide(x) @ wide(router)
     return jax.nn.softmax(wide(logits)), largest(logits, mixture_heads)
 
 
@@ -271,7 +271,7 @@ def shared_mixture_weights(
     mixture_shared: int,
 ) -> Float[Array, "B T N"]:
     """Return the weights of shared and chosen heads, 0 for others: see the rule."""
-    logits = x @ router
+    logits = wide(x) @ wide(router)
     shared = jax.nn.softmax(wide(logits[..., :mixture_shared]))
     settings = {"mixture_heads": mixture_heads, "mixture_shared": mixture_shared}
     routed, chosen = shared_mixture_routes(x, router=router, **settings)

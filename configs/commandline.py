@@ -42,7 +42,8 @@ LESS_MEMORY = {  # advice on how to save memory, by script
 }
 # JAX raises the same type for all device errors, without an error code
 EXHAUSTED = re.compile(
-    r"RESOURCE_EXHAUSTED.*(out of memory|allocat)|Out of memory allocating",
+    r"RESOURCE_EXHAUSTED.*(out of memory|allocat)|Out of memory allocating"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_(NOT_INITIALIZED|ALLOC_FAILED)",
     re.I | re.DOTALL,
 )
 

@@ -53,12 +53,12 @@ def cross_entropy(
 def _chunk_tokens(vocab: int, width: int) -> int:
     if platform() == "cpu":  # whose devices share a cache
         return max(1, CHUNK_BYTES["cpu"] // (4 * vocab))
+    mesh = dict(jax.sharding.get_abstract_mesh().shape)
+    num_trials = max(1, _num_trials() // mesh.get("trial", 1))  # on each device
     if platform() == "gpu":
-        of_device = max(1, CHUNK_BYTES["gpu"] // (4 * vocab))
+        of_device = max(1, CHUNK_BYTES["gpu"] // (4 * vocab * num_trials))
     else:
-        mesh = dict(jax.sharding.get_abstract_mesh().shape)
-        num_trials = _num_trials() // mesh.get("trial", 1)
-        of_device = _chunk_tokens_tpu(vocab, width, max(1, num_trials))
+        of_device = _chunk_tokens_tpu(vocab, width, num_trials)
     return of_device * _num_devices()
 
 

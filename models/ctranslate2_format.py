@@ -21,12 +21,14 @@ MODEL = (
     *("embedding_norm", "output_bias"),
 )
 HEADS = ("num_kv_heads", "head_dim", "value_dim", "qk_norm")
+POSITIONS = ("sinusoidal", "sinusoidal_paper", "learned", "rotary", "relative", "none")
 POSITION_ROWS = 1024  # minimum; longer texts can't be translated
 
 
 def check(config) -> None:
     """Raise a ValueError if CTranslate2 can't express a config's model."""
     folding.check_plain(config, TARGET, MODEL, HEADS)
+    folding.require(config, TARGET, positions=POSITIONS)
     if not config.model.num_decoder_layers:
         folding.refuse(TARGET, "model.num_decoder_layers", "at least 1", 0)
     sizes = {site: folding.head_sizes(config, site) for site in folding.sites(config)}

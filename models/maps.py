@@ -50,8 +50,8 @@ def head_summaries(
 
     Three are means over the queries of a batch: entropy (nats) and distance (tokens) of
     the weights, and sink (weight on a segment's last key, or first key in the decoder).
-    The fourth is the largest logit of the batch. It is the only one of differential
-    and talking heads, whose maps are not distributions.
+    The fourth is the largest logit of the batch. Differential and talking heads have
+    only this one, because their maps are not distributions.
     """
 
     def one(params, head_gates):
@@ -90,18 +90,22 @@ def summaries_of(
     distance = jnp.abs(jnp.arange(S) - jnp.arange(T)[:, None])
     N, H = layer.query.shape[2:]
     key = jnp.repeat(layer.key, N // layer.key.shape[2], axis=2)
-    logits = jnp.einsum("BTNH,BSNH->BNTS", layer.query, key).astype(jnp.float32)
+    logits = jnp.einsum(
+        "BTNH,BSNH->BNTS", layer.query, key, preferred_element_type=jnp.float32
+    )
     logits = logits * H**-0.5
     if layer.masks.get("bias") is not None:
         logits = logits + layer.masks["bias"]
     if layer.masks.get("alibi_slopes") is not None:
         logits = logits + alibi(layer.masks["alibi_slopes"], T, S)
+    # with a sink, rows sum to less than 1
+    shares = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-37)
     largest = {"largest_logit": jnp.where(seen, logits, -jnp.inf).max((0, 2, 3))}
     if layer.difference is not None or "logits_mix" in layer.parameters:
         return largest  # what these heads average values with is no distribution
     return largest | {
-        "entropy": -xlogy(weights, weights).sum((0, 2, 3)) / queries,
-        "distance": (weights * distance).sum((0, 2, 3)) / queries,
+        "entropy": -xlogy(shares, shares).sum((0, 2, 3)) / queries,
+        "distance": (shares * distance).sum((0, 2, 3)) / queries,
         "sink": (weights * special[:, None, None]).sum((0, 2, 3)) / queries,
     }
 

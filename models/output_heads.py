@@ -54,6 +54,12 @@ class Classifier(nnx.Module):
             weights = jax.nn.softmax(scores, axis=-1)
         return jnp.einsum("BTS,BSD->BTD", weights.astype(hidden.dtype), hidden)
 
+    def logits(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
+        """Apply `linear`; in float32 at least, so that 16 bits do not cause ties."""
+        dtype = jnp.promote_types(vectors.dtype, jnp.float32)
+        kernel, bias = self.linear.kernel[...], self.linear.bias[...]
+        return jnp.matmul(vectors, kernel, preferred_element_type=dtype) + bias
+
 
 class Pooler(nnx.Module):
     """BERT's pooler: tanh of a linear map of pooled vectors."""

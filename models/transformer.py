@@ -447,7 +447,7 @@ class Transformer(nnx.Module):
         vectors = self.classifier.pool(hidden, segments)
         if self.pooler is not None and self.classifier.pooling == "first":
             vectors = self.pooler(vectors)
-        return self.classifier.linear(dropout(vectors, drop, 0))
+        return self.classifier.logits(dropout(vectors, drop, 0))
 
     def head_gates(self) -> dict[str, Float[Array, "L N"]]:
         """Return a gate of 1 for every head of every layer, by site."""

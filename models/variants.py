@@ -217,7 +217,7 @@ class Latent(nnx.Module):
         absorbed = jnp.einsum("BWNH,CNH->BWNC", plain, self.key[...])
         # undo that `cached_attention` divides by the root of the absorbed query's size
         scale = ((self.latent_dim + self.rotary_dim) / query.shape[-1]) ** 0.5
-        query = jnp.concatenate([absorbed, rotated], axis=-1) * scale
+        query = cached.scaled(jnp.concatenate([absorbed, rotated], axis=-1), scale)
         parts = [
             (compressed, compressed[:, :, : self.latent_dim].swapaxes(2, 3))
             for (compressed,) in parts

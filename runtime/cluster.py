@@ -9,7 +9,7 @@ from headcount.runtime import distributed
 COORDINATOR = flags.DEFINE_string(
     "coordinator",
     None,
-    "Of a run of several processes: HOST:PORT of process 0; auto: as detected from "
+    "Multi-process runs: HOST:PORT of process 0; auto: as detected from "
     "Slurm, Open MPI, Kubernetes or a TPU pod.",
 )
 NUM_PROCESSES = flags.DEFINE_integer(

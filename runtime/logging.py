@@ -55,12 +55,12 @@ class Progress:
 
 
 @contextlib.contextmanager
-def heartbeat(text: str, seconds: float = 30.0) -> Iterator[None]:
-    """Log periodically, while the block runs, that it is still running."""
+def heartbeat(text: str) -> Iterator[None]:
+    """Log every 30 seconds, while the block runs, that it is still running."""
     start, is_over = time.monotonic(), threading.Event()
 
     def beat():
-        while not is_over.wait(seconds):
+        while not is_over.wait(30):
             say(f"{text}, for {clock(time.monotonic() - start)} so far.")
 
     thread = threading.Thread(target=beat, daemon=True)

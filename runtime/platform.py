@@ -65,7 +65,11 @@ def setup() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the variable's old name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
-    keep_memory()
+    if Path(sys.argv[0]).name != "train.py":  # leave memory to training
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    has_gpu = Path("/dev/nvidia0").exists()
+    if not has_gpu or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        keep_memory()
 
 
 def fingerprint() -> str:

@@ -36,6 +36,7 @@ MAY_CHANGE = (
 )
 # Entries of run.json that affect whether results are bit-identical.
 AFFECTS_BITS = ("attention", "dtype", "versions", "mesh", "processes", "cores")
+AFFECTS_BITS += ("devices", "xla_flags")
 SOURCES = ("*.py", "*.cc", "*.h")
 # Schemas of our own JSON files, by name; see `runtime.schema`. `configs.validation` and
 # `training.trials` check the values of configs and of trials.
@@ -277,6 +278,7 @@ def environment() -> dict:
             f"{d.platform}: {processor() if d.platform == 'cpu' else d.device_kind}"
             for d in jax.local_devices()
         ],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

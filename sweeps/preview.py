@@ -1,5 +1,6 @@
 """Output of `sweep.py list`: arms, groups, and the expected training time."""
 
+import os
 import subprocess
 import tempfile
 import time
@@ -14,6 +15,7 @@ from headcount.analysis.tables import print_table
 from headcount.runtime.logging import clock, say
 from headcount.sweeps.runner import train_command
 from headcount.sweeps.store import Sweep, last_step
+from headcount.sweeps.workers import local_workers
 from headcount.training.metrics import read_metrics
 
 STEPS = 16  # training steps of the calibration
@@ -133,7 +135,11 @@ def measure(sweep: Sweep) -> Measured:
         ]
         begin = time.monotonic()
         child = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            env=os.environ | local_workers()[0].environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         first = None  # first logged step, and the time at which it was seen
         try:

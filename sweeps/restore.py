@@ -52,10 +52,10 @@ def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
 
 
 def split_groups(sweep: Sweep, rows: dict[str, dict]) -> list[Group]:
-    """Return the groups that have not started, split by what is known of each trial.
+    """Return the groups that have not started, split by the state of their trials.
 
-    The trials of a group are finished together, so those that are and those that are
-    not can't share one; neither can trials with scores and diverged ones without.
+    A group's trials must all be unfinished, all have scores, or all have diverged
+    without scores, because a group is marked as finished as a whole.
     """
     found = []
     for group in sweep.groups:

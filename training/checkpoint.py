@@ -46,6 +46,9 @@ def flatten(tree) -> dict[str, np.ndarray | jax.Array]:
     Fully addressable leaves are copied to the host; others stay on their devices.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for _, leaf in leaves:
+        if isinstance(leaf, jax.Array) and is_here(leaf):
+            leaf.copy_to_host_async()
     return {
         path_name(path): np.asarray(leaf) if is_here(leaf) else leaf
         for path, leaf in leaves

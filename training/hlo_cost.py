@@ -156,9 +156,9 @@ class Program:
         return writes
 
     def _part_of(self, fused: str) -> tuple[dict[int, int], int]:
-        """Return the bytes a fusion reads of partly used operands, and those it writes.
+        """Return the bytes that a fusion reads, by operand, and the bytes it writes.
 
-        Operands that are read whole are not in the dict, which is by operand index.
+        Operands of which it reads everything are left out.
         """
         operations = self.computations[fused]
         users = {name: [] for name in operations}

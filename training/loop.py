@@ -122,16 +122,22 @@ class Trainer:
 
 
 class Hook(NamedTuple):
-    """A function to call every `every` steps and after the last step."""
+    """A function to call every `every` steps and after the last step.
+
+    If it returns True, training stops.
+    """
 
     every: int
     call: Callable[[Trainer], Any]
 
 
 def fit(
-    trainer: Trainer, hooks: list[Hook], stop: StopSignal, profile: Profile
+    trainer: Trainer, hooks: list[Hook], stop: StopSignal | None, profile: Profile
 ) -> None:
-    """Train until num_steps, a signal, or all trials are frozen; then save."""
+    """Train until num_steps, a signal, a hook's True or all trials are frozen.
+
+    Then save.
+    """
     settings = trainer.config.train
     k, ends = settings.steps_per_dispatch, profile.ends(trainer.step)
     # run the first step on its own, so that errors show early
@@ -140,10 +146,11 @@ def fit(
     mesh, R = jax.sharding.get_mesh(), len(trainer.trials)
     num_rows = next(iter(trainer.batches.spec.values())).shape[0]
     part = sharding.part_here(mesh, R, num_rows)
-    feed = prefetched(trainer.batches, spans, k, part[:2])
+    feed, stopped = prefetched(trainer.batches, spans, k, part[:2]), False
     try:
         for count, (_, number) in enumerate(spans):
-            if stop.reached(count) or trainer.frozen.all():
+            signalled = stop is not None and stop.reached(count)
+            if signalled or stopped or trainer.frozen.all():
                 break
             if profile.is_due(trainer.step):
                 with trainer.paused():  # writing a trace takes many seconds
@@ -152,8 +159,8 @@ def fit(
                 batch = sharding.place_batch(next(feed), part)
             trainer.update(batch, number)
             for hook in hooks:
-                if trainer.is_due(hook.every):
-                    hook.call(trainer)
+                if trainer.is_due(hook.every) and hook.call(trainer) is True:
+                    stopped = True
         trainer.read_metrics()
         save(trainer)
         trainer.checkpoints.wait()

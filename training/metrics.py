@@ -228,9 +228,9 @@ class Window:
         return rates
 
 
-def mean_and_sd(name: str, values: list[float], form: str = ".3f") -> str:
+def mean_and_sd(name: str, values: list[float]) -> str:
     """Format the mean over trials and, if there are several, the standard deviation."""
     if not values:
         return ""
-    text = f"{name} {np.mean(values):{form}}"
-    return text + (f" ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else "")
+    text = f"{name} {np.mean(values):.3f}"
+    return text + (f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else "")

@@ -18,7 +18,7 @@ def inverse_sqrt(step, *, warmup_steps, **_):
 
 
 def noam(step, *, warmup_steps, width, **_):
-    """The same curve with a peak that depends on the width (Vaswani et al. 2017)."""
+    """Return `inverse_sqrt` times (width · warmup_steps)^-0.5 (Vaswani et al. 2017)."""
     peak = (width * warmup_steps) ** -0.5
     return peak * inverse_sqrt(step, warmup_steps=warmup_steps)
 
@@ -101,7 +101,7 @@ def by_parameter(function: Callable, params):
 
 
 def is_matrix(names: tuple[str, ...], axes: list[str]) -> bool:
-    """Return whether a parameter is a matrix: no vector, bias or mix of heads."""
+    """Return whether a parameter is a matrix, not a vector, bias or mix of heads."""
     return len(axes) > 1 and "heads" not in axes and not names[-1].endswith("bias")
 
 
@@ -115,7 +115,7 @@ def matrix_axes(axes: list[str], per_head: bool) -> MuonDimensionNumbers:
 
     Args:
         axes: names, such as ["D", "N", "H"].
-        per_head: whether the matrix of each head is on its own.
+        per_head: whether to treat the matrix of each head separately.
     """
     num_inputs = len(axes) - 1 if axes[-1] == "D" else 1
     own = range(len(axes))
@@ -135,9 +135,9 @@ def adamw(*, beta1, beta2, epsilon, **_) -> optax.GradientTransformation:
 def muon(*, muon_beta, muon_per_head, **adam) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, Adam for the rest.
 
-    Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest
-    orthogonal one, roughly. It is scaled to one RMS whatever its shape, so that both
-    share a learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982).
+    Muon (Jordan et al. 2024) replaces a matrix's momentum by, roughly, the nearest
+    orthogonal matrix, scaled to the same RMS for any shape. So Muon and Adam can share
+    a learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982).
     """
 
     def dimensions(params):
@@ -187,18 +187,18 @@ def make_optimizer(
     width: int,
     **settings,
 ) -> optax.GradientTransformation:
-    """Return an optimizer behind a clip of the gradient's global norm.
+    """Return an optimizer that first clips the gradient's global norm.
 
     All except `width` and those of `OPTIMIZER_PROGRAM_KEYS` may be traced scalars.
 
     Args:
-        name: in `OPTIMIZERS`.
+        name: a name in `OPTIMIZERS`.
         schedule, learning_rate, warmup_steps, decay_steps, final_share, decay_share,
             width: see `learning_rate_at`.
         weight_decay: decoupled, times the learning rate; of matrices only.
-        clip_norm: 0: no clip.
-        layer_decay: factor on the learning rate per layer above a parameter's own.
-        settings: of `OPTIMIZERS[name]`.
+        clip_norm: maximum norm; 0 for no clipping.
+        layer_decay: factor on the learning rate for each layer above a parameter.
+        settings: arguments of `OPTIMIZERS[name]`.
     """
 
     def rate(step):
@@ -227,10 +227,10 @@ BELOW_LAYERS = re.compile(r"types|.*embedding|.*embedding_norm|.*positions")
 
 
 def layers_above(params):
-    """Return a tree with how many layers each parameter is from the output.
+    """Return a tree with the number of layers between each parameter and the output.
 
-    The output and the last norm: 0. The decoder's layers are above the encoder's, and
-    embeddings and positions below all.
+    It is 0 for the output and the last norm. The decoder's layers are above the
+    encoder's, and embeddings and positions are below all layers.
     """
     counts = {"encoder": 0, "decoder": 0}
 

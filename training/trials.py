@@ -138,7 +138,10 @@ def heads_at(config: dict, site: str) -> tuple[int, int]:
     """Return the numbers of layers L and heads N of "encoder", "decoder" or "cross"."""
     stack = "encoder" if site == "encoder" else "decoder"
     layers = config[f"model.num_{stack}_layers"]
-    return layers, setting_at(config, site, "num_heads")
+    num_heads = setting_at(config, site, "num_heads")
+    if setting_at(config, site, "differential"):
+        num_heads //= 2  # a gate per pair
+    return layers, num_heads
 
 
 def check_gate(place: str, key: str, config: dict) -> None:

@@ -85,9 +85,7 @@ def _attend(problem, query, key, value, bias, others):
 def _attend_forward(problem, query, key, value, bias, others):
     primals = query, key, value, bias, others
     wants_bias = bias is not None and bias.perturbed
-    primals = jax.tree.map(
-        lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
-    )
+    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     results, kept = _results(problem, *primals)
     # Residuals are arrays: encode the static flag in the tree's structure.
     return results, (*kept, {"bias": None} if wants_bias else {})

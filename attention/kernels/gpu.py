@@ -152,9 +152,8 @@ def _attend(static, query, key, value, others):
 
 def _attend_forward(static, query, key, value, others):
     primals = query, key, value, others
-    query, key, value, others = jax.tree.map(
-        lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed")
-    )
+    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    query, key, value, others = primals
     arrays = present(query=query, key=key, value=value, **others)
     found = _forward(static, arrays)
     kept = {name: found[name] for name in ("highest", "confidence")}

@@ -170,11 +170,9 @@ def _attend_forward(static, query, key, value, bias, others):
             "implementation 'tpu' has no gradient with respect to the bias; use "
             "'blockwise', or jax.lax.stop_gradient(bias) if none is wanted"
         )
-    query, key, value, bias, others = jax.tree.map(
-        lambda primal: primal.value,
-        (query, key, value, bias, others),
-        is_leaf=lambda x: hasattr(x, "perturbed"),
-    )
+    primals = query, key, value, bias, others
+    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    query, key, value, bias, others = primals
     arrays = present(query=query, key=key, value=value, bias=bias, **others)
     results, rows = _output(*static, arrays)
     return results, (arrays | rows, results[0])

@@ -92,7 +92,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
     counts = {"T": pl.cdiv(T, size["T"]), "S": pl.cdiv(S, size["S"])}
     padded = {axis: size[axis] * counts[axis] for axis in "TS"}
     bounds, many = _bounds(arrays, size, by_key)
-    arrays = lay_out(arrays, T, S, padded)
+    arrays = lay_out(arrays, T, padded)
     num_keys = S if padded["S"] > S and "key_ids" not in arrays else None
     group = N // K
 
@@ -182,7 +182,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
     )(*bounds, arrays)
 
 
-def lay_out(arrays, T, S, padded):
+def lay_out(arrays, T, padded):
     """Transpose arrays to the axes of `AXES`, and pad them to whole blocks."""
     result = {}
     for name, x in arrays.items():

@@ -78,6 +78,11 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
     assert (site, found.shape, others) == ("cross", (2, 2, 6), [])
     assert (found[0, 1, 3], found[1, 0, 0], found.sum()) == (0, 0.5, 22.5)
     assert hyperparameters(config, [{"seed": 0}])["head_gates"] == {}
+    pairs = settings(**{"model.attention.differential": True})  # 2 of 4 heads
+    trials = make_trials(pairs, listed(tmp_path, [{"head_gates.cross.1.1": 0}]))
+    assert hyperparameters(pairs, trials)["head_gates"]["cross"].shape == (1, 2, 2)
+    with pytest.raises(ValueError, match="2 layers of 2 heads"):
+        make_trials(pairs, listed(tmp_path, [{"head_gates.cross.1.2": 0}]))
 
 
 @pytest.mark.parametrize(
