@@ -79,7 +79,8 @@ MATCH = flags.DEFINE_enum(
     "match",
     None,
     ["parameters", "flops"],
-    "Give every arm the baseline's parameters or multiply-adds, by model.mlp_dim.",
+    "Change model.mlp_dim to give every arm the baseline's parameters or "
+    "multiply-adds.",
 )
 TUNE = flags.DEFINE_multi_string(
     "tune",

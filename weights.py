@@ -12,8 +12,8 @@ An export has a README.md that describes the model and how to load it. An import
 local folder of Marian, BERT or GPT-2 with config.json and model.safetensors and, for
 Marian, source.spm, target.spm and vocab.json. The resulting workdir is like that of
 train.py. Exporting an imported run to huggingface writes the same files, with
-bit-identical float32 tensors. --prune writes a smaller run without some heads, whose
-outputs equal those of the run with these heads gated.
+bit-identical float32 tensors. --prune writes a smaller run without some heads. Its
+outputs equal those of the run in which the gates of these heads are 0.
 """
 
 # isort: off
@@ -88,12 +88,12 @@ TRIAL = flags.DEFINE_integer(
     "trial", 0, "Which trial to export (needed if there are several) or prune.", 0
 )
 PRUNE = flags.DEFINE_string(
-    "prune", None, "Folder to write the run without its removed heads to."
+    "prune", None, "Folder for the smaller run, without the removed heads."
 )
 HEADS = flags.DEFINE_list(
     "heads",
     [],
-    "prune: heads to remove besides those whose gate is 0: SITE.LAYER.HEAD.",
+    "--prune: heads to remove, as SITE.LAYER.HEAD, besides those with a gate of 0.",
 )
 for flag in (WORKDIR, CHECKPOINT):
     flags.declare_key_flag(flag.name)  # so that --help lists it
@@ -350,16 +350,27 @@ def facts_of(run: Run) -> dict:
         "eos": vocabulary.eos,
         "banned": list(vocabulary.banned),
         "separator": "",
-        "cache": [],
+        "cache": "",
     }
     if not has_pairs(run):
         (facts["separator"],) = task.tokenizer.pieces([bos])
     if run.config.model.num_decoder_layers:
-        sizes = folding.head_sizes(run.config, "decoder")[1:]
-        facts["cache"] = [sizes] * run.config.model.num_decoder_layers
+        facts["cache"] = cache_shapes(run)
     else:
         facts["ids"], facts["places"] = class_tokens(task, facts["example"])
     return facts
+
+
+def cache_shapes(run: Run) -> str:
+    """Return, as Python code in B and L, the shapes of each decoder layer's cache."""
+    model = nnx.merge(run.graph, run.of(0)[0])
+    B, L = 1_000_001, 1_000_002  # sizes that no model has
+    cache = jax.eval_shape(
+        lambda slots: stablehlo.empty_cache(lambda _: model, None, slots),
+        jax.ShapeDtypeStruct((B, L), jnp.int32),
+    )
+    code = str([[array.shape for array in layer] for layer in cache])
+    return code.replace(str(B), "B").replace(str(L), "L")
 
 
 def class_tokens(task, text: str) -> tuple[list[int], list[int]]:

@@ -91,7 +91,7 @@ def head_dim(base) -> Iterator[dict]:
 
     First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H
     independent of the width (Bhojanapalli et al. 2020). With model.attention.init =
-    "xavier" the arms' logits start at different scales, with "fan_in" at the same.
+    "xavier", the arms' logits start at different scales; with "fan_in", at the same.
 
     Scientific: model.attention.head_dim, model.attention.value_dim.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -112,7 +112,7 @@ def head_dim(base) -> Iterator[dict]:
 def merge(base) -> list[dict]:
     """Which merge rule is best, as it is and with equal parameters?
 
-    Scientific: model.attention.merge; half of N heads in a mixture.
+    Scientific: model.attention.merge. A mixture chooses N / 2 heads per token.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest; model.mlp_dim is solved in the matched arms.
     """
@@ -133,8 +133,8 @@ def merge_start(base) -> list[dict]:
     last arm is concat, started at the scale of mean. The ablation `merge` compares the
     rules as they are.
 
-    Scientific: model.attention.merge, model.attention.merge_gain; half of N heads in a
-    mixture. The gains are for the sizes of model.attention, not for those of a site.
+    Scientific: model.attention.merge, model.attention.merge_gain. A mixture chooses
+    N / 2 heads per token. Gains are for the sizes of model.attention, not of a site.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
     """
@@ -203,7 +203,7 @@ def kv_heads(base) -> list[dict]:
 
     From one key/value head per query head (multi-head) over groups (Ainslie et al.
     2023) to one for all (multi-query; Shazeer 2019). With model.attention.init =
-    "xavier" fewer start with larger keys and values, with "fan_in" with the same.
+    "xavier", fewer heads start with larger keys and values; with "fan_in", they do not.
 
     Scientific: model.attention.num_kv_heads.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -265,8 +265,8 @@ def positions(base) -> list[dict]:
 def variants(base) -> list[dict]:
     """Which published variant of heads is better than plain heads?
 
-    Each as it is and with equal parameters; --match=parameters or --match=flops leaves
-    the former out. Formulas, sources and claims stand in configs/variants.py.
+    Arms are each variant as it is and with equal parameters; --match=parameters or
+    --match=flops drops the former. configs/variants.py has formulas and sources.
 
     Scientific: the variants of model.attention.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -300,8 +300,8 @@ def merge_heads(base) -> list[dict]:
 def width_heads(base) -> list[dict]:
     """Is one size of head right at every width, or one number of heads?
 
-    The widths are half of the base config's, its own and twice it, the feed-forward in
-    proportion; each with N = 2, 4, 8 and 16 and H = V = D / N.
+    The widths are half, one and two times the base config's, with the feed-forward in
+    proportion. Each has arms with N = 2, 4, 8 and 16 and H = V = D / N.
 
     Scientific: model.width and model.mlp_dim together, and the number of heads.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -339,8 +339,8 @@ def shazeer(base) -> list[dict]:
     """Is it better to have fewer heads, smaller heads, or multi-query attention?
 
     The six arms of Shazeer 2019, Table 1, relative to the width: eight heads of D/8,
-    the same with one key/value head, then N·H = D/8 with 1, 2, 4 and 8 heads. All have
-    the parameters of the first by their feed-forward width, as in the paper.
+    the same with one key/value head, then N·H = D/8 with 1, 2, 4 and 8 heads. As in the
+    paper, the feed-forward width gives all arms the parameters of the first.
 
     Scientific: model.attention.num_heads, model.attention.num_kv_heads,
     model.attention.head_dim, model.attention.value_dim.

@@ -39,13 +39,14 @@ def get_config() -> ml_collections.ConfigDict:
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
     data.num_classes = 16  # assumed where no data is read, as by --dry_run
-    data.vocab_size = 8000  # most tokens in the vocabulary; bytes, characters: unused
+    data.vocab_size = 8000  # maximum; bytes, characters, words: unused
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.
     data.max_length = 128
     data.max_decode_length = 1024  # translation: maximum length of an output
     data.cross_documents = True  # windows: may a token attend to the document before?
-    data.stride = placeholder(int)  # windows in evaluation; None: max_length
+    # Tokens from the start of an evaluation window to the next; None: max_length.
+    data.stride = placeholder(int)
     data.test_share = 0.0  # shakespeare: share of its last 10 % that is the split test
     data.batch_tokens = 4096  # tokens per update; translation: target tokens
 
@@ -91,13 +92,13 @@ def get_config() -> ml_collections.ConfigDict:
     # On heads: sigmoid, double_sigmoid (starts at 1), hard_concrete (learns to close).
     attention.gate = "none"
     attention.gate_size = "head"  # a gate per head or element, or shared by all heads
-    attention.gate_features = placeholder(int)  # of x, that gates see; None: all
+    attention.gate_features = placeholder(int)  # features that gates read; None: all
     attention.gate_on = "output"  # of the heads, or values
     attention.gate_penalty = 0.0  # hard_concrete: nats per token and head left open
     attention.exclusive = False  # remove the part of o along the token's own value
     attention.differential = False  # pairs of heads: one map minus λ times the other
     attention.value_residual = False  # mix values with those of the first layer
-    attention.knocking = "none"  # map all heads by shared features: linear or mlp
+    attention.knocking = "none"  # a learned map that all heads share: linear or mlp
     attention.knocking_all = False  # also queries and keys, not values alone
     attention.mixture_shared = 1  # merge rule "shared_mixture": heads always on
     attention.mixture_balance = 0.0  # factor on the load-balancing loss of mixtures
@@ -107,7 +108,7 @@ def get_config() -> ml_collections.ConfigDict:
     # half of H with rotary positions, else 0.
     attention.latent_rotary_dim = placeholder(int)
     attention.latent_norm = True  # RMS-normalise the latent
-    attention.qk_clip = placeholder(float)  # largest logit, kept by rescaling kernels
+    attention.qk_clip = placeholder(float)  # scale kernels down if logits exceed it
     attention.use_bias = True  # in the query, key, value and merge projections
     attention.implementation = placeholder(str)  # kernel; None: automatic
     for site in ("encoder", "decoder", "cross"):  # None: as in model.attention
@@ -131,7 +132,7 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.warmup_steps = 400  # updates
     # cosine, linear, warmup_stable_decay: update where decay ends; 0: train.num_steps
     optimizer.decay_steps = 0
-    optimizer.final_share = 0.1  # learning rate there, as a share of its peak
+    optimizer.final_share = 0.1  # final learning rate, as a share of the peak
     optimizer.decay_share = 0.2  # warmup_stable_decay: share of the updates that decay
     optimizer.beta1 = 0.9  # Adam: decay of the gradients' mean
     optimizer.beta2 = 0.98  # Adam: decay of the squared gradients' mean
@@ -140,13 +141,13 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.muon_per_head = False  # Muon: orthogonalise each head's matrix by itself
     optimizer.weight_decay = 0.0  # of matrices: decoupled, times the learning rate
     optimizer.clip_norm = 1.0  # largest global gradient norm; 0: no clipping
-    optimizer.layer_decay = 1.0  # learning rate of a layer, by that of the one above
+    optimizer.layer_decay = 1.0  # learning rate relative to that of the layer above
     optimizer.label_smoothing = 0.1  # probability spread over all tokens or classes
 
     config.train = train = ml_collections.ConfigDict()
-    train.init_from = placeholder(str)  # workdir whose best parameters to start from
+    train.init_from = placeholder(str)  # start from the best parameters of this workdir
     train.num_steps = 1000  # updates
-    train.steps_per_dispatch = 8  # most updates per call of the device
+    train.steps_per_dispatch = 8  # maximum number of updates per call of the device
     train.accumulate_steps = 1  # split each batch into parts, to save memory
     # What records metrics besides metrics.jsonl: tensorboard, wandb, both with a comma
     # between them, or none.
@@ -155,7 +156,7 @@ def get_config() -> ml_collections.ConfigDict:
     train.remat = "none"
     train.log_every_steps = 50  # write training metrics
     train.eval_every_steps = 250  # score dev, keep the best parameters
-    # Log every head's entropy, distance, weight on the sink and largest logit there.
+    # At each evaluation, log each head's entropy, distance, sink weight, largest logit.
     train.log_heads = False
     # Dev metric that selects the best parameters, by the task's names, such as loss,
     # bleu, chrf (slow: computed only if it selects), exact_match; ties are broken by

@@ -37,6 +37,7 @@ def get_config(recipe: str = "full"):
     config.model.attention.use_bias = False
     config.model.use_bias = False
     config.model.dropout = 0.2
+    config.model.attention.dropout = 0.2
     config.model.positions = "learned"
     config.model.max_positions = 256
     config.model.norm = "pre"
@@ -61,6 +62,7 @@ def get_config(recipe: str = "full"):
         config.model.num_decoder_layers = 4
         config.model.attention.num_heads = 4
         config.model.dropout = 0.0
+        config.model.attention.dropout = 0.0
         config.model.max_positions = 64
         config.train.num_steps = 2000
     return config

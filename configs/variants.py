@@ -25,7 +25,7 @@ def of_attention(**settings) -> Callable[..., dict]:
 
 
 def first_features(base) -> dict:
-    """Return modded-nanogpt's gate, which reads 12 features of the input."""
+    """Return modded-nanogpt's gate on 12 features of the input, with 2σ for its σ."""
     features = min(12, base.model.width)
     settings = of_attention(gate="double_sigmoid", gate_features=features)
     return settings(base)
@@ -95,7 +95,7 @@ VARIANTS = {
     "gate, 12 features": Variant(
         first_features,
         "2σ(x[:12] G)_n o_n, G = 0 at the start",
-        "modded-nanogpt 2025",
+        "modded-nanogpt 2025, with σ",
         "fewer steps to a loss of 3.28, without an interval",
     ),
     "gate, no input": Variant(

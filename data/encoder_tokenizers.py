@@ -12,7 +12,12 @@ import numpy as np
 
 from headcount.data import tokenizers
 from headcount.data.examples import Ragged
-from headcount.data.tokenizers import NUM_SPECIAL, UNK, TableTokenizer
+from headcount.data.tokenizers import (
+    NUM_SPECIAL,
+    UNK,
+    TableTokenizer,
+    train_sentencepiece,
+)
 
 PREFIXES, SUFFIXES = (1, 2, 3), (1, 2, 3, 4)  # characters
 
@@ -106,19 +111,11 @@ def read_affixes(path: Path) -> AffixTokenizer:
     return AffixTokenizer(tokenizers.read_units(path))
 
 
-class WordPieceTokenizer:
-    """BERT's WordPiece with its own ids, from the tokenizer.json of imported weights.
-
-    Requires the package `tokenizers`.
-    """
+class WordPieceTokenizer(tokenizers.JsonTokenizer):
+    """BERT's WordPiece with its own ids, as it comes with imported weights."""
 
     def __init__(self, path: Path):
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no other type
-            raise ValueError(f"{path}: {error}") from error
+        super().__init__(path)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         names = ("[CLS]", "[SEP]", "[UNK]", "[MASK]")
@@ -127,29 +124,9 @@ class WordPieceTokenizer:
             raise ValueError(f"{path} lacks a special token of BERT's.")
         self.bos, self.eos, self.unk, self.mask = ids
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return self._tokenizer.get_vocab_size()
-
-    @property
-    def vocabulary(self):
-        """Meaning of the ids."""
-        return self._tokenizer.to_str()
-
-    def encode(self, texts: list[str], eos: bool = True) -> Ragged:
-        """See `SentencePieceTokenizer.encode`."""
-        end = [self.eos] if eos else []
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return Ragged.of([x.ids + end for x in encoded])
-
     def pieces(self, ids) -> list[str]:
         """See `SentencePieceTokenizer.pieces`."""
         return [self._tokenizer.id_to_token(int(i)) or "?" for i in ids]
-
-    def decode(self, ids) -> str:
-        """See `SentencePieceTokenizer.decode`."""
-        return self._tokenizer.decode(tokenizers.until_eos(ids, self.eos))
 
 
 def wordpiece_of(vocabulary: Path, lowercase: bool) -> str:
@@ -160,6 +137,7 @@ def wordpiece_of(vocabulary: Path, lowercase: bool) -> str:
 
 
 KINDS = {k: v for k, v in tokenizers.KINDS.items() if k != "gpt2"} | {
+    "sentencepiece": (*tokenizers.KINDS["sentencepiece"][:2], train_sentencepiece),
     "affixes": ("affixes.json", read_affixes, make_affixes),
     "wordpiece": ("wordpiece.json", WordPieceTokenizer, None),
 }

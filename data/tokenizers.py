@@ -137,10 +137,10 @@ class ByteTokenizer:
         return bytes(values).decode(errors="replace")
 
 
-class ByteLevelBPE:
-    """GPT-2's byte-level BPE with its own ids, from a tokenizer.json.
+class JsonTokenizer:
+    """A tokenizer.json of the library `tokenizers`, with ids of its own.
 
-    Requires the package `tokenizers`.
+    Subclasses set `eos`.
     """
 
     def __init__(self, path: Path):
@@ -150,7 +150,6 @@ class ByteLevelBPE:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no other type
             raise ValueError(f"{path}: {error}") from error
-        self.end = self._tokenizer.token_to_id("<|endoftext|>")
 
     @property
     def vocab_size(self) -> int:
@@ -163,21 +162,29 @@ class ByteLevelBPE:
         return self._tokenizer.to_str()
 
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
-        """See `SentencePieceTokenizer.encode`; EOS is <|endoftext|>."""
-        end = [self.end] if eos else []
-        return Ragged.of(
-            [x.ids + end for x in self._tokenizer.encode_batch(list(texts))]
-        )
+        """See `SentencePieceTokenizer.encode`."""
+        end = [self.eos] if eos else []
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return Ragged.of([x.ids + end for x in encoded])
+
+    def decode(self, ids) -> str:
+        """Return the text of token ids up to the first EOS."""
+        return self._tokenizer.decode(until_eos(ids, self.eos))
+
+
+class ByteLevelBPE(JsonTokenizer):
+    """GPT-2's byte-level BPE with its own ids; EOS is <|endoftext|>."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.eos = self._tokenizer.token_to_id("<|endoftext|>")
+        self._tokenizer.encode_special_tokens = True  # as text, if a text names one
 
     def pieces(self, ids) -> list[str]:
         """See `SentencePieceTokenizer.pieces`."""
         return [
             self._tokenizer.decode([int(i)], skip_special_tokens=False) for i in ids
         ]
-
-    def decode(self, ids) -> str:
-        """Return the text of token ids up to the first <|endoftext|>."""
-        return self._tokenizer.decode(until_eos(ids, self.end))
 
 
 def until_eos(ids, eos: int = EOS) -> list[int]:
@@ -260,11 +267,28 @@ def pair_vocab_sizes(pair: tuple) -> list[int]:
     return [target.vocab_size, source.vocab_size]
 
 
-def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
+# Without these, SentencePiece normalises Unicode and joins runs of white space.
+LOSSLESS = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "user_defined_symbols": ["\n"],
+}
+
+
+def train_on_documents(texts: list[str], vocab_size: int) -> bytes:
+    """Train a BPE model that keeps newlines and all other white space."""
+    return train_sentencepiece(texts, vocab_size, **LOSSLESS)
+
+
+def train_sentencepiece(sentences: list[str], vocab_size: int, **settings) -> bytes:
     """Train a BPE model; the same input gives the same bytes.
 
     If the corpus does not support `vocab_size` tokens, the vocabulary is smaller, and a
     warning is logged.
+
+    Args:
+        settings: further options of SentencePiece's trainer.
 
     Raises:
         ValueError: there is no text, or it has more characters than `vocab_size`.
@@ -290,6 +314,7 @@ def train_sentencepiece(sentences: list[str], vocab_size: int) -> bytes:
             eos_id=EOS,
             unk_id=UNK,
             minloglevel=2,
+            **settings,
         )
     except RuntimeError as error:
         raise ValueError(
@@ -464,7 +489,7 @@ KINDS = {
     "sentencepiece": (
         "text.model",
         lambda path: _read(SentencePieceTokenizer, path),
-        train_sentencepiece,
+        train_on_documents,
     ),
     "characters": ("characters.json", lambda path: _read_table(path, ""), _characters),
     "words": ("words.json", lambda path: _read_table(path, " "), _words),

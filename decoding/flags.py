@@ -12,7 +12,11 @@ BEAM_SIZE = flags.DEFINE_integer(
     2**16,
 )
 LENGTH_PENALTY = flags.DEFINE_float(
-    "length_penalty", 0.6, "Alpha of ((5 + n) / 6)^alpha, Wu et al. 2016.", 0.0, 10.0
+    "length_penalty",
+    0.6,
+    "Alpha: scores are log-probabilities / ((5 + n) / 6)^alpha (Wu et al. 2016).",
+    0.0,
+    10.0,
 )
 N_BEST = flags.DEFINE_integer(
     "n_best",
@@ -27,7 +31,11 @@ TOP_K = flags.DEFINE_integer(
     "top_k", 0, "Sample from the k most probable tokens; 0: all.", 0
 )
 TOP_P = flags.DEFINE_float(
-    "top_p", 1.0, "Sample from the fewest tokens with this probability.", 0.0, 1.0
+    "top_p",
+    1.0,
+    "Sample from the smallest set of tokens with at least this total probability.",
+    0.0,
+    1.0,
 )
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", 0, 2**31 - 1)
 BATCH_SIZE = flags.DEFINE_integer(

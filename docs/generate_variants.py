@@ -32,9 +32,9 @@ Each is a set of keys of `model.attention`, off by default, for all sites or for
 (`model.decoder_attention`, ...). `--ablation=variants` trains all of them beside plain
 heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
 applies them, [variants.py](../../attention/variants.py) has a function for each. Our
-verdicts are of the sweep `variants_shakespeare`: Shakespeare by characters with the
+verdicts come from the sweep `variants_shakespeare`: Shakespeare by characters with the
 modern block, equal parameters, and a learning rate per arm. They compare losses on dev,
-by which rates and checkpoints were chosen, too;
+which also selected the rates and checkpoints;
 [claim 30](../research/claims.md) compares the same models on test.
 
 Letters: o_n the output of head n, x the layer's input, v a value, N heads, H and V the
@@ -44,11 +44,11 @@ sizes of a key and a value, D the width.
 COSTS = f"""
 ## Costs
 
-Of one layer of causal self-attention without biases, D = {WIDTH:,}, N = {HEADS},
-{LENGTH:,} tokens. Multiply-adds are those of matrix products, per token. The cache is
-that of decoding in bfloat16, per token and layer. Kernels are fused ones that take the
-layer in bfloat16; `blockwise` takes whatever one of them does not, except for talking
-heads, which need the whole map.
+The costs of one layer of causal self-attention without biases, D = {WIDTH:,},
+N = {HEADS}, {LENGTH:,} tokens. Multiply-adds are those of matrix products, per token.
+The cache is for decoding in bfloat16, per token and layer. *Kernels* lists the fused
+kernels that support the layer in bfloat16; `blockwise` serves other platforms. Talking
+heads need the whole map, so no fused kernel supports them.
 
 """
 
@@ -119,15 +119,20 @@ COMPARED = (  # what, with what, where code bases differ
         "head n has key n mod K in x-transformers, n // (N / K) elsewhere",
     ),
     (
-        "gate on values, knocking, shared and routed, gates from 1",
+        "shared and routed",
+        "none: no package has it",
+        "MoH's code multiplies the weights by the number of heads that share them, so "
+        "that each starts at 1; ours has the paper's formula",
+    ),
+    (
+        "gate on values, knocking, gates from 1",
         "none: no package has them",
         "not known",
     ),
 )
 MUON = """
-Optax, which ours uses, corrects the bias of Muon's momentum; PyTorch's does not, and
-iterates in bfloat16. So they agree on the first update, in float32, and not on later
-ones.
+Our Muon is Optax's, which corrects the bias of the momentum. PyTorch's does not, and
+iterates in bfloat16. So the two agree only on the first update, in float32.
 """
 
 

@@ -21,6 +21,7 @@ from headcount.data.tokenizers import (
     SentencePieceTokenizer,
     load_or_make,
     load_or_train_pair,
+    train_on_documents,
     train_sentencepiece,
 )
 
@@ -75,6 +76,14 @@ def test_case_is_kept():
     text = ["Ein Mann", "ein Hund"]
     model = SentencePieceTokenizer(train_sentencepiece(text, 30))
     assert [model.decode(ids) for ids in model.encode(text)] == text
+
+
+def test_a_model_of_documents_keeps_white_space_and_unicode():
+    code = "def f(x):\n    return\tx  # ﬁne ½\n\n"
+    model = SentencePieceTokenizer(train_on_documents([code, "x = 1\n"], 60))
+    assert [model.decode(ids) for ids in model.encode([code])] == [code]
+    (newline,) = model.encode(["\n"], eos=False)[0]
+    assert model.pieces([newline]) == ["\n"]
 
 
 def test_the_same_text_gives_the_same_model():

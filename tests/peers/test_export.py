@@ -306,6 +306,7 @@ WRONG = [
     ({"cross_attention.num_heads": 2}, "model.cross_attention.num_heads"),
     ({"attention.value_dim": 4}, "model.attention.value_dim"),
     ({"output_transform": True}, "model.output_transform must be False"),
+    ({"positions": "alibi"}, "model.positions must be sinusoidal"),
 ]
 FOR_MARIAN = [
     ({"norm": "pre"}, "model.norm must be post for Hugging Face's Marian"),

@@ -93,15 +93,16 @@ def card_run(run, folder, monkeypatch, capsys) -> tuple[dict, str]:
     return names, capsys.readouterr().out
 
 
+@pytest.mark.parametrize("changes", [{}, {"model.attention.latent_dim": 6}])
 def test_the_card_of_a_language_model_scores_and_continues(
-    tmp_path, unchecked, monkeypatch, capsys
+    changes, tmp_path, unchecked, monkeypatch, capsys
 ):
     for split, texts in (
         ("train", test_language_model.TRAIN),
         ("val", test_language_model.VAL),
     ):
         (tmp_path / f"{split}.txt").write_text("\n\n".join(texts))
-    task = test_language_model.make_task(tmp_path)
+    task = test_language_model.make_task(tmp_path, **changes)
     run = untrained_run(task, num_trials=1, scale=3.0)
     names, printed = card_run(run, tmp_path, monkeypatch, capsys)
     text = task.read("val")["text"][0]
@@ -109,8 +110,7 @@ def test_the_card_of_a_language_model_scores_and_continues(
     np.testing.assert_allclose(
         np.asarray(names["log_probs"]).sum(), float(score.split()[0]), atol=1e-3
     )
-    # ours ends with a separator
-    (wanted,) = task.predict(run, [text], temperature=0.0, max_new_tokens=51)
+    (wanted,) = task.predict(run, [text], temperature=0.0, max_new_tokens=50)
     assert text + printed.removesuffix("\n") == wanted
 
 
