@@ -2,9 +2,9 @@
 
     python train.py --config=configs/multi30k.py --workdir=runs/multi30k
 
-Rerun the same command to resume. The result is bit-identical to an uninterrupted run on
-the same machine. Set any key of the config, as listed in configs/base.py, with
---config.model.attention.num_heads=8
+Rerun the same command to resume. On CPUs the result is bit-identical to an
+uninterrupted run on the same machine. Set any key of the config, as listed in
+configs/base.py, with --config.model.attention.num_heads=8
 """
 
 # isort: off

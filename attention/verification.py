@@ -88,8 +88,8 @@ def verdicts() -> list[Verdict]:
 def source_hash() -> str:
     """Return a hash of the sources of the kernels and of the reference."""
     folder = Path(__file__).parent
-    names = "dropout", "masks", "reference", "statistics", "verification"
-    files = [folder / f"{name}.py" for name in names]
+    names = "arguments", "dropout", "masks", "platform", "reference", "statistics"
+    files = [folder / f"{name}.py" for name in (*names, "verification")]
     files += sorted(folder.glob("kernels/*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     return digest.hexdigest()[:16]

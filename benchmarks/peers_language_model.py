@@ -2,8 +2,7 @@
 
 `Model` is a straightforward PyTorch implementation of the layers of
 configs/shakespeare.py with `nn.Linear`, `nn.LayerNorm` and scaled dot-product
-attention. GPT2LMHeadModel adds biases. Like ours, neither has dropout on attention
-weights. On a GPU they train with bfloat16 autocast.
+attention. GPT2LMHeadModel adds biases. On a GPU they train with bfloat16 autocast.
 """
 
 from pathlib import Path
@@ -25,6 +24,7 @@ class Block(nn.Module):
         super().__init__()
         D = model.width
         self.num_heads, self.dropout = model.attention.num_heads, model.dropout
+        self.attention_dropout = model.attention.dropout
         self.attention_norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
         self.query_key_value = nn.Linear(D, 3 * D, bias=False)
         self.merge = nn.Linear(D, D, bias=False)
@@ -41,7 +41,7 @@ class Block(nn.Module):
             for part in projected.split(D, dim=2)
         )
         heads = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True
+            query, key, value, dropout_p=self.attention_dropout, is_causal=True
         )
         merged = self.merge(heads.transpose(1, 2).reshape(B, T, D))
         x = x + functional.dropout(merged, self.dropout)
@@ -88,7 +88,7 @@ def gpt2_config(config, dropout: float):
         activation_function="gelu_new",
         resid_pdrop=dropout,
         embd_pdrop=dropout,
-        attn_pdrop=0.0,
+        attn_pdrop=dropout and model.attention.dropout,
         bos_token_id=model.bos,
         eos_token_id=model.bos,
         attn_implementation="sdpa",

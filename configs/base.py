@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
     data.num_classes = 16  # assumed where no data is read, as by --dry_run
-    data.vocab_size = 8000  # maximum; bytes, characters, words: unused
+    data.vocab_size = 8000  # maximum; fixed by bytes, characters, words
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.
     data.max_length = 128

@@ -81,12 +81,16 @@ def _sentencepiece(tokenizer: ours.SentencePieceTokenizer):
                 merges.append((-scores[name], vocabulary[left], vocabulary[right]))
     merges = [(names[left], names[right]) for _, left, right in sorted(merges)]
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
-    charsmap = proto.normalizer_spec.precompiled_charsmap
+    made.add_tokens([p.piece for p in proto.pieces if p.type == p.USER_DEFINED])
+    spec = proto.normalizer_spec
+    charsmap = spec.precompiled_charsmap
     steps = [normalizers.Precompiled(charsmap)] if charsmap else []
-    steps += [normalizers.Strip(), normalizers.Replace(_blanks(), " ")]
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(_blanks(), " ")]
     made.normalizer = normalizers.Sequence(steps)
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    made.decoder = decoders.Metaspace(prepend_scheme="always")
+    scheme = "always" if spec.add_dummy_prefix else "never"
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return made
 
 

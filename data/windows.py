@@ -131,8 +131,8 @@ def evaluation_windows(
 
     Windows start every `stride` tokens, and score only tokens that previous windows did
     not score. With stride = length, tokens have 0 to length - 1 tokens of context. With
-    a smaller stride, they have at least length - stride of their document, except in
-    the first window. All batches have the same shape.
+    a smaller stride, those after the first window have at least length - stride tokens
+    of context, or all before them in their document. All batches have the same shape.
     """
     total = len(stream) - 1
     starts = np.arange(0, max(1, total - length + stride), stride)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Int, Key
 from headcount.decoding.scheduling import (
     TRIAL_AXES,
     Queue,
+    bucket,
     decode_in_lanes,
     num_lanes,
     per_device,
@@ -337,7 +338,7 @@ def generate_trials(
         if not any(waiting):
             break
         count = max(map(len, waiting))
-        longest = power_of_two(max(limits[i] for i in itertools.chain(*waiting)))
+        longest = bucket(max(limits[i] for i in itertools.chain(*waiting)))
         if factor > 1:  # no more rows than prompts, because each row has many slots
             per_lane = -(-count // num_lanes(len(chosen)))
             rows = min(most, 1 << (per_lane - 1).bit_length())
@@ -390,7 +391,7 @@ def stream(
     if options["beam_size"] > 1:
         raise ValueError("Tokens of a beam search can't be streamed.")
     step, begin = _stream_programs(graph, tuple(options.items()))
-    S, L = power_of_two(len(prompt)), power_of_two(limit)
+    S, L = power_of_two(len(prompt)), bucket(limit)
     tokens = np.zeros((1, S), np.int32)
     tokens[0, : len(prompt)] = prompt
     key = jax.random.fold_in(jax.random.key(seed), number)[None]

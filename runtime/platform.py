@@ -11,6 +11,7 @@ from pathlib import Path
 OPEN_FILES = 256  # open files that a run may need at the same time
 FOLDERS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # variables with a folder
 GPU_MEMORY = 0.9  # fraction of a GPU's memory that JAX preallocates
+SMALL = ("eval.py", "predict.py", "heads.py", "weights.py")  # which do not preallocate
 # from glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
@@ -65,9 +66,9 @@ def setup() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the variable's old name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
-    if Path(sys.argv[0]).name != "train.py":  # leave memory to training
+    if Path(sys.argv[0]).name in SMALL:  # leave memory to training
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    has_gpu = Path("/dev/nvidia0").exists()
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     if not has_gpu or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         keep_memory()
 

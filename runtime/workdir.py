@@ -131,7 +131,8 @@ def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
     if has_started(workdir) and path.exists():
         before = read_json(path)
         started = before.get("started")
-        there, now = ({k: of.get(k) for k in AFFECTS_BITS} for of in (before, facts))
+        keys = [key for key in AFFECTS_BITS if key in before]
+        there, now = ({key: of.get(key) for key in keys} for of in (before, facts))
         changed = summarize(differences(there, now, may_change=()))
     write_json(workdir / "config.json", config)
     write_json(workdir / "trials.json", trials)

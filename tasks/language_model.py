@@ -6,9 +6,9 @@ each, and cut into windows of `data.max_length` tokens (see `data.windows`). The
 
 The loss is in nats per predicted token. The separator before a document counts as a
 predicted token, too: it ends the previous document. Bits per byte divide the same sum
-by the number of UTF-8 bytes of the documents, and are comparable between tokenizers.
-Every token of a split is scored exactly once, in windows that start `data.stride`
-tokens apart.
+by the number of UTF-8 bytes of the documents, and are comparable between tokenizers
+that lose nothing. Every token of a split is scored exactly once, in windows that start
+`data.stride` tokens apart.
 """
 
 import dataclasses

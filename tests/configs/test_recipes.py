@@ -43,6 +43,7 @@ CHARACTERS |= {"optimizer.warmup_steps": 100, "model.activation": "gelu"}
 CHARACTERS |= {"model.use_bias": False, "model.attention.use_bias": False}
 FULL = {"model.num_decoder_layers": 6, "model.attention.num_heads": 6}
 FULL |= {"model.width": 384, "model.mlp_dim": 1536, "model.dropout": 0.2}
+FULL |= {"model.attention.dropout": 0.2}
 FULL |= {"data.max_length": 256, "data.batch_tokens": 64 * 256, "train.num_steps": 5000}
 SHORT = {"model.num_decoder_layers": 4, "model.attention.num_heads": 4}
 SHORT |= {"model.width": 128, "model.mlp_dim": 512, "model.dropout": 0.0}

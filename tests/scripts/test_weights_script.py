@@ -18,13 +18,18 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "characters", "words", "bytes"])
+@pytest.mark.parametrize(
+    "kind", ["sentencepiece", "documents", "characters", "words", "bytes"]
+)
 def test_a_tokenizer_json_gives_the_same_ids_and_text(kind):
     from tokenizers import Tokenizer
 
     made = {
         "sentencepiece": lambda: tokenizers.SentencePieceTokenizer(
             tokenizers.train_sentencepiece(TEXTS * 3, 70)
+        ),
+        "documents": lambda: tokenizers.SentencePieceTokenizer(
+            tokenizers.train_on_documents([*TEXTS * 3, "a\n  b\tc\n"], 70)
         ),
         "characters": lambda: tokenizers.TableTokenizer(
             sorted(set("".join(TEXTS))), ""
@@ -36,7 +41,7 @@ def test_a_tokenizer_json_gives_the_same_ids_and_text(kind):
     }
     ours = made[kind]()
     theirs = Tokenizer.from_str(tokenizer_json(ours))
-    for text in TEXTS:
+    for text in [*TEXTS, *["\n a  b\n\n"] * (kind == "documents")]:
         ids = ours.encode([text], eos=False)[0].tolist()
         assert theirs.encode(text).ids == ids
         assert theirs.decode(ids) == ours.decode(ids)
