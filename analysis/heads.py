@@ -115,8 +115,7 @@ def importance(
         batches = run.task.evaluation_batches(examples)
 
         def loss(changed):
-            # another weight than that of rows which are not packed, where masks depend
-            # on the shape of a batch
+            # Not the weight above: masked language models mask packed rows differently.
             total, weight = summed_loss(run, params, gates | changed, batches)
             return total / weight
 

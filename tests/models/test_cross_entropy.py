@@ -165,6 +165,16 @@ def test_dev_loss_does_no_gradient_work():
     assert products(jax.value_and_grad(loss, (0, 1))) == products(loss) + 2
 
 
+@pytest.mark.parametrize("num_trials", [1, 16])
+def test_chunks_for_a_gpu_bound_the_logits_of_all_trials(num_trials, monkeypatch):
+    monkeypatch.setattr(loss_module, "platform", lambda: "gpu")
+    monkeypatch.setattr(loss_module, "_num_trials", lambda: num_trials)
+    vocab = 8000
+    logits = num_trials * loss_module._chunk_tokens(vocab, 128) * vocab * 4  # bytes
+    bound = loss_module.CHUNK_BYTES["gpu"]
+    assert bound / 2 < logits <= bound
+
+
 def test_trials_side_by_side_are_counted():
     seen = []
 

@@ -222,6 +222,19 @@ def test_what_the_environment_says_comes_first(given, wanted):
     assert re.fullmatch(wanted, ran.stdout.strip()), ran.stderr
 
 
+@pytest.mark.parametrize(
+    "script, wanted", [("train.py", None), ("sweep.py", None), ("eval.py", "false")]
+)
+def test_scripts_that_need_little_leave_a_gpus_memory(script, wanted, monkeypatch):
+    """Of sweep.py, train.py inherits the environment."""
+    environment = {"XDG_CACHE_HOME": "/cache"}
+    monkeypatch.setattr(platform.os, "environ", environment)
+    monkeypatch.setattr(platform.sys, "argv", [f"/somewhere/{script}"])
+    monkeypatch.setattr(platform, "keep_memory", lambda: None)
+    platform.setup()
+    assert environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") == wanted
+
+
 def test_a_user_without_a_home_folder_has_no_cache(monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")

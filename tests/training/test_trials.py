@@ -278,6 +278,7 @@ def test_a_resumed_run_keeps_the_time_of_its_first_start(tmp_path):
 def test_record_reports_changes_that_affect_bits(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
     facts = {"attention": {"encoder": "cpu"}, "dtype": "float32", "cores": 2}
+    facts |= {"devices": ["cpu: a"], "xla_flags": ""}
     assert record(tmp_path, config, trials, facts) == ""
     (tmp_path / "metrics.jsonl").touch()
     assert record(tmp_path, config, trials, facts | {"commit": "b"}) == ""
@@ -285,6 +286,10 @@ def test_record_reports_changes_that_affect_bits(tmp_path):
     told = record(tmp_path, config, trials, changed)
     assert "attention.encoder (there 'cpu', now 'blockwise')" in told
     assert "cores (there 2, now 4)" in told
+    told = record(tmp_path, config, trials, changed | {"xla_flags": "--x"})
+    assert "xla_flags (there '', now '--x')" in told
+    told = record(tmp_path, config, trials, changed | {"devices": ["cpu: b"]})
+    assert "devices" in told
 
 
 def test_a_number_that_is_not_finite_becomes_null(tmp_path):
