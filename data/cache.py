@@ -11,6 +11,12 @@ from pathlib import Path
 from absl import logging
 
 
+def prepared_in() -> Path:
+    """Return the folder of prepared data, $TFDS_DATA_DIR or its default."""
+    folder = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
+    return Path(folder).expanduser()
+
+
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically; replace rather than follow a symlink of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from absl import logging
 
+from headcount.data.files import folder_of, read_lines
+
 NAMES = "conll", "conllu"  # values of data.name
 CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag
 FEATURES, HEAD = 5, 6
@@ -43,11 +45,7 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
         raise ValueError(
             f"data.name must be one of {', '.join(NAMES)} for tagging, got {name!r}."
         )
-    if directory is None:
-        raise ValueError(
-            f"data.name={name} needs data.directory, the folder of your files."
-        )
-    path = find_file(Path(directory).expanduser(), split)
+    path = find_file(folder_of(name, directory), split)
     read = read_conllu if path.suffix == ".conllu" or name == "conllu" else read_conll
     sentences = read(path, tag)
     if not sentences:
@@ -62,8 +60,6 @@ def find_file(folder: Path, split: str) -> Path:
     Raises:
         ValueError, OSError: there is no file for the split, or more than one.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
     names = SPLITS.get(split, (split,))
     files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
     # at the start of a word, so that an evaluation set is not "val"
@@ -82,16 +78,6 @@ def find_file(folder: Path, split: str) -> Path:
             f"{folder} has several files for the split {split!r}: {listed}."
         )
     return found[0]
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file; a ValueError names a line that isn't UTF-8."""
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}, is not UTF-8 text.") from error
 
 
 def read_conll(path: Path, tag: str) -> list[Sentence]:
@@ -127,11 +113,7 @@ def dependencies(directory: str | None, split: str) -> list[list[Dependency]]:
     Raises:
         ValueError, OSError: there is no such file, or a line is malformed.
     """
-    if directory is None:
-        raise ValueError(
-            "data.name=conllu needs data.directory, the folder of your files."
-        )
-    path = find_file(Path(directory).expanduser(), split)
+    path = find_file(folder_of("conllu", directory), split)
     found = []
     for sentence in conllu_rows(path):
         links = []
@@ -163,7 +145,7 @@ def conllu_rows(path: Path) -> Iterator[list[tuple[int, list[str]]]]:
                 yield rows
             rows = []
             continue
-        fields = line.rstrip("\r").split("\t")
+        fields = line.split("\t")
         if len(fields) != 10:
             raise ValueError(
                 f"{path}, line {number}, has {len(fields)} columns; CoNLL-U has 10."

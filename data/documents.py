@@ -6,47 +6,42 @@ TensorFlow.
 """
 
 import functools
-import gzip
 import hashlib
 import json
-import zlib
 from pathlib import Path
 
 from absl import logging
 
 from headcount.data import recall, stories
-from headcount.data.cache import download
-from headcount.data.pairs import prepared_in
+from headcount.data.cache import download, prepared_in
+from headcount.data.files import folder_of, read_lines, read_text
 
 SHAKESPEARE_URL = (
     "https://github.com/karpathy/char-rnn/raw/6f9487a/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 KEYS = "name", "directory", "test_share"  # of config.data: what corpus it is
-OPTIONS = "max_length", "vocab_size", "test_share"  # of config.data, for `load`
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 
 
-def load(name: str, split: str, directory: str | None = None, **options) -> list[str]:
+def load(data, split: str) -> list[str]:
     """Return the documents of a split.
 
     Args:
-        name: `shakespeare`, `recall`, `stories`, `text`, or a TFDS text set.
+        data: the config's section `data`.
         split: "train", "val" or "test".
-        directory: folder of local files, for `text` and optionally `shakespeare`.
-        options: `max_length` and `vocab_size` of the config, on which generated corpora
-            depend; `test_share` for shakespeare, see configs/base.py.
 
     Raises:
         ValueError, OSError: there is no such corpus or split, or it can't be read.
     """
-    if directory is not None and name not in ("shakespeare", "text"):
+    name = data.name
+    if data.directory is not None and name not in ("shakespeare", "text"):
         raise ValueError(
             f"data.directory (--directory) is for the corpora shakespeare and text, "
             f"and {name} reads no files from it; leave it out."
         )
     loader = LOADERS.get(name, _tfds)
-    documents = loader(name, split, directory, **options)
+    documents = loader(data, split)
     if not documents:
         raise ValueError(f"The split {split!r} of {name} has no documents.")
     logging.info("%s %s: %d documents", name, split, len(documents))
@@ -69,19 +64,19 @@ def test_split(data) -> str:
     return "val" if data.name == "shakespeare" and not data.test_share else "test"
 
 
-def _shakespeare(name, split, directory, *, test_share=0.0, **_) -> list[str]:
-    """Return the complete text of a split: 90 % and 10 %, as in nanoGPT.
+def _shakespeare(data, split) -> list[str]:
+    """Return the complete text of a split: 90% and 10%, as in nanoGPT.
 
-    If `test_share` is above 0, that share of the last 10 %, at its end, is the test
+    If data.test_share is above 0, that share of the last 10%, at its end, is the test
     split.
     """
-    splits = ("train", "val", "test") if test_share else ("train", "val")
+    splits = ("train", "val", "test") if data.test_share else ("train", "val")
     if split not in splits:
         raise ValueError(
             f"shakespeare has no split {split!r}; it has {' and '.join(splits)} with "
-            f"data.test_share={test_share}."
+            f"data.test_share={data.test_share}."
         )
-    content = _shakespeare_file(directory)
+    content = _shakespeare_file(data)
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise ValueError(
             "The file is not char-rnn's tinyshakespeare input.txt (its SHA-256 "
@@ -89,17 +84,18 @@ def _shakespeare(name, split, directory, *, test_share=0.0, **_) -> list[str]:
         )
     text = content.decode()
     train = int(0.9 * len(text))
-    val = len(text) - round(test_share * (len(text) - train))
+    val = len(text) - round(data.test_share * (len(text) - train))
     cuts = {"train": (0, train), "val": (train, val), "test": (val, len(text))}
     return [text[slice(*cuts[split])]]
 
 
-def _shakespeare_file(directory: str | None) -> bytes:
-    if directory is not None:
-        path = Path(directory).expanduser() / "input.txt"
+def _shakespeare_file(data) -> bytes:
+    if data.directory is not None:
+        folder = folder_of(data.name, data.directory)
+        path = folder / "input.txt"
         if not path.is_file():
             raise FileNotFoundError(
-                f"The folder {directory} (data.directory) holds no input.txt."
+                f"The folder {folder} (data.directory) holds no input.txt."
             )
         return path.read_bytes()
     path = prepared_in() / "downloads" / "tinyshakespeare" / "input.txt"
@@ -111,23 +107,17 @@ def _shakespeare_file(directory: str | None) -> bytes:
     )
 
 
-def _recall(name, split, directory, *, max_length, vocab_size, **_) -> list[str]:
-    return recall.documents(split, max_length, vocab_size)
+def _recall(data, split) -> list[str]:
+    return recall.documents(split, data.max_length, data.vocab_size)
 
 
-def _stories(name, split, directory, **_) -> list[str]:
+def _stories(data, split) -> list[str]:
     return [story.text for story in stories.documents(split)]
 
 
-def _text(name, split, directory, **_) -> list[str]:
+def _text(data, split) -> list[str]:
     """Return the documents of SPLIT.txt, SPLIT.jsonl, or the files in SPLIT/."""
-    if directory is None:
-        raise ValueError(
-            "data.name=text needs data.directory, the folder of your files."
-        )
-    folder = Path(directory).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
+    folder = folder_of(data.name, data.directory)
     if (folder / split).is_dir():
         paths = sorted(
             p for p in (folder / split).iterdir() if p.name.endswith(SUFFIXES)
@@ -153,25 +143,10 @@ def _text(name, split, directory, **_) -> list[str]:
 
 def _documents_of(path: Path, one_per_file: bool) -> list[str]:
     """Return a file's documents: JSON lines, blocks of lines, or the whole file."""
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(
-                f"{path} is not a complete gzip file ({error})."
-            ) from error
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it, for example "
-            f"with iconv -f latin1 -t utf-8."
-        ) from error
     if path.name.removesuffix(".gz").endswith(".jsonl"):
-        # not splitlines, which also splits at other characters, inside strings
-        lines = enumerate(text.split("\n"), 1)
+        lines = enumerate(read_lines(path), 1)
         return [_json_text(path, n, line) for n, line in lines if line.strip()]
+    text = read_text(path)
     if one_per_file:
         return [text] if text.strip() else []
     blocks = text.replace("\r\n", "\n").split("\n\n")
@@ -190,15 +165,17 @@ def _json_text(path: Path, number: int, line: str) -> str:
     return text
 
 
-def _tfds(name, split, directory, **_) -> list[str]:
+def _tfds(data, split) -> list[str]:
     """Return the field `text` of a TFDS data set."""
     from headcount.data import tfds_sets  # takes a second to import
 
-    make = functools.partial(tfds_sets.from_catalogue, name, prepared_in())
+    make = functools.partial(tfds_sets.from_catalogue, data.name)
     features = make().info.features
     if "text" not in features:
-        raise ValueError(f"{name} has no field `text`; it has {', '.join(features)}.")
-    builder = tfds_sets.prepare(make, prepared_in())
+        raise ValueError(
+            f"{data.name} has no field `text`; it has {', '.join(features)}."
+        )
+    builder = tfds_sets.prepare(make)
     return [row["text"].decode("utf-8") for row in tfds_sets.rows(builder, split)]
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from headcount.data.columns import find_file, read_lines
+from headcount.data.columns import find_file
+from headcount.data.files import folder_of, read_lines
 
 NAMES = "labelled", "movie_reviews"  # values of data.name
 FOLDS = 10
@@ -40,11 +41,7 @@ def load(name: str, split: str, directory: str | None, fold: int) -> Labelled:
             f"data.name must be one of {', '.join(NAMES)} for classification, got "
             f"{name!r}."
         )
-    if directory is None:
-        raise ValueError(
-            f"data.name={name} needs data.directory, the folder of your files."
-        )
-    folder = Path(directory).expanduser()
+    folder = folder_of(name, directory)
     if name == "movie_reviews":
         found = _movie_reviews(folder, split, fold)
     else:
@@ -57,11 +54,8 @@ def load(name: str, split: str, directory: str | None, fold: int) -> Labelled:
 
 def _tsv(path: Path) -> Labelled:
     texts, labels = [], []
-    lines = read_lines(path)
-    for number, line in enumerate(lines, 1):
-        fields = line.rstrip("\r").split("\t")
-        if number == len(lines) and fields == [""]:
-            break
+    for number, line in enumerate(read_lines(path), 1):
+        fields = line.split("\t")
         if not 2 <= len(fields) <= 3 or not fields[0].strip():
             raise ValueError(
                 f"{path}, line {number}, has {len(fields)} columns; it needs a label, "

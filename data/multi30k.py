@@ -6,13 +6,11 @@ licence file and derives from Flickr30K, which is for research, so this reposito
 includes none of its files.
 """
 
-import functools
-import gzip
 import hashlib
-import pathlib
-import zlib
+from pathlib import Path
 
-from headcount.data.cache import download
+from headcount.data.cache import download, prepared_in
+from headcount.data.files import folder_of, read_bytes
 
 LANGUAGES = ("en", "de", "fr")
 SPLITS = ("train", "val", "test_2016_flickr", "test_2017_flickr", "test_2017_mscoco")
@@ -20,53 +18,40 @@ SPLITS = ("train", "val", "test_2016_flickr", "test_2017_flickr", "test_2017_msc
 URL = "https://github.com/multi30k/dataset/raw/a3d2e0d/data/task1"
 
 # sha256 of the uncompressed text, so that files may be gzipped or not.
-_LISTED = pathlib.Path(__file__).with_suffix(".sha256").read_text().split()
+_LISTED = Path(__file__).with_suffix(".sha256").read_text().split()
 CHECKSUMS = dict(zip(_LISTED[1::2], _LISTED[::2], strict=True))
 
 
-def _checked_lines(name: str, content: bytes, where: str) -> list[str]:
+def _checked_lines(name: str, path: Path) -> list[str]:
+    content = read_bytes(path)
     if hashlib.sha256(content).hexdigest() != CHECKSUMS[name]:
         raise ValueError(
-            f"{where} is not the official Multi30k file {name} (its sha256 differs); "
+            f"{path} is not the official Multi30k file {name} (its sha256 differs); "
             "fetch it again, or read text of your own with data.name=text"
         )
-    return content.decode("utf-8").removesuffix("\n").split("\n")
+    return content.decode().removesuffix("\n").split("\n")
 
 
-def _unpacked(path: pathlib.Path) -> bytes:
-    content = path.read_bytes()
-    if path.suffix != ".gz":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch it again") from error
-
-
-def _from_folder(kind: str, name: str, directory: pathlib.Path) -> list[str]:
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {directory}; name the one that holds Multi30k's raw/ "
-            "and tok/, or none to download the files"
-        )
-    for folder in (directory / kind, directory):
-        for path in (folder / f"{name}.gz", folder / name):
+def _from_folder(kind: str, name: str, directory: str) -> list[str]:
+    folder = folder_of("multi30k", directory)
+    for parent in (folder / kind, folder):
+        for path in (parent / f"{name}.gz", parent / name):
             if path.is_file():
-                return _checked_lines(name, _unpacked(path), str(path))
-    raise FileNotFoundError(f"the folder {directory} holds no {kind}/{name}.gz")
+                return _checked_lines(name, path)
+    raise FileNotFoundError(f"the folder {folder} holds no {kind}/{name}.gz")
 
 
-def _from_network(kind: str, name: str, cache: pathlib.Path) -> list[str]:
+def _from_network(kind: str, name: str) -> list[str]:
     # Published as raw/*.gz and, uncompressed, tok/*.
     published = f"{name}.gz" if kind == "raw" else name
-    path = cache / "multi30k_files" / kind / published
+    path = prepared_in() / "downloads" / "multi30k_files" / kind / published
     download(
         f"{URL}/{kind}/{published}",
         path,
         "give the folder of local files as data.directory",
     )
     try:
-        return _checked_lines(name, _unpacked(path), str(path))
+        return _checked_lines(name, path)
     except ValueError:
         path.unlink(missing_ok=True)  # so that the next attempt downloads it again
         raise
@@ -82,27 +67,26 @@ def check(language: str, split: str):
         raise ValueError(f"multi30k has no split {split!r}; it has {', '.join(SPLITS)}")
 
 
-@functools.lru_cache(maxsize=4)
-def _lines(kind, name, directory, cache):
-    if directory is not None:
-        return _from_folder(kind, name, pathlib.Path(directory).expanduser())
-    return _from_network(kind, name, pathlib.Path(cache))
+def _lines(kind: str, name: str, directory: str | None) -> list[str]:
+    if directory is None:
+        return _from_network(kind, name)
+    return _from_folder(kind, name, directory)
 
 
-def sentences(language: str, split: str, *, directory=None, cache=None) -> list[str]:
+def sentences(language: str, split: str, directory: str | None = None) -> list[str]:
     """Return the sentences of a split as published (`raw`), after checking the sha256.
 
     They are read from `directory` if given (the folder with raw/ and tok/, or raw/
-    itself), else downloaded once into `cache`.
+    itself), else downloaded once into the folder of prepared data.
     """
     check(language, split)
-    return list(_lines("raw", f"{split}.{language}", directory, cache))
+    return _lines("raw", f"{split}.{language}", directory)
 
 
-def tokenized(language: str, split: str, *, directory=None, cache=None) -> list[str]:
+def tokenized(language: str, split: str, directory: str | None = None) -> list[str]:
     """Return the same sentences in the form that is published for scoring (`tok`).
 
     They are lowercased, punctuation-normalised and tokenised by Moses.
     """
     check(language, split)
-    return list(_lines("tok", f"{split}.lc.norm.tok.{language}", directory, cache))
+    return _lines("tok", f"{split}.lc.norm.tok.{language}", directory)

@@ -33,7 +33,7 @@ def row_shape(source_lengths, target_lengths) -> tuple[int, int]:
 
     S is T times the corpus's ratio of source to target tokens, rounded up to an even
     number. T is the smallest multiple of 8 that is at least ROW_TOKENS, fits the
-    longest example, and for which rounding increases S by at most 3.5 %. If no T below
+    longest example, and for which rounding increases S by at most 3.5%. If no T below
     twice the minimum satisfies this, the T with the smallest increase is chosen.
     """
     ratio = source_lengths.sum() / target_lengths.sum()

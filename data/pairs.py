@@ -5,25 +5,18 @@ translation set of TensorFlow Datasets, such as `wmt14_translate/de-en`.
 """
 
 import functools
-import gzip
-import os
-import zlib
 from pathlib import Path
 
 from absl import logging
 
 from headcount.data import multi30k, numbers
+from headcount.data.cache import prepared_in
+from headcount.data.files import folder_of, read_lines
 
 USUAL_SPLITS = ("train", "val", "test")  # suggested if a split does not exist
 
 
-def prepared_in(data_dir=None) -> Path:
-    """Return the folder of prepared data: `data_dir`, $TFDS_DATA_DIR, or default."""
-    default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-    return Path(data_dir or default).expanduser()
-
-
-def _read_tfds(make_builder, source: str, target: str, split: str, data_dir):
+def _read_tfds(make_builder, source: str, target: str, split: str):
     from headcount.data import tfds_sets
 
     builder = make_builder()
@@ -39,20 +32,20 @@ def _read_tfds(make_builder, source: str, target: str, split: str, data_dir):
                 f"{builder.info.full_name} has no language {language!r}; it has "
                 f"{', '.join(features.languages)}."
             )
-    rows = tfds_sets.rows(tfds_sets.prepare(make_builder, data_dir), split)
+    rows = tfds_sets.rows(tfds_sets.prepare(make_builder), split)
     return tuple(
         [row[language].decode("utf-8") for row in rows] for language in (source, target)
     )
 
 
-def _catalogue(name, source, target, split, directory, data_dir):
+def _catalogue(name, source, target, split, directory):
     from headcount.data import tfds_sets
 
-    make = functools.partial(tfds_sets.from_catalogue, name, data_dir)
-    return _read_tfds(make, source, target, split, data_dir)
+    make = functools.partial(tfds_sets.from_catalogue, name)
+    return _read_tfds(make, source, target, split)
 
 
-def _numbers(name, source, target, split, directory, data_dir):
+def _numbers(name, source, target, split, directory):
     numbers.check(source)
     numbers.check(target)
     from headcount.data import tfds_sets
@@ -60,56 +53,17 @@ def _numbers(name, source, target, split, directory, data_dir):
     make = functools.partial(
         tfds_sets.Numbers,
         config=tfds_sets.Languages.of(source, target).name,
-        data_dir=data_dir,
+        data_dir=prepared_in(),
         file_format="array_record",
     )
-    return _read_tfds(make, source, target, split, data_dir)
+    return _read_tfds(make, source, target, split)
 
 
-def _multi30k(name, source, target, split, directory, data_dir):
-    multi30k.check(source, split)
-    multi30k.check(target, split)
-    if directory is not None:
-        # reading the text is faster than preparing it with TFDS
-        return tuple(
-            multi30k.sentences(language, split, directory=directory)
-            for language in (source, target)
-        )
-    from headcount.data import tfds_sets
-
-    make = functools.partial(
-        tfds_sets.Multi30k, data_dir=data_dir, file_format="array_record"
-    )
-    return _read_tfds(make, source, target, split, data_dir)
-
-
-def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file, gzipped or not."""
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file ({error}).") from error
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}, is not UTF-8 text.") from error
-    # not splitlines, which also splits at other characters, inside sentences
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return [line.removesuffix("\r") for line in lines]
-
-
-def _folder(directory) -> Path:
-    if directory is None:
-        raise ValueError(
-            "data.name=text needs data.directory, the folder of your files."
-        )
-    folder = Path(directory).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
-    return folder
+def _multi30k(name, source, target, split, directory):
+    languages = source, target
+    for language in languages:
+        multi30k.check(language, split)  # before any is downloaded
+    return tuple(multi30k.sentences(each, split, directory) for each in languages)
 
 
 def _existing(folder: Path, name: str) -> Path | None:
@@ -123,12 +77,12 @@ def _holds(folder: Path, split: str, source: str, target: str) -> bool:
     return all(pair) or _existing(folder, f"{split}.tsv") is not None
 
 
-def _text_files(name, source, target, split, directory, data_dir):
-    folder = _folder(directory)
+def _text_files(name, source, target, split, directory):
+    folder = folder_of(name, directory)
     table = _existing(folder, f"{split}.tsv")
     paths = [_existing(folder, f"{split}.{language}") for language in (source, target)]
     if all(paths):
-        texts = [_read_lines(path) for path in paths]
+        texts = [read_lines(path) for path in paths]
         if len(texts[0]) != len(texts[1]):
             counts = " but ".join(
                 f"{path} has {len(text)} lines"
@@ -143,7 +97,7 @@ def _text_files(name, source, target, split, directory, data_dir):
             f"The folder {folder} holds neither {split}.{source} and {split}.{target} "
             f"nor {split}.tsv (each may be gzipped).{has}"
         )
-    pairs = [line.split("\t") for line in _read_lines(table)]
+    pairs = [line.split("\t") for line in read_lines(table)]
     for number, fields in enumerate(pairs, 1):
         if len(fields) != 2:
             raise ValueError(
@@ -165,7 +119,7 @@ def _check_directory(name: str, directory) -> None:
 
 
 def load(
-    name: str, source: str, target: str, split: str, directory=None, data_dir=None
+    name: str, source: str, target: str, split: str, directory: str | None = None
 ) -> tuple[list[str], list[str]]:
     """Return the source and target sentences of a split; sentence i translates i.
 
@@ -177,7 +131,6 @@ def load(
             download them. For `text`, the folder with train.en and train.de, val.en,
             ..., or with train.tsv, ... (columns source and target). Each file can be
             gzipped.
-        data_dir: folder of prepared data; see `prepared_in`.
 
     Raises:
         ValueError, FileNotFoundError, NotImplementedError: there is no such corpus,
@@ -186,24 +139,9 @@ def load(
     if source == target:
         raise ValueError(f"data.source and data.target are both {source!r}.")
     _check_directory(name, directory)
-    loader, data_dir = LOADERS.get(name, _catalogue), prepared_in(data_dir)
-    sources, targets = loader(name, source, target, split, directory, data_dir)
+    loader = LOADERS.get(name, _catalogue)
+    sources, targets = loader(name, source, target, split, directory)
     if not sources:
         raise ValueError(f"The split {split!r} of {name} has no sentences.")
     logging.info("%s %s: %d pairs %s-%s", name, split, len(sources), source, target)
     return sources, targets
-
-
-def tokenized_references(
-    name: str, target: str, split: str, directory=None, data_dir=None
-) -> list[str]:
-    """Return Multi30k's lowercased, normalised, Moses-tokenised sentences of a split.
-
-    Raises:
-        NotImplementedError: for any other corpus.
-        FileNotFoundError: the folder has no tok/, or the files can't be downloaded.
-    """
-    if name != "multi30k":
-        raise NotImplementedError(f"{name} is published without tokenised references.")
-    cache = prepared_in(data_dir) / "downloads"
-    return multi30k.tokenized(target, split, directory=directory, cache=cache)

@@ -1,10 +1,9 @@
-"""TensorFlow Datasets without TensorFlow: our data sets, and its catalogue."""
+"""TensorFlow Datasets without TensorFlow: number phrases, and its catalogue."""
 
 import contextlib
 import dataclasses
 import itertools
 import sys
-from pathlib import Path
 
 import num2words
 import tensorflow_datasets as tfds
@@ -12,11 +11,11 @@ import tensorflow_datasets.text
 import tensorflow_datasets.translate  # noqa: F401  both register their data sets
 from tensorflow_datasets.core.download import downloader
 
-from headcount.data import multi30k, numbers
-from headcount.data.cache import exclusively
+from headcount.data import numbers
+from headcount.data.cache import exclusively, prepared_in
 
 
-def prepare(make_builder, data_dir: Path):
+def prepare(make_builder):
     """Return a TFDS builder, after preparing its files if necessary.
 
     If several processes need the same data set, one prepares it and the others wait.
@@ -25,7 +24,7 @@ def prepare(make_builder, data_dir: Path):
         NotImplementedError: preparing the data set needs a package that is missing.
         FileNotFoundError: the data set can't be downloaded or written.
     """
-    builder = make_builder()
+    builder, data_dir = make_builder(), prepared_in()
     name = builder.info.full_name
     if builder.is_prepared():
         return builder
@@ -47,8 +46,8 @@ def prepare(make_builder, data_dir: Path):
         except ImportError as error:
             raise NotImplementedError(
                 f"TFDS can't prepare {name} here because it needs {error.name}; "
-                "prepare "
-                f"it elsewhere with file_format=array_record and copy it to {data_dir}."
+                f"prepare it elsewhere with file_format=array_record and copy it to "
+                f"{data_dir}."
             ) from error
         except (OSError, tfds.download.DownloadError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -76,30 +75,20 @@ def rows(builder, split: str) -> list[dict]:
     return source.__getitems__(range(len(source)))  # twice as fast as one by one
 
 
-def from_catalogue(name: str, data_dir: Path):
+def from_catalogue(name: str):
     """Return the builder of a data set in TFDS's catalogue.
 
     Raises:
         ValueError: there is no such data set.
     """
     try:
-        return tfds.builder(name, data_dir=data_dir, file_format="array_record")
+        return tfds.builder(name, data_dir=prepared_in(), file_format="array_record")
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"There is no corpus {name!r}: neither one of Headcount's nor a TFDS data "
             f"set ({reason})."
         ) from error
-
-
-def _info(builder, languages, description: str, **more) -> tfds.core.DatasetInfo:
-    # not self.create_dataset_info, which reads metadata files next to the class
-    return tfds.core.DatasetInfo(
-        builder=builder,
-        description=description,
-        features=tfds.features.Translation(languages=sorted(languages)),
-        **more,
-    )
 
 
 @dataclasses.dataclass
@@ -125,8 +114,12 @@ class Numbers(tfds.core.GeneratorBasedBuilder):
     ]
 
     def _info(self):
-        return _info(
-            self, self.builder_config.languages, "Numbers below a million in words."
+        # not self.create_dataset_info, which reads metadata files next to the class
+        languages = self.builder_config.languages
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Numbers below a million in words.",
+            features=tfds.features.Translation(languages=languages),
         )
 
     def _split_generators(self, dl_manager):
@@ -140,35 +133,3 @@ class Numbers(tfds.core.GeneratorBasedBuilder):
         phrases = [numbers.phrases(values, language) for language in languages]
         for value, *words in zip(values, *phrases, strict=True):
             yield int(value), dict(zip(languages, words, strict=True))
-
-
-class Multi30k(tfds.core.GeneratorBasedBuilder):
-    """Image captions in English, German and French, in the files' order.
-
-    Reads the official files from `manual_dir` of the DownloadConfig if that folder
-    exists, else downloads them; see data/multi30k.py.
-    """
-
-    VERSION = tfds.core.Version("2.0.0")  # 1.0.0 was shuffled
-    MANUAL_DOWNLOAD_INSTRUCTIONS = "Optional: raw/ of github.com/multi30k/dataset."
-
-    def _info(self):
-        description = "Multi30k, task 1, as published."
-        # not shuffled, to match the tokenised references, which are separate files
-        return _info(self, multi30k.LANGUAGES, description, disable_shuffling=True)
-
-    def _split_generators(self, dl_manager):
-        try:
-            directory = dl_manager.manual_dir
-        except AssertionError:  # TFDS raises this if the folder does not exist
-            directory = None
-        cache = dl_manager.download_dir
-        return {
-            split: self._generate_examples(split, directory=directory, cache=cache)
-            for split in multi30k.SPLITS
-        }
-
-    def _generate_examples(self, split, **where):
-        texts = [multi30k.sentences(x, split, **where) for x in multi30k.LANGUAGES]
-        for i, sentences in enumerate(zip(*texts, strict=True)):
-            yield i, dict(zip(multi30k.LANGUAGES, sentences, strict=True))

@@ -23,6 +23,7 @@ from headcount.data.batches import (
 from headcount.data.examples import ArraySpec, Examples
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.maps import attention_maps, single_example
+from headcount.models.transformer import Transformer
 from headcount.runtime import sharding
 
 
@@ -241,9 +242,19 @@ class Task:
         """
         raise NotImplementedError
 
-    def build(self, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Build a new model of the config, with the vocabulary sizes of `folder`."""
-        raise NotImplementedError
+    def build(self, *, rngs: nnx.Rngs, **options) -> nnx.Module:
+        """Build a new model of the config, with the vocabulary sizes of `folder`.
+
+        By default, a model with the vocabulary of `self.tokenizer`.
+
+        Args:
+            rngs: for the initial values.
+            options: further arguments of `models.Transformer`.
+        """
+        size = self.config.data.vocab_size
+        if self.folder is not None:
+            size = self.tokenizer.vocab_size
+        return Transformer(size, **self.config.model.to_dict(), **options, rngs=rngs)
 
     def new_parameters(self, folder: Path) -> tuple[str, ...]:
         """Return the parts of the model that train.init_from must not copy.
@@ -386,7 +397,7 @@ class Task:
 
         Returns:
             None if the task has no bootstrap for the metric. Otherwise, by system:
-            (value, half width of its 95 % interval, p-value for no difference to the
+            (value, half width of its 95% interval, p-value for no difference to the
             baseline or None for the baseline itself), unscaled.
         """
         return None

@@ -1,6 +1,7 @@
 """Common base of the tasks that predict one class per token or per text."""
 
 import json
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -8,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from flax import nnx
 
 from headcount.data import batches, tokenizers
 from headcount.data.examples import Examples
 from headcount.models import precision
 from headcount.models.dropout import random_bits
-from headcount.models.transformer import Transformer
 from headcount.models.trial_axis import over_trials
 from headcount.runtime import sharding
 from headcount.runtime.schema import violation
 from headcount.runtime.workdir import read_json
+from headcount.tasks import class_scores
 from headcount.tasks.base import Metric, Run
 from headcount.tasks.encoder import (
     EncoderTask,
@@ -25,9 +27,11 @@ from headcount.tasks.encoder import (
     is_text,
     make_tokenizer,
 )
+from headcount.tasks.heldout_loss import heldout_loss
 
 ACCURACY = Metric("accuracy", "accuracy", "%", bounds=(0, 100), margin=0.5)
 MACRO_F1 = Metric("macro_f1", "macro F1", "%", bounds=(0, 100), margin=1.0)
+ENTITY_F1 = Metric("entity_f1", "entity F1", "%", bounds=(0, 100), margin=1.0)
 UNKNOWN_CLASS = -1  # marks a token whose class does not occur in the training split
 CLASSES = "classes.json"
 
@@ -102,18 +106,12 @@ class ClassTask(EncoderTask):
             )
         return ids | dict.fromkeys(unknown, UNKNOWN_CLASS)
 
-    def build(self, *, rngs) -> Transformer:
+    def build(self, *, rngs) -> nnx.Module:
         """See `Task.build`."""
-        size, num_classes = self.config.data.vocab_size, self.config.data.num_classes
+        num_classes = self.config.data.num_classes
         if self.folder is not None:
-            size, num_classes = self.tokenizer.vocab_size, len(self.classes)
-        return Transformer(
-            size,
-            num_classes=num_classes,
-            pooling=self.pooling,
-            **self.config.model.to_dict(),
-            rngs=rngs,
-        )
+            num_classes = len(self.classes)
+        return super().build(rngs=rngs, num_classes=num_classes, pooling=self.pooling)
 
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
         """Return the label-smoothed cross-entropy of the scored tokens' classes."""
@@ -129,15 +127,50 @@ class ClassTask(EncoderTask):
         loss = (1 - label_smoothing) * loss + label_smoothing * smoothed
         return (loss * weights).sum(), weights.sum()
 
-    def predicted(self, run: Run, examples: Examples) -> list[list[np.ndarray]]:
-        """Predict the class of every token; return arrays by trial and example."""
+    def true_labels(self, examples: Examples) -> list[list[str]]:
+        """Return the labels of each example, one per token that has a class."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        run: Run,
+        examples: Examples,
+        trials: Sequence[int] | None = None,
+        quick: bool = False,
+    ) -> list[dict]:
+        """Score labels, with a report per class unless quick; see `Task.evaluate`."""
+        trials = range(len(run.trials)) if trials is None else trials
+        loss = heldout_loss(run, self.evaluation_batches(examples))
+        found, true = self.predicted_labels(run, examples), self.true_labels(examples)
+        flat, rows = [label for labels in true for label in labels], []
+        for trial in trials:
+            guesses = [label for labels in found[trial] for label in labels]
+            row = {"loss": float(loss[trial])} | class_scores.score(flat, guesses)
+            if ENTITY_F1 in self.metrics:
+                row["entity_f1"] = class_scores.entity_f1(true, found[trial])
+            if not quick:
+                row["report"] = class_scores.report(flat, guesses)
+                row["confusions"] = class_scores.confusions(flat, guesses)
+                if ENTITY_F1 in self.metrics:
+                    row["entities"] = class_scores.entity_report(true, found[trial])
+                row["predictions"] = [" ".join(labels) for labels in found[trial]]
+            rows.append(row)
+        return rows
+
+    def predicted_labels(self, run: Run, examples: Examples) -> list[list[list[str]]]:
+        """Predict labels by trial and example, in the form of `true_labels`."""
 
         def best(batch):
             found = best_classes(run.graph, run.params, run.head_gates, batch)
             return np.moveaxis(sharding.fetch(found), 0, -1)
 
         of_tokens = self.by_example(examples, best)
-        return [[found[:, r] for found in of_tokens] for r in range(len(run.trials))]
+        tags = examples.fields["tags"]
+        found = [each[own != 0] for each, own in zip(of_tokens, tags, strict=True)]
+        return [
+            [[self.classes[i] for i in each[:, r]] for each in found]
+            for r in range(len(run.trials))
+        ]
 
     def probabilities(self, run: Run, examples: Examples, trial: int) -> list:
         """Return the class probabilities of every token, by example."""

@@ -7,10 +7,8 @@ import numpy as np
 
 from headcount.data import labelled
 from headcount.data.examples import Examples, Ragged
-from headcount.tasks import class_scores
 from headcount.tasks.base import LOSS, Run
 from headcount.tasks.classes import ACCURACY, MACRO_F1, UNKNOWN_CLASS, ClassTask
-from headcount.tasks.heldout_loss import heldout_loss
 
 
 class Classification(ClassTask):
@@ -52,27 +50,9 @@ class Classification(ClassTask):
         fields["tags"] = Ragged(tags, fields["source"].offsets)
         return Examples(split, fields, text)
 
-    def evaluate(
-        self,
-        run: Run,
-        examples: Examples,
-        trials: Sequence[int] | None = None,
-        quick: bool = False,
-    ) -> list[dict]:
-        """Score labels, with a report per class unless quick; see `Task.evaluate`."""
-        trials = range(len(run.trials)) if trials is None else trials
-        loss = heldout_loss(run, self.evaluation_batches(examples))
-        found, true = self.predicted(run, examples), examples.text["label"]
-        rows = []
-        for trial in trials:
-            guesses = [self.classes[each[0]] for each in found[trial]]
-            row = {"loss": float(loss[trial])} | class_scores.score(true, guesses)
-            if not quick:
-                row["report"] = class_scores.report(true, guesses)
-                row["confusions"] = class_scores.confusions(true, guesses)
-                row["predictions"] = guesses
-            rows.append(row)
-        return rows
+    def true_labels(self, examples: Examples) -> list[list[str]]:
+        """See `ClassTask.true_labels`; a text has one."""
+        return [[label] for label in examples.text["label"]]
 
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0

@@ -27,7 +27,6 @@ from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models import precision
-from headcount.models.transformer import Transformer
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
@@ -100,9 +99,7 @@ class LanguageModel(Task):
 
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
-        data = self.config.data
-        options = {key: data[key] for key in documents.OPTIONS}
-        return {"text": documents.load(data.name, split, data.directory, **options)}
+        return {"text": documents.load(self.config.data, split)}
 
     @cached_property
     def tokenizer(self):
@@ -137,13 +134,6 @@ class LanguageModel(Task):
             fields = ("target", *self.aligned)
             return batches.batch_spec(fields, rows, {"target": length}, self.aligned)
         return windows.window_spec(rows, length)
-
-    def build(self, *, rngs) -> Transformer:
-        """See `Task.build`."""
-        size = self.config.data.vocab_size
-        if self.folder is not None:
-            size = self.tokenizer.vocab_size
-        return Transformer(size, **self.config.model.to_dict(), rngs=rngs)
 
     def batches(self, examples: Examples, seeds: list[int]):
         """See `Task.batches`."""

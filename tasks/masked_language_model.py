@@ -1,7 +1,7 @@
 """Masked language modelling: an encoder predicts tokens that were hidden from it.
 
-The model predicts 15 % of the tokens of a text. Of these, 80 % are masked, 10 % are
-replaced by random tokens, and 10 % are unchanged (Devlin et al. 2019).
+The model predicts 15% of the tokens of a text. Of these, 80% are masked, 10% are
+replaced by random tokens, and 10% are unchanged (Devlin et al. 2019).
 """
 
 import json
@@ -16,7 +16,6 @@ from headcount.data import documents
 from headcount.data.examples import Examples
 from headcount.models import precision
 from headcount.models.dropout import random_bits
-from headcount.models.transformer import Transformer
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, token_loss
 from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
@@ -46,9 +45,7 @@ class MaskedLanguageModel(EncoderTask):
 
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
-        data = self.config.data
-        options = {key: data[key] for key in documents.OPTIONS}
-        return {"text": documents.load(data.name, split, data.directory, **options)}
+        return {"text": documents.load(self.config.data, split)}
 
     def load(self, split: str) -> Examples:
         """See `Task.load`; an example is a piece of a document."""
@@ -77,13 +74,6 @@ class MaskedLanguageModel(EncoderTask):
             pieces[-1].append(word)
             size += own
         return [" ".join(piece) for piece in pieces if piece]
-
-    def build(self, *, rngs) -> Transformer:
-        """See `Task.build`."""
-        size = self.config.data.vocab_size
-        if self.folder is not None:
-            size = self.tokenizer.vocab_size
-        return Transformer(size, **self.config.model.to_dict(), rngs=rngs)
 
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
         """Return the label-smoothed cross-entropy of the predicted tokens.
@@ -123,7 +113,7 @@ class MaskedLanguageModel(EncoderTask):
         trials: Sequence[int] | None = None,
         quick: bool = False,
     ) -> list[dict]:
-        """Score the loss and accuracy on 15 % of the tokens; see `Task.evaluate`."""
+        """Score the loss and accuracy on 15% of the tokens; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         batches = self.evaluation_batches(examples)
         loss, weight, correct = heldout_sums(run, self.scores, batches)

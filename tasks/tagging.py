@@ -7,19 +7,17 @@ import numpy as np
 
 from headcount.data import columns
 from headcount.data.examples import Examples, Ragged
-from headcount.tasks import class_scores
-from headcount.tasks.base import LOSS, Metric, Run
+from headcount.tasks.base import LOSS, Run
 from headcount.tasks.classes import (
     ACCURACY,
+    ENTITY_F1,
     MACRO_F1,
     UNKNOWN_CLASS,
     ClassTask,
     listed,
 )
-from headcount.tasks.heldout_loss import heldout_loss
 
 BIO = re.compile(r"O|[BIES]-.+")  # seqeval also interprets E and S, of IOBES
-ENTITY_F1 = Metric("entity_f1", "entity F1", "%", bounds=(0, 100), margin=1.0)
 
 
 class Tagging(ClassTask):
@@ -71,40 +69,9 @@ class Tagging(ClassTask):
         fields["tags"] = Ragged(labels, offsets)
         return Examples(split, fields, text)
 
-    def evaluate(
-        self,
-        run: Run,
-        examples: Examples,
-        trials: Sequence[int] | None = None,
-        quick: bool = False,
-    ) -> list[dict]:
-        """Score tags, with a report per class unless quick; see `Task.evaluate`."""
-        trials = range(len(run.trials)) if trials is None else trials
-        loss = heldout_loss(run, self.evaluation_batches(examples))
-        found = self.predicted(run, examples)
-        true = [line.split(" ") for line in examples.text["tags"]]
-        flat, rows = [tag for line in true for tag in line], []
-        for trial in trials:
-            lines = self.tag_lines(examples, found[trial])
-            guesses = [tag for line in lines for tag in line]
-            row = {"loss": float(loss[trial])} | class_scores.score(flat, guesses)
-            if self.config.task.entities:
-                row["entity_f1"] = class_scores.entity_f1(true, lines)
-            if not quick:
-                row["report"] = class_scores.report(flat, guesses)
-                row["confusions"] = class_scores.confusions(flat, guesses)
-                if self.config.task.entities:
-                    row["entities"] = class_scores.entity_report(true, lines)
-                row["predictions"] = [" ".join(line) for line in lines]
-            rows.append(row)
-        return rows
-
-    def tag_lines(self, examples: Examples, found: list[np.ndarray]) -> list[list[str]]:
-        """Return the tag of every word, which is that of its first token."""
-        return [
-            [self.classes[i] for i in classes[tags != 0]]
-            for classes, tags in zip(found, examples.fields["tags"], strict=True)
-        ]
+    def true_labels(self, examples: Examples) -> list[list[str]]:
+        """See `ClassTask.true_labels`; a word has one."""
+        return [line.split(" ") for line in examples.text["tags"]]
 
     def predict(
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0

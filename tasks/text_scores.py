@@ -151,8 +151,8 @@ def paired_bootstrap(
         samples: number of resampled test sets.
 
     Returns:
-        By system: its score, half the width of the score's 95 % interval, and the
-        p-value for no difference to the baseline (None for the baseline).
+        By system: its score, half the width of the score's 95% interval, and the
+        p-value for no difference from the baseline (None for the baseline).
     """
     logging.getLogger("sacrebleu").setLevel(logging.WARNING)  # it logs every step
     named = [(name, list(lines)) for name, lines in systems.items()]

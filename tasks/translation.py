@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from headcount.configs.validation import choose
-from headcount.data import batches, pairs, tokenizers
+from headcount.data import batches, multi30k, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import largest_rows
 from headcount.decoding.generate import default_limit, generate, generate_trials
@@ -104,7 +104,7 @@ class Translation(Task):
         data = self.config.data
         if data.name != "multi30k":
             return None
-        return pairs.tokenized_references(data.name, data.target, split, data.directory)
+        return multi30k.tokenized(data.target, split, data.directory)
 
     @cached_property
     def tokenizers(self) -> tuple:

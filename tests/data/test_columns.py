@@ -26,8 +26,7 @@ CONLLU = """# newdoc id = a
 
 
 def write(folder, content, name="train.conllu"):
-    content = content.encode() if isinstance(content, str) else content
-    (folder / name).write_bytes(content)
+    (folder / name).write_bytes(content.encode())
     return str(folder)
 
 
@@ -74,7 +73,6 @@ def test_the_val_split_may_be_called_dev_or_valid(tmp_path, name):
         (CONLLU.replace("Acc\t1", "Acc 1"), "upos", "train.conllu, line 5, has 9 "),
         ("1\t \t" + 7 * "_\t" + "_\n", "upos", "train.conllu, line 1, has no word"),
         ("# nothing\n\n", "upos", "train.conllu has no sentences"),
-        (b"# a\n\xff\n", "upos", "train.conllu, line 2, is not UTF-8"),
     ],
 )
 def test_a_malformed_conllu_file_raises_with_the_line(tmp_path, content, tag, culprit):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tensorflow_datasets as tfds
 
+from headcount.configs.base import get_config
 from headcount.data import documents, recall
 
 SHAKESPEARE = Path(__file__).resolve().parents[3] / "shared/data/tinyshakespeare"
@@ -19,14 +20,16 @@ BLOCKS = "one\ntwo\n\n\nthree – ß\r\n\r\n\n"
 SPLIT = ["one\ntwo", "three – ß"]
 
 
-def write(path: Path, text: str | bytes):
+def write(path: Path, text: str):
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = text.encode() if isinstance(text, str) else text
+    content = text.encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 def load(folder, split="train", name="text", **options):
-    return documents.load(name, split, folder and str(folder), **options)
+    data = get_config().data
+    data.update({"name": name, "directory": folder and str(folder)} | options)
+    return documents.load(data, split)
 
 
 @pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
@@ -52,17 +55,11 @@ def test_a_folder_has_one_document_per_text_file(tmp_path):
     assert load(tmp_path, "val") == ["first", BLOCKS, "x", "y"]
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path):
-    write(tmp_path / "train.txt", b"\xef\xbb\xbfone")
-    assert load(tmp_path) == ["one"]
-
-
 @pytest.mark.parametrize(
     "files, error, culprit",
     [
         ({}, FileNotFoundError, "train.txt .*train.jsonl"),
         ({"train.txt": "\n\n"}, ValueError, "'train' of text"),
-        ({"train.txt": b"a\xff"}, ValueError, "train.txt .*byte 1"),
         ({"train.jsonl": '{"text": "a"}\n{"txt": "b"}'}, ValueError, "jsonl, line 2"),
         ({"train.jsonl": '{"text": 3}'}, ValueError, "train.jsonl, line 1"),
         ({"train.jsonl": '{"text": "a"}\n["b"]'}, ValueError, "train.jsonl, line 2"),
@@ -79,12 +76,6 @@ def test_malformed_documents_raise_with_file_and_line(tmp_path, files, error, cu
     for name, content in files.items():
         write(tmp_path / name, content)
     with pytest.raises(error, match=culprit):
-        load(tmp_path)
-
-
-def test_a_truncated_gzip_file_of_documents_raises_with_its_name(tmp_path):
-    (tmp_path / "train.txt.gz").write_bytes(gzip.compress(b"a b c\n" * 99)[:-9])
-    with pytest.raises(ValueError, match=r"train\.txt\.gz"):
         load(tmp_path)
 
 

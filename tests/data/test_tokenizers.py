@@ -194,12 +194,13 @@ def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):
     """Colleagues score a run, start from it, or share the downloads."""
     published = lambda url, timeout: io.BytesIO(b"a dog\n")  # noqa: E731
     monkeypatch.setattr(urllib.request, "urlopen", published)
-    monkeypatch.setattr(multi30k, "_checked_lines", lambda name, content, where: [])
+    monkeypatch.setattr(multi30k, "_checked_lines", lambda name, path: [])
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "cache"))
     before = os.umask(0o027)
     try:
         load_or_train_pair(tmp_path / "a", ["a b c"], ["d e f"], 20, joint=False)
         tokenizers.copy(tmp_path / "a", tmp_path / "b")
-        multi30k._from_network("tok", "val.en", tmp_path / "cache")
+        multi30k.tokenized("en", "val")
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from headcount.data import numbers, pairs, tokenizers
+from headcount.data import multi30k, numbers, tokenizers
 from headcount.data.examples import Ragged
 from headcount.runtime import sharding
 from headcount.tasks import text_scores, translation
@@ -284,7 +284,7 @@ def test_multi30k_is_also_scored_in_its_published_protocol(tmp_path, monkeypatch
     ids = [each.tolist() for each in task.tokenizers[1].encode(hypotheses)]
     monkeypatch.setattr(translation, "translations", lambda *_, **__: {0: ids})
     (row,) = evaluate(untrained_run(task, num_trials=1), examples)
-    references = pairs.tokenized_references("multi30k", "de", "val", MULTI30K)
+    references = multi30k.tokenized("de", "val", MULTI30K)
     decoded = [task.tokenizers[1].decode(ids) for ids in ids]
     scores, signatures = text_scores.published(decoded, references, "de")
     assert row | scores == row and row["signatures"] | signatures == row["signatures"]
