@@ -272,7 +272,9 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
         has_kernel = jnp.dtype(query.dtype).itemsize <= 4
         return "cpu" if has_kernel and cpu_build.unavailable() is None else "blockwise"
     kernel = importlib.import_module(f"{KERNELS}.{platform}")
-    query, value = (_with_dtype_object(x) for x in (query, value))
+    query, value = (
+        jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in (query, value)
+    )
     if bias is not None or kernel.unsupported(query, value, bias, mask):
         return "blockwise"
     if is_target and kernel.unsupported_device():
@@ -281,10 +283,6 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     if is_here and not verification.is_accepted(platform, query.dtype.name):
         return "blockwise"
     return platform
-
-
-def _with_dtype_object(array):
-    return jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype))
 
 
 def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:

@@ -17,32 +17,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 
-def checked(function: Callable) -> Callable:
-    """Wrap a rule so that it checks its parameters' shapes against `MERGE_RULES`.
-
-    Otherwise an axis of size 1 would be broadcast, and silently turn a mean into a sum.
-
-    Raises:
-      ValueError: from the returned rule, if a parameter has another shape.
-    """
-
-    @functools.wraps(function)
-    def rule(heads, x, **arguments):
-        N, V = heads.shape[-2:]
-        sizes = {"N": N, "V": V, "D": x.shape[-1]}
-        for name, letters in MERGE_RULES[function.__name__].shapes.items():
-            wanted = tuple(sizes[letter] for letter in letters.split())
-            if name in arguments and np.shape(arguments[name]) != wanted:
-                raise ValueError(
-                    f"{name} of {function.__name__} must have the shape {letters} = "
-                    f"{wanted}, got {np.shape(arguments[name])}"
-                )
-        return function(heads, x, **arguments)
-
-    return rule
-
-
-@checked
 def concat(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -57,7 +31,6 @@ def concat(
     return jnp.einsum("BTNV,NVD->BTD", heads, kernel)
 
 
-@checked
 def scaled(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -81,7 +54,6 @@ def scaled_weights(
     return 1 + wide(scale)
 
 
-@checked
 def mean(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -96,7 +68,6 @@ def mean(
     return heads.mean(2) @ kernel
 
 
-@checked
 def weighted(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -117,7 +88,6 @@ def weighted_weights(
     return jax.nn.softmax(wide(logits))
 
 
-@checked
 def dynamic(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -137,7 +107,6 @@ def dynamic_weights(
     return jax.nn.softmax(wide(x @ router))
 
 
-@checked
 def gated(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -160,7 +129,6 @@ def gated_weights(
     return jax.nn.sigmoid(x @ gate)
 
 
-@checked
 def gated_elementwise(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -182,7 +150,6 @@ def gated_elementwise_weights(
     return jax.nn.sigmoid(jnp.einsum("BTD,DNV->BTNV", x, gate))
 
 
-@checked
 def mixture(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -238,7 +205,6 @@ def largest(logits: Float[Array, "B T N"], count: int) -> Bool[Array, "B T N"]:
     return jnp.argsort(order, axis=-1) < count
 
 
-@checked
 def shared_mixture(
     heads: Float[Array, "B T N V"],
     x: Float[Array, "B T D"],
@@ -315,54 +281,59 @@ class MergeRule(NamedTuple):
     routes: Callable | None = None
 
 
-def check_names(rules: dict[str, MergeRule]) -> None:
-    """Check that functions are named like their keys, by which `checked` finds them.
+def entry(function: Callable, shapes: dict[str, str], **others) -> MergeRule:
+    """Return a `MergeRule` whose function checks the shapes of its parameters.
+
+    Otherwise an axis of size 1 would be broadcast, and silently turn a mean into a sum.
 
     Raises:
-      ValueError: a name differs.
+      ValueError: from the rule's function, if a parameter has another shape.
     """
-    for name, rule in rules.items():
-        if rule.function.__name__ != name:
-            raise ValueError(
-                f"the merge rule {name!r} has the function "
-                f"{rule.function.__name__}; name the function {name}"
-            )
+
+    @functools.wraps(function)
+    def checked(heads, x, **arguments):
+        N, V = heads.shape[-2:]
+        sizes = {"N": N, "V": V, "D": x.shape[-1]}
+        for name, letters in shapes.items():
+            wanted = tuple(sizes[letter] for letter in letters.split())
+            if name in arguments and np.shape(arguments[name]) != wanted:
+                raise ValueError(
+                    f"{name} of {function.__name__} must have the shape {letters} = "
+                    f"{wanted}, got {np.shape(arguments[name])}"
+                )
+        return function(heads, x, **arguments)
+
+    return MergeRule(checked, shapes, **others)
 
 
 MERGE_RULES = {
-    "concat": MergeRule(concat, {"kernel": "N V D"}),
-    "scaled": MergeRule(
-        scaled, {"kernel": "N V D", "scale": "N"}, weights=scaled_weights
-    ),
-    "mean": MergeRule(mean, {"kernel": "V D"}),
-    "weighted": MergeRule(
+    "concat": entry(concat, {"kernel": "N V D"}),
+    "scaled": entry(scaled, {"kernel": "N V D", "scale": "N"}, weights=scaled_weights),
+    "mean": entry(mean, {"kernel": "V D"}),
+    "weighted": entry(
         weighted, {"kernel": "V D", "logits": "N"}, weights=weighted_weights
     ),
-    "dynamic": MergeRule(
+    "dynamic": entry(
         dynamic, {"kernel": "V D", "router": "D N"}, weights=dynamic_weights
     ),
-    "gated": MergeRule(
-        gated, {"kernel": "N V D", "gate": "D N"}, weights=gated_weights
-    ),
-    "gated_elementwise": MergeRule(
+    "gated": entry(gated, {"kernel": "N V D", "gate": "D N"}, weights=gated_weights),
+    "gated_elementwise": entry(
         gated_elementwise,
         {"kernel": "N V D", "gate": "D N V"},
         weights=gated_elementwise_weights,
     ),
-    "mixture": MergeRule(
+    "mixture": entry(
         mixture,
         {"kernel": "N V D", "router": "D N"},
-        ("mixture_heads",),
-        mixture_weights,
-        mixture_routes,
+        settings=("mixture_heads",),
+        weights=mixture_weights,
+        routes=mixture_routes,
     ),
-    "shared_mixture": MergeRule(
+    "shared_mixture": entry(
         shared_mixture,
         {"kernel": "N V D", "router": "D N", "split": "D"},
-        ("mixture_heads", "mixture_shared"),
-        shared_mixture_weights,
-        shared_mixture_routes,
+        settings=("mixture_heads", "mixture_shared"),
+        weights=shared_mixture_weights,
+        routes=shared_mixture_routes,
     ),
 }
-
-check_names(MERGE_RULES)

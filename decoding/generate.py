@@ -3,7 +3,6 @@
     generate(graph, params, prompts, ...) -> tokens and scores, or n-best lists
     generate_trials(graph, params, prompts, ...) -> the same for every trial
     stream(graph, params, prompt, ...) -> iterator of tokens, as they are decoded
-    decode(model, prompts, lengths, ...) -> Decoded, a pure function of a batch
 
 For encoder-decoders, a prompt is a source sentence. For decoder-only models, it is the
 beginning of a text and starts with BOS.
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
 
 from headcount.decoding.scheduling import (
     TRIAL_AXES,
@@ -38,84 +37,12 @@ from headcount.decoding.step import (
     Prompt,
     State,
     advance,
-    decoded,
     empty_state,
     prefill,
-    run_until,
     start,
 )
 from headcount.models import precision
-from headcount.models.transformer import Transformer
 from headcount.models.validation import check_gates
-
-
-def decode(
-    model: Transformer,
-    prompts: Int[Array, "B S"],
-    lengths: Int[Array, "B"],
-    keys: Key[Array, "B"] | None = None,
-    limits: Int[Array, "B"] | None = None,
-    head_gates: dict | None = None,
-    *,
-    max_length: int,
-    n_best: int | None = None,
-    **options,
-) -> Decoded:
-    """Continue a batch of prompts, one per row (not packed).
-
-    A hypothesis with log-probability p and n tokens, including EOS, has the score
-    p / ((5 + n) / 6)^length_penalty (Wu et al. 2016, section 7). The search keeps
-    beam_size live hypotheses. A hypothesis finishes when its EOS is among the beam_size
-    best continuations of the step. A prompt is done when beam_size hypotheses have
-    finished and no live one scores higher at its current length than the best of them,
-    or when no live one can do so at any length. At a prompt's limit, only EOS is
-    allowed. With beam_size 1 this is greedy decoding.
-
-    Args:
-        model: the model.
-        prompts, lengths: token ids and their number. Length 0 is padding.
-        keys: keys for sampling, one per prompt. Samples depend on the prompt's own key
-            only, not on the batch.
-        limits: largest number of tokens of each result, including EOS. Defaults to
-            max_length. If a limit exceeds max_length, the result may be unfinished,
-            even if a shorter hypothesis has finished, since that may not be the best.
-        head_gates: see `models.Transformer.__call__`; one number per layer and head.
-        max_length: L, the static number of slots of the cache.
-        n_best: N, the number of finished hypotheses to return, ordered by score, or
-            None for only the best. With n_best, the search continues until no live
-            hypothesis can be among the N best, or until it would end without n_best.
-            The best hypothesis is the same in both cases.
-        options: the following options.
-            beam_size: W. Default 1.
-            length_penalty: the exponent, at least 0. Default 0.
-            temperature: 0, the default, searches. Above 0, tokens are sampled from
-                softmax(logits / temperature).
-            top_k: sample from the k most probable tokens. Default 0, which means all.
-            top_p: sample from the smallest set of tokens whose probabilities sum to at
-                least top_p (Holtzman et al. 2020). Default 1.
-            return_scores: False skips the softmax if beam_size is 1, which makes scores
-                meaningless. Default True.
-            vocabulary: EOS, and tokens that are never produced; see
-                `search.Vocabulary`.
-
-    Raises:
-        ValueError: an option is out of range, or sampling is combined with a beam.
-    """
-    options = check_options(**options)
-    beam_size = options["beam_size"]
-    check_n_best(n_best, beam_size)
-    check_gates(head_gates, model.head_gates())
-    B, L = prompts.shape[0], max_length
-    if keys is None:
-        keys = jnp.broadcast_to(jax.random.key(0), (B,))
-    if limits is None:
-        limits = jnp.full(B, L)
-    sizes = {"max_length": L, "beam_size": beam_size, "n_best": n_best}
-    state = empty_state(model, prompts, keys, **sizes)
-    rows = start(prefill(model, prompts, lengths, head_gates), keys, limits, 0, **sizes)
-    state = state._replace(rows=rows)
-    step = partial(advance, model, head_gates=head_gates, **options)
-    return decoded(run_until(step, state, B).rows)
 
 
 class Programs(NamedTuple):
@@ -229,7 +156,7 @@ def generate(
     Args:
         graph, params: the trial's model, from `nnx.split`.
         prompts: token ids.
-        head_gates: see `decode`.
+        head_gates: see `generate_trials`, with shape L N.
         sample_numbers, n_best, options: see `generate_trials`.
 
     Returns:
@@ -275,6 +202,14 @@ def generate_trials(
     1 row if there are at most 16 prompts; for decoder-only models, for no more rows
     than prompts need), and for lengths of 16, 24, 32, 48, ...
 
+    A hypothesis with log-probability p and n tokens, including EOS, has the score
+    p / ((5 + n) / 6)^length_penalty (Wu et al. 2016, section 7). The search keeps
+    beam_size live hypotheses. A hypothesis finishes when its EOS is among the beam_size
+    best continuations of the step. A prompt is done when beam_size hypotheses have
+    finished and no live one scores higher at its current length than the best of them,
+    or when no live one can do so at any length. At a prompt's limit, only EOS is
+    allowed. With beam_size 1 this is greedy decoding.
+
     Args:
         graph, params: a model from `nnx.split`, whose leaves have the trial axis R.
         prompts: token ids. A source sentence ends with EOS; the beginning of a text
@@ -289,11 +224,29 @@ def generate_trials(
         seed: seed for sampling.
         sample_numbers: numbers of the prompts, which make samples of equal prompts
             differ. Defaults to their indices.
-        head_gates: see `decode`, with shape R L N.
-        n_best, options: see `decode`.
+        head_gates: see `models.Transformer.__call__`, with shape R L N.
+        n_best: N, the number of finished hypotheses to return, ordered by score, or
+            None for only the best. With n_best, the search continues until no live
+            hypothesis can be among the N best, or until it would end without n_best.
+            The best hypothesis is the same in both cases.
+        options: the following options.
+            beam_size: W. Default 1.
+            length_penalty: the exponent, at least 0. Default 0.
+            temperature: 0, the default, searches. Above 0, tokens are sampled from
+                softmax(logits / temperature).
+            top_k: sample from the k most probable tokens. Default 0, which means all.
+            top_p: sample from the smallest set of tokens whose probabilities sum to at
+                least top_p (Holtzman et al. 2020). Default 1.
+            return_scores: False skips the softmax if beam_size is 1, which makes scores
+                meaningless. Default True.
+            vocabulary: EOS, and tokens that are never produced; see
+                `search.Vocabulary`.
 
     Returns:
         The result of `generate` for every trial, in the order of `chosen`.
+
+    Raises:
+        ValueError: an option is out of range, or sampling is combined with a beam.
     """
     options = check_options(**options)
     beam_size = options["beam_size"]

@@ -105,7 +105,7 @@ def continue_hypotheses(
         last: whether this is a row's last step, in which all its hypotheses end.
         keys: keys for sampling, one per row.
         beam_size, temperature, top_k, top_p, return_scores, vocabulary: see
-            `generate.decode`.
+            `generate.generate_trials`.
     """
     B, W, size = logits.shape
     eos, banned = vocabulary

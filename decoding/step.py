@@ -76,7 +76,7 @@ class Decoded(NamedTuple):
     tokens: Int[Array, "B *N L"]  # up to and including EOS, then 0
     length: Int[Array, "B *N"]  # including EOS
     scores: Float[Array, "B *N"]  # log-probability (nats) / length penalty
-    finished: Bool[Array, "B"]  # False if the best may be longer than L; see `limits`
+    finished: Bool[Array, "B"]  # False if the best may be longer than L
 
 
 def empty_state(model, prompts, keys, *, max_length, beam_size, n_best=None) -> State:

@@ -171,34 +171,7 @@ class Attention(nnx.Module):
         choose(f"{path}.gate_size", gate_size, variants.GATE_SIZES)
         choose(f"{path}.gate_on", gate_on, GATE_PLACES)
         choose(f"{path}.knocking", knocking, KNOCKING)
-        check_variants(
-            path,
-            {
-                "num_heads": num_heads,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "width": width,
-                "qk_norm": qk_norm,
-                "talking_heads": talking_heads,
-                "gate": gate,
-                "gate_features": gate_features,
-                "gate_on": gate_on,
-                "gate_size": gate_size,
-                "gate_penalty": gate_penalty,
-                "exclusive": exclusive,
-                "differential": differential,
-                "value_residual": value_residual,
-                "knocking": knocking,
-                "merge": merge,
-                "mixture_balance": mixture_balance,
-                "rotary_dim": rotary_dim,
-                "latent_dim": latent_dim,
-                "latent_rotary_dim": latent_rotary_dim,
-                "qk_clip": qk_clip,
-            },
-            rotary=rotary,
-            is_cross=is_cross,
-        )
+        check_variants(locals())  # it reads most arguments, with defaults resolved
         self.merge_rule = merge
         self.mixture_heads = mixture_heads
         self.mixture_shared = mixture_shared
@@ -458,13 +431,7 @@ class Attention(nnx.Module):
         return N, K, H, V if self.difference is None else 2 * V
 
     def resolve(
-        self,
-        B: int,
-        T: int,
-        S: int,
-        *,
-        dtype="float32",
-        positions: str | None = None,
+        self, B: int, T: int, S: int, *, dtype: str, positions: str | None
     ) -> str:
         """Return the implementation that runs in training with these sizes.
 
@@ -472,42 +439,18 @@ class Attention(nnx.Module):
             B, T, S: batch size, number of queries and number of keys.
             dtype: dtype of queries, keys and values.
             positions: see `models.positions`; None in cross-attention.
-
-        Raises:
-            NotImplementedError: the named implementation does not support the layer.
         """
         if self.talking_heads is not None:
             return "talking_heads_attention"
+        if self.implementation is not None:
+            return self.implementation
 
-        def like(length, *heads):
-            return jax.ShapeDtypeStruct((B, length, *heads), dtype)
+        def like(*shape):
+            return jax.ShapeDtypeStruct(shape, dtype)
 
         N, K, H, V = self.sizes()
-        arrays = like(T, N, H), like(S, K, H), like(S, K, V)
-        bias = None
-        if positions == "relative":
-            bias = jax.ShapeDtypeStruct((1, N, T, S), dtype)
-        if self.implementation is not None:
-            learned = {} if bias is None else {"bias": bias}
-            if self.sink is not None:
-                learned["sink"] = jax.ShapeDtypeStruct((N,), dtype)
-            given = self.dropout_arguments(jax.random.key(0))
-            if positions == "alibi":
-                given["alibi_slopes"] = jnp.ones(N)
-
-            def total(arrays, learned):
-                results = attention.dot_product_attention(
-                    *arrays,
-                    **learned,
-                    **given,
-                    implementation=self.implementation,
-                    return_statistics=self.qk_clip is not None,
-                )
-                return jax.tree.leaves(results)[0].sum()
-
-            run = jax.grad(total, (0, 1)) if learned else total
-            jax.eval_shape(run, arrays, learned)
-            return self.implementation
+        bias = like(1, N, T, S) if positions == "relative" else None
+        arrays = like(B, T, N, H), like(B, S, K, H), like(B, S, K, V)
         return attention.resolve_implementation(*arrays, bias)
 
     def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:

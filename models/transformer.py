@@ -576,11 +576,7 @@ def collect(auxiliary: dict | None, found: dict, **sites: str) -> None:
 
 
 def implementations(model: Transformer, spec: dict) -> dict[str, str]:
-    """Return the attention implementation that each site runs for a batch spec.
-
-    Raises:
-        NotImplementedError: a named implementation does not support the model.
-    """
+    """Return the attention implementation that each site runs for a batch spec."""
     found = {}
     for name, site in model.sites().items():
         B, T = spec[site.queries].shape

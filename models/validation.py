@@ -39,15 +39,13 @@ EXCLUSIVE = (
 )
 
 
-def check_variants(path: str, s: dict, *, rotary: bool, is_cross: bool) -> None:
+def check_variants(s: dict) -> None:
     """Raise a ValueError if attention variants don't fit each other or the heads.
 
     Args:
-        path: the config section, for error messages.
-        s: settings by name, with defaults resolved.
-        rotary: whether the model uses rotary positions here.
-        is_cross: whether this is cross-attention.
+        s: the arguments of `Attention` by name, with defaults resolved.
     """
+    path, rotary = s["path"], s["rotary"]
 
     def require(holds, name, must, reason=""):
         if not holds:
@@ -78,7 +76,7 @@ def check_variants(path: str, s: dict, *, rotary: bool, is_cross: bool) -> None:
         "gate_penalty",
         f"0 with gate={s['gate']!r}, which can't close",
     )
-    if is_cross and s["exclusive"]:
+    if s["is_cross"] and s["exclusive"]:
         raise ValueError(
             f"{path}.exclusive is for self-attention: in cross-attention a query has "
             f"no value of its own; set model.cross_attention.exclusive=False."

@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from headcount.decoding.generate import decode
 from headcount.decoding.scheduling import power_of_two
+from headcount.decoding.search import check_options
+from headcount.decoding.step import (
+    Decoded,
+    advance,
+    decoded,
+    empty_state,
+    prefill,
+    run_until,
+    start,
+)
 from headcount.models.transformer import Transformer
 
 EOS, FIRST = 2, 3  # and the first token that a translation may have
@@ -203,7 +212,7 @@ def exhaustive(graph, params, text, limit, length_penalty):
 
 
 def beam_by_hand(graph, params, text, limit, beam_size, length_penalty, n_best=1):
-    """Search as `decode` says, by whole passes of the uncached model.
+    """Search as `generate_trials` does, by whole passes of the uncached model.
 
     Returns the scores and the tokens that it ends with; and those of two searches that
     end too soon: with as many hypotheses as beam_size, or where the best live one is
@@ -245,6 +254,34 @@ def beam_by_hand(graph, params, text, limit, beam_size, length_penalty, n_best=1
         count or max(ended),
         present or max(ended),
     ]
+
+
+def decode(
+    model,
+    prompts,
+    lengths,
+    keys=None,
+    limits=None,
+    head_gates=None,
+    *,
+    max_length,
+    n_best=None,
+    **options,
+) -> Decoded:
+    """Continue a batch of prompts, one per row, without refilling rows.
+
+    `max_length` is the cache's number of slots, and the default of the limits. The
+    other arguments are those of `generate_trials`.
+    """
+    options = check_options(**options)
+    B, beam_size = len(prompts), options["beam_size"]
+    keys = jnp.broadcast_to(jax.random.key(0), (B,)) if keys is None else keys
+    limits = jnp.full(B, max_length) if limits is None else limits
+    sizes = {"max_length": max_length, "beam_size": beam_size, "n_best": n_best}
+    state = empty_state(model, prompts, keys, **sizes)
+    rows = start(prefill(model, prompts, lengths, head_gates), keys, limits, 0, **sizes)
+    step = partial(advance, model, head_gates=head_gates, **options)
+    return decoded(run_until(step, state._replace(rows=rows), B).rows)
 
 
 def jitted(graph, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from headcount.attention.merge import MERGE_RULES, check_names
+from headcount.attention.merge import MERGE_RULES
 
 B, T, N, V, D = 2, 3, 4, 5, 6
 SIZES = {"N": N, "V": V, "D": D}
@@ -239,9 +239,3 @@ def test_the_dtype_is_kept():
         settings = SETTINGS.get(rule, {})
         heads, x, params = jax.tree.map(jnp.bfloat16, (HEADS, X, parameters(rule)))
         assert row.function(heads, x, **params, **settings).dtype == jnp.bfloat16
-
-
-def test_a_rule_must_have_the_name_of_its_function():
-    rule = MERGE_RULES["mean"]
-    with pytest.raises(ValueError, match="'average' has the function mean; name"):
-        check_names(MERGE_RULES | {"average": rule})

@@ -18,8 +18,8 @@ from headcount.models import precision
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
 from headcount.models.positions import BUCKETS, relative_bias, sinusoidal
-from headcount.models.transformer import Transformer, implementations
-from tests.model_cases import ALONE, LOSS, PACKED, SPEC, VOCAB, side, tiny
+from headcount.models.transformer import Transformer
+from tests.model_cases import ALONE, LOSS, PACKED, VOCAB, build_of, side, tiny
 
 
 def split(**changes):
@@ -332,28 +332,21 @@ def test_bad_head_settings_raise_an_error_that_names_the_key(change, message):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "positions, change, message",
     [
-        ({"implementation": "cudnn"}, "needs an NVIDIA GPU"),
-        ({"implementation": "xla", "value_dim": 4}, "equal key and value sizes"),
-        ({"implementation": "xla", "sink": True}, "and so none with a sink"),
+        ("none", {"implementation": "cudnn"}, "needs an NVIDIA GPU"),
+        ("none", {"implementation": "xla", "value_dim": 5}, "key and value sizes"),
+        ("none", {"implementation": "xla", "sink": True}, "none with a sink"),
+        ("relative", {"implementation": "tpu_interpret"}, "no gradient.* bias"),
     ],
 )
-def test_an_implementation_that_cannot_run_raises_an_error(change, message):
-    config = get_config().model
-    config.attention.update(change)
-    model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
+def test_training_by_an_implementation_that_cannot_run_raises_an_error(
+    positions, change, message
+):
+    graph, params = nnx.split(abstract(build_of(positions, "post", change)))
+    gradient = jax.grad(lambda p: LOSS(nnx.merge(graph, p), PACKED)[0])
     with pytest.raises(NotImplementedError, match=message):
-        implementations(model, SPEC)
-
-
-def test_a_kernel_without_a_bias_gradient_raises_an_error():
-    config = get_config().model
-    config.positions = "relative"
-    config.attention.implementation = "tpu_interpret"
-    model = abstract(partial(Transformer, VOCAB, **config.to_dict()))
-    with pytest.raises(NotImplementedError, match="'tpu' has no gradient.* bias"):
-        implementations(model, SPEC)
+        jax.eval_shape(gradient, params)
 
 
 @pytest.mark.parametrize(

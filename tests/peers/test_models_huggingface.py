@@ -14,7 +14,6 @@ import transformers
 
 from headcount.configs.presets import get_config as preset
 from headcount.data import tokenizers
-from headcount.decoding.generate import decode
 from headcount.models.cost import parameters
 from headcount.weights import (
     export,
@@ -22,6 +21,7 @@ from headcount.weights import (
     load_model,
     split,
 )
+from tests.decoding_cases import decode
 
 TOLERANCE = 1e-4
 VOCAB = 50
