@@ -87,20 +87,20 @@ TRIAL = flags.DEFINE_integer(
 )
 
 
-def main():
+def main(verb: str) -> None:
     """Check the flags, load the run, and execute the verb."""
     if WORKDIR.value is None:
         fail(
-            f"--workdir is needed, as in python heads.py {VERB} --workdir=runs/numbers"
+            f"--workdir is needed, as in python heads.py {verb} --workdir=runs/numbers"
         )
     show_log()
     with one_sentence():
         if TASK_FILE.value:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
-        check_flags()
-        if VERB in SUFFIXES:
-            check_output()
+        check_flags(verb)
+        if verb in SUFFIXES:
+            check_output(verb)
         workdir = path_of(WORKDIR)
         found = load(workdir, CHECKPOINT.value)
         found.task.check_options(options, evaluates=True)
@@ -111,27 +111,30 @@ def main():
             )
         if DIRECTORY.value is not None:
             found.task.set_directory(DIRECTORY.value)
-        examples = found.task.load(SPLIT.value)
-        VERBS[VERB](workdir, found, examples, options)
+        # a plot of the user's own text needs no corpus
+        uses_corpus = verb != "plot" or INPUT.value is None
+        examples = found.task.load(SPLIT.value) if uses_corpus else None
+        name = "-".join(filter(None, ("heads", verb, SPLIT.value, SITE.value)))
+        VERBS[verb](workdir / f"{name}.json", found, examples, options)
 
 
-def describe_heads(workdir, found, examples, options) -> None:
+def describe_heads(path, found, examples, options) -> None:
     """Print and write the statistics of every head."""
     rows = each_trial(found, describe, examples)
-    path = write_rows(workdir, examples.split, rows)
+    write_json(path, rows)
     print_heads(rows, examples.split, "entropy", path)
-    more = f"heads.py explore --workdir={workdir} --output=FILE.html"
+    more = f"heads.py explore --workdir={path.parent} --output=FILE.html"
     print(f"A page of pictures: {more}")
 
 
-def rank_heads(workdir, found, examples, options) -> None:
+def rank_heads(path, found, examples, options) -> None:
     """Print and write the importance of every head."""
     rows = each_trial(found, importance, examples)
-    path = write_rows(workdir, examples.split, rows)
+    write_json(path, rows)
     print_heads(rows, examples.split, "added_loss", path)
 
 
-def prune(workdir, found, examples, options) -> None:
+def prune(path, found, examples, options) -> None:
     """Print, write and plot scores while removing heads, which are ranked on val."""
     dev, trials = found.task.load("val"), choose_trials(found, TRIAL)
     about = {"split": examples.split, "ranked_on": dev.split}
@@ -146,8 +149,6 @@ def prune(workdir, found, examples, options) -> None:
         of_trials[row["trial"]] | row
         for row in curve(found, dev, examples, trials, SITE.value, **options)
     ]
-    name = "-".join(filter(None, ("heads-prune", examples.split, SITE.value)))
-    path = workdir / f"{name}.json"
     write_json(path, rows)
     metric = best_metric(found.task)
     print_pruning(rows, metric, path)
@@ -155,33 +156,30 @@ def prune(workdir, found, examples, options) -> None:
     print(f"Wrote {path.with_suffix('.png')}")
 
 
-def plot(workdir, found, examples, options) -> None:
+def plot(_, found, examples, options) -> None:
     """Plot the attention maps of one example with the model's own output."""
     sites = list(all_gates(found, found.of(0)[0], {}))
     site = SITE.value or ("cross" if "cross" in sites else sites[0])
-    trial, path = choose_trial(found, TRIAL), path_of(OUTPUT)
-    if INPUT.value is not None:
-        lines = input_lines()
-        if EXAMPLE.value >= len(lines):
-            raise ValueError(
-                f"--example={EXAMPLE.value} is not in --input={INPUT.value}, whose "
-                f"last text is number {len(lines) - 1}."
-            )
-        fields = fields_of_line(found, lines[EXAMPLE.value], trial)
-        plot_example(found, trial, fields, site, path)
-        print(f"Wrote the attention ({site}) in text {EXAMPLE.value} to {path}")
-        return
-    if EXAMPLE.value >= len(examples):
+    trial, output, index = choose_trial(found, TRIAL), path_of(OUTPUT), EXAMPLE.value
+    lines = None if INPUT.value is None else input_lines()
+    if lines is None:
+        where, count = examples.split, len(examples)
+    else:
+        where, count = f"--input={INPUT.value}", len(lines)
+    if index >= count:
         raise ValueError(
-            f"--example={EXAMPLE.value} is not in {examples.split}, whose last example "
-            f"is number {len(examples) - 1}."
+            f"--example={index} is not in {where}, whose last example is number "
+            f"{count - 1}."
         )
-    fields = found.task.fields_to_plot(found, examples, EXAMPLE.value, trial, **options)
-    plot_example(found, trial, fields, site, path)
-    print(f"Wrote the attention ({site}) in example {EXAMPLE.value} to {path}")
+    if lines is None:
+        fields = found.task.fields_to_plot(found, examples, index, trial, **options)
+    else:
+        fields = fields_of_line(found, lines[index], trial)
+    plot_example(found, trial, fields, site, output)
+    print(f"Wrote the attention ({site}) in example {index} of {where} to {output}")
 
 
-def find_roles(workdir, found, examples, options) -> None:
+def find_roles(path, found, examples, options) -> None:
     """Print and write the roles of heads."""
     trials = choose_trials(found, TRIAL)
     rows = [
@@ -194,11 +192,11 @@ def find_roles(workdir, found, examples, options) -> None:
             f"{examples.split} has no role in {MIN_EXAMPLES} examples, the fewest that "
             f"are tested; use another --split."
         )
-    path = write_rows(workdir, examples.split, rows)
+    write_json(path, rows)
     print_roles(rows, examples.split, path)
 
 
-def compare_heads(workdir, found, examples, options) -> None:
+def compare_heads(path, found, examples, options) -> None:
     """Print and write the similarity of every pair of heads of a site."""
     sentences = first_sentences(found, examples, EXAMPLES.value)
     rows = [
@@ -206,24 +204,25 @@ def compare_heads(workdir, found, examples, options) -> None:
         for row in each_trial(found, similarity, sentences)
         if SITE.value in (None, row["site"])
     ]
-    path = write_rows(workdir, examples.split, rows)
+    write_json(path, rows)
     print_pairs_of_heads(rows, examples.split, "cka", path)
 
 
-def find_interactions(workdir, found, examples, options) -> None:
+def find_interactions(path, found, examples, options) -> None:
     """Print and write how the removal of every pair of heads of a site interacts."""
     some = first_of(examples, EXAMPLES.value)
     rows = each_trial(found, interactions, some, site=SITE.value)
-    path = write_rows(workdir, examples.split, rows)
+    write_json(path, rows)
     print_pairs_of_heads(rows, examples.split, "interaction", path)
 
 
-def explore_heads(workdir, found, examples, options) -> None:
+def explore_heads(path, found, examples, options) -> None:
     """Write a page to explore the heads of one or two runs."""
-    runs, splits = {workdir.name: found}, {workdir.name: examples}
+    first = path.parent.name
+    runs, splits = {first: found}, {first: examples}
     if COMPARE.value is not None:
         other = path_of(COMPARE)
-        name = other.name if other.name != workdir.name else f"{other.name} (2)"
+        name = other.name if other.name != first else f"{other.name} (2)"
         runs[name] = load(other, CHECKPOINT.value)
         if DIRECTORY.value is not None:
             runs[name].task.set_directory(DIRECTORY.value)
@@ -238,9 +237,10 @@ def explore_heads(workdir, found, examples, options) -> None:
             trial = trials[name][0]
             sentences[name] = [fields_of_line(each, line, trial) for line in lines]
     data = explore(runs, splits, sentences, trials, EXAMPLES.value)
-    path = path_of(OUTPUT)
-    write(path, page(data))
-    print(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser.")
+    output = path_of(OUTPUT)
+    write(output, page(data))
+    size = output.stat().st_size / 1e6
+    print(f"Wrote {output} ({size:.1f} MB): open it in a browser.")
 
 
 def each_trial(found, measure, data, **options) -> list[dict]:
@@ -250,13 +250,6 @@ def each_trial(found, measure, data, **options) -> list[dict]:
         for trial in choose_trials(found, TRIAL)
         for row in measure(found, data, trial, **options)
     ]
-
-
-def write_rows(workdir: Path, split: str, rows: list[dict]) -> Path:
-    """Write the rows of the verb to the workdir; return the path."""
-    path = workdir / f"heads-{VERB}-{split}.json"
-    write_json(path, rows)
-    return path
 
 
 def input_lines() -> list[str]:
@@ -289,23 +282,23 @@ def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
     return run.task.fields_of_text(run, source, target, trial)
 
 
-def check_flags() -> None:
+def check_flags(verb: str) -> None:
     """Raise a ValueError for a flag that the verb would ignore."""
     for name, verbs in OF_VERBS.items():
-        if flags.FLAGS[name].present and VERB not in verbs:
+        if flags.FLAGS[name].present and verb not in verbs:
             raise ValueError(
-                f"--{name} has no meaning for {VERB}; it is for {', '.join(verbs)}."
+                f"--{name} has no meaning for {verb}; it is for {', '.join(verbs)}."
             )
     for name in decoding.options():
-        if VERB not in ("prune", "plot"):
-            raise ValueError(f"--{name} has no meaning for {VERB}; it decodes nothing.")
+        if verb not in ("prune", "plot"):
+            raise ValueError(f"--{name} has no meaning for {verb}; it decodes nothing.")
 
 
-def check_output() -> None:
+def check_output(verb: str) -> None:
     """Raise a ValueError unless --output can be a file of the verb's format."""
-    suffixes = SUFFIXES[VERB]
+    suffixes = SUFFIXES[verb]
     if OUTPUT.value is None:
-        raise ValueError(f"{VERB} needs --output=FILE{suffixes[0]}.")
+        raise ValueError(f"{verb} needs --output=FILE{suffixes[0]}.")
     path: Path = path_of(OUTPUT)
     if path.suffix.lower() not in suffixes:
         raise ValueError(
@@ -343,14 +336,13 @@ VERBS = {
 
 def cli():
     """Run as a script, whose first argument is the verb."""
-    global VERB
     if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help", "-h"):
         fail(
             f"The first argument must be one of {', '.join(VERBS)}, as in python "
             f"heads.py describe --workdir=runs/numbers"
         )
-    VERB = sys.argv.pop(1) if sys.argv[1] in VERBS else None
-    run(main)
+    verb = sys.argv.pop(1) if sys.argv[1] in VERBS else ""
+    run(lambda: main(verb))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
       --workdir=runs/heads
     python sweep.py report --workdir=runs/heads
 
-    list     show the arms, their cost, and the expected training time
+    list     show the arms, their cost, and how long the sweep will take
     run      train and score every trial; rerun the same command to resume
     status   show the progress of a sweep without writing any files
     report   write report.html and report.md; with several --workdir, one joined page
@@ -46,8 +46,6 @@ from headcount.sweeps.table import collect, count_unfinished, make_rows
 from headcount.tasks import TASKS, import_file
 
 VERBS = ("list", "run", "status", "report")
-VERB = ""  # the verb of this call, set by `cli`
-MORE_WORKDIRS: list[str] = []  # `report`: workdirs after the first
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that every arm starts from.", lock_config=True
 )
@@ -71,9 +69,9 @@ LOOKS = flags.DEFINE_list(
 MARGIN = flags.DEFINE_string(
     "margin",
     None,
-    "Difference to the baseline, as scores are shown, within which an arm is "
-    "equivalent; with or without its unit, as in 0.01nats. Default: the metric's own "
-    "(0.3 BLEU, 0.005 nats of loss, ...).",
+    "Difference from the baseline within which an arm is equivalent, in the unit in "
+    "which scores are shown; the unit may be appended, as in 0.01nats. Default: the "
+    "metric's own (0.3 BLEU, 0.005 nats of loss, ...).",
 )
 MATCH = flags.DEFINE_enum(
     "match",
@@ -139,7 +137,7 @@ FINISHED = flags.DEFINE_string(
     "finished",
     None,
     "The sweep.csv of this sweep in another workdir: `run` takes over its finished "
-    "trainings instead of repeating them.",
+    "trials instead of repeating them.",
 )
 NOTE = flags.DEFINE_string("note", None, "A sentence to show in the report.")
 EXAMPLES = flags.DEFINE_integer(
@@ -152,39 +150,40 @@ for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
     flags.declare_key_flag(flag.name)  # so that --help lists it
 
 
-def main() -> None:
-    """Open the sweep, then execute the verb."""
+def main(verb: str, more_workdirs: list[str]) -> None:
+    """Open the sweep, then execute the verb.
+
+    Args:
+        verb: one of `VERBS`.
+        more_workdirs: `report`: the workdirs after the first.
+    """
     jax.config.update("jax_platforms", "cpu")  # leave accelerators to the trials
     with one_sentence(), tempfile.TemporaryDirectory() as temporary:
-        check_flags()
-        workdir = choose_workdir(Path(temporary))
-        sweep = settings.open_sweep(options(workdir, import_task()))
-        if VERB == "run" and FINISHED.value is not None:
+        check_flags(verb)
+        workdir = choose_workdir(verb, Path(temporary))
+        sweep = settings.open_sweep(options(verb, workdir, import_task()))
+        if verb == "run" and FINISHED.value is not None:
             sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
         groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
-        if VERB == "list":
+        if verb == "list":
             preview.print_list(sweep, CALIBRATE.value)
-        elif VERB == "status":
+        elif verb == "status":
             status.print_status(sweep, make_rows(sweep))
-        elif VERB == "report":
-            if MORE_WORKDIRS:
-                others = [open_other(sweep, Path(path)) for path in MORE_WORKDIRS]
-                report.write_joined([sweep, *others], EXAMPLES.value)
+        elif verb == "report":
+            others = [
+                settings.Options(verb, Path(path).expanduser(), sweep.task_file)
+                for path in more_workdirs
+            ]
+            if others:
+                sweeps = [sweep, *map(settings.open_sweep, others)]
+                report.write_joined(sweeps, EXAMPLES.value)
             else:
                 report.write(sweep, collect(sweep), EXAMPLES.value)
-    if VERB == "run":
+    if verb == "run":
         run_groups(sweep, groups)
 
 
-def open_other(sweep: Sweep, workdir: Path) -> Sweep:
-    """Open another sweep from its workdir alone."""
-    nothing = dict.fromkeys(settings.Options._fields)
-    nothing |= {"overrides": {}, "tune": [], "verb": VERB, "proposes": False}
-    given = {"workdir": workdir.expanduser(), "task_file": sweep.task_file}
-    return settings.open_sweep(settings.Options(**nothing | given))
-
-
-def check_flags() -> None:
+def check_flags(verb: str) -> None:
     """Raise a ValueError if flags are missing or inconsistent."""
     distributed.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
     if cluster.arguments() and LAUNCHER.value == "ray":
@@ -192,10 +191,10 @@ def check_flags() -> None:
             "--coordinator: a Ray task is a single process; use --launcher=local, or "
             "slurm with jobs of several tasks."
         )
-    if WORKDIR.value is None and VERB != "list":
+    if WORKDIR.value is None and verb != "list":
         raise ValueError("--workdir is needed: the folder of the sweep.")
-    if FINISHED.value is not None and VERB != "run":
-        raise ValueError(f"--finished has no meaning for {VERB}; it is for run.")
+    if FINISHED.value is not None and verb != "run":
+        raise ValueError(f"--finished has no meaning for {verb}; it is for run.")
     remote = [x for x in RESOURCES.value if not x.startswith("cores=")]
     unused = [("address", ADDRESS.value)]
     unused.append(("resources", RESOURCES.value if cluster.arguments() else remote))
@@ -228,14 +227,14 @@ def config_file() -> str:
     return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
-def choose_workdir(temporary: Path) -> Path:
+def choose_workdir(verb: str, temporary: Path) -> Path:
     """Return the workdir; `list` of a new sweep gets a temporary one.
 
     If `list` wrote to the workdir, a later `run` with other settings could not use it.
     """
     workdir = None if WORKDIR.value is None else path_of(WORKDIR)
     is_new = workdir is None or not (workdir / "sweep.json").exists()
-    if VERB != "list" or not is_new or (workdir is not None and not CONFIG.value):
+    if verb != "list" or not is_new or (workdir is not None and not CONFIG.value):
         return workdir
     for flag, example in ((CONFIG, "configs/numbers.py"), (ABLATION, "heads")):
         if flag.value is None:
@@ -243,33 +242,22 @@ def choose_workdir(temporary: Path) -> Path:
     return temporary
 
 
-def options(workdir: Path, task_file: Path | None) -> settings.Options:
+def options(verb: str, workdir: Path, task_file: Path | None) -> settings.Options:
     """Return the flags that specify the sweep."""
-    overrides, seeds = {}, parse_seeds(SEEDS.value, LOOKS.value)
+    given = {
+        flag.name: flag.value
+        for flag in (
+            *(ABLATION, MARGIN, MATCH, TUNE, SEARCH, SEARCH_SEEDS),
+            *(CHECKPOINT, METRIC, TEST_SPLIT, GROUP_SIZE, NOTE),
+        )
+    }
+    given["seeds"], given["looks"] = parse_seeds(SEEDS.value, LOOKS.value)
     if CONFIG.value is not None:
-        overrides = dict(config_flags.get_override_values(flags.FLAGS["config"]))
-    return settings.Options(
-        config=CONFIG.value,
-        config_file=None if CONFIG.value is None else config_file(),
-        overrides=overrides,
-        ablation=ABLATION.value,
-        seeds=None if seeds is None else seeds.count,
-        looks=None if seeds is None else seeds.looks,
-        margin=MARGIN.value,
-        workdir=workdir,
-        match=MATCH.value,
-        tune=TUNE.value,
-        search=SEARCH.value,
-        search_seeds=SEARCH_SEEDS.value,
-        checkpoint=CHECKPOINT.value,
-        metric=METRIC.value,
-        test_split=TEST_SPLIT.value,
-        group_size=GROUP_SIZE.value,
-        note=NOTE.value,
-        task_file=task_file,
-        verb=VERB,
-        proposes=VERB in ("list", "run") and GROUP.value is None,
-    )
+        given["config"], given["config_file"] = CONFIG.value, config_file()
+        overrides = config_flags.get_override_values(flags.FLAGS["config"])
+        given["overrides"] = dict(overrides)
+    proposes = verb in ("list", "run") and GROUP.value is None
+    return settings.Options(verb, workdir, task_file, proposes, **given)
 
 
 def run_groups(sweep: Sweep, groups: list | Shard) -> None:
@@ -312,7 +300,7 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
     is_whole = SHARD.value is None and GROUP.value is None
     if left and is_whole and LAUNCHER.value != "local":
         print(
-            f"sweep.py: {left} trainings are not done: their jobs were cancelled or "
+            f"sweep.py: {left} trials are not done: their jobs were cancelled or "
             f"killed. Rerun the same command to resume.",
             file=sys.stderr,
         )
@@ -346,17 +334,17 @@ def take_workdirs(words: list[str]) -> tuple[list[str], list[str]]:
 
 def cli() -> None:
     """Run as a script."""
-    global VERB
     if len(sys.argv) < 2 or sys.argv[1] not in (*VERBS, "--help", "-h"):
         fail(
             f"The first argument must be one of {', '.join(VERBS)}, as in python "
             f"sweep.py list --config=configs/numbers.py --ablation=heads --seeds=3"
         )
+    verb, more = "", []
     if sys.argv[1] in VERBS:
-        VERB = sys.argv.pop(1)
-    if VERB == "report":
-        sys.argv[1:], MORE_WORKDIRS[:] = take_workdirs(sys.argv[1:])
-    run(main)
+        verb = sys.argv.pop(1)
+    if verb == "report":
+        sys.argv[1:], more = take_workdirs(sys.argv[1:])
+    run(lambda: main(verb, more))
 
 
 if __name__ == "__main__":

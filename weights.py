@@ -63,19 +63,17 @@ from headcount.models.huggingface_config import settings_of
 from headcount.models.transformer import Transformer
 from headcount.runtime.files import new_folder
 from headcount.runtime.logging import say, show_log
-from headcount.runtime.workdir import (
-    environment,
-    parse_json,
-    read_json,
-    record,
-    set_status,
-    write_json,
-)
+from headcount.runtime.workdir import parse_json, read_json, write_json
 from headcount.tasks import Run
 from headcount.tasks.classes import CLASSES
-from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import restore_parameters
-from headcount.training.run import CHECKPOINT, choose_trial, load, read_config
+from headcount.training.run import (
+    CHECKPOINT,
+    choose_trial,
+    load,
+    read_config,
+    write_finished,
+)
 
 FROM = flags.DEFINE_string("from", None, "Folder of a Hugging Face checkpoint to read.")
 TO = flags.DEFINE_string(
@@ -108,7 +106,6 @@ TOKENIZER_FILES = {  # file in the workdir's tokenizer/ -> file of the checkpoin
     "gpt2": {"tokenizer.json": "tokenizer.json"},
     "bert": {"wordpiece.json": "tokenizer.json"},
 }
-REQUIRED_FILES = ("source.spm", "target.spm", "vocab.json")
 
 
 def main():
@@ -193,32 +190,17 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         like = huggingface.named(params)
         arrays = huggingface.from_huggingface(family, tensors, like)
     params = huggingface.unnamed(arrays, params)
-    params = jax.tree.map(lambda leaf: np.asarray(leaf)[None], params)  # the trial axis
 
     workdir.mkdir(parents=True, exist_ok=True)
     for ours, theirs in TOKENIZER_FILES[family].items():
-        if theirs in REQUIRED_FILES or (folder / theirs).exists():
+        if family == "marian" or (folder / theirs).exists():
             (workdir / "tokenizer").mkdir(exist_ok=True)
             shutil.copyfile(folder / theirs, workdir / "tokenizer" / ours)
     if family == "bert":
         write_bert_files(folder, workdir / "tokenizer", config, original)
-    zero = np.zeros(1, np.int32)
-    checkpoints = Checkpoints(workdir, 1)
-    checkpoints.save(
-        0,
-        params=params,
-        trials={"step": zero, "diverged_at": zero, "stopped_at": zero},
-        best={"params": params, "score": np.zeros(1), "step": zero},
-    )
-    checkpoints.wait()
-    checkpoints.close()
-    count = sum(array.size for array in arrays.values())
     write_json(workdir / ORIGINAL, original)
-    facts = {"num_parameters": count, **environment()}
-    record(workdir, config.to_dict(), [{"seed": config.seed}], facts)
-    set_status(workdir, "finished")
-    # train.py would take a workdir without metrics for a failed start
-    (workdir / "metrics.jsonl").touch()
+    settings = {"seed": config.seed}
+    count = write_finished(workdir, config.to_dict(), settings, params)
     if left_out:
         say(f"Left out, because our model has no such part: {', '.join(left_out)}.")
     say(f"Imported {count:,} parameters of {folder} ({family}) into {workdir}.")
@@ -509,10 +491,8 @@ def export_imported(workdir: Path, folder: Path, which: str) -> None:
     """Write an imported run as the files from which it was imported.
 
     Raises:
-        ValueError, OSError: the run was not imported.
+        ValueError, OSError: a file of the run is missing or damaged.
     """
-    if not (workdir / ORIGINAL).exists():
-        raise ValueError(f"{workdir} has no {ORIGINAL}: weights.py did not import it.")
     original = read_object(workdir / ORIGINAL)
     family = original["model_type"]
     params = nnx.split(load_model(workdir, which))[1]

@@ -73,7 +73,7 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
     """Return the feed-forward width F that gives a config the baseline's budget.
 
     This is the baseline's own F if it matches the budget exactly. Otherwise it is a
-    width within 0.5 % of the budget that is a multiple of the largest possible power
+    width within 0.5% of the budget that is a multiple of the largest possible power
     of two, up to 128.
 
     Args:

@@ -267,7 +267,7 @@ def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Ef
     heads = [{head_of(row) for row in each if row["has_role"]} for each in trials]
     count, total = np.mean([len(x) for x in heads]), len({head_of(x) for x in rows})
     text = f"{sum(having)} of {len(having)} seeds have such a head "
-    text += f"({interval(100 * share.low, 100 * share.high)} %), on average "
+    text += f"({interval(100 * share.low, 100 * share.high)}%), on average "
     text += f"{count:.1f} of {total} heads"
     verdict = verdict_of(share.low > 0.5, share.high < 0.5)
     return [Effect(found.corpus, text, verdict, len(having))]

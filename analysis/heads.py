@@ -238,7 +238,7 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
             for name, each in contributions(layer).items()
         }
         sink = layer.parameters.get("sink")
-        if sink is not None or not layer.parameters:
+        if layer.difference is None and "logits_mix" not in layer.parameters:
             arrays, masks = (layer.query, layer.key), layer.masks
             means = attention.head_statistics(*arrays, **masks)._asdict()
             count, largest = counts[SIDES[site]], means.pop("max_logit")

@@ -9,6 +9,7 @@ from headcount.analysis.significance import summary
 from headcount.configs.base import get_config
 from headcount.configs.validation import flat
 from headcount.runtime.workdir import read_json
+from headcount.tasks import make_task
 
 
 def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str:
@@ -42,7 +43,8 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
         "| --- | --- |",
     ]
     lines += [f"| {name} | {value} |" for name, value in where.items()]
-    lines += ["", "## Scores", "", *scores(workdir, facts, trial, of_trial)]
+    metrics = make_task(config).metrics
+    lines += ["", "## Scores", "", *scores(workdir, metrics, trial, of_trial)]
     lines += ["", "## Use", "", usage]
     lines += ["## Config", "", "What differs from the defaults:", "", "```"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
@@ -66,15 +68,14 @@ def data_of(config) -> str:
     return f"{data.name}{pair}"
 
 
-def scores(workdir: Path, facts: dict, trial: int, of_trial: dict) -> list[str]:
+def scores(workdir: Path, metrics, trial: int, of_trial: dict) -> list[str]:
     """Format the scores in result-*.json as a table, followed by their signatures.
 
     Means are over the trials that differ from this one in their seed alone, and did not
     diverge.
     """
-    lines, notes = ["| split | metric | this model | mean, 95 % interval |"], []
+    lines, notes = ["| split | metric | this model | mean, 95% interval |"], []
     lines.append("| --- | --- | --- | --- |")
-    metrics = facts.get("task", {}).get("metrics", [])
     for path in sorted(workdir.glob("result-*.json")):
         rows = json.loads(path.read_text())
         mine = next(row for row in rows if row["trial"] == trial)
@@ -86,16 +87,15 @@ def scores(workdir: Path, facts: dict, trial: int, of_trial: dict) -> list[str]:
         ]
         decoding = "".join(f", {k} {v}" for k, v in mine["options"].items())
         for metric in metrics:
-            name, values = metric["name"], [row.get(metric["name"]) for row in same]
-            if mine.get(name) is None:
+            values = [row.get(metric.name) for row in same]
+            if mine.get(metric.name) is None:
                 continue
-            scale = 100 if metric["unit"] == "%" else 1
-            values = [value * scale for value in values if value is not None]
-            unit = f" ({metric['unit']})" if metric["unit"] else ""
+            values = [value * metric.scale for value in values if value is not None]
+            unit = f" ({metric.unit})" if metric.unit else ""
             split = f"{mine['split']} ({mine['checkpoint']}{decoding})"
-            shown = format(mine[name] * scale, metric["format"])
-            mean = interval(values, metric["format"])
-            cells = split, metric["label"] + unit, shown, mean
+            shown = format(mine[metric.name] * metric.scale, metric.format)
+            mean = interval(values, metric.format)
+            cells = split, metric.label + unit, shown, mean
             lines.append(f"| {' | '.join(cells)} |")
         notes += [f"- {name}: `{text}`" for name, text in mine["signatures"].items()]
     if len(lines) == 2:

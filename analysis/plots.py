@@ -82,7 +82,7 @@ def plot_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
     """Plot scores against the number of removed heads, with one line per order.
 
     Args:
-        rows: rows from `analysis.pruning.curve`. Means are drawn with their 95 %
+        rows: rows from `analysis.pruning.curve`. Means are drawn with their 95%
             intervals over the trials or, with one trial, over its random orders.
         metric: the score to plot.
         path: path of the image; its suffix determines the format.

@@ -11,9 +11,8 @@ from ml_collections import ConfigDict
 from headcount.analysis.heads import all_gates
 from headcount.data import tokenizers
 from headcount.runtime.files import new_folder
-from headcount.runtime.workdir import environment, record, set_status
 from headcount.tasks import Run, make_task
-from headcount.training.checkpoint import Checkpoints
+from headcount.training.run import write_finished
 
 # Rules that sum over heads with separate kernels, so that a zero kernel adds nothing.
 REMOVABLE_RULES = ("concat", "scaled", "gated", "gated_elementwise")
@@ -162,27 +161,13 @@ def write_smaller(
     with new_folder(to) as folder:
         config, params = smaller(run, trial, removed)
         tokenizers.copy(workdir / "tokenizer", folder / "tokenizer")
-        params = jax.tree.map(lambda leaf: np.asarray(leaf)[None], params)
-        zero, step = np.zeros(1, np.int32), np.array([run.step[trial]], np.int32)
-        checkpoints = Checkpoints(folder, 1)
-        checkpoints.save(
-            int(step[0]),
-            params=params,
-            trials={"step": step, "diverged_at": zero, "stopped_at": zero},
-            best={"params": params, "score": np.zeros(1), "step": step},
-        )
-        checkpoints.wait()
-        checkpoints.close()
-        count = sum(leaf.size for leaf in jax.tree.leaves(params))
         before = sum(leaf[0].size for leaf in jax.tree.leaves(run.params))
         settings = {
             key: value
             for key, value in run.trials[trial].items()
             if not key.startswith("head_gates.")
         }
-        facts = {"num_parameters": count, **environment()}
-        record(folder, config.to_dict(), [settings], facts)
-        set_status(folder, "finished")
-        (folder / "metrics.jsonl").touch()
+        step = int(run.step[trial])
+        count = write_finished(folder, config.to_dict(), settings, params, step)
         make_task(config, folder / "tokenizer")  # check that the new config is valid
     return {"parameters": count, "before": before}

@@ -38,7 +38,7 @@ class Bootstrap(NamedTuple):
     """The variation of one trained model's score over resampled test examples."""
 
     half_width: float  # of the 95% interval
-    p: float | None  # for no difference to the baseline; None: this is the baseline
+    p: float | None  # for no difference from the baseline; None: this is the baseline
 
 
 class ArmResult(NamedTuple):
@@ -118,7 +118,12 @@ class Report(NamedTuple):
         The loss comes first because it varies far less over seeds. It is left out if an
         arm lacks it, for example because the arms have different tokens.
         """
-        has_loss = all(LOSS.name in arm.test for arm in self.arms if arm.seeds)
+        has_loss = all(
+            LOSS.name in scores
+            for arm in self.arms
+            for scores in (arm.dev, arm.test)
+            if arm.seeds
+        )
         losses = [m for m in self.metrics if m.name == LOSS.name] if has_loss else []
         return [*losses, *[self.metric] * (self.metric not in losses)]
 
@@ -161,7 +166,7 @@ def common_seeds(report: Report, arm: ArmResult) -> list[int]:
 def difference_to_baseline(
     report: Report, arm: ArmResult, metric: Metric
 ) -> Difference | None:
-    """Return an arm's difference to the baseline over their common seeds."""
+    """Return an arm's difference from the baseline over their common seeds."""
     baseline = report.baseline
     known = dict(zip(baseline.seeds, baseline.test[metric.name], strict=True))
     pairs = [
@@ -212,13 +217,8 @@ def trend_text(report: Report) -> str | None:
     )
 
 
-def best_mean(metric: Metric, means: list[float]) -> float:
-    """Return the best of several means."""
-    return max(means) if metric.higher_is_better else min(means)
-
-
 def paired_means(comparisons: list[Comparison]) -> dict[str, float]:
-    """Return the baseline's mean, plus each arm's mean difference to it by seed.
+    """Return the baseline's mean, plus each arm's mean difference from it by seed.
 
     If all arms have the same seeds, these are their means. Otherwise means would differ
     by the seeds. Arms without a seed of the baseline are left out.
@@ -261,13 +261,13 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     """
     metric, baseline = report.metric, report.baseline.name
     means = paired_means(comparisons)
-    best = best_mean(metric, list(means.values()))
+    best = (max if metric.higher_is_better else min)(means.values())
     label = with_unit(metric.label, metric)
     winners = [name for name, mean in means.items() if math.isclose(mean, best)]
     first = next(c for c in comparisons if c.arm.name == winners[0])
-    trainings = sum(len(c.arm.seeds) for c in comparisons)
+    runs = sum(len(c.arm.seeds) for c in comparisons)
     sentences = [
-        f"{count(trainings, 'training')} of {count(len(comparisons), 'arm')}. The best "
+        f"{count(runs, 'training run')} of {count(len(comparisons), 'arm')}. The best "
         f"mean test score is {number(first.summary.mean, metric.format)} ({label}), "
         f"with {'; '.join(winners)}."
     ]
@@ -359,12 +359,6 @@ def seeds_by_outcome(report: Report) -> dict[str, str]:
         if needed:
             found[margin_text(metric)] = format_seeds(max(needed))
     return found
-
-
-def verdicts_table(report: Report) -> list[list[str]]:
-    """Return the table of verdicts; its first row is the header."""
-    rows = [verdict_cells(report, row) for row in report.verdicts]
-    return [verdicts_header(), *rows]
 
 
 def verdicts_header() -> list[str]:

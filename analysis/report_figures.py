@@ -6,7 +6,6 @@ text is readable there.
 
 import io
 import re
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -367,11 +366,6 @@ def costs(report: Report):
     if len({c.arm.parameters for c in comparisons}) == 1:
         caption += f" All arms have {comparisons[0].arm.parameters:,} parameters."
     return figure, caption
-
-
-def save_png(figure, path: Path) -> None:
-    """Save a figure on a white background, for Markdown and print."""
-    figure.savefig(path, dpi=200, facecolor="white")
 
 
 def to_svg(figure, name: str) -> str:

@@ -1,11 +1,8 @@
 """Render a report's Markdown as one self-contained, responsive HTML file."""
 
 import html
-from pathlib import Path
 
 from markdown_it import MarkdownIt
-
-from headcount.runtime import files
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c1d21; --muted: #6a6d75;
@@ -102,8 +99,3 @@ def to_html(markdown: str, title: str, figures: dict[str, str]) -> str:
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
         f"<body><main>\n{parser.render(markdown)}\n</main></body></html>\n"
     )
-
-
-def write_html(path: Path, markdown: str, title: str, figures: dict[str, str]) -> None:
-    """Write the page that `to_html` returns."""
-    files.write(path, to_html(markdown, title, figures))

@@ -15,7 +15,6 @@ from headcount.analysis.report import (
     trend_text,
     verdict_cells,
     verdicts_header,
-    verdicts_table,
     with_unit,
 )
 from headcount.analysis.significance import LEVEL
@@ -141,7 +140,8 @@ def verdicts(report: Report) -> list[str]:
         f"{report.cost}"
     )
     sentences = "\n".join(f"- {escape(row['sentence'])}" for row in report.verdicts)
-    rows = table(verdicts_table(report))
+    cells = [verdict_cells(report, row) for row in report.verdicts]
+    rows = table([verdicts_header(), *cells])
     return ["## Verdicts", sentences, rows, escape(explained)]
 
 

@@ -44,7 +44,6 @@ MIN_EXAMPLES = 20  # sentences that must have a query of a role; rarer roles are
 BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 REPEATED = 64  # rows of repeated random tokens
 REPEATED_LENGTH = 48  # maximum number of tokens of such a row
-TEXT_OF = {"source": "source", "target": "text"}  # for tagging, for language models
 POSITIONAL = {"self": 0, "previous token": -1, "next token": 1}
 # Relations of `stories`: the query and the right key.
 STORIES = {
@@ -70,7 +69,7 @@ def measure_roles(
     """Test every head of every trial for every role; see the module docstring.
 
     Roles with fewer than `MIN_EXAMPLES` sentences are left out. A row has `weight` with
-    its 95 % interval over sentences (`low`, `high`), the norm-weighted score
+    its 95% interval over sentences (`low`, `high`), the norm-weighted score
     (`norm_weight`, see `models.attention.norm_weighted_map`), the controls (`chance`,
     `offset_weight` at `offset`, `untrained` with its `untrained_sd`), `p` and `p_holm`,
     and `has_role`.
@@ -266,12 +265,13 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
     """
     sites = nnx.merge(run.graph, run.of(0)[0]).sites()
     links = gold_links(run, examples.split)
+    if links is not None and len(links) != len(examples):
+        links = None  # masked language models cut long documents into several examples
     for index, fields in enumerate(first_sentences(run, examples, limit)):
         found = None
         if links is not None:
-            field = next(iter(fields))
-            text = examples.text[TEXT_OF[field]][index]
-            words = words_of_tokens(run, text, fields[field])
+            text = next(iter(examples.text.values()))[index]
+            words = words_of_tokens(run, text, next(iter(fields.values())))
             found = words, links[index]
         yield Case(fields, gold_of(run, sites, fields, found))
     if list(sites) == ["decoder"]:

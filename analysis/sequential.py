@@ -1,6 +1,6 @@
 """Group-sequential tests: look at a sweep while adding seeds, with valid error rates.
 
-Scores are paired by seed, and an arm's differences to the baseline are tested after
+Scores are paired by seed, and an arm's differences from the baseline are tested after
 planned numbers of seeds, called looks. The boundaries spend the error rate over the
 looks (Lan and DeMets 1983), so the probability of a false verdict at any look is at
 most that of a single test. The intervals are repeated confidence intervals (Jennison
@@ -37,7 +37,7 @@ class Looks(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict on an arm's difference to the baseline at a look."""
+    """The verdict on an arm's difference from the baseline at a look."""
 
     kind: str  # one of VERDICTS
     mean: float
@@ -237,26 +237,3 @@ def decide(
     chosen = np.full(len(kinds), len(counts) - 1) if last else decisive.argmax(1)
     rows = np.arange(len(kinds))
     return Decisions(kinds[rows, chosen], counts[chosen], means, low, high)
-
-
-class Simulation(NamedTuple):
-    """Many simulated sweeps of one arm with a known difference."""
-
-    rates: dict[str, float]  # fraction of each verdict
-    seeds: float  # mean number of seeds until the verdict
-    covered: float  # fraction whose intervals contain the truth at every look
-
-
-def simulate(differences: np.ndarray, truth: float, looks: Looks) -> Simulation:
-    """Summarize the verdicts on an arm in many simulated sweeps.
-
-    Args:
-        differences: sweeps x seeds.
-        truth: the true mean of the differences.
-        looks: the plan.
-    """
-    found = decide(differences, looks)
-    shares = np.bincount(found.kinds, minlength=len(VERDICTS)) / len(differences)
-    rates = dict(zip(VERDICTS, shares.tolist(), strict=True))
-    covered = ((found.low <= truth) & (truth <= found.high)).all(1).mean()
-    return Simulation(rates, float(found.seeds.mean()), float(covered))

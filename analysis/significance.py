@@ -1,4 +1,4 @@
-"""Statistics over a few seeds: intervals, differences to a baseline, seeds needed.
+"""Statistics over a few seeds: intervals, differences from a baseline, seeds needed.
 
 Scores are arrays with seeds as their last axis, `... R`. Seeds are paired: score i of
 an arm and score i of the baseline have the same seed, so the effects of a seed on both
@@ -91,7 +91,7 @@ def seeds_needed(sd: float, margin: float, comparisons: int = 1) -> float | None
     The levels of the other p-values are higher, so this is enough for them, too.
 
     Args:
-        sd: observed standard deviation over seeds of the differences to the baseline.
+        sd: observed standard deviation over seeds of the differences from the baseline.
         margin: the true difference.
         comparisons: number of tested arms, including this one.
 

@@ -218,7 +218,7 @@ def each_rank(rows: list[dict], names, rank_by: str) -> Iterator[tuple[str, list
 def print_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
     """Print scores against the number of removed heads; see `analysis.pruning.curve`.
 
-    Means are followed by half the width of Student's 95 % interval over the trials or,
+    Means are followed by half the width of Student's 95% interval over the trials or,
     with one trial, over its random orders.
     """
     trials = list(dict.fromkeys(row["trial"] for row in rows))
@@ -274,7 +274,7 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
     one = len(trials) == 1
     whose = f"trial {trials[0]}" if one else f"{len(trials)} trials"
     matched = by_role(rows)
-    columns = ("role", "trials", "best head", "weight", "95 %", "by norm", "chance")
+    columns = ("role", "trials", "best head", "weight", "95%", "by norm", "chance")
     columns += ("fixed\noffset", "untrained")
     for site in dict.fromkeys(row["site"] for row in matched):
         table = Table(title=f"{site}, {whose}, {split}", box=box.SIMPLE, padding=0)
@@ -301,7 +301,7 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
             console.print(f"trial {trial}, {name}: {text}", soft_wrap=True)
     console.print(
         "trials: in how many a head has the role, that is beats chance, the best fixed "
-        "offset and untrained models\n(Holm over heads and roles, 5 %); weight: on the "
+        "offset and untrained models\n(Holm over heads and roles, 5%); weight: on the "
         "right tokens, of each trial's best head; by norm: of ‖αf(x)‖",
         soft_wrap=True,
     )

@@ -82,9 +82,7 @@ def read_run(folder: Path) -> None:
 
 def read_sweep(workdir: Path) -> None:
     """Read a sweep's files like `sweep.py status`."""
-    given = dict.fromkeys(settings.Options._fields)
-    given |= {"workdir": workdir, "tune": [], "verb": "status", "proposes": False}
-    sweep = settings.open_sweep(settings.Options(**given))
+    sweep = settings.open_sweep(settings.Options("status", workdir))
     status.print_status(sweep, table.make_rows(sweep))
 
 
@@ -92,11 +90,9 @@ def make_sweep(workdir: Path) -> None:
     """Write the files of a sweep whose first group is trained and scored."""
     config = base.get_config()
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
-    given = dict.fromkeys(settings.Options._fields)
-    given |= {"config": config.lock(), "config_file": "configs/base.py", "tune": []}
-    given |= {"overrides": {}, "ablation": "kv_heads", "seeds": 2, "search_seeds": 1}
-    given |= {"group_size": 16, "workdir": workdir, "verb": "run", "proposes": True}
-    sweep = settings.open_sweep(settings.Options(**given))
+    given = {"config": config.lock(), "config_file": "configs/base.py"}
+    given |= {"overrides": {}, "ablation": "kv_heads", "seeds": 2, "proposes": True}
+    sweep = settings.open_sweep(settings.Options("run", workdir, **given))
     group = sweep.groups[0]
     folder = sweep.folder(group)
     row = {"step": 20, "checkpoint": "best", "diverged_at": None}

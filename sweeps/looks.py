@@ -7,7 +7,6 @@ keep their error rates in spite of the repeated looks.
 
 import math
 import re
-from typing import NamedTuple
 
 from headcount.analysis.report import verdict_sentence
 from headcount.analysis.sequential import (
@@ -26,21 +25,20 @@ from headcount.tasks import Metric
 UNLIKELY = 20
 
 
-class Seeds(NamedTuple):
-    """The number of seeds per arm."""
+def parse_seeds(
+    seeds: str | None, looks: list[str]
+) -> tuple[int | None, list[int] | None]:
+    """Parse --seeds and --looks.
 
-    count: int  # at most
-    looks: list[int] | None  # numbers of seeds after which to look at the arms
-
-
-def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
-    """Parse --seeds and --looks; return None if neither is given.
+    Returns:
+        The (largest) number of seeds per arm, and the numbers of seeds after which to
+        look at the arms; None for what is not given.
 
     Raises:
         ValueError: they can't be parsed, or contradict each other.
     """
     if seeds is None and not looks:
-        return None
+        return None, None
     found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds or "")
     if found is None or int(found.group(1)) < 1:
         raise ValueError(
@@ -53,7 +51,7 @@ def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
             f"--looks needs the range of seeds, as in --seeds={looks[0]}:{looks[-1]}."
         )
     if last is None:
-        return Seeds(first, None)
+        return first, None
     if last < first:
         raise ValueError(f"--seeds={seeds} must be FIRST:LAST, with FIRST below LAST.")
     planned = default_looks(first, last)
@@ -66,7 +64,7 @@ def parse_seeds(seeds: str | None, looks: list[str]) -> Seeds | None:
                 f"--looks={','.join(looks)} must start and end like --seeds={seeds}."
             )
     check_looks(planned)
-    return Seeds(last, list(planned))
+    return last, list(planned)
 
 
 def parse_margin(text: str, metric: Metric) -> float:

@@ -25,10 +25,9 @@ from headcount.analysis.report import (
 from headcount.analysis.report_figures import (
     HEAD_STATISTICS,
     make_figures,
-    save_png,
     to_svg,
 )
-from headcount.analysis.report_html import write_html
+from headcount.analysis.report_html import to_html
 from headcount.analysis.report_markdown import join_markdown, write_markdown
 from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
@@ -37,6 +36,7 @@ from headcount.runtime.files import remove_parts
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
+from headcount.sweeps.settings import command_of
 from headcount.sweeps.store import Sweep, read_run
 from headcount.sweeps.table import collect, count_unfinished
 from headcount.tasks import Metric, best_metric
@@ -59,7 +59,8 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     report = check_and_gather(sweep, rows, num_examples)
     markdown, svgs = render(report, sweep.workdir)
     files.write(sweep.workdir / "report.md", markdown)
-    write_html(sweep.workdir / "report.html", markdown, report.title, svgs)
+    html = to_html(markdown, report.title, svgs)
+    files.write(sweep.workdir / "report.html", html)
     for row in report.verdicts:
         print(row["sentence"])
     print(report.cost)
@@ -76,8 +77,9 @@ def track(sweep: Sweep, rows: list[dict], report: Report) -> None:
     names = ["report.html", "report.md", "sweep.csv", "verdicts.csv"]
     names += [f"report/{path.name}" for path in pictures]
     tables = {"trials": rows, "verdicts": report.verdicts}
-    about = ("ablation", "metric", "checkpoint", "test_split", "command", "note")
+    about = ("ablation", "metric", "checkpoint", "test_split", "note")
     settings = {name: sweep.settings[name] for name in about} | {"base": base}
+    settings["command"] = report.command
     record_report(sweep.workdir, names, tables, settings)
 
 
@@ -102,7 +104,7 @@ def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
     title = f"{count(len(sweeps), 'sweep')}: {report.title.partition(', ')[2]}"
     markdown = join_markdown(title, parts, verdicts)
     files.write(first.workdir / "joined.md", markdown)
-    write_html(first.workdir / "joined.html", markdown, title, svgs)
+    files.write(first.workdir / "joined.html", to_html(markdown, title, svgs))
     print(f"Written: {first.workdir / 'joined.html'} and {first.workdir / 'joined.md'}")
 
 
@@ -152,7 +154,7 @@ def render(report: Report, folder: Path, prefix: str = "") -> tuple[str, dict]:
     (folder / "report").mkdir(exist_ok=True)
     for name, (figure, caption) in make_figures(report).items():
         path = Path("report") / f"{prefix}{name}.png"
-        save_png(figure, folder / path)
+        figure.savefig(folder / path, dpi=200, facecolor="white")  # for print, too
         svgs[str(path)] = to_svg(figure, prefix + name)
         paths[name] = (str(path), caption)
         plt.close(figure)
@@ -201,7 +203,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         best="",
         worst="",
         environment=environment(sweep, rows, done),
-        command=settings["command"],
+        command=command_of(sweep),
         note=settings["note"],
         checkpoint=settings["checkpoint"],
         has_search=sweep.has_search,
@@ -256,7 +258,7 @@ def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
 class Cost(NamedTuple):
     """The total cost of training some trials."""
 
-    trainings: int
+    runs: int
     flops: float
     minutes: float  # of updates, as if processes ran one after another; NaN: unknown
 
@@ -267,10 +269,10 @@ class Cost(NamedTuple):
         return cls(len(rows), sum(row["flops"] for row in rows), seconds / 60)
 
     def __str__(self) -> str:
-        trainings, flops = count(self.trainings, "training"), f"{self.flops:.3g} FLOP"
+        runs, flops = count(self.runs, "training run"), f"{self.flops:.3g} FLOP"
         if math.isnan(self.minutes):
-            return f"{trainings} and {flops}"
-        return f"{trainings}, {flops} and {self.minutes:.3g} minutes of updates"
+            return f"{runs} and {flops}"
+        return f"{runs}, {flops} and {self.minutes:.3g} minutes of updates"
 
 
 def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:

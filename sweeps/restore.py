@@ -1,4 +1,4 @@
-"""Take over the finished trainings of a sweep from a kept sweep.csv.
+"""Take over the finished trials of a sweep from a kept sweep.csv.
 
 A workdir stays on the machine that trained it, but its sweep.csv is small and holds all
 scores. With `sweep.py run --finished=FILE`, a new workdir starts from that file and
@@ -21,7 +21,7 @@ ENDED = ("done", "diverged")
 
 
 def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
-    """Write the folders of all groups whose trainings a sweep.csv holds.
+    """Write the folders of all groups whose trials a sweep.csv holds.
 
     Groups that have started are left alone. A search or a look may add groups once its
     scores are there; they are taken over as well.
@@ -47,7 +47,7 @@ def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
                 write_files(sweep, group, [rows[trial.id] for trial in group.trials])
                 count += len(group.trials)
             sweep = sweep.extended(proposes)
-    say(f"Took over {count} of the {len(rows)} finished trainings in {path}.")
+    say(f"Took over {count} of the {len(rows)} finished trials in {path}.")
     return sweep
 
 

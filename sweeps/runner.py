@@ -78,11 +78,10 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
             if read_optional_json(path) == value:
                 continue
         write_json(path, value)
-    overrides = settings["overrides"] | program
     return [
         *script("train.py"),
         f"--config={os.path.relpath(ROOT / 'configs/run.py')}:{base.parent}",
-        *(f"--config.{key}={value}" for key, value in overrides.items()),
+        *(f"--config.{key}={value}" for key, value in program.items()),
         *task_flags(sweep),
         f"--workdir={folder}",
         f"--trials={folder / 'trial_settings.json'}",

@@ -7,14 +7,12 @@ setting is given again, it must be the same, except that `run` may add seeds.
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from headcount.configs.validation import flat, read_config
-from headcount.runtime import cluster
 from headcount.runtime.files import locked
 from headcount.runtime.schema import Number, Optional, violation
 from headcount.runtime.workdir import differences, summarize, write_json
@@ -55,17 +53,14 @@ SETTINGS = {  # schema of sweep.json; see `runtime.schema`
     "overrides": {},
     "group_size": Number(1),
     "note": Optional(str),
-    "command": str,
 }
+# Settings that a later call keeps if it names --config, but not their flags.
+KEPT = ("seeds", "looks", "margin", "group_size", "note")
 FLAGS = (  # flags with a setting of the same name
     *("ablation", "seeds", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "group_size", "note"),
     *("looks", "margin"),
 )
-# Flags for where and how to run a part of the sweep; not part of its stored command.
-PLACEMENT = ("group", "shard", "launcher", "address", "resources", "examples")
-PLACEMENT += ("finished", *(flag.name for flag in cluster.FLAGS))
-SWITCHES = ("calibrate", "nocalibrate")  # likewise, but without a value
 
 
 class Options(NamedTuple):
@@ -74,26 +69,26 @@ class Options(NamedTuple):
     None or an empty list stands for the stored setting or, in a new sweep, the default.
     """
 
-    config: ConfigDict | None  # locked, with overrides applied
-    config_file: str | None
-    overrides: dict
-    ablation: str | None
-    seeds: int | None
-    looks: list[int] | None
-    margin: str | None
-    workdir: Path
-    match: str | None
-    tune: list[str]
-    search: str | None
-    search_seeds: int | None
-    checkpoint: str | None
-    metric: str | None
-    test_split: str | None
-    group_size: int | None
-    note: str | None
-    task_file: Path | None
     verb: str  # only "run" changes settings, and "run" and "list" add groups
-    proposes: bool  # whether a search may start its next round
+    workdir: Path
+    task_file: Path | None = None
+    proposes: bool = False  # whether a search may start its next round
+    config: ConfigDict | None = None  # locked, with overrides applied
+    config_file: str | None = None
+    overrides: dict | None = None
+    ablation: str | None = None
+    seeds: int | None = None
+    looks: list[int] | None = None
+    margin: str | None = None
+    match: str | None = None
+    tune: list[str] | None = None
+    search: str | None = None
+    search_seeds: int | None = None
+    checkpoint: str | None = None
+    metric: str | None = None
+    test_split: str | None = None
+    group_size: int | None = None
+    note: str | None = None
 
 
 def open_sweep(options: Options) -> Sweep:
@@ -193,57 +188,63 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     given = {name: getattr(options, name) for name in FLAGS}
     given = {name: v for name, v in given.items() if v is not None and v != []}
     settings = stored or {}
-    default = best_metric(task).name
-    if options.config is None:
-        default = stored["metric"]
+    if options.config is not None:
+        config = options.config.to_dict()
+        kept = {name: settings[name] for name in KEPT if name in settings}
+        settings = settings | defaults(task) | {"seeds": config["seeds"]} | kept
+        settings |= {
+            "format_version": FORMAT_VERSION,
+            "config": options.config_file,
+            "overrides": options.overrides,
+            "base": config,
+        }
     metrics = {metric.name: metric for metric in task.metrics}
-    name = given.get("metric", default)
+    name = given.get("metric", settings["metric"])
     metric = metrics.get(name)
     if metric is None:
         raise ValueError(f"--metric must be one of {', '.join(metrics)}, got {name!r}.")
     if "margin" in given:
         given["margin"] = parse_margin(given["margin"], metric)
-    if options.config is not None:
-        config = options.config.to_dict()
-        kept = {"seeds": config["seeds"], "group_size": 16, "note": None} | settings
-        looks = {"looks": None, "margin": None} if stored is None else {}
-        settings = kept | {
-            "format_version": FORMAT_VERSION,
-            "config": options.config_file,
-            "overrides": options.overrides,
-            "base": config,
-            "match": None,
-            "tune": [],
-            "search": None,
-            "search_seeds": 1,
-            # without a test split, nothing may be chosen on val
-            "checkpoint": "last" if task.test_split == "val" else "best",
-            "metric": metric.name,
-            "test_split": task.test_split,
-            **looks,
-        }
-        if stored is None or options.verb == "run":
-            words = without_placement(sys.argv[1:])
-            settings["command"] = shlex.join(["python", "sweep.py", "run", *words])
-    elif options.verb == "run" and stored is not None:  # for example, more seeds
-        more = [f"--{name}={v}" for name, v in given.items() if v != stored[name]]
-        command = shlex.join([*shlex.split(stored["command"]), *more])
-        settings = settings | {"command": command}
     if "seeds" in given:  # --seeds without a range turns looks off
         given = {"looks": None} | given
     return settings | given
 
 
-def without_placement(words: list[str]) -> list[str]:
-    """Return a command line without the flags of `PLACEMENT` and `SWITCHES`."""
-    left, kept = iter(words), []
-    for word in left:
-        name, equals, _ = word.lstrip("-").partition("=")
-        if not word.startswith("-") or name not in PLACEMENT + SWITCHES:
-            kept.append(word)
-        elif name in PLACEMENT and not equals:
-            next(left, None)  # --name value
-    return kept
+def defaults(task: Task) -> dict:
+    """Return the settings that a new sweep has without flags."""
+    return {
+        "match": None,
+        "tune": [],
+        "search": None,
+        "search_seeds": 1,
+        # without a test split, nothing may be chosen on val
+        "checkpoint": "last" if task.test_split == "val" else "best",
+        "metric": best_metric(task).name,
+        "test_split": task.test_split,
+        "looks": None,
+        "margin": None,
+        "group_size": 16,
+        "note": None,
+    }
+
+
+def command_of(sweep: Sweep) -> str:
+    """Return the command that starts the sweep, without flags for where it runs."""
+    now, default, looks = sweep.settings, defaults(sweep.task), sweep.settings["looks"]
+    given = {"config": now["config"]}
+    given |= {f"config.{key}": value for key, value in now["overrides"].items()}
+    given |= {"ablation": now["ablation"], "seeds": now["seeds"]}
+    given |= {name: now[name] for name in default if now[name] != default[name]}
+    if looks:
+        given["seeds"] = f"{looks[0]}:{looks[-1]}"
+        given["looks"] = ",".join(map(str, looks))
+    if sweep.task_file is not None:
+        given["task_file"] = sweep.task_file
+    given["workdir"] = sweep.workdir
+    tune = given.pop("tune", [])
+    words = [f"--{name}={value}" for name, value in given.items()]
+    words += [f"--tune={setting}" for setting in tune]
+    return shlex.join(["python", "sweep.py", "run", *words])
 
 
 def check_same_sweep(options: Options, stored: dict, now: dict) -> None:

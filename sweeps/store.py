@@ -176,7 +176,10 @@ class Sweep(NamedTuple):
         return self._replace(plan=self.plan._replace(trials=trials), groups=groups)
 
     def scored_trials(self) -> list[tuple[Trial, DevScore | None]]:
-        """Return all trials on disk, each with its dev score or None."""
+        """Return all trials on disk, each with its dev score or None.
+
+        A trial that diverged, or whose group failed, is `DIVERGED`.
+        """
         results, _ = self.read_results("val")
         found = []
         for group in self.groups:
@@ -186,8 +189,10 @@ class Sweep(NamedTuple):
                 if rows is not None:
                     score = dev_score(rows[index], self.metric)
                 else:
-                    metrics = read_metrics(self.folder(group))
-                    if diverged_at(metrics, index) is not None:
+                    folder = self.folder(group)
+                    # a failed search waits for its retry, which may change the choice
+                    is_lost = not trial.is_search and (folder / "failed.json").exists()
+                    if is_lost or diverged_at(read_metrics(folder), index) is not None:
                         score = DIVERGED
                 found.append((trial, score))
         return found
@@ -280,7 +285,7 @@ def read_failure(folder: Path) -> dict | None:
     return _read_record(folder / "failed.json", {"error": str}, hint)
 
 
-def _read_record(path: Path, schema: dict, hint: str) -> dict | None:
+def _read_record(path: Path, schema, hint: str):
     try:
         found = read_optional_json(path)
     except ValueError as error:
@@ -299,16 +304,12 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
     """
     path, metrics = sweep.folder(group) / f"result-{split}.json", sweep.task.metrics
     hint = "move it away, and sweep.py run scores its group again."
-    try:
-        found = read_optional_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); {hint}") from None
+    found, wrong = _read_record(path, [RESULT], hint), None
     if found is None:
         return None
-    wrong = violation(found, [RESULT])
-    if wrong is None and [row["trial"] for row in found] != [*range(len(group.trials))]:
+    if [row["trial"] for row in found] != [*range(len(group.trials))]:
         wrong = "it needs a row per trial"
-    if wrong is None and not all(map(has_digest, found)):
+    elif not all(map(has_digest, found)):
         wrong = "it was changed since eval.py wrote it"
     if wrong:
         raise ValueError(f"{path} is damaged ({wrong}); {hint}")

@@ -166,7 +166,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
         ("trials that would fit", str(plan.trials_that_fit)),
         ("FLOPs per step", f"{plan.flops:.3e}"),
         ("step at the chip's peak", f"{at_peak:.3f} ms"),
-        ("step at 40 % of the peak", f"{at_peak / 0.4:.3f} ms"),
+        ("step at 40% of the peak", f"{at_peak / 0.4:.3f} ms"),
         ("memory traffic per step", gib(plan.traffic)),
         (
             "step at the memory's bandwidth",

@@ -1,4 +1,4 @@
-"""Load a trained run.
+"""Load a trained run, or write a model as one.
 
 run = load("runs/numbers")
 list(run.task.predict(run, ["two hundred and six"]))
@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import jax
+import numpy as np
 from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
@@ -17,8 +18,9 @@ from headcount.configs.validation import flat
 from headcount.data import tokenizers
 from headcount.models import cost
 from headcount.runtime import distributed, sharding
-from headcount.runtime.workdir import read_json
+from headcount.runtime.workdir import environment, read_json, record, set_status
 from headcount.tasks import Run, make_task
+from headcount.training.checkpoint import Checkpoints
 from headcount.training.restore import READERS, restore_parameters
 from headcount.training.trials import check_trials, head_gates
 
@@ -127,6 +129,37 @@ def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) ->
             f"{workdir / 'tokenizer'} has other vocabularies than {path} says that the "
             f"run was trained with; restore the one that was replaced."
         )
+
+
+def write_finished(
+    workdir: Path, config: dict, settings: dict, params, step: int = 0
+) -> int:
+    """Write one model as a finished run with one trial; return its parameter count.
+
+    Args:
+        workdir: an existing folder.
+        config: the resolved config, nested.
+        settings: what the trial changes in it, by config key.
+        params: the parameters, without a trial axis.
+        step: the update at which they were the best.
+    """
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf)[None], params)
+    zero, steps = np.zeros(1, np.int32), np.array([step], np.int32)
+    checkpoints = Checkpoints(workdir, 1)
+    checkpoints.save(
+        step,
+        params=params,
+        trials={"step": steps, "diverged_at": zero, "stopped_at": zero},
+        best={"params": params, "score": np.zeros(1), "step": steps},
+    )
+    checkpoints.wait()
+    checkpoints.close()
+    record(workdir, config, [settings], {"num_parameters": count, **environment()})
+    set_status(workdir, "finished")
+    # train.py would take a workdir without metrics for a failed start
+    (workdir / "metrics.jsonl").touch()
+    return count
 
 
 def choose_trial(run: Run, flag) -> int:

@@ -202,7 +202,7 @@ def test_heads_have_a_role_if_most_seeds_have_such_a_head(tmp_path, having, verd
     assert effect.verdict == verdict and (effect.corpus, effect.seeds) == ("x", 8)
     low, high = stats.binomtest(having, 8).proportion_ci(0.95)
     assert f"{having} of 8 seeds" in effect.text
-    assert f"({100 * low:.2f} to {100 * high:.2f} %)" in effect.text
+    assert f"({100 * low:.2f} to {100 * high:.2f}%)" in effect.text
     assert f"{having / 8:.1f} of 2 heads" in effect.text
 
 

@@ -368,12 +368,12 @@ def test_alone_of_one_head_and_of_two():
 
 
 @pytest.mark.slow
-def test_heads_that_talk_have_no_statistics():
-    attention = {"num_heads": 4, "talking_heads": True}
-    run = made(cross_attention=attention)
+@pytest.mark.parametrize("variant", ["talking_heads", "differential"])
+def test_heads_without_a_distribution_have_no_statistics(variant):
+    run = made(cross_attention={"num_heads": 4, variant: True})
     for row in describe(run, examples(), 0):
-        talks = row["site"] == "cross"
-        assert (row["entropy"] is None) == (row["sink"] is None) == talks
+        is_mixed = row["site"] == "cross"
+        assert (row["entropy"] is None) == (row["sink"] is None) == is_mixed
         assert np.isfinite(row["share"])
     for row in importance(run, examples(), 0):
         assert np.isfinite([row["importance"], row["added_loss"]]).all()

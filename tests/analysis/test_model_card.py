@@ -3,9 +3,9 @@
 import json
 
 from headcount.analysis.model_card import scores
+from headcount.tasks.base import Metric
 
-BLEU = {"name": "bleu", "label": "BLEU", "unit": "", "format": ".2f"}
-EXACT = {"name": "exact", "label": "exact match", "unit": "%", "format": ".1f"}
+METRICS = Metric("bleu", "BLEU"), Metric("exact", "exact match", "%", format=".1f")
 
 
 def row(trial, seed, bleu, dropout=0.1, diverged_at=None):
@@ -19,10 +19,9 @@ def test_the_mean_is_over_other_seeds_of_the_same_model(tmp_path):
     rows = [row(0, 0, 30.0), row(1, 1, 32.0), row(2, 0, 10.0, dropout=0.5)]
     rows.append(row(3, 2, 1.0, diverged_at=7))
     (tmp_path / "result-test.json").write_text(json.dumps(rows))
-    facts = {"task": {"metrics": [BLEU, EXACT]}}
-    lines = scores(tmp_path, facts, 1, {"seed": 1, "model.dropout": 0.1})
+    lines = scores(tmp_path, METRICS, 1, {"seed": 1, "model.dropout": 0.1})
     bleu, exact = (line.split(" | ") for line in lines[2:])
     assert bleu[1:3] == ["BLEU", "32.00"] and bleu[3].startswith("31.00, ")
     assert exact[1:3] == ["exact match (%)", "32.0"] and "2 trials" in exact[3]
-    (_, _, line, _) = scores(tmp_path, facts, 3, {"seed": 2, "model.dropout": 0.2})
+    (_, _, line, _) = scores(tmp_path, METRICS, 3, {"seed": 2, "model.dropout": 0.2})
     assert line.endswith("| 1.00 | – |")

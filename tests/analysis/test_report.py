@@ -241,7 +241,7 @@ def test_the_loss_is_the_first_outcome_if_all_arms_have_it():
     assert report.outcomes == [BLEU]
     for index in (0, 1):
         both = report.arms[index].test | {"loss": np.array([1.0, 2.0])}
-        report = edit_arm(report, index, test=both)
+        report = edit_arm(report, index, dev=both, test=both)
     assert report.outcomes == [LOSS, BLEU]
     assert report._replace(metric=LOSS).outcomes == [LOSS]
 
@@ -518,7 +518,7 @@ def test_every_outcome_says_how_many_seeds_it_would_need():
     report = make_report(arms={"a": [1, 2, 3], "b": [2, 3, 5]}, metrics=(BLEU, LOSS))
     for index, losses in enumerate(([1.0, 1.1, 1.2], [1.01, 1.12, 1.2])):
         both = report.arms[index].test | {"loss": np.array(losses)}
-        report = edit_arm(report, index, test=both)
+        report = edit_arm(report, index, dev=both, test=both)
     text = summary_of(report)
     for metric in (BLEU, LOSS):
         (needed,) = [c.seeds_needed for c in compare(report, metric) if c.seeds_needed]

@@ -15,9 +15,9 @@ from headcount.analysis.sequential import (
     detectable,
     judge,
     power,
-    simulate,
 )
 from headcount.analysis.significance import POWER, seeds_needed
+from tests.simulated_sweeps import simulate
 
 PLAN = Looks((4, 8, 16, 32), 0.5, 5)
 SWEEPS = 100_000

@@ -52,7 +52,7 @@ def test_intervals_of_the_curve_cover_the_truth(seeds):
         hits += low <= 0.4 * (1 - 16.0**-0.8) <= high
         ends = summary(drawn[0] - drawn[-1])  # Student's, without the curve
         widths.append((high - low) / (ends.high - ends.low))
-    assert hits >= 52  # 95 % of 60 are 57, with a standard error of 1.7
+    assert hits >= 52  # 95% of 60 are 57, with a standard error of 1.7
     assert 0.5 < np.mean(widths) < 1.2
 
 

@@ -15,6 +15,7 @@ from headcount.analysis.explorer import PLACE, TEMPLATE
 from headcount.analysis.roles import first_sentences
 from headcount.models.maps import attention_maps, single_example
 from headcount.tasks.heldout_loss import heldout_loss
+from headcount.tasks.translation import Translation
 from headcount.training.run import load
 from tests.runs import fails, logged, read, succeed, training
 
@@ -95,6 +96,7 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "plot_maps", lambda *given: drawn.append(given))
     path = tmp_path / "texts"
     path.write_text("two hundred\nsix\tsechs\n")
+    monkeypatch.setattr(Translation, "load", None)  # no corpus is needed
     options = {"workdir": trained, "input": path, "output": tmp_path / "p.png"}
     ran = call("heads.py", "plot", example=1, **options, **LAST)
     assert ran.returncode == 0, ran.stderr

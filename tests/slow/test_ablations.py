@@ -94,7 +94,7 @@ def test_every_ablation_builds_on_every_config(name):
             if "match" in arm.overrides:
                 cost, goal = arm.parameters, baseline.parameters
                 assert abs(cost - goal) <= TOLERANCE * goal
-                # 0.5 % of a narrow model's parameters leave little choice
+                # 0.5% of a narrow model's parameters leave little choice
                 multiple = 8 if config.model.width >= 128 and name != "variants" else 2
                 assert arm.config["model"]["mlp_dim"] % multiple == 0
             assert not set(arm.overrides) & set(nuisance)

@@ -85,7 +85,7 @@ def test_a_tagger_has_no_products_with_the_vocabulary():
 
 @pytest.mark.parametrize("name", ["mean", "gated_elementwise"])
 def test_multiply_adds_equal_those_that_xla_counts(name):
-    """Two operations each; XLA counts norms, softmax and sums too: 10 % at this size.
+    """Two operations each; XLA counts norms, softmax and sums too: 10% at this size.
 
     The whole is computed with plain einsums, in a program without loops.
     """

@@ -1,7 +1,7 @@
 """Planned looks in thousands of simulated sweeps, at every number of looks.
 
-Scores are drawn per seed and per arm, so that differences to the shared baseline depend
-on each other as those of a sweep do.
+Scores are drawn per seed and per arm, so that differences from the shared baseline
+depend on each other as those of a sweep do.
 """
 
 import functools
@@ -15,9 +15,9 @@ from headcount.analysis.sequential import (
     Looks,
     decide,
     detectable,
-    simulate,
 )
 from headcount.analysis.significance import POWER
+from tests.simulated_sweeps import simulate
 
 SWEEPS, ARMS = 20_000, 5
 PLANS = {
@@ -42,7 +42,7 @@ DRAWS = {
 
 @functools.lru_cache(maxsize=2)
 def differences(draw, seeds):
-    """Return differences to the baseline with mean 0, arms x sweeps x seeds."""
+    """Return differences from the baseline with mean 0, arms x sweeps x seeds."""
     rng = np.random.default_rng([28, seeds])
     scores = DRAWS[draw](rng, (ARMS + 1, SWEEPS, seeds))
     return scores[1:] - scores[0]

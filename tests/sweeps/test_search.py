@@ -17,20 +17,17 @@ RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
 def opened(workdir, corpus, **changes):
     config = base.get_config()
     config.update_from_flattened_dict(SMALL | {"data.directory": str(corpus)})
-    given = dict.fromkeys(Options._fields) | {
+    given = {
+        "verb": "run",
+        "workdir": workdir,
+        "proposes": True,
         "config": config.lock(),
         "config_file": "configs/base.py",
         "overrides": {},
         "ablation": "kv_heads",
         "seeds": 2,
-        "workdir": workdir,
-        "tune": [],
         "search": "optuna:10",
-        "search_seeds": 1,
         "checkpoint": "best",
-        "group_size": 16,
-        "verb": "run",
-        "proposes": True,
     }
     return open_sweep(Options(**(given | changes)))
 

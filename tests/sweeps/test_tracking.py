@@ -140,12 +140,12 @@ def finished_sweep(workdir, tracker):
     (workdir / "report").mkdir(parents=True)
     for name in ("report.html", "report.md", "sweep.csv", "report/loss.png"):
         (workdir / name).write_text(name)
-    names = ("ablation", "metric", "checkpoint", "test_split", "command", "note")
+    names = ("ablation", "metric", "checkpoint", "test_split", "note")
     settings = dict.fromkeys(names, "x") | {"base": {"train": {"tracker": tracker}}}
     rows = [{"arm": "N=4", "seed": 0, "loss": 1.5}, {"arm": "N=8", "seed": 0}]
     verdicts = [{"arm": "N=8", "verdict": "worse"}]
     sweep = SimpleNamespace(workdir=workdir, settings=settings)
-    return sweep, rows, SimpleNamespace(verdicts=verdicts)
+    return sweep, rows, SimpleNamespace(verdicts=verdicts, command="x")
 
 
 def test_the_report_of_a_sweep_is_recorded_in_the_group_of_its_runs(

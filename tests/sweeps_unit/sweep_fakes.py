@@ -59,26 +59,15 @@ def options(workdir, corpus, **changes) -> Options:
         }
     )
     given = {
+        "verb": "run",
+        "workdir": workdir,
+        "proposes": True,
         "config": config.lock(),
         "config_file": "configs/base.py",
         "overrides": {"train.num_steps": 20},
         "ablation": "kv_heads",
         "seeds": 2,
-        "looks": None,
-        "margin": None,
-        "workdir": workdir,
-        "match": None,
-        "tune": [],
-        "search": None,
-        "search_seeds": 1,
         "checkpoint": "best",
-        "metric": None,
-        "test_split": None,
-        "group_size": 16,
-        "note": None,
-        "task_file": None,
-        "verb": "run",
-        "proposes": True,
     }
     return Options(**(given | changes))
 

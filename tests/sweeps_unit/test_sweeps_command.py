@@ -119,7 +119,7 @@ def test_a_sweep_whose_jobs_are_cancelled_exits_with_1(tmp_path, corpus):
         text=True,
     )
     assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
-    assert "6 trainings are not done" in found.stderr.splitlines()[-1]
+    assert "6 trials are not done" in found.stderr.splitlines()[-1]
 
 
 def test_status_counts_trials_by_status_and_lists_what_diverged(

@@ -87,8 +87,8 @@ def test_decided_arms_get_no_more_seeds(given):
     assert "## Verdicts" in text and "- K=2 is worse than K=4: −20.00" in text
     assert "- K=1 is undecided against K=4: " in text
     assert "1 worse, 0 equivalent, 1 undecided" in text
-    assert "The verdicts took 18 trainings, " in text  # 8 + 2 + 8
-    assert "8 seeds for every arm would take 24 trainings, " in text
+    assert "The verdicts took 18 training runs, " in text  # 8 + 2 + 8
+    assert "8 seeds for every arm would take 24 training runs, " in text
 
 
 def test_a_sweep_whose_arms_are_all_decided_ends(given):
@@ -122,6 +122,22 @@ def test_an_arm_that_diverges_gets_no_more_seeds(given):
     (row,) = [row for row in rows if row["arm"] == "K=2"]
     assert (row["verdict"], row["lost"]) == ("undecided", 2)
     assert "2 trials of it or K=4 diverged or failed" in row["sentence"]
+
+
+def test_an_arm_that_failed_gets_no_more_seeds_and_the_others_do(given):
+    effects = {"K=1": (0.5, 3.0)}
+    sweep = open_sweep(given)
+    (failed,) = [g for g in sweep.groups if g.trials[0].arm == "K=2"]
+    path = sweep.folder(failed) / "failed.json"
+    for index, group in enumerate(sweep.groups):
+        if group != failed:
+            finish(sweep, index)
+    assert seeds_by_arm(open_sweep(given)) == {"K=4": 2, "K=2": 2, "K=1": 2}
+    path.write_text(json.dumps({"error": "out of memory"}))
+    assert seeds_by_arm(open_sweep(given)) == {"K=4": 4, "K=2": 2, "K=1": 4}
+    path.unlink()  # the retry succeeds
+    sweep = finish_stage(given, effects)
+    assert seeds_by_arm(sweep) == {"K=4": 4, "K=2": 4, "K=1": 4}
 
 
 def test_seeds_that_survive_decide_nothing_if_others_diverged(given):
@@ -228,7 +244,7 @@ def test_looks_and_margin_belong_to_the_sweep(given):
 @pytest.mark.parametrize(
     "seeds, looks, wanted",
     [
-        (None, [], None),
+        (None, [], (None, None)),
         ("3", [], (3, None)),
         ("4:32", [], (32, [4, 8, 16, 32])),
         ("4:10", ["4", "7", "10"], (10, [4, 7, 10])),

@@ -77,8 +77,10 @@ def test_the_loss_comes_first_and_is_left_out_if_an_arm_lacks_it(tmp_path, corpu
     finish_all(sweep)
     markdown = write_report(sweep)
     assert markdown.index("### loss") < markdown.index("### BLEU")
-    edit_results(sweep, 1, lambda row: row | {"loss": None})
-    assert "### loss" not in write_report(sweep)
+    for splits in (["val"], ["test"]):
+        edit_results(sweep, 1, lambda row: row | {"loss": None}, splits=splits)
+        assert "### loss" not in write_report(sweep)
+        edit_results(sweep, 1, lambda row: row | {"loss": 2.0}, splits=splits)
 
 
 def test_a_metric_for_which_lower_is_better_can_be_the_sweeps(tmp_path, corpus):

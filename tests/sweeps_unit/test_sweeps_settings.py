@@ -3,11 +3,11 @@
 import json
 import shlex
 import shutil
-import sys
 
 import pytest
 from sweep_fakes import (
     RATE,
+    TINY,
     finish_all,
     only_workdir,
     options,
@@ -16,8 +16,9 @@ from sweep_fakes import (
 )
 
 from headcount.sweeps import settings
-from headcount.sweeps.settings import SETTINGS, open_sweep, select_groups
+from headcount.sweeps.settings import SETTINGS, command_of, open_sweep, select_groups
 from headcount.sweeps.table import make_rows
+from tests.runs import succeed
 
 YIELD = 'yield from ({"model.mlp_dim": F} for F in '
 
@@ -95,36 +96,44 @@ def test_looking_at_a_sweep_adds_no_groups(tmp_path, corpus, verb):
     assert contents() == before and opened.groups == sweep.groups
 
 
-def test_the_command_leaves_out_where_a_part_runs(tmp_path, corpus, monkeypatch):
-    argv = ["sweep.py", "--config=configs/base.py", "--group_size=4", "--group=1"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--shard=0/2", "--nocalibrate"])
-    opened = open_sweep(options(tmp_path / "s", corpus))
-    command = "python sweep.py run --config=configs/base.py --group_size=4"
-    assert opened.settings["command"] == command
+CHANGES = {
+    "seeds": 8,
+    "looks": [2, 4, 8],
+    "margin": "0.01",
+    "tune": [f"{RATE}=0.001,0.002", "model.dropout=0.0,0.1"],
+    "metric": "loss",
+    "note": "Two words.",
+    "group_size": 4,
+}
 
 
-def test_the_command_leaves_out_flags_with_separate_values(
-    tmp_path, corpus, monkeypatch
-):
-    kept = ["--config", "configs/base.py", "--group_size", "4", "--note=on --group 1"]
-    where = ["--group", "99", "--launcher", "local", "-shard", "0/2", "--calibrate"]
-    where += ["--resources", "num_gpus=1", "--coordinator_timeout", "9"]
-    for argv in (where + kept, kept + where, [*kept[:2], *where, *kept[2:]]):
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *argv])
-        opened = open_sweep(options(tmp_path / "s", corpus))
-        words = shlex.split(opened.settings["command"])
-        assert words == ["python", "sweep.py", "run", *kept]
+def test_the_command_starts_the_same_sweep_again(tmp_path, corpus):
+    overrides = TINY | {"data.name": "text", "data.directory": str(corpus)}
+    overrides |= {"train.num_steps": 20, "train.best_metric": "bleu"}
+    given = options(tmp_path / "s", corpus, overrides=overrides, **CHANGES)
+    sweep = open_sweep(given)
+    words = shlex.split(command_of(sweep))
+    assert words[:3] == ["python", "sweep.py", "run"]
+    assert command_of(open_sweep(only_workdir(given))) == command_of(sweep)
+    # another sweep in the folder would be an error
+    succeed(["sweep.py", "list", "--nocalibrate", *words[3:]])
 
 
-def test_the_command_of_a_sweep_with_added_seeds_repeats_it(tmp_path, corpus):
+def test_the_command_shows_settings_that_a_later_call_leaves_out(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus, **CHANGES)
+    command = command_of(open_sweep(given))
+    short = given._replace(seeds=None, looks=None, margin=None, note=None)
+    assert command_of(open_sweep(short)) == command
+
+
+def test_a_sweep_with_added_seeds_keeps_its_other_settings(tmp_path, corpus):
     given = options(tmp_path / "s", corpus)
     first = open_sweep(given)
     alone = only_workdir(given)
     assert open_sweep(alone).settings == first.settings
-    for _ in range(2):
-        more = open_sweep(alone._replace(seeds=3, note="Two words."))
-        added = " --seeds=3 '--note=Two words.'"
-        assert more.settings["command"] == first.settings["command"] + added
+    more = open_sweep(alone._replace(seeds=3, note="Two words."))
+    changed = {"seeds": 3, "note": "Two words."}
+    assert more.settings == first.settings | changed
     assert open_sweep(alone._replace(verb="report")).settings == more.settings
 
 
