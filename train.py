@@ -146,7 +146,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
         progress = Progress(trainer.num_steps, trainer.step)
         # JAX raises ValueErrors for some failures of Gloo, its CPU communication
         lost = distributed.wait_for_abort((RuntimeError, ValueError))
-        with one_sentence(OSError), lost:
+        with one_sentence((OSError, NotImplementedError)), lost:
             try:
                 fit(trainer, default_hooks(config, progress), stop, profile)
             except BaseException:

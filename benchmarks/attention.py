@@ -174,7 +174,7 @@ def main():
         f"`python -m benchmarks.attention {' '.join(sys.argv[1:])}`".replace(" `", "`")
     )
     kind = "CPU ms of the process" if flags.cpu_time else "ms"
-    print(f"\nmedian {kind} (ours / it)\n")
+    print(f"\nmedian {kind}, and ours divided by it\n")
     names = ["ours", "torch", "blockwise", "jax.nn", "einsum"]
     names += ["with statistics", "statistics alone"]
     print("| shape | pass |", " | ".join(names), "|")

@@ -68,7 +68,7 @@ def main():
         if arguments.threads > 1:
             each = peer(model, forced, arguments.threads, 1)
             sides["CTranslate2, a batch per thread"] = each
-    print("| | beam | sentences/s | spread | share of ceiling | ours / it | same |")
+    print("| | beam | sentences/s | spread | share of ceiling | speedup | same |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for beam_size in arguments.beam_sizes:
         outputs = {name: side(sentences, beam_size) for name, side in sides.items()}

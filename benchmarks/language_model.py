@@ -141,7 +141,7 @@ def time_generation(arguments, config) -> None:
         "CTranslate2": peers.ctranslate2_side(theirs, arguments.folder),
     }
     random = np.random.default_rng(0)
-    print("| | prompts | new tokens/s | spread | ours / it | same tokens |")
+    print("| | prompts | new tokens/s | spread | speedup | same tokens |")
     print("| --- | ---: | ---: | --- | ---: | ---: |")
     for count in (1, 64):
         prompts = random.integers(4, config.data.vocab_size, (count, PROMPT)).tolist()

@@ -129,7 +129,7 @@ def print_table(rates: dict[str, list[float]], ceiling: float, flop: float) -> N
     """Print the medians, their spread, and their ratio to ours."""
     print(f"arithmetic: {flop / 1e6:.2f} MFLOP per token")
     print(f"matmul ceiling: {ceiling / 1e9:.0f} GFLOP/s\n")
-    print("| | tokens/s | spread | share of ceiling | ours / it |")
+    print("| | tokens/s | spread | share of ceiling | speedup |")
     print("| --- | --- | --- | --- | --- |")
     best = statistics.median(rates["ours"])
     for name, found in rates.items():

@@ -4,7 +4,7 @@
         [--margin 0.005] [--looks 4,8,16] [--fixed 16] [--sweeps 4000]
 
 Sweeps are simulated from the scores per seed in results/*/sweep.csv. For every
-simulated seed, the arms' differences to the baseline are drawn from a normal
+simulated seed, the arms' differences from the baseline are drawn from a normal
 distribution with the mean and covariance over the real seeds. This preserves the
 differences between arms, and the effects that a seed has on all arms. With so few real
 seeds, the observed differences tend to overestimate the true ones. Therefore everything
@@ -35,7 +35,7 @@ from headcount.tasks.base import LOSS
 ROOT = Path(__file__).resolve().parent.parent
 BETTER, WORSE, EQUIVALENT, UNDECIDED = range(4)
 assert VERDICTS == ("better", "worse", "equivalent", "undecided")
-HEADER = ("sweep", "differences", "design", "trainings", "share", "decided", "false")
+HEADER = ("sweep", "differences", "design", "runs", "share", "decided", "false")
 
 
 class Outcome(NamedTuple):
@@ -63,7 +63,7 @@ def read_scores(path: Path, metric: str) -> tuple[np.ndarray, int]:
 
 
 def simulate(scores: np.ndarray, baseline: int, shape: tuple, is_null: bool):
-    """Simulate differences to the baseline.
+    """Simulate differences from the baseline.
 
     Args:
         scores: arms x seeds.

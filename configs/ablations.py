@@ -87,7 +87,7 @@ def heads(base) -> Iterator[dict]:
 
 
 def head_dim(base) -> Iterator[dict]:
-    """What is the size of a head worth: of its keys alone, and of keys and values?
+    """How much does head size matter: for keys alone, and for keys and values?
 
     First H alone (Vaswani et al. 2017, Table 3, rows B), then H = V with N·H
     independent of the width (Bhojanapalli et al. 2020). With model.attention.init =
@@ -287,7 +287,7 @@ def variants(base) -> list[dict]:
 
 
 def merge_heads(base) -> list[dict]:
-    """Does averaging heads suffer less where there are many of them?
+    """Does averaging heads cost less when there are many heads?
 
     Scientific: model.attention.merge, at each number of heads with H = V = D / N.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -374,10 +374,10 @@ def gates(base) -> list[dict]:
 
 
 def gates_l0(base) -> list[dict]:
-    """How many heads does a model keep, if it pays for each?
+    """How many heads does a model keep if each open head is penalised?
 
-    Gates that may close for good (Louizos et al. 2018; Voita et al. 2019), at several
-    prices in nats per token; the report shows how many heads are left.
+    Gates that can close permanently (Louizos et al. 2018; Voita et al. 2019), at
+    several penalties in nats per token; the report shows how many heads are left.
 
     Scientific: model.attention.gate_penalty.
     Nuisance: optimizer.learning_rate, model.dropout.

@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     task.metrics = "bleu,chrf,exact_match"
     task.entities = False  # tagging: tags are BIO tags of entities
     task.pooling = "mean"  # classification: first, mean or attention
-    # Tagging, classification: share of training tokens that become unknown ones.
+    # Tagging, classification: share of training tokens replaced by the unknown token.
     task.token_dropout = 0.0
 
     config.data = data = ml_collections.ConfigDict()
@@ -47,7 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.cross_documents = True  # windows: may a token attend to the document before?
     # Tokens from the start of an evaluation window to the next; None: max_length.
     data.stride = placeholder(int)
-    data.test_share = 0.0  # shakespeare: share of its last 10 % that is the split test
+    data.test_share = 0.0  # shakespeare: share of its last 10% that is the split test
     data.batch_tokens = 4096  # tokens per update; translation: target tokens
 
     config.model = model = ml_collections.ConfigDict()
@@ -103,7 +103,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.mixture_shared = 1  # merge rule "shared_mixture": heads always on
     attention.mixture_balance = 0.0  # factor on the load-balancing loss of mixtures
     attention.rotary_dim = placeholder(int)  # elements that rotary turns; None: all
-    attention.latent_dim = placeholder(int)  # c, of latent attention; None: none
+    attention.latent_dim = placeholder(int)  # size of the latent c; None: no latent
     # Size of the key with positions that all heads of latent attention share; None:
     # half of H with rotary positions, else 0.
     attention.latent_rotary_dim = placeholder(int)
@@ -162,7 +162,7 @@ def get_config() -> ml_collections.ConfigDict:
     # bleu, chrf (slow: computed only if it selects), exact_match; ties are broken by
     # the loss. None: the task's first.
     train.best_metric = placeholder(str)
-    # Stop a trial after so many evaluations without a better one; None: never.
+    # Stop a trial after this many evaluations without improvement; None: never.
     train.patience = placeholder(int)
     train.checkpoint_every_steps = 250  # save a checkpoint to resume from
     train.keep_checkpoints = 5  # the last k; --checkpoint=average averages them

@@ -120,13 +120,13 @@ VARIANTS = {
         of_attention(differential=True),
         "(softmax₁ − λ softmax₂) V, RMS norm per head",
         "Ye et al. 2024, 2410.05258",
-        "the same loss with 65 % of the parameters or tokens",
+        "the same loss with 65% of the parameters or tokens",
     ),
     "latent": Variant(
         latent,
         "c = x W; k_n = [c K_n, r], v_n = c U_n",
         "DeepSeek-V2 2024, 2405.04434",
-        "better than multi-head attention; a cache 93 % smaller than DeepSeek 67B's",
+        "better than multi-head attention; a cache 93% smaller than DeepSeek 67B's",
     ),
     "knocking": Variant(
         of_attention(knocking="linear", knocking_all=True),
@@ -144,13 +144,13 @@ VARIANTS = {
         of_attention(value_residual=True),
         "V ← (1 − λ) V + λ V₁, λ = 1/2 at the start",
         "Zhou et al. 2024, 2410.17897",
-        "the same loss with 16 % fewer parameters or 20 % fewer tokens",
+        "the same loss with 16% fewer parameters or 20% fewer tokens",
     ),
     "shared and routed": Variant(
         shared_and_routed,
         "Σ_n g_n o_n W_n, k_s heads always on, k routed",
         "MoH, Jin et al. 2024, 2410.11842",
-        "better with 50 to 90 % of the heads",
+        "better with 50 to 90% of the heads",
     ),
     "talking heads": Variant(
         of_attention(talking_heads=True),

@@ -55,10 +55,10 @@ heads need the whole map, so no fused kernel supports them.
 PEERS = """
 ## Compared with other implementations
 
-[test_variants.py](../../tests/peers/test_variants.py) gives ours and another
-implementation (versions: [requirements-peers.txt](../../requirements-peers.txt)) the
-same weights and compares outputs and gradients in float32. Code bases contradict each
-other: a result of one need not hold for another.
+[test_variants.py](../../tests/peers/test_variants.py) gives our implementation and
+another one (versions: [requirements-peers.txt](../../requirements-peers.txt)) the same
+weights and compares outputs and gradients in float32. Implementations of one variant
+differ, so a result of one need not hold for another.
 
 """
 COMPARED = (  # what, with what, where code bases differ

@@ -16,7 +16,7 @@ from headcount import attention
 from headcount.attention import masks
 from headcount.attention.kernels import cpu_build
 
-# The largest difference to the reference in float32 at HIGHEST precision, relative to
+# The largest difference from the reference in float32 at HIGHEST precision, relative to
 # the reference's largest value or 1. bfloat16 has 8 bits of precision, float16 has 11;
 # both round the weights before they meet the values.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}

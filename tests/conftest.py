@@ -1,6 +1,7 @@
 """The environment of every test, and the runs that many tests look at."""
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -37,6 +38,15 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Cache fast compilations too: several processes compile thousands of small programs.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("TFDS_DATA_DIR", str(ROOT / ".cache" / "tfds"))
+
+
+# Tracing makes many objects; the defaults search them all for garbage too often.
+gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_collection_finish():
+    """Leave what is imported out of the search for garbage."""
+    gc.freeze()
 
 
 def pytest_runtest_setup():

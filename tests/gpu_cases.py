@@ -9,7 +9,7 @@ import numpy as np
 from headcount.attention import masks, reference
 from headcount.attention.kernels import gpu
 
-# Largest difference to the float32 reference, relative to its largest value. bfloat16
+# Largest difference from the float32 reference, relative to its largest value. bfloat16
 # has 8 bits; the weights are rounded to it before they meet the values.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
