@@ -175,6 +175,7 @@ def test_statistics_are_the_mean_over_all_tokens_of_the_full_maps(rows, seen):
         np.testing.assert_allclose(told, means[site][:, layer, head], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_max_logit_is_the_largest_over_all_sentences(model, gates, rows):
     graph, params = graph_and_params(model)
 

@@ -13,6 +13,7 @@ from headcount.configs.base import get_config
 from headcount.models.maps import single_example
 from headcount.models.transformer import Transformer
 from headcount.tasks import Run, make_task
+from tests.marks import slow_but
 
 BATCH = single_example({"source": [4, 9, 8, 2], "target": [7, 5, 4, 6, 2]})
 REMOVED = [
@@ -40,13 +41,16 @@ def made(**attention):
 
 @pytest.mark.parametrize(
     "attention",
-    [
-        *({"merge": rule} for rule in REMOVABLE_RULES),
-        {"sink": True, "qk_norm": True},
-        {"gate": "sigmoid", "gate_size": "element", "value_residual": True},
-        {"gate": "double_sigmoid", "gate_features": 0, "qk_clip": 1.0},
-        {"gate": "sigmoid", "gate_on": "values", "knocking": "mlp"},
-    ],
+    slow_but(
+        [{"merge": "concat"}, {"merge": "gated"}],
+        [
+            *({"merge": rule} for rule in REMOVABLE_RULES),
+            {"sink": True, "qk_norm": True},
+            {"gate": "sigmoid", "gate_size": "element", "value_residual": True},
+            {"gate": "double_sigmoid", "gate_features": 0, "qk_clip": 1.0},
+            {"gate": "sigmoid", "gate_on": "values", "knocking": "mlp"},
+        ],
+    ),
     ids=str,
 )
 def test_the_smaller_model_equals_the_gated_one(attention):

@@ -103,6 +103,7 @@ def made_by_hand(task):
     return as_run(task, model)
 
 
+@pytest.mark.slow
 def test_heads_set_by_hand_have_their_role_and_no_other(task, examples):
     run = made_by_hand(task)
     rows = roles.measure_roles(run, examples, [0], limit=60)

@@ -41,6 +41,7 @@ def test_the_fit_is_at_least_as_good_as_scipys():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 12])
 def test_intervals_of_the_curve_cover_the_truth(seeds):
     """Of the slope from 1 to 16, in which what a seed does to all arms cancels."""

@@ -300,6 +300,7 @@ def test_lengths_beyond_the_end_are_the_whole(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_long_rows_where_python_numbers_are_int64(monkeypatch):
     monkeypatch.setattr(blockwise, "SHORT", 0)
     monkeypatch.setattr(blockwise, "LONG", (4, 5))

@@ -10,6 +10,7 @@ import scipy.special
 
 from headcount.attention import dot_product_attention, talking_heads_attention
 from headcount.attention import talking_heads_weights as weights_of
+from tests.marks import slow_but
 
 N = 4
 EYE = {"logits_mix": jnp.eye(N), "weights_mix": jnp.eye(N)}
@@ -69,7 +70,9 @@ def test_a_bias_of_minus_infinity_hides(causal):
     assert np.isfinite(jax.grad(of_mix)(EYE["logits_mix"])).all()
 
 
-@pytest.mark.parametrize("T, S", [(150, 140), (65, 200), (600, 130)])
+@pytest.mark.parametrize(
+    "T, S", slow_but([(150, 140)], [(150, 140), (65, 200), (600, 130)])
+)
 def test_blocks_of_a_causal_map_equal_the_whole_map(T, S):
     """Values, gradients, and all that is cut up with the map."""
     query, key, value = (normal(i, 2, n, N, 3) for i, n in enumerate((T, S, S)))
@@ -109,6 +112,7 @@ def test_blocks_of_a_causal_map_equal_the_whole_map(T, S):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_dropout_in_blocks_drops_what_it_drops_in_the_whole_map():
     arrays = [normal(i, 1, 150, N, 3) for i in range(3)]
     drop = {"dropout_rate": 0.4, "dropout_seed": 5, "is_causal": True}

@@ -15,6 +15,7 @@ from headcount import attention
 from headcount.attention import masks
 from headcount.attention.kernels import tpu
 from tests.attention_cases import allowed, check, ids, lengths, normal
+from tests.marks import slow_but
 
 TPU = "tpu_interpret"
 
@@ -203,7 +204,7 @@ def test_blocks_ruled_out_are_skipped(name):
         assert np.isfinite(gradient[:, middle]).all()
 
 
-@pytest.mark.parametrize("mapped", ["all", "queries", "twice"])
+@pytest.mark.parametrize("mapped", slow_but(["queries"], ["all", "queries", "twice"]))
 def test_vmap_is_one_kernel(mapped):
     """Trials, with segments of their own, run as one kernel: not one after another."""
     rng = np.random.default_rng(2)

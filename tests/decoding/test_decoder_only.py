@@ -13,6 +13,7 @@ from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate, generate_trials, stream
 from headcount.decoding.search import Vocabulary
 from headcount.models.transformer import Transformer
+from tests.marks import slow_but
 
 VOCAB, BOS = 24, 1
 VOCABULARY = Vocabulary(eos=BOS, banned=(0, 2, 3))
@@ -107,16 +108,12 @@ def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
     return found
 
 
-QUICK = "learned", "rotary, grouped"
 PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
 
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
+    slow_but(["rotary, grouped"], KINDS),
 )
 def test_greedy_with_the_cache_equals_greedy_without(kind):
     seed = 9 if kind == "talking heads" else 0  # one that does not end at once

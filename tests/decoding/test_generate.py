@@ -17,14 +17,16 @@ from tests.decoding_cases import (
     short,
     trimmed,
 )
+from tests.marks import slow_but
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"length_penalty": 0.6}, marks=pytest.mark.slow),
+        {"length_penalty": 0.6},
         {"temperature": 2.0, "top_k": 5},
-        pytest.param({"beam_size": 3, "length_penalty": 0.6}, marks=pytest.mark.slow),
+        {"beam_size": 3, "length_penalty": 0.6},
     ],
     ids=["greedy", "sampled", "beam"],
 )
@@ -53,7 +55,8 @@ def test_results_are_the_same_where_python_numbers_are_int64():
     np.testing.assert_allclose(others, scores, rtol=1e-4)
 
 
-@pytest.mark.parametrize("beam_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beam_size", [1, 3])
 def test_results_do_not_depend_on_the_batch(beam_size):
     """With more prompts than rows, so that rows are used again and the cache wraps."""
     graph, params = make(layers=1)
@@ -71,6 +74,7 @@ def test_results_do_not_depend_on_the_batch(beam_size):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_prompt_and_an_empty_one():
     graph, params = make()
     assert generate(graph, params, []) == ([], [])
@@ -78,7 +82,7 @@ def test_no_prompt_and_an_empty_one():
     assert tokens == greedy_uncached(graph, params, [2], 18)[:-1]
 
 
-@pytest.mark.parametrize("limits", [[1, 2, 7, 40], None])
+@pytest.mark.parametrize("limits", slow_but([None], [[1, 2, 7, 40], None]))
 def test_results_have_at_most_their_limit(limits):
     """EOS included; by default twice the prompt and 16. The model never ends."""
     graph, params = make(layers=1)

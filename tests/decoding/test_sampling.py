@@ -78,6 +78,7 @@ def test_sampling_narrows_to_greedy(temperature, top_k, top_p):
     np.testing.assert_array_equal(found(logits, keys), logits.argmax(1))
 
 
+@pytest.mark.slow
 def test_samples_depend_on_their_seed_and_number():
     graph, params = make(layers=1)
     texts = sentences(*(1 + i % 9 for i in range(17)))  # of as many rows at any time

@@ -9,6 +9,7 @@ from flax import nnx
 from headcount.configs.base import get_config
 from headcount.models.maps import attention_maps, head_summaries, single_example
 from headcount.models.transformer import Transformer
+from tests.marks import slow_but
 
 SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]
 
@@ -29,7 +30,7 @@ SHARED = {"num_kv_heads": 1, "sink": True}
     "positions, changes",
     [
         pytest.param("sinusoidal", SHARED, marks=pytest.mark.slow),
-        ("alibi", {}),
+        pytest.param("alibi", {}, marks=pytest.mark.slow),
         pytest.param("relative", {}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -78,7 +79,9 @@ def test_summaries_are_those_of_the_full_maps(positions, changes):
                 )
 
 
-@pytest.mark.parametrize("variant", ["differential", "talking_heads"])
+@pytest.mark.parametrize(
+    "variant", slow_but(["differential"], ["differential", "talking_heads"])
+)
 def test_heads_without_distributions_have_only_their_largest_logit(variant):
     """Of every softmax: differential attention has two per map."""
     graph, params = two_trials("sinusoidal", {"num_heads": 4, variant: True})

@@ -111,7 +111,7 @@ def test_a_vocabulary_larger_than_the_corpus_supports_raises(tmp_path):
     "stride",
     [
         pytest.param(16, marks=pytest.mark.slow),
-        11,
+        pytest.param(11, marks=pytest.mark.slow),
         pytest.param(1, marks=pytest.mark.slow),
         5,
     ],

@@ -10,6 +10,7 @@ import scipy.special
 
 from headcount.data import documents
 from headcount.data.tokenizers import BOS, EOS, UNK
+from tests.marks import slow_but
 from tests.tasks.untrained import (
     ENCODER_ONLY,
     evaluate,
@@ -94,6 +95,7 @@ def test_features_do_not_tell_what_is_hidden(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_loss_and_accuracy_are_those_of_the_logits_at_predicted_tokens(tmp_path):
     task = make_task(tmp_path)
     run, examples = untrained_run(task, scale=3.0), task.load("val")
@@ -113,7 +115,7 @@ def test_loss_and_accuracy_are_those_of_the_logits_at_predicted_tokens(tmp_path)
         assert row["masked_accuracy"] == pytest.approx(np.mean(right))
 
 
-@pytest.mark.parametrize("tokenizer", ["words", "affixes"])
+@pytest.mark.parametrize("tokenizer", slow_but(["words"], ["words", "affixes"]))
 def test_predict_fills_in_each_mask(tmp_path, tokenizer):
     task = make_task(tmp_path, tokenizer)
     run = untrained_run(task, scale=2.0)

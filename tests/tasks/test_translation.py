@@ -126,6 +126,7 @@ def test_every_trial_is_scored_by_its_own_translations_and_loss(run, task):
     assert alone == rows[1]
 
 
+@pytest.mark.slow
 def test_long_sentences_are_cut_at_the_longest_decoding_and_it_says_so(
     run, task, capsys
 ):
@@ -163,6 +164,7 @@ def test_quick_evaluation_is_greedy_and_has_chrf_only_to_select_by_it(run, task)
     assert "chrf" in row
 
 
+@pytest.mark.slow
 def test_lines_without_a_token_have_empty_translations(run, task):
     lines = [ENGLISH[0], "", ENGLISH[1], "  "]
     found = list(task.predict(run, lines))
@@ -201,6 +203,7 @@ def test_a_line_that_is_not_a_pair_raises_with_its_number(run, task, line, count
         list(task.score_lines(run, ["a\tb", line], first=6))
 
 
+@pytest.mark.slow
 def test_lines_longer_than_any_in_training_are_logged(run, task, capsys):
     source, target = task.tokenizers
     longest = task.config.data.max_length

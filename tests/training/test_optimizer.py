@@ -180,6 +180,7 @@ def test_muon_per_head_of_one_head_is_muon():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_muon_of_a_gradient_of_zero_moves_nothing(model):
     """As that of a head whose gate is 0."""
     params, gradients = model
@@ -189,6 +190,7 @@ def test_muon_of_a_gradient_of_zero_moves_nothing(model):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_a_clip_norm_of_zero_does_not_clip(model):
     params, (gradient, *_) = model
     gradient = jax.tree.map(lambda x: 100 * x, gradient)
