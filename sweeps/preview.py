@@ -13,9 +13,10 @@ from headcount.analysis.sequential import detectable
 from headcount.analysis.significance import POWER
 from headcount.analysis.tables import print_table
 from headcount.runtime.logging import clock, say
+from headcount.runtime.workdir import num_cores
 from headcount.sweeps.runner import train_command
 from headcount.sweeps.store import Sweep, last_step
-from headcount.sweeps.workers import local_workers
+from headcount.sweeps.workers import local_workers, visible_gpus
 from headcount.training.metrics import read_metrics
 
 STEPS = 16  # training steps of the calibration
@@ -58,6 +59,12 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         console.print(
             f"The last look finds a difference of {effect:.2g} standard deviations of "
             f"the paired differences with a power of {POWER:.0%}.",
+            soft_wrap=True,
+        )
+    if len(sweep.groups) > 1 and num_cores() > 1 and not visible_gpus():
+        console.print(
+            "If the models are small, --resources=cores=1, a group on each core, is "
+            "faster.",
             soft_wrap=True,
         )
     if calibrate:

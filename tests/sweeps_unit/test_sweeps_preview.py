@@ -27,6 +27,19 @@ def test_arms_and_groups_are_listed(tmp_path, corpus, capsys):
     assert "group 2: K=1, 2 trials" in printed
 
 
+@pytest.mark.parametrize(
+    "cores, gpus, is_shown", [(2, [], True), (1, [], False), (2, [{}], False)]
+)
+def test_cores_of_their_own_are_suggested_without_gpus(
+    tmp_path, corpus, capsys, monkeypatch, cores, gpus, is_shown
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    monkeypatch.setattr(preview, "num_cores", lambda: cores)
+    monkeypatch.setattr(preview, "visible_gpus", lambda: gpus)
+    preview.print_list(sweep, calibrate=False)
+    assert ("--resources=cores=1" in capsys.readouterr().out) == is_shown
+
+
 def test_the_time_counts_starts_evaluations_and_every_arm(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     first, *others = (arm.training_flops for arm in sweep.plan.arms)
