@@ -8,6 +8,7 @@ from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
 import contextlib
+import itertools
 import os
 from pathlib import Path
 
@@ -180,6 +181,9 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     write_json(path, [with_digest(row) for row in rows])
     print_scores(rows, found.task.metrics, list(found.trials[0]), path)
     if shown is not None:
+        if options.get("n_best"):  # lines of lists, each with the number of its example
+            lists = itertools.groupby(shown, lambda line: line.split(" ||| ")[0])
+            shown = ["\n".join(lines) for _, lines in lists]
         print_examples(examples.text, shown, SHOW.value)
 
 

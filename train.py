@@ -274,8 +274,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         say(f"Resuming {workdir} from step {step}.")
         warn_of_new_decay(read_json(workdir / "config.json"), config, trials)
 
-    with distributed.fail_together():
-        attention = implementations(model, spec)
+    attention = implementations(model, spec)
     distributed.check_same("choice of attention kernels", attention)
     if distributed.is_first():
         facts = {

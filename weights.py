@@ -33,12 +33,14 @@ from absl import flags
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 from headcount.analysis import export_usage
 from headcount.analysis.model_card import model_card
 from headcount.analysis.removal import write_smaller
 from headcount.configs.base import get_config
 from headcount.configs.commandline import (
+    TASK_FILE,
     WORKDIR,
     fail,
     one_sentence,
@@ -49,7 +51,11 @@ from headcount.configs.run import load_config
 from headcount.configs.validation import check_values, flat
 from headcount.data import tokenizer_json
 from headcount.data.encoder_tokenizers import wordpiece_of
-from headcount.data.tokenizers import marian_order, pair_vocab_sizes
+from headcount.data.tokenizers import (
+    MarianTokenizer,
+    marian_order,
+    pair_vocab_sizes,
+)
 from headcount.decoding import stablehlo
 from headcount.decoding.search import DEFAULT_VOCABULARY
 from headcount.models import (
@@ -64,7 +70,7 @@ from headcount.models.transformer import Transformer
 from headcount.runtime.files import new_folder
 from headcount.runtime.logging import say, show_log
 from headcount.runtime.workdir import parse_json, read_json, write_json
-from headcount.tasks import Run
+from headcount.tasks import Run, import_file
 from headcount.tasks.classes import CLASSES
 from headcount.training.restore import restore_parameters
 from headcount.training.run import (
@@ -119,6 +125,8 @@ def main():
     show_log()
     with one_sentence():
         check_flags()
+        if TASK_FILE.value:
+            import_file(path_of(TASK_FILE))
         if PRUNE.value is not None:
             prune(path_of(WORKDIR), path_of(PRUNE), CHECKPOINT.value)
         elif FROM.value is not None:
@@ -324,8 +332,10 @@ def facts_of(run: Run) -> dict:
         (text, *_) = next(iter(task.read("val").values()))
     except (ValueError, OSError, NotImplementedError):  # the data isn't available here
         text = "a text"
+    text = text.replace("\\", "").replace('"', "")  # it stands in Python code
+    parts = [" ".join(part.split())[:60] for part in text.split("\t")[:2]]
     facts = {
-        "example": " ".join(text.split())[:60].replace("\\", "").replace('"', ""),
+        "example": " ".join(parts),
         "source": "joint" if joint else "source",
         "target": "joint" if joint else "target",
         "bos": bos,
@@ -333,13 +343,21 @@ def facts_of(run: Run) -> dict:
         "banned": list(vocabulary.banned),
         "separator": "",
         "cache": "",
+        "prefix": "",
     }
-    if not has_pairs(run):
+    if has_pairs(run):
+        prefix = run.config.data.prefix
+        facts["prefix"] = f"{prefix!r} + " if prefix else ""
+    else:
         (facts["separator"],) = task.tokenizer.pieces([bos])
     if run.config.model.num_decoder_layers:
         facts["cache"] = cache_shapes(run)
     else:
-        facts["ids"], facts["places"] = class_tokens(task, facts["example"])
+        special = task.special
+        facts |= {"bos": special.bos, "eos": special.eos, "unk": special.unk}
+        facts["ids"], facts["places"], types = class_tokens(task, "\t".join(parts))
+        uses_types = run.config.model.token_types > 0
+        facts["types"] = f", np.array([{types}], np.int32)" if uses_types else ""
     return facts
 
 
@@ -355,12 +373,13 @@ def cache_shapes(run: Run) -> str:
     return code.replace(str(B), "B").replace(str(L), "L")
 
 
-def class_tokens(task, text: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a text, and the positions of tokens with a class."""
+def class_tokens(task, text: str) -> tuple[list[int], list[int], list[int]]:
+    """Return a text's token ids, positions of tokens with a class, and token types."""
     parts = task.parts_of_text(text)
     fields, firsts = task.encode_parts("input", [parts])
     whole = task.config.task.name == "classification"
-    return fields["source"][0].tolist(), [0] if whole else firsts[0]
+    types = fields["source_types"][0].tolist() if "source_types" in fields else []
+    return fields["source"][0].tolist(), [0] if whole else firsts[0], types
 
 
 def has_pairs(run: Run) -> bool:
@@ -387,9 +406,11 @@ def to_ctranslate2(
         vocabularies = [side.pieces(range(side.vocab_size)) for side in sides]
     else:
         tokenizer = run.task.tokenizer
-        vocabularies = [tokenizer.pieces(range(tokenizer.vocab_size))]
         text = tokenizer_json.tokenizer_json(tokenizer)
         (folder / "tokenizer.json").write_text(text)
+        # prompts consist of the library's names of tokens, not of decoded pieces
+        names = Tokenizer.from_str(text).id_to_token
+        vocabularies = [list(map(names, range(tokenizer.vocab_size)))]
     ctranslate2_format.write(run.config, params, vocabularies, folder, quantization)
     return "ctranslate2_pairs" if has_pairs(run) else "ctranslate2_texts"
 
@@ -402,10 +423,28 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     settings, generation, tensors = huggingface_export.convert(
         run.config, family, params, labels
     )
+    is_imported = family == "marian" and isinstance(
+        run.task.tokenizers[0], MarianTokenizer
+    )
+    if is_imported:  # and trained further, or pruned
+        ids = run.task.tokenizers[0].vocabulary
+        order = marian_order(ids)
+        tensors = to_marian_order(tensors, order)
+        special = {"pad_token_id": ids["<pad>"], "eos_token_id": ids["</s>"]}
+        special["decoder_start_token_id"] = ids["<pad>"]
+        settings |= {"vocab_size": len(order), "decoder_vocab_size": len(order)}
+        settings |= special
+        generation |= special | {"suppress_tokens": [ids["<pad>"]]}
+        for each in (settings, generation):
+            each.pop("bos_token_id", None)
     write_json(folder / "config.json", settings)
     if generation is not None:
         write_json(folder / "generation_config.json", generation)
     save_tensors(tensors, folder)
+    if is_imported:
+        for ours, theirs in TOKENIZER_FILES["marian"].items():
+            shutil.copyfile(run.task.folder / ours, folder / theirs)
+        return "marian"
     if family == "marian":
         write_marian_tokenizer(run.task, folder)
         return "marian"
@@ -437,6 +476,11 @@ def write_marian_tokenizer(task, folder: Path) -> None:
 def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
     """Write a run as StableHLO programs; return its key in `export_usage.USAGES`."""
     check_stablehlo(run.config)
+    if has_pairs(run) and isinstance(run.task.tokenizers[0], MarianTokenizer):
+        raise NotImplementedError(
+            "stablehlo has no tokenizer for a model that was imported from Marian; "
+            "export it with --to=huggingface:FOLDER."
+        )
     params, gates = parameters_of(run, trial, folded=False)
     pooling = getattr(run.task, "pooling", None)
     programs, params = stablehlo.programs(run.config, params, gates, pooling)

@@ -63,7 +63,9 @@ BUDGETS = {"parameters": _count_parameters, "flops": _count_flops}
 
 def abstract_model(config: dict) -> nnx.Module:
     """Return the abstract model of a config, with shapes instead of values."""
-    key = json.dumps({k: config[k] for k in ("task", "data", "model")}, sort_keys=True)
+    sections = {k: config[k] for k in ("task", "data", "model")}
+    sections["data"] = sections["data"] | {"directory": None}  # not read here
+    key = json.dumps(sections, sort_keys=True)
     if key not in _models:
         _models[key] = cost.abstract(make_task(ConfigDict(config)).build)
     return _models[key]

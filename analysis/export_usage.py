@@ -11,7 +11,7 @@ target = sentencepiece.SentencePieceProcessor("tokenizer/{target}.model")
 translator = ctranslate2.Translator(".")
 
 def translate(text):
-    pieces = source.encode([text], out_type=str, add_eos=True)
+    pieces = source.encode([{prefix}text], out_type=str, add_eos=True)
     (result,) = translator.translate_batch(pieces, beam_size=1)
     return target.decode(result.hypotheses[0])
 
@@ -35,7 +35,7 @@ from transformers import MarianMTModel, MarianTokenizer
 
 model = MarianMTModel.from_pretrained(".")
 tokenizer = MarianTokenizer.from_pretrained(".")
-batch = tokenizer(["{example}"], return_tensors="pt")
+batch = tokenizer([{prefix}"{example}"], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**batch), skip_special_tokens=True))
 """
 CAUSAL = """\
@@ -55,9 +55,13 @@ from transformers import BertForTokenClassification
 model = BertForTokenClassification.from_pretrained(".").eval()
 tokenizer = Tokenizer.from_file("tokenizer.json")
 # each word is tokenized by itself, and its first token carries its tag
-words = [tokenizer.encode(word).ids for word in "{example}".split()]
-logits = model(torch.tensor([sum(words, [])])).logits[0]
-place = 0
+words = [
+    tokenizer.encode(word, add_special_tokens=False).ids or [{unk}]
+    for word in "{example}".split()
+]
+ids = [{bos}, *sum(words, []), {eos}]
+logits = model(torch.tensor([ids])).logits[0]
+place = 1
 for word in words:
     print(model.config.id2label[int(logits[place].argmax())])
     place += len(word)
@@ -107,7 +111,7 @@ STABLEHLO_PAIRS = (
     + """
 source = sentencepiece.SentencePieceProcessor("tokenizer/{source}.model")
 target = sentencepiece.SentencePieceProcessor("tokenizer/{target}.model")
-texts = source.encode(["{example}"], add_eos=True)
+texts = source.encode([{prefix}"{example}"], add_eos=True)
 found = generate(texts, 50)
 print(target.decode(found))
 found = [[*ids, {eos}] for ids in found]
@@ -134,7 +138,7 @@ STABLEHLO_CLASSES = (
 with open("tokenizer/classes.json") as file:
     classes = json.load(file)
 # the tokens of "{example}"
-logits = program("classify")(params, *padded([{ids}]))  # B S C
+logits = program("classify")(params, *padded([{ids}]){types})  # B S C
 for place in {places}:  # of the tokens that have a class
     print(classes[int(logits[0, place].argmax())])
 """

@@ -120,6 +120,11 @@ def run(main) -> None:
         if sentence is None:
             raise
         fail(sentence)
+    module = sys.modules[main.__module__]
+    read = [x.name for x in vars(module).values() if isinstance(x, flags.FlagHolder)]
+    for flag in (WORKDIR, DIRECTORY, TASK_FILE):
+        if flag.present and flag.name not in read:
+            fail(f"--{flag.name} has no meaning for {script()}.")
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of runtime.bootstrap

@@ -41,7 +41,10 @@ def exclusive(base) -> dict:
 
 def latent(base) -> dict:
     """Return a latent of half the width; DeepSeek-V2's is 4 heads wide, out of 128."""
-    return without_norm(base, latent_dim=max(1, base.model.width // 2))
+    own = base.model.attention
+    is_grouped = own.num_kv_heads not in (None, own.num_heads)
+    whole = {"num_kv_heads": own.num_heads} if is_grouped else {}
+    return without_norm(base, latent_dim=max(1, base.model.width // 2), **whole)
 
 
 def clip(base) -> dict:

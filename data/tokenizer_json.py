@@ -17,14 +17,14 @@ def tokenizer_json(tokenizer) -> str:
     """
     if isinstance(tokenizer, ours.ByteLevelBPE):
         return tokenizer.vocabulary
-    for kind, make in MAKERS.items():
-        if isinstance(tokenizer, kind):
-            made = make(tokenizer)
-            made.add_special_tokens(SPECIAL)
-            return made.to_str()
-    raise NotImplementedError(
-        f"{type(tokenizer).__name__} has no form in a tokenizer.json."
-    )
+    make = MAKERS.get(type(tokenizer))  # not of a subclass, whose ids mean more
+    if make is None:
+        raise NotImplementedError(
+            f"{type(tokenizer).__name__} has no form in a tokenizer.json."
+        )
+    made = make(tokenizer)
+    made.add_special_tokens(SPECIAL)
+    return made.to_str()
 
 
 def _table(tokenizer: ours.TableTokenizer):

@@ -257,8 +257,10 @@ def generate_trials(
     leaves, structure = jax.tree.flatten(params)
     if chosen is None:
         chosen = [list(range(len(prompts)))] * len(leaves[0])
-    most = max(1, batch_size // beam_size)
-    few = max(map(len, chosen)) <= 16
+    count = max(map(len, chosen))
+    # few prompts don't fill the rows of a large batch
+    most = max(1, min(batch_size // beam_size, max(128, 1 << count.bit_length())))
+    few = count <= 16
     # with many prompts, a program for the last row saves less time than compiling takes
     sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
     seeds = np.full(len(chosen), seed, np.int32)

@@ -80,7 +80,8 @@ def programs(
     source, target = [ints(B, S), ints(B)], [ints(B, T), ints(B)]
     if not config.model.num_decoder_layers:
         classify = partial(classify_program, build, gates)
-        return serialized({"classify": (classify, shapes, *source)}), params
+        types = [ints(B, S)] if config.model.token_types else []
+        return serialized({"classify": (classify, shapes, *source, *types)}), params
     has_source = config.model.num_encoder_layers > 0
     prefill = partial(prefill_program, build, gates)
     prompt = jax.eval_shape(prefill, shapes, *source)
@@ -113,9 +114,15 @@ def as_batch(side: str, tokens, lengths) -> dict:
     }
 
 
-def classify_program(build, gates, params, tokens, lengths):
-    """Compute logits of classes, B S C; those of a text are at its first token."""
+def classify_program(build, gates, params, tokens, lengths, types=None):
+    """Compute logits of classes, B S C; those of a text are at its first token.
+
+    Args:
+        types: token types, B S, if the model has them: 1 in the second text of a pair.
+    """
     batch = as_batch("source", tokens, lengths)
+    if types is not None:
+        batch["source_types"] = types
     return build(params).class_logits(batch, head_gates=gates)
 
 

@@ -122,8 +122,8 @@ def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
         for site in ("self_attention", "cross_attention"):
             attention = getattr(layer, site)
             if attention is not None:
-                memory = S if site == "cross_attention" else length
-                by_part = of_attention(attention, like(length, D), like(memory, D))
+                memory = [like(S, D)] if site == "cross_attention" else []
+                by_part = of_attention(attention, like(length, D), *memory)
                 found |= {f"{site}.{name}": n for name, n in by_part.items()}
         work |= {f"{stack}.{name}": count * n for name, n in found.items()}
     hidden = like(T if model.decoder else S, D)
@@ -134,8 +134,14 @@ def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
     return work | {"output": products_of(model, hidden, method=Transformer.logits)}
 
 
-def of_attention(attention: Attention, x, memory) -> dict[str, int]:
-    """Count multiply-adds of an attention's parts; "maps" is the remainder."""
+def of_attention(attention: Attention, x, memory=None) -> dict[str, int]:
+    """Count multiply-adds of an attention's parts; "maps" is the remainder.
+
+    Args:
+        x, memory: its inputs; `memory` is that of cross-attention.
+    """
+    inputs = (x,) if memory is None else (x, memory)
+    memory = inputs[-1]
 
     def projected(name, x):
         def method(attention, x):
@@ -158,7 +164,7 @@ def of_attention(attention: Attention, x, memory) -> dict[str, int]:
     }
     if attention.latent is not None:
         found["latent"] = products_of(attention, memory, method=latent)
-    whole = products_of(attention, x, memory)
+    whole = products_of(attention, *inputs)
     return found | {"maps": whole - sum(found.values())}
 
 

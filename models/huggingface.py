@@ -307,9 +307,10 @@ def settings_of(family: str, tensors: dict) -> dict:
     }
     if "classifier.weight" in tensors:
         # a text classifier reads the pooler's output; a token classifier has no pooler
-        found["task.name"] = "tagging"
+        found |= {"task.name": "tagging", "data.name": "conll"}
         if found["model.pooler"]:
             found |= {"task.name": "classification", "task.pooling": "first"}
+            found["data.name"] = "labelled"
         found["data.num_classes"] = len(tensors["classifier.weight"])
     return found
 

@@ -152,6 +152,7 @@ def gpt2(theirs: dict) -> dict:
     bos = "bos_token_id" if theirs.get("bos_token_id") is not None else None
     return {
         "task.name": "language_model",
+        "data.name": "text",
         "data.tokenizer": "gpt2",
         "data.vocab_size": size("vocab_size"),
         "data.max_length": size("n_positions"),

@@ -46,6 +46,8 @@ def family_of(config) -> str:
         )
         if config.task.name != "tagging":
             folding.refuse(title, "task.name", "tagging", config.task.name)
+        if config.data.tokenizer == "affixes":
+            folding.refuse(title, "data.tokenizer", "one without features", "affixes")
     elif model.positions == "rotary":
         of = folding.site_settings(config, "decoder")
         family = "qwen3" if of["qk_norm"] else "llama"

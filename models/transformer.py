@@ -1,5 +1,6 @@
 """The Transformer (Vaswani et al. 2017): encoder, decoder, or both, in one module."""
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from headcount.models.precision import compute_dtype, lookup, rematerialize
 from headcount.models.validation import check_gates, check_layers
 
 SITES = ("encoder", "decoder", "cross")
+FEATURE = re.compile(r"source_features_\d+")  # a batch also has their segments
 
 
 class Site(NamedTuple):
@@ -56,7 +58,7 @@ class Transformer(nnx.Module):
         max_positions: number of "learned" positions. Later tokens use the last one.
         norm: "post" or "pre".
         norm_type: "layer_norm" or "rms_norm".
-        norm_epsilon: added to the variance in every norm.
+        norm_epsilon: added to the variance in every norm over the model width.
         use_bias: whether feed-forwards and norms have biases. Attention has its own
             `use_bias`.
         activation: a name in `models.layers.ACTIVATIONS`.
@@ -492,11 +494,7 @@ class Transformer(nnx.Module):
                 batch.get("source_types"),
                 remat,
                 auxiliary,
-                tuple(
-                    batch[name]
-                    for name in sorted(batch)
-                    if name.startswith("source_features_")
-                ),
+                tuple(batch[name] for name in sorted(batch) if FEATURE.fullmatch(name)),
             )
         if not self.decoder:
             return memory

@@ -96,7 +96,8 @@ def check_variants(s: dict) -> None:
         require(s["latent_rotary_dim"] is None, "latent_rotary_dim", "None")
         size = s["head_dim"] if s["rotary_dim"] is None else s["rotary_dim"]
         name = "head_dim" if s["rotary_dim"] is None else "rotary_dim"
-        if s["rotary_dim"] is not None:
+        if s["rotary_dim"] is not None and not s["is_cross"]:
+            require(rotary, name, "None without model.positions='rotary'")
             most = s["head_dim"]
             require(2 <= size <= most, name, f"from 2 to head_dim = {most}")
         if rotary or name == "rotary_dim":

@@ -310,7 +310,7 @@ class LanguageModel(Task):
                 held = max(len(stop) - 1, 0) if stop else 0
                 if text.endswith("\ufffd"):  # an incomplete character of UTF-8
                     continue
-                piece = text[shown : len(text) - held]
+                piece = text[shown : max(shown, len(text) - held)]
                 if piece:
                     yield piece
                     shown += len(piece)

@@ -141,6 +141,8 @@ FEATURES = {
         },
     ),
 }
+# What reaches kernels: `attention.api` multiplies by gates and adds sinks itself.
+KERNEL_FEATURES = [f for f in FEATURES if f not in ("head_gate", "sink", "sink of B N")]
 
 
 def make(feature, dtype=jnp.float32, shape=None):

@@ -14,6 +14,7 @@ SERVER = ForkServer()
 SMALL = {
     "data.vocab_size": 80,
     "data.batch_tokens": 512,
+    "data.max_decode_length": 16,  # what has learned little does not end
     "model.width": 16,
     "model.mlp_dim": 16,
     "model.num_encoder_layers": 1,

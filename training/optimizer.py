@@ -47,8 +47,8 @@ def warmup_stable_decay(
     step, *, warmup_steps, decay_steps, final_share, decay_share, **_
 ):
     """Linear warm-up, constant, then linear decay over the last decay_share."""
-    length = jnp.maximum(decay_share * decay_steps, 1)
-    progress = (step - (decay_steps - length)) / length
+    length = decay_share * decay_steps
+    progress = (step - (decay_steps - length)) / jnp.maximum(length, 1)
     decayed = 1 - (1 - final_share) * jnp.clip(progress, 0, 1)
     return jnp.minimum(step / warmup_steps, decayed)
 
@@ -229,7 +229,7 @@ BELOW_LAYERS = re.compile(r"types|.*embedding|.*embedding_norm|.*positions")
 def layers_above(params):
     """Return a tree with the number of layers between each parameter and the output.
 
-    It is 0 for the output and the last norm. The decoder's layers are above the
+    It is 0 for the output and the norm before it. The decoder's layers are above the
     encoder's, and embeddings and positions are below all layers.
     """
     counts = {"encoder": 0, "decoder": 0}
@@ -243,6 +243,8 @@ def layers_above(params):
         del axes
         if BELOW_LAYERS.fullmatch(names[0]):
             return sum(counts.values()) + 1
+        if names[0] == "encoder_norm":
+            return counts["decoder"]
         if names[0] not in counts:
             return 0
         own = counts[names[0]] - int(names[1])

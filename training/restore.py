@@ -79,10 +79,16 @@ def parameters_to_start_from(
         if name.split(".")[0] not in new
     }
     try:
-        found, steps, _ = restore_parameters(there, "best", count, abstract)
+        found, steps, diverged = restore_parameters(there, "best", count, abstract)
     except ValueError as error:
         differs = f" Its config differs in {other}." if other else ""
         raise ValueError(f"train.init_from={workdir}: {error}{differs}") from None
+    lost = [i for i in range(count) if diverged[i] and not steps[i]]
+    if lost:
+        raise ValueError(
+            f"train.init_from={workdir}: its trials {', '.join(map(str, lost))} "
+            f"diverged before an evaluation; they have no parameters to start from."
+        )
     if other:
         say(f"The model of {workdir}, whose parameters this starts from, has {other}.")
     for index, trial in enumerate(trials):

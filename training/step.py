@@ -154,7 +154,8 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
     """Compute a trial's loss on a batch, and the gradient of its parameters.
 
     The batch is computed in `accumulate_steps` microbatches. Their number only affects
-    which elements dropout drops.
+    what is random (dropped elements, masked tokens, noise of gates) and the balance
+    loss of routed heads, which is of each microbatch.
 
     Returns:
         The mean loss; its weight, a sum over the batch; the gradient; and the largest

@@ -138,6 +138,8 @@ def heads_at(config: dict, site: str) -> tuple[int, int]:
     """Return the numbers of layers L and heads N of "encoder", "decoder" or "cross"."""
     stack = "encoder" if site == "encoder" else "decoder"
     layers = config[f"model.num_{stack}_layers"]
+    if site == "cross" and not config["model.num_encoder_layers"]:
+        layers = 0
     num_heads = setting_at(config, site, "num_heads")
     if setting_at(config, site, "differential"):
         num_heads //= 2  # a gate per pair

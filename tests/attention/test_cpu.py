@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
-    FEATURES,
+    KERNEL_FEATURES,
     check,
     everything,
     expected,
@@ -34,7 +34,7 @@ def native(inputs, arguments):
     return everything("cpu", inputs, arguments), alone
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", KERNEL_FEATURES)
 def test_features(feature):
     inputs, arguments = make(feature)
     together, alone = native(inputs, arguments)

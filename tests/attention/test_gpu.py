@@ -16,10 +16,7 @@ from headcount.attention import dot_product_attention
 from headcount.attention.kernels import gpu
 from tests.processes import ROOT, with_devices
 
-CASES = [
-    "feature:everything",
-    pytest.param("blocks:causal segments", marks=pytest.mark.slow),
-]
+CASES = ["feature:everything"]
 
 
 def simulated(*cases):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import (
     FEATURES,
+    KERNEL_FEATURES,
     check,
     differentiate,
     everything,
@@ -38,7 +39,7 @@ def test_one_block(feature):
     check(everything("blockwise", *make(feature)), expected(feature))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", KERNEL_FEATURES)
 def test_many_blocks(feature, small_blocks):
     """Rows of several blocks: values, gradients and statistics."""
     check(everything("blockwise", *make(feature)), expected(feature))
@@ -122,6 +123,7 @@ def test_default_block_sizes():
     check(got, everything("reference", inputs, arguments))
 
 
+@pytest.mark.slow
 @given(
     sizes=st.tuples(*[st.integers(1, 9)] * 2, *[st.integers(1, 2)] * 3),
     blocks=st.tuples(st.integers(1, 5), st.integers(1, 5)),

@@ -49,6 +49,23 @@ def test_rows_are_refilled_on_the_device(monkeypatch, one_lane):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+def test_a_large_batch_size_has_not_many_more_rows_than_prompts(monkeypatch, one_lane):
+    graph, params = make(layers=1)
+    rows = []
+    original = scheduling.decode_all
+
+    def spy(programs, prompts, limits, waiting, **sizes):
+        rows.extend(sizes["sizes"])
+        return original(programs, prompts, limits, waiting, **sizes)
+
+    monkeypatch.setattr(scheduling, "decode_all", spy)
+    texts = sentences(*[3] * 20)
+    wanted, _ = generate(graph, params, texts, batch_size=128)
+    few = max(rows)
+    found, _ = generate(graph, params, texts, batch_size=10**6)
+    assert found == wanted and max(rows) == few == 128
+
+
 @pytest.mark.slow
 def test_lanes_together_equal_one(monkeypatch):
     graph, params = make(layers=1)

@@ -89,7 +89,10 @@ def same_run(ours, theirs, seed):
     """Check that two runs have the same bits, and that no row is lost or doubled."""
     assert checksums(ours, STEPS) == checksums(theirs, STEPS), f"seed {seed}"
     for here, there in zip(logged(ours), logged(theirs), strict=True):
-        for name in ("step", "trial", "loss", "dev_loss"):
+        for name in (
+            *("step", "trial", "loss", "dev_loss"),
+            *("gradient_norm", "learning_rate"),
+        ):
             assert here.get(name) == there.get(name), f"seed {seed}"
 
 
@@ -103,6 +106,8 @@ def test_killed_at_random_moments_and_in_saves(uninterrupted, settings, tmp_path
         kinds.append(wait_for_moment(generator, process, workdir))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, f"seed {seed}: it ended in {kinds}"
+        if (workdir / "run.json").exists():
+            assert status(workdir) == "running"
     succeed(training(workdir, **settings))
     same_run(uninterrupted, workdir, seed)
 

@@ -185,7 +185,7 @@ def test_what_one_process_cannot_do_all_say(settings, tmp_path):
 def test_processes_that_do_not_come_are_not_waited_for_long(settings, tmp_path):
     said = []
     for index in range(2):
-        both = start(tmp_path / "run", 2, seconds=20, **settings)
+        both = start(tmp_path / "run", 2, seconds=5, **settings)
         both[1 - index].kill()
         both[1 - index].communicate()
         said += ended([both[index]], wanted=2)

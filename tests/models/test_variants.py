@@ -321,6 +321,7 @@ def test_gradients_causality_and_padding(name):
         ({"latent_rotary_dim": 2}, "latent_rotary_dim must be None"),
         ({"rotary_dim": 3, "rotary": True}, "rotary_dim must be even"),
         ({"rotary_dim": 6, "rotary": True}, "rotary_dim must be from 2 to head_dim"),
+        ({"rotary_dim": 2}, "rotary_dim must be None .*rotary"),
         ({"gate": "tanh"}, "gate must be one of none, sigmoid"),
         ({"gate_features": 17}, "gate_features .*model.width = 16"),
         ({"knocking": "soft"}, "knocking must be one of"),

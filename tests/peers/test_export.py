@@ -16,7 +16,10 @@ import torch
 import transformers
 from flax import nnx
 from packaging.requirements import Requirement
+from tokenizers import Tokenizer
 
+from headcount import weights
+from headcount.analysis import export_usage
 from headcount.configs.base import get_config
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
@@ -30,6 +33,8 @@ from headcount.models.transformer import Transformer
 from headcount.training.run import load
 from tests.runs import arguments, read, succeed, training, write_corpus
 from tests.scripts.test_train_script import MEMORIZING, TEN_PAIRS
+from tests.tasks import test_language_model, test_tagging
+from tests.tasks.untrained import untrained_run
 
 VOCAB = 40
 PIECES = ["<pad>", "<s>", "</s>", "<unk>", *map(str, range(4, VOCAB))]
@@ -284,6 +289,27 @@ def test_bert_has_the_same_logits_of_tags(tmp_path):
     assert theirs.config.id2label[4] == "e"
 
 
+def test_the_card_of_a_tagger_prints_what_predict_says(tmp_path, monkeypatch, capsys):
+    keys = {"model.embedding_norm": True, "data.vocab_size": 60}
+    task = test_tagging.make_task(tmp_path, "words", **keys)
+    run, out = untrained_run(task, num_trials=1, scale=3.0), tmp_path / "out"
+    out.mkdir()
+    facts = weights.facts_of(run)
+    card = export_usage.section(weights.to_huggingface(run, 0, out), facts)
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(out)
+    exec(code, {})
+    lines = task.predict(run, [facts["example"]])
+    tags = [line.split("\t")[1] for line in lines if line]
+    assert capsys.readouterr().out.split() == tags and len(set(tags)) > 1
+
+
+def test_a_tagger_with_features_of_words_is_no_bert(tmp_path):
+    task = test_tagging.make_task(tmp_path, "affixes", **{"model.embedding_norm": True})
+    with pytest.raises(ValueError, match="data.tokenizer must be .*got affixes"):
+        huggingface_export.family_of(task.config)
+
+
 @pytest.mark.parametrize("name", ["marian", "gpt2", "llama"])
 def test_tensors_come_back_bit_by_bit(name, tmp_path):
     text = name != "marian"
@@ -333,6 +359,31 @@ def test_marian_names_what_it_cannot_express(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         huggingface_export.family_of(config)
         folded(config, params)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "words"])
+def test_ctranslate2_knows_the_tokens_that_prompts_consist_of(
+    kind, tmp_path, monkeypatch
+):
+    for split, texts in (
+        ("train", test_language_model.TRAIN),
+        ("val", test_language_model.VAL),
+    ):
+        (tmp_path / f"{split}.txt").write_text("\n\n".join(texts))
+    task = test_language_model.make_task(tmp_path, kind)
+    written = []
+    monkeypatch.setattr(
+        weights.ctranslate2_format, "write", lambda *given: written.append(given)
+    )
+    (tmp_path / "out").mkdir()
+    run = untrained_run(task, num_trials=1)
+    weights.to_ctranslate2(run, 0, tmp_path / "out")
+    ((_, _, (names,), _, _),) = written
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    text = test_language_model.VAL[0]
+    ids = [names.index(token) for token in tokenizer.encode(text).tokens]
+    assert ids == task.tokenizer.encode([text], eos=False)[0].tolist()
+    assert names[run.config.model.bos] == weights.facts_of(run)["separator"]
 
 
 KINDS = ("ctranslate2", "ctranslate2_int8", "huggingface", "stablehlo")

@@ -28,6 +28,12 @@ VOCAB = 50
 TEXT = ["the dog sees a cat", "a cat sees the dog", "dogs and cats", "a dog, a cat!"]
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Let models start alike in every run, for a failure to be repeatable."""
+    torch.manual_seed(0)
+
+
 def randomised(model, scale=0.15):
     """Random weights that are large enough for logits to differ."""
     torch.manual_seed(0)

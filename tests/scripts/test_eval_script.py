@@ -125,7 +125,7 @@ def test_n_best_lists_are_written_and_the_best_are_scored(
         return dict.fromkeys(trials, lists)
 
     monkeypatch.setattr(translation, "translations", translations)
-    options = {"n_best": 2, "output": tmp_path / "SPLIT.txt"}
+    options = {"n_best": 2, "output": tmp_path / "SPLIT.txt", "show": 1000}
     ran = call("eval.py", workdir=workdir, split="val", **options)
     assert ran.returncode == 0, ran.stderr
     found = read(workdir, "result-val.json")
@@ -134,6 +134,9 @@ def test_n_best_lists_are_written_and_the_best_are_scored(
     references = load(workdir).task.read("val")["target"]
     assert lines[::2] == [f"{i} ||| {x} ||| -0.2500" for i, x in enumerate(references)]
     assert lines[1::2] == [f"{i} |||  ||| -1.5000" for i in range(len(references))]
+    first, second, *_ = ran.stdout.split("\nsource ")[1:]
+    assert f"prediction  0 ||| {references[0]} ||| -0.2500\n0 |||" in first
+    assert f"prediction  1 ||| {references[1]} ||| -0.2500\n1 |||" in second
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def start_training(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGHUP"])  # others: tests/faults
 def test_a_repeated_signal_to_the_process_group_saves_and_stops(
     start_training, tmp_path, name
 ):

@@ -52,8 +52,6 @@ def test_step_is_compiled_once_and_before_the_first_batch(trained):
     "number, stops",
     [
         (signal.SIGTERM, 1),
-        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.slow),
     ],
 )
 def test_resume_after_signals_is_bit_identical(
@@ -315,6 +313,7 @@ MEMORIZING = {
     "seeds": 1,
     "data.vocab_size": 200,
     "data.batch_tokens": 256,
+    "data.max_decode_length": 64,
     "model.width": 64,
     "model.mlp_dim": 64,
     "model.dropout": 0.0,

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from headcount.data import tokenizers
+from headcount.data.encoder_tokenizers import AffixTokenizer
 from headcount.data.tokenizer_json import tokenizer_json
 from headcount.runtime.workdir import read_json, write_json
 from tests.runs import fails
@@ -46,6 +47,11 @@ def test_a_tokenizer_json_gives_the_same_ids_and_text(kind):
         assert theirs.encode(text).ids == ids
         assert theirs.decode(ids) == ours.decode(ids)
     assert ours.encode(["☃"], eos=False)[0].tolist() == theirs.encode("☃").ids
+
+
+def test_a_tokenizer_with_features_has_no_tokenizer_json():
+    with pytest.raises(NotImplementedError, match="AffixTokenizer"):
+        tokenizer_json(AffixTokenizer(["word a", "prefix a"]))
 
 
 def set_positions(run):
@@ -94,6 +100,8 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_written(
         ({"from": "OUT", "trial": 1}, ["--trial", "--to and --prune"]),
         ({"from": "OUT", "checkpoint": "last"}, ["--checkpoint", "--to and --prune"]),
         ({"prune": "OUT", "heads": "cross.0.0"}, ["OUT is not empty"]),
+        ({"to": "stablehlo:OUT", "directory": "x"}, ["--directory has no meaning"]),
+        ({"to": "stablehlo:OUT", "task_file": "x.py"}, ["x.py"]),
     ],
 )
 def test_a_flag_without_a_meaning_or_a_full_folder_is_named(

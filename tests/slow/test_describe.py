@@ -37,6 +37,10 @@ OTHERS = {
         "pooling": "first",
         "pooler": True,
     },
+    "exclusive": {
+        "encoder_attention": {"exclusive": True},
+        "decoder_attention": {"exclusive": True},
+    },
 }
 
 

@@ -7,7 +7,7 @@ from tests.attention.test_gpu import CASES, check
 
 OTHERS = [
     f"feature:{name}"
-    for name in attention_cases.FEATURES
+    for name in attention_cases.KERNEL_FEATURES
     if not name.startswith(("mask", "bias"))
 ]
 OTHERS += [f"blocks:{name}" for name in gpu_cases.CASES]

@@ -9,6 +9,7 @@ from tests.runs import ROOT
 
 SETTINGS = re.compile(r"^SETTINGS = \{.*?^\}", re.MULTILINE | re.DOTALL)
 SMALL = {
+    "data.max_decode_length": 16,
     "train.num_steps": 8,
     "train.eval_every_steps": 8,
     "train.checkpoint_every_steps": 8,

@@ -86,13 +86,13 @@ def test_accumulation_on_eight_devices_equals_one(eight):
 
 def test_translations_on_any_mesh_equal_those_of_one_device():
     """A trial after the other, as on CPUs, and all in step, as on accelerators."""
-    meshes = [{"trial": 1, "data": 1}, {"trial": 4, "data": 2}, {"trial": 2, "data": 2}]
+    meshes = [{"trial": 1, "data": 1}, {"trial": 2, "data": 2}]
     shapes = [mesh | {"model": 1} for mesh in meshes]
-    printed = found(start(8, shapes, module="sharded_decoding"))
+    printed = found(start(4, shapes, module="sharded_decoding"))
     one, *others = printed["translations"]
     assert one[3] == one[1]  # that trial alone
     assert len({str(translation) for trial in one for translation in trial}) > 10
-    assert len(others) == 5 and all(other == one for other in others)
+    assert len(others) == 3 and all(other == one for other in others)
     assert printed["moved"] == [{}, {}], "each device decodes on its own"
 
 

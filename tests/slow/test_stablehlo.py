@@ -114,6 +114,23 @@ def test_the_card_of_a_language_model_scores_and_continues(
     assert text + printed.removesuffix("\n") == wanted
 
 
+def test_the_card_of_a_classifier_of_pairs_has_the_types_of_their_tokens(
+    tmp_path, unchecked, monkeypatch, capsys
+):
+    changes = {"pairs": True, "model.token_types": 2}
+    task = test_classification.make_task(tmp_path, **changes)
+    run = untrained_run(task, num_trials=1, scale=3.0)
+    names, printed = card_run(run, tmp_path, monkeypatch, capsys)
+    text = task.read("val")["source"][0]
+    assert "\t" in text
+    (line,) = task.predict(run, [text])
+    assert f'"label": "{printed.strip()}"' in line
+    tokens = task.encode_parts("val", [text.split("\t")])[0]["source"][0]
+    given = names["padded"]([tokens.tolist()])
+    alone = names["program"]("classify")(names["params"], *given, 0 * given[0])
+    assert not np.allclose(alone, names["logits"])
+
+
 @pytest.mark.parametrize("tokenizer", ["sentencepiece", "affixes"])
 @pytest.mark.parametrize("tests", [test_classification, test_tagging])
 def test_the_card_of_classes_prints_what_predict_says(

@@ -159,6 +159,13 @@ def test_every_parameter_has_its_own_place():
         huggingface.to_huggingface("bert", params)
 
 
+def test_imported_models_read_a_corpus_of_their_task():
+    assert settings_of(CONFIGS["gpt2"])["data.name"] == "text"
+    tensors = tensors_of("bert") | {"classifier.weight": np.zeros((3, 4), np.float32)}
+    found = huggingface.settings_of("bert", tensors)
+    assert found["task.name"] == "classification" and found["data.name"] == "labelled"
+
+
 def test_gpt2_begins_with_its_bos_which_may_be_0():
     for change, bos in (({}, 19), ({"bos_token_id": 0}, 0), ({"bos_token_id": 7}, 7)):
         assert settings_of(CONFIGS["gpt2"] | change)["model.bos"] == bos
@@ -229,6 +236,17 @@ def tune_and_translate(run, tmp_path):
     assert shapes[0] == shapes[1]
     moved = jax.tree.map(lambda x, y: float(abs(x - y).max()), before, after)
     assert 0 < max(jax.tree.leaves(moved)) < 0.01  # two steps of the warm-up
+    out, again = tmp_path / "tuned_out", tmp_path / "again"
+    for flags in (
+        [f"--workdir={tuned}", f"--to=huggingface:{out}", "--checkpoint=last"],
+        [f"--from={out}", f"--workdir={again}"],
+    ):
+        ran = command("weights.py", *flags)
+        assert ran.returncode == 0, ran.stderr
+    assert (out / "vocab.json").read_bytes() == vocabulary[0].read_bytes()
+    tuned, again = load_run(tuned, "last"), load_run(again)
+    scores = [run.task.score(run, TEXT[:4], TEXT[:4], 0) for run in (tuned, again)]
+    np.testing.assert_allclose(*scores, rtol=1e-4)
 
 
 def test_gpt2_searches_a_beam_for_one_line_too(folders, tmp_path):

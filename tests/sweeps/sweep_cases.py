@@ -35,6 +35,7 @@ SMALL = {
 TRANSLATION = {
     "task.name": "translation",
     "data.tokenizer": "sentencepiece",
+    "data.max_decode_length": 16,
     "model.num_encoder_layers": 1,
     "train.best_metric": "bleu",
 }

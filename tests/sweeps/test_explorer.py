@@ -11,6 +11,7 @@ from test_browser import browser, contrast  # noqa: F401  a fixture
 TRAIN = {
     "data.vocab_size": 60,
     "data.batch_tokens": 256,
+    "data.max_decode_length": 16,
     "model.width": 16,
     "model.mlp_dim": 16,
     "model.num_encoder_layers": 1,

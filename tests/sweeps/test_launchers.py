@@ -26,16 +26,6 @@ def test_a_ray_address_that_does_not_answer_is_named(tmp_path, corpus):
     assert "--address=127.0.0.1:9" in last and "Traceback" not in printed
 
 
-def test_a_slurm_array_runs_on_the_local_executor(uninterrupted, tmp_path, corpus):
-    pytest.importorskip("submitit", reason="pip install -r requirements-sweeps.txt")
-    workdir = tmp_path / "sweep"
-    flags = ("--launcher=slurm", "--address=local", "--resources=timeout_min=9")
-    printed = finish(sweep("run", workdir, corpus, *flags))
-    assert "Everything is done" in printed and "2 groups as jobs" in printed
-    assert metrics(workdir) == metrics(uninterrupted)
-    assert [row["status"] for row in rows(workdir)] == ["done"] * 4
-
-
 def test_a_killed_job_of_slurm_is_named_and_resumed(uninterrupted, tmp_path, corpus):
     """On the local executor; a kill takes the job and what it has started."""
     pytest.importorskip("submitit", reason="pip install -r requirements-sweeps.txt")
@@ -49,6 +39,7 @@ def test_a_killed_job_of_slurm_is_named_and_resumed(uninterrupted, tmp_path, cor
         os.kill(number, signal.SIGKILL)
     printed = end(process, code=1)
     assert "Rerun the same command" in printed and "Traceback" not in printed
+    assert "2 groups as jobs" in printed
     assert "Everything is done" in finish(sweep("run", workdir, corpus, *flags))
     assert metrics(workdir) == metrics(uninterrupted)
     assert [row["status"] for row in rows(workdir)] == ["done"] * 4

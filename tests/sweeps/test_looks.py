@@ -88,17 +88,3 @@ def test_planned_looks_on_ray_survive_the_loss_of_a_worker(
     assert metrics(workdir) == metrics(whole)
     assert verdicts(workdir) == verdicts(whole)
     assert [row["status"] for row in rows(workdir)] == ["done"] * len(rows(whole))
-
-
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (("--seeds=2:8", "--looks=2,8"), "looks"),
-        (("--margin=0.5",), "margin"),
-        (("--margin=0.5nats",), "--margin=0.5nats"),
-        (("--seeds=4", "--looks="), "looks"),
-    ],
-)
-def test_a_sweep_cannot_be_resumed_with_another_plan(whole, corpus, flags, named):
-    printed = finish(planned(whole, corpus, *flags), code=2)
-    assert named in printed.strip().splitlines()[-1] and "Traceback" not in printed

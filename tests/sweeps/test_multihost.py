@@ -108,9 +108,3 @@ def test_hosts_that_stop_or_are_killed_resume(pair, uninterrupted, tmp_path):
         assert [line[:2] for line in lines] == [
             line[:2] for line in metrics(uninterrupted)[name]
         ]
-
-
-def test_ray_tasks_cannot_be_several_hosts(tmp_path, corpus):
-    flags = ("--launcher=ray", "--coordinator=auto")
-    printed = finish(sweep("run", tmp_path / "sweep", corpus, *flags), code=2)
-    assert "--coordinator" in printed.splitlines()[-1]

@@ -87,15 +87,6 @@ def test_a_signal_to_the_training_alone_stops_the_sweep(
     assert metrics(workdir) == metrics(uninterrupted)
 
 
-def test_two_sweeps_share_a_workdir(uninterrupted, tmp_path, corpus):
-    both = [start(sweep("run", tmp_path / "sweep", corpus)) for _ in range(2)]
-    for process in both:
-        assert "Everything is done" in end(process)
-    assert started(tmp_path / "sweep") == started(uninterrupted)
-    assert metrics(tmp_path / "sweep") == metrics(uninterrupted)
-    assert len(rows(tmp_path / "sweep")) == 4
-
-
 def test_a_signal_saves_and_shards_share_the_rest(uninterrupted, tmp_path, corpus):
     workdir = tmp_path / "sweep"
     process = start(sweep("run", workdir, corpus))

@@ -4,6 +4,7 @@ import json
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -12,6 +13,7 @@ from sklearn.metrics import accuracy_score, classification_report, f1_score
 
 from headcount.data import encoder_tokenizers
 from headcount.data.tokenizers import BOS, EOS, UNK, load_or_make
+from headcount.models.maps import single_example
 from headcount.tasks import class_scores, classes
 from tests.tasks.untrained import (
     ENCODER_ONLY,
@@ -388,3 +390,18 @@ def test_entities_are_reported_by_type():
     assert loc == {"class": "LOC"} | shares
     assert per == {"class": "PER"} | dict.fromkeys(shares, 0) | {"support": 1}
     assert class_scores.entity_report([["O"]], [["O"]]) == []
+
+
+def test_attention_maps_of_words_with_features_are_of_the_models_own_input(tmp_path):
+    """Their batch has segments and positions for every feature."""
+    task = make_task(tmp_path, "affixes")
+    run = untrained_run(task, num_trials=1)
+    fields = task.fields_to_plot(run, task.load("val"), 0, 0)
+    assert "source_features_0" in fields
+    model = model_of(run, 0)
+    T = len(fields["source"])
+    batch = {name: jnp.array([ids]) for name, ids in fields.items()}
+    batch["source_segments"] = jnp.ones((1, T), int)
+    batch["source_positions"] = jnp.arange(T)[None]
+    found = model.hidden(single_example(fields))[:, :T]
+    np.testing.assert_allclose(found, model.hidden(batch), rtol=1e-5, atol=1e-6)

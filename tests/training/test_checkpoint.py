@@ -155,7 +155,7 @@ def trained(workdir, best, score=None, diverged_at=0):
     """Save a run whose best parameters, one number per trial, are of steps 5, 6, ..."""
     count = len(best)
     score = np.arange(1.0, count + 1) if score is None else np.array(score)
-    at = np.arange(5, 5 + count)
+    at = np.where(np.isfinite(score), np.arange(5, 5 + count), 0)
     kept = {"params": {"kernel": np.outer(best, np.ones(3, np.float32))}}
     checkpoints = Checkpoints(workdir, keep=2)
     for step in (10, 20):
@@ -254,6 +254,13 @@ def test_starting_from_parameters_that_do_not_fit_raises_with_the_reason(tmp_pat
         start(trials, {"kernel": jnp.zeros((2, 4))})
     with pytest.raises(ValueError, match="train.init_from=.* 2 trials .* 3;"):
         start([*trials, {"seed": 2}], {"kernel": jnp.zeros((3, 3))})
+
+
+def test_starting_from_a_trial_without_an_evaluation_raises_with_its_number(tmp_path):
+    trained(tmp_path, [7, 8], score=[1.0, -np.inf], diverged_at=[0, 3])
+    trials, params = [{"seed": 0}, {"seed": 1}], {"kernel": jnp.zeros((2, 3))}
+    with pytest.raises(ValueError, match="train.init_from=.*trials 1 diverged"):
+        parameters_to_start_from(str(tmp_path), get_config(), trials, params)
 
 
 def cut_short(path):

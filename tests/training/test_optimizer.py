@@ -63,6 +63,18 @@ def test_schedule_equals_its_formula(schedule, step):
     np.testing.assert_allclose(got, expected(schedule, step + 1), rtol=1e-6)
 
 
+def test_a_decay_share_of_0_does_not_decay():
+    found = learning_rate_at(
+        "warmup_stable_decay",
+        jnp.asarray(19),
+        *(0.01, 4, 128),
+        decay_steps=20,
+        final_share=0.1,
+        decay_share=0.0,
+    )
+    np.testing.assert_allclose(found, 0.01, rtol=1e-6)
+
+
 def test_no_warmup_starts_at_the_peak():
     assert learning_rate_at("constant", jnp.asarray(0), 0.01, 0.0, 128) == 0.01
 
@@ -212,7 +224,7 @@ def test_layer_decay_scales_each_layer_by_those_above_it(model):
         )
     )
     powers = {"embedding": 3, "encoder_positions": 3, "decoder_positions": 3}
-    powers |= {"encoder.0": 2, "decoder.0": 1, "encoder_norm": 0, "decoder_norm": 0}
+    powers |= {"encoder.0": 2, "decoder.0": 1, "encoder_norm": 1, "decoder_norm": 0}
     seen = set()
     for name in old:
         (part,) = [part for part in powers if f"{name}.".startswith(f"{part}.")]

@@ -131,6 +131,12 @@ def test_an_invalid_trial_raises_with_its_key(tmp_path, trials, sentence):
         make_trials(settings(), listed(tmp_path, trials))
 
 
+def test_a_model_without_an_encoder_has_no_cross_attention_to_gate(tmp_path):
+    config = settings(**{"model.num_encoder_layers": 0})
+    with pytest.raises(ValueError, match="head_gates.cross.0.0 .*cross has 0 layers"):
+        make_trials(config, listed(tmp_path, [{"head_gates.cross.0.0": 0}]))
+
+
 def test_seeds_with_a_list_of_trials_raises(tmp_path):
     path = listed(tmp_path, [{"seed": 1}])
     with pytest.raises(ValueError, match="config.seeds .*1, got 2"):
