@@ -423,20 +423,11 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     settings, generation, tensors = huggingface_export.convert(
         run.config, family, params, labels
     )
-    is_imported = family == "marian" and isinstance(
-        run.task.tokenizers[0], MarianTokenizer
-    )
-    if is_imported:  # and trained further, or pruned
+    is_imported = has_marian_ids(run)  # and trained further, or pruned
+    if is_imported:
         ids = run.task.tokenizers[0].vocabulary
-        order = marian_order(ids)
-        tensors = to_marian_order(tensors, order)
-        special = {"pad_token_id": ids["<pad>"], "eos_token_id": ids["</s>"]}
-        special["decoder_start_token_id"] = ids["<pad>"]
-        settings |= {"vocab_size": len(order), "decoder_vocab_size": len(order)}
-        settings |= special
-        generation |= special | {"suppress_tokens": [ids["<pad>"]]}
-        for each in (settings, generation):
-            each.pop("bos_token_id", None)
+        tensors = to_marian_order(tensors, marian_order(ids))
+        settings, generation = with_marian_ids(ids, settings, generation)
     write_json(folder / "config.json", settings)
     if generation is not None:
         write_json(folder / "generation_config.json", generation)
@@ -454,6 +445,28 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     settings = tokenizer_json.configuration(separator)
     (folder / "tokenizer_config.json").write_text(settings)
     return "bert" if family == "bert" else "causal"
+
+
+def has_marian_ids(run: Run) -> bool:
+    """Return whether a translator has the vocabulary of an imported Marian."""
+    return has_pairs(run) and isinstance(run.task.tokenizers[0], MarianTokenizer)
+
+
+def with_marian_ids(ids: dict[str, int], settings: dict, generation: dict):
+    """Replace our special tokens' ids in config.json and generation_config.json.
+
+    Args:
+        ids: Marian's ids by token; it has no BOS.
+    """
+    pad = ids["<pad>"]
+    special = {"pad_token_id": pad, "eos_token_id": ids["</s>"]}
+    special["decoder_start_token_id"] = pad
+    sizes = {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
+    settings = settings | sizes | special
+    generation = generation | special | {"suppress_tokens": [pad]}
+    for each in (settings, generation):
+        each.pop("bos_token_id", None)
+    return settings, generation
 
 
 def write_marian_tokenizer(task, folder: Path) -> None:
@@ -476,7 +489,7 @@ def write_marian_tokenizer(task, folder: Path) -> None:
 def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
     """Write a run as StableHLO programs; return its key in `export_usage.USAGES`."""
     check_stablehlo(run.config)
-    if has_pairs(run) and isinstance(run.task.tokenizers[0], MarianTokenizer):
+    if has_marian_ids(run):
         raise NotImplementedError(
             "stablehlo has no tokenizer for a model that was imported from Marian; "
             "export it with --to=huggingface:FOLDER."

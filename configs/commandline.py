@@ -120,10 +120,9 @@ def run(main) -> None:
         if sentence is None:
             raise
         fail(sentence)
-    module = sys.modules[main.__module__]
-    read = [x.name for x in vars(module).values() if isinstance(x, flags.FlagHolder)]
+    used = own_flags(sys.modules[main.__module__])
     for flag in (WORKDIR, DIRECTORY, TASK_FILE):
-        if flag.present and flag.name not in read:
+        if flag.present and flag.name not in used:
             fail(f"--{flag.name} has no meaning for {script()}.")
     if rest:
         fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
@@ -140,12 +139,17 @@ def run(main) -> None:
         sys.exit(130)
 
 
+def own_flags(module) -> set[str]:
+    """Return the names of the flags that a script defines or imports."""
+    return {x.name for x in vars(module).values() if isinstance(x, flags.FlagHolder)}
+
+
 def usage(module) -> str:
     """Return the text of --help: a script's docstring, and its flags by purpose.
 
     Flags for distributed runs are listed separately.
     """
-    own = {x.name for x in vars(module).values() if isinstance(x, flags.FlagHolder)}
+    own = own_flags(module)
     titles = {False: "Flags:", True: "Flags of runs of several processes:"}
     groups = {is_cluster: [] for is_cluster in titles}
     for name, defined in flags.FLAGS.flags_by_module_dict().items():

@@ -397,7 +397,7 @@ class Task:
 
         Returns:
             None if the task has no bootstrap for the metric. Otherwise, by system:
-            (value, half width of its 95% interval, p-value for no difference to the
+            (value, half width of its 95% interval, p-value for no difference from the
             baseline or None for the baseline itself), unscaled.
         """
         return None

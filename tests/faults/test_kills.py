@@ -132,6 +132,7 @@ def test_signals_to_the_group_at_random_moments(uninterrupted, settings, tmp_pat
             assert "Traceback" not in log, f"seed {seed}: {log}"
             if saved := re.search(r"Saved step (\d+)", log):
                 assert status(workdir) == "stopped", f"seed {seed}: {log}"
+                assert signal.Signals(number).name in log, f"seed {seed}: {log}"
                 assert checksums(workdir, int(saved[1])), f"seed {seed}: {log}"
     succeed(training(workdir, **settings))
     same_run(uninterrupted, workdir, seed)
