@@ -137,6 +137,9 @@ def run(main) -> None:
     except KeyboardInterrupt:  # in scripts that have nothing to save
         print(f"{script()}: interrupted.", file=sys.stderr, flush=True)
         sys.exit(130)
+    finally:  # a KeyboardInterrupt in what runs at exit would print a traceback
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def own_flags(module) -> set[str]:

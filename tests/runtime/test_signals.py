@@ -1,5 +1,6 @@
 """Stopping: a signal is acknowledged while the main thread is in compiled code."""
 
+import signal
 import subprocess
 import sys
 
@@ -22,9 +23,24 @@ thread.join()
 print(seen, int(stop.number))
 """
 
+AT_EXIT = """
+import atexit, os, signal
+from headcount.configs import commandline
+
+def main():
+    atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+commandline.run(main)
+"""
+
 
 def test_a_signal_is_acknowledged_at_once_and_only_once():
     ran = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True)
     assert ran.stdout == "[None] 2\n", ran.stderr
     (line,) = ran.stderr.splitlines()
     assert line.startswith("SIGINT: ") and line.endswith("saving, then exiting.")
+
+
+def test_a_script_interrupted_at_its_very_end_ends_without_a_traceback():
+    ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")
