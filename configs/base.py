@@ -11,7 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
     """The original Transformer, small, on the embedded number phrases."""
     config = ml_collections.ConfigDict()
     config.seed = 0  # of the initial values, the data order and dropout
-    config.seeds = 1  # trials, which train as one program: seed, seed + 1, ...
+    config.seeds = 1  # trials, which train as one program: seed, seed + 1, and so on
 
     config.task = task = ml_collections.ConfigDict()
     task.name = "translation"  # a name in headcount.tasks.TASKS
@@ -33,18 +33,18 @@ def get_config() -> ml_collections.ConfigDict:
     data.prefix = ""  # translation: put before every source, as in "summarize: "
     # Folder of local files; None: download multi30k, shakespeare.
     data.directory = placeholder(str)
-    # Except translation: sentencepiece, characters, words, bytes; gpt2 if imported.
-    # Encoders alone also: affixes, and wordpiece if imported.
+    # Except translation: sentencepiece, characters, words, bytes. Language models also:
+    # gpt2 if imported. Encoders also: affixes, and wordpiece if imported.
     data.tokenizer = "sentencepiece"
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
     data.num_classes = 16  # assumed where no data is read, as by --dry_run
-    data.vocab_size = 8000  # maximum; fixed by bytes, characters, words
+    data.vocab_size = 8000  # maximum; bytes, characters and words have their own
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.
     data.max_length = 128
     data.max_decode_length = 1024  # translation: maximum length of an output
-    data.cross_documents = True  # windows: may a token attend to the document before?
+    data.cross_documents = True  # windows: attend to earlier documents, too
     # Tokens from the start of an evaluation window to the next; None: max_length.
     data.stride = placeholder(int)
     data.test_share = 0.0  # shakespeare: share of its last 10% that is the split test
@@ -93,7 +93,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.gate = "none"
     attention.gate_size = "head"  # a gate per head or element, or shared by all heads
     attention.gate_features = placeholder(int)  # features that gates read; None: all
-    attention.gate_on = "output"  # of the heads, or values
+    attention.gate_on = "output"  # gate the output of the heads, or the values
     attention.gate_penalty = 0.0  # hard_concrete: nats per token and head left open
     attention.exclusive = False  # remove the part of o along the token's own value
     attention.differential = False  # pairs of heads: one map minus λ times the other

@@ -37,8 +37,14 @@ modern block, equal parameters, and a learning rate per arm. They compare losses
 which also selected the rates and checkpoints;
 [claim 30](../research/claims.md) compares the same models on test.
 
+The baseline has QK norm; the latent and QK clip exclude it, so their arms differ from
+the baseline in that, too. Arms were trained at several commits, on two kinds of
+CPU. Undecided arms are to get 16 seeds.
+
 Letters: o_n the output of head n, x the layer's input, v a value, N heads, H and V the
-sizes of a key and a value, D the width.
+sizes of a key and a value, D the width. Sizes in the column *keys* are those for D =
+1,024 and N = 16; in the sweep (D = 128, N = 4), `latent_dim` is 64, and one head is
+shared and two are routed.
 
 """
 COSTS = f"""

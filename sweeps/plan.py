@@ -186,9 +186,10 @@ def make_trials(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]
     """Return an arm's trials, one per combination of nuisance setting and seed."""
     found = []
     for nuisance in settings:
+        changes = nuisance | {"seeds": 1}
+        settled = apply_overrides(ConfigDict(arm.config), changes, arm.name)
         for seed in seeds:
-            changes = nuisance | {"seed": seed, "seeds": 1}
-            config = apply_overrides(ConfigDict(arm.config), changes, arm.name)
+            config = settled | {"seed": seed}
             with name_arm_in_errors(arm.name):
                 check_numbers(flat(config))
             found.append(Trial(trial_id(config), arm.name, nuisance, seed, config))
