@@ -71,7 +71,7 @@ def main():
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.exit_at_once())
         with one_sentence(), distributed.wait_for_abort():
-            if TASK_FILE.value:
+            if TASK_FILE.value is not None:
                 import_file(path_of(TASK_FILE))
             options, names = decoding.options(), split_names()
             if STRIDE.value is not None:

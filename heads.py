@@ -18,6 +18,7 @@ to explore all of this.
 """
 
 # isort: off
+from headcount.configs.validation import choose
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
@@ -95,7 +96,7 @@ def main(verb: str) -> None:
         )
     show_log()
     with one_sentence():
-        if TASK_FILE.value:
+        if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
         check_flags(verb)
@@ -105,10 +106,8 @@ def main(verb: str) -> None:
         found = load(workdir, CHECKPOINT.value)
         found.task.check_options(options, evaluates=True)
         sites = list(all_gates(found, found.of(0)[0], {}))
-        if SITE.value is not None and SITE.value not in sites:
-            raise ValueError(
-                f"--site must be one of {', '.join(sites)}, got {SITE.value!r}."
-            )
+        if SITE.value is not None:
+            choose("--site", SITE.value, sites)
         if DIRECTORY.value is not None:
             found.task.set_directory(DIRECTORY.value)
         # a plot of the user's own text needs no corpus
@@ -292,6 +291,14 @@ def check_flags(verb: str) -> None:
     for name in decoding.options():
         if verb not in ("prune", "plot"):
             raise ValueError(f"--{name} has no meaning for {verb}; it decodes nothing.")
+    if INPUT.value is None:
+        return
+    unused = [*decoding.options(), "split"] if verb == "plot" else ["sentences"]
+    for name in unused:
+        if flags.FLAGS[name].present:
+            raise ValueError(
+                f"--{name} has no meaning with --input, whose lines {verb} shows."
+            )
 
 
 def check_output(verb: str) -> None:

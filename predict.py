@@ -53,7 +53,7 @@ def main():
         )
     show_log()
     with one_sentence():
-        if TASK_FILE.value:
+        if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
         if SCORE.value and SCORE_TOKENS.value:

@@ -195,6 +195,11 @@ def check_flags(verb: str) -> None:
         raise ValueError("--workdir is needed: the folder of the sweep.")
     if FINISHED.value is not None and verb != "run":
         raise ValueError(f"--finished has no meaning for {verb}; it is for run.")
+    if GROUP.value is not None and SHARD.value is not None:
+        raise ValueError("--group and --shard exclude each other; give one of them.")
+    for flag in (GROUP, SHARD):
+        if flag.value is not None and verb in ("report", "status"):
+            raise ValueError(f"--{flag.name} has no meaning for {verb}; leave it out.")
     remote = [x for x in RESOURCES.value if not x.startswith("cores=")]
     unused = [("address", ADDRESS.value)]
     unused.append(("resources", RESOURCES.value if cluster.arguments() else remote))
@@ -313,23 +318,14 @@ def take_workdirs(words: list[str]) -> tuple[list[str], list[str]]:
     Returns:
         The remaining command line, and the values of the removed flags.
     """
-    kept, more = [], []
-    is_first, is_value = True, False
-    for word in words:
+    kept, found, rest = [], [], iter(words)
+    for word in rest:
         name, equals, value = word.lstrip("-").partition("=")
-        if is_value:  # --workdir FOLDER
-            is_value = False
-            (kept if is_first else more).append(word)
-            is_first = False
-        elif word.startswith("-") and name == "workdir":
-            kept += [word] * is_first
-            if equals:
-                more += [value] * (not is_first)
-                is_first = False
-            is_value = not equals
+        if word.startswith("-") and name == "workdir":
+            found.append(value if equals else next(rest, ""))
         else:
             kept.append(word)
-    return kept, more
+    return [*(f"--workdir={each}" for each in found[:1]), *kept], found[1:]
 
 
 def cli() -> None:

@@ -100,7 +100,7 @@ def main():
     """Check the flags, then train."""
     show_log()
     with one_sentence():
-        if TASK_FILE.value:
+        if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
     if CONFIG.value is None or (WORKDIR.value is None and DRY_RUN.value is None):
         fail(
@@ -143,6 +143,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
         if trainer.step >= trainer.num_steps or trainer.frozen.all():
             report_trained(trainer)
             return
+        stack.callback(trainer.writer.close)  # trackers get the final run.json
         progress = Progress(trainer.num_steps, trainer.step)
         # JAX raises ValueErrors for some failures of Gloo, its CPU communication
         lost = distributed.wait_for_abort((RuntimeError, ValueError))
@@ -154,7 +155,6 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
                 raise
             finally:
                 progress.close()
-                trainer.writer.close()
                 trainer.checkpoints.close()
         report_end(trainer, stop)
 
@@ -248,14 +248,14 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     last = checkpoints.restore_last(**items)
     if last is None:
         step, other = 0, config.train.init_from
-        if other:  # before anything is compiled, to fail early
-            new = task.new_parameters(Path(other) / "tokenizer")
+        if other is not None:  # before anything is compiled, to fail early
+            new = task.new_parameters(run_folder(other) / "tokenizer")
             params = parameters_to_start_from(
                 other, config, trials, abstract.params, new
             )
         k = config.train.steps_per_dispatch
         state = init_while_compiling(make_state, arrays, k, spec, static)
-        if other:
+        if other is not None:
             state = with_parameters(state, params)
         best = initial_best(jax.tree.map(lambda x: x.copy(), state.params), R)
     else:
@@ -276,7 +276,8 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
 
     attention = implementations(model, spec)
     distributed.check_same("choice of attention kernels", attention)
-    if distributed.is_first():
+    done = step >= config.train.num_steps or sharding.fetch(state.frozen).all()
+    if distributed.is_first() and not done:  # else, run.json is of what trained it
         facts = {
             "task": {
                 "name": config.task.name,
@@ -366,11 +367,11 @@ def _read_data(task, workdir: Path):
             other = None if has_started(workdir) else task.config.train.init_from
             if not has_started(workdir):
                 tokenizers.remove(task.folder)  # left over from a failed start
-            if other:
+            if other is not None:
                 tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
             copied = tokenizers.checksums(task.folder).keys()
             examples = task.load("train")
-            if other and tokenizers.checksums(task.folder).keys() != copied:
+            if other is not None and tokenizers.checksums(task.folder).keys() != copied:
                 raise ValueError(
                     f"train.init_from={other}: {run_folder(other) / 'tokenizer'} has "
                     f"no vocabulary for this config, and its parameters are useless "

@@ -125,7 +125,7 @@ def main():
     show_log()
     with one_sentence():
         check_flags()
-        if TASK_FILE.value:
+        if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
         if PRUNE.value is not None:
             prune(path_of(WORKDIR), path_of(PRUNE), CHECKPOINT.value)

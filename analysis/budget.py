@@ -1,20 +1,44 @@
 """Parameters and multiply-adds of a config's model, and configs of equal cost."""
 
+import functools
 import json
 
 from flax import nnx
 from ml_collections import ConfigDict
 
+from headcount.configs.validation import choose
 from headcount.models import cost
 from headcount.models.cost import LENGTH
 from headcount.tasks import make_task
 
 TOLERANCE = 0.005  # allowed relative deviation from the budget
 MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, most hardware-friendly first
-_counts: dict[tuple, int] = {}  # cache, by budget and config
-_models: dict[str, nnx.Module] = {}  # cache, by config
 
 
+def of_model(function):
+    """Cache a function of a config by what its model depends on."""
+    found = {}
+
+    @functools.wraps(function)
+    def cached(config: dict):
+        # no corpus is read, and dropout changes neither sizes nor products
+        own = {"task": config["task"], "data": config["data"] | {"directory": None}}
+        own["model"] = config["model"] | {"dropout": 0.0}
+        key = json.dumps(own, sort_keys=True)
+        if key not in found:
+            found[key] = function(config | own)
+        return found[key]
+
+    return cached
+
+
+@of_model
+def abstract_model(config: dict) -> nnx.Module:
+    """Return the abstract model of a config, with shapes instead of values."""
+    return cost.abstract(make_task(ConfigDict(config)).build)
+
+
+@of_model
 def parameters(config: dict) -> int:
     """Count the parameters of a config's model.
 
@@ -26,49 +50,21 @@ def parameters(config: dict) -> int:
     Raises:
         ValueError: the model can't be built.
     """
-    return _cached("parameters", config)
+    return cost.parameters(abstract_model(config))
 
 
+@of_model
 def flops(config: dict) -> int:
     """Count the multiply-adds of matrix products in a forward pass, per token.
 
     If a batch has two fields, the count is per pair of tokens. Sequences are taken to
     have `models.cost.LENGTH` tokens.
     """
-    return _cached("flops", config)
-
-
-def _cached(budget: str, config: dict) -> int:
-    sections = {k: config[k] for k in ("task", "data", "model")}
-    sections["model"] = sections["model"] | {"dropout": 0.0}
-    # no corpus is read, so its location does not matter
-    sections["data"] = sections["data"] | {"directory": None}
-    key = (budget, json.dumps(sections, sort_keys=True))
-    if key not in _counts:
-        _counts[key] = BUDGETS[budget](config)
-    return _counts[key]
-
-
-def _count_parameters(config: dict) -> int:
-    return cost.parameters(abstract_model(config))
-
-
-def _count_flops(config: dict) -> int:
     spec = make_task(ConfigDict(config)).spec(1, LENGTH)
     return round(cost.multiply_adds(abstract_model(config), spec) / LENGTH)
 
 
-BUDGETS = {"parameters": _count_parameters, "flops": _count_flops}
-
-
-def abstract_model(config: dict) -> nnx.Module:
-    """Return the abstract model of a config, with shapes instead of values."""
-    sections = {k: config[k] for k in ("task", "data", "model")}
-    sections["data"] = sections["data"] | {"directory": None}  # not read here
-    key = json.dumps(sections, sort_keys=True)
-    if key not in _models:
-        _models[key] = cost.abstract(make_task(ConfigDict(config)).build)
-    return _models[key]
+BUDGETS = {"parameters": parameters, "flops": flops}
 
 
 def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
@@ -86,11 +82,10 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
     Raises:
         ValueError: no F is within the tolerance, or the budget is unknown.
     """
-    if budget not in BUDGETS:
-        raise ValueError(f"match must be one of {', '.join(BUDGETS)}, got {budget!r}.")
+    choose("match", budget, BUDGETS)
 
     def count(of, F):
-        return _cached(budget, of | {"model": of["model"] | {"mlp_dim": F}})
+        return BUDGETS[budget](of | {"model": of["model"] | {"mlp_dim": F}})
 
     near = baseline["model"]["mlp_dim"]
     goal, here = count(baseline, near), count(config, near)

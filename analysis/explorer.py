@@ -21,9 +21,8 @@ from headcount.analysis.heads import (
     heads_of,
     importance,
 )
-from headcount.analysis.roles import batched, measure_roles
+from headcount.analysis.roles import batched, measure_roles, special_tokens
 from headcount.data.examples import Examples
-from headcount.data.tokenizers import BOS, EOS
 from headcount.models import precision
 from headcount.models.maps import attention_maps
 from headcount.runtime import sharding
@@ -59,9 +58,9 @@ def explore(
     """
     found = []
     for name, run in runs.items():
-        some = first_of(examples[name], limit)
+        mine = examples[name], sentences[name], trials[name]
         with sharding.using(run.mesh):
-            found.append(one_run(name, run, some, sentences[name], trials[name], limit))
+            found.append(one_run(name, run, *mine, limit))
     split = next(iter(examples.values())).split
     title = "Heads of " + " and ".join(runs)
     about = (
@@ -85,12 +84,13 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
         for site, about in model.sites().items()
     ]
     roles = measure_roles(run, examples, trials, limit)
+    some = first_of(examples, limit)
     of_trials = []
     for trial in trials:
         mine = [row for row in roles if row["trial"] == trial and row["has_role"]]
         rows = zip(
-            describe(run, examples, trial),
-            importance(run, examples, trial, alone=False),
+            describe(run, some, trial),
+            importance(run, some, trial, alone=False),
             strict=True,
         )
         of_trials.append(
@@ -143,7 +143,8 @@ def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
     for name, ids in read.items():
         field = "target" if name == "read" else name
         shown[name] = strings_of(run, field, ids)
-        shown[f"{name}_sinks"] = [i for i, x in enumerate(ids) if x in (BOS, EOS)]
+        sinks = [i for i, x in enumerate(ids) if x in special_tokens(run)]
+        shown[f"{name}_sinks"] = sinks
     first = shown["source" if "source" in shown else "target"]
     text = " ".join(first)
     return shown | {"text": text if len(text) < 90 else text[:88] + "…"}

@@ -29,10 +29,10 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
 
     - the fields of `attention.HeadStatistics`, averaged over all query tokens, except
       for max_logit, which is the maximum. The weight on a learned sink is excluded, and
-      the other weights are renormalised. None with talking heads, whose mixed maps are
-      not distributions;
+      the other weights are renormalised. None with talking and differential heads,
+      whose maps are not distributions;
     - sink: the mean weight on the source's EOS or, in the decoder, on BOS; None with
-      talking heads;
+      talking and differential heads;
     - learned_sink: the mean weight on `model.attention.sink`; None without one;
     - share: the norm of what the head, times its gate, adds to the layer's output,
       averaged over tokens and divided by the sum over the heads of the layer and site;

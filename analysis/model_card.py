@@ -77,7 +77,7 @@ def scores(workdir: Path, metrics, trial: int, of_trial: dict) -> list[str]:
     lines, notes = ["| split | metric | this model | mean, 95% interval |"], []
     lines.append("| --- | --- | --- | --- |")
     for path in sorted(workdir.glob("result-*.json")):
-        rows = json.loads(path.read_text())
+        rows = read_json(path)
         mine = next(row for row in rows if row["trial"] == trial)
         own = {key: value for key, value in of_trial.items() if key != "seed"}
         same = [

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,16 +14,10 @@ ORDERS = ("importance", "normalized_importance", "added_loss", "random")
 DRAWS = 5  # minimum number of random orders, over all trials
 
 
-class Head(NamedTuple):
-    """One head of a model."""
-
-    site: str
-    layer: int
-    head: int
-
-
-def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
+def orders(rows: list[dict], seed) -> dict[str, list[tuple]]:
     """Return several orders in which to remove all heads, the least important first.
+
+    A head is its site, layer and number.
 
     Normalised importance (Michel et al. 2019) is divided by the L2 norm of the
     importance of the layer's heads, so that layers with large gradients lose heads,
@@ -47,7 +40,7 @@ def orders(rows: list[dict], seed) -> dict[str, list[Head]]:
         values.append(row | {"normalized_importance": normalized, "random": draw})
     return {
         name: [
-            Head(row["site"], row["layer"], row["head"])
+            (row["site"], row["layer"], row["head"])
             for row in sorted(values, key=lambda row: (row["gate"] != 0, row[name]))
         ]
         for name in ORDERS
@@ -59,7 +52,7 @@ def counts(num_heads: int) -> list[int]:
     return sorted({round(num_heads * tenth / 10) for tenth in range(11)})
 
 
-def without(head_gates: dict, removed: dict[int, list[Head]]) -> dict:
+def without(head_gates: dict, removed: dict[int, list[tuple]]) -> dict:
     """Set the gates of removed heads to 0.
 
     Args:

@@ -40,7 +40,7 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
         if shape is None or not (0 <= layer < shape[0] and 0 <= head < shape[1]):
             raise ValueError(
                 f"There is no head {site}.{layer}.{head}; the sites have "
-                + ", ".join(f"{s} {L} × {N}" for s, (L, N) in shapes(gates).items())
+                + ", ".join(f"{s} {len(g)} × {g.shape[1]}" for s, g in gates.items())
                 + " layers and heads."
             )
         gates[site][layer, head] = 0
@@ -95,11 +95,6 @@ def fold_learned(model, gates: dict[str, np.ndarray]) -> set[str]:
                 attention.output_gate = None
                 found.add(site)
     return found
-
-
-def shapes(gates: dict) -> dict:
-    """Return the numbers of layers and heads by site."""
-    return {site: own.shape for site, own in gates.items()}
 
 
 def check(attention, site: str, gates: np.ndarray) -> None:

@@ -158,11 +158,6 @@ def compare(report: Report, metric: Metric) -> list[Comparison]:
     ]
 
 
-def common_seeds(report: Report, arm: ArmResult) -> list[int]:
-    """Return the seeds that an arm and the baseline share."""
-    return [seed for seed in arm.seeds if seed in report.baseline.seeds]
-
-
 def difference_to_baseline(
     report: Report, arm: ArmResult, metric: Metric
 ) -> Difference | None:
@@ -315,7 +310,8 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
             f"Not tested, because there is only one common seed, or the difference is "
             f"the same for all seeds: {'; '.join(untested)}."
         )
-    paired = {c.arm.name: len(common_seeds(report, c.arm)) for c in comparisons}
+    known = set(report.baseline.seeds)
+    paired = {c.arm.name: len(known.intersection(c.arm.seeds)) for c in comparisons}
     uneven = [c.arm.name for c in comparisons if c.arm.seeds != report.baseline.seeds]
     if uneven:
         counts = "; ".join(f"{name}: {paired[name]}" for name in uneven)
@@ -361,9 +357,7 @@ def seeds_by_outcome(report: Report) -> dict[str, str]:
     return found
 
 
-def verdicts_header() -> list[str]:
-    """Return the header of a table of verdicts."""
-    return ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
+VERDICTS_HEADER = ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
 
 
 def verdict_cells(report: Report, row: dict) -> list[str]:

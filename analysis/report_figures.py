@@ -109,12 +109,14 @@ def arm_styles(arms: list[ArmResult]) -> dict[str, tuple]:
 
 
 def draw_interval(
-    ax, at, value, comparison: Comparison, metric: Metric, vertical: bool, **style
+    ax, at, comparison: Comparison, metric: Metric, styles, vertical=True, **style
 ) -> None:
     """Draw an arm's mean with its interval, clipped to the metric's range.
 
     With fewer than three seeds, the interval is too wide to be useful and is left out.
     """
+    value, (colour, _, marker) = comparison.summary.mean, styles[comparison.arm.name]
+    style = {"ms": 5.5, "elinewidth": 1.2, "color": colour, "fmt": marker} | style
     low, high = metric.clip(comparison.summary.low, comparison.summary.high)
     bar = [[value - low], [high - value]]
     has_interval = len(comparison.arm.seeds) >= MIN_SEEDS and np.isfinite(low)
@@ -143,9 +145,8 @@ def draw_arm(ax, at, comparison, metric, styles, vertical: bool, width: float) -
         zorder=3,
     )
     if has_mean:
-        mean, style = comparison.summary.mean, {"color": colour, "fmt": marker}
-        style |= {"ms": 6.5, "elinewidth": 1.6, "zorder": 4}
-        draw_interval(ax, at, mean, comparison, metric, vertical, **style)
+        style = {"ms": 6.5, "elinewidth": 1.6, "zorder": 4}
+        draw_interval(ax, at, comparison, metric, styles, vertical, **style)
 
 
 def scores_caption(metric: Metric, comparisons: list[Comparison]) -> str:
@@ -303,14 +304,11 @@ def scores_by_heads(report: Report):
         return None
     figure, ax = plt.subplots(figsize=(WIDTH, 2.7), layout="constrained")
     for comparison in drawn:
-        colour, _, marker = styles[comparison.arm.name]
+        name, mean = comparison.arm.name, comparison.summary.mean
         heads, _, low, high = summary(comparison.arm.open_heads)
-        mean = comparison.summary.mean
         if len(comparison.arm.open_heads) >= MIN_SEEDS:
-            ax.plot([max(low, 0), high], [mean, mean], color=colour, lw=1.2)
-        style = {"color": colour, "fmt": marker, "ms": 5.5, "elinewidth": 1.2}
-        style["label"] = comparison.arm.name
-        draw_interval(ax, float(heads), mean, comparison, metric, True, **style)
+            ax.plot([max(low, 0), high], [mean, mean], color=styles[name][0], lw=1.2)
+        draw_interval(ax, float(heads), comparison, metric, styles, label=name)
     baseline_line(ax.axhline, report, metric)
     ax.set_xlabel("heads left open")
     ax.set_title(with_unit(f"Test {metric.label}", metric))
@@ -347,13 +345,10 @@ def costs(report: Report):
     )
     for ax, (label, values) in zip(axes[0], panels.items(), strict=True):
         for value, comparison in zip(values, comparisons, strict=True):
-            colour, _, marker = styles[comparison.arm.name]
-            mean, style = comparison.summary.mean, {"color": colour, "fmt": marker}
-            style |= {"ms": 5.5, "elinewidth": 1.2, "label": comparison.arm.name}
-            draw_interval(ax, value, mean, comparison, metric, True, **style)
+            name, mean = comparison.arm.name, comparison.summary.mean
+            draw_interval(ax, value, comparison, metric, styles, label=name)
             if is_direct:
                 place = {"xytext": (5, 4), "textcoords": "offset points"}
-                name = comparison.arm.name
                 ax.annotate(name, (value, mean), **place, fontsize=8, color=MUTED)
         ax.set_xlabel(label)
         ax.margins(x=0.15)

@@ -4,6 +4,7 @@ import math
 import re
 
 from headcount.analysis.report import (
+    VERDICTS_HEADER,
     Comparison,
     Report,
     compare,
@@ -14,7 +15,6 @@ from headcount.analysis.report import (
     summary_sentences,
     trend_text,
     verdict_cells,
-    verdicts_header,
     with_unit,
 )
 from headcount.analysis.significance import LEVEL
@@ -97,7 +97,7 @@ def join_markdown(
         parts: the reports, with their headings moved down by one level.
         verdicts: every verdict with its report.
     """
-    rows = [["question", "arm", *verdicts_header()[1:]]]
+    rows = [["question", "arm", *VERDICTS_HEADER[1:]]]
     for report, row in verdicts:
         rows.append([report.question, *verdict_cells(report, row)])
     note = (
@@ -141,7 +141,7 @@ def verdicts(report: Report) -> list[str]:
     )
     sentences = "\n".join(f"- {escape(row['sentence'])}" for row in report.verdicts)
     cells = [verdict_cells(report, row) for row in report.verdicts]
-    rows = table([verdicts_header(), *cells])
+    rows = table([VERDICTS_HEADER, *cells])
     return ["## Verdicts", sentences, rows, escape(explained)]
 
 

@@ -316,15 +316,27 @@ def repeated_cases(run: Run) -> Iterator[Case]:
         block = NUM_SPECIAL + rng.permutation(size - NUM_SPECIAL)[:period]
         ids = np.resize(block, length).tolist()
         reads = np.array([model.bos, *ids[:-1]])
-        yield Case({"target": ids}, {"decoder": {"induction": after_same(reads)}})
+        gold = after_same(reads, special_tokens(run))
+        yield Case({"target": ids}, {"decoder": {"induction": gold}})
 
 
-def after_same(reads: np.ndarray) -> np.ndarray:
-    """Mark the keys that follow an earlier occurrence of the query's token, T T."""
+def special_tokens(run: Run) -> tuple[int, int]:
+    """Return the ids of BOS and EOS, which imported vocabularies have elsewhere."""
+    own = getattr(run.task, "tokenizer", None)  # translators have two, with our ids
+    return (BOS, EOS) if own is None else (own.bos, own.eos)
+
+
+def after_same(reads: np.ndarray, special: tuple[int, int]) -> np.ndarray:
+    """Mark the keys that follow an earlier occurrence of the query's token, T T.
+
+    Args:
+        reads: token ids.
+        special: ids of tokens that are no such queries.
+    """
     same = reads[:, None] == reads
     after = np.zeros_like(same)
     after[:, 1:] = same[:, :-1]
-    return np.tril(after, 0) & (reads > EOS)[:, None]
+    return np.tril(after, 0) & ~np.isin(reads, special)[:, None]
 
 
 def words_of_tokens(run: Run, text: str, ids: list[int]) -> np.ndarray:
@@ -362,7 +374,7 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
     for site, about in sites.items():
         queries, keys = (np.array(read[f]) for f in (about.queries, about.keys))
         key_labels = labels[about.keys]
-        gold = by_token(site, queries, keys, key_labels)
+        gold = by_token(site, queries, keys, key_labels, special_tokens(run))
         if links is not None and site != "cross":
             gold |= by_link(*links, is_causal=site == "decoder")
         if site == "cross":
@@ -373,14 +385,14 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
     return found
 
 
-def by_token(site: str, queries, keys, key_labels) -> dict:
+def by_token(site: str, queries, keys, key_labels, special: tuple[int, int]) -> dict:
     """Return the right keys of roles defined by tokens and positions.
 
-    Only sinks (BOS, EOS) have a special token as their right key.
+    Only sinks (the `special` ids, BOS and EOS) have one of these as their right key.
     """
     T, S = len(queries), len(keys)
-    real = ((queries != BOS) & (queries != EOS))[:, None]
-    real = real & ((keys != BOS) & (keys != EOS))
+    bos, eos = special
+    real = ~np.isin(queries, special)[:, None] & ~np.isin(keys, special)
     every, gold = np.ones((T, 1), bool), {}
     if site != "cross":
         at = np.arange(S) - np.arange(T)[:, None]
@@ -389,10 +401,10 @@ def by_token(site: str, queries, keys, key_labels) -> dict:
             del gold["next token"]
         gold["same token earlier"] = real & (at < 0) & (queries[:, None] == keys)
     if site == "decoder":
-        gold["after the same token"] = after_same(queries) & real & (at < 0)
-        gold["beginning (BOS)"] = every & (keys == BOS) & (np.arange(T) > 1)[:, None]
+        gold["after the same token"] = after_same(queries, special) & real & (at < 0)
+        gold["beginning (BOS)"] = every & (keys == bos) & (np.arange(T) > 1)[:, None]
     else:
-        gold["end (EOS)"] = every & (keys == EOS)
+        gold["end (EOS)"] = every & (keys == eos)
     marks = np.array([is_punctuation(label) for label in key_labels])
     gold["punctuation"] = every & marks
     return gold

@@ -30,7 +30,7 @@ def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
 
     - divergence: the Jensen-Shannon divergence of the two attention maps in bits,
       averaged over query tokens: 0 for equal maps, 1 for disjoint ones. None with
-      talking heads or a learned sink, whose maps do not sum to 1;
+      talking or differential heads or a learned sink, whose maps do not sum to 1;
     - cka: linear centred kernel alignment of the heads' outputs over tokens (Kornblith
       et al. 2019): 1 for outputs that are equal up to rotation and scale.
 

@@ -20,7 +20,7 @@ def print_table(table: Table) -> Console:
 
     On a terminal, long cells are folded; elsewhere, lines are as long as necessary.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for column in table.columns:
         column.overflow = "fold"
     if not console.is_terminal:
@@ -340,7 +340,7 @@ def print_pairs_of_heads(rows: list[dict], split: str, by: str, path: Path) -> N
             values = ("–" if row[n] is None else f"{row[n]:.4f}" for n in names)
             table.add_row(f"{one} and {two}", *values)
         print_table(table)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for name in names:
         console.print(PAIR_LEGEND[name], soft_wrap=True)
     console.print(f"Wrote {path}", soft_wrap=True)

@@ -21,17 +21,9 @@ Arms = Iterable[dict]
 
 HEADS = (1, 2, 4, 8, 16, 32)
 SIZES = (8, 16, 32, 64, 128)
-MERGE_ARMS = (
-    "concat",
-    "mean",
-    "weighted",
-    "dynamic",
-    "gated",
-    "gated_elementwise",
-    "mixture",
-)
-PENALTIES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)  # nats per token and head
 AVERAGES = ("concat", "mean", "weighted", "dynamic")
+MERGE_ARMS = (*AVERAGES, "gated", "gated_elementwise", "mixture")
+PENALTIES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)  # nats per token and head
 
 
 def over(path: str, *values) -> list[dict]:
@@ -117,12 +109,8 @@ def merge(base) -> list[dict]:
     Fixed: the rest; model.mlp_dim is solved in the matched arms.
     """
     half = max(1, base.model.attention.num_heads // 2)
-    rules = [
-        rule
-        if rule["model.attention.merge"] != "mixture"
-        else rule | {"model.attention.mixture_heads": half}
-        for rule in over("model.attention.merge", *MERGE_ARMS)
-    ]
+    rules = over("model.attention.merge", *MERGE_ARMS)
+    rules[-1]["model.attention.mixture_heads"] = half
     return chain(rules, matched(rules[1:]))
 
 

@@ -106,7 +106,7 @@ check_flag_files()  # now, because defining a config flag reads them
 def run(main) -> None:
     """Parse the flags and call `main()`; report a bad flag in one sentence."""
     replace_closed()
-    sys.argv[1:] = map(find_config, sys.argv[1:])
+    sys.argv[1:] = map(find_config, join_config(sys.argv[1:]))
     if {"--help", "-h"} & {*sys.argv[1:]}:
         print(usage(sys.modules[main.__module__]))
         return
@@ -176,6 +176,15 @@ def usage(module) -> str:
         textwrap.fill(line, **wide) if line.startswith("  --") else line
         for line in lines
     )
+
+
+def join_config(argv: list[str]) -> list[str]:
+    """Write `--config FILE` as one argument, `--config=FILE`."""
+    words = iter(argv)
+    return [
+        f"--config={next(words, '')}" if word in ("--config", "-config") else word
+        for word in words
+    ]
 
 
 def find_config(argument: str) -> str:
@@ -264,7 +273,8 @@ def flag_error(error: BaseException, argv: list[str]) -> str | None:
         original, line = found
         place = f"{path}, line {line}"
         if isinstance(original, SyntaxError):
-            return f"{path}, line {original.lineno}, is not Python: {original.msg}."
+            where = f"{original.filename}, line {original.lineno}"
+            return f"{where}, is not Python: {original.msg}."
         if isinstance(original, KeyError | AttributeError) and is_of_config(original):
             key = unknown_key(original)
             return f"{place}, uses {key}, not a config key.{near_miss(key)}"

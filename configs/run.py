@@ -15,7 +15,7 @@ from headcount.configs.validation import read_config
 
 def get_config(workdir: str = ""):
     """Return the config of the run in a workdir."""
-    path = Path(workdir) / "config.json"
+    path = Path(workdir).expanduser() / "config.json"
     if not workdir or not path.is_file():
         raise ValueError(
             f"configs/run.py needs a run's workdir, as in configs/run.py:runs/numbers, "

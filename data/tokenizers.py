@@ -173,11 +173,11 @@ class JsonTokenizer:
 
 
 class ByteLevelBPE(JsonTokenizer):
-    """GPT-2's byte-level BPE with its own ids; EOS is <|endoftext|>."""
+    """GPT-2's byte-level BPE with its own ids; BOS and EOS are <|endoftext|>."""
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.eos = self._tokenizer.token_to_id("<|endoftext|>")
+        self.bos = self.eos = self._tokenizer.token_to_id("<|endoftext|>")
         self._tokenizer.encode_special_tokens = True  # as text, if a text names one
 
     def pieces(self, ids) -> list[str]:

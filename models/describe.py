@@ -231,7 +231,7 @@ def spec_of(model: Transformer, S: int, T: int) -> dict:
 
 def show(table: Table) -> None:
     """Print a table; 120 columns wide if output is not a terminal."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else 120
     console.print(table)
 

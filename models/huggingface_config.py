@@ -6,6 +6,8 @@ configs/base.py.
 
 from functools import partial
 
+from headcount.configs.validation import choose
+
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -76,12 +78,8 @@ def read(theirs: dict, kind: type, key: str, *default):
 
 def activation(theirs: dict, key: str) -> str:
     """Return our name for an activation."""
-    name = theirs[key]
-    if name not in ACTIVATIONS:
-        raise ValueError(
-            f"config.json: {key} must be one of {', '.join(ACTIVATIONS)}, got {name!r}."
-        )
-    return ACTIVATIONS[name]
+    choose(f"config.json: {key}", theirs[key], ACTIVATIONS)
+    return ACTIVATIONS[theirs[key]]
 
 
 def marian(theirs: dict) -> dict:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from headcount.configs.validation import choose
 from headcount.models.layers import ACTIVATIONS, make_linear
 
 POOLING = ("first", "mean", "attention")
@@ -24,10 +25,8 @@ class Classifier(nnx.Module):
     def __init__(
         self, width: int, num_classes: int, pooling: str | None, *, rngs: nnx.Rngs
     ):
-        if pooling is not None and pooling not in POOLING:
-            raise ValueError(
-                f"task.pooling must be one of {', '.join(POOLING)}, got {pooling!r}."
-            )
+        if pooling is not None:
+            choose("task.pooling", pooling, POOLING)
         self.pooling = pooling
         self.linear = make_linear(width, num_classes, "D C", rngs)
         init = nnx.initializers.zeros_init()

@@ -75,15 +75,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         part.rename(folder)
 
 
-def open_lock(path: Path) -> IO[str]:
-    """Open a lock file without changing it; create it if there is none.
-
-    Raises:
-        ValueError: it is a symlink, which might point to any file.
-    """
-    return os.fdopen(_open(path, os.O_RDWR), "r+")
-
-
 def open_append(path: Path) -> IO[str]:
     """Open a text file to append lines to it; create it if there is none.
 
@@ -114,10 +105,13 @@ def locked(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
     Args:
         path: the lock file.
         wait: whether to wait for the lock, so that None is never yielded.
+
+    Raises:
+        ValueError: it is a symlink, which might point to any file.
     """
     held = False
     while not held:
-        with open_lock(path) as file:
+        with os.fdopen(_open(path, os.O_RDWR), "r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:

@@ -94,15 +94,11 @@ say.muted = False  # True in all processes but the first
 
 
 class SayHandler(logging.Handler):
-    """Show all records from the package `data`, and warnings except Orbax's.
-
-    `training.checkpoint` raises or logs everything that Orbax warns about.
-    """
+    """Show all records from the package `data`, and warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         ours = record.pathname.startswith(str(ROOT / "data"))
-        others = record.levelno >= logging.WARNING and "orbax" not in record.pathname
-        if ours or others:
+        if ours or record.levelno >= logging.WARNING:
             say(record.getMessage())
 
 

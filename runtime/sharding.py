@@ -407,11 +407,6 @@ def _lying(tree, shard: str):
     return jax.tree.map(constrain, tree, parts)
 
 
-@contextlib.contextmanager
 def using(mesh: Mesh | None):
-    """Use a mesh in this block; None keeps the current mesh."""
-    if mesh is None:
-        yield
-        return
-    with jax.set_mesh(mesh):
-        yield
+    """Use a mesh in a `with` block; None keeps the current mesh."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

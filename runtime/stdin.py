@@ -7,6 +7,8 @@ from collections.abc import Iterator
 def available_lines(file: int, most: int) -> Iterator[list[str]]:
     """Yield lists of at most `most` lines, as soon as any line is available.
 
+    Line ends may be those of DOS, and the first line may start with a byte order mark.
+
     Args:
         file: a file descriptor.
         most: maximum number of lines per list.
@@ -25,7 +27,8 @@ def available_lines(file: int, most: int) -> Iterator[list[str]]:
             for line in lines[start : start + most]:
                 number += 1
                 try:
-                    decoded.append(line.decode())
+                    text = line.decode().removesuffix("\r")
+                    decoded.append(text.removeprefix("\ufeff") if number == 1 else text)
                 except UnicodeDecodeError:
                     raise ValueError(
                         f"Line {number} of the input is not UTF-8; convert it, for "

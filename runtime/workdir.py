@@ -45,7 +45,7 @@ SCHEMAS = {
         "task": {"name": str},
         "data": {"name": str},
         "model": {"width": Number(1)},
-        "train": {},
+        "train": {"num_steps": Number(1)},
     },
     "trials.json": [{"seed": Number(0)}],
     "run.json": {"format_version": int, "status": frozenset(STATUSES)},
@@ -57,7 +57,8 @@ DATA = dict.fromkeys(("examples", "crc32", "dev_crc32"), Number(0))  # in run.js
 def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
     """Lock the workdir for training a config with trials; write only the lock file.
 
-    If the block fails before it has recorded anything, nothing is left behind.
+    If the block fails before it has recorded anything, the lock is removed; what else
+    it wrote is replaced by the next start.
 
     Raises:
         ValueError: the folder holds another run or incomplete files, or another process
@@ -105,7 +106,8 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
 
 def has_started(workdir: Path) -> bool:
     """Return whether anything was trained; if not, another run may use the folder."""
-    return (workdir / "metrics.jsonl").exists() or any(
+    metrics = workdir / "metrics.jsonl"  # made, empty, before the first step
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(
         path.name.isdigit() for path in workdir.glob("checkpoints/*")
     )
 

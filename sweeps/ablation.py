@@ -18,7 +18,8 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from headcount.configs import ablations
-from headcount.configs.commandline import describe
+from headcount.configs.commandline import describe, near_miss
+from headcount.configs.validation import known_keys
 
 
 def find_ablation(name: str) -> Callable:
@@ -63,6 +64,12 @@ def find_ablation(name: str) -> Callable:
             f'after "Nuisance:", such as optimizer.learning_rate. Otherwise arms that '
             f"differ only in those settings would be compared with each other."
         )
+    for key in nuisance_keys(function.__doc__):
+        if key not in known_keys():
+            raise ValueError(
+                f"--ablation: the docstring of {name} in {file} lists {key} after "
+                f'"Nuisance:", which is not a config key.{near_miss(key)}'
+            )
     return function
 
 

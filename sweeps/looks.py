@@ -11,7 +11,6 @@ import re
 from headcount.analysis.report import verdict_sentence
 from headcount.analysis.sequential import (
     Looks,
-    Verdict,
     check_looks,
     default_looks,
     judge,
@@ -216,9 +215,7 @@ def verdict_rows(
         if planned is None:
             seeds = (max(2, len(differences)),)
             planned = Looks(seeds, margin_of(settings, metric), others(plan))
-        verdict = Verdict("undecided", math.nan, math.nan, math.nan, 0)
-        if differences:
-            verdict = judge(differences, planned, metric.higher_is_better)
+        verdict = judge(differences, planned, metric.higher_is_better)
         seeds = set(arm.seeds)
         if looks is not None and verdict.kind != "undecided":
             seeds = set(arm.seeds[: verdict.num_seeds])

@@ -34,7 +34,7 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         *("arm", "seeds", *(["search"] if searches else [])),
         *("parameters", "F", "multiply-adds per token", "baseline"),
         title=f"{len(sweep.plan.arms)} arms, {sweep.num_trials()} trials, "
-        f"{len(sweep.groups)} groups{' at first' * searches}",
+        f"{len(sweep.groups)} groups{' at first' * sweep.grows}",
     )
     for arm in sweep.plan.arms:
         table.add_row(
@@ -51,8 +51,9 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         console.print(f"group {index}: {arms}, {len(group.trials)} trials")
     if searches:
         console.print("More groups follow once dev has chosen the nuisance settings.")
+    about = "at most" if sweep.grows else "about"
     console.print(
-        f"Training takes about {total_flops(sweep):.3g} floating-point operations."
+        f"Training takes {about} {total_flops(sweep):.3g} floating-point operations."
     )
     if sweep.looks:
         effect = detectable(sweep.looks)

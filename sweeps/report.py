@@ -423,7 +423,7 @@ def comparable_metrics(sweep: Sweep) -> list[Metric]:
     return [
         metric
         for metric in sweep.task.metrics
-        if same_tokens or "token" not in metric.unit or metric == sweep.metric
+        if same_tokens or not metric.per_token or metric == sweep.metric
     ]
 
 

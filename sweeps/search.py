@@ -109,6 +109,8 @@ def make_search(
     seeds = [base.seed + FIRST_SEED + i for i in range(num_seeds)]
     values = flat(base.to_dict())
     space = dict(parse_tune(each, values, nuisance) for each in tune)
+    if len(space) < len(tune):
+        raise ValueError("--tune names a key twice; list all its values in one flag.")
     if text is None:
         ranges = [key for key, values in space.items() if isinstance(values, tuple)]
         if ranges:

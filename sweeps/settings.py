@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from headcount.configs.validation import flat, read_config
+from headcount.configs.validation import choose, flat, read_config
 from headcount.runtime.files import locked
 from headcount.runtime.schema import Number, Optional, violation
 from headcount.runtime.workdir import differences, summarize, write_json
@@ -124,6 +124,11 @@ def open_sweep(options: Options) -> Sweep:
         function = find_ablation(settings["ablation"])
         settings["arms"] = arms_of(function, settings["ablation"], settings["base"])
         settings["docstring"] = function.__doc__ or function.__name__
+    if settings["looks"] and any("seed" in arm for arm in settings["arms"]):
+        raise ValueError(
+            "--seeds=FIRST:LAST: the ablation itself sets the seeds of its arms; give "
+            "a single number, or leave the seeds to --seeds."
+        )
     search, plan = make_plan(settings)
     if stored is not None and any(
         stored[key] != settings[key] for key in ("arms", "docstring")
@@ -200,9 +205,8 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
         }
     metrics = {metric.name: metric for metric in task.metrics}
     name = given.get("metric", settings["metric"])
-    metric = metrics.get(name)
-    if metric is None:
-        raise ValueError(f"--metric must be one of {', '.join(metrics)}, got {name!r}.")
+    choose("--metric", name, metrics)
+    metric = metrics[name]
     if "margin" in given:
         given["margin"] = parse_margin(given["margin"], metric)
     if "seeds" in given:  # --seeds without a range turns looks off
@@ -313,6 +317,7 @@ def check_splits(settings: dict, task: Task) -> None:
             "--checkpoint=best": settings["checkpoint"] == "best",
             "--tune": settings["tune"],
             "--search": settings["search"],
+            "train.patience": settings["base"]["train"]["patience"],
         }
         for flag, value in chooses.items():
             if value:

@@ -24,20 +24,17 @@ from headcount.configs.validation import read_config
 from headcount.runtime.files import locked, remove_parts
 from headcount.runtime.schema import Number, Optional, violation
 from headcount.runtime.workdir import (
+    FORMAT_VERSION,
     differences,
     has_digest,
+    parse_json,
     read_json,
     summarize,
     write_json,
 )
 from headcount.sweeps.looks import make_looks, staged_trials
 from headcount.sweeps.plan import Group, Plan, Trial, group_trials, trial_id
-from headcount.sweeps.search import (
-    DIVERGED,
-    DevScore,
-    Search,
-    dev_score,
-)
+from headcount.sweeps.search import DIVERGED, DevScore, Search, dev_score
 from headcount.tasks import Metric, Task
 from headcount.training.metrics import read_metrics
 
@@ -45,6 +42,7 @@ SIDES = "in the sweep", "in the file"  # of a result, in errors
 TRAINED = ("finished", "diverged")  # statuses in run.json with nothing left to train
 # Schemas of what the table needs of a group's files; see `runtime.schema`.
 RUN = {
+    "format_version": frozenset({FORMAT_VERSION}),
     "status": str,
     "num_parameters": Number(0),
     "devices": [str],
@@ -287,10 +285,12 @@ def read_failure(folder: Path) -> dict | None:
 
 def _read_record(path: Path, schema, hint: str):
     try:
-        found = read_optional_json(path)
+        found = parse_json(path.read_text())
+        wrong = violation(found, schema)
+    except FileNotFoundError:
+        return None
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); {hint}") from None
-    wrong = None if found is None else violation(found, schema)
+        wrong = error
     if wrong:
         raise ValueError(f"{path} is damaged ({wrong}); {hint}")
     return found

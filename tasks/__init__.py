@@ -7,6 +7,7 @@ To add a task of your own, write a Python file that adds it to `TASKS`, and pass
 import importlib.util
 from pathlib import Path
 
+from headcount.configs.validation import choose
 from headcount.tasks.base import LOSS, Metric, Run, Task
 from headcount.tasks.classification import Classification
 from headcount.tasks.language_model import LanguageModel
@@ -37,10 +38,8 @@ def make_task(config, folder: Path | None = None) -> Task:
         )
     task = TASKS[name](config, folder)
     best, metrics = config.train.best_metric, [m.name for m in task.metrics]
-    if best is not None and best not in metrics:
-        raise ValueError(
-            f"train.best_metric must be one of {', '.join(metrics)}, got {best!r}."
-        )
+    if best is not None:
+        choose("train.best_metric", best, metrics)
     return task
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from headcount.configs.validation import choose
 from headcount.data.batches import (
     PackedBatches,
     packed_evaluation_batches,
@@ -45,6 +46,7 @@ class Metric:
         None,
     )  # of the scaled value
     margin: float | None = None  # of equivalence, scaled; None: no default
+    per_token: bool = False  # not comparable between vocabularies
 
     @property
     def scale(self) -> float:
@@ -68,7 +70,9 @@ class Metric:
 
 
 LOSS = Metric(
-    "loss", "loss", "nats per token", False, ".4f", bounds=(0.0, None), margin=0.005
+    *("loss", "loss", "nats per token", False, ".4f", (0.0, None)),
+    margin=0.005,
+    per_token=True,
 )
 
 
@@ -131,8 +135,7 @@ class Run(NamedTuple):
             found = attention_maps(self.graph, params, gates, single_example(fields))
         if site is None:
             site = "cross" if "cross" in found else next(iter(found))
-        if site not in found:
-            raise ValueError(f"site must be one of {', '.join(found)}, got {site!r}.")
+        choose("site", site, found)
         weights, norm_weights = (np.asarray(x[:, 0]) for x in found[site])
         labels = self.task.labels(fields)
         queries, keys = (labels[name] for name in LABELS[site])
@@ -341,7 +344,11 @@ class Task:
 
     def labels(self, fields: dict[str, list[int]]) -> dict[str, list[str]]:
         """Return the text of each token by field, including the decoder's input."""
-        found = {name: self.token_strings(name, ids) for name, ids in fields.items()}
+        found = {
+            name: self.token_strings(name, ids)
+            for name, ids in fields.items()
+            if name in ("source", "target")  # tags and labels are no tokens
+        }
         if "target" in fields:
             read = [self.config.model.bos, *fields["target"][:-1]]
             found["decoder input"] = self.token_strings("target", read)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from headcount.configs.validation import choose
 from headcount.data import batches, documents, recall, tokenizers, windows
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import num_rows
@@ -35,7 +36,9 @@ from headcount.tasks.heldout_loss import heldout_sums
 BITS_PER_BYTE = Metric(
     "bits_per_byte", "bits per byte", "bits", False, ".4f", (0, None), margin=0.005
 )
-PERPLEXITY = Metric("perplexity", "perplexity", "", False, ".3f", (1, None))
+PERPLEXITY = Metric(
+    "perplexity", "perplexity", "", False, ".3f", (1, None), per_token=True
+)
 RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
 
 
@@ -60,11 +63,7 @@ class LanguageModel(Task):
                 f"least 1, got {counts[0]} and {counts[1]}."
             )
         data = config.data
-        if data.tokenizer not in tokenizers.KINDS:
-            raise ValueError(
-                f"data.tokenizer must be one of {', '.join(tokenizers.KINDS)}, got "
-                f"{data.tokenizer!r}."
-            )
+        choose("data.tokenizer", data.tokenizer, tokenizers.KINDS)
         self.stride = data.max_length if data.stride is None else data.stride
         self.check_stride("data.stride", self.stride)
         self.is_recall = data.name == "recall"

@@ -22,7 +22,10 @@ from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
 from headcount.tasks.heldout_loss import heldout_sums
 
 ACCURACY = Metric(
-    "masked_accuracy", "accuracy of masked tokens", "%", bounds=(0, 100), margin=0.5
+    *("masked_accuracy", "accuracy of masked tokens", "%"),
+    bounds=(0, 100),
+    margin=0.5,
+    per_token=True,
 )
 PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # MASKED and RANDOM: fractions of PREDICTED
 MASK = "[MASK]"  # in the input lines of `predict`

@@ -12,7 +12,7 @@ import numpy as np
 from headcount.runtime.files import open_append, write
 from headcount.runtime.schema import Number, matches
 from headcount.runtime.workdir import parse_json
-from headcount.training.tracking import start_trackers
+from headcount.training.tracking import FAILED, attempt, start_trackers
 
 ROW = {"step": Number(0), "trial": Number(0)}
 
@@ -75,8 +75,9 @@ class MetricsWriter:
         if self.boards is None:  # late: importing their libraries takes a second
             self.boards = start_trackers(self.trackers, self.workdir, self.step)
         numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
-        for board in self.boards:
-            board.write(step, trial, numbers)
+        for name, board in list(self.boards.items()):
+            if attempt(name, board.write, step, trial, numbers) is FAILED:
+                del self.boards[name]
 
     def close(self) -> None:
         """Close the file and the trackers; `write` has already reported a full disk."""
@@ -84,9 +85,8 @@ class MetricsWriter:
             return
         with contextlib.suppress(OSError):
             self.file.close()
-        for board in self.boards or ():
-            with contextlib.suppress(OSError):
-                board.close()
+        for name, board in (self.boards or {}).items():
+            attempt(name, board.close)
 
 
 def parse_row(line: str) -> dict | None:

@@ -176,11 +176,6 @@ def make_optimizer(
     *,
     name: str,
     schedule: str,
-    learning_rate,
-    warmup_steps,
-    decay_steps,
-    final_share,
-    decay_share,
     weight_decay,
     clip_norm,
     layer_decay,
@@ -193,26 +188,14 @@ def make_optimizer(
 
     Args:
         name: a name in `OPTIMIZERS`.
-        schedule, learning_rate, warmup_steps, decay_steps, final_share, decay_share,
-            width: see `learning_rate_at`.
+        schedule, width: see `learning_rate_at`.
         weight_decay: decoupled, times the learning rate; of matrices only.
         clip_norm: maximum norm; 0 for no clipping.
         layer_decay: factor on the learning rate for each layer above a parameter.
-        settings: arguments of `OPTIMIZERS[name]`.
+        settings: those of `SCHEDULE_KEYS`, and arguments of `OPTIMIZERS[name]`.
     """
-
-    def rate(step):
-        return learning_rate_at(
-            schedule,
-            step,
-            learning_rate,
-            warmup_steps,
-            width,
-            decay_steps=decay_steps,
-            final_share=final_share,
-            decay_share=decay_share,
-        )
-
+    of_schedule = {key: settings.pop(key) for key in SCHEDULE_KEYS}
+    rate = partial(learning_rate_at, schedule, width=width, **of_schedule)
     return optax.chain(
         optax.clip_by_global_norm(jnp.where(clip_norm > 0, clip_norm, jnp.inf)),
         OPTIMIZERS[name](**settings),

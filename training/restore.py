@@ -74,9 +74,9 @@ def parameters_to_start_from(
         settings = read_json(there / "config.json")
     other = summarize(differences(settings["model"], config.model.to_dict(), "model"))
     abstract = {
-        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        for name, leaf in by_path(params).items()
-        if name.split(".")[0] not in new
+        path_name(path): jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if path_name(path).split(".")[0] not in new
     }
     try:
         found, steps, diverged = restore_parameters(there, "best", count, abstract)
@@ -104,14 +104,6 @@ def parameters_to_start_from(
     return found
 
 
-def by_path(params) -> dict:
-    """Return a dict from path, as named in checkpoints, to leaf."""
-    return {
-        path_name(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-
-
 def with_parameters(state: TrainState, params: dict) -> TrainState:
     """Replace parameters of a state.
 
@@ -136,11 +128,12 @@ def run_folder(workdir: str) -> Path:
     Raises:
         FileNotFoundError: it holds no run.
     """
-    if not (Path(workdir) / "config.json").exists():
+    folder = Path(workdir).expanduser()
+    if not workdir or not (folder / "config.json").exists():
         raise FileNotFoundError(
             f"train.init_from={workdir} holds no run (there is no config.json in it)."
         )
-    return Path(workdir)
+    return folder
 
 
 def _read_best(checkpoints, abstract, trials: dict):

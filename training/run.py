@@ -14,7 +14,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from headcount.configs.run import load_config
-from headcount.configs.validation import flat
+from headcount.configs.validation import choose, flat
 from headcount.data import tokenizers
 from headcount.models import cost
 from headcount.runtime import distributed, sharding
@@ -41,8 +41,7 @@ def load(workdir: Path | str, which: str = "best") -> Run:
     Raises:
         ValueError, OSError: there is no run, or it has no intact checkpoint.
     """
-    if which not in READERS:
-        raise ValueError(f"which must be one of {', '.join(READERS)}, got {which!r}.")
+    choose("which", which, READERS)
     distributed.check_devices()
     workdir = Path(workdir)
     config = read_config(workdir)
@@ -157,8 +156,6 @@ def write_finished(
     checkpoints.close()
     record(workdir, config, [settings], {"num_parameters": count, **environment()})
     set_status(workdir, "finished")
-    # train.py would take a workdir without metrics for a failed start
-    (workdir / "metrics.jsonl").touch()
     return count
 
 

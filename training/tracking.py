@@ -15,6 +15,7 @@ from headcount.runtime.logging import first_line, say
 from headcount.runtime.workdir import read_json, write_json
 
 RECORD = "wandb.json"  # in the workdir: the id of the wandb run to resume
+FAILED = object()  # result of `attempt` after an error
 FILES = ("config.json", "trials.json", "run.json", "metrics.jsonl")  # of the artifact
 
 
@@ -183,23 +184,20 @@ def tracker_names(text: str) -> list[str]:
     return names
 
 
-def start_trackers(names, workdir: Path, step: int) -> list:
-    """Start trackers; leave out those that can't be started, and log why.
+def start_trackers(names, workdir: Path, step: int) -> dict:
+    """Start trackers by name; leave out those that can't be started, and log why.
 
     Args:
         names: names in `TRACKERS`.
         workdir: the run's folder.
         step: number of updates already done.
     """
-    return [
-        Forgiving(name, tracker)
-        for name in names
-        if (tracker := attempt(name, TRACKERS[name], workdir, step)) is not None
-    ]
+    started = {name: attempt(name, TRACKERS[name], workdir, step) for name in names}
+    return {name: board for name, board in started.items() if board is not FAILED}
 
 
 def attempt(name: str, function, *arguments):
-    """Call a tracker's function; if it raises any exception, log it and return None.
+    """Call a tracker's function; if it raises any exception, log it, return FAILED.
 
     Trackers raise exceptions of many types, and none may stop training.
     """
@@ -214,26 +212,4 @@ def attempt(name: str, function, *arguments):
         say(
             f"train.tracker={name} failed and records nothing more: {first_line(error)}"
         )
-    return None
-
-
-class Forgiving:
-    """A tracker whose errors are logged; after the first, it gets no more rows."""
-
-    def __init__(self, name: str, tracker):
-        self.name, self.tracker = name, tracker
-
-    def write(self, *row) -> None:
-        """See `TensorBoard.write`."""
-        if self.tracker is not None and attempt(self.name, self.send, *row) is None:
-            self.tracker = None
-
-    def send(self, *row) -> bool:
-        """Write a row to the tracker; return True, to tell success from an error."""
-        self.tracker.write(*row)
-        return True
-
-    def close(self) -> None:
-        """See `TensorBoard.close`."""
-        if self.tracker is not None:
-            attempt(self.name, self.tracker.close)
+    return FAILED

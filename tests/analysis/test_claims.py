@@ -308,7 +308,7 @@ def test_the_roles_that_count_are_those_that_are_measured():
     ids, words = np.arange(4), ["a"] * 4
     found = {"induction"}  # on tokens of its own, which repeat
     for site in ("encoder", "decoder"):
-        found |= roles.by_token(site, ids, ids, words).keys()
+        found |= roles.by_token(site, ids, ids, words, (1, 2)).keys()
     assert found == set(claims.ROLES)
 
 

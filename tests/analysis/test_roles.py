@@ -198,6 +198,18 @@ def test_a_masked_language_model_has_the_gold_links_of_its_text(tmp_path):
         np.testing.assert_array_equal(first.gold["encoder"][name], right)
 
 
+def test_special_tokens_are_those_of_the_vocabulary():
+    """Imported ones have them elsewhere: BERT's [CLS] is 101, and its [SEP] 102."""
+    ids = np.array([101, 1, 2, 1, 102])
+    gold = roles.by_token("encoder", ids, ids, ["a"] * 5, (101, 102))
+    assert np.argwhere(gold["self"]).tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert np.argwhere(gold["same token earlier"]).tolist() == [[3, 1]]
+    assert (gold["end (EOS)"] == (ids == 102)).all()
+    gold = roles.by_token("decoder", ids[:4], ids[:4], ["a"] * 4, (101, 102))
+    assert np.argwhere(gold["after the same token"]).tolist() == [[3, 2]]
+    assert np.argwhere(gold["beginning (BOS)"]).tolist() == [[2, 0], [3, 0]]
+
+
 def test_an_outlier_is_judged_by_the_spread_between_untrained_heads():
     """As many false positives as the level says, whatever the spread."""
     rng = np.random.default_rng(0)

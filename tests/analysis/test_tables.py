@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from rich.table import Table
 from scipy import stats
 
-from headcount.analysis.tables import print_pruning, print_scores
+from headcount.analysis.tables import print_pruning, print_scores, print_table
 from headcount.tasks.base import LOSS, Metric
 
 BLEU, CHRF = Metric("bleu", "BLEU"), Metric("chrf", "chrF")
@@ -20,6 +21,16 @@ def test_every_metric_and_its_signature_is_printed(capsys):
     printed = capsys.readouterr().out
     for cell in ("31.25", "55.50", "25.00%", "1.5000", "bleu: of:bleu", "chrf: of:chr"):
         assert cell in printed
+
+
+def test_text_in_brackets_is_printed_as_it_is(capsys):
+    """Otherwise rich takes it for markup, and fails at what looks like an end tag."""
+    print_table(Table("label", "count", title="[a]"))
+    table = Table("label")
+    table.add_row("[/b] [spam]")
+    print_table(table)
+    printed = capsys.readouterr().out
+    assert "[a]" in printed and "[/b] [spam]" in printed
 
 
 def test_the_mean_is_over_trials_that_did_not_diverge(capsys):

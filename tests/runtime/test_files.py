@@ -12,7 +12,6 @@ from headcount.runtime.files import (
     locked,
     new_folder,
     open_append,
-    open_lock,
     remove_parts,
     write,
 )
@@ -38,7 +37,12 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert link.read_text() == "new" and not link.is_symlink()
 
 
-@pytest.mark.parametrize("opened", [open_lock, open_append])
+def lock(path):
+    with locked(path):
+        pass
+
+
+@pytest.mark.parametrize("opened", [lock, open_append])
 def test_a_link_is_not_opened(tmp_path, opened):
     victim, link = tmp_path / "victim", tmp_path / "link"
     victim.write_text("precious")

@@ -42,5 +42,6 @@ def test_a_signal_is_acknowledged_at_once_and_only_once():
 
 
 def test_a_script_interrupted_at_its_very_end_ends_without_a_traceback():
-    ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
+    command = [sys.executable, "-c", AT_EXIT]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")

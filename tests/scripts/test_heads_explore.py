@@ -130,6 +130,17 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
         ("plot", {"output": "x.png", "site": "middle"}, ["--site", "'middle'"]),
         ("plot", {"output": "x.png", "input": "latin1"}, ["latin1, line 2"]),
         ("plot", {"output": "x.png", "input": "table"}, ["--input=table", "3 tab"]),
+        ("plot", {"output": "x.png", "input": "table", "split": "test"}, ["--split"]),
+        (
+            "plot",
+            {"output": "x.png", "input": "table", "beam_size": 2},
+            ["--beam_size"],
+        ),
+        (
+            "explore",
+            {"output": "x.html", "input": "x", "sentences": 2},
+            ["--sentences"],
+        ),
         ("roles", {"trial": 2}, ["--trial", "2"]),
         ("roles", {"input": "x.txt"}, ["--input", "roles", "plot, explore"]),
         ("roles", {"beam_size": 2}, ["--beam_size", "roles", "decodes nothing"]),

@@ -158,11 +158,14 @@ def test_a_resumed_run_knows_its_best_parameters(workdir, corpus):
 
 
 def test_a_finished_run_stays_as_it_is(workdir, corpus):
-    before = checksums(workdir)
+    path = workdir / "run.json"  # of another machine
+    path.write_text(json.dumps(read(workdir, "run.json") | {"commit": "x", "cores": 7}))
+    before = checksums(workdir), read(workdir, "run.json")
     ran = succeed(training(workdir, **corpus))
     assert "is trained already: 60 of 60" in ran.stderr
     assert "without an evaluation" not in ran.stderr
-    assert checksums(workdir) == before and status(workdir) == "finished"
+    assert "bit-identical" not in ran.stderr
+    assert (checksums(workdir), read(workdir, "run.json")) == before
 
 
 def test_num_steps_lowered_to_a_stop_says_that_it_was_not_evaluated(workdir, corpus):
@@ -359,6 +362,7 @@ def test_init_from_starts_from_the_best_parameters_of_another_run(trained, initi
         ({"seeds": 3}, "has 2 trials and this run has 3"),
         ({"model.mlp_dim": 24}, "model.mlp_dim (there 16, now 24)"),
         ({"train.init_from": "nowhere"}, "train.init_from=nowhere"),
+        ({"train.init_from": ""}, "train.init_from= holds no run"),
     ],
 )
 def test_init_from_a_run_that_does_not_fit(trained, corpus, tmp_path, changes, culprit):

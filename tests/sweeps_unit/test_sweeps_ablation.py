@@ -101,3 +101,6 @@ def test_nuisance_settings_must_be_config_keys(tmp_path):
     for nothing in ("none", "None", ""):
         path.write_text(in_words.replace("the learning rate.", nothing))
         find_ablation(name)
+    path.write_text(in_words.replace("the learning rate", "optimizer.learning_rat"))
+    with pytest.raises(ValueError, match="optimizer.learning_rat after"):
+        find_ablation(name)

@@ -28,6 +28,8 @@ def call(*arguments):
         (["report", "--workdir=/nonexistent/s"], "/nonexistent/s holds no sweep"),
         (["status"], "--workdir"),
         (["report", "--workdir=x", "--finished=x.csv"], "--finished has no meaning"),
+        (["status", "--workdir=x", "--shard=0/2"], "--shard has no meaning"),
+        (["run", "--workdir=x", "--shard=0/2", "--group=0"], "--group.*--shard"),
         pytest.param(["list", "--ablation=heads"], "--config", marks=pytest.mark.slow),
         pytest.param(
             ["run", "--workdir=/nonexistent/s", "--resources=num_gpus=1"],

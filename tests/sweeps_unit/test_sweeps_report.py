@@ -23,6 +23,7 @@ from headcount.sweeps import report
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
 from headcount.tasks.base import LOSS, Metric
+from headcount.tasks.language_model import BITS_PER_BYTE, PERPLEXITY
 
 
 def diverge(sweep, index, trial=None):
@@ -355,6 +356,7 @@ def test_metrics_per_token_need_the_same_tokens(tmp_path, corpus):
     assert [m.name for m in report.comparable_metrics(other)] == [
         metric.name for metric in sweep.task.metrics if metric != LOSS
     ]
+    assert PERPLEXITY.per_token and not BITS_PER_BYTE.per_token
 
 
 @pytest.mark.usefixtures("figures")

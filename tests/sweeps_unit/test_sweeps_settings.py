@@ -159,6 +159,7 @@ def test_more_seeds_keep_existing_groups(tmp_path, corpus):
         ({"config": None, "verb": "report"}, "holds no sweep"),
         ({"verb": "report"}, "holds no sweep"),
         ({"test_split": "tset"}, "tset"),
+        ({"tune": [f"{RATE}=0.1", f"{RATE}=0.2"]}, "--tune names a key twice"),
     ],
 )
 def test_bad_settings_leave_no_sweep(tmp_path, corpus, changes, named):
@@ -292,6 +293,8 @@ def test_an_ablations_own_seeds_may_grow_but_not_shrink(tmp_path, corpus):
         open_sweep(given)
     write_ablation(tmp_path, body.replace("range(2)", "range(3)"))
     assert len(open_sweep(given).plan.trials) == 3
+    with pytest.raises(ValueError, match="sets the seeds of its arms"):
+        open_sweep(given._replace(workdir=tmp_path / "planned", looks=[2, 4], seeds=4))
 
 
 def test_of_two_sweeps_that_start_at_once_one_gets_the_workdir(

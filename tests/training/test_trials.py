@@ -160,7 +160,7 @@ def test_a_config_number_out_of_range_raises_with_its_key(change, sentence):
 @pytest.mark.parametrize(
     "begun",
     [
-        lambda workdir: (workdir / "metrics.jsonl").touch(),
+        lambda workdir: (workdir / "metrics.jsonl").write_text("{}\n"),
         lambda workdir: (workdir / "checkpoints" / "7").mkdir(parents=True),
     ],
 )
@@ -173,6 +173,9 @@ def test_a_workdir_with_another_config_raises_with_the_differences(tmp_path, beg
     with claim(tmp_path, config, trials[:1]):  # nothing is trained yet
         pass
     record(tmp_path, config, trials[:1], {})
+    (tmp_path / "metrics.jsonl").touch()  # before the first step
+    with claim(tmp_path, config, trials[:1]):
+        pass
     begun(tmp_path)
     for now, words in (
         ([{"seed": 0, "c": 2}], r"trials\[0\].c \(there 1, now 2\)"),
@@ -196,7 +199,7 @@ def test_a_missing_or_unknown_key_is_a_difference(tmp_path):
         ({k: v for k, v in config.items() if k != "seeds"}, r"seeds \(there 'unset'"),
     ):
         record(tmp_path, there, trials, {})
-        (tmp_path / "metrics.jsonl").touch()
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
         with pytest.raises(ValueError, match=words), claim(tmp_path, config, trials):
             pass
 
@@ -275,7 +278,7 @@ def test_a_resumed_run_keeps_the_time_of_its_first_start(tmp_path):
     start("of a start that failed before anything was trained")
     age = datetime.now(UTC) - datetime.fromisoformat(recorded({})["started"])
     assert -1 <= age.total_seconds() < 60
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     start("2026-01-01T00:00:00+00:00")
     found = recorded({"commit": "c"})
     assert found["started"] == "2026-01-01T00:00:00+00:00" and found["commit"] == "c"
@@ -286,7 +289,7 @@ def test_record_reports_changes_that_affect_bits(tmp_path):
     facts = {"attention": {"encoder": "cpu"}, "dtype": "float32", "cores": 2}
     facts |= {"devices": ["cpu: a"], "xla_flags": ""}
     assert record(tmp_path, config, trials, facts) == ""
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert record(tmp_path, config, trials, facts | {"commit": "b"}) == ""
     changed = facts | {"attention": {"encoder": "blockwise"}, "cores": 4}
     told = record(tmp_path, config, trials, changed)
@@ -324,7 +327,7 @@ def test_commit_tells_uncommitted_changes_apart(tmp_path, monkeypatch):
 def test_data_directory_may_change_in_a_resumed_run(tmp_path):
     config, trials = get_config().to_dict(), [{"seed": 0}]
     record(tmp_path, config, trials, {})
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     moved = config | {"data": config["data"] | {"directory": "there"}}
     assert differences(config, moved) == []
     with claim(tmp_path, moved, trials):
