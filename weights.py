@@ -70,7 +70,7 @@ from headcount.models.transformer import Transformer
 from headcount.runtime.files import new_folder
 from headcount.runtime.logging import say, show_log
 from headcount.runtime.workdir import parse_json, read_json, write_json
-from headcount.tasks import Run, import_file
+from headcount.tasks import Run, import_file, make_task
 from headcount.tasks.classes import CLASSES
 from headcount.training.restore import restore_parameters
 from headcount.training.run import (
@@ -186,7 +186,8 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
     with name_file(folder / "model.safetensors"):
         tensors = huggingface.full_names(family, read_tensors(folder))
         tensors, left_out = huggingface.leave_out(family, tensors)
-        settings |= huggingface.settings_of(family, tensors)
+        is_tagger = "BertForTokenClassification" in original.get("architectures", ())
+        settings |= huggingface.settings_of(family, tensors, is_tagger)
     with name_file(folder / "config.json"):
         config = config_of(settings)
         check_values(flat(config.to_dict()))
@@ -584,11 +585,7 @@ def split(config):
 
     The vocabulary has `data.vocab_size` tokens.
     """
-    settings = config.model.to_dict()
-    if config.task.name in ("tagging", "classification"):
-        pooling = config.task.pooling if config.task.name == "classification" else None
-        settings |= {"num_classes": config.data.num_classes, "pooling": pooling}
-    return nnx.split(abstract(partial(Transformer, config.data.vocab_size, **settings)))
+    return nnx.split(abstract(make_task(config).build))
 
 
 def read_object(path: Path) -> dict:

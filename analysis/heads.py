@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from rich.progress import track
 
 from headcount import attention
@@ -15,6 +15,7 @@ from headcount.attention.masks import EMPTY
 from headcount.data.examples import Examples
 from headcount.models import precision
 from headcount.models.attention import Intermediates
+from headcount.models.maps import weight_on_special_token
 from headcount.runtime import sharding
 from headcount.runtime.logging import console
 from headcount.tasks import Run
@@ -45,7 +46,7 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
     gates = all_gates(run, params, gates)
     sums = None
     with sharding.using(run.mesh):
-        for _, batch in run.task.evaluation_batches(examples, packed=False):
+        for batch in run.task.evaluation_batches(examples, packed=False):
             found = observe(run.graph, run.task.loss, params, gates, batch)
             found = jax.device_get(found)
             sums = found if sums is None else added(sums, found)
@@ -107,12 +108,12 @@ def importance(
     gates = all_gates(run, params, gates)
     slopes, weight = None, 0.0
     with sharding.using(run.mesh):
-        for _, batch in run.task.evaluation_batches(examples, packed=False):
+        for batch in run.task.evaluation_batches(examples, packed=False):
             found = slopes_of(run.graph, run.task.loss, params, gates, batch)
             found, of_batch = jax.device_get(found)
             weight += float(of_batch)
             slopes = found if slopes is None else jax.tree.map(np.add, slopes, found)
-        batches = run.task.evaluation_batches(examples)
+        batches = list(run.task.evaluation_batches(examples))
 
         def loss(changed):
             # Not the weight above: masked language models mask packed rows differently.
@@ -312,35 +313,6 @@ def contributions(layer: Intermediates) -> dict[str, Float[Array, "B T N"]]:
         if weights.ndim == 3:
             found["weight_square"] = weights**2
     return found
-
-
-def weight_on_special_token(
-    site: str,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    *,
-    key_value_segment_ids: Int[Array, "B S"],
-    **arguments,
-) -> Float[Array, "B T N"]:
-    """Return the attention weight of each query on the special token of its segment.
-
-    This is the last token (EOS) or, in a decoder, the first input token (BOS). Heads
-    with nothing to attend to often use it as a sink (Xiao et al. 2024). This takes O(T)
-    memory.
-    """
-    end = {"prepend": 0} if site == "decoder" else {"append": 0}
-    special = jnp.diff(key_value_segment_ids, **end) != 0
-    special &= key_value_segment_ids > 0
-    query, key = jax.lax.stop_gradient((query, key))
-    value = jnp.broadcast_to(special[..., None, None], (*key.shape[:3], 1))
-    shares = attention.dot_product_attention(
-        query,
-        key,
-        value.astype(key.dtype),
-        key_value_segment_ids=key_value_segment_ids,
-        **arguments,
-    )
-    return shares[..., 0].astype(jnp.float32)
 
 
 def weight_on_learned_sink(

@@ -127,7 +127,7 @@ def interactions(
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
-    batches = run.task.evaluation_batches(examples)
+    batches = list(run.task.evaluation_batches(examples))
     with sharding.using(run.mesh):
 
         def without(*heads):

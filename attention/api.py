@@ -1,15 +1,13 @@
 """The public functions: check and normalise arguments, then call an implementation.
 
-An implementation is a module with the two functions below. One module can serve two
-names in `IMPLEMENTATIONS`.
+An implementation is a module with the function below. One module can serve two names in
+`IMPLEMENTATIONS`.
 
     attend(query, key, value, bias, mask, *, scale, is_causal, query_seq_lengths,
            key_value_seq_lengths, local_window_size, query_segment_ids,
            key_value_segment_ids, alibi_slopes=None, dropout_rate=0.0,
            dropout_keys=None, statistics=False) -> (out, lse) or, with statistics,
            (out, lse, HeadStatistics)
-    head_statistics(query, key, bias, mask, *, the same without dropout)
-           -> HeadStatistics
 
 - query `B T N H`, key `B S K H`, value `B S K V`, all of one floating dtype, N a
   multiple of K (query head n reads key head n // (N // K)); B, T, S >= 1, and in
@@ -171,7 +169,7 @@ def dot_product_attention(
     name = _named(implementation, arrays)
     if structure["alibi_slopes"] is not None and name != "reference":
         structure["alibi_slopes"] = _constant(name, structure["alibi_slopes"])
-    out, lse, *rows = _function(name, "attend")(
+    out, lse, *rows = _function(name)(
         *arrays, statistics=return_statistics, **structure
     )
     if name in ("xla", "cudnn") and (return_residual or sink is not None):
@@ -215,11 +213,12 @@ def head_statistics(
     Raises:
       As `dot_product_attention`, and NotImplementedError for "xla" and "cudnn".
     """
-    arrays, structure, batched = normalise(query, key, key, bias, mask, **arguments)
-    query, key, _, bias, mask = jax.lax.stop_gradient(arrays)
+    value = jnp.asarray(key)[..., :1]  # the output is not used
+    arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
+    arrays = jax.lax.stop_gradient(arrays)
     structure["alibi_slopes"] = jax.lax.stop_gradient(structure["alibi_slopes"])
     name = _named(implementation, arrays)
-    statistics = _function(name, "head_statistics")(query, key, bias, mask, **structure)
+    *_, statistics = _function(name)(*arrays, statistics=True, **structure)
     return statistics if batched else jax.tree.map(lambda x: x[0], statistics)
 
 
@@ -359,7 +358,7 @@ def _refuse_gradient(name, primals, tangents):
     )
 
 
-def _function(name, function):
+def _function(name):
     module, options = IMPLEMENTATIONS[name]
     if name == "cpu" and current_platform() != "cpu":
         raise NotImplementedError(
@@ -367,4 +366,4 @@ def _function(name, function):
             " use None to choose by the platform, or 'blockwise'"
         )
     module = importlib.import_module(module)
-    return functools.partial(getattr(module, function), **options)
+    return functools.partial(module.attend, **options)

@@ -1,6 +1,5 @@
-"""The compilation target, which need not be this machine, and its number of cores."""
+"""The compilation target, which need not be this machine."""
 
-import os
 import re
 
 import jax
@@ -29,10 +28,3 @@ def compute_capability() -> float | None:
         return None if device is None else CAPABILITIES.get(device.device_kind)
     told = str(getattr(jax.devices()[0], "compute_capability", None))
     return float(told) if re.fullmatch(r"[0-9]+\.[0-9]+", told) else None
-
-
-def cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

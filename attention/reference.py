@@ -62,12 +62,6 @@ def dropped(
     return jnp.where(kept, weights / (1 - dropout_rate), 0)
 
 
-def head_statistics(query, key, bias, mask, **structure):
-    """Return the statistics: see `attention.api`."""
-    weights, _, max_logit = weights_and_lse(query, key, bias, mask, **structure)
-    return over_queries(from_weights(weights, max_logit))
-
-
 def weights_and_lse(
     query, key, bias, mask, *, scale, alibi_slopes=None, **structure
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B T N"], Float[Array, "B N T"]]:

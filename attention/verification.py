@@ -66,14 +66,13 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
     with _lock:
         if key in _verdicts:
             return _verdicts[key]
-        path = cache_path(key)
-        found = _read(path)
+        found = _read(key)
         if found is None and os.environ.get("HEADCOUNT_VERIFY") != "0":
             # in a thread of its own: the caller may be tracing
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 found = pool.submit(verify, implementation, dtype).result()
             if "RESOURCE_EXHAUSTED" not in (found.reason or ""):  # which may pass
-                _write(path, found)
+                _write(key, found)
         if found is not None:
             _verdicts[key] = found
         return found
@@ -266,18 +265,19 @@ def time_ratio(programs: list, arrays: list) -> float:
     return min(seconds[0]) / min(seconds[1])
 
 
-def _read(path: Path) -> Verdict | None:
+def _read(key: tuple) -> Verdict | None:
     try:
-        return Verdict(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # missing or damaged: verify again
-        return None
+        return Verdict(**json.loads(cache_path(key).read_text()))
+    except (OSError, RuntimeError, ValueError, TypeError):
+        return None  # missing, damaged, or there is no home: verify again
 
 
-def _write(path: Path, found: Verdict) -> None:
+def _write(key: tuple, found: Verdict) -> None:
     try:
+        path = cache_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(dataclasses.asdict(found)))
         part.replace(path)
-    except OSError:  # read-only home: the next process verifies again
+    except (OSError, RuntimeError):  # read-only or no home: the next process verifies
         pass

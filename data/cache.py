@@ -65,7 +65,7 @@ def exclusively(path: Path) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             number = os.open(path, flags, 0o666)
         except OSError as error:
-            raise type(error)(
+            raise OSError(
                 f"Prepared data can't be written to {path.parent} ({error.strerror}); "
                 "set TFDS_DATA_DIR to a folder that can."
             ) from error

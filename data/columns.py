@@ -81,7 +81,10 @@ def find_file(folder: Path, split: str) -> Path:
 
 
 def read_conll(path: Path, tag: str) -> list[Sentence]:
-    """Read columns: the first is the word, the last its tag. `tag` is not used."""
+    """Read columns: the first is the word, the last its tag. `tag` is not used.
+
+    Columns are separated by blanks or tabs; before a tab, a word may have blanks.
+    """
     sentences, words, tags = [], [], []
     for number, line in enumerate([*read_lines(path), ""], 1):
         fields = line.split()
@@ -94,7 +97,8 @@ def read_conll(path: Path, tag: str) -> list[Sentence]:
             raise ValueError(
                 f"{path}, line {number}, has one column; it needs a word and its tag."
             )
-        words.append(fields[0])
+        has_tab = "\t" in line.strip()
+        words.append(line.strip().split("\t")[0] if has_tab else fields[0])
         tags.append(fields[-1])
     return sentences
 

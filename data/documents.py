@@ -8,6 +8,7 @@ TensorFlow.
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from absl import logging
@@ -24,6 +25,9 @@ KEYS = "name", "directory", "test_share"  # of config.data: what corpus it is
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 
 
+GENERATED = ("recall", "stories")  # corpora that are not read from files
+
+
 def load(data, split: str) -> list[str]:
     """Return the documents of a split.
 
@@ -35,14 +39,14 @@ def load(data, split: str) -> list[str]:
         ValueError, OSError: there is no such corpus or split, or it can't be read.
     """
     name = data.name
-    if data.directory is not None and name not in ("shakespeare", "text"):
+    if data.directory is not None and (name in GENERATED or name not in LOADERS):
         raise ValueError(
-            f"data.directory (--directory) is for the corpora shakespeare and text, "
-            f"and {name} reads no files from it; leave it out."
+            f"data.directory (--directory) has no meaning here: {name} reads no files "
+            f"from it; leave it out."
         )
     loader = LOADERS.get(name, _tfds)
     documents = loader(data, split)
-    if not documents:
+    if not any(map(str.strip, documents)):
         raise ValueError(f"The split {split!r} of {name} has no documents.")
     logging.info("%s %s: %d documents", name, split, len(documents))
     return documents
@@ -118,20 +122,9 @@ def _stories(data, split) -> list[str]:
 def _text(data, split) -> list[str]:
     """Return the documents of SPLIT.txt, SPLIT.jsonl, or the files in SPLIT/."""
     folder = folder_of(data.name, data.directory)
-    if (folder / split).is_dir():
-        paths = sorted(
-            p for p in (folder / split).iterdir() if p.name.endswith(SUFFIXES)
-        )
-    else:
-        names = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
-        paths = [path for path in names if path.is_file()][:1]
+    paths = _files(folder, split)
     if not paths:
-        there = [
-            name
-            for name in ("train", "val", "test")
-            if (folder / name).is_dir()
-            or any((folder / f"{name}{suffix}").is_file() for suffix in SUFFIXES)
-        ]
+        there = [name for name in ("train", "val", "test") if _files(folder, name)]
         has = f" It has the splits {', '.join(there)}." if there else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each "
@@ -141,15 +134,23 @@ def _text(data, split) -> list[str]:
     return [text for path in paths for text in _documents_of(path, one_per_file)]
 
 
+def _files(folder: Path, split: str) -> list[Path]:
+    if (folder / split).is_dir():
+        files = (folder / split).iterdir()
+        return sorted(path for path in files if path.name.endswith(SUFFIXES))
+    paths = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
+    return [path for path in paths if path.is_file()][:1]
+
+
 def _documents_of(path: Path, one_per_file: bool) -> list[str]:
     """Return a file's documents: JSON lines, blocks of lines, or the whole file."""
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         lines = enumerate(read_lines(path), 1)
         return [_json_text(path, n, line) for n, line in lines if line.strip()]
-    text = read_text(path)
+    text = read_text(path).replace("\r\n", "\n")
     if one_per_file:
         return [text] if text.strip() else []
-    blocks = text.replace("\r\n", "\n").split("\n\n")
+    blocks = re.split(r"\n(?:[ \t]*\n)+", text)
     return [block.strip("\n") for block in blocks if block.strip()]
 
 

@@ -71,17 +71,17 @@ def _existing(folder: Path, name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _holds(folder: Path, split: str, source: str, target: str) -> bool:
-    """Return whether a folder has the text files of a split."""
+def _files(folder: Path, split: str, source: str, target: str) -> list[Path]:
+    """Return the two text files of a split, its table, or nothing."""
     pair = [_existing(folder, f"{split}.{language}") for language in (source, target)]
-    return all(pair) or _existing(folder, f"{split}.tsv") is not None
+    table = _existing(folder, f"{split}.tsv")
+    return pair if all(pair) else [table] if table else []
 
 
 def _text_files(name, source, target, split, directory):
     folder = folder_of(name, directory)
-    table = _existing(folder, f"{split}.tsv")
-    paths = [_existing(folder, f"{split}.{language}") for language in (source, target)]
-    if all(paths):
+    paths = _files(folder, split, source, target)
+    if len(paths) == 2:
         texts = [read_lines(path) for path in paths]
         if len(texts[0]) != len(texts[1]):
             counts = " but ".join(
@@ -90,13 +90,14 @@ def _text_files(name, source, target, split, directory):
             )
             raise ValueError(f"{counts}; line i of one must translate line i.")
         return tuple(texts)
-    if table is None:
-        there = [name for name in USUAL_SPLITS if _holds(folder, name, source, target)]
+    if not paths:
+        there = [name for name in USUAL_SPLITS if _files(folder, name, source, target)]
         has = f" It has the splits {', '.join(there)}." if there else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.{source} and {split}.{target} "
             f"nor {split}.tsv (each may be gzipped).{has}"
         )
+    (table,) = paths
     pairs = [line.split("\t") for line in read_lines(table)]
     for number, fields in enumerate(pairs, 1):
         if len(fields) != 2:
@@ -111,9 +112,9 @@ LOADERS = {"numbers": _numbers, "multi30k": _multi30k, "text": _text_files}
 
 
 def _check_directory(name: str, directory) -> None:
-    if directory is not None and name not in ("multi30k", "text"):
+    if directory is not None and (name == "numbers" or name not in LOADERS):
         raise ValueError(
-            f"data.directory (--directory) is for multi30k and text, not for {name}; "
+            f"data.directory (--directory) has no meaning for {name}; "
             f"set $TFDS_DATA_DIR to choose where that is prepared."
         )
 

@@ -83,7 +83,7 @@ def from_catalogue(name: str):
     """
     try:
         return tfds.builder(name, data_dir=prepared_in(), file_format="array_record")
-    except (tfds.core.DatasetNotFoundError, ValueError) as error:
+    except (tfds.core.DatasetNotFoundError, ValueError, AssertionError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"There is no corpus {name!r}: neither one of Headcount's nor a TFDS data "

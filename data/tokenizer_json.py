@@ -30,6 +30,12 @@ def tokenizer_json(tokenizer) -> str:
 def _table(tokenizer: ours.TableTokenizer):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+    doubled = set(SPECIAL) & set(tokenizer.units)
+    if doubled:
+        raise NotImplementedError(
+            f"A tokenizer.json can't tell the word {min(doubled)} of this vocabulary "
+            f"from the special token of this name."
+        )
     names = [*SPECIAL, *tokenizer.units]
     vocabulary = {name: i for i, name in enumerate(names)}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -32,7 +32,7 @@ class SentencePieceTokenizer:
         model: the model's bytes.
     """
 
-    bos, eos, unk = BOS, EOS, UNK
+    bos, eos, unk, mask = BOS, EOS, UNK, UNK
 
     def __init__(self, model: bytes):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -73,7 +73,7 @@ class TableTokenizer:
         separator: separator of units: "" for characters, " " for words.
     """
 
-    bos, eos, unk = BOS, EOS, UNK
+    bos, eos, unk, mask = BOS, EOS, UNK, UNK
 
     def __init__(self, units: list[str], separator: str):
         self.units, self.separator = units, separator
@@ -111,7 +111,7 @@ class TableTokenizer:
 class ByteTokenizer:
     """UTF-8 bytes: 256 ids after the special ids."""
 
-    bos, eos, unk = BOS, EOS, UNK
+    bos, eos, unk, mask = BOS, EOS, UNK, UNK
     vocab_size = NUM_SPECIAL + 256
     vocabulary = "bytes"
 
@@ -185,6 +185,11 @@ class ByteLevelBPE(JsonTokenizer):
         return [
             self._tokenizer.decode([int(i)], skip_special_tokens=False) for i in ids
         ]
+
+
+def max_vocab_size(data) -> int:
+    """Return the largest vocabulary that the section `data` of a config allows."""
+    return ByteTokenizer.vocab_size if data.tokenizer == "bytes" else data.vocab_size
 
 
 def until_eos(ids, eos: int = EOS) -> list[int]:
@@ -357,7 +362,7 @@ def load_pair(folder: Path) -> tuple:
 def _read(kind, path: Path, *vocabulary):
     try:
         tokenizer = kind(path.read_bytes(), *vocabulary)
-    except RuntimeError:
+    except (RuntimeError, AttributeError, TypeError):  # the latter of vocab.json
         tokenizer = None
     if tokenizer is None or not tokenizer.vocab_size:  # 0 if the file is empty
         raise _damaged(path)

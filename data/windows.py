@@ -6,6 +6,7 @@ and `target_positions`, and in evaluation also `target_weights`.
 """
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -126,8 +127,8 @@ class WindowBatches:
 
 def evaluation_windows(
     stream, *, length: int, stride: int, batch_tokens: int, separator, cross: bool
-) -> list[dict[str, np.ndarray]]:
-    """Return batches in which `target_weights` is 1 exactly once per predicted token.
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield batches in which `target_weights` is 1 exactly once per predicted token.
 
     Windows start every `stride` tokens, and score only tokens that previous windows did
     not score. With stride = length, tokens have 0 to length - 1 tokens of context. With
@@ -139,7 +140,7 @@ def evaluation_windows(
     padded = np.concatenate([stream, np.full(length, separator, np.int32)])
     B = max(1, min(batch_tokens // length, len(starts)))
     starts = np.append(starts, np.full(-len(starts) % B, total))
-    batches, reached = [], 0
+    reached = 0
     for chosen in starts.reshape(-1, B):
         batch = cut_windows(padded, np.minimum(chosen, total), length, separator, cross)
         place = chosen[:, None] + np.arange(length)
@@ -149,5 +150,4 @@ def evaluation_windows(
         batch["target_weights"] = (real & (place >= before[:, None])).astype(np.int32)
         batch["target_segments"] = batch["target_segments"] * real
         reached = max(reached, int(ends.max()))
-        batches.append(batch)
-    return batches
+        yield batch

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from headcount.attention.platform import cores
 from headcount.decoding.step import (
     SLOTS,
     Decoded,
@@ -29,6 +28,7 @@ from headcount.decoding.step import (
     see_own_slot,
     start,
 )
+from headcount.runtime.workdir import num_cores
 
 TRIAL_AXES = State(clock=None, rows=0, cache=0)  # vmap axes: the clock is shared
 
@@ -214,7 +214,7 @@ def num_lanes(num_trials: int) -> int:
     """Return the number of lanes: one per core for one trial on a CPU, else 1."""
     if jax.default_backend() != "cpu" or num_trials > 1:
         return 1
-    return cores()
+    return num_cores()
 
 
 def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list[dict]:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from headcount.configs.commandline import fail, one_sentence, run
 from headcount.configs.validation import check_values, flat
+from headcount.data import tokenizers
 from headcount.data.batches import batch_spec
 from headcount.models.attention import Attention
 from headcount.models.cost import (
@@ -190,9 +191,8 @@ def print_parts(model: Transformer) -> None:
 
     for row in rows:
         shapes = ", ".join("×".join(map(str, shape)) for shape in row.shapes)
-        name = (
-            f"{row.name} (tied to the embedding)" if row.name == "output" else row.name
-        )
+        is_tied = row.name == "output" and model.output_table is None
+        name = f"{row.name} (tied to the embedding)" if is_tied else row.name
         number = str(row.layers) if "." in row.name else ""
         table.add_row(name, number, shapes, *columns(row.parameters, row.multiply_adds))
     table.add_section()
@@ -249,7 +249,8 @@ def main():
         settings = CONFIG.value.model.to_dict()
         has_pairs = settings["num_encoder_layers"] and settings["num_decoder_layers"]
         is_one = data.joint_vocabulary or not has_pairs
-        sizes = (data.vocab_size,) * (1 if is_one else 2)
+        size = tokenizers.max_vocab_size(data)
+        sizes = (size,) * (1 if is_one else 2)
         if task.name in ("tagging", "classification"):
             pooling = task.pooling if task.name == "classification" else None
             settings |= {"num_classes": data.num_classes, "pooling": pooling}

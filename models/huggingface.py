@@ -295,8 +295,15 @@ def leave_out(family: str, tensors: dict) -> tuple[dict, list[str]]:
     return {x: y for x, y in tensors.items() if x not in left_out}, left_out
 
 
-def settings_of(family: str, tensors: dict) -> dict:
-    """Return settings that depend on which tensors there are: the output heads."""
+def settings_of(family: str, tensors: dict, is_tagger: bool = False) -> dict:
+    """Return settings that depend on which tensors there are: the output heads.
+
+    Args:
+        family: a name in `FAMILIES`.
+        tensors: by their full names.
+        is_tagger: whether config.json names a token classifier. Old ones have a pooler,
+            which they don't use.
+    """
     if family != "bert":
         return {}
     transform = "cls.predictions.transform.dense.weight" in tensors
@@ -308,7 +315,7 @@ def settings_of(family: str, tensors: dict) -> dict:
     if "classifier.weight" in tensors:
         # a text classifier reads the pooler's output; a token classifier has no pooler
         found |= {"task.name": "tagging", "data.name": "conll"}
-        if found["model.pooler"]:
+        if found["model.pooler"] and not is_tagger:
             found |= {"task.name": "classification", "task.pooling": "first"}
             found["data.name"] = "labelled"
         found["data.num_classes"] = len(tensors["classifier.weight"])

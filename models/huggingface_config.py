@@ -47,7 +47,7 @@ def settings_of(theirs: dict) -> dict:
     Raises:
         ValueError: the family or a setting is not supported, or a key is missing.
     """
-    family = theirs.get("model_type")
+    family = str(theirs.get("model_type"))
     if family not in READERS:
         raise ValueError(
             f"config.json must be of model_type {', '.join(READERS)}, got {family!r}."
@@ -78,8 +78,9 @@ def read(theirs: dict, kind: type, key: str, *default):
 
 def activation(theirs: dict, key: str) -> str:
     """Return our name for an activation."""
-    choose(f"config.json: {key}", theirs[key], ACTIVATIONS)
-    return ACTIVATIONS[theirs[key]]
+    name = str(theirs[key])  # whatever it is
+    choose(f"config.json: {key}", name, ACTIVATIONS)
+    return ACTIVATIONS[name]
 
 
 def marian(theirs: dict) -> dict:

@@ -232,7 +232,7 @@ def gpt2(config, family: str, params: dict):
         "layer_norm_epsilon": model.norm_epsilon,
         "resid_pdrop": model.dropout,
         "embd_pdrop": model.dropout,
-        "attn_pdrop": model.attention.dropout,
+        "attn_pdrop": folding.site_settings(config, "decoder")["dropout"],
         "tie_word_embeddings": "output_table" not in params,
     }
     return finished(config, settings, family, params)
@@ -260,7 +260,7 @@ def llama(config, family: str, params: dict):
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": 10000.0,
         "attention_bias": bool(of["use_bias"]),
-        "attention_dropout": model.attention.dropout,
+        "attention_dropout": of["dropout"],
         "mlp_bias": bool(model.use_bias),
         "tie_word_embeddings": "output_table" not in params,
     }
@@ -281,7 +281,7 @@ def finished(config, settings: dict, family: str, params: dict):
 
 def bert(config, params: dict, tables: dict, labels: list[str] | None):
     """Convert to BERT for token classification."""
-    model = config.model
+    model, of = config.model, folding.site_settings(config, "encoder")
     fill(params)
     size, width = params["embedding"].shape
     if model.scale_embeddings:
@@ -302,7 +302,7 @@ def bert(config, params: dict, tables: dict, labels: list[str] | None):
         "type_vocab_size": len(params["types"]),
         "layer_norm_eps": model.norm_epsilon,
         "hidden_dropout_prob": model.dropout,
-        "attention_probs_dropout_prob": model.attention.dropout,
+        "attention_probs_dropout_prob": of["dropout"],
         "id2label": {str(i): label for i, label in enumerate(labels or [])},
         "label2id": {label: i for i, label in enumerate(labels or [])},
         **SPECIAL,

@@ -4,11 +4,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import xlogy
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from headcount import attention
-from headcount.attention.reference import alibi
 from headcount.models import precision
 from headcount.models.attention import (
     Intermediates,
@@ -58,15 +56,10 @@ def head_summaries(
         model = precision.model_of(graph, params)
         found = {site: [] for site in model.sites()}
 
-        def observe(site, about, layer):
-            segments = batch[f"{about.keys}_segments"]
-            end = {"prepend": 0} if about.is_causal else {"append": 0}
-            special = (jnp.diff(segments, **end) != 0) & (segments > 0)
-            found[site].append(summaries_of(layer, special))
+        def observe(site, layer):
+            found[site].append(summaries_of(site, layer))
 
-        observers = {
-            site: partial(observe, site, about) for site, about in model.sites().items()
-        }
+        observers = {site: partial(observe, site) for site in found}
         model.hidden(batch, head_gates=head_gates, observe=observers)
         return {
             site: jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
@@ -76,38 +69,52 @@ def head_summaries(
     return over_trials(one)(params, head_gates)
 
 
-def summaries_of(
-    layer: Intermediates, special: Bool[Array, "B S"]
-) -> dict[str, Float[Array, "N"]]:
+def summaries_of(site: str, layer: Intermediates) -> dict[str, Float[Array, "N"]]:
     """Compute the statistics of `head_summaries` for one layer."""
-    plain = {name: x for name, x in layer.parameters.items() if name == "sink"}
-    weights = attention.attention_weights(
-        layer.query, layer.key, **layer.masks, **plain
-    )
-    seen = weights > 0
-    queries = jnp.maximum(seen.any((1, 3)).sum(), 1)  # without padding
-    T, S = weights.shape[2:]
-    distance = jnp.abs(jnp.arange(S) - jnp.arange(T)[:, None])
-    N, H = layer.query.shape[2:]
-    key = jnp.repeat(layer.key, N // layer.key.shape[2], axis=2)
-    logits = jnp.einsum(
-        "BTNH,BSNH->BNTS", layer.query, key, preferred_element_type=jnp.float32
-    )
-    logits = logits * H**-0.5
-    if layer.masks.get("bias") is not None:
-        logits = logits + layer.masks["bias"]
-    if layer.masks.get("alibi_slopes") is not None:
-        logits = logits + alibi(layer.masks["alibi_slopes"], T, S)
-    # with a sink, rows sum to less than 1
-    shares = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-37)
-    largest = {"largest_logit": jnp.where(seen, logits, -jnp.inf).max((0, 2, 3))}
+    query, key, masks = layer.query, layer.key, layer.masks
+    means = attention.head_statistics(query, key, **masks)
+    count = (masks["query_segment_ids"] > 0).sum(1)  # without padding
+    largest = jnp.where(count[:, None] > 0, means.max_logit, -jnp.inf).max(0)
     if layer.difference is not None or "logits_mix" in layer.parameters:
-        return largest  # what these heads average values with is no distribution
-    return largest | {
-        "entropy": -xlogy(shares, shares).sum((0, 2, 3)) / queries,
-        "distance": (shares * distance).sum((0, 2, 3)) / queries,
-        "sink": (weights * special[:, None, None]).sum((0, 2, 3)) / queries,
+        # what these heads average values with is no distribution
+        return {"largest_logit": largest}
+    sink, total = layer.parameters.get("sink"), jnp.maximum(count.sum(), 1)
+    special = weight_on_special_token(site, query, key, sink=sink, **masks)
+    return {
+        "largest_logit": largest,
+        "entropy": count @ means.entropy / total,
+        "distance": count @ means.distance / total,
+        "sink": special.sum((0, 1)) / total,
     }
+
+
+def weight_on_special_token(
+    site: str,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    *,
+    key_value_segment_ids: Int[Array, "B S"],
+    **arguments,
+) -> Float[Array, "B T N"]:
+    """Return the attention weight of each query on the special token of its segment.
+
+    This is the last token (EOS) or, in a decoder, the first input token (BOS). Heads
+    with nothing to attend to often use it as a sink (Xiao et al. 2024). This takes O(T)
+    memory.
+    """
+    end = {"prepend": 0} if site == "decoder" else {"append": 0}
+    special = jnp.diff(key_value_segment_ids, **end) != 0
+    special &= key_value_segment_ids > 0
+    query, key = jax.lax.stop_gradient((query, key))
+    value = jnp.broadcast_to(special[..., None, None], (*key.shape[:3], 1))
+    shares = attention.dot_product_attention(
+        query,
+        key,
+        value.astype(key.dtype),
+        key_value_segment_ids=key_value_segment_ids,
+        **arguments,
+    )
+    return shares[..., 0].astype(jnp.float32)
 
 
 def single_example(fields: dict[str, list[int]]) -> dict[str, jax.Array]:

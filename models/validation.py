@@ -30,6 +30,7 @@ def check_layers(
 
 # Variants that exclude each other: a setting, the other setting, and the reason.
 EXCLUSIVE = (
+    ("sink", "talking_heads", "whose mixed maps do not belong to single heads"),
     ("talking_heads", "differential", "whose maps belong to pairs of heads"),
     ("differential", "latent_dim", "whose values are not kept by a cache"),
     ("value_residual", "latent_dim", "whose values are not kept by a cache"),
@@ -57,6 +58,11 @@ def check_variants(s: dict) -> None:
     for name, other, reason in EXCLUSIVE:
         if is_on(name) and is_on(other):
             raise ValueError(f"{path}.{name} can't be used with {other}, {reason}.")
+    # the square of a gain must fit into float32
+    require(1e-18 <= s["merge_gain"] <= 1e18, "merge_gain", "from 1e-18 to 1e18")
+    require(s["scale"] is None or 0 <= s["scale"] <= 1e6, "scale", "from 0 to 1e6")
+    require(0 <= s["dropout"] < 1, "dropout", "from 0 to below 1")
+    check_mixture(s)
     features, width = s["gate_features"], s["width"]
     require(
         features is None or 0 <= features <= width,
@@ -125,11 +131,29 @@ def check_variants(s: dict) -> None:
             "even and at least 2 with model.positions='rotary'",
             f"; by default it is half of head_dim = {s['head_dim']}",
         )
-    else:
+    elif not s["is_cross"]:
         require(
             size in (None, 0),
             "latent_rotary_dim",
             "0 or None unless self-attention has rotary positions",
+        )
+
+
+def check_mixture(s: dict) -> None:
+    """Raise a ValueError if a mixture's counts don't fit the heads (or pairs)."""
+    path, pairs = s["path"], s["pairs"]
+    N, chosen, shared = s["num_heads"] // pairs, s["mixture_heads"], s["mixture_shared"]
+    most = f"num_heads = {N}" if pairs == 1 else f"num_heads / {pairs} = {N}"
+    if s["merge"] == "mixture" and not 1 <= chosen <= N:
+        raise ValueError(
+            f"{path}.mixture_heads must be from 1 to {most}, got {chosen}."
+        )
+    if s["merge"] == "shared_mixture" and not (
+        1 <= shared < N and 1 <= chosen <= N - shared
+    ):
+        raise ValueError(
+            f"{path}.mixture_shared and mixture_heads must be at least 1 and their sum "
+            f"at most {most}, got {shared} and {chosen}."
         )
 
 

@@ -1,7 +1,5 @@
 """Modules with the parameters of head variants; see `attention.variants`."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -134,13 +132,6 @@ class Knocking(nnx.Module):
         return variants.knock(heads, kernel[...])
 
 
-class LatentShape(NamedTuple):
-    """Sizes of latent attention."""
-
-    latent: int  # of the latent c
-    rotary: int  # of the rotated key part that all heads share
-
-
 class Latent(nnx.Module):
     """Multi-head latent attention (DeepSeek-V2, 2405.04434).
 
@@ -151,7 +142,8 @@ class Latent(nnx.Module):
 
     Args:
         width: D.
-        shape: see `LatentShape`.
+        latent_dim: size of c.
+        rotary_dim: size of r; 0 without rotary positions.
         num_heads, head_dim, value_dim: N, H (without the rotary part), V.
         use_norm: whether to RMS-normalise c, as DeepSeek does.
         initial: function from the number of input axes and the rank to an initializer.
@@ -160,7 +152,8 @@ class Latent(nnx.Module):
     def __init__(
         self,
         width: int,
-        shape: LatentShape,
+        latent_dim: int,
+        rotary_dim: int,
         num_heads: int,
         head_dim: int,
         value_dim: int,
@@ -169,17 +162,17 @@ class Latent(nnx.Module):
         initial,
         rngs: nnx.Rngs,
     ):
-        self.latent_dim, self.rotary_dim = shape
+        self.latent_dim, self.rotary_dim = latent_dim, rotary_dim
 
         def kernel(*sizes, axes):
             values = initial(1, len(sizes))(rngs.params(), sizes)
             return nnx.Param(values, axes=axes)
 
-        self.down = kernel(width, sum(shape), axes="D latent")
-        self.key = kernel(shape.latent, num_heads, head_dim, axes="latent N H")
-        self.value = kernel(shape.latent, num_heads, value_dim, axes="latent N V")
+        self.down = kernel(width, latent_dim + rotary_dim, axes="D latent")
+        self.key = kernel(latent_dim, num_heads, head_dim, axes="latent N H")
+        self.value = kernel(latent_dim, num_heads, value_dim, axes="latent N V")
         self.norm = (
-            nnx.RMSNorm(shape.latent, scale_metadata={"axes": "latent"}, rngs=rngs)
+            nnx.RMSNorm(latent_dim, scale_metadata={"axes": "latent"}, rngs=rngs)
             if use_norm
             else None
         )

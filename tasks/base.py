@@ -5,7 +5,7 @@ file, not on particular tasks.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,12 +16,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from headcount.configs.validation import choose
+from headcount.data import tokenizers
 from headcount.data.batches import (
     PackedBatches,
+    batch_spec,
     packed_evaluation_batches,
     unpacked_batches,
 )
 from headcount.data.examples import ArraySpec, Examples
+from headcount.data.packing import largest_rows
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.maps import attention_maps, single_example
 from headcount.models.transformer import Transformer
@@ -104,7 +107,12 @@ class Run(NamedTuple):
         """Translate, complete, tag or classify lines of text; see `Task.predict`.
 
         Tagging returns several results per line.
+
+        Raises:
+            TypeError: `lines` is a single string.
         """
+        if isinstance(lines, str):
+            raise TypeError("lines must be a list of texts, not one text.")
         return list(self.task.predict(self, lines, **options))
 
     def evaluate(self, split: str, **options) -> list[dict]:
@@ -185,11 +193,22 @@ class Task:
     has_targets: bool = False  # whether texts come in pairs
     options: tuple[str, ...] = ()  # decoding flags of `predict`
     evaluation_options: tuple[str, ...] = ()  # decoding flags of `evaluate`
+    stacks: tuple[bool, bool] | None = None  # encoder and decoder needed; None: any
+    fields: tuple[str, ...] = ("source",)  # of a batch
     aligned: dict[str, str] = {}  # other fields: the side that each is aligned with
     min_length: int = 2  # of training examples; 2 leaves out those with only EOS
 
     def __init__(self, config, folder: Path | None = None):
         self.config, self.folder = config, folder
+        model = config.model
+        counts = model.num_encoder_layers, model.num_decoder_layers
+        if self.stacks not in (None, tuple(count > 0 for count in counts)):
+            wanted = ["at least 1" if needed else "0" for needed in self.stacks]
+            raise ValueError(
+                f"The task {config.task.name} needs model.num_encoder_layers "
+                f"{wanted[0]} and model.num_decoder_layers {wanted[1]}, got "
+                f"{counts[0]} and {counts[1]}."
+            )
 
     def read(self, split: str) -> dict[str, list[str]]:
         """Return the raw text of a split by field.
@@ -239,11 +258,17 @@ class Task:
     ) -> dict[str, ArraySpec]:
         """Return the shapes and dtypes of a batch; default: the largest of the config.
 
+        The default fits the default of `batches`.
+
         Args:
             rows: number of rows.
-            length: tokens per row.
+            length: tokens per row, the same for all of `fields`.
         """
-        raise NotImplementedError
+        if rows is None:
+            data = self.config.data
+            rows, length = largest_rows(data.batch_tokens, data.max_length)
+        widths = dict.fromkeys(self.fields, length)
+        return batch_spec((*self.fields, *self.aligned), rows, widths, self.aligned)
 
     def build(self, *, rngs: nnx.Rngs, **options) -> nnx.Module:
         """Build a new model of the config, with the vocabulary sizes of `folder`.
@@ -254,7 +279,7 @@ class Task:
             rngs: for the initial values.
             options: further arguments of `models.Transformer`.
         """
-        size = self.config.data.vocab_size
+        size = tokenizers.max_vocab_size(self.config.data)
         if self.folder is not None:
             size = self.tokenizer.vocab_size
         return Transformer(size, **self.config.model.to_dict(), **options, rngs=rngs)
@@ -282,17 +307,20 @@ class Task:
             seeds=seeds,
         )
 
-    def evaluation_batches(self, examples: Examples, packed: bool = True) -> list:
+    def evaluation_batches(
+        self, examples: Examples, packed: bool = True
+    ) -> Iterable[dict]:
         """Return every example once, in batches without a trial axis.
 
-        If `packed` is False, each row holds one example, and the items of the list are
-        (indices of the examples, batch).
+        If `packed` is False, each row holds one example.
 
         The default fits the default of `batches`.
         """
-        make = packed_evaluation_batches if packed else unpacked_batches
-        tokens = self.config.data.batch_tokens
-        return make(examples.fields, aligned=self.aligned, batch_tokens=tokens)
+        fields, tokens = examples.fields, self.config.data.batch_tokens
+        options = {"aligned": self.aligned, "batch_tokens": tokens}
+        if packed:
+            return packed_evaluation_batches(fields, **options)
+        return [batch for _, batch in unpacked_batches(fields, **options)]
 
     def loss(self, model, batch: dict, **options) -> tuple[jax.Array, jax.Array]:
         """Return the loss summed over a batch, and its weight.

@@ -18,12 +18,11 @@ from headcount.models.dropout import random_bits
 from headcount.models.trial_axis import over_trials
 from headcount.runtime import sharding
 from headcount.runtime.schema import violation
-from headcount.runtime.workdir import read_json
+from headcount.runtime.workdir import has_started, read_json
 from headcount.tasks import class_scores
 from headcount.tasks.base import Metric, Run
 from headcount.tasks.encoder import (
     EncoderTask,
-    SpecialTokens,
     is_text,
     make_tokenizer,
 )
@@ -72,7 +71,8 @@ class ClassTask(EncoderTask):
             )
         self.tokenizer = make_tokenizer(self.config, self.folder, texts)
         path = self.folder / CLASSES
-        if not path.is_file() or not set(classes) <= set(read_classes(path)):
+        is_new = not has_started(self.folder.parent)
+        if is_new and not (path.is_file() and set(classes) <= set(read_classes(path))):
             tokenizers.write(path, json.dumps(classes).encode())
         warn_of_labels(labels)
 
@@ -257,7 +257,7 @@ def warn_of_labels(labels: list[str]) -> None:
         )
 
 
-def drop_tokens(batch: dict, rate: float, key, special: SpecialTokens) -> dict:
+def drop_tokens(batch: dict, rate: float, key, special) -> dict:
     """Replace random tokens of a batch's source by the unknown token.
 
     Also replace their first feature, the word in lower case, but keep their affixes.

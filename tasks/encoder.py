@@ -1,26 +1,14 @@
 """Common base of the encoder-only tasks: tokens, their features, batches."""
 
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
 from headcount.configs.validation import choose
-from headcount.data import batches, encoder_tokenizers, tokenizers
+from headcount.data import encoder_tokenizers, tokenizers
 from headcount.data.examples import Ragged
-from headcount.data.packing import largest_rows
-from headcount.data.tokenizers import BOS, EOS, UNK
 from headcount.tasks.base import Task
-
-
-class SpecialTokens(NamedTuple):
-    """Ids of special tokens; a tokenizer without a mask token uses `unk` for it."""
-
-    bos: int
-    eos: int
-    unk: int
-    mask: int
 
 
 class EncoderTask(Task):
@@ -29,13 +17,13 @@ class EncoderTask(Task):
     In addition to `source`, a batch may have features and types of its tokens.
     """
 
+    stacks = (True, False)
     own_fields: tuple[str, ...] = ()  # additional fields, aligned with the source
     eos_after_each = True  # whether EOS follows each part, instead of only the last
     min_length = 3  # BOS, one token, EOS; leaves out empty examples
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
-        check_encoder(config)
         choose("data.tokenizer", config.data.tokenizer, encoder_tokenizers.KINDS)
 
     @cached_property
@@ -43,13 +31,10 @@ class EncoderTask(Task):
         """The tokenizer in the run's folder."""
         return make_tokenizer(self.config, self.folder, None)
 
-    @cached_property
-    def special(self) -> "SpecialTokens":
-        """The ids of the tokenizer's special tokens."""
-        if self.folder is None:  # there is no data
-            return SpecialTokens(BOS, EOS, UNK, UNK)
-        of = self.tokenizer
-        return SpecialTokens(of.bos, of.eos, of.unk, getattr(of, "mask", of.unk))
+    @property
+    def special(self):
+        """The tokenizer, for its special ids; without data, one that has our ids."""
+        return tokenizers.ByteTokenizer() if self.folder is None else self.tokenizer
 
     @property
     def aligned(self) -> dict[str, str]:
@@ -145,28 +130,14 @@ class EncoderTask(Task):
                 model.max_positions,
             )
 
-    def spec(self, rows: int | None = None, length: int | None = None) -> dict:
-        """See `Task.spec`."""
-        if rows is None:
-            data = self.config.data
-            rows, length = largest_rows(data.batch_tokens, data.max_length)
-        fields = ("source", *self.aligned)
-        return batches.batch_spec(fields, rows, {"source": length}, self.aligned)
 
+def is_text(batch: dict, special):
+    """Return a mask of the tokens that are not padding, BOS or EOS, of shape B S.
 
-def check_encoder(config) -> None:
-    """Raise a ValueError unless the config's model is encoder-only."""
-    counts = config.model.num_encoder_layers, config.model.num_decoder_layers
-    if counts[0] < 1 or counts[1] != 0:
-        raise ValueError(
-            f"The task {config.task.name} needs an encoder-only model: "
-            f"model.num_encoder_layers must be at least 1 and "
-            f"model.num_decoder_layers 0, got {counts[0]} and {counts[1]}."
-        )
-
-
-def is_text(batch: dict, special: SpecialTokens):
-    """Return a mask of the tokens that are not padding, BOS or EOS, of shape B S."""
+    Args:
+        batch: batch of one trial.
+        special: tokenizer, for its special ids.
+    """
     source = batch["source"]
     ends = (source == special.bos) | (source == special.eos)
     return ~ends & (batch["source_segments"] > 0)

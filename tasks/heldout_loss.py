@@ -1,15 +1,20 @@
-"""The loss, and other sums, of every trial over held-out examples."""
+"""The loss, and other sums, of every trial over held-out examples; scores of texts."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from headcount.data.batches import unpacked_batches
+from headcount.data.examples import Ragged
 from headcount.models import precision
 from headcount.models.trial_axis import over_trials
 from headcount.runtime import sharding
+
+SCORING_TOKENS = 2048  # tokens per batch of texts; bounds the memory of the logits
 
 
 @partial(jax.jit, static_argnames=("graph", "function"))
@@ -31,15 +36,27 @@ def batch_sums(
     return over_trials(one)(params, head_gates)
 
 
-@partial(jax.jit, static_argnames=("graph", "loss"))
-def row_losses(graph, loss: Callable, params, head_gates: dict, batch: dict):
-    """Return one trial's summed loss and weight for every row of a batch."""
+@partial(jax.jit, static_argnames="graph")
+def batch_log_probabilities(graph, params, head_gates: dict, batch: dict):
+    """Return one trial's log-probability of each token of a batch, of shape B T."""
+    logits = precision.model_of(graph, params)(batch, head_gates=head_gates)
+    return jnp.take_along_axis(
+        jax.nn.log_softmax(logits), batch["target"][..., None], axis=-1
+    )[..., 0]
 
-    def one(row):
-        row = jax.tree.map(lambda x: x[None], row)
-        return loss(precision.model_of(graph, params), row, head_gates=head_gates)
 
-    return jax.vmap(one)(batch)
+def token_log_probabilities(
+    run, fields: dict[str, Ragged], trial: int
+) -> list[np.ndarray]:
+    """Return one trial's log-probabilities of all target tokens, by example."""
+    params, gates = run.of(trial)
+    found = [np.zeros(0)] * len(fields["target"])
+    with sharding.using(run.mesh):
+        for indices, batch in unpacked_batches(fields, batch_tokens=SCORING_TOKENS):
+            rows = batch_log_probabilities(run.graph, params, gates, batch)
+            for index, row in zip(indices, np.float64(rows), strict=False):
+                found[index] = row[: len(fields["target"][index])]
+    return found
 
 
 def heldout_sums(run, function: Callable, batches: Iterable[dict]) -> list[np.ndarray]:

@@ -13,25 +13,24 @@ that lose nothing. Every token of a split is scored exactly once, in windows tha
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from headcount.configs.validation import choose
-from headcount.data import batches, documents, recall, tokenizers, windows
+from headcount.data import documents, recall, tokenizers, windows
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import num_rows
 from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
-from headcount.models import precision
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
-from headcount.tasks.heldout_loss import heldout_sums
+from headcount.tasks.heldout_loss import heldout_sums, token_log_probabilities
 
 BITS_PER_BYTE = Metric(
     "bits_per_byte", "bits per byte", "bits", False, ".4f", (0, None), margin=0.005
@@ -50,18 +49,12 @@ class LanguageModel(Task):
         *("batch_size", "max_new_tokens", "stop", "samples"),
     )
     evaluation_options = ("stride",)
-
+    stacks = (False, True)
+    fields = ("target",)
     corpus_keys = documents.KEYS
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
-        counts = config.model.num_encoder_layers, config.model.num_decoder_layers
-        if counts[0] != 0 or counts[1] < 1:
-            raise ValueError(
-                "The task language_model needs a decoder-only model: "
-                "model.num_encoder_layers must be 0 and model.num_decoder_layers at "
-                f"least 1, got {counts[0]} and {counts[1]}."
-            )
         data = config.data
         choose("data.tokenizer", data.tokenizer, tokenizers.KINDS)
         self.stride = data.max_length if data.stride is None else data.stride
@@ -126,12 +119,11 @@ class LanguageModel(Task):
 
     def spec(self, rows: int | None = None, length: int | None = None) -> dict:
         """See `Task.spec`."""
+        if self.is_recall:
+            return super().spec(rows, length)
         data = self.config.data
         if rows is None:
             rows, length = num_rows(data.batch_tokens, data.max_length), data.max_length
-        if self.is_recall:
-            fields = ("target", *self.aligned)
-            return batches.batch_spec(fields, rows, {"target": length}, self.aligned)
         return windows.window_spec(rows, length)
 
     def batches(self, examples: Examples, seeds: list[int]):
@@ -150,7 +142,7 @@ class LanguageModel(Task):
 
     def evaluation_batches(
         self, examples: Examples, packed: bool = True, stride: int | None = None
-    ) -> list:
+    ) -> Iterable[dict]:
         """See `Task.evaluation_batches`; if not packed, an example is a window.
 
         Args:
@@ -159,7 +151,7 @@ class LanguageModel(Task):
         """
         if self.is_recall:
             return super().evaluation_batches(self.with_weights(examples), packed)
-        found = windows.evaluation_windows(
+        return windows.evaluation_windows(
             self.token_stream(examples),
             length=self.config.data.max_length,
             stride=stride or self.stride,
@@ -167,10 +159,6 @@ class LanguageModel(Task):
             separator=self.config.model.bos,
             cross=self.config.data.cross_documents,
         )
-        if packed:
-            return found
-        rows = len(found[0]["target"])
-        return [(np.arange(rows) + i * rows, batch) for i, batch in enumerate(found)]
 
     def token_stream(self, examples: Examples) -> np.ndarray:
         """Return the documents as one stream; see `data.windows.make_stream`."""
@@ -396,21 +384,8 @@ class LanguageModel(Task):
                     f"Line {number} has {size} tokens, more than "
                     f"model.max_positions={longest}."
                 )
-        params, gates = run.of(trial)
-        found = [np.zeros(0)] * len(lines)
-        with sharding.using(run.mesh):
-            for indices, batch in batches.unpacked_batches(
-                fields, batch_tokens=SCORING_TOKENS
-            ):
-                rows = np.float64(
-                    batch_log_probabilities(run.graph, params, gates, batch)
-                )
-                for index, row in zip(indices, rows, strict=False):
-                    found[index] = row[: len(fields["target"][index])]
+        found = token_log_probabilities(run, fields, trial)
         return list(zip(fields["target"], found, strict=True))
-
-
-SCORING_TOKENS = 2048  # tokens per batch of lines; bounds the memory of the logits
 
 
 def scored_tokens(batch: dict):
@@ -419,12 +394,3 @@ def scored_tokens(batch: dict):
     if "target_weights" in batch:
         real &= batch["target_weights"] > 0
     return real
-
-
-@partial(jax.jit, static_argnames="graph")
-def batch_log_probabilities(graph, params, head_gates: dict, batch: dict):
-    """Return one trial's log-probability of each token of a batch, of shape B T."""
-    logits = precision.model_of(graph, params)(batch, head_gates=head_gates)
-    return jnp.take_along_axis(
-        jax.nn.log_softmax(logits), batch["target"][..., None], axis=-1
-    )[..., 0]

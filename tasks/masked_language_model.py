@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from headcount.data import documents
-from headcount.data.examples import Examples
+from headcount.data.examples import Examples, Ragged
 from headcount.models import precision
 from headcount.models.dropout import random_bits
 from headcount.runtime import sharding
@@ -150,6 +150,7 @@ class MaskedLanguageModel(EncoderTask):
                 places.append(len(source))
                 source += [self.special.mask, *ids.tolist()]
             source.append(self.special.eos)
+            self.warn_of_long("input", Ragged.of([source]))
             batch = self.row(texts, source, places)
             with sharding.using(run.mesh):
                 probs = np.asarray(token_probabilities(run.graph, params, gates, batch))

@@ -1,15 +1,14 @@
 """Translation, or any other map from text to text, with an encoder-decoder model."""
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import numpy as np
 
 from headcount.configs.validation import choose
-from headcount.data import batches, multi30k, pairs, tokenizers
+from headcount.data import multi30k, pairs, tokenizers
 from headcount.data.examples import Examples, Ragged
-from headcount.data.packing import largest_rows
 from headcount.decoding.generate import default_limit, generate, generate_trials
 from headcount.models.transformer import Transformer
 from headcount.models.validation import check_bos
@@ -17,53 +16,37 @@ from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.tasks import text_scores
 from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
-from headcount.tasks.heldout_loss import heldout_loss, row_losses
+from headcount.tasks.heldout_loss import heldout_loss, token_log_probabilities
 
-BLEU = Metric("bleu", "BLEU", "points", bounds=(0, 100), margin=0.3)
-CHRF = Metric("chrf", "chrF", "points", bounds=(0, 100), margin=0.3)
-EXACT_MATCH = Metric("exact_match", "exact match", "%", bounds=(0, 100), margin=0.5)
+points = partial(Metric, unit="points", bounds=(0, 100))
+percent = partial(Metric, unit="%", bounds=(0, 100), margin=0.5)
+CHRF = points("chrf", "chrF", margin=0.3)
 METRICS = {  # allowed names in task.metrics
     metric.name: metric
     for metric in (
-        *(BLEU, CHRF, EXACT_MATCH),
-        *(
-            Metric(name, label, "points", bounds=(0, 100), margin=0.5)
-            for name, label in (
-                ("rouge1", "ROUGE-1"),
-                ("rouge2", "ROUGE-2"),
-                ("rougeL", "ROUGE-L"),
-            )
-        ),
-        Metric(
-            "squad_exact_match", "SQuAD exact match", "%", bounds=(0, 100), margin=0.5
-        ),
-        Metric("squad_f1", "SQuAD F1", "%", bounds=(0, 100), margin=0.5),
+        points("bleu", "BLEU", margin=0.3),
+        CHRF,
+        percent("exact_match", "exact match"),
+        points("rouge1", "ROUGE-1", margin=0.5),
+        points("rouge2", "ROUGE-2", margin=0.5),
+        points("rougeL", "ROUGE-L", margin=0.5),
+        percent("squad_exact_match", "SQuAD exact match"),
+        percent("squad_f1", "SQuAD F1"),
     )
 }
 PUBLISHED = (
-    Metric(
-        "published_bleu",
-        "BLEU, published protocol",
-        "points",
-        bounds=(0, 100),
-        margin=0.3,
-    ),
-    Metric(
-        "published_chrf",
-        "chrF, published protocol",
-        "points",
-        bounds=(0, 100),
-        margin=0.3,
-    ),
+    points("published_bleu", "BLEU, published protocol", margin=0.3),
+    points("published_chrf", "chrF, published protocol", margin=0.3),
 )
 SIDES = ("source", "target")
-SCORING_TOKENS = 2048  # tokens per batch in `score`; bounds the memory of the logits
 NOTHING = [([], 0.0)]  # the n-best list of a sentence without a token
 
 
 class Translation(Task):
     """Predicts a text, `target`, from another, `source`."""
 
+    stacks = (True, True)
+    fields = SIDES
     corpus_keys = ("name", "source", "target", "directory")
     has_targets = True
     options = (
@@ -74,13 +57,6 @@ class Translation(Task):
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
-        counts = config.model.num_encoder_layers, config.model.num_decoder_layers
-        if 0 in counts:
-            raise ValueError(
-                "The task translation needs an encoder and a decoder: "
-                "model.num_encoder_layers and model.num_decoder_layers must be at "
-                f"least 1, got {counts[0]} and {counts[1]}."
-            )
         names = [name.strip() for name in config.task.metrics.split(",")]
         for name in names:
             choose("task.metrics", name, METRICS)
@@ -135,13 +111,6 @@ class Translation(Task):
         """Prepend data.prefix to all nonempty sources."""
         prefix = self.config.data.prefix
         return [prefix + text if text.strip() else text for text in sources]
-
-    def spec(self, rows: int | None = None, length: int | None = None) -> dict:
-        """See `Task.spec`; both sides have the same length."""
-        if rows is None:
-            data = self.config.data
-            rows, length = largest_rows(data.batch_tokens, data.max_length)
-        return batches.batch_spec(SIDES, rows, dict.fromkeys(SIDES, length))
 
     def build(self, *, rngs) -> Transformer:
         """See `Task.build`."""
@@ -299,17 +268,8 @@ class Translation(Task):
         both = self.prefixed(sources), targets
         texts = zip(SIDES, self.tokenizers, both, strict=True)
         fields = {side: of.encode(lines) for side, of, lines in texts}
-        found = np.zeros((2, len(sources)))
-        params, gates = run.of(trial)
-        with sharding.using(run.mesh):
-            for indices, batch in batches.unpacked_batches(
-                fields, batch_tokens=SCORING_TOKENS
-            ):
-                sums = row_losses(run.graph, self.loss, params, gates, batch)
-                found[:, indices] = np.stack(sums)[:, : len(indices)]
-        return list(
-            zip((-found[0]).tolist(), found[1].astype(int).tolist(), strict=True)
-        )
+        found = token_log_probabilities(run, fields, trial)
+        return [(float(of_tokens.sum()), len(of_tokens)) for of_tokens in found]
 
     def warn_of_long(self, lines: Sequence[str], first: int, side: int = 0) -> None:
         """Log the lines that are longer than any training example."""

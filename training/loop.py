@@ -233,7 +233,7 @@ def evaluate(trainer: Trainer) -> None:
 def log_heads(trainer: Trainer, trials: list[int]) -> None:
     """Log statistics per head on a few dev rows; see `head_summaries`."""
     run = trainer.run()
-    batch = trainer.task.evaluation_batches(trainer.dev)[0]
+    batch = next(iter(trainer.task.evaluation_batches(trainer.dev)))
     few = {name: array[:ROWS_OF_HEADS] for name, array in batch.items()}
     found = sharding.fetch(head_summaries(run.graph, run.params, run.head_gates, few))
     for trial in trials:

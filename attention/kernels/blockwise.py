@@ -57,18 +57,6 @@ def attend(
     return (out, lse, over_queries(HeadStatistics(*rows))) if statistics else (out, lse)
 
 
-def head_statistics(
-    query, key, bias, mask, *, scale, is_causal, local_window_size, **indices
-):
-    """Return the statistics: see `attention.api`."""
-    structure = scale, is_causal, local_window_size, 0.0
-    problem = _problem(query, key, bias, structure, statistics=True)
-    arrays = present(query=query, key=key, bias=bias, mask=mask, **indices)
-    head = heads.short if problem.short else heads.forward
-    _, *rows = _run(head, problem, arrays, ROWS)
-    return over_queries(HeadStatistics(*map(jnp.float32, rows)))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(problem, differentiable, constant):
     return _attend_forward(problem, differentiable, constant)[0]

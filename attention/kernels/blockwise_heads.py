@@ -40,10 +40,9 @@ def forward(problem, head):
     """Compute the forward pass of one key/value head.
 
     Returns:
-      out `G T V` if there are values, and lse `G T`; then the statistics if
-      `problem.statistics`; then, if there are values, 1 / total and the maximum. The
-      backward pass needs these two separately: in lse, the log of the total can be
-      lost to the rounding of a large maximum.
+      out `G T V` and lse `G T`; then the statistics if `problem.statistics`; then
+      1 / total and the maximum. The backward pass needs these two separately: in lse,
+      the log of the total can be lost to the rounding of a large maximum.
     """
     dtype = _dtype(head)
 
@@ -67,13 +66,11 @@ def forward(problem, head):
 
     zeros = jnp.zeros(head["query"].shape[:2], dtype)
     sums = dict.fromkeys(STATISTICS if problem.statistics else (), zeros)
-    if "value" in head:
-        sums["out"] = jnp.zeros((*zeros.shape, head["value"].shape[-1]), dtype)
+    sums["out"] = jnp.zeros((*zeros.shape, head["value"].shape[-1]), dtype)
     rows = sums | {"maximum": zeros + masks.LOWEST, "total": zeros}
     rows = _visit(problem, head, step, _varying(head, rows))
     maximum, total = rows.pop("maximum"), rows.pop("total")
-    results = _results(maximum, total, rows)
-    return (*results, _reciprocal(total), maximum) if "value" in head else results
+    return *_results(maximum, total, rows), _reciprocal(total), maximum
 
 
 def short(problem, head):
@@ -94,8 +91,6 @@ def short(problem, head):
     total = sums.pop("total")
     results = _results(maximum, total, sums)
     reciprocal = _reciprocal(total)
-    if "value" not in head:
-        return _grouped(problem, results)
     kept = exponentials.astype(head["value"].dtype)
     return *_grouped(problem, (*results, reciprocal)), kept
 
@@ -116,26 +111,25 @@ def _sums(problem, head, exponentials, i, j):
         sums["distance"] = distances.reshape(exponentials.shape).sum(-1)
         for name, offset in OFFSETS.items():
             sums[name] = _diagonal(problem, exponentials, offset, row, column)
-    if "value" in head:
-        value = _slice(head["value"], 0, j, problem.keys)
-        kept = _dropped(problem, head, exponentials, i, j)
-        sums["out"] = _dot(kept.astype(value.dtype), value)
+    value = _slice(head["value"], 0, j, problem.keys)
+    kept = _dropped(problem, head, exponentials, i, j)
+    sums["out"] = _dot(kept.astype(value.dtype), value)
     return sums | {"total": exponentials.sum(-1)}
 
 
 def _results(maximum, total, sums):
-    """Return the output if any, log-sum-exp, and the statistics if requested."""
+    """Return the output, log-sum-exp, and the statistics if requested."""
     reciprocal = _reciprocal(total)
     log_total = jnp.log(jnp.where(total > 0, total, 1))
     lse = jnp.where(total > 0, maximum + log_total, masks.EMPTY)
-    out = (sums["out"] * reciprocal[..., None],) if "out" in sums else ()
+    out = sums["out"] * reciprocal[..., None]
     if "energy" not in sums:
-        return *out, lse
+        return out, lse
     # The energy's logits are relative to the maximum, as is log(total).
     entropy = log_total - sums["energy"] * reciprocal
     means = (sums[name] * reciprocal for name in ("distance", *OFFSETS))
     max_logit = jnp.where(total > 0, maximum, 0)
-    return *out, lse, entropy, reciprocal, *means, max_logit
+    return out, lse, entropy, reciprocal, *means, max_logit
 
 
 def _dropped(problem, head, weights, i, j):

@@ -44,12 +44,6 @@ def attend(query, key, value, bias, mask, *, statistics=False, **structure):
     return out.astype(dtype), *rows
 
 
-def head_statistics(query, key, bias, mask, **structure):
-    """Return the statistics: see `attention.api`."""
-    value = key[..., :0]  # size 0: only the weights are needed
-    return attend(query, key, value, bias, mask, statistics=True, **structure)[-1]
-
-
 def _check(query):
     refusal = "implementation 'cpu' {}; use 'blockwise'"
     if query.dtype.name not in DTYPES:

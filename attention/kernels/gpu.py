@@ -21,7 +21,12 @@ from headcount.attention.arguments import present
 from headcount.attention.kernels import gpu_kernels as kernels
 from headcount.attention.kernels.gpu_blocks import HEIGHT, choose_tiles, visits
 from headcount.attention.kernels.gpu_rings import Ring
-from headcount.attention.kernels.partition import axes_of, partitioned, varying_alike
+from headcount.attention.kernels.partition import (
+    axes_of,
+    partitioned,
+    varying_alike,
+    varying_like,
+)
 from headcount.attention.platform import compute_capability, platform
 from headcount.attention.statistics import HeadStatistics, over_queries
 
@@ -58,17 +63,6 @@ def attend(
     if dropout_keys is not None:
         arrays["dropout_keys"] = jnp.swapaxes(dropout_keys, 1, 2)
     return _attend(static, query, key, value, present(**arrays))
-
-
-def head_statistics(
-    query, key, bias, mask, *, alibi_slopes=None, interpret=False, **structure
-):
-    """Return the statistics: see `attention.api`."""
-    _check(interpret, query, query, bias, mask)
-    static, arrays = _split(structure, True, interpret)
-    arrays["alibi_slopes"] = _slopes(alibi_slopes, static)
-    arrays = present(query=query, key=key, **arrays)
-    return _public(static, _forward(static, arrays))[-1]
 
 
 def unsupported(query, value, bias, mask) -> str | None:
@@ -141,7 +135,7 @@ def _public(static, found):
     if len(rows) > 1:
         max_logit = jnp.where(seen, highest * (unit / kernels.LOG2E), 0)
         statistics = (over_queries(HeadStatistics(**rows, max_logit=max_logit)),)
-    return found.get("out"), lse, *statistics
+    return found["out"], lse, *statistics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,9 +145,6 @@ def _attend(static, query, key, value, others):
 
 
 def _attend_forward(static, query, key, value, others):
-    primals = query, key, value, others
-    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
-    query, key, value, others = primals
     arrays = present(query=query, key=key, value=value, **others)
     found = _forward(static, arrays)
     kept = {name: found[name] for name in ("highest", "confidence")}
@@ -162,16 +153,9 @@ def _attend_forward(static, query, key, value, others):
 
 def _attend_backward(static, residuals, gradients):
     arrays, out = residuals
-    out_gradient, lse_gradient = (
-        None if isinstance(gradient, jax.custom_derivatives.SymbolicZero) else gradient
-        for gradient in gradients[:2]  # statistics have none
-    )
-    if out_gradient is None:
-        out_gradient = jnp.zeros_like(out)
+    out_gradient, lse_gradient, *_ = gradients  # statistics have none
     # A logit's gradient is weight x (dweight - delta + dlse): merge the two row terms.
-    delta = jnp.float32(out * out_gradient.astype(jnp.float32)).sum(-1)
-    if lse_gradient is not None:
-        delta = delta - lse_gradient
+    delta = jnp.float32(out * out_gradient.astype(jnp.float32)).sum(-1) - lse_gradient
     arrays = dict(
         arrays,
         out_gradient=out_gradient.astype(out.dtype),
@@ -180,26 +164,23 @@ def _attend_backward(static, residuals, gradients):
     return *_backward(static, arrays), None
 
 
-_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(static, arrays):
-    """Return results by name: `B N T` per query, and `out` if there are values."""
+    """Return results by name: `B N T` per query, and `out`."""
     statistics = dict(static)["statistics"]
     rows = ("highest", *(FIELDS if statistics else ("confidence",)))
-    names = (*rows, "out") if "value" in arrays else rows
 
     def outputs(arrays):
         B, T, N, _ = arrays["query"].shape
-        shapes = dict.fromkeys(rows, (B, N, T))
-        if "out" in names:
-            shapes["out"] = (B, T, N, arrays["value"].shape[-1])
-        return shapes
+        out = B, T, N, arrays["value"].shape[-1]
+        return dict.fromkeys(rows, (B, N, T)) | {"out": out}
 
     kernel = "statistics" if statistics else "forward"
-    letters = ["BTNV" if name == "out" else "BNT" for name in names]
+    letters = [*("BNT" for _ in rows), "BTNV"]
     results = _run(kernel, static, arrays, outputs, letters)
-    return dict(zip(names, results, strict=True))
+    return dict(zip((*rows, "out"), results, strict=True))
 
 
 def _backward(static, arrays):
@@ -231,20 +212,11 @@ def _run(kernel, static, arrays, outputs, results):
 
 def _types(arrays, shapes):
     """Return the results' types by name: query's dtype, or float32 per query."""
-    dtype = arrays["query"].dtype
-    dtypes = dict.fromkeys(("query", "key", "value", "out"), dtype)
-
-    def results(arrays):
-        # under shard_map, results vary over whatever any input varies over
-        some = sum(x.ravel()[0].astype(jnp.float32) for x in arrays.values())
-        return {
-            name: jnp.broadcast_to(some, shape).astype(dtypes.get(name, jnp.float32))
-            for name, shape in shapes.items()
-        }
-
-    # in the order of shapes; a traced dict is sorted by name
-    types = jax.eval_shape(results, arrays)
-    return {name: types[name] for name in shapes}
+    dtypes = dict.fromkeys(("query", "key", "value", "out"), arrays["query"].dtype)
+    return {
+        name: varying_like(arrays, shape, dtypes.get(name, jnp.float32))
+        for name, shape in shapes.items()
+    }
 
 
 def _problem(kernel, static, arrays):
@@ -252,7 +224,7 @@ def _problem(kernel, static, arrays):
     static = dict(static)
     T, S = arrays["query"].shape[1], arrays["key"].shape[1]
     H = arrays["query"].shape[-1]
-    V = arrays["value"].shape[-1] if "value" in arrays else H
+    V = arrays["value"].shape[-1]
     interpret, scale = static.pop("interpret"), static.pop("scale")
     sizes = choose_tiles(kernel, max(H, V), T, S)
     del static["statistics"]

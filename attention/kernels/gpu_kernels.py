@@ -113,29 +113,25 @@ def _forward(inputs, outputs, scratch, problem, place):
                 for share, wanted in zip(shares, (-1, 0, 1), strict=True)
             ]
         total = total * correction + weights.sum(1)
-        if out is not None:
-            out = out * _of_rows(correction, out)
-            kept = _dropped(weights, row_keys, j, place, problem)
-            value, slot = wait(scratch["value"], j - place.start)
-            out = _add_product(out, kept.astype(query.dtype), value, problem)
-            release(scratch["value"], slot, loaded=problem.interpret)
+        out = out * _of_rows(correction, out)
+        kept = _dropped(weights, row_keys, j, place, problem)
+        value, slot = wait(scratch["value"], j - place.start)
+        out = _add_product(out, kept.astype(query.dtype), value, problem)
+        release(scratch["value"], slot, loaded=problem.interpret)
         return new_highest, total, out, excess, distance, *shares
 
     def rows(number):
         return _full((HEIGHT,), number, OF_ROWS, problem)
 
-    out = None
-    if "out" in outputs:
-        out = _full((HEIGHT, scratch["out"].shape[-1]), 0, BLOCK, problem)
+    out = _full((HEIGHT, scratch["out"].shape[-1]), 0, BLOCK, problem)
     sums = [rows(0) if looking else None for _ in range(5)]
     # finite, not -inf: the difference of two -inf would be NaN
     carry = rows(masks.LOWEST / max(1.0, unit)), rows(0), out, *sums
     carry = visit(inputs, problem, step, carry)
     highest, total, out, excess, *sums = carry
     confidence = 1 / jnp.where(total > 0, total, 1.0)
-    if out is not None:
-        out = out * _of_rows(confidence, out)
-        _store(outputs["out"], out, scratch["out"], place)
+    out = out * _of_rows(confidence, out)
+    _store(outputs["out"], out, scratch["out"], place)
     results = {"highest": highest}
     if looking:
         # The outputs and these sums are in the order of `HeadStatistics`.
@@ -328,14 +324,14 @@ def _divmod(number, size):
 
 
 def _supply_keys(inputs, scratch, problem, place):
-    """Fetch the keys, and any values, of every inner block."""
+    """Fetch the keys and values of every inner block."""
     tile, head = problem.tiles.keys, lax.div(place.head, _group(inputs))
 
     def source(name, turn):
         start = (place.start + turn) * tile
         return inputs[name].at[place.batch, pl.ds(start, tile), head]
 
-    rings = {name: scratch[name] for name in ("key", "value") if name in inputs}
+    rings = {name: scratch[name] for name in ("key", "value")}
     fetch(rings, source, place.count)
 
 

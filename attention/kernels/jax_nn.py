@@ -38,7 +38,10 @@ def attend(
       NotImplementedError: `jax.nn` does not support the arguments.
     """
     if statistics:
-        head_statistics(query, key, bias, mask, backend=backend)
+        raise NotImplementedError(
+            f"implementation {backend!r} (jax.nn) returns no statistics; use "
+            f"'blockwise'"
+        )
     if alibi_slopes is not None or dropout_keys is not None:
         name = "dropout_rate" if alibi_slopes is None else "alibi_slopes"
         raise NotImplementedError(
@@ -94,13 +97,6 @@ def attend(
         out = jnp.where(seen[..., None], out, 0)
         lse = jnp.where(seen, lse, masks.EMPTY)
     return out, lse
-
-
-def head_statistics(query, key, bias, mask, *, backend, **arguments):
-    """Raise NotImplementedError, because `jax.nn` does not expose its weights."""
-    raise NotImplementedError(
-        f"implementation {backend!r} (jax.nn) returns no statistics; use 'blockwise'"
-    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

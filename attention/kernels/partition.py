@@ -5,6 +5,7 @@ device. `partitioned` declares the axes of batch and heads, and those that `jax.
 adds, as independent; all other axes must not be sharded.
 """
 
+import functools
 import warnings
 
 import jax
@@ -287,3 +288,14 @@ def _rule(operand_axes, result_axes, num_heads, num_kv_heads):
         "need_replication_factors": tuple(whole),
         **sizes,
     }
+
+
+def varying_like(arrays, shape, dtype):
+    """Return a result's type, which varies over the mesh axes of any input."""
+    varying = functools.reduce(
+        frozenset.union,
+        (jax.typeof(x).manual_axis_type.varying for x in arrays.values()),
+    )
+    return jax.ShapeDtypeStruct(
+        shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying)
+    )

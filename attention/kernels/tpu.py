@@ -66,24 +66,6 @@ def attend(
     return _attend((problem, statistics), query, key, value, bias, others)
 
 
-def head_statistics(
-    query, key, bias, mask, *, alibi_slopes=None, interpret=False, **structure
-):
-    """Return the statistics: see `attention.api`."""
-    _check(interpret, query, query)
-    problem, ids = _split(query, key, interpret, **structure)
-    arrays = present(
-        query=query,
-        key=key,
-        bias=bias,
-        mask=mask,
-        alibi_slopes=masks.expand(alibi_slopes, 0),
-        **ids,
-    )
-    _, rows = _call(_statistics, problem, arrays, ("BTN", "BTNx"))
-    return over_queries(HeadStatistics(*jnp.moveaxis(rows, -1, 0)))
-
-
 def unsupported(query, value, bias, mask) -> str | None:
     """Return why the kernels don't support these arrays; None if they do."""
     if query.dtype.name not in DTYPES:
@@ -272,22 +254,19 @@ def _forward(problem, arrays):
 
 
 def _statistics(problem, arrays):
-    T, N = arrays["query"].shape[2:4]
+    (T, N), V = arrays["query"].shape[2:4], arrays["value"].shape[-1]
     fields = len(HeadStatistics._fields)
     outputs = {
         "highest": ((N, 1, "T"), jnp.float32),
         "rows": ((N, fields, "T"), jnp.float32),
+        "out": ((N, V, "T"), arrays["query"].dtype),
     }
-    scratch = [(1, "T"), (1, "T"), (fields, "T")]
-    if "value" in arrays:
-        V = arrays["value"].shape[-1]
-        outputs["out"] = ((N, V, "T"), arrays["query"].dtype)
-        scratch.append((V, "T"))
+    scratch = [(1, "T"), (1, "T"), (fields, "T"), (V, "T")]
     found = run(
         kernels.statistics, problem, arrays, outputs, scratch, tiles=FORWARD_TILES
     )
-    highest, *results = (_back(found[name], T) for name in outputs)
-    return highest[..., 0], *results
+    highest, rows, out = (_back(found[name], T) for name in outputs)
+    return highest[..., 0], rows, out
 
 
 def _query_gradient(problem, arrays):

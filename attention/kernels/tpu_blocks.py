@@ -7,8 +7,6 @@ range of these blocks. Blocks outside are not computed, nor copied, because the 
 index then does not change.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from headcount.attention import masks
+from headcount.attention.kernels.partition import varying_like
 from headcount.attention.kernels.tpu_kernels import LANES, Block
 
 # Axes of each array as the kernels receive it, one letter each: R trials, B batch,
@@ -170,7 +169,7 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
             ],
         ),
         out_shape={
-            name: _varying_like(arrays, shapes[name], dtype)
+            name: varying_like(arrays, shapes[name], dtype)
             for name, (_, dtype) in outputs.items()
         },
         compiler_params=pltpu.CompilerParams(
@@ -251,14 +250,3 @@ def _range(ids, size, excluded):
     low = jnp.where(ids == excluded, limits.max, ids).min(-1)
     high = jnp.where(ids == excluded, limits.min, ids).max(-1)
     return low, high
-
-
-def _varying_like(arrays, shape, dtype):
-    """Return a result's type, which varies over the mesh axes of any input."""
-    varying = functools.reduce(
-        frozenset.union,
-        (jax.typeof(x).manual_axis_type.varying for x in arrays.values()),
-    )
-    return jax.ShapeDtypeStruct(
-        shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying)
-    )

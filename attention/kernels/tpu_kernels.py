@@ -71,11 +71,8 @@ def forward(problem, block, refs, scratch):
 
 
 def statistics(problem, block, refs, scratch):
-    """Compute `highest`, and in `rows` the fields of `HeadStatistics` in order.
-
-    If there are values, also compute `out`, as in `forward`.
-    """
-    highest, total, sums, *out = scratch
+    """Compute `highest` and `out`, and in `rows` the fields of `HeadStatistics`."""
+    highest, total, sums, out = scratch
     entropy, confidence, distance, previous, current, following, max_logit = (
         slice(i, i + 1) for i in range(len(HeadStatistics._fields))
     )
@@ -85,8 +82,7 @@ def statistics(problem, block, refs, scratch):
         highest[...] = jnp.full(highest.shape, masks.LOWEST, F32)
         total[...] = jnp.zeros(total.shape, F32)
         sums[...] = jnp.zeros(sums.shape, F32)
-        for accumulator in out:
-            accumulator[...] = jnp.zeros(accumulator.shape, F32)
+        out[...] = jnp.zeros(out.shape, F32)
 
     def update():
         logits = _logits(problem, block, refs)
@@ -102,9 +98,8 @@ def statistics(problem, block, refs, scratch):
         sums[distance, :] += _sum(exponentials * jnp.abs(offset).astype(F32))
         for place, wanted in shares:
             sums[place, :] += _sum(jnp.where(offset == wanted, exponentials, 0))
-        for accumulator in out:
-            kept = _dropped(problem, block, refs, exponentials)
-            _add_values(accumulator, refs["value"][...], kept, decay)
+        kept = _dropped(problem, block, refs, exponentials)
+        _add_values(out, refs["value"][...], kept, decay)
 
     def finish():
         seen = total[...] > 0
@@ -116,9 +111,7 @@ def statistics(problem, block, refs, scratch):
         rows[confidence, :] = jnp.where(seen, 1 / divisor, 0)
         rows[max_logit, :] = jnp.where(seen, highest[...], 0)
         refs["highest"][...] = highest[...]
-        for accumulator in out:
-            mean = accumulator[...] / divisor
-            refs["out"][...] = mean.astype(refs["out"].dtype)
+        refs["out"][...] = (out[...] / divisor).astype(refs["out"].dtype)
 
     return start, update, finish
 

@@ -80,6 +80,12 @@ def test_a_malformed_conllu_file_raises_with_the_line(tmp_path, content, tag, cu
         load("conllu", "train", write(tmp_path, content), tag)
 
 
+def test_columns_with_tabs_may_have_blanks_inside(tmp_path):
+    text = "New York\tx y\tB-LOC\n10\u00a0000\tO\n \n"
+    (sentence,) = load("conll", "train", write(tmp_path, text, "train.conll"), "upos")
+    assert sentence == Sentence(["New York", "10\u00a0000"], ["B-LOC", "O"])
+
+
 def test_a_conll_line_without_a_tag_raises_with_the_line(tmp_path):
     folder = write(tmp_path, "a B\n\nc\n", "train.txt")
     with pytest.raises(ValueError, match="train.txt, line 3, has one column"):

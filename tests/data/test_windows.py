@@ -48,7 +48,8 @@ def test_evaluation_scores_every_token_exactly_once_for_any_stride(
     length, stride = sizes
     stream = np.arange(100, 100 + total, dtype=np.int32)
     options = {"length": length, "stride": stride, "batch_tokens": batch_tokens}
-    batches = evaluation_windows(stream, separator=SEPARATOR, cross=cross, **options)
+    options |= {"separator": SEPARATOR, "cross": cross}
+    batches = list(evaluation_windows(stream, **options))
     assert len({batch["target"].shape for batch in batches}) == 1
     scored = []
     for batch in batches:

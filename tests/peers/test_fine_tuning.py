@@ -11,6 +11,7 @@ import transformers
 
 from headcount.configs.run import load_config
 from headcount.configs.validation import flat
+from headcount.data.batches import unpacked_batches
 from headcount.data.encoder_tokenizers import WordPieceTokenizer
 from headcount.models import huggingface
 from headcount.models.cost import abstract
@@ -148,7 +149,7 @@ def test_logits_and_three_updates_equal_transformers(task_name, tokenizer, tmp_p
         assert inputs["input_ids"][row].numpy()[mask[row]].tolist() == ids.tolist()
 
     model = load_model(tmp_path / "run")
-    ((indices, batch),) = task.evaluation_batches(examples, packed=False)
+    ((indices, batch),) = unpacked_batches(examples.fields, batch_tokens=4096)
     logits = np.asarray(model.class_logits(jax.tree.map(jnp.asarray, batch)))
     with torch.no_grad():
         wanted = theirs(**inputs).logits.numpy()

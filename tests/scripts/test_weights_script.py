@@ -49,6 +49,12 @@ def test_a_tokenizer_json_gives_the_same_ids_and_text(kind):
     assert ours.encode(["☃"], eos=False)[0].tolist() == theirs.encode("☃").ids
 
 
+def test_a_word_named_like_a_special_token_has_no_tokenizer_json():
+    """Both would have one id, and the ids of others would shift."""
+    with pytest.raises(NotImplementedError, match="<unk>"):
+        tokenizer_json(tokenizers.TableTokenizer(["a", "<unk>"], " "))
+
+
 def test_a_tokenizer_with_features_has_no_tokenizer_json():
     with pytest.raises(NotImplementedError, match="AffixTokenizer"):
         tokenizer_json(AffixTokenizer(["word a", "prefix a"]))

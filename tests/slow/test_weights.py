@@ -162,6 +162,9 @@ def test_every_parameter_has_its_own_place():
 def test_imported_models_read_a_corpus_of_their_task():
     assert settings_of(CONFIGS["gpt2"])["data.name"] == "text"
     tensors = tensors_of("bert") | {"classifier.weight": np.zeros((3, 4), np.float32)}
+    assert "bert.pooler.dense.weight" in tensors  # old taggers have one, too
+    found = huggingface.settings_of("bert", tensors, is_tagger=True)
+    assert found["task.name"] == "tagging"
     found = huggingface.settings_of("bert", tensors)
     assert found["task.name"] == "classification" and found["data.name"] == "labelled"
 

@@ -129,12 +129,9 @@ def test_every_token_of_a_split_is_scored_once_for_any_stride(folder, stride, cr
     assert np.bincount(scored).tolist() == np.bincount(stream[1:]).tolist()
     assert stream[0] == task.config.model.bos
     run = untrained_run(task, num_trials=1)
-    for batch in task.evaluation_batches(examples)[:1]:
-        _, weight = task.loss(model_of(run), jax.tree.map(jax.numpy.asarray, batch))
-        assert weight == batch["target_weights"].sum()
-    unpacked = task.evaluation_batches(examples, packed=False)
-    indices = np.concatenate([indices for indices, _ in unpacked])
-    assert indices.tolist() == list(range(len(indices)))
+    batch = next(iter(task.evaluation_batches(examples)))
+    _, weight = task.loss(model_of(run), jax.tree.map(jax.numpy.asarray, batch))
+    assert weight == batch["target_weights"].sum()
 
 
 def test_without_cross_documents_the_loss_is_that_of_documents_alone(folder):
@@ -165,9 +162,9 @@ def test_a_window_leaks_across_documents_only_if_it_may(tmp_path, cross):
     task = small_task(tmp_path / "tokenizer", **DECODER_ONLY | keys)
     examples = task.load("train")
     stream = task.token_stream(examples)
-    batch = evaluation_windows(
+    (batch, *_) = evaluation_windows(
         stream, length=12, stride=12, batch_tokens=12, separator=1, cross=cross
-    )[0]
+    )
     second = int(np.flatnonzero(stream == 1)[1])
     batch["target_weights"] = (np.arange(12) >= second).astype(np.int32)[None]
     run = untrained_run(task, num_trials=1)
@@ -323,7 +320,7 @@ def test_lines_without_a_token_have_no_log_probability(run):
 @pytest.mark.parametrize(
     "changes, culprit",
     [
-        ({"model.num_encoder_layers": 1}, "model.num_encoder_layers must be 0"),
+        ({"model.num_encoder_layers": 1}, "model.num_encoder_layers 0 and"),
         ({"model.num_decoder_layers": 0}, "model.num_decoder_layers"),
         ({"data.tokenizer": "letters"}, "data.tokenizer .*'letters'"),
         ({"data.name": "recall"}, "data.tokenizer must be words .*recall"),

@@ -105,7 +105,7 @@ def test_tags_stay_at_their_tokens_in_packed_and_unpacked_batches(task):
     examples = task.load("train")
     counts = np.bincount(examples.fields["tags"].tokens)
     packed = task.evaluation_batches(examples)
-    unpacked = [batch for _, batch in task.evaluation_batches(examples, packed=False)]
+    unpacked = task.evaluation_batches(examples, packed=False)
     for batches in (packed, unpacked):
         for batch in batches:
             assert (batch["source"][batch["tags"] > 0] > EOS).all()
@@ -295,6 +295,10 @@ def test_classes_of_another_run_stay_if_they_include_all_tags(tmp_path):
         new = task.new_parameters(theirs)
         assert new == (() if same else ("classifier",))
     assert task.new_parameters(tmp_path / "nowhere") == ("classifier",)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")  # trained: the classes are fixed
+    before = saved.read_bytes()
+    task.make_vocabulary(["x"], ["new", *TAGS])
+    assert saved.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import scipy.special
 from headcount.data import multi30k, numbers, tokenizers
 from headcount.data.examples import Ragged
 from headcount.runtime import sharding
-from headcount.tasks import text_scores, translation
+from headcount.tasks import heldout_loss, text_scores, translation
 from tests.runs import write_corpus
 from tests.tasks.untrained import evaluate, output_of, small_task, untrained_run
 
@@ -60,7 +60,7 @@ def test_examples_are_encoded_by_the_vocabulary_of_their_side(task):
 
 def test_score_equals_the_log_probability_of_the_logits(run, task, monkeypatch):
     """In several batches, of both trials, with the number of tokens."""
-    monkeypatch.setattr(translation, "SCORING_TOKENS", 128)
+    monkeypatch.setattr(heldout_loss, "SCORING_TOKENS", 128)
     source, target = (
         of.encode(text)
         for of, text in zip(task.tokenizers, (ENGLISH, GERMAN), strict=True)
@@ -97,11 +97,10 @@ def test_a_translation_scores_what_the_search_gives_it(task):
         "source": Ragged.of([source[i] for i, *_ in hypotheses]),
         "target": Ragged.of([ids for _, ids, _ in hypotheses]),
     }
-    for rows, batch in translation.batches.unpacked_batches(fields, batch_tokens=128):
-        loss, tokens = translation.row_losses(run.graph, task.loss, params, gate, batch)
-        for row, index in enumerate(rows):
-            assert -loss[row] == pytest.approx(hypotheses[index][2], rel=1e-4)
-            assert tokens[row] == len(hypotheses[index][1])
+    found = heldout_loss.token_log_probabilities(run, fields, 0)
+    for (_, ids, score), of_tokens in zip(hypotheses, found, strict=True):
+        assert of_tokens.sum() == pytest.approx(score, rel=1e-4)
+        assert len(of_tokens) == len(ids)
 
 
 @pytest.mark.slow
