@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.merge import programs
-from headcount.attention.merge import MERGE_RULES
 from headcount.runtime import topology as targets
 from headcount.runtime.topology import compile_for
 
@@ -13,8 +12,8 @@ TARGETS = ("v5e:2x2", "h200:1")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("rule", MERGE_RULES)
-def test_every_rule_compiles(rule, target):
+@pytest.mark.parametrize("rule", ["dynamic", "mixture", "shared_mixture"])
+def test_rules_that_are_more_than_a_product_compile(rule, target):
     function, arguments = programs(rule, *SIZE, jnp.bfloat16)[0]["merge + backward"]
     compile_for(targets.devices(target), function, *arguments)
 

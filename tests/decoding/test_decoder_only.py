@@ -57,6 +57,13 @@ KINDS = {
 }
 
 
+# The others have their steps tested by test_step.py and test_search.py.
+WITH_OWN_CACHES = (
+    *("rotary, grouped", "talking heads", "sink, QK norm", "latent, rotary"),
+    *("differential, exclusive, ALiBi", "value residual, knocking, shared mixture"),
+)
+
+
 def make_model(changes: dict, seed: int = 0):
     config = get_config()
     config.model.num_encoder_layers, config.model.width = 0, 32
@@ -111,10 +118,7 @@ def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
 PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    slow_but(["rotary, grouped"], KINDS),
-)
+@pytest.mark.parametrize("kind", slow_but(["rotary, grouped"], WITH_OWN_CACHES))
 def test_greedy_with_the_cache_equals_greedy_without(kind):
     seed = 9 if kind == "talking heads" else 0  # one that does not end at once
     graph, params = make_model(KINDS[kind], seed)
@@ -176,29 +180,6 @@ def test_texts_have_no_more_rows_than_prompts(monkeypatch):
         prompts, limits = [[BOS]] * count, [9] * count
         generate(graph, params, prompts, limits=limits, vocabulary=VOCABULARY)
     assert seen == [[1], [16], [16, 128]]
-
-
-@pytest.mark.slow
-def test_many_prompts_refill_rows_and_do_not_depend_on_each_other():
-    graph, params = make_model(KINDS["relative, one key head"])
-    rng = np.random.default_rng(0)
-    prompts = [
-        [BOS, *rng.integers(4, VOCAB, size=rng.integers(0, 30)).tolist()]
-        for _ in range(40)
-    ]
-    options = {"vocabulary": VOCABULARY, "temperature": 1.0, "seed": 5}
-    limits = rng.integers(2, 20, size=40).tolist()
-    many, _ = generate(graph, params, prompts, limits=limits, batch_size=8, **options)
-    for number in (0, 7, 39):
-        (alone,), _ = generate(
-            graph,
-            params,
-            [prompts[number]],
-            limits=[limits[number]],
-            sample_numbers=[number],
-            **options,
-        )
-        assert alone == many[number]
 
 
 def test_trials_are_each_as_alone():

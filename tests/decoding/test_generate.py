@@ -56,25 +56,6 @@ def test_results_are_the_same_where_python_numbers_are_int64():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beam_size", [1, 3])
-def test_results_do_not_depend_on_the_batch(beam_size):
-    """With more prompts than rows, so that rows are used again and the cache wraps."""
-    graph, params = make(layers=1)
-    texts = sentences(5, 12, 1, 20, 3, 8, 9, 14, 24, 2, 6, 16, 17)
-    limits = short(texts) if beam_size > 1 else [2 * len(text) + 16 for text in texts]
-    options = {"beam_size": beam_size, "length_penalty": 0.6}
-    together, scores = generate(
-        graph, params, texts, limits=limits, batch_size=4 * beam_size, **options
-    )
-    for i in (1, 2, 8, 12):
-        alone, score = generate(
-            graph, params, [texts[i]], limits=[limits[i]], **options
-        )
-        assert alone == [together[i]]
-        np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
-
-
-@pytest.mark.slow
 def test_no_prompt_and_an_empty_one():
     graph, params = make()
     assert generate(graph, params, []) == ([], [])

@@ -25,7 +25,6 @@ from tests.decoding_cases import (
     sentences,
     trimmed,
 )
-from tests.marks import slow_but
 
 # `test_search` compares the cached scores of these, or their merge rule treats each
 # position by itself.
@@ -67,7 +66,7 @@ def test_cached_logits_of_bfloat16_are_float32():
     assert found.dtype == jnp.bfloat16 and found.item() == pytest.approx(wanted, 4e-3)
 
 
-@pytest.mark.parametrize("shape", slow_but(SETTINGS.keys() - COVERED, SETTINGS))
+@pytest.mark.parametrize("shape", sorted(SETTINGS.keys() - COVERED))
 def test_greedy_with_the_cache_equals_greedy_without(shape):
     graph, params = make(**SETTINGS[shape])
     texts = sentences(5, 1, 9)

@@ -12,7 +12,6 @@ from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS, claim_of
 from headcount.models.attention import Attention
 from headcount.models.variants import Difference
-from tests.marks import slow_but
 
 # Variants whose gradients COMBINED covers, in the same code.
 IN_COMBINED = {"gate", "gate, shared", "gate, from 1", "gate on values", "exclusive"}
@@ -218,7 +217,7 @@ def test_largest_logits_by_hand(implementation):
 WITH_OWN_MAPS = "gate", "talking heads", "differential", "latent"
 
 
-@pytest.mark.parametrize("variant", slow_but(WITH_OWN_MAPS, VARIANTS))
+@pytest.mark.parametrize("variant", WITH_OWN_MAPS)
 def test_every_variant_drops_weights(variant):
     """Where a call gives a key, and other ones by another key."""
     module = layer(**settings_of(variant) | {"dropout": 0.4})
@@ -266,10 +265,7 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but([*VARIANTS.keys() - IN_COMBINED, *COMBINED], [*VARIANTS, *COMBINED]),
-)
+@pytest.mark.parametrize("name", [*sorted(VARIANTS.keys() - IN_COMBINED), *COMBINED])
 def test_gradients_causality_and_padding(name):
     """Every parameter by finite differences; no token sees a later one, or padding."""
     settings = COMBINED[name] if name in COMBINED else settings_of(name)

@@ -53,7 +53,7 @@ def test_packing_equals_one_sentence_per_row_and_gates_of_one_change_nothing(nam
         )
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["concat, talking", "differential", "clipped"])
 def test_training_overfits_a_handful_of_pairs(name):
     build = build_of(*SETTINGS[name])
     config = get_config()

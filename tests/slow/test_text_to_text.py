@@ -32,18 +32,6 @@ def answers(rng):
     return question, people[chosen]
 
 
-def replies(rng):
-    """A story told in turns, and who did what."""
-    who, other = rng.permutation(NAMES)[:2]
-    what = rng.choice(THINGS)
-    turns = [
-        f"{who} met {other}.",
-        "And then?",
-        f"She gave {other} the {what}. Who did?",
-    ]
-    return " || ".join(turns), f"{who} did."
-
-
 def commands(section: str) -> list[list[str]]:
     """Return the training and evaluation commands of a section of the guide."""
     text = GUIDE.split(f"## {section}\n")[1].split("\n## ")[0]
@@ -53,12 +41,7 @@ def commands(section: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "section, make",
-    [
-        ("Summarisation", summaries),
-        ("Question answering", answers),
-        ("Dialogue", replies),
-    ],
+    "section, make", [("Summarisation", summaries), ("Question answering", answers)]
 )
 def test_the_guide_trains_and_scores_with_its_metrics(section, make, tmp_path):
     rng = np.random.default_rng(0)

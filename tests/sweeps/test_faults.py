@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from sweep_cases import ROOT, end, finish, metrics, rows, scores, start, started, sweep
 
 from tests.processes import repeats
@@ -34,10 +33,10 @@ def same_sweep(workdir, uninterrupted, seed):
         assert set(commands[:last]) <= {"train"}, f"seed {seed}: {name}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_to_the_group_of_a_sweep(uninterrupted, tmp_path, corpus, number):
-    """At random moments, once or several times."""
+def test_signals_to_the_group_of_a_sweep(uninterrupted, tmp_path, corpus):
+    """A random one, at random moments, once or several times."""
     seed, generator = random_moments()
+    number = generator.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     workdir = tmp_path / "sweep"
     for _ in range(repeats(1)):
         process = start(sweep("run", workdir, corpus))
