@@ -23,7 +23,7 @@ SWEEPS, ARMS = 20_000, 5
 PLANS = {
     1: (16,),
     2: (4, 32),
-    5: (2, 4, 8, 16, 32),
+    4: (4, 8, 16, 32),
     8: (4, 5, 6, 8, 10, 12, 14, 16),
 }
 SAMPLING = 4 * (LEVEL * (1 - LEVEL) / SWEEPS) ** 0.5  # four standard errors
