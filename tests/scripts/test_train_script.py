@@ -14,7 +14,7 @@ import pytest
 from headcount.configs import run as config_of_run
 from headcount.data import tokenizers
 from headcount.runtime.files import locked
-from headcount.tasks.translation import EXACT_MATCH
+from headcount.tasks.translation import METRICS
 from headcount.training.run import load
 from headcount.training.selection import ranks
 from tests.runs import (
@@ -153,7 +153,7 @@ def test_a_resumed_run_knows_its_best_parameters(workdir, corpus):
         trial: {name: row[f"dev_{name}"] for name in ("exact_match", "loss")}
         for trial, row in dev.items()
     }
-    wanted = ranks(rows, EXACT_MATCH, 2).tolist()  # of configs/numbers.py
+    wanted = ranks(rows, METRICS["exact_match"], 2).tolist()  # of configs/numbers.py
     assert (step, steps, scores) == (60, [60, 60], wanted)
 
 

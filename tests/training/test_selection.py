@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from headcount.tasks.base import LOSS
-from headcount.tasks.translation import BLEU, EXACT_MATCH
+from headcount.tasks.translation import METRICS
 from headcount.training.selection import initial_best, keep_best, rank, ranks
+
+BLEU, EXACT_MATCH = METRICS["bleu"], METRICS["exact_match"]
 
 
 def test_keep_best_is_per_trial():
