@@ -184,7 +184,7 @@ def test_sites_have_head_shapes_of_their_own():
                 "attention": {"sink": True},
                 "cross_attention": {"talking_heads": True},
             },
-            "model.cross_attention.sink must be False with talking_heads",
+            "model.cross_attention.sink can.t be used with talking_heads",
         ),
     ],
 )
