@@ -24,8 +24,6 @@ def get_config(size: str = "small"):
     if size not in ("small", "medium"):
         raise ValueError(f"configs/gpt2.py has :small and :medium, not :{size}")
     config = presets.get_config(f"gpt2_{size}")
-    config.task.name = "language_model"
-    config.data.name = "text"
     config.data.max_length = 1024
     config.data.batch_tokens = 512 * 1024
     config.model.dropout = 0.0

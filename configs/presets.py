@@ -57,6 +57,8 @@ def bert(num_layers: int, width: int, num_heads: int):
 def gpt2(num_layers: int, width: int, num_heads: int):
     """Return a decoder-only model: pre-norm, learned positions, tanh GELU."""
     config = one_stack("decoder", num_layers, width, num_heads)
+    config.task.name = "language_model"
+    config.data.name = "text"
     config.data.vocab_size = 50_257
     config.model.positions = "learned"
     config.model.max_positions = 1024
