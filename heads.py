@@ -18,7 +18,6 @@ to explore all of this.
 """
 
 # isort: off
-from headcount.configs.validation import choose
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
@@ -49,6 +48,7 @@ from headcount.configs.commandline import (
     path_of,
     run,
 )
+from headcount.configs.validation import choose
 from headcount.decoding import flags as decoding
 from headcount.runtime.files import write
 from headcount.runtime.logging import show_log

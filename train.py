@@ -249,7 +249,8 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     if last is None:
         step, other = 0, config.train.init_from
         if other is not None:  # before anything is compiled, to fail early
-            new = task.new_parameters(run_folder(other) / "tokenizer")
+            with distributed.fail_together():  # some hosts may lack the folder
+                new = task.new_parameters(run_folder(other) / "tokenizer")
             params = parameters_to_start_from(
                 other, config, trials, abstract.params, new
             )

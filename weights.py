@@ -186,7 +186,8 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
     with name_file(folder / "model.safetensors"):
         tensors = huggingface.full_names(family, read_tensors(folder))
         tensors, left_out = huggingface.leave_out(family, tensors)
-        is_tagger = "BertForTokenClassification" in original.get("architectures", ())
+        named = original.get("architectures") or ()
+        is_tagger = "BertForTokenClassification" in named
         settings |= huggingface.settings_of(family, tensors, is_tagger)
     with name_file(folder / "config.json"):
         config = config_of(settings)

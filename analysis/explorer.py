@@ -139,12 +139,11 @@ def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
     read = dict(fields)
     if "target" in fields:
         read["read"] = [run.config.model.bos, *fields["target"][:-1]]
-    shown = {}
+    shown, special = {}, special_tokens(run)
     for name, ids in read.items():
         field = "target" if name == "read" else name
         shown[name] = strings_of(run, field, ids)
-        sinks = [i for i, x in enumerate(ids) if x in special_tokens(run)]
-        shown[f"{name}_sinks"] = sinks
+        shown[f"{name}_sinks"] = [i for i, x in enumerate(ids) if x in special]
     first = shown["source" if "source" in shown else "target"]
     text = " ".join(first)
     return shown | {"text": text if len(text) < 90 else text[:88] + "…"}

@@ -97,8 +97,8 @@ def read_conll(path: Path, tag: str) -> list[Sentence]:
             raise ValueError(
                 f"{path}, line {number}, has one column; it needs a word and its tag."
             )
-        has_tab = "\t" in line.strip()
-        words.append(line.strip().split("\t")[0] if has_tab else fields[0])
+        word, tab, _ = line.strip().partition("\t")
+        words.append(word if tab else fields[0])
         tags.append(fields[-1])
     return sentences
 

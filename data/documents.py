@@ -23,8 +23,6 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 KEYS = "name", "directory", "test_share"  # of config.data: what corpus it is
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
-
-
 GENERATED = ("recall", "stories")  # corpora that are not read from files
 
 

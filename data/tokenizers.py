@@ -362,7 +362,7 @@ def load_pair(folder: Path) -> tuple:
 def _read(kind, path: Path, *vocabulary):
     try:
         tokenizer = kind(path.read_bytes(), *vocabulary)
-    except (RuntimeError, AttributeError, TypeError):  # the latter of vocab.json
+    except (RuntimeError, AttributeError, TypeError):  # the last two: of vocab.json
         tokenizer = None
     if tokenizer is None or not tokenizer.vocab_size:  # 0 if the file is empty
         raise _damaged(path)

@@ -111,8 +111,7 @@ class Run(NamedTuple):
         Raises:
             TypeError: `lines` is a single string.
         """
-        if isinstance(lines, str):
-            raise TypeError("lines must be a list of texts, not one text.")
+        check_lines("lines", lines)
         return list(self.task.predict(self, lines, **options))
 
     def evaluate(self, split: str, **options) -> list[dict]:
@@ -148,6 +147,12 @@ class Run(NamedTuple):
         labels = self.task.labels(fields)
         queries, keys = (labels[name] for name in LABELS[site])
         return Attention(weights, norm_weights, queries, keys)
+
+
+def check_lines(name: str, lines: Sequence[str]) -> None:
+    """Raise a TypeError if `lines` is a single string instead of a list."""
+    if isinstance(lines, str):
+        raise TypeError(f"{name} must be a list of strings, as in [{lines!r}]")
 
 
 class Attention(NamedTuple):
@@ -375,7 +380,7 @@ class Task:
         found = {
             name: self.token_strings(name, ids)
             for name, ids in fields.items()
-            if name in ("source", "target")  # tags and labels are no tokens
+            if name not in self.aligned  # such as tags, which are no tokens
         }
         if "target" in fields:
             read = [self.config.model.bos, *fields["target"][:-1]]

@@ -29,7 +29,7 @@ from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
-from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
+from headcount.tasks.base import LOSS, Metric, Run, Task, check_lines, token_loss
 from headcount.tasks.heldout_loss import heldout_sums, token_log_probabilities
 
 BITS_PER_BYTE = Metric(
@@ -322,8 +322,7 @@ class LanguageModel(Task):
 
         The number includes the separator, which the last step is forced to.
         """
-        if isinstance(lines, str):
-            raise TypeError(f"lines must be a list of strings, as in [{lines!r}]")
+        check_lines("lines", lines)
         model = self.config.model
         encoded = self.tokenizer.encode(list(lines), eos=False)
         prompts = [[model.bos, *ids.tolist()] for ids in encoded]

@@ -15,7 +15,7 @@ from headcount.models.validation import check_bos
 from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.tasks import text_scores
-from headcount.tasks.base import LOSS, Metric, Run, Task, token_loss
+from headcount.tasks.base import LOSS, Metric, Run, Task, check_lines, token_loss
 from headcount.tasks.heldout_loss import heldout_loss, token_log_probabilities
 
 points = partial(Metric, unit="points", bounds=(0, 100))
@@ -382,9 +382,3 @@ def n_best_lines(lists: list, first: int = 0) -> list[str]:
         for index, each in enumerate(lists, first)
         for text, score in each
     ]
-
-
-def check_lines(name: str, lines: Sequence[str]) -> None:
-    """Raise a TypeError if `lines` is a single string instead of a list."""
-    if isinstance(lines, str):
-        raise TypeError(f"{name} must be a list of strings, as in [{lines!r}]")

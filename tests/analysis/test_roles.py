@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from headcount.analysis import roles
+from headcount.analysis import explorer, roles
 from headcount.configs.stories import get_config
 from headcount.data import columns, stories, tokenizers
 from headcount.data.examples import Examples
@@ -124,6 +124,19 @@ def test_heads_set_by_hand_have_their_role_and_no_other(task, examples):
     assert matched["induction"]["best"] == ["1.1"]
     assert matched["induction"]["having"] == 1
     assert matched["noun → its adjective"]["having"] == 0
+
+
+@pytest.mark.slow
+def test_the_page_has_roles_of_links_of_a_split_longer_than_its_limit(task, examples):
+    run = made_by_hand(task)
+    shown = roles.first_sentences(run, examples, 1)
+    given = {"a": run}, {"a": examples}, {"a": shown}, {"a": [0]}
+    (page,) = explorer.explore(*given, limit=60)["runs"]
+    found = {
+        (head["layer"], head["head"]): [row["role"] for row in head["roles"]]
+        for head in page["trials"][0]["heads"]
+    }
+    assert "verb → its subject" in found[0, 1] and found[0, 2] == []
 
 
 @pytest.mark.slow

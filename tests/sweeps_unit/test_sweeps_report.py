@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
 from headcount.tasks.base import LOSS, Metric
 from headcount.tasks.language_model import BITS_PER_BYTE, PERPLEXITY
+from headcount.tasks.translation import METRICS
 
 
 def diverge(sweep, index, trial=None):
@@ -356,7 +358,10 @@ def test_metrics_per_token_need_the_same_tokens(tmp_path, corpus):
     assert [m.name for m in report.comparable_metrics(other)] == [
         metric.name for metric in sweep.task.metrics if metric != LOSS
     ]
-    assert PERPLEXITY.per_token and not BITS_PER_BYTE.per_token
+    own = METRICS["bleu"]  # by which the sweep compares
+    task = SimpleNamespace(metrics=(own, PERPLEXITY, BITS_PER_BYTE))
+    found = report.comparable_metrics(other._replace(task=task))
+    assert found == [own, BITS_PER_BYTE]
 
 
 @pytest.mark.usefixtures("figures")
