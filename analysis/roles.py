@@ -331,7 +331,7 @@ def after_same(reads: np.ndarray, special: tuple[int, int]) -> np.ndarray:
 
     Args:
         reads: token ids.
-        special: ids of tokens that are no such queries.
+        special: ids of special tokens, which have no such keys.
     """
     same = reads[:, None] == reads
     after = np.zeros_like(same)

@@ -197,7 +197,7 @@ def start_trackers(names, workdir: Path, step: int) -> dict:
 
 
 def attempt(name: str, function, *arguments):
-    """Call a tracker's function; if it raises any exception, log it, return FAILED.
+    """Call a tracker's function; log any exception that it raises, and return FAILED.
 
     Trackers raise exceptions of many types, and none may stop training.
     """
