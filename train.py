@@ -152,6 +152,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
                 fit(trainer, default_hooks(config, progress), stop, profile)
             except BaseException:
                 finish(workdir, "failed")
+                trainer.writer.close()  # the last line printed must be the error
                 raise
             finally:
                 progress.close()

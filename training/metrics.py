@@ -80,12 +80,16 @@ class MetricsWriter:
                 del self.boards[name]
 
     def close(self) -> None:
-        """Close the file and the trackers; `write` has already reported a full disk."""
+        """Close the file and the trackers; `write` has already reported a full disk.
+
+        A second call does nothing.
+        """
         if self.silent:
             return
         with contextlib.suppress(OSError):
             self.file.close()
-        for name, board in (self.boards or {}).items():
+        boards, self.boards = self.boards or {}, {}
+        for name, board in boards.items():
             attempt(name, board.close)
 
 

@@ -268,6 +268,12 @@ def test_two_processes_do_not_share_a_workdir(corpus, tmp_path):
 
 
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+TRACKER_FAILS = """
+from headcount.training import tracking
+def close(self):
+    raise OSError("no space for the tracker either")
+tracking.TensorBoard.close = close
+"""
 
 
 @pytest.mark.slow
@@ -275,8 +281,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(workdir, trained, corpus)
     """Files that can't grow past a limit are to the writer the same as a full disk."""
     longer = training(workdir, **corpus, **{"train.num_steps": 80})
     metrics = (workdir / "metrics.jsonl").stat().st_size
-    ran = run(longer, before=LIMIT.format(metrics))
-    fails(ran, "metrics.jsonl can't be written")
+    ran = run(longer, before=LIMIT.format(metrics + 999) + TRACKER_FAILS)
+    fails(ran, "metrics.jsonl can't be written")  # the last line, although
+    assert "no space for the tracker either" in ran.stderr
     assert status(workdir) == "failed"
     assert checksums(workdir) == checksums(trained)
     (workdir / "metrics.jsonl").write_text("")  # leaves only the checkpoint too large
