@@ -28,7 +28,7 @@ def main() -> None:
     print(COLUMNS.format("dtype", "implementation", "picked", "error", "time", "why"))
     for dtype in DTYPES:
         x = jax.ShapeDtypeStruct((1, 128, 8, 64), dtype)
-        chosen = resolve_implementation(x, x, x)
+        chosen = resolve_implementation(x, x, x, is_plain=True)
         for name, (_, options) in IMPLEMENTATIONS.items():
             if "interpret" not in options:
                 picked = "picked" if name == chosen else ""

@@ -166,7 +166,8 @@ def dot_product_attention(
         alibi_slopes=alibi_slopes,
     )
     structure |= dropout_arguments(dropout_rate, dropout_seed, arrays[0])
-    name = _named(implementation, arrays)
+    has_extras = return_residual or return_statistics or sink is not None
+    name = _named(implementation, arrays, _is_plain(structure) and not has_extras)
     if structure["alibi_slopes"] is not None and name != "reference":
         structure["alibi_slopes"] = _constant(name, structure["alibi_slopes"])
     out, lse, *rows = _function(name)(
@@ -246,13 +247,16 @@ def attention_weights(
     return weights if batched else weights[0]
 
 
-def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=None):
+def resolve_implementation(
+    query, key, value, bias=None, mask=None, *, platform=None, is_plain=False
+):
     """Return the name that `implementation=None` stands for.
 
     On a CPU: "cpu" for every dtype but float64, if its kernels can be compiled, which
     takes a few seconds on the first call on a machine. On a GPU or TPU: the fused
     kernel "gpu" or "tpu", if it supports the arrays and the device, and `verification`
-    has accepted it on this device. Otherwise "blockwise". When compiling for a device
+    has accepted it on this device. Otherwise, on an NVIDIA GPU that is present, "cudnn"
+    for plain calls that it supports. Otherwise "blockwise". When compiling for a device
     that is not present, verification is skipped.
 
     Args:
@@ -260,6 +264,8 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
         `dot_product_attention` takes.
       platform: "cpu", "gpu" or "tpu". Defaults to the platform of the mesh set with
         `jax.set_mesh`, else `jax.default_backend()`.
+      is_plain: whether the call has none of the optional arguments that are not among
+        these, except scale, is_causal and head_gate.
     """
     require(
         platform in (None, "cpu", "gpu", "tpu"),
@@ -274,14 +280,17 @@ def resolve_implementation(query, key, value, bias=None, mask=None, *, platform=
     query, value = (
         jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in (query, value)
     )
-    if bias is not None or kernel.unsupported(query, value, bias, mask):
-        return "blockwise"
-    if is_target and kernel.unsupported_device():
-        return "blockwise"
     is_here = is_target and platform == jax.default_backend()
-    if is_here and not verification.is_accepted(platform, query.dtype.name):
-        return "blockwise"
-    return platform
+    if not (
+        bias is not None
+        or kernel.unsupported(query, value, bias, mask)
+        or (is_target and kernel.unsupported_device())
+        or (is_here and not verification.is_accepted(platform, query.dtype.name))
+    ):
+        return platform
+    if is_plain and is_here and platform == "gpu":
+        return "cudnn" if jax_nn.cudnn_fits(query, value, bias, mask) else "blockwise"
+    return "blockwise"
 
 
 def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:
@@ -332,7 +341,13 @@ def _of_heads(name, array, B, N, batched):
     return array.reshape(-1, 1, N)
 
 
-def _named(name, arrays):
+def _is_plain(structure: dict) -> bool:
+    """Return whether a call has no masking but causality, no slopes, no dropout."""
+    optional = structure.keys() - {"scale", "is_causal", "dropout_rate"}
+    return all(structure[name] is None for name in optional)
+
+
+def _named(name, arrays, is_plain=False):
     """Resolve an implementation's name; empty arrays always use "reference"."""
     require(
         name is None or isinstance(name, str) and name in IMPLEMENTATIONS,
@@ -341,7 +356,7 @@ def _named(name, arrays):
     )
     if 0 in (*arrays[0].shape[:2], arrays[1].shape[1]):
         return "reference"
-    return resolve_implementation(*arrays) if name is None else name
+    return resolve_implementation(*arrays, is_plain=is_plain) if name is None else name
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

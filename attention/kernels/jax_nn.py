@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from headcount.attention import masks
-from headcount.attention.platform import platform
+from headcount.attention.platform import compute_capability, platform
 
 
 def attend(
@@ -97,6 +97,23 @@ def attend(
         out = jnp.where(seen[..., None], out, 0)
         lse = jnp.where(seen, lse, masks.EMPTY)
     return out, lse
+
+
+def cudnn_fits(query, value, bias, mask) -> bool:
+    """Return whether cuDNN computes attention of these arrays on the GPU at hand.
+
+    It stays within what cuDNN has supported since Ampere. It also takes some biases and
+    masks, and larger heads on Hopper, with conditions that change between versions.
+    """
+    H, V = query.shape[-1], value.shape[-1]
+    return (
+        bias is None
+        and mask is None
+        and query.dtype in (jnp.bfloat16, jnp.float16)
+        and H == V <= 128
+        and H % 8 == 0
+        and (compute_capability() or 0) >= 8.0
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -422,6 +422,43 @@ def test_default_implementation_of_a_platform(platform, dtype, size, bias, name)
     assert attention.resolve_implementation(x, x, x, bias, platform=platform) == name
 
 
+HALF, IDS = jnp.ones((1, 8, 2, 16), "bfloat16"), jnp.ones((1, 8), int)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("cudnn", {}),
+        ("cudnn", {"is_causal": True, "scale": 0.5, "head_gate": jnp.ones(2)}),
+        ("blockwise", {"is_causal": True, "local_window_size": 4}),
+        ("blockwise", {"query_seq_lengths": jnp.array([3])}),
+        ("blockwise", {"query_segment_ids": IDS, "key_value_segment_ids": IDS}),
+        ("blockwise", {"mask": jnp.ones((8, 8), bool)}),
+        ("blockwise", {"bias": jnp.ones((8, 8))}),
+        ("blockwise", {"alibi_slopes": jnp.ones(2)}),
+        ("blockwise", {"dropout_rate": 0.1, "dropout_seed": 0}),
+        ("blockwise", {"sink": jnp.zeros(2)}),
+        ("blockwise", {"return_residual": True}),
+        ("blockwise", {"return_statistics": True}),
+        ("blockwise", {"value": HALF[..., :8]}),
+        ("blockwise", dict.fromkeys(("query", "key", "value"), HALF[..., :12])),
+        ("blockwise", dict.fromkeys(("query", "key", "value"), HALF.astype("float32"))),
+    ],
+)
+def test_a_gpu_without_our_kernel_runs_cudnn_where_it_fits(monkeypatch, name, change):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for module in ("jax_nn", "gpu"):
+        path = f"headcount.attention.kernels.{module}.compute_capability"
+        monkeypatch.setattr(path, lambda: 8.0)
+
+    def stop(name):
+        raise InterruptedError(name)
+
+    monkeypatch.setattr("headcount.attention.api._function", stop)
+    with pytest.raises(InterruptedError, match=name):
+        attend(**{"query": HALF, "key": HALF, "value": HALF} | change)
+
+
 @pytest.mark.parametrize(
     "kind, platform, name",
     [
