@@ -61,7 +61,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.max_positions = 512  # tokens that learned positions tell apart
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
     model.norm_type = "layer_norm"  # or rms_norm
-    model.norm_epsilon = 1e-6  # of norms over D, added to the variance
+    model.norm_epsilon = 1e-6  # of norms over D, and of queries, keys, latents
     model.use_bias = True  # in feed-forwards and norms; attention has its own
     model.mlp = "plain"  # or "gated": times another linear map (SwiGLU with silu)
     model.activation = "relu"  # of the feed-forward; or gelu, gelu_tanh, silu

@@ -25,6 +25,7 @@ from headcount.models.variants import (
     Gate,
     Knocking,
     Latent,
+    rms_norm,
 )
 
 INITS = {"xavier": "fan_avg", "fan_in": "fan_in"}  # modes of variance_scaling
@@ -88,6 +89,7 @@ class Attention(nnx.Module):
             update, its query and key kernels are scaled down. See `Attention.clip`.
         rotary: whether the model uses rotary positions here.
         is_cross: whether this is cross-attention.
+        norm_epsilon: added to the mean square in `qk_norm` and `latent_norm`.
         layer: index of the layer in its stack, from 0.
         path: the config section, for error messages.
 
@@ -134,6 +136,7 @@ class Attention(nnx.Module):
         qk_clip: float | None = None,
         rotary: bool = False,
         is_cross: bool = False,
+        norm_epsilon: float = 1e-6,
         layer: int = 0,
         path: str = "model.attention",
         rngs: nnx.Rngs,
@@ -191,8 +194,10 @@ class Attention(nnx.Module):
         else:
             self.key = self.key_bias = self.value = self.value_bias = None
             sizes = num_heads, head_dim, value_dim
-            settings = {"use_norm": latent_norm, "initial": initial, "rngs": own}
+            norm = partial(rms_norm, epsilon=norm_epsilon) if latent_norm else None
+            settings = {"make_norm": norm, "initial": initial, "rngs": own}
             self.latent = Latent(width, latent_dim, rotary_size, *sizes, **settings)
+            rngs.params(), rngs.params()  # those of key and value, for the same reason
 
         merged = num_heads // pairs, value_dim * pairs
         self.num_merged_heads = merged[0]
@@ -203,8 +208,10 @@ class Attention(nnx.Module):
             if len(shape) == 1:  # vectors are zero, which has no effect at first
                 return nnx.Param(jnp.zeros(shape), axes=axes)
             num_inputs = 1 if axes.startswith("D") else len(shape) - 1
-            gain = merge_gain if name == "kernel" else 1.0
-            values = initial(num_inputs, len(shape), gain)(rngs.params(), shape)
+            gain, key = merge_gain, rngs.params
+            if name != "kernel":
+                gain, key = 1.0, own.params
+            values = initial(num_inputs, len(shape), gain)(key(), shape)
             return nnx.Param(values, axes=axes)
 
         shapes = attention.MERGE_RULES[merge].shapes
@@ -220,11 +227,8 @@ class Attention(nnx.Module):
         )
         self.sink = nnx.Param(jnp.zeros(num_heads), axes="N") if sink else None
 
-        def norm():
-            return nnx.RMSNorm(head_dim, scale_metadata={"axes": "H"}, rngs=rngs)
-
-        self.query_norm = norm() if qk_norm else None
-        self.key_norm = norm() if qk_norm else None
+        norm = partial(rms_norm, head_dim, "H", epsilon=norm_epsilon, rngs=own)
+        self.query_norm, self.key_norm = (norm(), norm()) if qk_norm else (None, None)
         # Attention divides logits by sqrt(H): this factor gives another scale.
         self.query_factor = None if scale is None else scale * query_dim**0.5
 

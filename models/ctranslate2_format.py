@@ -41,8 +41,6 @@ def check(config) -> None:
                 TARGET, f"{path}.num_heads", f"as in the decoder, {sizes['decoder']}", N
             )
     normed = [folding.site_settings(config, site)["qk_norm"] for site in sizes]
-    if any(normed):
-        folding.require(config, f"{TARGET} with qk_norm", norm_epsilon=(1e-6,))
     if any(normed) and config.model.num_encoder_layers:
         folding.refuse(
             f"{TARGET} with an encoder", "model.attention.qk_norm", False, True

@@ -57,7 +57,7 @@ def family_of(config) -> str:
         wanted = {"norm": ("pre",), "norm_type": ("rms_norm",), "mlp": ("gated",)}
         folding.require(config, title, **wanted)
         if family == "qwen3":
-            folding.require(config, title, norm_epsilon=(1e-6,), use_bias=(False,))
+            folding.require(config, title, use_bias=(False,))
     else:
         family, title = "gpt2", "Hugging Face's GPT-2"
         folding.check_plain(config, title, (*PLAIN, *NORMS, "tie_embeddings"), SHAPE)

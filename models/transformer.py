@@ -58,7 +58,8 @@ class Transformer(nnx.Module):
         max_positions: number of "learned" positions. Later tokens use the last one.
         norm: "post" or "pre".
         norm_type: "layer_norm" or "rms_norm".
-        norm_epsilon: added to the variance in every norm over the model width.
+        norm_epsilon: added to the variance in norms over the model width, and of
+            queries, keys and latents.
         use_bias: whether feed-forwards and norms have biases. Attention has its own
             `use_bias`.
         activation: a name in `models.layers.ACTIVATIONS`.
@@ -154,7 +155,7 @@ class Transformer(nnx.Module):
         arguments = {
             site: attention_arguments(site, attention, own[site])
             | {"rotary": positions == "rotary" and site != "cross"}
-            | {"is_cross": site == "cross"}
+            | {"is_cross": site == "cross", "norm_epsilon": norm_epsilon}
             for site in SITES
         }
         stacks = {"encoder": num_encoder_layers, "decoder": num_decoder_layers}

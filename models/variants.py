@@ -62,6 +62,12 @@ class Gate(nnx.Module):
         return heads * gates.astype(heads.dtype)
 
 
+def rms_norm(size: int, axes: str, *, epsilon: float, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """Make a norm over the last axis."""
+    metadata = {"axes": axes}
+    return nnx.RMSNorm(size, epsilon=epsilon, scale_metadata=metadata, rngs=rngs)
+
+
 class Difference(nnx.Module):
     """Differential attention's λ and norm (Ye et al. 2024).
 
@@ -85,9 +91,7 @@ class Difference(nnx.Module):
             }
         )
         self.initial = variants.initial_difference(layer)
-        self.norm = nnx.RMSNorm(
-            value_dim, epsilon=1e-5, scale_metadata={"axes": "V"}, rngs=rngs
-        )
+        self.norm = rms_norm(value_dim, "V", epsilon=1e-5, rngs=rngs)
 
     def factor(self) -> Float[Array, ""]:
         """Return λ."""
@@ -145,7 +149,7 @@ class Latent(nnx.Module):
         latent_dim: size of c.
         rotary_dim: size of r; 0 without rotary positions.
         num_heads, head_dim, value_dim: N, H (without the rotary part), V.
-        use_norm: whether to RMS-normalise c, as DeepSeek does.
+        make_norm: makes the norm of c that DeepSeek has, see `rms_norm`; None for none.
         initial: function from the number of input axes and the rank to an initializer.
     """
 
@@ -158,7 +162,7 @@ class Latent(nnx.Module):
         head_dim: int,
         value_dim: int,
         *,
-        use_norm: bool,
+        make_norm,
         initial,
         rngs: nnx.Rngs,
     ):
@@ -171,11 +175,7 @@ class Latent(nnx.Module):
         self.down = kernel(width, latent_dim + rotary_dim, axes="D latent")
         self.key = kernel(latent_dim, num_heads, head_dim, axes="latent N H")
         self.value = kernel(latent_dim, num_heads, value_dim, axes="latent N V")
-        self.norm = (
-            nnx.RMSNorm(latent_dim, scale_metadata={"axes": "latent"}, rngs=rngs)
-            if use_norm
-            else None
-        )
+        self.norm = make_norm and make_norm(latent_dim, "latent", rngs=rngs)
 
     def compressed(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from headcount.attention import dot_product_attention, variants
+from headcount.attention import MERGE_RULES, dot_product_attention, variants
 from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS, claim_of
 from headcount.models.attention import Attention
@@ -340,6 +340,27 @@ def test_gradients_causality_and_padding(name):
 def test_settings_that_do_not_fit_raise_an_error_that_names_the_keys(settings, keys):
     with pytest.raises(ValueError, match=f"model.attention.{keys}"):
         layer(**settings)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *MERGE_RULES])
+def test_what_a_variant_adds_shifts_no_initial_value(variant):
+    """Neither those that it shares with plain heads, nor those of later layers."""
+
+    def initial(settings):
+        rngs = nnx.Rngs(0)
+        module = Attention(D, **{"num_heads": N} | settings, rngs=rngs)
+        return nnx.to_flat_state(nnx.state(module)), rngs.params()
+
+    is_rule = variant in MERGE_RULES
+    plain, plain_next = initial({})
+    found, found_next = initial({"merge": variant} if is_rule else settings_of(variant))
+    assert jax.random.key_data(found_next).tolist() == (
+        jax.random.key_data(plain_next).tolist()
+    )
+    for path, param in found:
+        other = dict(plain).get(path)
+        if other is not None and other.shape == param.shape:
+            np.testing.assert_array_equal(param[...], other[...])
 
 
 def test_claims_are_found_by_what_an_arm_sets():

@@ -99,6 +99,7 @@ def log_probabilities(graph, params, text, gates, target, source=None):
     return jax.nn.log_softmax(logits)[jnp.arange(len(target)), jnp.asarray(target)]
 
 
+QK_NORM = {"attention.qk_norm": True, "norm_epsilon": 1e-2}  # not negligible
 BLOCK = {
     "norm": "pre",
     "norm_type": "rms_norm",
@@ -122,7 +123,7 @@ CTRANSLATE2 = {
     "tied": {"tie_embeddings": True},
     "block": BLOCK,
     "block_grouped": BLOCK | {"attention.num_kv_heads": 1},
-    "qk_norm": BLOCK | {"attention.num_kv_heads": 2, "attention.qk_norm": True},
+    "qk_norm": BLOCK | QK_NORM | {"attention.num_kv_heads": 2},
 }
 
 
@@ -249,7 +250,7 @@ CAUSAL = {
     "llama_biases": BLOCK
     | {"use_bias": True, "attention.use_bias": True, "scale_embeddings": True}
     | {"attention.head_dim": 12, "attention.value_dim": 12},
-    "qwen3": BLOCK | {"attention.qk_norm": True, "attention.scale": 0.5},
+    "qwen3": BLOCK | QK_NORM | {"attention.scale": 0.5},
 }
 
 
