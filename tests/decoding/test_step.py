@@ -68,12 +68,12 @@ def test_cached_logits_of_bfloat16_are_float32():
 
 @pytest.mark.parametrize("shape", sorted(SETTINGS.keys() - COVERED))
 def test_greedy_with_the_cache_equals_greedy_without(shape):
-    graph, params = make(**SETTINGS[shape])
+    graph, params = make(seed=3, **SETTINGS[shape])
     texts = sentences(5, 1, 9)
     out = jitted(graph, max_length=12)(params, *batch(texts))
     found = trimmed(out.tokens)
     assert found == [greedy_uncached(graph, params, text, 12) for text in texts]
-    assert len({tuple(row) for row in found}) == 3  # the model is no constant
+    assert len({tuple(row) for row in found}) > 1  # the model is no constant
     for text, row, score in zip(texts, found, out.scores, strict=True):
         wanted = log_probs(graph, params, text, [row])[0]
         np.testing.assert_allclose(score, wanted, rtol=1e-4)
