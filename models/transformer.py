@@ -130,7 +130,12 @@ class Transformer(nnx.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"model.dropout must be from 0 to below 1, got {dropout}.")
         encoder_only = {"token_types": token_types, "pooler": pooler}
-        check_layers(num_encoder_layers, num_decoder_layers, encoder_only)
+        own = {
+            "encoder": encoder_attention,
+            "decoder": decoder_attention,
+            "cross": cross_attention,
+        }
+        check_layers(num_encoder_layers, num_decoder_layers, encoder_only, own)
         self.dropout = dropout
         self.width = width
         self.bos = bos
@@ -147,11 +152,6 @@ class Transformer(nnx.Module):
             None if source_vocab_size is None else table(source_vocab_size, "vocab D")
         )
 
-        own = {
-            "encoder": encoder_attention,
-            "decoder": decoder_attention,
-            "cross": cross_attention,
-        }
         arguments = {
             site: attention_arguments(site, attention, own[site])
             | {"rotary": positions == "rotary" and site != "cross"}

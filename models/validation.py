@@ -4,13 +4,14 @@ from headcount.attention.variants import LEARNED
 
 
 def check_layers(
-    num_encoder_layers: int, num_decoder_layers: int, encoder_only: dict
+    num_encoder_layers: int, num_decoder_layers: int, encoder_only: dict, own: dict
 ) -> None:
     """Raise a ValueError if the numbers of layers are invalid or don't fit settings.
 
     Args:
         num_encoder_layers, num_decoder_layers: numbers of layers.
         encoder_only: settings by name that only encoder-only models may use.
+        own: arguments of attention by site, of those that differ there.
     """
     counts = num_encoder_layers, num_decoder_layers
     if min(counts) < 0 or counts == (0, 0):
@@ -26,6 +27,15 @@ def check_layers(
                 f"model.{name} is for encoder-only models: model.num_decoder_layers "
                 f"must be 0 with model.{name}={value}, got {num_decoder_layers}."
             )
+    layers = {"encoder": counts[0], "decoder": counts[1], "cross": min(counts)}
+    for site, count in layers.items():
+        for key, value in (own[site] or {}).items():
+            if value is not None and not count:
+                raise ValueError(
+                    f"model.{site}_attention.{key}={value} has no effect, because the "
+                    f"model has no such attention: it has {counts[0]} encoder layers "
+                    f"and {counts[1]} decoder layers. Set model.attention.{key}."
+                )
 
 
 # Variants that exclude each other: a setting, the other setting, and the reason.

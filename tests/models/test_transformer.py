@@ -332,6 +332,19 @@ def test_bad_head_settings_raise_an_error_that_names_the_key(change, message):
 
 
 @pytest.mark.parametrize(
+    "site, without",
+    [("encoder", "encoder"), ("decoder", "decoder"), ("cross", "encoder")],
+)
+def test_settings_of_attention_that_the_model_lacks_raise_an_error(site, without):
+    config = get_config().model
+    config[f"num_{without}_layers"] = 0
+    config[f"{site}_attention"].num_heads = 2
+    message = f"model.{site}_attention.num_heads=2 has no effect"
+    with pytest.raises(ValueError, match=message):
+        Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
     "positions, change, message",
     [
         ("none", {"implementation": "cudnn"}, "needs an NVIDIA GPU"),
