@@ -110,7 +110,7 @@ def split_names() -> list[str]:
             f"--split={SPLIT.value} must be splits separated by commas, as in "
             f"--split=val,test"
         )
-    if len(names) > 1 and OUTPUT.value and "SPLIT" not in OUTPUT.value:
+    if len(names) > 1 and OUTPUT.value and "SPLIT" not in path_of(OUTPUT).name:
         raise ValueError(
             f"--output={OUTPUT.value} is one file for {len(names)} splits; write SPLIT "
             f"where the split's name is to stand, as in --output=SPLIT.txt"

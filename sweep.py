@@ -305,8 +305,8 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
     is_whole = SHARD.value is None and GROUP.value is None
     if left and is_whole and LAUNCHER.value != "local":
         print(
-            f"sweep.py: {left} trials are not done: their jobs were cancelled or "
-            f"killed. Rerun the same command to resume.",
+            f"sweep.py: {left} trials are not done; the lines above say how their "
+            f"tasks ended. Rerun the same command to resume.",
             file=sys.stderr,
         )
         sys.exit(1)

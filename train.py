@@ -387,8 +387,9 @@ def _read_data(task, workdir: Path):
             if other is not None and tokenizers.checksums(task.folder).keys() != copied:
                 raise ValueError(
                     f"train.init_from={other}: {run_folder(other) / 'tokenizer'} has "
-                    f"no vocabulary for this config, and its parameters are useless "
-                    f"with another one; restore that folder."
+                    f"no vocabulary of data.tokenizer={task.config.data.tokenizer}; "
+                    f"its parameters are useless with another one. Set data.tokenizer "
+                    f"as there, or restore that folder."
                 )
     with distributed.fail_together():
         if not distributed.is_first():

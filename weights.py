@@ -50,8 +50,9 @@ from headcount.configs.commandline import (
 from headcount.configs.run import load_config
 from headcount.configs.validation import check_values, flat
 from headcount.data import tokenizer_json
-from headcount.data.encoder_tokenizers import wordpiece_of
+from headcount.data.encoder_tokenizers import WordPieceTokenizer, wordpiece_of
 from headcount.data.tokenizers import (
+    ByteLevelBPE,
     MarianTokenizer,
     marian_order,
     pair_vocab_sizes,
@@ -103,6 +104,8 @@ for flag in (WORKDIR, CHECKPOINT):
     flags.declare_key_flag(flag.name)  # so that --help lists it
 
 ORIGINAL = "huggingface.json"  # in the workdir: the config.json that was imported
+GENERATION = "generation_config.json"  # transformers' options of `generate`
+JSON_TOKENIZERS = {"gpt2": ByteLevelBPE, "bert": WordPieceTokenizer}
 TOKENIZER_FILES = {  # file in the workdir's tokenizer/ -> file of the checkpoint
     "marian": {
         "source.model": "source.spm",
@@ -201,6 +204,9 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         arrays = huggingface.from_huggingface(family, tensors, like)
     params = huggingface.unnamed(arrays, params)
 
+    if family in JSON_TOKENIZERS and (folder / "tokenizer.json").exists():
+        check_tokenizer(family, folder / "tokenizer.json", config.data.vocab_size)
+
     workdir.mkdir(parents=True, exist_ok=True)
     for ours, theirs in TOKENIZER_FILES[family].items():
         if family == "marian" or (folder / theirs).exists():
@@ -208,12 +214,25 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
             shutil.copyfile(folder / theirs, workdir / "tokenizer" / ours)
     if family == "bert":
         write_bert_files(folder, workdir / "tokenizer", config, original)
+    if (folder / GENERATION).exists():
+        shutil.copyfile(folder / GENERATION, workdir / ("original_" + GENERATION))
     write_json(workdir / ORIGINAL, original)
     settings = {"seed": config.seed}
     count = write_finished(workdir, config.to_dict(), settings, params)
     if left_out:
         say(f"Left out, because our model has no such part: {', '.join(left_out)}.")
     say(f"Imported {count:,} parameters of {folder} ({family}) into {workdir}.")
+
+
+def check_tokenizer(family: str, path: Path, rows: int) -> None:
+    """Raise a ValueError unless a tokenizer has a token for each embedding."""
+    count = JSON_TOKENIZERS[family](path).vocab_size
+    if count != rows:
+        raise ValueError(
+            f"{path} has {count} tokens, but the embedding has {rows} rows. If "
+            f"the other rows are padding, remove them: in transformers, "
+            f"model.resize_token_embeddings({count})."
+        )
 
 
 def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
@@ -432,7 +451,7 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
         settings, generation = with_marian_ids(ids, settings, generation)
     write_json(folder / "config.json", settings)
     if generation is not None:
-        write_json(folder / "generation_config.json", generation)
+        write_json(folder / GENERATION, generation)
     save_tensors(tensors, folder)
     if is_imported:
         for ours, theirs in TOKENIZER_FILES["marian"].items():
@@ -441,9 +460,13 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     if family == "marian":
         write_marian_tokenizer(run.task, folder)
         return "marian"
-    tokenizer = run.task.tokenizer
+    tokenizer, bos = run.task.tokenizer, run.config.model.bos
     (folder / "tokenizer.json").write_text(tokenizer_json.tokenizer_json(tokenizer))
-    (separator,) = tokenizer.pieces([run.config.model.bos])
+    if family == "bert":
+        bos = tokenizer.bos  # imported vocabularies have it elsewhere
+        settings |= {"bos_token_id": bos, "eos_token_id": tokenizer.eos}
+        write_json(folder / "config.json", settings)
+    (separator,) = tokenizer.pieces([bos])
     settings = tokenizer_json.configuration(separator)
     (folder / "tokenizer_config.json").write_text(settings)
     return "bert" if family == "bert" else "causal"
@@ -564,6 +587,8 @@ def export_imported(workdir: Path, folder: Path, which: str) -> None:
         if (workdir / "tokenizer" / ours).exists():
             shutil.copyfile(workdir / "tokenizer" / ours, folder / theirs)
     write_json(folder / "config.json", original)
+    if (kept := workdir / ("original_" + GENERATION)).exists():
+        shutil.copyfile(kept, folder / GENERATION)
     save_tensors(tensors, folder)
 
 

@@ -342,18 +342,20 @@ def after_same(reads: np.ndarray, special: tuple[int, int]) -> np.ndarray:
 def words_of_tokens(run: Run, text: str, ids: list[int]) -> np.ndarray:
     """Return the index of each token's word in the text, split at blanks; -1: none."""
     tokenizer, words = run.task.tokenizer, text.split()
-    if "source" in run.task.spec(1, 1):  # tagging encodes each word separately
+    if run.task.splits_words:
         sizes = np.maximum(tokenizer.encode(words, eos=False).lengths, 1)
         # BOS and EOS belong to no word
         return np.pad(np.repeat(np.arange(len(words)), sizes), 1, constant_values=-1)
     if run.config.data.tokenizer == "words":
-        return np.arange(len(ids))
+        is_word = ~np.isin(ids, special_tokens(run))
+        return np.where(is_word, np.cumsum(is_word) - 1, -1)
     pieces = [p.replace("▁", " ") for p in run.task.token_strings("target", ids)]
-    starts = [piece.startswith(" ") for piece in pieces]
-    starts[0] = False  # the first word has index 0, with or without a leading blank
-    found = np.cumsum(starts)
-    found[[not piece.strip() for piece in pieces]] = -1
-    return found
+    starts = np.array([piece.startswith(" ") for piece in pieces])
+    is_word = ~np.isin(ids, special_tokens(run))
+    # the first word has index 0, with or without a leading blank
+    starts[np.argmax(is_word)] = False
+    is_word &= [bool(piece.strip()) for piece in pieces]
+    return np.where(is_word, np.cumsum(starts), -1)
 
 
 def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:

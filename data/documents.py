@@ -21,7 +21,6 @@ SHAKESPEARE_URL = (
     "https://github.com/karpathy/char-rnn/raw/6f9487a/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-KEYS = "name", "directory", "test_share"  # of config.data: what corpus it is
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 GENERATED = ("recall", "stories")  # corpora that are not read from files
 
@@ -48,6 +47,12 @@ def load(data, split: str) -> list[str]:
         raise ValueError(f"The split {split!r} of {name} has no documents.")
     logging.info("%s %s: %d documents", name, split, len(documents))
     return documents
+
+
+def corpus_keys(data) -> tuple[str, ...]:
+    """Return the keys of the config's section `data` that determine the corpus."""
+    made_of = ("max_length", "vocab_size") if data.name == "recall" else ()
+    return "name", "directory", "test_share", *made_of
 
 
 def test_split(data) -> str:

@@ -116,8 +116,6 @@ class WordPieceTokenizer(tokenizers.JsonTokenizer):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         names = ("[CLS]", "[SEP]", "[UNK]", "[MASK]")
         ids = [self._tokenizer.token_to_id(name) for name in names]
         if None in ids or self._tokenizer.token_to_id("[PAD]") != 0:

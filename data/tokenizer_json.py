@@ -15,7 +15,7 @@ def tokenizer_json(tokenizer) -> str:
     Raises:
         NotImplementedError: the tokenizer can't be converted.
     """
-    if isinstance(tokenizer, ours.ByteLevelBPE):
+    if isinstance(tokenizer, ours.JsonTokenizer):  # imported, and is one
         return tokenizer.vocabulary
     make = MAKERS.get(type(tokenizer))  # not of a subclass, whose ids mean more
     if make is None:

@@ -150,6 +150,9 @@ class JsonTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no other type
             raise ValueError(f"{path}: {error}") from error
+        # which transformers stores as they last were
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
 
     @property
     def vocab_size(self) -> int:

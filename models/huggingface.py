@@ -319,6 +319,11 @@ def settings_of(family: str, tensors: dict, is_tagger: bool = False) -> dict:
             found |= {"task.name": "classification", "task.pooling": "first"}
             found["data.name"] = "labelled"
         found["data.num_classes"] = len(tensors["classifier.weight"])
+        if found["data.num_classes"] < 2:
+            raise ValueError(
+                "classifier.weight has one row: models that predict a number are not "
+                "supported."
+            )
     return found
 
 

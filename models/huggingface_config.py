@@ -17,26 +17,27 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# By family: keys of config.json, with the value our models need and the default.
+# By family: keys of config.json, and the value that our models need. None is it, too.
 REQUIRED = {
     "marian": {
-        "normalize_before": (False, False),
-        "normalize_embedding": (False, False),
-        "share_encoder_decoder_embeddings": (True, True),
-        "tie_word_embeddings": (True, True),
-        "static_position_embeddings": (True, True),
+        "normalize_before": False,
+        "normalize_embedding": False,
+        "share_encoder_decoder_embeddings": True,
+        "tie_word_embeddings": True,
+        "static_position_embeddings": True,
     },
     "bert": {
-        "position_embedding_type": ("absolute", "absolute"),
-        "is_decoder": (False, False),
-        "add_cross_attention": (False, False),
-        "tie_word_embeddings": (True, True),
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+        "problem_type": "single_label_classification",
     },
     "gpt2": {
-        "scale_attn_weights": (True, True),
-        "scale_attn_by_inverse_layer_idx": (False, False),
-        "add_cross_attention": (False, False),
-        "tie_word_embeddings": (True, True),
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -52,8 +53,8 @@ def settings_of(theirs: dict) -> dict:
         raise ValueError(
             f"config.json must be of model_type {', '.join(READERS)}, got {family!r}."
         )
-    for key, (wanted, default) in REQUIRED[family].items():
-        if theirs.get(key, default) != wanted:
+    for key, wanted in REQUIRED[family].items():
+        if theirs.get(key) not in (wanted, None):
             raise ValueError(
                 f"config.json: {key} must be {wanted!r} for {family} here, got "
                 f"{theirs[key]!r}."

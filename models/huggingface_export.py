@@ -70,7 +70,8 @@ def family_of(config) -> str:
 
 
 SHAPE = ("head_dim", "value_dim", "num_kv_heads")
-BERT_KEYS = ("embedding_norm", "token_types")
+UNUSED = ("pooler", "output_transform", "output_bias")  # by a tagger
+BERT_KEYS = ("embedding_norm", "token_types", *UNUSED)
 
 
 def check_shape(config, site: str, title: str, free: bool) -> None:
@@ -282,6 +283,7 @@ def finished(config, settings: dict, family: str, params: dict):
 def bert(config, params: dict, tables: dict, labels: list[str] | None):
     """Convert to BERT for token classification."""
     model, of = config.model, folding.site_settings(config, "encoder")
+    params = {k: v for k, v in params.items() if k.split(".")[0] not in UNUSED}
     fill(params)
     size, width = params["embedding"].shape
     if model.scale_embeddings:

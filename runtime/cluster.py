@@ -36,8 +36,14 @@ def connect() -> None:
 
 
 def arguments() -> list[str]:
-    """Return the flags that were given, to pass to scripts that this process starts."""
-    return [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
+    """Return the flags for scripts that this process starts on its host.
+
+    These are the flags that were given, and on a TPU pod that needs none, since the
+    hosts must start their scripts together there too, --coordinator=auto.
+    """
+    given = [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
+    is_found = not COORDINATOR.present and distributed.lists_hosts()
+    return [*given, f"--{COORDINATOR.name}=auto"] if is_found else given
 
 
 def process() -> str:

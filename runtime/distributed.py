@@ -71,6 +71,11 @@ def check_bind_address(bind_address: str | None, coordinator: str | None) -> Non
         )
 
 
+def lists_hosts() -> bool:
+    """Return whether this is a TPU pod that lists its hosts, as GKE's do."""
+    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+
+
 def connect(
     coordinator: str | None,
     num_processes: int | None,
@@ -93,8 +98,7 @@ def connect(
     """
     check_flags(coordinator, num_processes, process_id)
     check_bind_address(bind_address, coordinator)
-    on_pod = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    if coordinator is None and not on_pod:
+    if coordinator is None and not lists_hosts():
         check_devices()
         if jax.process_count() > 1:
             raise ValueError(

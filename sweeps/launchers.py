@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from headcount.configs.commandline import describe, one_sentence
@@ -57,15 +58,20 @@ def group_call(sweep: Sweep, group: Group) -> list[str]:
     ]
 
 
-def run_call(command: list[str], platform: str | None = None) -> int:
+def run_call(command: list[str], folder: str, platform: str | None = None) -> int:
     """Run a command on the machine of a worker; return its exit code.
 
     If this process is interrupted, forward SIGTERM to the command, and wait for it to
     save its state.
+
+    Args:
+        command: the result of `group_call`.
+        folder: folder to run it in, from which the config's relative paths count.
+        platform: JAX_PLATFORMS of the command.
     """
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = platform
-    child = subprocess.Popen(command)
+    child = subprocess.Popen(command, cwd=folder)
     try:
         return child.wait()
     except BaseException:
@@ -96,13 +102,17 @@ def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> lis
     platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
     try:
         for wave in waves(sweep, groups):
-            waiting = [task.remote(group_call(sweep, g), platform) for g in wave]
+            names = {
+                task.remote(group_call(sweep, group), os.getcwd(), platform): group.name
+                for group in wave
+            }
+            waiting = list(names)
             say(f"{len(waiting)} groups as Ray tasks, each with {needs}.")
             progress = Progress(len(waiting), unit="group", seconds=30.0)
             while waiting:
                 done, waiting = ray.wait(waiting, timeout=1.0)
                 for reference in done:
-                    log_lost_worker(ray, reference)
+                    log_end(names[reference], partial(ray.get, reference))
                 progress.update(len(wave) - len(waiting))
             progress.close()
     except KeyboardInterrupt:
@@ -124,12 +134,20 @@ def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
         wave = [group for group in found if group.name not in started]
 
 
-def log_lost_worker(ray, reference) -> None:
-    """Log a task that Ray gave up on; the progress of its group is on disk."""
+def log_end(group: str, result: Callable[[], int]) -> None:
+    """Log a group whose task was lost or failed; its progress is on disk.
+
+    Args:
+        group: the group's name.
+        result: returns the result of `run_call`, or raises the launcher's error.
+    """
     try:
-        ray.get(reference)
-    except ray.exceptions.RayError as error:
-        say(f"A Ray task ended early: {str(error).splitlines()[0]}")
+        code = result()
+    except Exception as error:  # whatever Ray or submitit raises
+        say(f"The task of {group} ended early: {str(error).splitlines()[0]}")
+    else:
+        if code:
+            say(f"The task of {group} ended with exit code {code}.")
 
 
 def check_address(address: str) -> None:
@@ -154,17 +172,18 @@ def default_needs(ray) -> dict:
     chips = [int(node["TPU"]) for node in nodes if "TPU" in node]
     if chips:
         return {"resources": {"TPU": min(chips)}}
-    return {"num_cpus": max(1, int(min(node.get("CPU", 1) for node in nodes)))}
+    cores = [int(node["CPU"]) for node in nodes if "CPU" in node]  # not of all heads
+    return {"num_cpus": max(1, min(cores, default=1))}
 
 
 class SlurmJob:
     """A group as a job that submitit may stop at its time limit and resubmit."""
 
     def __init__(self, command: list[str]):
-        self.command = command
+        self.command, self.folder = command, os.getcwd()
 
     def __call__(self) -> int:
-        return run_call(self.command)
+        return run_call(self.command, self.folder)
 
     def checkpoint(self):
         """Return the job to resubmit: the same command, which resumes."""
@@ -203,10 +222,8 @@ def on_slurm(
             jobs = [executor.submit(SlurmJob(group_call(sweep, g))) for g in wave]
         say(f"{len(jobs)} groups as jobs {jobs[0].job_id} to {jobs[-1].job_id}.")
         progress = Progress(len(jobs), unit="group", seconds=30.0)
-        for done, job in enumerate(jobs, start=1):
-            job.wait()
-            if job.exception() is not None:
-                say(f"Job {job.job_id} ended early: {job.exception()}".splitlines()[0])
+        for done, (group, job) in enumerate(zip(wave, jobs, strict=True), start=1):
+            log_end(group.name, job.result)
             progress.update(done)
         progress.close()
     return collect(sweep.extended())

@@ -64,8 +64,8 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         )
     if len(sweep.groups) > 1 and num_cores() > 1 and not visible_gpus():
         console.print(
-            "If the models are small, --resources=cores=1, a group on each core, is "
-            "faster.",
+            "On CPUs, if the models are small, --resources=cores=1, a group on each "
+            "core, is faster.",
             soft_wrap=True,
         )
     if calibrate:
@@ -140,6 +140,7 @@ def measure(sweep: Sweep) -> Measured:
             f"--config.train.num_steps={steps}",
             f"--config.train.eval_every_steps={steps}",
             f"--config.train.checkpoint_every_steps={steps}",
+            "--config.train.tracker=none",
         ]
         begin = time.monotonic()
         child = subprocess.Popen(

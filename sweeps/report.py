@@ -278,8 +278,11 @@ class Cost(NamedTuple):
 def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:
     """Return the report's title: ablation, task and corpus."""
     data = settings["base"]["data"]
-    corpus = [data[key] for key in corpus_keys if key != "directory"]
-    corpus = " ".join(str(value) for value in corpus if value is not None)
+    given = {key: data[key] for key in corpus_keys if key != "directory" and data[key]}
+    corpus = " ".join(
+        value if isinstance(value, str) else f"{key} {value}"
+        for key, value in given.items()
+    )
     ablation = settings["ablation"].rsplit(":", 1)[-1]
     return f"Headcount sweep: {ablation}, {settings['base']['task']['name']}, {corpus}"
 

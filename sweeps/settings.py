@@ -134,10 +134,10 @@ def open_sweep(options: Options) -> Sweep:
         stored[key] != settings[key] for key in ("arms", "docstring")
     ):
         check_same_arms(workdir, make_plan(stored)[1], plan)
-    if search.count is not None and any(len(a.candidates) > 1 for a in plan.arms):
+    if search.count is not None and any(a.candidates != [{}] for a in plan.arms):
         raise ValueError(
-            "--search: the ablation itself yields the nuisance settings to try; leave "
-            "--search out."
+            "--search: the ablation itself sets the nuisance settings of its arms; "
+            "leave --search out."
         )
     if search.count is not None and options.proposes:
         optional_package("optuna")

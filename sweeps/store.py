@@ -104,7 +104,8 @@ class Sweep(NamedTuple):
         """Return every count-th group, starting from group `index`.
 
         Groups are ordered by when they can be created. Those of later looks come last,
-        so earlier groups stay in their shard.
+        so earlier groups stay in their shard. Those that follow searches may change
+        their shard when others are added before them.
         """
         place = {arm.name: i for i, arm in enumerate(self.plan.arms)}
         seeds = {arm.name: arm.seeds for arm in self.plan.arms}
@@ -354,10 +355,14 @@ def group_name(trials: list[Trial]) -> str:
 
 def last_step(folder: Path) -> int:
     """Return the last step in a group's metrics.jsonl, reading only its end."""
-    path = folder / "metrics.jsonl"
+    path, end = folder / "metrics.jsonl", 4096
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        steps = re.findall(rb'^\{"step": (\d+),', file.read(), re.MULTILINE)
-    return int(steps[-1]) if steps else 0
+        size = path.stat().st_size
+        while True:  # rows with statistics of heads are long
+            file.seek(max(0, size - end))
+            steps = re.findall(rb'^\{"step": (\d+),', file.read(), re.MULTILINE)
+            if steps or end >= size:
+                return int(steps[-1]) if steps else 0
+            end *= 8

@@ -191,10 +191,16 @@ def throughput(metrics: list[dict]) -> tuple[float | None, float]:
 def count_unfinished(plan: Plan, rows: list[dict]) -> int:
     """Count the unfinished trials, including those that will follow a search.
 
-    No trials follow a search in which every trial diverged.
+    No trials follow a search in which a trial of every setting diverged.
     """
+    settings = {(row["arm"], row["nuisance"]): row["status"] for row in rows}
+    settings |= {
+        (row["arm"], row["nuisance"]): "diverged"
+        for row in rows
+        if row["status"] == "diverged"
+    }
     reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    running = {row["arm"] for row in rows if row["status"] != "diverged"}
+    running = {arm for (arm, _), status in settings.items() if status != "diverged"}
     known = reported | ({row["arm"] for row in rows} - running)
     waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
     ended = ("done", "diverged", "failed")

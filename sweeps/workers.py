@@ -53,5 +53,5 @@ def visible_gpus() -> list[dict]:
         gpus = [line for line in listing.splitlines() if line.startswith("GPU")]
         names = [str(index) for index in range(len(gpus))]
     else:
-        names = [name for name in visible.split(",") if name]
+        names = [name for name in visible.split(",") if name not in ("", "-1")]
     return [{"CUDA_VISIBLE_DEVICES": name} for name in names]

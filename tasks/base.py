@@ -201,6 +201,7 @@ class Task:
     stacks: tuple[bool, bool] | None = None  # encoder and decoder needed; None: any
     fields: tuple[str, ...] = ("source",)  # of a batch
     aligned: dict[str, str] = {}  # other fields: the side that each is aligned with
+    splits_words: bool = False  # whether each word of a text is encoded by itself
     min_length: int = 2  # of training examples; 2 leaves out those with only EOS
 
     def __init__(self, config, folder: Path | None = None):

@@ -58,6 +58,8 @@ class Classification(ClassTask):
         self, run: Run, lines: Sequence[str], trial: int = 0, first: int = 0
     ) -> Iterator[str]:
         """Classify lines; yield JSON with the label and all labels' probabilities."""
+        if not lines:
+            return
         unknown = [UNKNOWN_CLASS] * len(lines)
         examples = self.encode("input", {"source": list(lines)}, unknown)
         for probs in self.probabilities(run, examples, trial):

@@ -51,7 +51,6 @@ class LanguageModel(Task):
     evaluation_options = ("stride",)
     stacks = (False, True)
     fields = ("target",)
-    corpus_keys = documents.KEYS
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
@@ -69,6 +68,7 @@ class LanguageModel(Task):
                 )
             self.metrics = (LOSS, RECALL)
             self.aligned = {"target_weights": "target"}  # marks the scored words
+        self.corpus_keys = documents.corpus_keys(data)
         self.test_split = documents.test_split(data)
 
     def check_stride(self, name: str, stride: int) -> None:
@@ -108,7 +108,9 @@ class LanguageModel(Task):
             )
             check_bos(self.config.model.bos, self.tokenizer.vocab_size)
             found = self.tokenizer.vocab_size
-            if data.tokenizer == "sentencepiece" and found < data.vocab_size:
+            is_copied = self.config.train.init_from is not None  # it may be smaller
+            is_own = data.tokenizer == "sentencepiece" and not is_copied
+            if is_own and found < data.vocab_size:
                 raise ValueError(
                     f"data.vocab_size={data.vocab_size} is more than the training "
                     f"split supports; set it to {found} or less."

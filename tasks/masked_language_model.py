@@ -40,10 +40,10 @@ class MaskedLanguageModel(EncoderTask):
     """
 
     metrics = (LOSS, ACCURACY)
-    corpus_keys = documents.KEYS
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
+        self.corpus_keys = documents.corpus_keys(config.data)
         self.test_split = documents.test_split(config.data)
 
     def read(self, split: str) -> dict[str, list[str]]:
@@ -96,7 +96,9 @@ class MaskedLanguageModel(EncoderTask):
             bits = random_bits(jax.random.fold_in(key, index), shape)
             return bits < jnp.uint32(share * 2.0**32)
 
-        chosen = below(PREDICTED, 0) & is_text(batch, self.special)
+        text = is_text(batch, self.special)
+        chosen = below(PREDICTED, 0) & text
+        chosen = jnp.where(chosen.any(), chosen, text)  # in a batch of few tokens
         masked = chosen & below(MASKED, 1)
         replaced = chosen & ~masked & below(RANDOM / (1 - MASKED), 2)
         other = random_bits(jax.random.fold_in(key, 3), shape)

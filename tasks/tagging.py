@@ -24,7 +24,7 @@ class Tagging(ClassTask):
     """Predicts one tag per word of sentences from CoNLL or CoNLL-U files."""
 
     corpus_keys = ("name", "directory", "tag")
-    eos_after_each = False
+    eos_after_each, splits_words = False, True
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)

@@ -61,7 +61,7 @@ def is_here(leaf) -> bool:
 
 
 def path_name(path) -> str:
-    """Return a leaf's path in a tree, such as `params.encoder.0.mlp.up.kernel`."""
+    """Return a leaf's path in a tree, as in `params.encoder.0.mlp.up.kernel.value`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

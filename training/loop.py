@@ -107,7 +107,7 @@ class Trainer:
             yield
 
     def run(self) -> Run:
-        """Return the run with its current parameters."""
+        """Return the run with its current parameters, valid until the next update."""
         R = len(self.trials)
         return Run(
             config=self.config,

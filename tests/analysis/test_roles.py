@@ -194,17 +194,24 @@ def test_norm_weighted_maps_are_shares_of_what_each_token_adds(task, examples):
             np.testing.assert_allclose(shares[layer, 0, head], wanted, atol=1e-5)
 
 
-def test_a_masked_language_model_has_the_gold_links_of_its_text(tmp_path):
+@pytest.mark.parametrize("kind", ["words", "characters"])
+def test_a_masked_language_model_has_the_gold_links_of_its_text(tmp_path, kind):
     config = get_config()
+    config.data.tokenizer = kind
+    config.data.max_length = config.model.max_positions = 512
     config.task.name = "masked_language_model"
     config.model.num_encoder_layers, config.model.num_decoder_layers = 1, 0
     made = make_task(config, tmp_path)
     story, *others = stories.documents("val")
     texts = [story.text, *(other.text for other in others)]
-    made.tokenizer = tokenizers.load_or_make(tmp_path, "words", texts, 0)
+    made.tokenizer = tokenizers.load_or_make(tmp_path, kind, texts, 0)
     run = as_run(made, made.build(rngs=nnx.Rngs(0)))
     first = next(roles.make_cases(run, made.load("val"), 1))
-    words = np.pad(np.arange(len(story.words)), 1, constant_values=-1)  # BOS, EOS
+    words = np.arange(len(story.words))
+    if kind == "characters":  # those of a word have its index, and blanks have none
+        words = np.concatenate([[i] * len(w) + [-1] for i, w in enumerate(story.words)])
+        words = words[:-1]
+    words = np.pad(words, 1, constant_values=-1)  # BOS, EOS
     wanted = roles.by_link(words, story.links, is_causal=False)
     assert wanted
     for name, right in wanted.items():

@@ -314,6 +314,12 @@ def test_gpt2_ids_are_those_of_the_tokenizers_library(tmp_path):
     assert [ours.decode(ids) for ids in [[*ids, 5] for ids in wanted]] == TEXTS
     assert ours.vocab_size == theirs.get_vocab_size()
     assert ours.pieces(wanted[0])[-1] == "<|endoftext|>"
+    # transformers saves these as they were last
+    theirs.enable_truncation(2)
+    theirs.enable_padding(length=9)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    again = load_or_make(tmp_path, "gpt2", None, 0)
+    assert [ids.tolist() for ids in again.encode(TEXTS)] == wanted
 
 
 def test_gpt2_without_its_file_raises_with_the_path(tmp_path):

@@ -1,6 +1,7 @@
 """BERT with a classifier beside transformers: logits, and the first three updates."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from headcount.analysis import export_usage
 from headcount.configs.run import load_config
 from headcount.configs.validation import flat
 from headcount.data.batches import unpacked_batches
@@ -23,7 +25,14 @@ from headcount.training.restore import (
 )
 from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters, make_trials
-from headcount.weights import export, import_checkpoint, load_model
+from headcount.weights import (
+    export,
+    facts_of,
+    import_checkpoint,
+    load_model,
+    to_huggingface,
+)
+from tests.tasks.untrained import untrained_run
 
 LABELS = ["B", "I", "O"]
 WORDS = ["the", "dog", "barks", "##ing", "bark", "a", "cat", "##s", "un", "##able"]
@@ -198,9 +207,8 @@ def test_logits_and_three_updates_equal_transformers(task_name, tokenizer, tmp_p
     assert moved > 1e-3
 
 
-@pytest.mark.parametrize("task_name", ["tagging", "classification"])
-def test_a_new_classifier_on_pretrained_weights(task_name, tokenizer, tmp_path):
-    """train.init_from takes the encoder of a language model, and leaves its head."""
+def pretrained(task_name, tokenizer, tmp_path):
+    """Return theirs, and a task that starts from it, with the folder of its words."""
     theirs = bert("BertForPreTraining", tokenizer, tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", tmp_path / "run")
     write_corpus(tmp_path, task_name == "tagging")
@@ -222,6 +230,14 @@ def test_a_new_classifier_on_pretrained_weights(task_name, tokenizer, tmp_path):
     (folder / "wordpiece.json").write_bytes(vocabulary)
     task = make_task(config, folder)
     task.load("train")
+    return theirs, task, from_there
+
+
+@pytest.mark.parametrize("task_name", ["tagging", "classification"])
+def test_a_new_classifier_on_pretrained_weights(task_name, tokenizer, tmp_path):
+    """train.init_from takes the encoder of a language model, and leaves its head."""
+    theirs, task, from_there = pretrained(task_name, tokenizer, tmp_path)
+    config = task.config
     assert task.new_parameters(from_there) == ("classifier",)
     trials = make_trials(flat(config.to_dict()))
     arrays = hyperparameters(flat(config.to_dict()), trials)
@@ -235,6 +251,27 @@ def test_a_new_classifier_on_pretrained_weights(task_name, tokenizer, tmp_path):
     np.testing.assert_array_equal(started["encoder.1.mlp.down.kernel"][0], wanted.T)
     head = "classifier.linear.kernel"
     np.testing.assert_array_equal(started[head], huggingface.named(state.params)[head])
+
+
+def test_a_tagger_on_pretrained_weights_is_exported(
+    tokenizer, tmp_path, monkeypatch, capsys
+):
+    """With their words, and without the parts that a tagger does not use."""
+    _, task, _ = pretrained("tagging", tokenizer, tmp_path)
+    run, out = untrained_run(task, num_trials=1, scale=3.0), tmp_path / "out"
+    out.mkdir()
+    facts = facts_of(run)
+    card = export_usage.section(to_huggingface(run, 0, out), facts)
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(out)
+    exec(code, {})
+    lines = task.predict(run, [facts["example"]])
+    tags = [line.split("\t")[1] for line in lines if line]
+    assert capsys.readouterr().out.split() == tags
+    kind = transformers.BertForTokenClassification
+    _, told = kind.from_pretrained(out, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 2  # [CLS]
 
 
 @pytest.mark.parametrize("lowercase", [True, False])

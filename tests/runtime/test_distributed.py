@@ -65,6 +65,18 @@ def test_processes_of_a_host_have_names_of_their_own(
         assert cluster.process() == name
 
 
+def test_scripts_of_a_pod_that_lists_its_hosts_are_told_to_connect(monkeypatch):
+    for hosts, given, wanted in (
+        ("a,b", [], ["--coordinator=auto"]),
+        ("a,b", ["--coordinator=a:1"], ["--coordinator=a:1"]),
+        ("a", [], []),
+    ):
+        monkeypatch.setenv("TPU_WORKER_HOSTNAMES", hosts)
+        with flagsaver.flagsaver():
+            flags.FLAGS(["sweep.py", *given])
+            assert cluster.arguments() == wanted
+
+
 def test_a_coordinator_that_does_not_answer_is_named():
     with socket.socket() as taken:
         taken.bind(("localhost", 0))  # and does not listen

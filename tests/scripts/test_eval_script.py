@@ -160,6 +160,11 @@ def test_output_is_a_regular_file(name, trained, call, tmp_path):
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
+def test_several_splits_need_their_name_in_the_files_name(call):
+    ran = call("eval.py", workdir="x", split="val,test", output="SPLITS/out.txt")
+    fails(ran, "--output=SPLITS/out.txt is one file for 2 splits")
+
+
 def test_output_that_cannot_be_written_fails_before_a_run_is_read(call, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     ran = call("eval.py", workdir="x", split="val", output="o.txt")

@@ -25,7 +25,7 @@ LAST = {"checkpoint": "last"}
 def test_roles_are_written_for_every_head_and_printed(trained, call):
     ran = call("heads.py", "roles", workdir=trained, examples=30, **LAST)
     assert ran.returncode == 0, ran.stderr
-    rows = read(trained, "heads-roles-val.json")
+    rows = read(trained, "heads-roles-val-last.json")
     heads = {(r["trial"], r["site"], r["layer"], r["head"]) for r in rows}
     assert len(heads) == 2 * 3 * 2
     roles = {(r["site"], r["role"]) for r in rows}

@@ -28,7 +28,7 @@ LAST = {"checkpoint": "last", "beam_size": 1}
 def test_heads_of_one_trial_are_measured(trained, call, verb, measure, columns):
     ran = call("heads.py", verb, workdir=trained, checkpoint="last", trial=1)
     assert ran.returncode == 0, ran.stderr
-    rows = read(trained, f"heads-{verb}-val.json")
+    rows = read(trained, f"heads-{verb}-val-trial_1-last.json")
     assert {row["trial"] for row in rows} == {1}
     run = load(trained, "last")
     wanted = measure(run, run.task.load("val"), 1)
@@ -57,7 +57,8 @@ def test_diverged_trials_are_left_out_unless_named(
         options = {"checkpoint": "last"} if verb == "describe" else LAST
         ran = call("heads.py", verb, workdir=workdir, **options, **given)
         assert ran.returncode == 0, ran.stderr
-        rows = read(workdir, f"heads-{verb}-val.json")
+        of_trial = "-trial_1" if given else ""
+        rows = read(workdir, f"heads-{verb}-val{of_trial}-last.json")
         assert sorted({row["trial"] for row in rows}) == trials
         assert all(row[key] is not None for row in rows)
     assert {row["diverged_at"] for row in rows} == {7 if trials == [1] else None}
@@ -100,8 +101,8 @@ def test_an_example_that_is_not_there(trained, call, tmp_path):
 def test_heads_are_pruned_in_every_order_the_least_important_first(trained, call):
     ran = call("heads.py", "prune", workdir=trained, **LAST)
     assert ran.returncode == 0, ran.stderr
-    assert (trained / "heads-prune-val.png").read_bytes().startswith(b"\x89PNG")
-    found = read(trained, "heads-prune-val.json")
+    assert (trained / "heads-prune-val-last.png").read_bytes().startswith(b"\x89PNG")
+    found = read(trained, "heads-prune-val-last.json")
     assert call("eval.py", workdir=trained, split="val", **LAST).returncode == 0
     whole = read(trained, "result-val.json")
     run = load(trained, "last")
@@ -151,14 +152,16 @@ def test_heads_are_pruned_in_every_order_the_least_important_first(trained, call
 
 @pytest.mark.slow
 def test_heads_of_one_site_are_pruned(trained, call):
-    before = {path: path.read_bytes() for path in trained.glob("heads-prune-val.*")}
+    before = {
+        path: path.read_bytes() for path in trained.glob("heads-prune-val-last.*")
+    }
     options = {"workdir": trained, "trial": 1, "site": "decoder"}
     ran = call("heads.py", "prune", **options, **LAST)
     assert ran.returncode == 0, ran.stderr
     assert "decoder heads removed, trial 1, val" in ran.stdout
-    assert (trained / "heads-prune-val-decoder.png").exists()
+    assert (trained / "heads-prune-val-decoder-trial_1-last.png").exists()
     assert before == {path: path.read_bytes() for path in before}
-    found = read(trained, "heads-prune-val-decoder.json")
+    found = read(trained, "heads-prune-val-decoder-trial_1-last.json")
     run = load(trained, "last")
     gates = nnx.merge(run.graph, run.of(1)[0]).head_gates()["decoder"]
     every = {f"decoder.{layer}.{head}" for layer, head in np.ndindex(gates.shape)}

@@ -1,6 +1,7 @@
 """Hugging Face weights in and out, byte for byte; the peers' suite compares outputs."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import sentencepiece
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from headcount.data import tokenizers
 from headcount.models import huggingface
@@ -111,8 +113,11 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_comes_in_goes_out_the_same(folders, family, tmp_path):
+    generation = folders / family / "generation_config.json"
+    generation.write_text('{"num_beams": 6}')
     import_checkpoint(folders / family, tmp_path / "run")
     export(tmp_path / "run", "huggingface", tmp_path / "out")
+    assert (tmp_path / "out" / generation.name).read_text() == generation.read_text()
     there, back = (
         load_file(folder / "model.safetensors")
         for folder in (folders / family, tmp_path / "out")
@@ -313,6 +318,7 @@ def test_the_command_lines(folders, tmp_path):
         ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
         ("bert", {"hidden_act": "mish"}, "hidden_act must be one of relu.*'mish'"),
         ("bert", {"is_decoder": True}, "is_decoder must be False for bert here"),
+        ("bert", {"problem_type": "regression"}, "problem_type must be 'single_label"),
         ("marian", {"normalize_before": True}, "normalize_before must be False"),
         ("marian", {"decoder_ffn_dim": 16}, "the same here, got 12 and 16"),
         ("marian", {"pad_token_id": 1}, "decoder_start_token_id must be pad.*= 1"),
@@ -334,6 +340,25 @@ def test_bad_checkpoints_are_named(folders, family, change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         import_checkpoint(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_must_fit_the_embedding(folders, tmp_path):
+    """Some embeddings are padded, to sizes that suit the hardware."""
+    folder = shutil.copytree(folders / "gpt2", tmp_path / "gpt2")
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate("abc")}, []))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    message = r"tokenizer.json has 4 tokens, but the embedding has 20 rows.*\(4\)"
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_that_predict_a_number_are_refused():
+    rows = np.zeros((1, 8), np.float32)
+    tensors = {"bert.pooler.dense.weight": rows, "classifier.weight": rows}
+    with pytest.raises(ValueError, match="classifier.weight has one row"):
+        huggingface.settings_of("bert", tensors)
 
 
 def test_missing_and_broken_files_are_named(folders, tmp_path):

@@ -11,7 +11,7 @@ from headcount.sweeps import launchers
 from headcount.sweeps.settings import open_sweep
 
 
-def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch):
+def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch, capsys):
     submitted = []
 
     class Executor:
@@ -28,13 +28,16 @@ def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch):
 
         def submit(self, job):
             submitted.append(job.command)
-            return SimpleNamespace(job_id=1, wait=int, exception=lambda: None)
+            assert job.folder == str(tmp_path)  # from which relative paths count
+            return SimpleNamespace(job_id=1, result=lambda: 2)
 
     submitit = SimpleNamespace(AutoExecutor=Executor)
     monkeypatch.setattr(launchers, "optional_package", lambda name: submitit)
     monkeypatch.chdir(tmp_path)
     sweep = open_sweep(options(Path("s"), corpus, task_file=tmp_path / "task.py"))
     rows = launchers.on_slurm(sweep, sweep.groups[:1], "local", [])
+    name = sweep.groups[0].name
+    assert f"The task of {name} ended with exit code 2." in capsys.readouterr().err
     (command,) = submitted
     assert f"--workdir={tmp_path / 's'}" in command and len(rows) == 6
     assert f"--task_file={tmp_path / 'task.py'}" in command
@@ -87,6 +90,12 @@ def test_a_package_that_is_not_installed_is_named(
         launchers.LAUNCHERS[launcher](sweep, sweep.groups, None, [])
     assert left.value.code == 2
     assert f"package {package} is needed" in capsys.readouterr().err
+
+
+def test_a_head_node_without_cores_does_not_count():
+    nodes = [{"Alive": True, "Resources": cores} for cores in ({}, {"CPU": 8.0})]
+    ray = SimpleNamespace(nodes=lambda: nodes)
+    assert launchers.default_needs(ray) == {"num_cpus": 8}
 
 
 def test_resources_are_python_literals_or_strings():

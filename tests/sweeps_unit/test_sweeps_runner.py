@@ -328,6 +328,9 @@ def test_there_is_a_worker_per_gpu(monkeypatch):
     ]
     with pytest.raises(ValueError, match="--resources=cores"):
         local_workers(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert workers.visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert workers.visible_gpus() == []
 

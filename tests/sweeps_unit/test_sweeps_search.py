@@ -18,7 +18,7 @@ from headcount.sweeps import search
 from headcount.sweeps.runner import eval_command
 from headcount.sweeps.search import DIVERGED, FIRST_SEED, attempts, dev_score
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.table import collect
+from headcount.sweeps.table import collect, count_unfinished
 from headcount.tasks.base import LOSS, Metric
 
 TUNE = [f"{RATE}=0.01,0.02"]
@@ -92,6 +92,23 @@ def test_a_search_is_by_the_metric_of_the_sweep(tmp_path, corpus, metric, change
         tmp_path, corpus, lambda trial: change(trial.nuisance[RATE]), metric=metric
     )
     assert {t.nuisance[RATE] for t in trials} == {best}
+
+
+def test_a_search_is_over_when_each_setting_lost_a_seed(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus, tune=TUNE, search_seeds=2)
+    sweep = open_sweep(given)
+    for index in range(len(sweep.groups)):
+        finish(sweep, index, splits=("val",))
+        seeds = sorted({t.seed for t in sweep.groups[index].trials})
+        trials = iter(sweep.groups[index].trials)
+
+        def change(row, trials=trials, first=seeds[0]):
+            return row | {"diverged_at": 7 if next(trials).seed == first else None}
+
+        edit_results(sweep, index, change, splits=["val"])
+    rows = collect(sweep.extended())
+    assert {row["status"] for row in rows} == {"diverged", "done"}
+    assert count_unfinished(sweep.plan, rows) == 0
 
 
 @pytest.mark.parametrize("lost, best", [([0.02], {0.01}), ([0.01, 0.02], set())])
@@ -170,6 +187,14 @@ def test_a_search_ignores_results_that_are_damaged_or_of_other_settings(
     assert all(trial.is_search for trial in again.plan.trials)
     (error,) = {row["error"] for row in collect(again)} - {None}
     assert error.startswith(f"{path} ")
+
+
+def test_optuna_refuses_an_ablation_that_sets_nuisance_settings(tmp_path, corpus):
+    body = f'yield {{"model.mlp_dim": 32, "{RATE}": 0.01}}'
+    given = {"ablation": write_ablation(tmp_path, body), "search": "optuna:3"}
+    given["tune"] = [f"{RATE}=0.1:0.2"]
+    with pytest.raises(ValueError, match="the ablation itself sets the nuisance"):
+        open_sweep(options(tmp_path / "s", corpus, proposes=False, **given))
 
 
 def test_an_exhausted_search_is_over_for_calls_that_propose_nothing(tmp_path, corpus):

@@ -20,7 +20,18 @@ from sweep_fakes import (
 from headcount.runtime.files import locked
 from headcount.runtime.workdir import with_digest
 from headcount.sweeps.settings import open_sweep
+from headcount.sweeps.store import last_step
 from headcount.sweeps.table import collect
+
+
+@pytest.mark.parametrize("length", [10, 20_000])
+def test_the_last_step_is_found_behind_rows_of_any_length(tmp_path, length):
+    rows = [{"step": step, "trial": 0, "heads": "x" * length} for step in (1, 2, 3)]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert last_step(tmp_path) == 3
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert last_step(tmp_path) == 0
 
 
 def test_a_lock_lasts_as_long_as_any_process_has_it(tmp_path):

@@ -136,6 +136,7 @@ def test_predict_has_the_label_and_every_probability(tmp_path):
     task = make_task(tmp_path)
     run = untrained_run(task, scale=2.0)
     lines = ["good film", "", "a dull plot the film bad bad bad bad bad"]
+    assert list(task.predict(run, [])) == []
     for trial in (0, 1):
         found = [json.loads(line) for line in task.predict(run, lines, trial)]
         for line, answer in zip(lines, found, strict=True):

@@ -105,6 +105,9 @@ def test_a_vocabulary_larger_than_the_corpus_supports_raises(tmp_path):
     task = small_task(tmp_path / "tokenizer", **DECODER_ONLY | keys)
     with pytest.raises(ValueError, match="data.vocab_size=500 .*set it to [1-9]"):
         task.load("train")
+    copied = {"train.init_from": "a run with this vocabulary"}
+    task = small_task(tmp_path / "tokenizer", **DECODER_ONLY | keys | copied)
+    task.load("train")  # one that is not made here may be smaller
 
 
 @pytest.mark.parametrize(
@@ -215,6 +218,7 @@ def test_recall_counts_only_the_values_that_were_asked_for(tmp_path):
     keys = {"data.name": "recall", "data.vocab_size": 24, "data.tokenizer": "words"}
     keys |= {"data.max_length": 16, "data.batch_tokens": 4096}
     task = small_task(tmp_path, **DECODER_ONLY | keys)
+    assert {"max_length", "vocab_size"} <= {*task.corpus_keys}  # as others are harder
     task.load("train")
     assert task.tokenizer.vocab_size == 24
     run, examples = untrained_run(task, scale=2.0), task.load("val")

@@ -10,6 +10,7 @@ import scipy.special
 
 from headcount.data import documents
 from headcount.data.tokenizers import BOS, EOS, UNK
+from headcount.tasks.encoder import is_text
 from tests.marks import slow_but
 from tests.tasks.untrained import (
     ENCODER_ONLY,
@@ -93,6 +94,20 @@ def test_features_do_not_tell_what_is_hidden(tmp_path):
                 np.array(inputs[name])[~np.array(chosen)],
                 batch[name][~np.array(chosen)],
             )
+
+
+def test_of_so_few_tokens_that_none_is_drawn_all_are_predicted(tmp_path):
+    """Else the loss would be 0 / 0."""
+    task = make_task(tmp_path)
+    (batch, *_) = task.evaluation_batches(task.load("val"))
+    model = model_of(untrained_run(task), 0)
+    _, drawn = task.masked(batch, None, model)
+    few = dict(batch)
+    few["source_segments"] = np.where(np.array(drawn), 0, batch["source_segments"])
+    few["source_segments"][1:] = 0
+    _, chosen = task.masked(few, None, model)
+    np.testing.assert_array_equal(chosen, is_text(few, task.special))
+    assert chosen.any()
 
 
 @pytest.mark.slow
