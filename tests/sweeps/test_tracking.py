@@ -85,7 +85,7 @@ def started_run(workdir):
     """Write the files of a run that has started; return its folder."""
     workdir.mkdir(parents=True)
     names = {"task": {"name": "translation"}, "data": {"name": "numbers"}}
-    settings = {"model": {"width": 16}, "train": {}, **names}
+    settings = {"model": {"width": 16}, "train": {"num_steps": 100}, **names}
     (workdir / "config.json").write_text(json.dumps(settings))
     (workdir / "trials.json").write_text(json.dumps([{"seed": 3}]))
     facts = {"format_version": 1, "status": "running"}
