@@ -88,7 +88,7 @@ def test_a_tagger_is_fine_tuned_scored_and_analysed(corpora, pretrained):
     ]
     for verb in ("describe", "importance", "prune"):
         succeed(["heads.py", verb, f"--workdir={workdir}", "--checkpoint=last"])
-        rows = read(workdir, f"heads-{verb}-val.json")
+        rows = read(workdir, f"heads-{verb}-val-last.json")
         sites = {each.get("site") for each in rows}
         assert sites <= {"encoder", None}, "None: heads of all sites"
         assert rows
