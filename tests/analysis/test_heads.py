@@ -122,7 +122,7 @@ def test_every_head_has_a_row(rows):
     sizes = {"encoder": 1, "decoder": 2, "cross": 2}
     heads = {(s, i, n) for s, L in sizes.items() for i in range(L) for n in range(4)}
     assert rows.keys() == heads
-    assert rows["cross", 0, 2]["gate"] == 0.5 and rows["decoder", 1, 0]["gate"] == 1
+    assert rows["cross", 1, 0]["gate"] == 0.5 and rows["decoder", 1, 0]["gate"] == 1
 
 
 @pytest.fixture(scope="module")
