@@ -113,13 +113,10 @@ def main(verb: str) -> None:
         # a plot of the user's own text needs no corpus
         uses_corpus = verb != "plot" or INPUT.value is None
         examples = found.task.load(SPLIT.value) if uses_corpus else None
-        name = "-".join(
-            [
-                *filter(None, ("heads", verb, SPLIT.value, SITE.value)),
-                *[f"trial_{TRIAL.value}"] * TRIAL.present,
-                *[CHECKPOINT.value] * (CHECKPOINT.value != "best"),
-            ]
-        )
+        trial = f"trial_{TRIAL.value}" if TRIAL.present else None
+        checkpoint = CHECKPOINT.value if CHECKPOINT.value != "best" else None
+        parts = "heads", verb, SPLIT.value, SITE.value, trial, checkpoint
+        name = "-".join(filter(None, parts))
         VERBS[verb](workdir / f"{name}.json", found, examples, options)
 
 

@@ -449,6 +449,10 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
         ids = run.task.tokenizers[0].vocabulary
         tensors = to_marian_order(tensors, marian_order(ids))
         settings, generation = with_marian_ids(ids, settings, generation)
+    bos = run.config.model.bos
+    if family == "bert":  # imported vocabularies have these tokens elsewhere
+        bos = run.task.tokenizer.bos
+        settings |= {"bos_token_id": bos, "eos_token_id": run.task.tokenizer.eos}
     write_json(folder / "config.json", settings)
     if generation is not None:
         write_json(folder / GENERATION, generation)
@@ -460,12 +464,8 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     if family == "marian":
         write_marian_tokenizer(run.task, folder)
         return "marian"
-    tokenizer, bos = run.task.tokenizer, run.config.model.bos
+    tokenizer = run.task.tokenizer
     (folder / "tokenizer.json").write_text(tokenizer_json.tokenizer_json(tokenizer))
-    if family == "bert":
-        bos = tokenizer.bos  # imported vocabularies have it elsewhere
-        settings |= {"bos_token_id": bos, "eos_token_id": tokenizer.eos}
-        write_json(folder / "config.json", settings)
     (separator,) = tokenizer.pieces([bos])
     settings = tokenizer_json.configuration(separator)
     (folder / "tokenizer_config.json").write_text(settings)

@@ -288,8 +288,9 @@ def resolve_implementation(
         or (is_here and not verification.is_accepted(platform, query.dtype.name))
     ):
         return platform
-    if is_plain and is_here and platform == "gpu":
-        return "cudnn" if jax_nn.cudnn_fits(query, value, bias, mask) else "blockwise"
+    on_gpu = is_here and platform == "gpu"
+    if is_plain and on_gpu and jax_nn.cudnn_fits(query, value, bias, mask):
+        return "cudnn"
     return "blockwise"
 
 

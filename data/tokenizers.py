@@ -150,7 +150,7 @@ class JsonTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no other type
             raise ValueError(f"{path}: {error}") from error
-        # which transformers stores as they last were
+        # the file has the padding and truncation of transformers' last call
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 

@@ -194,10 +194,10 @@ class Attention(nnx.Module):
         else:
             self.key = self.key_bias = self.value = self.value_bias = None
             sizes = num_heads, head_dim, value_dim
-            norm = partial(rms_norm, epsilon=norm_epsilon) if latent_norm else None
-            settings = {"make_norm": norm, "initial": initial, "rngs": own}
+            epsilon = norm_epsilon if latent_norm else None
+            settings = {"norm_epsilon": epsilon, "initial": initial, "rngs": own}
             self.latent = Latent(width, latent_dim, rotary_size, *sizes, **settings)
-            rngs.params(), rngs.params()  # those of key and value, for the same reason
+            rngs.params(), rngs.params()  # plain heads' keys and values draw these
 
         merged = num_heads // pairs, value_dim * pairs
         self.num_merged_heads = merged[0]
@@ -208,10 +208,8 @@ class Attention(nnx.Module):
             if len(shape) == 1:  # vectors are zero, which has no effect at first
                 return nnx.Param(jnp.zeros(shape), axes=axes)
             num_inputs = 1 if axes.startswith("D") else len(shape) - 1
-            gain, key = merge_gain, rngs.params
-            if name != "kernel":
-                gain, key = 1.0, own.params
-            values = initial(num_inputs, len(shape), gain)(key(), shape)
+            gain, keys = (merge_gain, rngs) if name == "kernel" else (1.0, own)
+            values = initial(num_inputs, len(shape), gain)(keys.params(), shape)
             return nnx.Param(values, axes=axes)
 
         shapes = attention.MERGE_RULES[merge].shapes

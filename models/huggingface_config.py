@@ -17,7 +17,8 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# By family: keys of config.json, and the value that our models need. None is it, too.
+# By family: keys of config.json, and the value that our models need. It is also
+# transformers' default, for which the key may be missing or null.
 REQUIRED = {
     "marian": {
         "normalize_before": False,

@@ -10,6 +10,7 @@ from headcount.configs.validation import choose
 from headcount.models.attention import Attention
 from headcount.models.dropout import Dropout, dropout, key_of
 from headcount.models.linear import linear
+from headcount.models.variants import rms_norm
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -27,7 +28,7 @@ def make_norm(
     """Return a norm over the model width, with a learned scale."""
     axes = {"axes": "D"}
     if kind == "rms_norm":
-        return nnx.RMSNorm(width, epsilon=epsilon, scale_metadata=axes, rngs=rngs)
+        return rms_norm(width, "D", epsilon=epsilon, rngs=rngs)
     return nnx.LayerNorm(
         width,
         epsilon=epsilon,

@@ -149,7 +149,7 @@ class Latent(nnx.Module):
         latent_dim: size of c.
         rotary_dim: size of r; 0 without rotary positions.
         num_heads, head_dim, value_dim: N, H (without the rotary part), V.
-        make_norm: makes the norm of c that DeepSeek has, see `rms_norm`; None for none.
+        norm_epsilon: of the RMS norm of c that DeepSeek has; None for no norm.
         initial: function from the number of input axes and the rank to an initializer.
     """
 
@@ -162,7 +162,7 @@ class Latent(nnx.Module):
         head_dim: int,
         value_dim: int,
         *,
-        make_norm,
+        norm_epsilon: float | None,
         initial,
         rngs: nnx.Rngs,
     ):
@@ -175,7 +175,11 @@ class Latent(nnx.Module):
         self.down = kernel(width, latent_dim + rotary_dim, axes="D latent")
         self.key = kernel(latent_dim, num_heads, head_dim, axes="latent N H")
         self.value = kernel(latent_dim, num_heads, value_dim, axes="latent N V")
-        self.norm = make_norm and make_norm(latent_dim, "latent", rngs=rngs)
+        self.norm = (
+            None
+            if norm_epsilon is None
+            else rms_norm(latent_dim, "latent", epsilon=norm_epsilon, rngs=rngs)
+        )
 
     def compressed(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None

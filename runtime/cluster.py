@@ -38,8 +38,8 @@ def connect() -> None:
 def arguments() -> list[str]:
     """Return the flags for scripts that this process starts on its host.
 
-    These are the flags that were given, and on a TPU pod that needs none, since the
-    hosts must start their scripts together there too, --coordinator=auto.
+    These are the flags that were given. On a TPU pod that lists its hosts,
+    --coordinator=auto is added, so that the hosts of a sweep work on the same group.
     """
     given = [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
     is_found = not COORDINATOR.present and distributed.lists_hosts()

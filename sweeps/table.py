@@ -193,14 +193,10 @@ def count_unfinished(plan: Plan, rows: list[dict]) -> int:
 
     No trials follow a search in which a trial of every setting diverged.
     """
-    settings = {(row["arm"], row["nuisance"]): row["status"] for row in rows}
-    settings |= {
-        (row["arm"], row["nuisance"]): "diverged"
-        for row in rows
-        if row["status"] == "diverged"
-    }
+    tried = {(row["arm"], row["nuisance"]) for row in rows}
+    lost = {(r["arm"], r["nuisance"]) for r in rows if r["status"] == "diverged"}
     reported = {row["arm"] for row in rows if row["stage"] == "report"}
-    running = {arm for (arm, _), status in settings.items() if status != "diverged"}
+    running = {arm for arm, _ in tried - lost}
     known = reported | ({row["arm"] for row in rows} - running)
     waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
     ended = ("done", "diverged", "failed")
