@@ -44,8 +44,9 @@ def portable(config, params: dict, pooling: str | None):
         tables = folding.position_tables(config, params, POSITION_ROWS)
         params |= {f"{stack}_positions": table for stack, table in tables.items()}
         settings |= {"positions": "learned", "max_positions": POSITION_ROWS}
-    for site in ("attention", *(f"{site}_attention" for site in folding.STACKS)):
-        settings[site]["implementation"] = "reference"
+    settings["attention"]["implementation"] = "reference"
+    for site in folding.STACKS:
+        settings[f"{site}_attention"]["implementation"] = None  # the general one
     sizes = [len(params["embedding"])]
     if "source_embedding" in params:
         sizes.append(len(params["source_embedding"]))
