@@ -1,6 +1,7 @@
 """Analyse the heads of a trained run.
 
 python heads.py describe --workdir=runs/numbers
+python heads.py describe --workdir=runs/heads
 python heads.py importance --workdir=runs/numbers
 python heads.py prune --workdir=runs/numbers --split=test
 python heads.py plot --workdir=runs/numbers --site=cross --output=cross.png
@@ -14,7 +15,8 @@ python heads.py explore --workdir=runs/stories --output=explorer.html
 `roles`: which heads attend to the previous token, the subject of the verb, and so on.
 `similarity`: similarity of the maps and outputs of two heads. `interactions`: the loss
 added by removing two heads, minus that of removing each alone. `explore`: a web page
-to explore all of this.
+to explore all of this. With the workdir of a sweep, `describe` and `importance` print
+means for each arm.
 """
 
 # isort: off
@@ -34,6 +36,7 @@ from headcount.analysis.pruning import curve
 from headcount.analysis.roles import MIN_EXAMPLES, first_sentences, measure_roles
 from headcount.analysis.similarity import interactions, similarity
 from headcount.analysis.tables import (
+    print_arms,
     print_heads,
     print_pairs_of_heads,
     print_pruning,
@@ -53,6 +56,7 @@ from headcount.decoding import flags as decoding
 from headcount.runtime.files import write
 from headcount.runtime.logging import show_log
 from headcount.runtime.workdir import write_json
+from headcount.sweeps.heads import measure_arms, open_trained
 from headcount.tasks import best_metric, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, choose_trials, load
 
@@ -103,6 +107,9 @@ def main(verb: str) -> None:
         if verb in SUFFIXES:
             check_output(verb)
         workdir = path_of(WORKDIR)
+        if verb in OF_SWEEPS and (workdir / "sweep.json").exists():
+            measure_sweep(verb, workdir)
+            return
         found = load(workdir, CHECKPOINT.value)
         found.task.check_options(options, evaluates=True)
         sites = list(all_gates(found, found.of(0)[0], {}))
@@ -113,11 +120,42 @@ def main(verb: str) -> None:
         # a plot of the user's own text needs no corpus
         uses_corpus = verb != "plot" or INPUT.value is None
         examples = found.task.load(SPLIT.value) if uses_corpus else None
-        trial = f"trial_{TRIAL.value}" if TRIAL.present else None
-        checkpoint = CHECKPOINT.value if CHECKPOINT.value != "best" else None
-        parts = "heads", verb, SPLIT.value, SITE.value, trial, checkpoint
-        name = "-".join(filter(None, parts))
-        VERBS[verb](workdir / f"{name}.json", found, examples, options)
+        VERBS[verb](output_of(workdir, verb), found, examples, options)
+
+
+def output_of(workdir: Path, verb: str, checkpoint: str | None = None) -> Path:
+    """Return the file for a verb's rows, which names the flags that differ."""
+    trial = f"trial_{TRIAL.value}" if TRIAL.present else None
+    checkpoint = checkpoint or CHECKPOINT.value
+    parts = ["heads", verb, SPLIT.value, SITE.value, trial]
+    parts += [checkpoint] if checkpoint != "best" else []
+    return workdir / f"{'-'.join(filter(None, parts))}.json"
+
+
+def measure_sweep(verb: str, workdir: Path) -> None:
+    """Print and write the measurements of the heads of every arm of a sweep."""
+    if TRIAL.present:
+        raise ValueError(
+            f"--trial={TRIAL.value}: {workdir} holds a sweep, of which all trials are "
+            f"measured; for one, name the folder of its group in --workdir."
+        )
+    sweep = open_trained(workdir, TASK_FILE.value and path_of(TASK_FILE))
+    which = CHECKPOINT.value if CHECKPOINT.present else sweep.settings["checkpoint"]
+
+    def load_group(folder: Path):
+        found = load(folder, which)
+        if DIRECTORY.value is not None:
+            found.task.set_directory(DIRECTORY.value)
+        return found
+
+    def measure(found, trial):
+        return OF_SWEEPS[verb](found, found.task.load(SPLIT.value), trial)
+
+    rows = measure_arms(sweep, load_group, measure)
+    path = output_of(workdir, verb, which)
+    write_json(path, rows)
+    baselines = [arm.name for arm in sweep.plan.arms if arm.is_baseline]
+    print_arms(rows, next(iter(baselines), None), sweep.looks, SPLIT.value, path)
 
 
 def describe_heads(path, found, examples, options) -> None:
@@ -332,6 +370,7 @@ OF_VERBS = {
     "compare": ("explore",),
     "input": ("plot", "explore"),
 }
+OF_SWEEPS = {"describe": describe, "importance": importance}
 VERBS = {
     "describe": describe_heads,
     "importance": rank_heads,

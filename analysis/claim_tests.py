@@ -17,8 +17,9 @@ import numpy as np
 import scipy
 
 from headcount.analysis.formatting import interval, number, signed
-from headcount.analysis.sequential import Looks, judge
+from headcount.analysis.sequential import Looks, Verdict, judge
 from headcount.analysis.significance import CONFIDENCE, summary
+from headcount.analysis.tables import means_by_seed
 from headcount.configs import ablations
 from headcount.tasks.base import LOSS
 
@@ -46,6 +47,7 @@ class Results(NamedTuple):
     corpus: str
     arms: list[Arm]
     looks: tuple[int, ...] | None  # numbers of seeds at planned looks; None: no looks
+    heads: dict[str, list[dict]]  # rows by verb of heads.py, of all arms
 
     @property
     def baseline(self) -> Arm | None:
@@ -81,7 +83,8 @@ class Claim(NamedTuple):
     sentence: str
     who: str
     published: str
-    ablation: str  # of configs/ablations.py; "roles"; or a description of what it needs
+    # of configs/ablations.py, or any of several; "roles"; or a description of the need
+    ablation: str | tuple[str, ...]
     test: Callable | None = None  # None: nothing under results/ can test it yet
     arms: Chooses | None = None  # None: all but the reference
     reference: Chooses | None = None  # None: the baseline
@@ -152,11 +155,8 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
     found = []
     for arm in arms:
         seeds = sorted(arm.loss.keys() & reference.loss.keys())
-        if len(seeds) < 2:
-            continue
         each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
-        looks = sweep.looks or (len(seeds),)
-        result = judge(each, Looks(looks, None, len(arms)), last=True)
+        result = paired(sweep, each, len(arms))
         if math.isnan(result.low):
             continue
         is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
@@ -169,6 +169,62 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
         numbers = (result.mean, result.low, result.high)
         effect = Effect(sweep.corpus, text, verdict, result.num_seeds, numbers)
         found.append(effect)
+    return found
+
+
+def loses_less(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether many heads, instead of few, cost an arm less than the reference.
+
+    The claim chooses one arm per number of heads, and a reference for each.
+    """
+    rules = []
+    for chooses in (claim.arms, claim.reference):
+        own = [arm for arm in sweep.arms if chooses(arm.settings, {})]
+        rules.append({arm.settings["num_heads"]: arm for arm in own})
+    numbers = sorted(rules[0].keys() & rules[1].keys())
+    if len(numbers) < 2:
+        return []
+    few, many = numbers[0], numbers[-1]
+    four = [rule[N] for rule in rules for N in (many, few)]
+    seeds = sorted(set.intersection(*(set(arm.loss) for arm in four)))
+    losses = ([arm.loss[seed] for seed in seeds] for arm in four)
+    each = [x - y - (z - w) for x, y, z, w in zip(*losses, strict=True)]
+    found = paired(sweep, each, 1)
+    if math.isnan(found.low):
+        return []
+    verdict = verdict_of(found.high < 0, found.low > -claim.margin)
+    if any(arm.lost for arm in four):
+        verdict = UNDECIDED
+    text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
+    text += f"{four[3].name}): {signed(found.mean, LOSS.format)} "
+    text += f"({interval(found.low, found.high, LOSS.format, signed)})"
+    effect = (found.mean, found.low, found.high)
+    return [Effect(sweep.corpus, text, verdict, found.num_seeds, effect)]
+
+
+def heads_lower(
+    verb: str, column: str, what: str, spec: str, claim: Claim, sweep: Results
+) -> list[Effect]:
+    """Test whether a statistic, averaged over heads, is lower than the reference's.
+
+    Args:
+        verb, column: where the statistic is in the output of heads.py.
+        what, spec: its name and format in the text.
+    """
+    arms, reference = chosen(claim, sweep)
+    rows, found = sweep.heads.get(verb, []), []
+    for arm in arms:
+        own, base = (means_by_seed(rows, x.name, column) for x in (arm, reference))
+        seeds = sorted(own.keys() & base.keys())
+        result = paired(sweep, [own[s] - base[s] for s in seeds], len(arms))
+        if math.isnan(result.low):
+            continue
+        text = f"{what} of {arm.name} − {reference.name}: {signed(result.mean, spec)} "
+        text += f"({interval(result.low, result.high, spec, signed)})"
+        verdict = verdict_of(result.high < 0, result.low > 0)
+        if arm.lost + reference.lost:
+            verdict = UNDECIDED
+        found.append(Effect(sweep.corpus, text, verdict, result.num_seeds))
     return found
 
 
@@ -358,6 +414,23 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     return [Effect(found.corpus, text, verdict, len(each))]
 
 
+def paired(sweep: Results, differences: list[float], comparisons: int) -> Verdict:
+    """Judge paired differences by a sweep's looks; NaN with fewer than two seeds.
+
+    The interval is one of several that hold at the same time.
+    """
+    if len(differences) < 2:
+        return Verdict("undecided", math.nan, math.nan, math.nan, len(differences))
+    looks = sweep.looks or (len(differences),)
+    return judge(differences, Looks(looks, None, comparisons), last=True)
+
+
+def ablations_of(claim: Claim) -> tuple[str, ...]:
+    """Return the ablations that can test a claim."""
+    names = claim.ablation
+    return (names,) if isinstance(names, str) else names
+
+
 def by_trial(rows) -> list[list[dict]]:
     """Group rows by trial."""
     trials = dict.fromkeys(row["trial"] for row in rows)
@@ -386,11 +459,15 @@ def read_analyses(folder: Path) -> Analyses | None:
     """Read the output of heads.py; return None if the folder is not a roles_CORPUS."""
     if not folder.name.startswith("roles_"):
         return None
-    rows = {
+    return Analyses(folder.name.removeprefix("roles_"), read_heads(folder))
+
+
+def read_heads(folder: Path) -> dict[str, list[dict]]:
+    """Read all output of heads.py in a folder: rows by verb."""
+    return {
         path.name.split("-")[1]: json.loads(path.read_text())
         for path in sorted(folder.glob("heads-*.json"))
     }
-    return Analyses(folder.name.removeprefix("roles_"), rows)
 
 
 def read_results(folder: Path) -> Results | None:
@@ -410,9 +487,8 @@ def read_results(folder: Path) -> Results | None:
         read_arm(name, [row for row in rows if row["arm"] == name])
         for name in dict.fromkeys(row["arm"] for row in rows)
     ]
-    return Results(
-        ablation, folder.name.removeprefix(f"{ablation}_"), arms, read_looks(folder)
-    )
+    corpus = folder.name.removeprefix(f"{ablation}_")
+    return Results(ablation, corpus, arms, read_looks(folder), read_heads(folder))
 
 
 def read_arm(name: str, rows: list[dict]) -> Arm:
@@ -455,6 +531,6 @@ def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]
     return [
         effect
         for sweep in sweeps
-        if sweep.ablation == claim.ablation
+        if sweep.ablation in ablations_of(claim)
         for effect in claim.test(claim, sweep)
     ]

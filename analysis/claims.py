@@ -21,6 +21,8 @@ from headcount.analysis.claim_tests import (
     UNDECIDED,
     Claim,
     Effect,
+    Results,
+    ablations_of,
     cheaper,
     deeper_is_wider,
     find_effects,
@@ -28,7 +30,9 @@ from headcount.analysis.claim_tests import (
     heads_differ,
     heads_have,
     heads_interact,
+    heads_lower,
     less_spread,
+    loses_less,
     loss_is,
     merge,
     most_can_go,
@@ -54,6 +58,21 @@ HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "v
 lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
 no_lower = partial(loss_is, "no lower")
 little_higher = partial(loss_is, "little higher")
+added_loss_lower = partial(
+    *(heads_lower, "importance", "added_loss"),
+    *("loss added by removing one head", LOSS.format),
+)
+sink_lower = partial(
+    heads_lower, "describe", "sink", "weight of the first token", ".3f"
+)
+
+
+def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test both halves of a claim about sinks and loss."""
+    found = sink_lower(claim, sweep)
+    return found and found + lower(claim, sweep)
+
+
 VASWANI = "Vaswani et al. 2017, Table 3"
 ROLES = (  # of every corpus, by `analysis.roles`
     *("self", "previous token", "next token", "same token earlier"),
@@ -169,7 +188,10 @@ CLAIMS = (
         "Averaging is more robust to a bad head.",
         "common belief",
         NOTHING,
-        "noise on one head's output",
+        ("merge", "merge_start"),
+        added_loss_lower,
+        merge("mean"),
+        merge("concat"),
     ),
     Claim(
         "Weights that depend on the input beat fixed ones.",
@@ -184,7 +206,7 @@ CLAIMS = (
         "Gates beat concatenation.",
         "Qiu et al. 2025 (Qwen)",
         "perplexity 6.026 → 5.792 headwise, 5.761 elementwise",
-        "gates",
+        ("gates", "merge", "merge_start"),
         lower,
         one_of(merge("gated"), merge("gated_elementwise")),
         merge("concat"),
@@ -194,6 +216,9 @@ CLAIMS = (
         "common belief",
         NOTHING,
         "merge_heads",
+        loses_less,
+        merge("mean"),
+        merge("concat"),
     ),
     Claim(
         "Heads specialise, more than in an untrained model.",
@@ -286,7 +311,10 @@ CLAIMS = (
         "Gates empty the sink and lower the loss.",
         "Qiu et al. 2025 (Qwen)",
         "weight of the first token 0.467 → 0.048",
-        "gates, with the statistics of heads",
+        ("gates", "merge", "merge_start"),
+        sink_and_loss_lower,
+        one_of(merge("gated"), merge("gated_elementwise")),
+        merge("concat"),
     ),
     Claim(
         "Each variant of the ablation `variants` lowers the loss.",
@@ -308,7 +336,7 @@ def make_rows(found: list[tuple[Claim, list[Effect]]]) -> list[tuple[str, ...]]:
             rows.append((*about, *cells))
             about = ("",) * len(about)  # once per claim
         if not effects:
-            needed = f"needs: {claim.ablation}"
+            needed = f"needs: {' or '.join(ablations_of(claim))}"
             rows.append((*about, NOTHING, NOTHING, needed, UNTESTED))
     return rows
 

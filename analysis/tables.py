@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headcount.analysis.heads import by_rank, mean_per_trial
 from headcount.analysis.roles import by_role
+from headcount.analysis.sequential import Looks, judge
 from headcount.analysis.significance import summary
 from headcount.tasks.base import LOSS, Metric
 
@@ -199,6 +200,87 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
         ranked = f"rank: by {heading(rank_by)} within each trial and layer"
         console.print(f"{ranked}; sd: over the trials", soft_wrap=True)
     console.print(f"Wrote {path}", soft_wrap=True)
+
+
+def print_arms(
+    rows: list[dict], baseline: str | None, looks: Looks | None, split: str, path: Path
+) -> None:
+    """Print means over the heads of each arm, in one table per site.
+
+    A mean is followed by half the width of Student's 95% interval over seeds, and by an
+    arrow if it differs from the baseline's. An arrow is a test at the level 5% over all
+    arms of its column, paired by seed.
+
+    Args:
+        rows: rows of `analysis.heads.describe` or `importance`, with the columns arm
+            and seed.
+        baseline: name of the arm to compare with, if there is one.
+        looks: the sweep's planned looks, if it has any.
+        split, path: see `print_heads`.
+    """
+    about = ("arm", "seed", "trial", "site", "layer", "head", "gate", "share")
+    names, shown = [name for name in rows[0] if name not in about], set()
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    for site in dict.fromkeys(row["site"] for row in rows):
+        of_site = [row for row in rows if row["site"] == site]
+        columns = [n for n in names if any(row[n] is not None for row in of_site)]
+        shown |= set(columns)
+        table = Table("arm", box=box.SIMPLE, title=f"{site}, {split}", padding=0)
+        for name in ("seeds", *columns):
+            table.add_column(SHORT.get(name, heading(name)), justify="right")
+        for arm in arms:
+            seeds = {row["seed"] for row in of_site if row["arm"] == arm}
+            cells = [arm, str(len(seeds))]
+            for name in columns:
+                means = means_by_seed(of_site, arm, name)
+                others = means_by_seed(of_site, baseline, name)
+                cell = cell_of_arm(means, FORMATS.get(name, "{:.2f}"))
+                arrow = arrow_of(means, others, looks, len(arms) - 1)
+                cells.append(cell if arm == baseline else f"{cell}{arrow}")
+            table.add_row(*cells)
+        console = print_table(table)
+    for name, text in LEGEND.items():
+        if name in shown:
+            console.print(text, soft_wrap=True)
+    legend = "Means over the heads, ± half of their 95% interval over seeds"
+    if baseline in arms:
+        legend += f"; ↑ and ↓: above and below {baseline}, paired by seed (5% over all "
+        legend += "arms of a column)"
+    console.print(legend, soft_wrap=True)
+    console.print(f"Wrote {path}", soft_wrap=True)
+
+
+def means_by_seed(rows: list[dict], arm: str | None, name: str) -> dict[int, float]:
+    """Return an arm's mean over its heads by seed, ignoring heads without a value."""
+    values = {}
+    for row in rows:
+        if row["arm"] == arm and row[name] is not None:
+            values.setdefault(row["seed"], []).append(row[name])
+    return {seed: float(np.mean(of_seed)) for seed, of_seed in values.items()}
+
+
+def cell_of_arm(means: dict[int, float], form: str) -> str:
+    """Format the mean over seeds, with half the width of its interval if it has one."""
+    if not means:
+        return "–"
+    found = summary(list(means.values()))
+    cell = form.format(found.mean)
+    if np.isfinite(found.high):
+        cell += f" ± {form.format(found.high - found.mean)}"
+    return cell
+
+
+def arrow_of(
+    means: dict[int, float], others: dict[int, float], looks: Looks | None, arms: int
+) -> str:
+    """Return ↑ or ↓ if an arm's means differ from the baseline's, else nothing."""
+    seeds = [seed for seed in means if seed in others]
+    if len(seeds) < 2:
+        return " "
+    planned = (len(seeds),) if looks is None else looks.seeds
+    differences = [means[seed] - others[seed] for seed in seeds]
+    found = judge(differences, Looks(planned, None, arms), last=True)
+    return "↑" if found.low > 0 else "↓" if found.high < 0 else " "
 
 
 def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:

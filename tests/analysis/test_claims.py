@@ -14,6 +14,7 @@ from headcount.analysis.claim_tests import (
     SUPPORTED,
     UNDECIDED,
     Claim,
+    ablations_of,
     cheaper,
     deeper_is_wider,
     find_effects,
@@ -266,6 +267,62 @@ def test_pairs_of_heads_of_a_layer_are_compared(tmp_path):
         assert effect.verdict == CONTRADICTED
 
 
+def write_heads(folder, verb, column, values):
+    """Write what heads.py would find in a sweep: values by N and seed, of two heads."""
+    rows = [
+        {"arm": f"N={N}", "seed": seed, "head": head, column: value + head}
+        for N, of_arm in values.items()
+        for seed, value in enumerate(of_arm)
+        for head in range(2)
+    ]
+    (folder / f"heads-{verb}-test.json").write_text(json.dumps(rows))
+    return read_results(folder)
+
+
+@pytest.mark.parametrize("shift, verdict", [(-0.1, SUPPORTED), (0.1, CONTRADICTED)])
+def test_a_statistic_of_heads_is_compared_by_seed(tmp_path, shift, verdict):
+    folder, test = tmp_path / "heads_x", claims.sink_lower
+    plain = write_sweep(folder, {1: 2 + NOISE, 8: 2 - NOISE})
+    assert find_effects(claim(test), [plain]) == []
+    sinks = {1: 0.4 + NOISE, 8: 0.4 + shift + NOISE[::-1]}
+    sweep = write_heads(folder, "describe", "sink", sinks)
+    (effect,) = find_effects(claim(test), [sweep])
+    assert effect.verdict == verdict and effect.difference is None
+    each = sinks[8] - sinks[1]
+    interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    low, high = (signed(x, ".3f") for x in interval)
+    assert f"({low} to {high})" in effect.text
+    both = find_effects(claim(claims.sink_and_loss_lower), [sweep])
+    assert [effect.text[:9] for effect in both] == ["weight of", "loss of N"]
+    assert find_effects(claim(claims.added_loss_lower), [sweep]) == []
+
+
+@pytest.mark.parametrize(
+    "extra, verdict", [(-0.1, SUPPORTED), (0.1, CONTRADICTED), (0.0, CONTRADICTED)]
+)
+def test_many_heads_are_compared_with_few_under_both_rules(tmp_path, extra, verdict):
+    losses = {1: 2 + NOISE, 2: 2.5 + NOISE, 8: 3 - NOISE, 9: 3.5 + extra - NOISE[::-1]}
+    settings = {1: (2, "concat"), 2: (2, "mean"), 8: (16, "concat"), 9: (16, "mean")}
+    overrides = {
+        key: json.dumps({"model.num_heads": N, "model.merge": rule})
+        for key, (N, rule) in settings.items()
+    }
+    sweep = write_sweep(tmp_path / "merge_heads_x", losses, overrides=overrides)
+    about = claim(
+        claim_tests.loses_less,
+        ablation="merge_heads",
+        arms=claim_tests.merge("mean"),
+        reference=claim_tests.merge("concat"),
+    )
+    (effect,) = find_effects(about, [sweep])
+    each = losses[9] - losses[2] - (losses[8] - losses[1])
+    interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    assert effect.verdict == verdict
+    assert effect.difference == pytest.approx((each.mean(), *interval))
+    few = sweep._replace(arms=sweep.arms[:2])
+    assert find_effects(about, [few]) == []
+
+
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):
     rows = make_rows([(claim("lower"), [])])
     assert rows[0][-1] == UNTESTED and "needs: heads" in rows[0][-2]
@@ -276,7 +333,8 @@ def test_an_untested_claim_is_said_to_be_untested(tmp_path):
 def test_claims_name_ablations_that_exist_or_will():
     for each in CLAIMS:
         if each.test is not None and each.ablation != "roles":
-            assert hasattr(claim_tests.ablations, each.ablation)
+            names = ablations_of(each)
+            assert names and all(hasattr(ablations, name) for name in names)
 
 
 def test_the_page_is_filled_between_its_marks_again_and_again():
@@ -312,15 +370,20 @@ def test_the_roles_that_count_are_those_that_are_measured():
     assert found == set(claims.ROLES)
 
 
-BY_ARMS = [each for each in CLAIMS if each.arms and each.ablation != "roles"]
+BY_ARMS = [
+    pytest.param(each, name, id=f"{each.sentence} {name}")
+    for each in CLAIMS
+    if each.arms and each.ablation != "roles"
+    for name in ablations_of(each)
+]
 
 
-@pytest.mark.parametrize("claim", BY_ARMS, ids=lambda claim: claim.sentence)
-def test_the_sweep_that_a_claim_waits_for_has_its_arms(claim):
+@pytest.mark.parametrize("claim, ablation", BY_ARMS)
+def test_the_sweep_that_a_claim_waits_for_has_its_arms(claim, ablation):
     """Otherwise no results would ever test it."""
     arms = [
         {key.rsplit(".")[-1]: value for key, value in overrides.items()}
-        for overrides in getattr(ablations, claim.ablation)(get_config())
+        for overrides in getattr(ablations, ablation)(get_config())
     ]
     assert any(claim.arms(x, base) for x in arms for base in arms)
     assert claim.reference is None or any(claim.reference(x, arms[0]) for x in arms)

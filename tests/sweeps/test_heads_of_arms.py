@@ -1,0 +1,53 @@
+"""heads.py on a sweep: rows of every arm, their means, and refused flags."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from sweep_cases import finish
+
+from headcount.analysis.significance import summary
+from tests.runs import fails, run
+
+HEADS = [sys.executable, "heads.py"]
+
+
+@pytest.mark.parametrize(
+    "verb, name, form",
+    [("describe", "entropy", ".2f"), ("importance", "added_loss", ".4f")],
+)
+def test_every_arm_has_the_rows_of_its_groups(uninterrupted, verb, name, form):
+    printed = finish([*HEADS, verb, f"--workdir={uninterrupted}"])
+    rows = json.loads((uninterrupted / f"heads-{verb}-val.json").read_text())
+    assert list(dict.fromkeys((row["arm"], row["seed"]) for row in rows)) == [
+        (arm, seed) for arm in ("N=1", "N=2") for seed in (0, 1)
+    ]
+    for folder in uninterrupted.glob("groups/*"):
+        trials = json.loads((folder / "group.json").read_text())
+        finish([*HEADS, verb, f"--workdir={folder}"])
+        own = json.loads((folder / f"heads-{verb}-val.json").read_text())
+        assert {row["trial"] for row in own} == set(range(len(trials)))
+        for row in own:
+            trial = trials[row.pop("trial")]
+            assert {"arm": trial["arm"], "seed": trial["seed"]} | row in rows
+    for arm in ("N=1", "N=2"):
+        of_arm = [row for row in rows if row["arm"] == arm and row["site"] == "decoder"]
+        means = [
+            np.mean([row[name] for row in of_arm if row["seed"] == s]) for s in (0, 1)
+        ]
+        found = summary(means)
+        cell = f"{found.mean:{form}} ± {found.high - found.mean:{form}}"
+        assert cell in printed
+    assert "Means over the heads" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["describe", "--trial=1"], ["--trial=1", "holds a sweep"]),
+        (["prune"], ["holds a sweep", "groups"]),
+    ],
+)
+def test_what_is_for_runs_is_refused(uninterrupted, arguments, words):
+    fails(run(["heads.py", *arguments, f"--workdir={uninterrupted}"]), *words)
