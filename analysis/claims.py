@@ -73,6 +73,7 @@ def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
     return found and found + lower(claim, sweep)
 
 
+EQUAL_STARTS = "merge_start", "merge_rules"
 VASWANI = "Vaswani et al. 2017, Table 3"
 ROLES = (  # of every corpus, by `analysis.roles`
     *("self", "previous token", "next token", "same token earlier"),
@@ -154,7 +155,7 @@ CLAIMS = (
         "Concatenation beats averaging at equal initial scales.",
         "common practice",
         NOTHING,
-        "merge_start",
+        EQUAL_STARTS,
         higher,
         merge("mean"),
         has(merge="concat", merge_gain=1.0),
@@ -172,7 +173,7 @@ CLAIMS = (
         "Averaging trains more stably: less spread over seeds.",
         "common belief",
         NOTHING,
-        "merge_start",
+        EQUAL_STARTS,
         less_spread,
         merge("mean"),
         has(merge="concat", merge_gain=1.0),
@@ -188,7 +189,7 @@ CLAIMS = (
         "Averaging is more robust to a bad head.",
         "common belief",
         NOTHING,
-        ("merge", "merge_start"),
+        ("merge", *EQUAL_STARTS),
         added_loss_lower,
         merge("mean"),
         merge("concat"),
@@ -206,7 +207,7 @@ CLAIMS = (
         "Gates beat concatenation.",
         "Qiu et al. 2025 (Qwen)",
         "perplexity 6.026 → 5.792 headwise, 5.761 elementwise",
-        ("gates", "merge", "merge_start"),
+        ("gates", "merge", *EQUAL_STARTS),
         lower,
         one_of(merge("gated"), merge("gated_elementwise")),
         merge("concat"),
@@ -311,7 +312,7 @@ CLAIMS = (
         "Gates empty the sink and lower the loss.",
         "Qiu et al. 2025 (Qwen)",
         "weight of the first token 0.467 → 0.048",
-        ("gates", "merge", "merge_start"),
+        ("gates", "merge", *EQUAL_STARTS),
         sink_and_loss_lower,
         one_of(merge("gated"), merge("gated_elementwise")),
         merge("concat"),

@@ -11,7 +11,7 @@ The baseline is the arm that equals the base config, else the first arm.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -108,9 +108,8 @@ def merge(base) -> list[dict]:
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest; model.mlp_dim is solved in the matched arms.
     """
-    half = max(1, base.model.attention.num_heads // 2)
     rules = over("model.attention.merge", *MERGE_ARMS)
-    rules[-1]["model.attention.mixture_heads"] = half
+    rules[-1]["model.attention.mixture_heads"] = half_of(base)
     return chain(rules, matched(rules[1:]))
 
 
@@ -126,20 +125,41 @@ def merge_start(base) -> list[dict]:
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
     """
-    attention = base.model.attention
-    N, D = attention.num_heads, base.model.width
-    V, half = attention.value_dim or share(base, N), max(1, N // 2)
     rules = ("concat", "scaled", "mean", "weighted", "dynamic")
     rules += ("gated", "gated_elementwise", "mixture")  # which `equal_gain` knows
-    init = attention.init
-    gains = {rule: equal_gain(rule, N, V, D, half, init) for rule in rules}
-    arms = zipped(
-        over("model.attention.merge", *gains),
-        over("model.attention.merge_gain", *gains.values()),
+    arms = equal_starts(base, rules)
+    arms[-1]["model.attention.mixture_heads"] = half_of(base)
+    gain = round(1 / arms[2]["model.attention.merge_gain"], 3)  # concat as mean
+    return [*arms, arms[0] | {"model.attention.merge_gain": gain}]
+
+
+def merge_rules(base) -> list[dict]:
+    """Do the outputs of heads need a kernel each, and weights that see the token?
+
+    Four rules of the ablation `merge_start`, for models that are slow to train.
+
+    Scientific: model.attention.merge, model.attention.merge_gain.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    return equal_starts(base, ("concat", "mean", "dynamic", "gated"))
+
+
+def equal_starts(base, rules: Sequence[str]) -> list[dict]:
+    """Return an arm per rule, whose outputs start with the variance of concat's."""
+    attention = base.model.attention
+    N, D = attention.num_heads, base.model.width
+    V = attention.value_dim or share(base, N)
+    gains = [equal_gain(x, N, V, D, half_of(base), attention.init) for x in rules]
+    return zipped(
+        over("model.attention.merge", *rules),
+        over("model.attention.merge_gain", *gains),
     )
-    arms[-1]["model.attention.mixture_heads"] = half
-    as_mean = {"model.attention.merge_gain": round(1 / gains["mean"], 3)}
-    return chain(arms, [{"model.attention.merge": "concat"} | as_mean])
+
+
+def half_of(base) -> int:
+    """Return the number of heads that a mixture chooses per token."""
+    return max(1, base.model.attention.num_heads // 2)
 
 
 def equal_gain(
