@@ -280,6 +280,23 @@ def place_batch(batch, part: Part):
     return jax.tree.map(place, batch)
 
 
+def over_data(batch: dict[str, np.ndarray]) -> dict:
+    """Shard the rows of a batch without a trial axis over `data` of the current mesh.
+
+    Rows of zeros, which have no tokens, are added so that `data` divides the rows.
+    """
+    mesh = jax.sharding.get_mesh()
+    size = mesh.shape.get("data", 1)
+    if size == 1:
+        return batch
+
+    def place(array):
+        padding = [(0, -len(array) % size)] + [(0, 0)] * (array.ndim - 1)
+        return put(np.pad(array, padding), named(mesh, "data"))
+
+    return jax.tree.map(place, batch)
+
+
 def to_all(tree):
     """Start replicating arrays on all processes, so that each can read them."""
     if jax.process_count() == 1:

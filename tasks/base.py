@@ -313,6 +313,11 @@ class Task:
             seeds=seeds,
         )
 
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that training computes at once, which bound evaluation's batches."""
+        return self.config.data.batch_tokens // self.config.train.accumulate_steps
+
     def evaluation_batches(
         self, examples: Examples, packed: bool = True
     ) -> Iterable[dict]:
@@ -322,7 +327,7 @@ class Task:
 
         The default fits the default of `batches`.
         """
-        fields, tokens = examples.fields, self.config.data.batch_tokens
+        fields, tokens = examples.fields, self.tokens_at_once
         options = {"aligned": self.aligned, "batch_tokens": tokens}
         if packed:
             return packed_evaluation_batches(fields, **options)

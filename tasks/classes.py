@@ -161,8 +161,9 @@ class ClassTask(EncoderTask):
         """Predict labels by trial and example, in the form of `true_labels`."""
 
         def best(batch):
+            rows, batch = len(batch["source"]), sharding.over_data(batch)
             found = best_classes(run.graph, run.params, run.head_gates, batch)
-            return np.moveaxis(sharding.fetch(found), 0, -1)
+            return np.moveaxis(sharding.fetch(found), 0, -1)[:rows]
 
         of_tokens = self.by_example(examples, best)
         tags = examples.fields["tags"]
@@ -195,7 +196,7 @@ class ClassTask(EncoderTask):
         order, packed = batches.packed_in_order(
             examples.fields,
             aligned=self.aligned,
-            batch_tokens=self.config.data.batch_tokens,
+            batch_tokens=self.tokens_at_once,
         )
         of_tokens = [of_batch(batch)[batch["source_segments"] > 0] for batch in packed]
         ends = np.cumsum(examples.fields["source"].lengths[order])[:-1]

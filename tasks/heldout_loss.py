@@ -61,10 +61,9 @@ def token_log_probabilities(
 
 def heldout_sums(run, function: Callable, batches: Iterable[dict]) -> list[np.ndarray]:
     """Return a function's sums over batches for every trial; see `batch_sums`."""
+    of_run = run.graph, function, run.params, run.head_gates
     sums = [
-        sharding.fetch(
-            batch_sums(run.graph, function, run.params, run.head_gates, batch)
-        )
+        sharding.fetch(batch_sums(*of_run, sharding.over_data(batch)))
         for batch in batches
     ]
     return [np.sum(column, axis=0) for column in zip(*sums, strict=True)]

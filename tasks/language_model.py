@@ -157,7 +157,7 @@ class LanguageModel(Task):
             self.token_stream(examples),
             length=self.config.data.max_length,
             stride=stride or self.stride,
-            batch_tokens=self.config.data.batch_tokens,
+            batch_tokens=self.tokens_at_once,
             separator=self.config.model.bos,
             cross=self.config.data.cross_documents,
         )

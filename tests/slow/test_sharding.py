@@ -96,6 +96,21 @@ def test_translations_on_any_mesh_equal_those_of_one_device():
     assert printed["moved"] == [{}, {}], "each device decodes on its own"
 
 
+def test_scores_on_any_mesh_equal_those_of_one_device():
+    """Each device computes its own rows, also if their number has to be padded."""
+    meshes = [{"trial": 1, "data": 1}, {"trial": 2, "data": 3}]
+    shapes = [mesh | {"model": 1} for mesh in meshes]
+    printed = found(start(6, shapes, module="sharded_evaluation"))
+    assert len(printed) == 6
+    for one, other in zip(printed[::2], printed[1::2], strict=True):
+        assert one["task"] == other["task"]
+        assert one["scores"][0] != one["scores"][1]
+        for ours, theirs in zip(other["scores"], one["scores"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5)
+        assert all(part == whole for part, whole in one["rows"])
+        assert all(3 * part == whole for part, whole in other["rows"])
+
+
 class Device:
     """Stands for one in a mesh."""
 

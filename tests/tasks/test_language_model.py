@@ -79,6 +79,19 @@ def test_a_model_without_context_has_the_same_loss_for_any_stride(folder):
     np.testing.assert_allclose(found, found[0], rtol=1e-5)
 
 
+def test_evaluation_computes_no_more_rows_at_once_than_training(folder):
+    task = make_task(folder, **{"data.batch_tokens": 32})
+    parts = make_task(folder, **{"data.batch_tokens": 32, "train.accumulate_steps": 2})
+    run, found = untrained_run(task), []
+    for each, rows in ((task, 2), (parts, 1)):
+        examples = each.load("val")
+        batches = each.evaluation_batches(examples)
+        assert {len(batch["target"]) for batch in batches} == {rows}
+        found.append(evaluate(run._replace(task=each), examples))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_a_stride_of_an_evaluation_replaces_that_of_the_config(folder):
     fine = make_task(folder, **{"data.stride": 5})
     task = make_task(folder)
