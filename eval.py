@@ -29,7 +29,7 @@ from headcount.decoding import flags as decoding
 from headcount.runtime import cluster, distributed, files
 from headcount.runtime.logging import heartbeat, say, show_log
 from headcount.runtime.workdir import read_json, with_digest, write_json
-from headcount.tasks import Run, import_file
+from headcount.tasks import Run, Task, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, load
 
 SPLIT = flags.DEFINE_string(
@@ -86,6 +86,7 @@ def main():
             found = load(workdir, CHECKPOINT.value)
             choose_trial(found, TRIAL)
             found.task.check_options(options, evaluates=True)
+            check_predictions(found.task)
             if DIRECTORY.value is not None:
                 found.task.set_directory(DIRECTORY.value)
             with distributed.fail_together():
@@ -143,6 +144,17 @@ def check_output(names: list[str]) -> None:
             )
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--output={OUTPUT.value}: {path} can't be written.")
+
+
+def check_predictions(task: Task) -> None:
+    """Raise a ValueError for a flag about predictions if the task makes none."""
+    for flag in (OUTPUT, SHOW):
+        if flag.value and not task.has_predictions:
+            name = task.config.task.name
+            raise ValueError(
+                f"--{flag.name}={flag.value}: evaluating a {name} makes no "
+                f"predictions; leave it out, or use predict.py."
+            )
 
 
 def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:

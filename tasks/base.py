@@ -196,6 +196,7 @@ class Task:
     corpus_keys: tuple[str, ...] = ("name", "directory")  # of config.data: the corpus
     test_split: str = "test"  # default split for final scores
     has_targets: bool = False  # whether texts come in pairs
+    has_predictions: bool = True  # whether `evaluate` returns one for each example
     options: tuple[str, ...] = ()  # decoding flags of `predict`
     evaluation_options: tuple[str, ...] = ()  # decoding flags of `evaluate`
     stacks: tuple[bool, bool] | None = None  # encoder and decoder needed; None: any

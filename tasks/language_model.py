@@ -51,6 +51,7 @@ class LanguageModel(Task):
     evaluation_options = ("stride",)
     stacks = (False, True)
     fields = ("target",)
+    has_predictions = False
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)

@@ -40,6 +40,7 @@ class MaskedLanguageModel(EncoderTask):
     """
 
     metrics = (LOSS, ACCURACY)
+    has_predictions = False
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)

@@ -11,6 +11,8 @@ from headcount.tasks import translation
 from headcount.training.run import load
 from tests.conftest import NO_CROSS, load_script
 from tests.runs import arguments, fails, logged, read, run, write_corpus
+from tests.tasks import test_language_model
+from tests.tasks.untrained import untrained_run
 
 
 @pytest.mark.slow
@@ -158,6 +160,19 @@ def test_output_is_a_regular_file(name, trained, call, tmp_path):
     path = tmp_path / name if name.isalpha() else name
     fails(call("eval.py", workdir=trained, split="val", output=path), "--output")
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("flag, value", [("output", "o.txt"), ("show", 3)])
+def test_predictions_of_a_task_without_any_are_refused(
+    call, monkeypatch, tmp_path, flag, value
+):
+    for split in ("train", "val"):
+        text = "\n\n".join(test_language_model.TRAIN)
+        (tmp_path / f"{split}.txt").write_text(text)
+    untrained = untrained_run(test_language_model.make_task(tmp_path), num_trials=1)
+    monkeypatch.setattr(load_script("eval.py")[0], "load", lambda *_: untrained)
+    ran = call("eval.py", workdir=tmp_path, split="val", **{flag: value})
+    fails(ran, f"--{flag}={value}: evaluating a language_model makes no predictions")
 
 
 def test_several_splits_need_their_name_in_the_files_name(call):
