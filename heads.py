@@ -30,7 +30,7 @@ from absl import flags
 from matplotlib.backend_bases import FigureCanvasBase
 
 from headcount.analysis.explorer import explore, first_of, page
-from headcount.analysis.heads import all_gates, describe, importance
+from headcount.analysis.heads import all_gates, describe, importance, output_file
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
 from headcount.analysis.roles import MIN_EXAMPLES, first_sentences, measure_roles
@@ -120,16 +120,9 @@ def main(verb: str) -> None:
         # a plot of the user's own text needs no corpus
         uses_corpus = verb != "plot" or INPUT.value is None
         examples = found.task.load(SPLIT.value) if uses_corpus else None
-        VERBS[verb](output_of(workdir, verb), found, examples, options)
-
-
-def output_of(workdir: Path, verb: str, checkpoint: str | None = None) -> Path:
-    """Return the file for a verb's rows, which names the flags that differ."""
-    trial = f"trial_{TRIAL.value}" if TRIAL.present else None
-    checkpoint = checkpoint or CHECKPOINT.value
-    parts = ["heads", verb, SPLIT.value, SITE.value, trial]
-    parts += [checkpoint] if checkpoint != "best" else []
-    return workdir / f"{'-'.join(filter(None, parts))}.json"
+        shown = SPLIT.value, SITE.value, f"trial_{TRIAL.value}" * TRIAL.present
+        path = output_file(workdir, verb, *shown, which=CHECKPOINT.value)
+        VERBS[verb](path, found, examples, options)
 
 
 def measure_sweep(verb: str, workdir: Path) -> None:
@@ -152,7 +145,7 @@ def measure_sweep(verb: str, workdir: Path) -> None:
         return OF_SWEEPS[verb](found, found.task.load(SPLIT.value), trial)
 
     rows = measure_arms(sweep, load_group, measure)
-    path = output_of(workdir, verb, which)
+    path = output_file(workdir, verb, SPLIT.value, which=which)
     write_json(path, rows)
     baselines = [arm.name for arm in sweep.plan.arms if arm.is_baseline]
     print_arms(rows, next(iter(baselines), None), sweep.looks, SPLIT.value, path)

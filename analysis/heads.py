@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,17 @@ from headcount.runtime.logging import console
 from headcount.tasks import Run
 
 SIDES = {"encoder": "source", "decoder": "target", "cross": "target"}  # of the queries
+
+
+def output_file(folder: Path, verb: str, *flags: str | None, which: str) -> Path:
+    """Return the file for the rows of a verb of heads.py.
+
+    Args:
+        flags: values of flags that the file's name shows; None is left out.
+        which: the checkpoint, which is shown unless it is the best.
+    """
+    parts = ["heads", verb, *filter(None, flags), *[which] * (which != "best")]
+    return folder / f"{'-'.join(parts)}.json"
 
 
 def describe(run: Run, examples: Examples, trial: int) -> list[dict]:

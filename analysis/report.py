@@ -18,7 +18,7 @@ from headcount.analysis.formatting import (
     p_value,
     signed,
 )
-from headcount.analysis.sequential import VERDICTS
+from headcount.analysis.sequential import VERDICTS, Looks
 from headcount.analysis.significance import (
     LEVEL,
     MAX_SEEDS,
@@ -100,6 +100,8 @@ class Report(NamedTuple):
     cost: str  # of the verdicts, as a sentence
     unfinished: int  # number of unfinished trials
     seed: int | None  # of bootstrap and examples; None: the first of each arm
+    looks: Looks | None = None  # the planned looks
+    heads: list[list[dict]] = []  # output of heads.py; see `analysis.tables.arm_tables`
 
     @property
     def baseline(self) -> ArmResult:

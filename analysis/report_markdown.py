@@ -18,6 +18,7 @@ from headcount.analysis.report import (
     with_unit,
 )
 from headcount.analysis.significance import LEVEL
+from headcount.analysis.tables import arm_tables, arms_legend
 from headcount.tasks.base import Metric
 
 CHECKPOINTS = {
@@ -69,8 +70,7 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         )
     curves = [figure(figures, f"dev_{m.name}") for m in curve_metrics(report)]
     parts += ["## Learning curves" if any(curves) else "", *curves]
-    heads = figure(figures, "heads")
-    parts += ["## Heads" if heads else "", heads]
+    parts += heads(report, figure(figures, "heads"))
     if others:
         parts += ["## Other scores", table(others, report.baseline.name)]
         parts.append(escape(explain_others(report)))
@@ -143,6 +143,20 @@ def verdicts(report: Report) -> list[str]:
     cells = [verdict_cells(report, row) for row in report.verdicts]
     rows = table([VERDICTS_HEADER, *cells])
     return ["## Verdicts", sentences, rows, escape(explained)]
+
+
+def heads(report: Report, logged: str) -> list[str]:
+    """Return the section on the heads of the arms, if anything was measured.
+
+    Args:
+        logged: the figure of what was logged during training, or "".
+    """
+    parts, baseline = [logged], report.baseline.name
+    for rows in report.heads:
+        for site, lines in arm_tables(rows, baseline, report.looks).items():
+            parts += [f"### {site}", table(lines, baseline)]
+        parts += map(escape, arms_legend(rows, baseline))
+    return ["## Heads", *parts] if any(parts) else []
 
 
 def escape(text: str) -> str:

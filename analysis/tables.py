@@ -205,7 +205,28 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
 def print_arms(
     rows: list[dict], baseline: str | None, looks: Looks | None, split: str, path: Path
 ) -> None:
-    """Print means over the heads of each arm, in one table per site.
+    """Print the tables of `arm_tables`.
+
+    Args:
+        rows, baseline, looks: see `arm_tables`.
+        split, path: see `print_heads`.
+    """
+    for site, (header, *lines) in arm_tables(rows, baseline, looks).items():
+        table = Table(header[0], box=box.SIMPLE, title=f"{site}, {split}", padding=0)
+        for name in header[1:]:
+            table.add_column(name, justify="right")
+        for line in lines:
+            table.add_row(*line)
+        console = print_table(table)
+    for text in arms_legend(rows, baseline):
+        console.print(text, soft_wrap=True)
+    console.print(f"Wrote {path}", soft_wrap=True)
+
+
+def arm_tables(
+    rows: list[dict], baseline: str | None, looks: Looks | None
+) -> dict[str, list[list[str]]]:
+    """Return a table of means over the heads of each arm, by site.
 
     A mean is followed by half the width of Student's 95% interval over seeds, and by an
     arrow if it differs from the baseline's. An arrow is a test at the level 5% over all
@@ -216,18 +237,16 @@ def print_arms(
             and seed.
         baseline: name of the arm to compare with, if there is one.
         looks: the sweep's planned looks, if it has any.
-        split, path: see `print_heads`.
+
+    Returns:
+        Tables, each a list of lines, the first of which is the header.
     """
-    about = ("arm", "seed", "trial", "site", "layer", "head", "gate", "share")
-    names, shown = [name for name in rows[0] if name not in about], set()
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    tables, arms = {}, list(dict.fromkeys(row["arm"] for row in rows))
     for site in dict.fromkeys(row["site"] for row in rows):
         of_site = [row for row in rows if row["site"] == site]
-        columns = [n for n in names if any(row[n] is not None for row in of_site)]
-        shown |= set(columns)
-        table = Table("arm", box=box.SIMPLE, title=f"{site}, {split}", padding=0)
-        for name in ("seeds", *columns):
-            table.add_column(SHORT.get(name, heading(name)), justify="right")
+        columns = columns_of_arms(of_site)
+        names = (SHORT.get(name, heading(name)) for name in columns)
+        tables[site] = [["arm", "seeds", *names]]
         for arm in arms:
             seeds = {row["seed"] for row in of_site if row["arm"] == arm}
             cells = [arm, str(len(seeds))]
@@ -235,19 +254,28 @@ def print_arms(
                 means = means_by_seed(of_site, arm, name)
                 others = means_by_seed(of_site, baseline, name)
                 cell = cell_of_arm(means, FORMATS.get(name, "{:.2f}"))
-                arrow = arrow_of(means, others, looks, len(arms) - 1)
-                cells.append(cell if arm == baseline else f"{cell}{arrow}")
-            table.add_row(*cells)
-        console = print_table(table)
-    for name, text in LEGEND.items():
-        if name in shown:
-            console.print(text, soft_wrap=True)
-    legend = "Means over the heads, ± half of their 95% interval over seeds"
-    if baseline in arms:
-        legend += f"; ↑ and ↓: above and below {baseline}, paired by seed (5% over all "
-        legend += "arms of a column)"
-    console.print(legend, soft_wrap=True)
-    console.print(f"Wrote {path}", soft_wrap=True)
+                if arm != baseline:
+                    cell += arrow_of(means, others, looks, len(arms) - 1)
+                cells.append(cell)
+            tables[site].append(cells)
+    return tables
+
+
+def columns_of_arms(rows: list[dict]) -> list[str]:
+    """Return the measurements of heads whose means can differ between arms."""
+    other = ("arm", "seed", "site", "layer", "head", "gate", "share")
+    names = [name for name in rows[0] if name not in other]
+    return [name for name in names if any(row[name] is not None for row in rows)]
+
+
+def arms_legend(rows: list[dict], baseline: str | None) -> list[str]:
+    """Explain the columns and cells of `arm_tables`."""
+    columns = columns_of_arms(rows)
+    cells = "Means over the heads, ± half of their 95% interval over seeds"
+    if any(row["arm"] == baseline for row in rows):
+        cells += f"; ↑ and ↓: above and below {baseline}, paired by seed (5% over all "
+        cells += "arms of a column)"
+    return [*(text for name, text in LEGEND.items() if name in columns), cells]
 
 
 def means_by_seed(rows: list[dict], arm: str | None, name: str) -> dict[int, float]:
@@ -276,11 +304,11 @@ def arrow_of(
     """Return ↑ or ↓ if an arm's means differ from the baseline's, else nothing."""
     seeds = [seed for seed in means if seed in others]
     if len(seeds) < 2:
-        return " "
+        return ""
     planned = (len(seeds),) if looks is None else looks.seeds
     differences = [means[seed] - others[seed] for seed in seeds]
     found = judge(differences, Looks(planned, None, arms), last=True)
-    return "↑" if found.low > 0 else "↓" if found.high < 0 else " "
+    return "↑" if found.low > 0 else "↓" if found.high < 0 else ""
 
 
 def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:

@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 
 from headcount.analysis.anchors import find_anchor, published_score
 from headcount.analysis.formatting import count
+from headcount.analysis.heads import output_file
 from headcount.analysis.report import (
     ArmResult,
     Bootstrap,
@@ -33,15 +34,18 @@ from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.runtime.files import remove_parts
+from headcount.runtime.schema import Number, violation
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.settings import command_of
-from headcount.sweeps.store import Sweep, read_run
+from headcount.sweeps.store import Sweep, read_optional_json, read_run
 from headcount.sweeps.table import collect, count_unfinished
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
 from headcount.training.tracking import record_report, tracker_names
+
+HEAD = {"arm": str, "seed": Number(0), "site": str}  # schema of a row of heads.py
 
 
 def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
@@ -211,6 +215,8 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         cost=cost_of_verdicts(sweep, rows),
         unfinished=count_unfinished(sweep.plan, rows),
         seed=seed,
+        looks=sweep.looks,
+        heads=read_heads(sweep),
     )
     if not report.baseline.seeds:
         lost = report.baseline.lost
@@ -227,6 +233,22 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     if {best, worst} <= systems.keys():
         shown = choose_examples(text, systems[best], systems[worst], num_examples)
     return report._replace(best=best, worst=worst, examples=shown)
+
+
+def read_heads(sweep: Sweep) -> list[list[dict]]:
+    """Read what heads.py has measured in all arms, on the split of the final scores."""
+    split, which = (sweep.settings[key] for key in ("test_split", "checkpoint"))
+    found = []
+    for verb in ("describe", "importance"):
+        path = output_file(sweep.workdir, verb, split, which=which)
+        rows = read_optional_json(path)
+        if rows is not None:
+            if wrong := violation(rows, [HEAD]):
+                raise ValueError(
+                    f"{path} is damaged ({wrong}); run heads.py {verb} again."
+                )
+            found.append(rows)
+    return found
 
 
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:

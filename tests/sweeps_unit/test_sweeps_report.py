@@ -229,6 +229,37 @@ def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
     assert (tmp_path / "s/report/heads.png").exists()
 
 
+def test_measured_heads_are_shown_by_arm_and_tested_against_the_baseline(
+    tmp_path, corpus
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish_all(sweep)
+    assert "## Heads" not in write_report(sweep)
+    rows = [
+        {"arm": f"K={K}", "seed": seed, "site": "encoder", "layer": 0, "head": head}
+        | {"gate": 1.0, "sink": K / 8 + head / 4 + seed / 1024}
+        | {"learned_sink": None, "share": 0.5, "entropy": 1.0 + seed * K}
+        for K in (4, 2, 1)
+        for seed in (0, 1)
+        for head in (0, 1)
+    ]
+    path = tmp_path / "s" / "heads-describe-test.json"
+    path.write_text(json.dumps(rows))
+    markdown = write_report(sweep)
+    section = markdown.partition("\n## Heads\n")[2].partition("\n## ")[0]
+    assert "| arm | seeds | sink | entropy |" in section
+    # by 12.706 / 2 / 1024; the difference from K=4 is the same for all seeds
+    assert "| **K=4** | 2 | 0.63 ± 0.01 |" in section
+    assert section.count("↑") == section.count("↓") == 1  # in the legend
+    for row in rows:
+        row["sink"] += (row["arm"] == "K=2") * row["seed"] / 10**5
+    path.write_text(json.dumps(rows))
+    assert "| K=2 | 2 | 0.38 ± 0.01↓ |" in write_report(sweep)
+    path.write_text(json.dumps([row | {"seed": "x"} for row in rows]))
+    with pytest.raises(ValueError, match="is damaged .* run heads.py describe again"):
+        write_report(sweep)
+
+
 @pytest.mark.usefixtures("figures")
 def test_scores_are_drawn_against_the_heads_that_learned_gates_left(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
