@@ -56,7 +56,7 @@ from headcount.decoding import flags as decoding
 from headcount.runtime.files import write
 from headcount.runtime.logging import show_log
 from headcount.runtime.workdir import write_json
-from headcount.sweeps.heads import measure_arms, open_trained
+from headcount.sweeps.heads import comparisons, measure_arms, open_trained
 from headcount.tasks import best_metric, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, choose_trials, load
 
@@ -139,16 +139,12 @@ def measure_sweep(verb: str, workdir: Path) -> None:
         found = load(folder, which)
         if DIRECTORY.value is not None:
             found.task.set_directory(DIRECTORY.value)
-        return found
+        return found, found.task.load(SPLIT.value)
 
-    def measure(found, trial):
-        return OF_SWEEPS[verb](found, found.task.load(SPLIT.value), trial)
-
-    rows = measure_arms(sweep, load_group, measure)
+    rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
     path = output_file(workdir, verb, SPLIT.value, which=which)
     write_json(path, rows)
-    baselines = [arm.name for arm in sweep.plan.arms if arm.is_baseline]
-    print_arms(rows, next(iter(baselines), None), sweep.looks, SPLIT.value, path)
+    print_arms(rows, comparisons(sweep), SPLIT.value, path)
 
 
 def describe_heads(path, found, examples, options) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import scipy
 
 from headcount.analysis.formatting import interval, number, signed
-from headcount.analysis.sequential import Looks, Verdict, judge
+from headcount.analysis.sequential import judge_at_last
 from headcount.analysis.significance import CONFIDENCE, summary
 from headcount.analysis.tables import means_by_seed
 from headcount.configs import ablations
@@ -156,13 +156,11 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
     for arm in arms:
         seeds = sorted(arm.loss.keys() & reference.loss.keys())
         each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
-        result = paired(sweep, each, len(arms))
+        result = judge_at_last(each, sweep.looks, len(arms))
         if math.isnan(result.low):
             continue
-        is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
-        verdict = SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
-        if arm.lost + reference.lost:
-            verdict = UNDECIDED  # the remaining seeds are a biased sample
+        is_so_is_not = VERDICTS[rule](result.low, result.high, claim.margin)
+        verdict = verdict_of(*is_so_is_not, arm, reference)
         spread = interval(result.low, result.high, LOSS.format, signed)
         text = f"loss of {arm.name} − {reference.name}: "
         text += f"{signed(result.mean, LOSS.format)} ({spread})"
@@ -189,12 +187,10 @@ def loses_less(claim: Claim, sweep: Results) -> list[Effect]:
     seeds = sorted(set.intersection(*(set(arm.loss) for arm in four)))
     losses = ([arm.loss[seed] for seed in seeds] for arm in four)
     each = [x - y - (z - w) for x, y, z, w in zip(*losses, strict=True)]
-    found = paired(sweep, each, 1)
+    found = judge_at_last(each, sweep.looks, 1)
     if math.isnan(found.low):
         return []
-    verdict = verdict_of(found.high < 0, found.low > -claim.margin)
-    if any(arm.lost for arm in four):
-        verdict = UNDECIDED
+    verdict = verdict_of(found.high < 0, found.low > -claim.margin, *four)
     text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
     text += f"{four[3].name}): {signed(found.mean, LOSS.format)} "
     text += f"({interval(found.low, found.high, LOSS.format, signed)})"
@@ -203,27 +199,34 @@ def loses_less(claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def heads_lower(
-    verb: str, column: str, what: str, spec: str, claim: Claim, sweep: Results
+    verb: str,
+    column: str,
+    site: str | None,
+    what: str,
+    spec: str,
+    claim: Claim,
+    sweep: Results,
 ) -> list[Effect]:
     """Test whether a statistic, averaged over heads, is lower than the reference's.
 
     Args:
         verb, column: where the statistic is in the output of heads.py.
-        what, spec: its name and format in the text.
+        site: site of the heads; None: all.
+        what, spec: name and format of the statistic in the text.
     """
     arms, reference = chosen(claim, sweep)
-    rows, found = sweep.heads.get(verb, []), []
+    rows = [row for row in sweep.heads.get(verb, []) if site in (None, row["site"])]
+    found = []
     for arm in arms:
         own, base = (means_by_seed(rows, x.name, column) for x in (arm, reference))
         seeds = sorted(own.keys() & base.keys())
-        result = paired(sweep, [own[s] - base[s] for s in seeds], len(arms))
+        each = [own[seed] - base[seed] for seed in seeds]
+        result = judge_at_last(each, sweep.looks, len(arms))
         if math.isnan(result.low):
             continue
         text = f"{what} of {arm.name} − {reference.name}: {signed(result.mean, spec)} "
         text += f"({interval(result.low, result.high, spec, signed)})"
-        verdict = verdict_of(result.high < 0, result.low > 0)
-        if arm.lost + reference.lost:
-            verdict = UNDECIDED
+        verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
         found.append(Effect(sweep.corpus, text, verdict, result.num_seeds))
     return found
 
@@ -286,11 +289,8 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
         ratio, low, high = ratio_of_spreads(np.array(x), np.array(y), len(arms))
         # the interval assumes normal scores, so ranks have to agree
         ranks = scipy.stats.spearmanr(np.add(x, y), np.subtract(x, y))
-        verdict = UNDECIDED
-        if (high < 1 or low > 1) and ranks.pvalue <= (1 - CONFIDENCE) / len(arms):
-            verdict = SUPPORTED if high < 1 else CONTRADICTED
-        if arm.lost + reference.lost:
-            verdict = UNDECIDED
+        agree = ranks.pvalue <= (1 - CONFIDENCE) / len(arms)
+        verdict = verdict_of(agree and high < 1, agree and low > 1, arm, reference)
         text = f"sd of {arm.name} / {reference.name}: {number(ratio)} "
         text += f"({interval(low, high)})"
         found.append(Effect(sweep.corpus, text, verdict, len(seeds)))
@@ -414,17 +414,6 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     return [Effect(found.corpus, text, verdict, len(each))]
 
 
-def paired(sweep: Results, differences: list[float], comparisons: int) -> Verdict:
-    """Judge paired differences by a sweep's looks; NaN with fewer than two seeds.
-
-    The interval is one of several that hold at the same time.
-    """
-    if len(differences) < 2:
-        return Verdict("undecided", math.nan, math.nan, math.nan, len(differences))
-    looks = sweep.looks or (len(differences),)
-    return judge(differences, Looks(looks, None, comparisons), last=True)
-
-
 def ablations_of(claim: Claim) -> tuple[str, ...]:
     """Return the ablations that can test a claim."""
     names = claim.ablation
@@ -450,8 +439,13 @@ def interval_of(values) -> tuple[float, float, float]:
     return float(mean), float(low), float(high)
 
 
-def verdict_of(is_so: bool, is_not: bool) -> str:
-    """Return the verdict of an interval on one side of a limit, the other, or both."""
+def verdict_of(is_so: bool, is_not: bool, *arms: Arm) -> str:
+    """Return the verdict of an interval on one side of a limit, the other, or both.
+
+    It is undecided if arms lost trials: the remaining seeds are a biased sample.
+    """
+    if any(arm.lost for arm in arms):
+        return UNDECIDED
     return SUPPORTED if is_so else CONTRADICTED if is_not else UNDECIDED
 
 
@@ -459,14 +453,14 @@ def read_analyses(folder: Path) -> Analyses | None:
     """Read the output of heads.py; return None if the folder is not a roles_CORPUS."""
     if not folder.name.startswith("roles_"):
         return None
-    return Analyses(folder.name.removeprefix("roles_"), read_heads(folder))
+    return Analyses(folder.name.removeprefix("roles_"), read_heads(folder, "*"))
 
 
-def read_heads(folder: Path) -> dict[str, list[dict]]:
-    """Read all output of heads.py in a folder: rows by verb."""
+def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
+    """Read the output of heads.py for a split: rows by verb."""
     return {
         path.name.split("-")[1]: json.loads(path.read_text())
-        for path in sorted(folder.glob("heads-*.json"))
+        for path in sorted(folder.glob(f"heads-*-{split}.json"))
     }
 
 
@@ -488,7 +482,8 @@ def read_results(folder: Path) -> Results | None:
         for name in dict.fromkeys(row["arm"] for row in rows)
     ]
     corpus = folder.name.removeprefix(f"{ablation}_")
-    return Results(ablation, corpus, arms, read_looks(folder), read_heads(folder))
+    heads = read_heads(folder, rows[0]["test_split"]) if rows else {}
+    return Results(ablation, corpus, arms, read_looks(folder), heads)
 
 
 def read_arm(name: str, rows: list[dict]) -> Arm:
@@ -528,9 +523,10 @@ def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]
     """Return the evidence of all sweeps and analyses about a claim."""
     if claim.test is None:
         return []
-    return [
+    effects = [
         effect
         for sweep in sweeps
         if sweep.ablation in ablations_of(claim)
         for effect in claim.test(claim, sweep)
     ]
+    return list(dict.fromkeys(effects))  # several ablations may share their arms

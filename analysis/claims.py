@@ -58,13 +58,12 @@ HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "v
 lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
 no_lower = partial(loss_is, "no lower")
 little_higher = partial(loss_is, "little higher")
+removed = "loss added by removing one head"
 added_loss_lower = partial(
-    *(heads_lower, "importance", "added_loss"),
-    *("loss added by removing one head", LOSS.format),
+    heads_lower, "importance", "added_loss", None, removed, LOSS.format
 )
-sink_lower = partial(
-    heads_lower, "describe", "sink", "weight of the first token", ".3f"
-)
+first_token = "weight of the first token"  # BOS, which only decoders attend to
+sink_lower = partial(heads_lower, "describe", "sink", "decoder", first_token, ".3f")
 
 
 def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:

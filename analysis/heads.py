@@ -125,7 +125,8 @@ def importance(
             found, of_batch = jax.device_get(found)
             weight += float(of_batch)
             slopes = found if slopes is None else jax.tree.map(np.add, slopes, found)
-        batches = list(run.task.evaluation_batches(examples))
+        batches = run.task.evaluation_batches(examples)
+        batches = [sharding.over_data(batch) for batch in batches]
 
         def loss(changed):
             # Not the weight above: masked language models mask packed rows differently.

@@ -193,6 +193,20 @@ def judge(
     return Verdict(VERDICTS[found.kinds[0]], *numbers, count)
 
 
+def judge_at_last(
+    differences: list[float], seeds: tuple[int, ...] | None, num_arms: int
+) -> Verdict:
+    """Judge differences for another question than when to stop; see `judge`.
+
+    Args:
+        differences: arm minus baseline, one per seed.
+        seeds: numbers of seeds at the planned looks; None: no looks.
+        num_arms: number of arms that share the error rate.
+    """
+    seeds = seeds or (max(2, len(differences)),)
+    return judge(differences, Looks(seeds, None, num_arms), last=True)
+
+
 class Decisions(NamedTuple):
     """The verdicts on one arm in many sweeps."""
 

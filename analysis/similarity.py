@@ -127,8 +127,9 @@ def interactions(
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
-    batches = list(run.task.evaluation_batches(examples))
     with sharding.using(run.mesh):
+        batches = run.task.evaluation_batches(examples)
+        batches = [sharding.over_data(batch) for batch in batches]
 
         def without(*heads):
             now = dict(gates)

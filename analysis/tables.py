@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from headcount.analysis.heads import by_rank, mean_per_trial
 from headcount.analysis.roles import by_role
-from headcount.analysis.sequential import Looks, judge
+from headcount.analysis.sequential import judge_at_last
 from headcount.analysis.significance import summary
 from headcount.tasks.base import LOSS, Metric
 
@@ -202,46 +203,55 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
+class Comparisons(NamedTuple):
+    """How the arms of a sweep are compared with its baseline."""
+
+    baseline: str
+    num_arms: int  # other arms, finished or not
+    looks: tuple[int, ...] | None  # numbers of seeds at planned looks; None: no looks
+    lost: set[str]  # arms with trials that diverged or failed
+
+
 def print_arms(
-    rows: list[dict], baseline: str | None, looks: Looks | None, split: str, path: Path
+    rows: list[dict], comparisons: Comparisons, split: str, path: Path
 ) -> None:
     """Print the tables of `arm_tables`.
 
     Args:
-        rows, baseline, looks: see `arm_tables`.
+        rows, comparisons: see `arm_tables`.
         split, path: see `print_heads`.
     """
-    for site, (header, *lines) in arm_tables(rows, baseline, looks).items():
+    for site, (header, *lines) in arm_tables(rows, comparisons).items():
         table = Table(header[0], box=box.SIMPLE, title=f"{site}, {split}", padding=0)
         for name in header[1:]:
             table.add_column(name, justify="right")
         for line in lines:
             table.add_row(*line)
         console = print_table(table)
-    for text in arms_legend(rows, baseline):
+    for text in arms_legend(rows, comparisons.baseline):
         console.print(text, soft_wrap=True)
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
 def arm_tables(
-    rows: list[dict], baseline: str | None, looks: Looks | None
+    rows: list[dict], comparisons: Comparisons
 ) -> dict[str, list[list[str]]]:
     """Return a table of means over the heads of each arm, by site.
 
     A mean is followed by half the width of Student's 95% interval over seeds, and by an
     arrow if it differs from the baseline's. An arrow is a test at the level 5% over all
-    arms of its column, paired by seed.
+    arms of its column, paired by seed. Arms that lost trials are not tested, because
+    their other seeds are a biased sample.
 
     Args:
         rows: rows of `analysis.heads.describe` or `importance`, with the columns arm
             and seed.
-        baseline: name of the arm to compare with, if there is one.
-        looks: the sweep's planned looks, if it has any.
 
     Returns:
         Tables, each a list of lines, the first of which is the header.
     """
-    tables, arms = {}, list(dict.fromkeys(row["arm"] for row in rows))
+    tables, baseline = {}, comparisons.baseline
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
     for site in dict.fromkeys(row["site"] for row in rows):
         of_site = [row for row in rows if row["site"] == site]
         columns = columns_of_arms(of_site)
@@ -254,8 +264,8 @@ def arm_tables(
                 means = means_by_seed(of_site, arm, name)
                 others = means_by_seed(of_site, baseline, name)
                 cell = cell_of_arm(means, FORMATS.get(name, "{:.2f}"))
-                if arm != baseline:
-                    cell += arrow_of(means, others, looks, len(arms) - 1)
+                if arm != baseline and not {arm, baseline} & comparisons.lost:
+                    cell += arrow_of(means, others, comparisons)
                 cells.append(cell)
             tables[site].append(cells)
     return tables
@@ -268,7 +278,7 @@ def columns_of_arms(rows: list[dict]) -> list[str]:
     return [name for name in names if any(row[name] is not None for row in rows)]
 
 
-def arms_legend(rows: list[dict], baseline: str | None) -> list[str]:
+def arms_legend(rows: list[dict], baseline: str) -> list[str]:
     """Explain the columns and cells of `arm_tables`."""
     columns = columns_of_arms(rows)
     cells = "Means over the heads, ± half of their 95% interval over seeds"
@@ -278,7 +288,7 @@ def arms_legend(rows: list[dict], baseline: str | None) -> list[str]:
     return [*(text for name, text in LEGEND.items() if name in columns), cells]
 
 
-def means_by_seed(rows: list[dict], arm: str | None, name: str) -> dict[int, float]:
+def means_by_seed(rows: list[dict], arm: str, name: str) -> dict[int, float]:
     """Return an arm's mean over its heads by seed, ignoring heads without a value."""
     values = {}
     for row in rows:
@@ -299,15 +309,11 @@ def cell_of_arm(means: dict[int, float], form: str) -> str:
 
 
 def arrow_of(
-    means: dict[int, float], others: dict[int, float], looks: Looks | None, arms: int
+    means: dict[int, float], others: dict[int, float], comparisons: Comparisons
 ) -> str:
     """Return ↑ or ↓ if an arm's means differ from the baseline's, else nothing."""
-    seeds = [seed for seed in means if seed in others]
-    if len(seeds) < 2:
-        return ""
-    planned = (len(seeds),) if looks is None else looks.seeds
-    differences = [means[seed] - others[seed] for seed in seeds]
-    found = judge(differences, Looks(planned, None, arms), last=True)
+    differences = [means[seed] - others[seed] for seed in means if seed in others]
+    found = judge_at_last(differences, comparisons.looks, comparisons.num_arms)
     return "↑" if found.low > 0 else "↓" if found.high < 0 else ""
 
 

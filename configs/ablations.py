@@ -127,10 +127,10 @@ def merge_start(base) -> list[dict]:
     """
     rules = ("concat", "scaled", "mean", "weighted", "dynamic")
     rules += ("gated", "gated_elementwise", "mixture")  # which `equal_gain` knows
-    arms = equal_starts(base, rules)
-    arms[-1]["model.attention.mixture_heads"] = half_of(base)
-    gain = round(1 / arms[2]["model.attention.merge_gain"], 3)  # concat as mean
-    return [*arms, arms[0] | {"model.attention.merge_gain": gain}]
+    arms = dict(zip(rules, equal_starts(base, rules), strict=True))
+    arms["mixture"]["model.attention.mixture_heads"] = half_of(base)
+    as_mean = round(1 / arms["mean"]["model.attention.merge_gain"], 3)
+    return [*arms.values(), arms["concat"] | {"model.attention.merge_gain": as_mean}]
 
 
 def merge_rules(base) -> list[dict]:

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from headcount.analysis.tables import Comparisons
+from headcount.data.examples import Examples
 from headcount.runtime.logging import Progress
+from headcount.sweeps.looks import others
 from headcount.sweeps.plan import Group
 from headcount.sweeps.settings import Options, open_sweep
-from headcount.sweeps.store import TRAINED, Sweep, read_run
+from headcount.sweeps.store import Sweep, read_run
+from headcount.sweeps.table import make_rows
 from headcount.tasks import Run
 
 
@@ -17,27 +21,43 @@ def open_trained(workdir: Path, task_file: Path | None) -> Sweep:
         ValueError: there is none, or files are damaged.
     """
     sweep = open_sweep(Options("report", workdir, task_file))
-    if not any(is_trained(sweep, group) for group in sweep.groups):
+    if not any(has_models(sweep, group) for group in sweep.groups):
         raise ValueError(
-            f"{workdir} has no checkpoint of a reported trial whose training is over; "
-            f"python sweep.py run --workdir={workdir} goes on."
+            f"{workdir} has no checkpoint of a reported trial that has finished "
+            f"training; python sweep.py run --workdir={workdir} resumes it."
         )
     return sweep
 
 
-def is_trained(sweep: Sweep, group: Group) -> bool:
-    """Return whether a group has reported trials, trained, with checkpoints."""
+def has_models(sweep: Sweep, group: Group) -> bool:
+    """Return whether a group has trained models to report, with checkpoints."""
     folder = sweep.folder(group)
     if group.trials[0].is_search or not (folder / "checkpoints").exists():
         return False  # trials taken over by --finished have no checkpoints
     run = read_run(folder)
-    return run is not None and run["status"] in TRAINED
+    return run is not None and run["status"] == "finished"  # not all diverged
+
+
+def comparisons(sweep: Sweep) -> Comparisons:
+    """Return how the arms of a sweep are compared with its baseline."""
+    lost = {row["arm"] for row in make_rows(sweep) if is_lost(row)}
+    return Comparisons(
+        baseline=next(arm.name for arm in sweep.plan.arms if arm.is_baseline),
+        num_arms=others(sweep.plan),
+        looks=sweep.looks and sweep.looks.seeds,
+        lost=lost,
+    )
+
+
+def is_lost(row: dict) -> bool:
+    """Return whether a row of the table is of a reported trial without a result."""
+    return row["stage"] == "report" and row["status"] in ("diverged", "failed")
 
 
 def measure_arms(
     sweep: Sweep,
-    load: Callable[[Path], Run],
-    measure: Callable[[Run, int], list[dict]],
+    load: Callable[[Path], tuple[Run, Examples]],
+    measure: Callable[[Run, Examples, int], list[dict]],
 ) -> list[dict]:
     """Return the rows that `measure` finds for the reported trials of all arms.
 
@@ -45,18 +65,19 @@ def measure_arms(
     columns arm and seed, and are in the order of the plan.
 
     Args:
-        load: returns the run in a folder.
-        measure: a function of a run and the index of a trial.
+        load: returns the run in a folder, and examples.
+        measure: a function of a run, examples and the index of a trial.
     """
     arms, found = {trial.id: trial.arm for trial in sweep.plan.trials}, {}
-    groups = [group for group in sweep.groups if is_trained(sweep, group)]
+    groups = [group for group in sweep.groups if has_models(sweep, group)]
     progress = Progress(len(groups), unit="group")
     for done, group in enumerate(groups):
         progress.update(done, group.name)
-        run = load(sweep.folder(group))
+        run, examples = load(sweep.folder(group))
         for index, trial in enumerate(group.trials):
             if trial.id in arms and run.diverged_at[index] is None:
                 about = {"arm": arms[trial.id], "seed": trial.seed}
-                found[trial.id] = [about | row for row in measure(run, index)]
+                rows = measure(run, examples, index)
+                found[trial.id] = [about | row for row in rows]
     progress.close()
     return [row for key in arms for row in found.get(key, ())]

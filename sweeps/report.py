@@ -215,7 +215,6 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         cost=cost_of_verdicts(sweep, rows),
         unfinished=count_unfinished(sweep.plan, rows),
         seed=seed,
-        looks=sweep.looks,
         heads=read_heads(sweep),
     )
     if not report.baseline.seeds:

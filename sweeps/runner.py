@@ -91,6 +91,7 @@ def train_command(sweep: Sweep, group: Group) -> list[str]:
 def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
     """Return the command that scores a group on splits with the task's defaults."""
     folder, directory = sweep.folder(group), sweep.settings["base"]["data"]["directory"]
+    output = f"--output={folder / 'SPLIT.txt'}"
     return [
         *script("eval.py"),
         *task_flags(sweep),
@@ -98,7 +99,7 @@ def eval_command(sweep: Sweep, group: Group, splits: list[str]) -> list[str]:
         f"--workdir={folder}",
         f"--split={','.join(splits)}",
         f"--checkpoint={sweep.settings['checkpoint']}",
-        f"--output={folder / 'SPLIT.txt'}",
+        *[output] * sweep.task.has_predictions,
     ]
 
 

@@ -341,7 +341,8 @@ class Task:
 
         Args:
             model: model of one trial, in its compute dtype.
-            batch: batch of one trial.
+            batch: batch of one trial, arrays B ... A row whose segments are all 0 fills
+                the batch, and must add neither loss nor weight.
             options: `label_smoothing`, and options of `models.Transformer.hidden`.
         """
         raise NotImplementedError

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from headcount.analysis.heads import importance
 from headcount.runtime import sharding
 from tests.tasks import test_classification, test_masked_language_model
 from tests.tasks.test_language_model import TRAIN, VAL
@@ -54,11 +55,16 @@ def main():
                 where = sharding.named(mesh, "trial")
                 params = jax.device_put(run.params, where)
                 rows.clear()
-                scores = evaluate(run._replace(params=params, mesh=mesh), examples)
+                run = run._replace(params=params, mesh=mesh)
+                scores = evaluate(run, examples)
                 scores = [
                     {key: x for key, x in row.items() if isinstance(x, float)}
                     for row in scores
                 ]
+                if name == "language_model":
+                    heads = importance(run, examples, trial=1, alone=False)
+                    added = [row["added_loss"] for row in heads]
+                    scores.append(dict(zip("0123", added, strict=False)))
                 found.append({"task": name, "scores": scores, "rows": sorted(rows)})
     print(json.dumps(found))
 

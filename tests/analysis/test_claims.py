@@ -47,7 +47,12 @@ def write_sweep(folder, losses, **columns):
             overrides = {"model.attention.num_heads": N}
             row = {"arm": f"N={N}", "is_baseline": int(N == 1), "status": "done"}
             row |= {"stage": "report", "seed": seed, "parameters": 100}
-            row |= {"flops": 1e9, "tokens_per_second": 1000 / N, "test_loss": loss}
+            row |= {
+                "test_split": "test",
+                "flops": 1e9,
+                "tokens_per_second": 1000 / N,
+                "test_loss": loss,
+            }
             row |= {"overrides": json.dumps(overrides)}
             rows.append(row | {key: value[N] for key, value in columns.items()})
     with (folder / "sweep.csv").open("w", newline="") as file:
@@ -271,11 +276,14 @@ def write_heads(folder, verb, column, values):
     """Write what heads.py would find in a sweep: values by N and seed, of two heads."""
     rows = [
         {"arm": f"N={N}", "seed": seed, "head": head, column: value + head}
+        | {"site": "decoder"}
         for N, of_arm in values.items()
         for seed, value in enumerate(of_arm)
         for head in range(2)
     ]
-    (folder / f"heads-{verb}-test.json").write_text(json.dumps(rows))
+    other = [row | {column: 7 * row["seed"], "site": "cross"} for row in rows]
+    (folder / f"heads-{verb}-test.json").write_text(json.dumps(rows + other))
+    (folder / f"heads-{verb}-val.json").write_text(json.dumps(other))
     return read_results(folder)
 
 
