@@ -21,6 +21,7 @@ the three (an intersection-union test), Holm-corrected over all heads and roles 
 trial.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -269,7 +270,7 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
         links = None  # masked language models cut long documents into several examples
     for index, fields in enumerate(first_sentences(run, examples, limit)):
         found = None
-        if links is not None:
+        if links is not None and index < len(links):
             text = next(iter(examples.text.values()))[index]
             words = words_of_tokens(run, text, next(iter(fields.values())))
             found = words, links[index]
@@ -281,23 +282,43 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
 def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
     """Return the token ids by field of the first examples.
 
-    Documents of language models are cut to their first `data.max_length` tokens.
+    Language models get windows of at most `data.max_length` tokens: the first of every
+    document and, if that is too few, all second ones, and so on.
 
     Raises:
         ValueError: a sentence is longer than the model supports.
     """
-    longest, found = run.config.data.max_length, []
+    if "source" not in examples.fields:
+        return first_windows(examples, run.config.data.max_length, count)
+    found = []
     for index in range(min(count, len(examples))):
         fields = {
             name: examples.fields[name][index].tolist()
             for name in examples.fields
             if name.startswith(("source", "target"))  # with features and types
         }
-        if "source" not in fields:
-            fields = {"target": fields["target"][:longest]}
         run.task.check_length(fields, f"Example {index} of {examples.split}")
         found.append(fields)
     return found
+
+
+def first_windows(examples: Examples, length: int, count: int) -> list[dict]:
+    """Return the first windows of documents, without those that their end cuts short.
+
+    The first window of every document is there, however short the document.
+    """
+    documents = examples.fields["target"]
+    starts = range(0, max(1, documents.lengths.max()), length)
+    places = (
+        (index, start)
+        for start in starts
+        for index, size in enumerate(documents.lengths)
+        if not start or start + length <= size
+    )
+    return [
+        {"target": documents[index][start : start + length].tolist()}
+        for index, start in itertools.islice(places, count)
+    ]
 
 
 def repeated_cases(run: Run) -> Iterator[Case]:

@@ -11,7 +11,7 @@ from flax import nnx
 from headcount.analysis import explorer, roles
 from headcount.configs.stories import get_config
 from headcount.data import columns, stories, tokenizers
-from headcount.data.examples import Examples
+from headcount.data.examples import Examples, Ragged
 from headcount.models.maps import attention_maps, single_example
 from headcount.tasks import Run, make_task
 
@@ -137,6 +137,16 @@ def test_the_page_has_roles_of_links_of_a_split_longer_than_its_limit(task, exam
         for head in page["trials"][0]["heads"]
     }
     assert "verb → its subject" in found[0, 1] and found[0, 2] == []
+
+
+def test_long_documents_give_several_windows_after_the_first_of_each():
+    texts = [[1, 2, 3, 4, 5], [*range(10, 22)], [7, 8, 9]]
+    examples = Examples("val", {"target": Ragged.of(texts)}, {"text": ["x"] * 3})
+    firsts = [[1, 2, 3, 4], [10, 11, 12, 13], [7, 8, 9]]
+    more = [[14, 15, 16, 17], [18, 19, 20, 21]]  # the fifth token alone is none
+    for count in (1, 3, 4, 9):
+        found = roles.first_windows(examples, 4, count)
+        assert [x["target"] for x in found] == [*firsts, *more][:count]
 
 
 @pytest.mark.slow
