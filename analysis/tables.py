@@ -226,7 +226,7 @@ def print_arms(
         for name in header[1:]:
             table.add_column(name, justify="right")
         for line in lines:
-            table.add_row(*line)
+            table.add_row(*(x if x.endswith(("↑", "↓")) else f"{x} " for x in line))
         console = print_table(table)
     for text in arms_legend(rows, comparisons.baseline):
         console.print(text, soft_wrap=True)
