@@ -1,4 +1,4 @@
-"""Analyse the heads of a trained run.
+"""Analyse the heads of a trained run, or of the arms of a sweep.
 
 python heads.py describe --workdir=runs/numbers
 python heads.py describe --workdir=runs/heads
@@ -36,6 +36,7 @@ from headcount.analysis.pruning import curve
 from headcount.analysis.roles import MIN_EXAMPLES, first_sentences, measure_roles
 from headcount.analysis.similarity import interactions, similarity
 from headcount.analysis.tables import (
+    arm_tables,
     print_arms,
     print_heads,
     print_pairs_of_heads,
@@ -56,7 +57,9 @@ from headcount.decoding import flags as decoding
 from headcount.runtime.files import write
 from headcount.runtime.logging import show_log
 from headcount.runtime.workdir import write_json
-from headcount.sweeps.heads import comparisons, measure_arms, open_trained
+from headcount.sweeps.heads import design, measure_arms
+from headcount.sweeps.settings import Options, open_sweep
+from headcount.sweeps.table import make_rows
 from headcount.tasks import best_metric, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, choose_trials, load
 
@@ -132,7 +135,7 @@ def measure_sweep(verb: str, workdir: Path) -> None:
             f"--trial={TRIAL.value}: {workdir} holds a sweep, of which all trials are "
             f"measured; for one, name the folder of its group in --workdir."
         )
-    sweep = open_trained(workdir, TASK_FILE.value and path_of(TASK_FILE))
+    sweep = open_sweep(Options("report", workdir))
     which = CHECKPOINT.value if CHECKPOINT.present else sweep.settings["checkpoint"]
 
     def load_group(folder: Path):
@@ -144,7 +147,8 @@ def measure_sweep(verb: str, workdir: Path) -> None:
     rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
     path = output_file(workdir, verb, SPLIT.value, which=which)
     write_json(path, rows)
-    print_arms(rows, comparisons(sweep), SPLIT.value, path)
+    tables, legend = arm_tables(rows, design(sweep, make_rows(sweep)))
+    print_arms(tables, legend, SPLIT.value, path)
 
 
 def describe_heads(path, found, examples, options) -> None:

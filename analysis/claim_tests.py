@@ -17,7 +17,7 @@ import numpy as np
 import scipy
 
 from headcount.analysis.formatting import interval, number, signed
-from headcount.analysis.sequential import judge_at_last
+from headcount.analysis.sequential import Verdict, judge_at_last
 from headcount.analysis.significance import CONFIDENCE, summary
 from headcount.analysis.tables import means_by_seed
 from headcount.configs import ablations
@@ -159,11 +159,9 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
         result = judge_at_last(each, sweep.looks, len(arms))
         if math.isnan(result.low):
             continue
-        is_so_is_not = VERDICTS[rule](result.low, result.high, claim.margin)
-        verdict = verdict_of(*is_so_is_not, arm, reference)
-        spread = interval(result.low, result.high, LOSS.format, signed)
-        text = f"loss of {arm.name} − {reference.name}: "
-        text += f"{signed(result.mean, LOSS.format)} ({spread})"
+        is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
+        verdict = verdict_of(is_so, is_not, arm, reference)
+        text = f"loss of {arm.name} − {reference.name}: {shown(result, LOSS.format)}"
         numbers = (result.mean, result.low, result.high)
         effect = Effect(sweep.corpus, text, verdict, result.num_seeds, numbers)
         found.append(effect)
@@ -192,8 +190,7 @@ def loses_less(claim: Claim, sweep: Results) -> list[Effect]:
         return []
     verdict = verdict_of(found.high < 0, found.low > -claim.margin, *four)
     text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
-    text += f"{four[3].name}): {signed(found.mean, LOSS.format)} "
-    text += f"({interval(found.low, found.high, LOSS.format, signed)})"
+    text += f"{four[3].name}): {shown(found, LOSS.format)}"
     effect = (found.mean, found.low, found.high)
     return [Effect(sweep.corpus, text, verdict, found.num_seeds, effect)]
 
@@ -224,8 +221,7 @@ def heads_lower(
         result = judge_at_last(each, sweep.looks, len(arms))
         if math.isnan(result.low):
             continue
-        text = f"{what} of {arm.name} − {reference.name}: {signed(result.mean, spec)} "
-        text += f"({interval(result.low, result.high, spec, signed)})"
+        text = f"{what} of {arm.name} − {reference.name}: {shown(result, spec)}"
         verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
         found.append(Effect(sweep.corpus, text, verdict, result.num_seeds))
     return found
@@ -412,6 +408,12 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
     verdict = verdict_of(low > claim.margin, high < claim.margin)
     return [Effect(found.corpus, text, verdict, len(each))]
+
+
+def shown(result: Verdict, spec: str) -> str:
+    """Format a difference with its interval."""
+    spread = interval(result.low, result.high, spec, signed)
+    return f"{signed(result.mean, spec)} ({spread})"
 
 
 def ablations_of(claim: Claim) -> tuple[str, ...]:

@@ -58,12 +58,12 @@ HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "v
 lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
 no_lower = partial(loss_is, "no lower")
 little_higher = partial(loss_is, "little higher")
-removed = "loss added by removing one head"
+REMOVED, FIRST = "loss added by removing one head", "weight of the first token"
 added_loss_lower = partial(
-    heads_lower, "importance", "added_loss", None, removed, LOSS.format
+    heads_lower, "importance", "added_loss", None, REMOVED, LOSS.format
 )
-first_token = "weight of the first token"  # BOS, which only decoders attend to
-sink_lower = partial(heads_lower, "describe", "sink", "decoder", first_token, ".3f")
+# in decoders: elsewhere, the sink is the last token
+sink_lower = partial(heads_lower, "describe", "sink", "decoder", FIRST, ".3f")
 
 
 def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:

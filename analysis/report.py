@@ -100,7 +100,7 @@ class Report(NamedTuple):
     cost: str  # of the verdicts, as a sentence
     unfinished: int  # number of unfinished trials
     seed: int | None  # of bootstrap and examples; None: the first of each arm
-    heads: list[list[dict]] = []  # output of heads.py; see `analysis.tables.arm_tables`
+    heads: list[tuple] = []  # what heads.py measured; see `analysis.tables.arm_tables`
 
     @property
     def baseline(self) -> ArmResult:
@@ -108,10 +108,9 @@ class Report(NamedTuple):
         return next(arm for arm in self.arms if arm.is_baseline)
 
     @property
-    def looks(self) -> tuple[int, ...] | None:
-        """The numbers of seeds at planned looks, or None without any."""
-        looks = next((row["looks"] for row in self.verdicts), "")
-        return tuple(map(int, looks.split(","))) if looks else None
+    def is_planned(self) -> bool:
+        """Whether seeds were added in stages, by planned looks."""
+        return any(row["looks"] for row in self.verdicts)
 
     @property
     def outcomes(self) -> list[Metric]:
@@ -275,7 +274,7 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     kinds = [row["verdict"] for row in report.verdicts]
     uncorrected = [c for c in others if c.difference.p <= LEVEL]
     level = f"at the {LEVEL:.0%} level, corrected for {count(len(tested), 'arm')}"
-    if report.looks:  # looks would invalidate the p-values
+    if report.is_planned:  # looks would invalidate the p-values
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
         sentences.append(
             f"Verdicts on the other arms, on dev, after planned looks: {counts}."
@@ -307,7 +306,7 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
             f"Nothing can be compared: no other arm has a seed of the baseline "
             f"{baseline}."
         )
-    if tested and untested and not report.looks:
+    if tested and untested and not report.is_planned:
         sentences.append(
             f"Not tested, because there is only one common seed, or the difference is "
             f"the same for all seeds: {'; '.join(untested)}."
@@ -422,7 +421,7 @@ def scores_table(
     """Return the table of an outcome; its first row is the header."""
     has_published = metric == report.metric and report.anchor is not None
     header = ["arm", "seeds", "dev", "test, mean ± sd", "95% interval", "difference"]
-    header += ["95% interval", *["p (Holm)"] * (not report.looks)]
+    header += ["95% interval", *["p (Holm)"] * (not report.is_planned)]
     verdicts = {}
     if metric == report.metric:
         verdicts = {row["arm"]: row["verdict"] for row in report.verdicts}
@@ -445,7 +444,7 @@ def scores_table(
             interval(*within, spec) if has_spread else NOTHING,
             "baseline" if c.arm.is_baseline else signed(paired and paired.mean, spec),
             interval(paired.low, paired.high, spec, signed) if paired else NOTHING,
-            *[p_value(c.p)] * (not report.looks),
+            *[p_value(c.p)] * (not report.is_planned),
         ]
         row += [verdicts.get(c.arm.name, NOTHING)] if verdicts else []
         row += [format_seeds(c.seeds_needed)] if metric.margin else []

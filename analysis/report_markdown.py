@@ -18,7 +18,6 @@ from headcount.analysis.report import (
     with_unit,
 )
 from headcount.analysis.significance import LEVEL
-from headcount.analysis.tables import Comparisons, arm_tables, arms_legend
 from headcount.tasks.base import Metric
 
 CHECKPOINTS = {
@@ -151,17 +150,11 @@ def heads(report: Report, logged: str) -> list[str]:
     Args:
         logged: the figure of what was logged during training, or "".
     """
-    parts, baseline = [logged], report.baseline.name
-    comparisons = Comparisons(
-        baseline=baseline,
-        num_arms=max(1, len(report.arms) - 1),
-        looks=report.looks,
-        lost={arm.name for arm in report.arms if arm.lost},
-    )
-    for rows in report.heads:
-        for site, lines in arm_tables(rows, comparisons).items():
-            parts += [f"### {site}", table(lines, baseline)]
-        parts += map(escape, arms_legend(rows, baseline))
+    parts = [logged]
+    for tables, legend in report.heads:
+        for site, lines in tables.items():
+            parts += [f"### {site}", table(lines, report.baseline.name)]
+        parts += map(escape, legend)
     return ["## Heads", *parts] if any(parts) else []
 
 
@@ -238,7 +231,7 @@ def explain_scores(report: Report, comparisons: list[Comparison]) -> str:
     sentences += [
         "Seeds were added depending on dev scores, which these intervals ignore: only "
         "the verdicts and their intervals account for the looks."
-        if report.looks
+        if report.is_planned
         else "p: two-sided t-test, corrected (Holm) for the number of tested arms, in "
         "each table separately; arms whose seeds all differ by the same amount are not "
         "tested. The intervals are not corrected."

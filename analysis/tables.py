@@ -203,7 +203,7 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
-class Comparisons(NamedTuple):
+class Design(NamedTuple):
     """How the arms of a sweep are compared with its baseline."""
 
     baseline: str
@@ -213,30 +213,29 @@ class Comparisons(NamedTuple):
 
 
 def print_arms(
-    rows: list[dict], comparisons: Comparisons, split: str, path: Path
+    tables: dict[str, list[list[str]]], legend: list[str], split: str, path: Path
 ) -> None:
-    """Print the tables of `arm_tables`.
+    """Print the tables of `arm_tables`, and their legend.
 
     Args:
-        rows, comparisons: see `arm_tables`.
         split, path: see `print_heads`.
     """
-    for site, (header, *lines) in arm_tables(rows, comparisons).items():
+    for site, (header, *lines) in tables.items():
         table = Table(header[0], box=box.SIMPLE, title=f"{site}, {split}", padding=0)
         for name in header[1:]:
             table.add_column(name, justify="right")
         for line in lines:
             table.add_row(*(x if x.endswith(("↑", "↓")) else f"{x} " for x in line))
         console = print_table(table)
-    for text in arms_legend(rows, comparisons.baseline):
+    for text in legend:
         console.print(text, soft_wrap=True)
     console.print(f"Wrote {path}", soft_wrap=True)
 
 
 def arm_tables(
-    rows: list[dict], comparisons: Comparisons
-) -> dict[str, list[list[str]]]:
-    """Return a table of means over the heads of each arm, by site.
+    rows: list[dict], design: Design
+) -> tuple[dict[str, list[list[str]]], list[str]]:
+    """Return a table of means over the heads of each arm by site, and their legend.
 
     A mean is followed by half the width of Student's 95% interval over seeds, and by an
     arrow if it differs from the baseline's. An arrow is a test at the level 5% over all
@@ -248,9 +247,9 @@ def arm_tables(
             and seed.
 
     Returns:
-        Tables, each a list of lines, the first of which is the header.
+        Tables, each a list of lines, the first of which is the header; and paragraphs.
     """
-    tables, baseline = {}, comparisons.baseline
+    tables, baseline = {}, design.baseline
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     for site in dict.fromkeys(row["site"] for row in rows):
         of_site = [row for row in rows if row["site"] == site]
@@ -264,11 +263,11 @@ def arm_tables(
                 means = means_by_seed(of_site, arm, name)
                 others = means_by_seed(of_site, baseline, name)
                 cell = cell_of_arm(means, FORMATS.get(name, "{:.2f}"))
-                if arm != baseline and not {arm, baseline} & comparisons.lost:
-                    cell += arrow_of(means, others, comparisons)
+                if arm != baseline and not {arm, baseline} & design.lost:
+                    cell += arrow_of(means, others, design)
                 cells.append(cell)
             tables[site].append(cells)
-    return tables
+    return tables, arms_legend(rows, baseline)
 
 
 def columns_of_arms(rows: list[dict]) -> list[str]:
@@ -308,12 +307,10 @@ def cell_of_arm(means: dict[int, float], form: str) -> str:
     return cell
 
 
-def arrow_of(
-    means: dict[int, float], others: dict[int, float], comparisons: Comparisons
-) -> str:
+def arrow_of(means: dict[int, float], others: dict[int, float], design: Design) -> str:
     """Return ↑ or ↓ if an arm's means differ from the baseline's, else nothing."""
     differences = [means[seed] - others[seed] for seed in means if seed in others]
-    found = judge_at_last(differences, comparisons.looks, comparisons.num_arms)
+    found = judge_at_last(differences, design.looks, design.num_arms)
     return "↑" if found.low > 0 else "↓" if found.high < 0 else ""
 
 

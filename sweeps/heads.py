@@ -3,30 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from headcount.analysis.tables import Comparisons
+from headcount.analysis.tables import Design
 from headcount.data.examples import Examples
 from headcount.runtime.logging import Progress
 from headcount.sweeps.looks import others
 from headcount.sweeps.plan import Group
-from headcount.sweeps.settings import Options, open_sweep
 from headcount.sweeps.store import Sweep, read_run
-from headcount.sweeps.table import make_rows
+from headcount.sweeps.table import is_lost
 from headcount.tasks import Run
-
-
-def open_trained(workdir: Path, task_file: Path | None) -> Sweep:
-    """Open a sweep of which at least one reported trial is trained.
-
-    Raises:
-        ValueError: there is none, or files are damaged.
-    """
-    sweep = open_sweep(Options("report", workdir, task_file))
-    if not any(has_models(sweep, group) for group in sweep.groups):
-        raise ValueError(
-            f"{workdir} has no checkpoint of a reported trial that has finished "
-            f"training; python sweep.py run --workdir={workdir} resumes it."
-        )
-    return sweep
 
 
 def has_models(sweep: Sweep, group: Group) -> bool:
@@ -38,20 +22,18 @@ def has_models(sweep: Sweep, group: Group) -> bool:
     return run is not None and run["status"] == "finished"  # not all diverged
 
 
-def comparisons(sweep: Sweep) -> Comparisons:
-    """Return how the arms of a sweep are compared with its baseline."""
-    lost = {row["arm"] for row in make_rows(sweep) if is_lost(row)}
-    return Comparisons(
+def design(sweep: Sweep, rows: list[dict]) -> Design:
+    """Return how the arms of a sweep are compared with its baseline.
+
+    Args:
+        rows: rows of the sweep's table.
+    """
+    return Design(
         baseline=next(arm.name for arm in sweep.plan.arms if arm.is_baseline),
         num_arms=others(sweep.plan),
         looks=sweep.looks and sweep.looks.seeds,
-        lost=lost,
+        lost={row["arm"] for row in rows if is_lost(row)},
     )
-
-
-def is_lost(row: dict) -> bool:
-    """Return whether a row of the table is of a reported trial without a result."""
-    return row["stage"] == "report" and row["status"] in ("diverged", "failed")
 
 
 def measure_arms(
@@ -67,6 +49,9 @@ def measure_arms(
     Args:
         load: returns the run in a folder, and examples.
         measure: a function of a run, examples and the index of a trial.
+
+    Raises:
+        ValueError: no trial is left.
     """
     arms, found = {trial.id: trial.arm for trial in sweep.plan.trials}, {}
     groups = [group for group in sweep.groups if has_models(sweep, group)]
@@ -80,4 +65,9 @@ def measure_arms(
                 rows = measure(run, examples, index)
                 found[trial.id] = [about | row for row in rows]
     progress.close()
+    if not found:
+        raise ValueError(
+            f"{sweep.workdir} has no checkpoint of a reported trial that has finished "
+            f"training; python sweep.py run --workdir={sweep.workdir} resumes it."
+        )
     return [row for key in arms for row in found.get(key, ())]

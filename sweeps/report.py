@@ -30,17 +30,19 @@ from headcount.analysis.report_figures import (
 )
 from headcount.analysis.report_html import to_html
 from headcount.analysis.report_markdown import join_markdown, write_markdown
+from headcount.analysis.tables import arm_tables
 from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.runtime.files import remove_parts
 from headcount.runtime.schema import Number, violation
+from headcount.sweeps.heads import design
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.settings import command_of
 from headcount.sweeps.store import Sweep, read_optional_json, read_run
-from headcount.sweeps.table import collect, count_unfinished
+from headcount.sweeps.table import collect, count_unfinished, is_lost
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
 from headcount.training.tracking import record_report, tracker_names
@@ -215,7 +217,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         cost=cost_of_verdicts(sweep, rows),
         unfinished=count_unfinished(sweep.plan, rows),
         seed=seed,
-        heads=read_heads(sweep),
+        heads=head_tables(sweep, rows),
     )
     if not report.baseline.seeds:
         lost = report.baseline.lost
@@ -234,19 +236,26 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
     return report._replace(best=best, worst=worst, examples=shown)
 
 
-def read_heads(sweep: Sweep) -> list[list[dict]]:
-    """Read what heads.py has measured in all arms, on the split of the final scores."""
+def head_tables(sweep: Sweep, rows: list[dict]) -> list[tuple]:
+    """Return tables of what heads.py measured on the split of the final scores.
+
+    Args:
+        rows: rows of the sweep's table.
+
+    Returns:
+        The result of `analysis.tables.arm_tables` for each verb that was run.
+    """
     split, which = (sweep.settings[key] for key in ("test_split", "checkpoint"))
     found = []
     for verb in ("describe", "importance"):
         path = output_file(sweep.workdir, verb, split, which=which)
-        rows = read_optional_json(path)
-        if rows is not None:
-            if wrong := violation(rows, [HEAD]):
+        measured = read_optional_json(path)
+        if measured is not None:
+            if wrong := violation(measured, [HEAD]):
                 raise ValueError(
                     f"{path} is damaged ({wrong}); run heads.py {verb} again."
                 )
-            found.append(rows)
+            found.append(arm_tables(measured, design(sweep, rows)))
     return found
 
 
@@ -391,13 +400,7 @@ def arm_result(
     own = sorted(
         (row for row in done if row["arm"] == arm.name), key=lambda row: row["seed"]
     )
-    lost = [
-        row
-        for row in rows
-        if row["arm"] == arm.name
-        and row["stage"] == "report"
-        and row["status"] in ("diverged", "failed")
-    ]
+    lost = [row for row in rows if row["arm"] == arm.name and is_lost(row)]
     metrics, trials = comparable_metrics(sweep), logged(sweep, own)
     axis = sweep.plan.axis
 

@@ -188,6 +188,11 @@ def throughput(metrics: list[dict]) -> tuple[float | None, float]:
     return (tokens / seconds if seconds else None), seconds
 
 
+def is_lost(row: dict) -> bool:
+    """Return whether a row is of a trial to report that diverged or failed."""
+    return row["stage"] == "report" and row["status"] in ("diverged", "failed")
+
+
 def count_unfinished(plan: Plan, rows: list[dict]) -> int:
     """Count the unfinished trials, including those that will follow a search.
 

@@ -163,7 +163,7 @@ def test_output_is_a_regular_file(name, trained, call, tmp_path):
 
 
 @pytest.mark.parametrize("flag, value", [("output", "o.txt"), ("show", 3)])
-def test_predictions_of_a_task_without_any_are_refused(
+def test_flags_about_predictions_fail_for_a_task_without_any(
     call, monkeypatch, tmp_path, flag, value
 ):
     for split in ("train", "val"):

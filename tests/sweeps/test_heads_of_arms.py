@@ -1,6 +1,7 @@
-"""heads.py on a sweep: rows of every arm, their means, and refused flags."""
+"""heads.py on a sweep: rows of every arm, their means, and errors."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -49,5 +50,12 @@ def test_every_arm_has_the_rows_of_its_groups(uninterrupted, verb, name, form):
         (["prune"], ["holds a sweep", "groups"]),
     ],
 )
-def test_what_is_for_runs_is_refused(uninterrupted, arguments, words):
+def test_what_is_for_runs_alone_fails_with_an_error(uninterrupted, arguments, words):
     fails(run(["heads.py", *arguments, f"--workdir={uninterrupted}"]), *words)
+
+
+def test_a_sweep_without_checkpoints_fails_with_an_error(uninterrupted, tmp_path):
+    copy = tmp_path / "sweep"
+    shutil.copytree(uninterrupted, copy, ignore=shutil.ignore_patterns("checkpoints"))
+    ran = run(["heads.py", "describe", f"--workdir={copy}"])
+    fails(ran, f"{copy} has no checkpoint", "resumes it")
