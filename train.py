@@ -56,7 +56,7 @@ from headcount.tasks import Run, import_file, make_task
 from headcount.training import dry_run
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.checks import check_config, check_memory
-from headcount.training.loop import Hook, Trainer, default_hooks, fit
+from headcount.training.loop import Hook, Trainer, default_hooks, fit, take_sample
 from headcount.training.metrics import MetricsWriter, is_evaluated
 from headcount.training.optimizer import NEED_DECAY_STEPS
 from headcount.training.restore import (
@@ -320,6 +320,9 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         static=static,
         batches=batches,
         dev=dev,
+        train_sample=(
+            take_sample(task, examples, dev) if config.train.eval_train else []
+        ),
         state=state,
         best=best,
         step=step,

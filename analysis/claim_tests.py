@@ -38,6 +38,8 @@ class Arm(NamedTuple):
     speed: float | None  # mean tokens per second of its groups
     loss: dict[int, float]  # on test, by seed
     lost: int  # trials that diverged or failed
+    gap: dict[int, float] = {}  # generalization gap, by seed
+    spike: dict[int, float] = {}  # logarithm of the largest / median gradient norm
 
 
 class Results(NamedTuple):
@@ -168,20 +170,20 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
     return found
 
 
-def loses_less(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether many heads, instead of few, cost an arm less than the reference.
+def loses_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether raising a setting costs an arm less loss than the reference.
 
-    The claim chooses one arm per number of heads, and a reference for each.
+    The claim chooses one arm per value of the setting, and a reference for each. The
+    lowest value is compared with the highest.
     """
     rules = []
     for chooses in (claim.arms, claim.reference):
         own = [arm for arm in sweep.arms if chooses(arm.settings, {})]
-        rules.append({arm.settings["num_heads"]: arm for arm in own})
+        rules.append({arm.settings[setting]: arm for arm in own})
     numbers = sorted(rules[0].keys() & rules[1].keys())
     if len(numbers) < 2:
         return []
-    few, many = numbers[0], numbers[-1]
-    four = [rule[N] for rule in rules for N in (many, few)]
+    four = [rule[N] for rule in rules for N in (numbers[-1], numbers[0])]
     seeds = sorted(set.intersection(*(set(arm.loss) for arm in four)))
     losses = ([arm.loss[seed] for seed in seeds] for arm in four)
     each = [x - y - (z - w) for x, y, z, w in zip(*losses, strict=True)]
@@ -216,15 +218,45 @@ def heads_lower(
     found = []
     for arm in arms:
         own, base = (means_by_seed(rows, x.name, column) for x in (arm, reference))
-        seeds = sorted(own.keys() & base.keys())
-        each = [own[seed] - base[seed] for seed in seeds]
-        result = judge_at_last(each, sweep.looks, len(arms))
-        if math.isnan(result.low):
-            continue
-        text = f"{what} of {arm.name} − {reference.name}: {shown(result, spec)}"
-        verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
-        found.append(Effect(sweep.corpus, text, verdict, result.num_seeds))
+        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+        found += lower_effect(each, what, spec, arm, reference, len(arms), sweep)
     return found
+
+
+def lower_by_seed(
+    column: str, what: str, spec: str, claim: Claim, sweep: Results
+) -> list[Effect]:
+    """Test whether a number in the table, other than the loss, is lower.
+
+    Args:
+        column: name of a field of `Arm` with numbers by seed.
+        what, spec: name and format of the number in the text.
+    """
+    arms, reference = chosen(claim, sweep)
+    found = []
+    for arm in arms:
+        own, base = getattr(arm, column), getattr(reference, column)
+        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+        found += lower_effect(each, what, spec, arm, reference, len(arms), sweep)
+    return found
+
+
+def lower_effect(
+    each: list[float],
+    what: str,
+    spec: str,
+    arm: Arm,
+    reference: Arm,
+    num_arms: int,
+    sweep: Results,
+) -> list[Effect]:
+    """Return the effect of an arm's differences; it supports the claim if below 0."""
+    result = judge_at_last(each, sweep.looks, num_arms)
+    if math.isnan(result.low):
+        return []
+    text = f"{what} of {arm.name} − {reference.name}: {shown(result, spec)}"
+    verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
+    return [Effect(sweep.corpus, text, verdict, result.num_seeds)]
 
 
 def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
@@ -508,6 +540,18 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
             if row["test_loss"]
         },
         lost=sum(row["status"] in ("diverged", "failed") for row in rows),
+        gap={
+            int(row["seed"]): float(row["generalization_gap"])
+            for row in done
+            if row.get("generalization_gap")
+        },
+        spike={
+            int(row["seed"]): math.log(
+                float(row["largest_gradient_norm"]) / float(row["gradient_norm"])
+            )
+            for row in done
+            if row.get("largest_gradient_norm")
+        },
     )
 
 

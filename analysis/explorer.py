@@ -84,7 +84,7 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
         for site, about in model.sites().items()
     ]
     roles = measure_roles(run, examples, trials, limit)
-    some = first_of(examples, limit)
+    some = examples.take(range(min(limit, len(examples))))
     of_trials = []
     for trial in trials:
         mine = [row for row in roles if row["trial"] == trial and row["has_role"]]
@@ -122,16 +122,6 @@ def head_data(statistics: dict, importance: dict, roles: list[dict]) -> dict:
     values["added_loss"] = importance["added_loss"]
     rounded = {k: None if x is None else round(x, 5) for k, x in values.items()}
     return at | rounded | {"roles": kept}
-
-
-def first_of(examples: Examples, count: int) -> Examples:
-    """Return the first examples of a split."""
-    chosen = range(min(count, len(examples)))
-    return Examples(
-        examples.split,
-        {name: field.take(chosen) for name, field in examples.fields.items()},
-        {name: lines[: len(chosen)] for name, lines in examples.text.items()},
-    )
 
 
 def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:

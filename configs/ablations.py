@@ -145,6 +145,21 @@ def merge_rules(base) -> list[dict]:
     return equal_starts(base, ("concat", "mean", "dynamic", "gated"))
 
 
+def merge_rates(base) -> list[dict]:
+    """Does averaging heads tolerate higher learning rates than concatenating them?
+
+    Both start at the same scale; see `merge_start`.
+
+    Scientific: model.attention.merge, model.attention.merge_gain, and
+    optimizer.learning_rate, from once to eight times the base config's.
+    Nuisance: model.dropout.
+    Fixed: the rest.
+    """
+    rate = base.optimizer.learning_rate
+    rates = over("optimizer.learning_rate", *(rate * times for times in (1, 2, 4, 8)))
+    return grid(rates, equal_starts(base, ("concat", "mean")))
+
+
 def equal_starts(base, rules: Sequence[str]) -> list[dict]:
     """Return an arm per rule, whose outputs start with the variance of concat's."""
     attention = base.model.attention

@@ -156,6 +156,8 @@ def get_config() -> ml_collections.ConfigDict:
     train.remat = "none"
     train.log_every_steps = 50  # write training metrics
     train.eval_every_steps = 250  # score dev, keep the best parameters
+    # At each evaluation, also log the loss on about as much of the training split.
+    train.eval_train = False
     # At each evaluation, log each head's entropy, distance, sink weight, largest logit.
     train.log_heads = False
     # Dev metric that selects the best parameters, by the task's names, such as loss,

@@ -52,6 +52,12 @@ class Examples:
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
 
+    def take(self, indices) -> "Examples":
+        """Return the examples with these indices, in this order."""
+        fields = {name: field.take(indices) for name, field in self.fields.items()}
+        text = {name: [lines[i] for i in indices] for name, lines in self.text.items()}
+        return Examples(self.split, fields, text)
+
     @property
     def crc32(self) -> int:
         """Checksum of the tokens, to detect changes."""

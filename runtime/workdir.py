@@ -26,6 +26,7 @@ STATUSES = ("running", "stopped", "finished", "diverged", "failed")
 MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
+    "train.eval_train",
     "train.log_heads",
     "train.tracker",
     "data.directory",

@@ -27,7 +27,8 @@ from headcount.tasks import make_task
 from headcount.training.checks import check_config
 from headcount.training.trials import check_numbers, trial_keys
 
-IGNORED = ("data.directory", "train.log_every_steps")  # results don't depend on these
+# Results don't depend on these.
+IGNORED = "data.directory", "train.log_every_steps", "train.eval_train"
 
 
 class Arm(NamedTuple):

@@ -15,7 +15,7 @@ from headcount.runtime.logging import say
 from headcount.runtime.workdir import FORMAT_VERSION, with_digest
 from headcount.sweeps.plan import Group
 from headcount.sweeps.store import Sweep, group_name, write_group
-from headcount.sweeps.table import column_names
+from headcount.sweeps.table import LOGGED, column_names
 
 ENDED = ("done", "diverged")
 
@@ -89,7 +89,7 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
             rows = [{k: v or None for k, v in row.items()} for row in reader]
     except (csv.Error, UnicodeError) as error:
         raise ValueError(f"--finished={path} is not a CSV file: {error}.") from None
-    if missing := {*column_names(sweep.task.metrics)} - names:
+    if missing := {*column_names(sweep.task.metrics)} - names - {*LOGGED}:
         raise ValueError(
             f"--finished={path} has no column {min(missing)}; it must be the sweep.csv "
             f"of this sweep in another workdir."
@@ -152,6 +152,7 @@ def group_files(sweep: Sweep, group: Group, rows: list[dict]) -> dict[str, str]:
         step = {"step": int(row["steps"]), "trial": index}
         if row["diverged_at"] is not None:
             step["diverged_at"] = int(row["diverged_at"])
+        step |= {name: float(row[name]) for name in LOGGED if row.get(name)}
         if total and step["step"] == longest:
             step["steps_per_second"] = longest / total
             step["tokens_per_second"] = float(row["tokens_per_second"])

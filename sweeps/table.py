@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import sqlite3
+import statistics
 from pathlib import Path
 
 from headcount.runtime import files
@@ -25,6 +26,8 @@ from headcount.sweeps.store import (
 from headcount.tasks import Metric
 from headcount.training.metrics import read_metrics
 
+# Columns about training, from metrics.jsonl; older tables may lack them.
+LOGGED = "gradient_norm", "largest_gradient_norm", "train_loss", "generalization_gap"
 VERDICT_COLUMNS = [
     *("arm", "verdict", "metric", "split", "difference", "low", "high", "margin"),
     *("seeds", "looks", "lost", "sentence"),
@@ -37,6 +40,7 @@ def column_names(metrics: tuple[Metric, ...]) -> list[str]:
         *("id", "arm", "is_baseline", "verdict", "status", "stage", "selected", "seed"),
         *("overrides", "nuisance", "mlp_dim", "parameters", "flops"),
         *("steps", "best_step", "diverged_at", "tokens_per_second", "seconds"),
+        *LOGGED,
         *(f"{split}_{metric.name}" for split in ("dev", "test") for metric in metrics),
         *("test_split", "checkpoint", "open_heads", "options", "signatures"),
         *("device", "attention", "versions", "python", "commit", "folder", "error"),
@@ -115,6 +119,8 @@ def group_rows(
             "test_split": sweep.settings["test_split"],
             "folder": f"groups/{group.name}",
         }
+        warmup = trial.config["optimizer"]["warmup_steps"]
+        row |= logged([m for m in metrics if m["trial"] == index], warmup)
         if run is not None:
             row |= {
                 "parameters": run["num_parameters"],
@@ -186,6 +192,27 @@ def throughput(metrics: list[dict]) -> tuple[float | None, float]:
         tokens += duration * row["tokens_per_second"]
         before = step
     return (tokens / seconds if seconds else None), seconds
+
+
+def logged(metrics: list[dict], warmup: int) -> dict:
+    """Return what training logged of one trial; without a value, a column is missing.
+
+    `gradient_norm` is the median, and `largest_gradient_norm` the maximum, of the norms
+    before clipping that were logged after the warm-up. The others are of the last
+    evaluation.
+    """
+    found = {}
+    for name in LOGGED:
+        values = [m[name] for m in metrics if m.get(name) is not None]
+        if name.endswith("gradient_norm"):
+            late = [m for m in metrics if m["step"] > warmup]
+            values = [m[name] for m in late if m.get(name) is not None]
+            if values:
+                of = max if name.startswith("largest") else statistics.median
+                found[name] = of(values)
+        elif values:
+            found[name] = values[-1]
+    return found
 
 
 def is_lost(row: dict) -> bool:

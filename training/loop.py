@@ -20,6 +20,7 @@ from headcount.runtime.profiling import CompileClock, Profile, peak_flops
 from headcount.runtime.signals import StopSignal
 from headcount.tasks import Run, Task, best_metric
 from headcount.tasks.base import Batches
+from headcount.tasks.heldout_loss import heldout_loss
 from headcount.training import selection
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.metrics import MetricsWriter, Window, mean_and_sd
@@ -41,6 +42,7 @@ class Trainer:
     static: Static
     batches: Batches
     dev: Examples
+    train_sample: list[dict]  # batches of the training split; see `take_sample`
     state: TrainState
     best: dict  # see `selection.initial_best`
     step: int  # updates done
@@ -200,12 +202,18 @@ def evaluate(trainer: Trainer) -> None:
             rows = trainer.task.evaluate(
                 trainer.run(), trainer.dev, trials=alive, quick=True
             )
+            known = trainer.train_sample and heldout_loss(
+                trainer.run(), trainer.train_sample
+            )
         rows = dict(zip(alive, rows, strict=True))
         metrics = [
             m for m in trainer.task.metrics if all(m.name in r for r in rows.values())
         ]
         for trial, row in rows.items():
             scores = {f"dev_{m.name}": row[m.name] for m in metrics}
+            if trainer.train_sample:
+                scores["train_loss"] = float(known[trial])
+                scores["generalization_gap"] = row["loss"] - scores["train_loss"]
             trainer.writer.write(step, trial, **scores)
         if config.log_heads and rows:
             log_heads(trainer, alive)
@@ -228,6 +236,23 @@ def evaluate(trainer: Trainer) -> None:
             )
             why = f"had no better dev {metric.label} in {since} steps"
             trainer.freeze(late, step, why, stopped_at=step)
+
+
+def take_sample(task: Task, examples: Examples, dev: Examples) -> list[dict]:
+    """Return evaluation batches of evenly spaced parts of the training split.
+
+    There are at most as many examples, and at most as many batches, as dev has. A few
+    long documents, as of language models, may make many batches.
+    """
+    chosen = examples.take(evenly_spaced(len(examples), len(dev)))
+    batches = [*task.evaluation_batches(chosen)]
+    count = sum(1 for _ in task.evaluation_batches(dev))
+    return [batches[i] for i in evenly_spaced(len(batches), count)]
+
+
+def evenly_spaced(total: int, count: int) -> np.ndarray:
+    """Return `count` indices from 0 to total - 1; all of them if there are fewer."""
+    return np.linspace(0, total - 1, min(total, count)).round().astype(int)
 
 
 def log_heads(trainer: Trainer, trials: list[int]) -> None:

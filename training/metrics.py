@@ -189,12 +189,14 @@ class Window:
         weight = of["weight"].astype(float) * updated
         loss = (np.where(updated, of["loss"], 0.0) * weight).sum(0)
         loss /= np.maximum(weight.sum(0), 1)
+        largest = np.where(updated, of["gradient_norm"], 0.0).max(0)
         rows = {}
         for trial in np.flatnonzero(updated.any(0)).tolist():
             last = np.flatnonzero(updated[:, trial])[-1]
             rows[trial] = {
                 "loss": float(loss[trial]),
                 "gradient_norm": float(of["gradient_norm"][last, trial]),
+                "largest_gradient_norm": float(largest[trial]),
                 "learning_rate": float(of["learning_rate"][last, trial]),
                 **{
                     f"{field}_fill": float(

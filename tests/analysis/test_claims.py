@@ -317,7 +317,7 @@ def test_many_heads_are_compared_with_few_under_both_rules(tmp_path, extra, verd
     }
     sweep = write_sweep(tmp_path / "merge_heads_x", losses, overrides=overrides)
     about = claim(
-        claim_tests.loses_less,
+        partial(claim_tests.loses_less, "num_heads"),
         ablation="merge_heads",
         arms=claim_tests.merge("mean"),
         reference=claim_tests.merge("concat"),
@@ -329,6 +329,57 @@ def test_many_heads_are_compared_with_few_under_both_rules(tmp_path, extra, verd
     assert effect.difference == pytest.approx((each.mean(), *interval))
     few = sweep._replace(arms=sweep.arms[:2])
     assert find_effects(about, [few]) == []
+
+
+@pytest.mark.parametrize("shift, verdict", [(-0.1, SUPPORTED), (0.1, CONTRADICTED)])
+def test_the_generalization_gap_is_compared_by_seed(tmp_path, shift, verdict):
+    about = CLAIMS[24]
+    assert about.sentence == "More heads overfit less."
+    losses = {1: 2 + NOISE, 8: 2 - NOISE}
+    assert find_effects(about, [write_sweep(tmp_path / "heads_x", losses)]) == []
+    gaps = {1: 0.3 + NOISE, 8: 0.3 + shift - NOISE[::-1]}
+    sweep = write_sweep(tmp_path / "heads_y", losses)
+    arms = [
+        arm._replace(gap=dict(enumerate(gap)))
+        for arm, gap in zip(sweep.arms, gaps.values(), strict=True)
+    ]
+    (effect,) = find_effects(about, [sweep._replace(arms=arms)])
+    low, high = stats.ttest_1samp(gaps[8] - gaps[1], 0).confidence_interval(0.95)
+    assert effect.verdict == verdict and effect.seeds == 6
+    assert f"({signed(low, '.4f')} to {signed(high, '.4f')})" in effect.text
+
+
+def test_rates_and_spikes_are_compared_at_the_highest_rate(tmp_path):
+    """Averaging loses less by a higher rate here, but has larger spikes."""
+    about = CLAIMS[11]
+    assert "tolerates higher learning rates" in about.sentence
+    rules = [(0.1, "concat"), (0.1, "mean"), (0.8, "concat"), (0.8, "mean")]
+    overrides = {
+        key: json.dumps({"model.merge": rule, "optimizer.learning_rate": rate})
+        for key, (rate, rule) in enumerate(rules, 1)
+    }
+    losses = {1: 2 + NOISE, 2: 2.1 - NOISE, 3: 3 - NOISE[::-1], 4: 2.5 + NOISE}
+    norms = {1: 9.0, 2: 9.0, 3: 2.0, 4: 4.0}
+    sweep = write_sweep(
+        tmp_path / "merge_rates_x",
+        losses,
+        overrides=overrides,
+        gradient_norm=dict.fromkeys(norms, 1.0),
+        largest_gradient_norm=norms,
+    )
+    arms = [
+        arm._replace(spike={seed: x + NOISE[seed] for seed, x in arm.spike.items()})
+        for arm in sweep.arms[:-1]
+    ]
+    sweep = sweep._replace(arms=[*arms, sweep.arms[-1]])
+    rate, spike = find_effects(about, [sweep])
+    each = losses[4] - losses[2] - (losses[3] - losses[1])
+    assert rate.verdict == SUPPORTED
+    assert rate.difference[0] == pytest.approx(each.mean())
+    assert (
+        spike.verdict == CONTRADICTED
+        and f": {signed(np.log(2), '.2f')} (" in spike.text
+    )
 
 
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):

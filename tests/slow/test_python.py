@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from headcount.configs import numbers
+from headcount.configs import numbers, shakespeare
 from headcount.training.loop import Hook
+from headcount.training.metrics import read_metrics
 from headcount.training.run import load
 from tests.conftest import load_script
 from tests.runs import ROOT, SMALL, checksums, status
@@ -47,6 +48,21 @@ def test_a_config_trains_with_callbacks_stops_and_resumes(trained, corpus, tmp_p
     lines = ["two hundred and six", "twelve"]
     assert run.predict(lines, beam_size=1) == run.task.translate(run, lines)
     assert np.isfinite([p for p, _ in run.task.score(run, lines, lines)]).all()
+
+
+def test_the_gap_is_zero_if_the_training_split_is_the_dev_split(tmp_path):
+    config = shakespeare.get_config("short")
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text("To be, or not to be. " * 30)
+    with config.unlocked():
+        config.update_from_flattened_dict(
+            {"data.name": "text", "data.directory": str(tmp_path)}
+            | {"model.num_decoder_layers": 1, "model.dropout": 0.3}
+            | {"train.num_steps": 4, "train.eval_train": True, "data.test_share": 0.0}
+        )
+    train_config(config, tmp_path / "run")
+    (row,) = [x for x in read_metrics(tmp_path / "run") if "dev_loss" in x]
+    assert row["train_loss"] == row["dev_loss"] and row["generalization_gap"] == 0
 
 
 def test_a_wrong_config_is_a_value_error(corpus, tmp_path):

@@ -1,5 +1,6 @@
 """A sweep that starts from the sweep.csv of another workdir."""
 
+import csv
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from sweep_fakes import (
 
 from headcount.sweeps.restore import restore
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.table import collect
+from headcount.sweeps.table import LOGGED, collect
 
 
 def test_a_restored_sweep_has_the_same_table_and_report(tmp_path, corpus):
@@ -33,6 +34,38 @@ def test_a_restored_sweep_has_the_same_table_and_report(tmp_path, corpus):
     assert "| K=2 |" in write_report(sweep), "without predictions and curves"
     again = restore(sweep, tmp_path / "a/sweep.csv")
     assert collect(again) == before
+
+
+def test_what_training_logged_is_restored(tmp_path, corpus):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    for index, group in enumerate(first.groups):
+        line = {"step": 20, "trial": 1, "gradient_norm": 0.1 + index}
+        line |= {"largest_gradient_norm": 1e-9, "train_loss": 1 / 3}
+        line |= {"generalization_gap": 0.0}
+        with (first.folder(group) / "metrics.jsonl").open("w") as file:
+            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"step": 20, "trial": 0}) + "\n")
+    config = first.groups[0].trials[0].config
+    assert config["optimizer"]["warmup_steps"] > 20
+    before = collect(first)
+    second = open_sweep(options(tmp_path / "b", corpus))
+    assert collect(restore(second, tmp_path / "a/sweep.csv")) == before
+
+
+def test_a_table_of_before_something_was_logged_is_restored(tmp_path, corpus):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    before = collect(first)
+    table = tmp_path / "a/sweep.csv"
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    with table.open("w") as file:
+        writer = csv.DictWriter(file, rows[0].keys() - {*LOGGED})
+        writer.writeheader()
+        writer.writerows({k: row[k] for k in writer.fieldnames} for row in rows)
+    second = open_sweep(options(tmp_path / "b", corpus))
+    assert collect(restore(second, table)) == before
 
 
 def test_what_follows_a_restored_search_is_restored_too(tmp_path, corpus):

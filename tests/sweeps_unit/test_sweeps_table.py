@@ -17,7 +17,7 @@ from sweep_fakes import (
 )
 
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.table import collect, column_names, throughput
+from headcount.sweeps.table import collect, column_names, logged, throughput
 from headcount.tasks.base import Metric
 
 
@@ -66,6 +66,25 @@ def test_throughput_is_weighted_by_time():
     assert throughput(rows) == (pytest.approx(2200), pytest.approx(25))
     assert throughput(rows[3:]) == (None, 0)
     assert throughput([rows[-1] | {"steps_per_second": 2.0}]) == (None, 0)
+
+
+def test_what_was_logged_of_training_is_of_the_time_after_the_warm_up():
+    norms = [(50, 9.0, 90.0), (100, 1.0, 8.0), (150, 2.0, 3.0), (200, 3.0, 4.0)]
+    rows = [
+        {"step": step, "gradient_norm": norm, "largest_gradient_norm": largest}
+        for step, norm, largest in norms
+    ]
+    rows += [
+        {"step": step, "train_loss": 1.0 - step / 1000, "generalization_gap": step}
+        for step in (100, 200)
+    ]
+    assert logged(rows, 50) == {
+        "gradient_norm": 2.0,
+        "largest_gradient_norm": 8.0,
+        "train_loss": 0.8,
+        "generalization_gap": 200,
+    }
+    assert logged([{"step": 90, "train_loss": None}], 50) == {}
 
 
 def test_a_result_that_was_moved_away_is_not_done(tmp_path, corpus):

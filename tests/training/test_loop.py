@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from headcount.configs.base import get_config
-from headcount.data.examples import ArraySpec
+from headcount.data.examples import ArraySpec, Examples, Ragged
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric
 from headcount.training import loop
-from headcount.training.loop import Hook, default_hooks, evaluate, fit
+from headcount.training.loop import Hook, default_hooks, evaluate, fit, take_sample
 from headcount.training.selection import initial_best
 from headcount.training.step import TrainState
 
@@ -108,6 +108,7 @@ def make_trainer(monkeypatch, rows=None, start=0, **settings):
         static=SimpleNamespace(graph=None),
         batches=Batches(),
         dev=(),
+        train_sample=[],
         state=state,
         best=initial_best(best.params, 2),
         step=start,
@@ -203,6 +204,46 @@ def test_dev_scores_are_written_per_trial_and_select_the_best(monkeypatch):
     assert trainer.best["step"].tolist() == [0, 2]
     assert trainer.best["params"]["w"].tolist() == [[0], [1]]
     assert all(quick for *_, quick in trainer.task.asked)
+
+
+def test_the_loss_on_a_part_of_the_training_split_is_written_beside_that_on_dev(
+    monkeypatch,
+):
+    rows = {0: {"bleu": 30.0, "loss": 2.0}, 1: {"bleu": 20.0, "loss": 1.0}}
+    trainer = make_trainer(monkeypatch, rows)
+    trainer.train_sample, asked = ["a batch"], []
+    losses = np.array([0.5, 1.25])
+    monkeypatch.setattr(
+        loop, "heldout_loss", lambda run, batches: asked.append(batches) or losses
+    )
+    evaluate(trainer)
+    found = [(x["train_loss"], x["generalization_gap"]) for x in trainer.writer.rows]
+    assert found == [(0.5, 1.5), (1.25, -0.25)] and asked == [["a batch"]]
+
+
+def of_lengths(*lengths):
+    """Return examples of these lengths, whose tokens are all different."""
+    tokens = np.split(1 + np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    text = [" ".join(map(str, ids)) for ids in tokens]
+    return Examples("train", {"target": Ragged.of(tokens)}, {"text": text})
+
+
+class ByExample:
+    """A task with a batch per two tokens."""
+
+    def evaluation_batches(self, examples):
+        assert len(examples.text["text"]) == len(examples)
+        for ids in examples.fields["target"]:
+            yield from ids.reshape(-1, 2)
+
+
+def test_the_part_of_the_training_split_is_spread_over_it_and_as_large_as_dev():
+    many, long, dev = of_lengths(*[2] * 9), of_lengths(18), of_lengths(2, 2, 2)
+    one = of_lengths(6)
+    for train, held_out in ((many, dev), (long, one)):
+        batches = take_sample(ByExample(), train, held_out)
+        assert np.array(batches).tolist() == [[1, 2], [9, 10], [17, 18]]
+    assert len(take_sample(ByExample(), dev, many)) == 3
 
 
 def test_a_metric_that_a_task_leaves_out_is_not_written(monkeypatch):

@@ -95,6 +95,15 @@ def test_each_row_has_the_metrics_of_its_own_trial():
     assert found == [[1, 6 / 8, 0.4, 0.1, 0.3], [2, 7 / 8, 0.5, 0.2, 0.4]]
 
 
+def test_the_largest_gradient_norm_is_of_the_updates_since_the_last_row():
+    window = window_of(1, 8, 10)
+    for norm, updated in ((0.5, True), (2.0, True), (np.inf, False), (1.0, True)):
+        step = step_of([6], [4], updated=[updated])
+        window.add(step | {"gradient_norm": np.array([norm])})
+    (row,) = window.rows().values()
+    assert (row["gradient_norm"], row["largest_gradient_norm"]) == (1.0, 2.0)
+
+
 def test_throughput_excludes_the_steps_before_the_clock_starts():
     window = window_of(1, 4, 4)
     window.add(step_of([1.0], [1000.0]))  # with the compilation
