@@ -29,7 +29,7 @@ from pathlib import Path
 from absl import flags
 from matplotlib.backend_bases import FigureCanvasBase
 
-from headcount.analysis.explorer import explore, first_of, page
+from headcount.analysis.explorer import explore, page
 from headcount.analysis.heads import all_gates, describe, importance, output_file
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
@@ -243,7 +243,7 @@ def compare_heads(path, found, examples, options) -> None:
 
 def find_interactions(path, found, examples, options) -> None:
     """Print and write how the removal of every pair of heads of a site interacts."""
-    some = first_of(examples, EXAMPLES.value)
+    some = examples.take(range(len(examples))[: EXAMPLES.value])
     rows = each_trial(found, interactions, some, site=SITE.value)
     write_json(path, rows)
     print_pairs_of_heads(rows, examples.split, "interaction", path)

@@ -84,7 +84,7 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
         for site, about in model.sites().items()
     ]
     roles = measure_roles(run, examples, trials, limit)
-    some = examples.take(range(min(limit, len(examples))))
+    some = examples.take(range(len(examples))[:limit])
     of_trials = []
     for trial in trials:
         mine = [row for row in roles if row["trial"] == trial and row["has_role"]]

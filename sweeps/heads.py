@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headcount.analysis.tables import Design
 from headcount.data.examples import Examples
-from headcount.runtime.logging import Progress
+from headcount.runtime.logging import Progress, say
 from headcount.sweeps.looks import others
 from headcount.sweeps.plan import Group
 from headcount.sweeps.store import Sweep, read_run
@@ -43,28 +43,37 @@ def measure_arms(
 ) -> list[dict]:
     """Return the rows that `measure` finds for the reported trials of all arms.
 
-    Trials that diverged or are not trained yet are left out. Rows have the additional
-    columns arm and seed, and are in the order of the plan.
+    Trials that diverged, are not trained yet or can't be loaded are left out; the last
+    are logged with the error. Rows have the additional columns arm and seed, and are in
+    the order of the plan.
 
     Args:
         load: returns the run in a folder, and examples.
         measure: a function of a run, examples and the index of a trial.
 
     Raises:
-        ValueError: no trial is left.
+        ValueError, OSError: no trial is left.
     """
     arms, found = {trial.id: trial.arm for trial in sweep.plan.trials}, {}
+    failure = None
     groups = [group for group in sweep.groups if has_models(sweep, group)]
     progress = Progress(len(groups), unit="group")
     for done, group in enumerate(groups):
         progress.update(done, group.name)
-        run, examples = load(sweep.folder(group))
+        try:
+            run, examples = load(sweep.folder(group))
+        except (ValueError, OSError) as error:
+            failure = error
+            say(f"Left out {group.name}: {error}")
+            continue
         for index, trial in enumerate(group.trials):
             if trial.id in arms and run.diverged_at[index] is None:
                 about = {"arm": arms[trial.id], "seed": trial.seed}
                 rows = measure(run, examples, index)
                 found[trial.id] = [about | row for row in rows]
     progress.close()
+    if not found and failure is not None:
+        raise failure
     if not found:
         raise ValueError(
             f"{sweep.workdir} has no checkpoint of a reported trial that has finished "

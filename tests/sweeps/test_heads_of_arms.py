@@ -54,6 +54,22 @@ def test_what_is_for_runs_alone_fails_with_an_error(uninterrupted, arguments, wo
     fails(run(["heads.py", *arguments, f"--workdir={uninterrupted}"]), *words)
 
 
+def test_a_group_that_cannot_be_loaded_is_left_out(uninterrupted, tmp_path):
+    copy = tmp_path / "sweep"
+    shutil.copytree(uninterrupted, copy)
+    first, *others = sorted(copy.glob("groups/*"))
+    (first / "config.json").write_text("{")
+    ran = run(["heads.py", "describe", f"--workdir={copy}"])
+    assert ran.returncode == 0 and f"Left out {first.name}: " in ran.stderr
+    arms = {
+        x["arm"] for x in json.loads((copy / "heads-describe-val.json").read_text())
+    }
+    left = json.loads((others[0] / "group.json").read_text())[0]["arm"]
+    assert arms == {left} and len(others) == 1
+    (others[0] / "config.json").write_text("{")
+    fails(run(["heads.py", "describe", f"--workdir={copy}"]), "config.json is damaged")
+
+
 def test_a_sweep_without_checkpoints_fails_with_an_error(uninterrupted, tmp_path):
     copy = tmp_path / "sweep"
     shutil.copytree(uninterrupted, copy, ignore=shutil.ignore_patterns("checkpoints"))
