@@ -11,20 +11,22 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
 
+from headcount.analysis.budget import TOLERANCE
 from headcount.analysis.formatting import interval, number, signed
 from headcount.analysis.sequential import Verdict, judge_at_last
-from headcount.analysis.significance import CONFIDENCE, summary
+from headcount.analysis.significance import CONFIDENCE
 from headcount.analysis.tables import means_by_seed
 from headcount.configs import ablations
 from headcount.tasks.base import LOSS
 
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 SLOWER = 0.95  # an arm below this fraction of the reference's speed is slower
+NATS = "difference in loss, nats per token"
 
 
 class Arm(NamedTuple):
@@ -38,6 +40,7 @@ class Arm(NamedTuple):
     speed: float | None  # mean tokens per second of its groups
     loss: dict[int, float]  # on test, by seed
     lost: int  # trials that diverged or failed
+    diverged: frozenset[int] = frozenset()  # seeds, part of `lost`
     gap: dict[int, float] = {}  # generalization gap, by seed
     spike: dict[int, float] = {}  # logarithm of the largest / median gradient norm
 
@@ -72,7 +75,16 @@ class Effect(NamedTuple):
     text: str  # the measured numbers
     verdict: str
     seeds: int
-    difference: tuple[float, float, float] | None = None  # in loss: mean, low, high
+    estimate: tuple[float, float, float] | None = None  # value, low, high
+    unit: str = NATS  # of the estimate
+
+
+class Quantity(NamedTuple):
+    """A number of each trial that arms are compared by."""
+
+    name: str
+    format: str
+    unit: str  # of differences
 
 
 # Whether to choose an arm, given its settings and those of the baseline.
@@ -103,6 +115,11 @@ def has(match: str | None = None, **wanted) -> Chooses:
         return all(settings.get(key, "") == value for key, value in wanted.items())
 
     return chooses
+
+
+def exactly(**wanted) -> Chooses:
+    """Choose the arm that differs from the base config in these settings alone."""
+    return lambda settings, baseline: settings == wanted
 
 
 def one_of(*choices: Chooses) -> Chooses:
@@ -174,16 +191,17 @@ def loses_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
     """Test whether raising a setting costs an arm less loss than the reference.
 
     The claim chooses one arm per value of the setting, and a reference for each. The
-    lowest value is compared with the highest.
+    lowest value is compared with the highest at which no trial was lost.
     """
-    rules = []
-    for chooses in (claim.arms, claim.reference):
-        own = [arm for arm in sweep.arms if chooses(arm.settings, {})]
-        rules.append({arm.settings[setting]: arm for arm in own})
-    numbers = sorted(rules[0].keys() & rules[1].keys())
-    if len(numbers) < 2:
+    pairs = {
+        value: pair
+        for value, pair in by_setting(setting, claim, sweep).items()
+        if not any(arm.lost for arm in pair)
+    }
+    if len(pairs) < 2:
         return []
-    four = [rule[N] for rule in rules for N in (numbers[-1], numbers[0])]
+    many, few = pairs[max(pairs)], pairs[min(pairs)]
+    four = [many[0], few[0], many[1], few[1]]
     seeds = sorted(set.intersection(*(set(arm.loss) for arm in four)))
     losses = ([arm.loss[seed] for seed in seeds] for arm in four)
     each = [x - y - (z - w) for x, y, z, w in zip(*losses, strict=True)]
@@ -193,16 +211,49 @@ def loses_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
     verdict = verdict_of(found.high < 0, found.low > -claim.margin, *four)
     text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
     text += f"{four[3].name}): {shown(found, LOSS.format)}"
-    effect = (found.mean, found.low, found.high)
-    return [Effect(sweep.corpus, text, verdict, found.num_seeds, effect)]
+    estimate = (found.mean, found.low, found.high)
+    return [Effect(sweep.corpus, text, verdict, found.num_seeds, estimate)]
+
+
+def by_setting(setting: str, claim: Claim, sweep: Results) -> dict[Any, tuple]:
+    """Return a claim's arm and its reference, by the value of a setting of both."""
+    arms, references = (
+        {x.settings[setting]: x for x in sweep.arms if chooses(x.settings, {})}
+        for chooses in (claim.arms, claim.reference)
+    )
+    return {
+        value: (arm, references[value])
+        for value, arm in arms.items()
+        if value in references
+    }
+
+
+def diverges_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether fewer trials of the arms diverge, over all values of a setting.
+
+    Seeds are paired, and compared by a sign test of the number of values at which they
+    diverged. Without any divergence there is no effect.
+    """
+    pairs = by_setting(setting, claim, sweep).values()
+    own = [seed for arm, _ in pairs for seed in arm.diverged]
+    base = [seed for _, reference in pairs for seed in reference.diverged]
+    if not own and not base:
+        return []
+    more = [own.count(seed) - base.count(seed) for seed in {*own, *base}]
+    fewer, decided = sum(x < 0 for x in more), sum(x != 0 for x in more)
+    p = scipy.stats.binomtest(fewer, decided).pvalue if decided else 1.0
+    total = sum(len(arm.loss) + arm.lost for arm, _ in pairs)
+    text = f"diverged: {len(own)} of {total}, instead of {len(base)}, p = {p:.2g}"
+    is_clear = p <= 1 - CONFIDENCE
+    verdict = verdict_of(is_clear and 2 * fewer > decided, is_clear)
+    return [Effect(sweep.corpus, text, verdict, max(len(x.loss) for x, _ in pairs))]
 
 
 def heads_lower(
     verb: str,
     column: str,
     site: str | None,
-    what: str,
-    spec: str,
+    quantity: Quantity,
     claim: Claim,
     sweep: Results,
 ) -> list[Effect]:
@@ -211,7 +262,7 @@ def heads_lower(
     Args:
         verb, column: where the statistic is in the output of heads.py.
         site: site of the heads; None: all.
-        what, spec: name and format of the statistic in the text.
+        quantity: what the statistic is.
     """
     arms, reference = chosen(claim, sweep)
     rows = [row for row in sweep.heads.get(verb, []) if site in (None, row["site"])]
@@ -219,32 +270,31 @@ def heads_lower(
     for arm in arms:
         own, base = (means_by_seed(rows, x.name, column) for x in (arm, reference))
         each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        found += lower_effect(each, what, spec, arm, reference, len(arms), sweep)
+        found += lower_effect(each, quantity, arm, reference, len(arms), sweep)
     return found
 
 
 def lower_by_seed(
-    column: str, what: str, spec: str, claim: Claim, sweep: Results
+    column: str, quantity: Quantity, claim: Claim, sweep: Results
 ) -> list[Effect]:
     """Test whether a number in the table, other than the loss, is lower.
 
     Args:
         column: name of a field of `Arm` with numbers by seed.
-        what, spec: name and format of the number in the text.
+        quantity: what the number is.
     """
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
         own, base = getattr(arm, column), getattr(reference, column)
         each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        found += lower_effect(each, what, spec, arm, reference, len(arms), sweep)
+        found += lower_effect(each, quantity, arm, reference, len(arms), sweep)
     return found
 
 
 def lower_effect(
     each: list[float],
-    what: str,
-    spec: str,
+    quantity: Quantity,
     arm: Arm,
     reference: Arm,
     num_arms: int,
@@ -254,20 +304,28 @@ def lower_effect(
     result = judge_at_last(each, sweep.looks, num_arms)
     if math.isnan(result.low):
         return []
-    text = f"{what} of {arm.name} − {reference.name}: {shown(result, spec)}"
+    text = f"{quantity.name} of {arm.name} − {reference.name}: "
+    text += shown(result, quantity.format)
     verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
-    return [Effect(sweep.corpus, text, verdict, result.num_seeds)]
+    estimate = (result.mean, result.low, result.high)
+    seeds = result.num_seeds
+    return [Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)]
 
 
 def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether all arms have exactly as many parameters as the reference."""
+    """Test whether all arms have as many parameters as the reference.
+
+    Differences within the tolerance of matched arms, such as those of position biases
+    per head, do not count.
+    """
     arms, reference = chosen(claim, sweep)
     if not arms:
         return []
     counts = sorted({arm.parameters for arm in [*arms, reference]})
     ends = dict.fromkeys((counts[0], counts[-1]))
     text = f"{len(arms) + 1} arms: {' to '.join(f'{c:,}' for c in ends)} parameters"
-    verdict = SUPPORTED if len(counts) == 1 else CONTRADICTED
+    is_same = counts[-1] <= counts[0] * (1 + TOLERANCE)
+    verdict = SUPPORTED if is_same else CONTRADICTED
     return [Effect(sweep.corpus, text, verdict, len(reference.loss))]
 
 
@@ -303,9 +361,10 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
     """Test whether an arm's loss varies less over (paired) seeds than the reference's.
 
     This uses the interval of Pitman (1939) and Morgan (1939) for the ratio of two
-    correlated variances, with an equal share of the error rate for each arm.
+    correlated variances, with an equal share of the error rate for each arm and look.
     """
     arms, reference = chosen(claim, sweep)
+    comparisons = len(arms) * len(sweep.looks or (1,))
     found = []
     for arm in arms:
         seeds = sorted(arm.loss.keys() & reference.loss.keys())
@@ -314,14 +373,16 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
         x, y = ([of.loss[seed] for seed in seeds] for of in (arm, reference))
         if not np.std(x) or not np.std(y):
             continue
-        ratio, low, high = ratio_of_spreads(np.array(x), np.array(y), len(arms))
+        ratio, low, high = ratio_of_spreads(np.array(x), np.array(y), comparisons)
         # the interval assumes normal scores, so ranks have to agree
         ranks = scipy.stats.spearmanr(np.add(x, y), np.subtract(x, y))
-        agree = ranks.pvalue <= (1 - CONFIDENCE) / len(arms)
+        agree = ranks.pvalue <= (1 - CONFIDENCE) / comparisons
         verdict = verdict_of(agree and high < 1, agree and low > 1, arm, reference)
         text = f"sd of {arm.name} / {reference.name}: {number(ratio)} "
         text += f"({interval(low, high)})"
-        found.append(Effect(sweep.corpus, text, verdict, len(seeds)))
+        estimate, unit = (ratio, low, high), "ratio of standard deviations"
+        effect = Effect(sweep.corpus, text, verdict, len(seeds), estimate, unit)
+        found.append(effect)
     return found
 
 
@@ -354,13 +415,15 @@ def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Ef
     text += f"({interval(100 * share.low, 100 * share.high)}%), on average "
     text += f"{count:.1f} of {total} heads"
     verdict = verdict_of(share.low > 0.5, share.high < 0.5)
-    return [Effect(found.corpus, text, verdict, len(having))]
+    estimate, unit = (np.mean(having), share.low, share.high), "share of seeds"
+    return [Effect(found.corpus, text, verdict, len(having), estimate, unit)]
 
 
 def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
     """Test whether heads of the last layer attend further than those of the first."""
     effects, rows = [], found.rows.get("describe", ())
-    for site in dict.fromkeys(row["site"] for row in rows if row["site"] != "cross"):
+    sites = dict.fromkeys(row["site"] for row in rows if row["site"] != "cross")
+    for site in sites:
         own = [row for row in rows if row["site"] == site]
         last = max(row["layer"] for row in own)
         first_and_last = [
@@ -371,13 +434,15 @@ def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
             for each in by_trial(own)
         ]
         each = np.array(first_and_last)
-        mean, low, high = interval_of(each[:, 1] - each[:, 0])
+        mean, low, high = interval_of(each[:, 1] - each[:, 0], len(sites))
         if math.isnan(low) or not last:
             continue
         text = f"distance in layer {last + 1} − layer 1, {site}, tokens: "
         text += f"{signed(mean, '.2f')} ({interval(low, high, '.2f', signed)})"
         verdict = verdict_of(low > 0, high < 0)
-        effects.append(Effect(found.corpus, text, verdict, len(each)))
+        estimate, unit = (mean, low, high), "difference in distance, tokens"
+        effect = Effect(found.corpus, text, verdict, len(each), estimate, unit)
+        effects.append(effect)
     return effects
 
 
@@ -403,7 +468,7 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
     text = f"loss without {', '.join(sorted(shares))} heads − with all: "
     text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
     verdict = verdict_of(high < claim.margin, low > claim.margin)
-    return [Effect(found.corpus, text, verdict, len(added))]
+    return [Effect(found.corpus, text, verdict, len(added), (mean, low, high))]
 
 
 def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
@@ -420,7 +485,8 @@ def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
         return []
     text = f"CKA of two heads of a layer: {mean:.2f} ({interval(low, high, '.2f')})"
     verdict = verdict_of(high < 0.5, low > 0.5)
-    return [Effect(found.corpus, text, verdict, len(each))]
+    estimate = (mean, low, high)
+    return [Effect(found.corpus, text, verdict, len(each), estimate, "linear CKA")]
 
 
 def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
@@ -439,7 +505,7 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     text += "pairs: "
     text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
     verdict = verdict_of(low > claim.margin, high < claim.margin)
-    return [Effect(found.corpus, text, verdict, len(each))]
+    return [Effect(found.corpus, text, verdict, len(each), (mean, low, high))]
 
 
 def shown(result: Verdict, spec: str) -> str:
@@ -465,12 +531,17 @@ def head_of(row: dict) -> tuple:
     return row["site"], row["layer"], row["head"]
 
 
-def interval_of(values) -> tuple[float, float, float]:
-    """Return the mean over seeds and its interval; NaN for fewer than two seeds."""
-    if len(values) < 2:
+def interval_of(values, comparisons: int = 1) -> tuple[float, float, float]:
+    """Return the mean over seeds and its interval; NaN for fewer than two seeds.
+
+    The interval is one of several that hold at the same time (Bonferroni).
+    """
+    count = len(values)
+    if count < 2:
         return math.nan, math.nan, math.nan
-    mean, _, low, high = summary(values)
-    return float(mean), float(low), float(high)
+    t = scipy.stats.t.isf((1 - CONFIDENCE) / 2 / comparisons, count - 1)
+    mean, half = float(np.mean(values)), float(t * scipy.stats.sem(values))
+    return mean, mean - half, mean + half
 
 
 def verdict_of(is_so: bool, is_not: bool, *arms: Arm) -> str:
@@ -487,7 +558,8 @@ def read_analyses(folder: Path) -> Analyses | None:
     """Read the output of heads.py; return None if the folder is not a roles_CORPUS."""
     if not folder.name.startswith("roles_"):
         return None
-    return Analyses(folder.name.removeprefix("roles_"), read_heads(folder, "*"))
+    rows = read_heads(folder, "*") | read_heads(folder, "test*")
+    return Analyses(folder.name.removeprefix("roles_"), rows)
 
 
 def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
@@ -540,6 +612,9 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
             if row["test_loss"]
         },
         lost=sum(row["status"] in ("diverged", "failed") for row in rows),
+        diverged=frozenset(
+            int(row["seed"]) for row in rows if row["status"] == "diverged"
+        ),
         gap={
             int(row["seed"]): float(row["generalization_gap"])
             for row in done

@@ -10,6 +10,7 @@ without such files are "not tested yet". See `analysis.claim_tests`.
 """
 
 import argparse
+import re
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +18,19 @@ import matplotlib
 
 from headcount.analysis.claim_tests import (
     CONTRADICTED,
+    NATS,
     SUPPORTED,
     UNDECIDED,
     Claim,
     Effect,
+    Quantity,
     Results,
     ablations_of,
+    by_setting,
     cheaper,
     deeper_is_wider,
+    diverges_less,
+    exactly,
     find_effects,
     has,
     heads_differ,
@@ -53,19 +59,24 @@ import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 ROOT = Path(__file__).resolve().parent.parent
 UNTESTED = "not tested yet"
 COLOURS = {SUPPORTED: "#1f9e89", CONTRADICTED: "#c2456b", UNDECIDED: "#6a6d75"}
+# Values of an estimate that mean no effect, where that is not 0.
+NEUTRAL = {"ratio of standard deviations": 1, "share of seeds": 0.5, "linear CKA": 0.5}
 MARKS = "<!-- claims: python -m analysis.claims -->", "<!-- end of claims -->"
 HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "verdict")
 
 lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
 no_lower = partial(loss_is, "no lower")
 little_higher = partial(loss_is, "little higher")
-SPIKE = "log of the largest / median gradient norm"
-REMOVED, FIRST = "loss added by removing one head", "weight of the first token"
-added_loss_lower = partial(
-    heads_lower, "importance", "added_loss", None, REMOVED, LOSS.format
-)
+REMOVED = Quantity("loss added by removing one head", LOSS.format, NATS)
+added_loss_lower = partial(heads_lower, "importance", "added_loss", None, REMOVED)
+FIRST = "weight of the first token"
+SINK = Quantity(FIRST, ".3f", f"difference in the {FIRST}")
 # in decoders: elsewhere, the sink is the last token
-sink_lower = partial(heads_lower, "describe", "sink", "decoder", FIRST, ".3f")
+sink_lower = partial(heads_lower, "describe", "sink", "decoder", SINK)
+GAP = Quantity("dev loss − training loss", LOSS.format, NATS)
+SPIKE = Quantity(
+    "log of the largest / median gradient norm", ".2f", "difference of logarithms"
+)
 
 
 def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
@@ -75,28 +86,30 @@ def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test both halves of a claim about learning rates and spikes of the gradient.
+    """Test whether higher learning rates cost less loss, divergence and spikes.
 
-    Spikes are compared at the highest rate, by the largest gradient norm of a training
-    over the median. What is compared are logarithms of this ratio.
+    Spikes of the gradient are compared at the highest rate at which no trial was lost,
+    by the logarithm of the largest gradient norm of a training over the median.
     """
-    rates = {arm.settings["learning_rate"] for arm in sweep.arms}
-
-    def at_highest(chooses):
-        def both(settings, baseline):
-            is_highest = settings["learning_rate"] == max(rates)
-            return is_highest and chooses(settings, baseline)
-
-        return both
-
-    about = claim._replace(
-        arms=at_highest(claim.arms), reference=at_highest(claim.reference)
-    )
-    found = loses_less("learning_rate", claim, sweep)
-    return found + lower_by_seed("spike", SPIKE, ".2f", about, sweep)
+    rate = "learning_rate"
+    found = loses_less(rate, claim, sweep) + diverges_less(rate, claim, sweep)
+    kept = {
+        value: [arm.settings for arm in pair]
+        for value, pair in by_setting(rate, claim, sweep).items()
+        if not any(arm.lost for arm in pair)
+    }
+    if not kept:
+        return found
+    own, reference = kept[max(kept)]
+    about = claim._replace(arms=exactly(**own), reference=exactly(**reference))
+    return found + lower_by_seed("spike", SPIKE, about, sweep)
 
 
 EQUAL_STARTS = "merge_start", "merge_rules"
+GATES = one_of(
+    *(merge("gated"), merge("gated_elementwise")),
+    *(exactly(gate="sigmoid"), exactly(gate="sigmoid", gate_size="element")),
+)
 VASWANI = "Vaswani et al. 2017, Table 3"
 ROLES = (  # of every corpus, by `analysis.roles`
     *("self", "previous token", "next token", "same token earlier"),
@@ -224,19 +237,19 @@ CLAIMS = (
         "Weights that depend on the input beat fixed ones.",
         "common belief",
         NOTHING,
-        "merge_start",
+        ("merge_start", "variants"),
         lower,
-        merge("dynamic"),
-        merge("weighted"),
+        one_of(merge("dynamic"), exactly(gate="double_sigmoid")),
+        one_of(merge("weighted"), exactly(gate="double_sigmoid", gate_features=0)),
     ),
     Claim(
         "Gates beat concatenation.",
         "Qiu et al. 2025 (Qwen)",
         "perplexity 6.026 → 5.792 headwise, 5.761 elementwise",
-        ("gates", "merge", *EQUAL_STARTS),
+        ("gates", "merge", *EQUAL_STARTS, "variants"),
         lower,
-        one_of(merge("gated"), merge("gated_elementwise")),
-        merge("concat"),
+        GATES,
+        one_of(merge("concat"), exactly()),
     ),
     Claim(
         "Averaging loses less with many heads.",
@@ -309,7 +322,7 @@ CLAIMS = (
         "common belief",
         NOTHING,
         "heads",
-        partial(lower_by_seed, "gap", "dev loss − training loss", LOSS.format),
+        partial(lower_by_seed, "gap", GAP),
         None,
         has(num_heads=1),
     ),
@@ -341,10 +354,10 @@ CLAIMS = (
         "Gates empty the sink and lower the loss.",
         "Qiu et al. 2025 (Qwen)",
         "weight of the first token 0.467 → 0.048",
-        ("gates", "merge", *EQUAL_STARTS),
+        ("gates", "merge", *EQUAL_STARTS, "variants"),
         sink_and_loss_lower,
-        one_of(merge("gated"), merge("gated_elementwise")),
-        merge("concat"),
+        GATES,
+        one_of(merge("concat"), exactly()),
     ),
     Claim(
         "Each variant of the ablation `variants` lowers the loss.",
@@ -390,38 +403,58 @@ def to_markdown(found: list[tuple[Claim, list[Effect]]]) -> str:
 
 
 def draw(found: list[tuple[Claim, list[Effect]]], path: Path) -> None:
-    """Save a forest plot: the differences in loss, coloured by verdict."""
-    drawn = [
-        (index, effect)
-        for index, (_, effects) in enumerate(found, start=1)
-        for effect in effects
-        if effect.difference is not None
-    ]
-    height = 1.2 + 0.26 * len(drawn)
-    figure, ax = plt.subplots(figsize=(7.2, height), layout="constrained")
+    """Save a forest plot: estimates with intervals by unit, coloured by verdict."""
+    panels = {}
+    for index, (_, effects) in enumerate(found, start=1):
+        for effect in effects:
+            if effect.estimate is not None:
+                panels.setdefault(effect.unit, []).append((index, effect))
+    sizes = [len(drawn) + 3 for drawn in panels.values()]  # 3: its axis and its label
+    figure, axes = plt.subplots(
+        len(panels),
+        figsize=(8.4, 0.8 + 0.21 * sum(sizes)),
+        height_ratios=sizes,
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax, (unit, drawn) in zip(axes.flat, panels.items(), strict=True):
+        draw_panel(ax, unit, drawn)
+    for verdict, colour in COLOURS.items():
+        axes[0, 0].plot([], [], "o", color=colour, label=verdict)
+    figure.legend(loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_panel(ax, unit: str, drawn: list[tuple[int, Effect]]) -> None:
+    """Draw the estimates of one unit, one per row."""
     for row, (_, effect) in enumerate(drawn):
-        mean, low, high = effect.difference
+        value, low, high = effect.estimate
         ax.errorbar(
-            [mean],
+            [value],
             [row],
-            xerr=[[mean - low], [high - mean]],
+            xerr=[[value - low], [high - value]],
             fmt="o",
             ms=4,
             color=COLOURS[effect.verdict],
         )
-    ax.axvline(0, color="#6a6d75", lw=0.8)
-    ax.axvspan(-LOSS.margin, LOSS.margin, color="#dfe1e6", lw=0)
-    labels = [f"{i}. {e.text.split(': ')[0]}, {e.corpus}" for i, e in drawn]
-    labels = [label.replace(" loss of ", " ") for label in labels]
+    ax.axvline(NEUTRAL.get(unit, 0), color="#6a6d75", lw=0.8)
+    # without the numbers, which follow a colon or stand in parentheses
+    names = [re.split(r": | \(\d", effect.text)[0] for _, effect in drawn]
+    labels = [
+        f"{index}. {name.removeprefix('loss of ')}, {effect.corpus}"
+        for name, (index, effect) in zip(names, drawn, strict=True)
+    ]
     ax.set_yticks(range(len(drawn)), labels, fontsize=7)
     ax.set_ylim(len(drawn) - 0.5, -0.5)
-    ax.set_xscale("symlog", linthresh=0.01)
-    ax.set_xlabel("difference in test loss, nats (grey: margin)", fontsize=8)
-    for verdict, colour in COLOURS.items():
-        ax.plot([], [], "o", color=colour, label=verdict)
-    figure.legend(loc="outside upper right", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    ax.set_xlabel(unit, fontsize=8)
+    if unit == NATS:
+        ax.axvspan(-LOSS.margin, LOSS.margin, color="#dfe1e6", lw=0)
+        ax.set_xscale("symlog", linthresh=0.01)
+        ax.set_xticks([-1, -0.1, -0.01, 0, 0.01, 0.1, 1])
+        ax.set_xticks([], minor=True)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.set_xlabel(f"{unit} (grey: margin)", fontsize=8)
 
 
 def fill(page: str, text: str) -> str:
@@ -446,6 +479,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.results.is_dir():
         parser.error(f"--results={arguments.results} is not a folder.")
+    if not arguments.page.is_file():
+        parser.error(f"--page={arguments.page} is not a file.")
+    page = arguments.page.read_text()
+    try:
+        fill(page, "")  # before anything is written
+    except ValueError as error:
+        parser.error(f"--page={arguments.page}: {error}")
     folders = sorted(path for path in arguments.results.iterdir() if path.is_dir())
     readers = read_results, read_analyses
     found = [read(folder) for folder in folders for read in readers]
@@ -454,8 +494,9 @@ def main() -> None:
     text = to_markdown(found)
     draw(found, arguments.results / "claims.png")
     title = "# Claims about heads\n\nWritten by `python -m analysis.claims`."
+    title += "\n\n![Estimates with their intervals, by verdict](claims.png)"
     (arguments.results / "claims.md").write_text(f"{title}\n\n{text}\n")
-    arguments.page.write_text(fill(arguments.page.read_text(), text))
+    arguments.page.write_text(fill(page, text))
     print(summarize(found))
 
 

@@ -84,7 +84,7 @@ def test_each_rule_follows_the_interval_and_the_margin(tmp_path, shift, verdicts
         assert effect.verdict == verdict, rule
         each = losses[8] - losses[1]
         interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
-        assert effect.difference == pytest.approx((each.mean(), *interval))
+        assert effect.estimate == pytest.approx((each.mean(), *interval))
         assert (effect.corpus, effect.seeds) == ("x", 6)
 
 
@@ -100,13 +100,13 @@ def test_several_arms_share_the_error_rate_and_looks_widen_the_interval(tmp_path
     sweep = write_sweep(tmp_path / "heads_x", losses)
     (alone,) = find_effects(claim("lower", arms=has(num_heads=8)), [sweep])
     both = find_effects(claim("lower"), [sweep])
-    assert len(both) == 2 and both[0].difference[2] > alone.difference[2]
+    assert len(both) == 2 and both[0].estimate[2] > alone.estimate[2]
     path = tmp_path / "heads_x" / "verdicts.csv"
     path.write_text('arm,looks\nN=8,"2,4,6"\n')
     planned = read_results(tmp_path / "heads_x")
     assert planned.looks == (2, 4, 6)
     (wider,) = find_effects(claim("lower", arms=has(num_heads=8)), [planned])
-    assert wider.difference[2] > alone.difference[2]
+    assert wider.estimate[2] > alone.estimate[2]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,9 @@ def test_parameters_costs_and_speeds_are_compared(tmp_path):
             ("speed", no_slower),
         )
     }
+    few = write_sweep(tmp_path / "heads_z", losses, parameters={1: 1000, 8: 1004})
+    (biases,) = find_effects(claim(same_parameters), [few])
+    assert biases.verdict == SUPPORTED and "1,000 to 1,004" in biases.text
     assert verdict_of == {
         "same": [SUPPORTED, CONTRADICTED],
         "cheaper": [CONTRADICTED, SUPPORTED],
@@ -295,7 +298,7 @@ def test_a_statistic_of_heads_is_compared_by_seed(tmp_path, shift, verdict):
     sinks = {1: 0.4 + NOISE, 8: 0.4 + shift + NOISE[::-1]}
     sweep = write_heads(folder, "describe", "sink", sinks)
     (effect,) = find_effects(claim(test), [sweep])
-    assert effect.verdict == verdict and effect.difference is None
+    assert effect.verdict == verdict and effect.unit == claims.SINK.unit
     each = sinks[8] - sinks[1]
     interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
     low, high = (signed(x, ".3f") for x in interval)
@@ -326,7 +329,7 @@ def test_many_heads_are_compared_with_few_under_both_rules(tmp_path, extra, verd
     each = losses[9] - losses[2] - (losses[8] - losses[1])
     interval = stats.ttest_1samp(each, 0).confidence_interval(0.95)
     assert effect.verdict == verdict
-    assert effect.difference == pytest.approx((each.mean(), *interval))
+    assert effect.estimate == pytest.approx((each.mean(), *interval))
     few = sweep._replace(arms=sweep.arms[:2])
     assert find_effects(about, [few]) == []
 
@@ -375,11 +378,80 @@ def test_rates_and_spikes_are_compared_at_the_highest_rate(tmp_path):
     rate, spike = find_effects(about, [sweep])
     each = losses[4] - losses[2] - (losses[3] - losses[1])
     assert rate.verdict == SUPPORTED
-    assert rate.difference[0] == pytest.approx(each.mean())
+    assert rate.estimate[0] == pytest.approx(each.mean())
     assert (
         spike.verdict == CONTRADICTED
         and f": {signed(np.log(2), '.2f')} (" in spike.text
     )
+
+
+@pytest.mark.parametrize("lost, verdict", [(3, UNDECIDED), (6, SUPPORTED)])
+def test_divergence_at_high_rates_counts_and_is_left_out_of_the_losses(
+    tmp_path, lost, verdict
+):
+    """The reference loses seeds at the highest rate; rates below are compared."""
+    about = CLAIMS[11]
+    rules = [(r, rule) for r in (0.1, 0.2, 0.8) for rule in ("concat", "mean")]
+    overrides = {
+        key: json.dumps({"model.merge": rule, "optimizer.learning_rate": rate})
+        for key, (rate, rule) in enumerate(rules, 1)
+    }
+    losses = {key: 2 + key**2 * NOISE + key / 100 for key in overrides}
+    sweep = write_sweep(tmp_path / "merge_rates_x", losses, overrides=overrides)
+    arms = list(sweep.arms)
+    kept = {seed: x for seed, x in arms[4].loss.items() if seed >= lost}
+    arms[4] = arms[4]._replace(loss=kept, lost=lost, diverged=frozenset(range(lost)))
+    rate, divergence = find_effects(about, [sweep._replace(arms=arms)])
+    assert "N=4 − N=2) − (N=3 − N=1" in rate.text and "N=6" not in rate.text
+    p = stats.binomtest(lost, lost).pvalue
+    assert divergence.text == f"diverged: 0 of 18, instead of {lost}, p = {p:.2g}"
+    assert divergence.verdict == verdict
+    swapped = about._replace(arms=about.reference, reference=about.arms)
+    opposite = find_effects(swapped, [sweep._replace(arms=arms)])[1]
+    assert opposite.text.startswith(f"diverged: {lost} of 18, instead of 0")
+    assert opposite.verdict == (UNDECIDED if verdict == UNDECIDED else CONTRADICTED)
+
+
+def test_exact_settings_choose_one_arm():
+    chooses = claim_tests.exactly(gate="sigmoid")
+    assert chooses({"gate": "sigmoid"}, {})
+    assert not chooses({"gate": "sigmoid", "match": "parameters"}, {})
+    assert not chooses({"gate": "sigmoid", "gate_on": "values"}, {})
+    assert claim_tests.exactly()({}, {}) and not claim_tests.exactly()({"N": 1}, {})
+
+
+def test_a_spread_needs_more_evidence_with_planned_looks(tmp_path):
+    losses = {1: 2 + NOISE[::-1] / 3, 8: 1 - NOISE}
+    sweep = write_sweep(tmp_path / "heads_x", losses)
+    (once,) = find_effects(claim(claim_tests.less_spread), [sweep])
+    planned = sweep._replace(looks=(4, 6))
+    (twice,) = find_effects(claim(claim_tests.less_spread), [planned])
+    value, low, high = once.estimate
+    assert twice.estimate[0] == value
+    assert twice.estimate[1] < low and twice.estimate[2] > high
+
+
+def test_the_heads_of_the_test_split_count_if_there_are_several(tmp_path):
+    for split, sink in (("test", 0.1), ("val", 0.9)):
+        path = tmp_path / f"heads-describe-{split}.json"
+        path.write_text(json.dumps([{"sink": sink}]))
+    folder = tmp_path.rename(tmp_path.with_name("roles_x"))
+    assert read_analyses(folder).rows["describe"] == [{"sink": 0.1}]
+
+
+def test_a_page_without_marks_is_an_error_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    page = tmp_path / "page.md"
+    results = tmp_path / "results"
+    results.mkdir()
+    monkeypatch.setattr("sys.argv", ["x", f"--results={results}", f"--page={page}"])
+    for words in ("is not a file", "must have the lines"):
+        with pytest.raises(SystemExit) as stopped:
+            claims.main()
+        assert stopped.value.code == 2 and words in capsys.readouterr().err
+        assert list(results.iterdir()) == []
+        page.write_text("no marks")
 
 
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):
