@@ -18,7 +18,7 @@ from headcount.analysis.formatting import (
     p_value,
     signed,
 )
-from headcount.analysis.sequential import VERDICTS
+from headcount.analysis.sequential import FUTILITY, VERDICTS
 from headcount.analysis.significance import (
     LEVEL,
     MAX_SEEDS,
@@ -392,7 +392,10 @@ def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
             return f"{arm} is undecided: {lost} of it or {baseline} diverged or failed."
         if not row["seeds"]:
             return f"{arm} is undecided: it has no seed in common with {baseline}."
-        return f"{arm} is undecided against {baseline}: {by}."
+        chance = row["chance"]
+        ended = chance is not None and chance < FUTILITY
+        note = f" More seeds are unlikely to decide it ({chance:.0%})." if ended else ""
+        return f"{arm} is undecided against {baseline}: {by}.{note}"
     small = margin is not None and max(abs(row["low"]), abs(row["high"])) < margin
     note = f", by less than the margin of {margin_text(metric, margin)}" * small
     return f"{arm} is {kind} than {baseline}{note}: {by}."

@@ -20,6 +20,7 @@ import scipy
 from headcount.analysis.significance import LEVEL, POWER
 
 DRAWS = 2_000_000  # simulated sweeps
+FUTILITY = 0.1  # with a lower chance of a verdict, an arm gets no more seeds
 VERDICTS = ("better", "worse", "equivalent", "undecided")
 
 
@@ -44,6 +45,12 @@ class Verdict(NamedTuple):
     low: float  # of the repeated confidence interval, at LEVEL over all arms and looks
     high: float
     num_seeds: int
+    chance: float = np.nan  # of a verdict at the last look; NaN: it has been reached
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more seeds may well decide what is undecided so far."""
+        return self.kind == "undecided" and not self.chance < FUTILITY
 
 
 def check_looks(seeds: tuple[int, ...]) -> None:
@@ -135,8 +142,39 @@ def _null_moments(seeds: tuple[int, ...], draws: int) -> tuple[np.ndarray, np.nd
     return mean, error
 
 
+def chance_of_verdict(means, sd, counts, looks: Looks) -> np.ndarray:
+    """Return the predicted probability of a verdict at the last look.
+
+    The mean of all seeds is predicted from the mean and the spread so far by Student's
+    t, without any prior belief about the difference (predictive power; Spiegelhalter,
+    Freedman and Blackburn 1986).
+
+    Args:
+        means, sd: of the differences so far.
+        counts: number of seeds so far, fewer than at the last look.
+        looks: the plan.
+    """
+    last = looks.seeds[-1]
+    two_sided, one_sided = (
+        boundaries(looks.seeds, looks.level, two_sided=two)[-1] * sd / np.sqrt(last)
+        for two in (True, False)
+    )
+
+    def below(limit):
+        spread = sd * np.sqrt(1 / counts - 1 / last)
+        return scipy.stats.t.cdf((limit - means) / spread, counts - 1)
+
+    chance = 1 - below(two_sided) + below(-two_sided)
+    if looks.margin is not None:
+        inner = np.maximum(looks.margin - one_sided, 0)
+        chance += below(inner) - below(-inner)
+    return np.minimum(chance, 1)
+
+
 def power(looks: Looks, effect: float) -> float:
     """Return the probability that a better arm gets this verdict at any of the looks.
+
+    Arms that stop for lack of a chance of a verdict don't get it.
 
     Args:
         looks: the plan; its margin is not used.
@@ -144,7 +182,24 @@ def power(looks: Looks, effect: float) -> float:
     """
     mean, error = _null_moments(looks.seeds, DRAWS // 10)
     critical = np.array(boundaries(looks.seeds, looks.level), np.float32)
-    return float((mean + np.float32(effect) > critical * error).any(1).mean())
+    mean, alive = mean + np.float32(effect), np.ones(mean.shape, bool)
+    for look, count in enumerate(looks.seeds[:-1]):
+        hopeless = np.abs(mean[:, look]) < least_hopeful(looks, count) * error[:, look]
+        alive[:, look + 1 :] &= ~hopeless[:, None]
+    return float((alive & (mean > critical * error)).any(1).mean())
+
+
+def least_hopeful(looks: Looks, count: int) -> float:
+    """Return the t statistic at a look below which the chance of a verdict is too low.
+
+    This ignores verdicts of equivalence.
+    """
+
+    def excess(t):
+        plan = looks._replace(margin=None)
+        return chance_of_verdict(t / np.sqrt(count), 1.0, count, plan) - FUTILITY
+
+    return scipy.optimize.brentq(excess, 0, 100) if excess(0.0) < 0 else 0.0
 
 
 def detectable(looks: Looks) -> float:
@@ -169,11 +224,14 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an arm after the looks that its seeds have reached.
 
-    The first decisive look counts. An arm is "better" or "worse" if the interval
-    excludes 0, and "equivalent" if two one-sided tests at the same level reject that
-    the difference is as large as the margin (Schuirmann 1987). A false verdict of any
-    kind implies that the t statistic at the true difference exceeds its boundary, so
-    the total probability of false verdicts is at most the level.
+    The first look that ends an arm counts: one with a verdict, or one at which the
+    chance of a verdict is below `FUTILITY`. The latter can't add false verdicts.
+
+    An arm is "better" or "worse" if the interval excludes 0, and "equivalent" if two
+    one-sided tests at the same level reject that the difference is as large as the
+    margin (Schuirmann 1987). A false verdict of any kind implies that the t statistic
+    at the true difference exceeds its boundary, so the total probability of false
+    verdicts is at most the level.
 
     Args:
         differences: arm minus baseline, one per seed, in the order of the plan.
@@ -190,7 +248,8 @@ def judge(
     count = int(found.seeds[0])
     look = looks.seeds.index(count)
     numbers = (float(x[0, look]) for x in (found.means, found.low, found.high))
-    return Verdict(VERDICTS[found.kinds[0]], *numbers, count)
+    kind = VERDICTS[found.kinds[0]]
+    return Verdict(kind, *numbers, count, float(found.chances[0, look]))
 
 
 def judge_at_last(
@@ -211,10 +270,11 @@ class Decisions(NamedTuple):
     """The verdicts on one arm in many sweeps."""
 
     kinds: np.ndarray  # indices into VERDICTS, sweeps
-    seeds: np.ndarray  # number of seeds until the verdict, sweeps
+    seeds: np.ndarray  # number of seeds until the arm ends, sweeps
     means: np.ndarray  # of the differences, sweeps x looks reached
     low: np.ndarray  # of the repeated confidence intervals, sweeps x looks reached
     high: np.ndarray
+    chances: np.ndarray  # of a verdict at the last look; NaN at that look
 
 
 def decide(
@@ -246,8 +306,13 @@ def decide(
         kinds[np.abs(means) + narrow < looks.margin] = VERDICTS.index("equivalent")
     ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
     kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
-    decisive = kinds != VERDICTS.index("undecided")
+    early = counts[counts < looks.seeds[-1]]
+    chances = np.full(means.shape, np.nan)
+    chances[:, : len(early)] = chance_of_verdict(
+        means[:, : len(early)], sd[:, : len(early)], early, looks
+    )
+    decisive = (kinds != VERDICTS.index("undecided")) | (chances < FUTILITY)
     decisive[:, -1] = True  # the last look counts if no other one does
     chosen = np.full(len(kinds), len(counts) - 1) if last else decisive.argmax(1)
     rows = np.arange(len(kinds))
-    return Decisions(kinds[rows, chosen], counts[chosen], means, low, high)
+    return Decisions(kinds[rows, chosen], counts[chosen], means, low, high, chances)

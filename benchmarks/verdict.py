@@ -10,11 +10,13 @@ differences between arms, and the effects that a seed has on all arms. With so f
 seeds, the observed differences tend to overestimate the true ones. Therefore everything
 is repeated without any differences, where every verdict of better or worse is false.
 
-For each sweep, this prints the number of trained models, the share of arms with a
-verdict, and how often any arm has a false verdict: better or worse with the wrong sign,
-or equivalent beyond the margin. The designs are planned looks, a fixed number of seeds
-for every arm, and the common practice of a single seed, where the sign of the
-difference is the verdict.
+The designs are planned looks, a fixed number of seeds for every arm, and the common
+practice of a single seed, where the sign of the difference is the verdict. With planned
+looks, arms also stop if a verdict is unlikely. For each sweep, this prints how many
+models planned looks train, as a share of the fixed design's; the share of arms with a
+verdict, with planned looks and with the fixed number; and how often any arm has a false
+verdict, with planned looks, the fixed number and one seed. False is better or worse
+with the wrong sign, or equivalent beyond the margin.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from headcount.tasks.base import LOSS
 ROOT = Path(__file__).resolve().parent.parent
 BETTER, WORSE, EQUIVALENT, UNDECIDED = range(4)
 assert VERDICTS == ("better", "worse", "equivalent", "undecided")
-HEADER = ("sweep", "differences", "design", "runs", "share", "decided", "false")
+HEADER = ("sweep", "differences", "share", "decided", "fixed", "false", "fixed", "one")
 
 
 class Outcome(NamedTuple):
@@ -119,10 +121,15 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, default=16, help="seeds for every arm")
     parser.add_argument("--sweeps", type=int, default=4000, help="to simulate")
     arguments = parser.parse_args()
-    seeds = tuple(map(int, arguments.looks.split(",")))
-    check_looks(seeds)
+    try:
+        seeds = tuple(map(int, arguments.looks.split(",")))
+        check_looks(seeds)
+    except ValueError as error:
+        parser.error(f"--looks={arguments.looks}: {error}")
+    if arguments.fixed < 2 or not arguments.margin > 0:
+        parser.error("--fixed must be at least 2, and --margin above 0.")
     print(f"{arguments.metric}, margin {arguments.margin:g}\n")
-    print(f"| {' | '.join(HEADER)} |\n| --- | --- | --- |{' ---: |' * 4}")
+    print(f"| {' | '.join(HEADER)} |\n| --- | --- |{' ---: |' * 6}")
     for path in sorted(arguments.results.glob("*/sweep.csv")):
         scores, baseline = read_scores(path, arguments.metric)
         if len(scores) < 2 or scores.shape[1] < 3:
@@ -130,20 +137,21 @@ def main() -> None:
         for is_null in (False, True):
             shape = (arguments.sweeps, max(*seeds, arguments.fixed))
             drawn, truth = simulate(scores, baseline, shape, is_null)
-            plans = {f"looks {arguments.looks}": seeds}
-            plans[f"{arguments.fixed} seeds"] = (arguments.fixed,)
-            outcomes = {
-                name: judged(drawn, Looks(plan, arguments.margin, len(drawn)), truth)
-                for name, plan in plans.items()
-            }
-            outcomes["1 seed"] = by_sign(drawn, truth)
-            whole = outcomes[f"{arguments.fixed} seeds"].trainings
-            for name, found in outcomes.items():
-                print(
-                    f"| {path.parent.name} | {'none' if is_null else 'as observed'} | "
-                    f"{name} | {found.trainings:.1f} | {found.trainings / whole:.0%} | "
-                    f"{found.decided:.0%} | {found.false:.1%} |"
-                )
+            planned, fixed = (
+                judged(drawn, Looks(plan, arguments.margin, len(drawn)), truth)
+                for plan in (seeds, (arguments.fixed,))
+            )
+            cells = (
+                path.parent.name,
+                "none" if is_null else "as observed",
+                f"{planned.trainings / fixed.trainings:.0%}",
+                f"{planned.decided:.0%}",
+                f"{fixed.decided:.0%}",
+                f"{planned.false:.1%}",
+                f"{fixed.false:.1%}",
+                f"{by_sign(drawn, truth).false:.0%}",
+            )
+            print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

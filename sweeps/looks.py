@@ -170,12 +170,15 @@ def staged_trials(
 
 
 def is_undecided(own: dict, base: dict, looks: Looks, scale: float) -> bool:
-    """Return whether an arm should get more seeds; not if a trial has diverged."""
+    """Return whether an arm should get more seeds; not if a trial has diverged.
+
+    Neither if it is decided, nor if a verdict is unlikely even with all seeds.
+    """
     pairs = [(own[seed], base[seed]) for seed in own if seed in base]
     differences = [scale * (x.value - y.value) for x, y in pairs]
     if not differences or not all(map(math.isfinite, differences)):
         return False
-    return judge(differences, looks).kind == "undecided"
+    return judge(differences, looks).is_open
 
 
 def verdict_rows(
@@ -217,7 +220,7 @@ def verdict_rows(
             planned = Looks(seeds, margin_of(settings, metric), others(plan))
         verdict = judge(differences, planned, metric.higher_is_better)
         seeds = set(arm.seeds)
-        if looks is not None and verdict.kind != "undecided":
+        if looks is not None and not verdict.is_open:
             seeds = set(arm.seeds[: verdict.num_seeds])
         missing = len(seeds & lost[arm.name]) + len(seeds & lost[baseline])
         if missing:
@@ -234,6 +237,7 @@ def verdict_rows(
             "seeds": verdict.num_seeds,
             "looks": "" if looks is None else ",".join(map(str, looks.seeds)),
             "lost": missing,
+            "chance": None if math.isnan(verdict.chance) else verdict.chance,
         }
         found.append(row | {"sentence": verdict_sentence(row, metric, baseline)})
     return found

@@ -462,7 +462,7 @@ def planned(report, **changes):
     """Return a report with a verdict on its second arm, by planned looks."""
     row = {"arm": "half", "verdict": "worse", "metric": "bleu", "split": "dev"}
     row |= {"difference": -2.0, "low": -3.0, "high": -1.0, "margin": 0.3}
-    row |= {"seeds": 4, "looks": "4,8", "lost": 0} | changes
+    row |= {"seeds": 4, "looks": "4,8", "lost": 0, "chance": None} | changes
     sentence = verdict_sentence(row, report.metric, report.baseline.name)
     return report._replace(verdicts=[row | {"sentence": sentence}])
 
@@ -485,6 +485,16 @@ def planned(report, **changes):
             {"verdict": "undecided", "low": np.nan, "high": np.nan, "seeds": 1},
             "half is undecided against whole: −2.00 (BLEU; after 1 seed, too few or "
             "too alike for an interval).",
+        ),
+        (
+            {"verdict": "undecided", "low": -3.0, "high": 1.0, "chance": 0.084},
+            "half is undecided against whole: −2.00 (BLEU; −3.00 to +1.00, after 4 "
+            "seeds). More seeds are unlikely to decide it (8%).",
+        ),
+        (
+            {"verdict": "undecided", "low": -3.0, "high": 1.0, "chance": 0.1},
+            "half is undecided against whole: −2.00 (BLEU; −3.00 to +1.00, after 4 "
+            "seeds).",
         ),
         (
             {"verdict": "undecided", "lost": 2},

@@ -60,8 +60,8 @@ def seeds_by_arm(sweep):
 
 
 def test_decided_arms_get_no_more_seeds(given):
-    """K=2 is far off with little spread; K=1 is near with much."""
-    effects = {"K=2": (-20.0, 0.001), "K=1": (0.5, 3.0)}
+    """K=2 is far off with little spread; K=1 is nearer with much."""
+    effects = {"K=2": (-20.0, 0.001), "K=1": (2.2, 3.0)}
     sweep = open_sweep(given)
     assert seeds_by_arm(sweep) == {"K=4": 2, "K=2": 2, "K=1": 2}
     sweep = finish_stage(given, effects)
@@ -89,6 +89,20 @@ def test_decided_arms_get_no_more_seeds(given):
     assert "1 worse, 0 equivalent, 1 undecided" in text
     assert "The verdicts took 18 training runs, " in text  # 8 + 2 + 8
     assert "8 seeds for every arm would take 24 training runs, " in text
+
+
+def test_an_arm_that_seeds_can_hardly_decide_gets_no_more(given):
+    effects = {"K=2": (3.5, 3.0), "K=1": (0.1, 3.0)}
+    finish_stage(given, effects)
+    sweep = finish_stage(given, effects)
+    assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 8, "K=1": 4}
+    sweep = finish_stage(given, effects)
+    assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 8, "K=1": 4}
+    rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+    (row,) = [row for row in rows if row["arm"] == "K=1"]
+    assert (row["verdict"], row["seeds"]) == ("undecided", 4) and row["chance"] < 0.1
+    assert "More seeds are unlikely to decide it" in row["sentence"]
+    assert "The verdicts took 20 training runs" in write_report(sweep)  # 8 + 8 + 4
 
 
 def test_a_sweep_whose_arms_are_all_decided_ends(given):
@@ -218,7 +232,7 @@ def test_tuned_arms_choose_first_and_are_looked_at_with_their_own_setting(tmp_pa
 
 
 def test_shards_of_a_sweep_that_grows_keep_their_groups(given):
-    effects = {"K=1": (0.5, 3.0), "K=2": (0.5, 3.0)}
+    effects = {"K=1": (3.5, 3.0), "K=2": (3.5, 3.0)}
     sweep = open_sweep(given)
     before = [{g.name for g in sweep.shard(index, 2)} for index in range(2)]
     assert sum(map(len, before)) == 3
