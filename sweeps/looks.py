@@ -38,7 +38,11 @@ def parse_seeds(
     """
     if seeds is None and not looks:
         return None, None
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds or "")
+    if seeds is None:
+        raise ValueError(
+            f"--looks needs the range of seeds, as in --seeds={looks[0]}:{looks[-1]}."
+        )
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds)
     if found is None or int(found.group(1)) < 1:
         raise ValueError(
             f"--seeds must be a number, or the first and last number of seeds to look "
@@ -51,7 +55,7 @@ def parse_seeds(
         )
     if last is None:
         return first, None
-    if last < first:
+    if last <= first:
         raise ValueError(f"--seeds={seeds} must be FIRST:LAST, with FIRST below LAST.")
     planned = default_looks(first, last)
     if looks:

@@ -67,11 +67,16 @@ def write(sweep: Sweep, rows: list[dict], num_examples: int) -> None:
     files.write(sweep.workdir / "report.md", markdown)
     html = to_html(markdown, report.title, svgs)
     files.write(sweep.workdir / "report.html", html)
+    print_verdicts(report)
+    print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
+    track(sweep, rows, report)
+
+
+def print_verdicts(report: Report) -> None:
+    """Print the verdicts on a sweep's arms, and what they cost."""
     for row in report.verdicts:
         print(row["sentence"])
     print(report.cost)
-    print(f"Written: {sweep.workdir / 'report.html'} and {sweep.workdir / 'report.md'}")
-    track(sweep, rows, report)
 
 
 def track(sweep: Sweep, rows: list[dict], report: Report) -> None:
@@ -93,15 +98,21 @@ def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
     """Write one report on several sweeps on the same corpus to the first one's folder.
 
     Raises:
-        ValueError: the corpora or metrics of the sweeps differ; see also `write`.
+        ValueError: the corpora or metrics of the sweeps differ, or a sweep is named
+            twice; see also `write`.
     """
     first = sweeps[0]
-    for other in sweeps[1:]:
+    workdirs = [sweep.workdir.resolve() for sweep in sweeps]
+    for index, other in enumerate(sweeps[1:], 1):
+        if workdirs[index] in workdirs[:index]:
+            raise ValueError(f"--workdir={other.workdir} was given twice.")
         check_comparable(first, other)
     remove_parts(first.workdir)
     parts, verdicts, svgs = [], [], {}
     for index, sweep in enumerate(sweeps):
         report = check_and_gather(sweep, collect(sweep), num_examples)
+        print(f"{sweep.workdir}:")
+        print_verdicts(report)
         markdown, drawn = render(report, first.workdir, f"joined{index}_")
         # the first heading becomes one of the page's sections
         parts.append(re.sub(r"^(#+ )", r"#\1", markdown, flags=re.MULTILINE))

@@ -275,10 +275,11 @@ def test_seeds_are_a_number_or_a_range(seeds, looks, wanted):
         ("0", [], "--seeds"),
         ("8:4", [], "--seeds"),
         ("1:4", [], "--looks"),
+        ("4:4", [], "FIRST below LAST"),
+        (None, ["4", "8"], "--looks needs the range of seeds, as in --seeds=4:8"),
         ("8", ["4", "8"], "--looks"),
         ("4:8", ["4", "x"], "--looks"),
         ("4:8", ["2", "8"], "--looks"),
-        (None, ["4", "8"], "--seeds"),
     ],
 )
 def test_bad_ranges_name_their_flag(seeds, looks, culprit):

@@ -398,7 +398,7 @@ def test_metrics_per_token_need_the_same_tokens(tmp_path, corpus):
 
 
 @pytest.mark.usefixtures("figures")
-def test_several_sweeps_share_a_page(tmp_path, corpus):
+def test_several_sweeps_share_a_page(tmp_path, corpus, capsys):
     sweeps = []
     for name, ablation in (("a", "kv_heads"), ("b", "sink")):
         sweep = open_sweep(options(tmp_path / name, corpus, ablation=ablation))
@@ -420,6 +420,11 @@ def test_several_sweeps_share_a_page(tmp_path, corpus):
     assert all((tmp_path / "a" / name).exists() for name in figures)
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
+    printed = capsys.readouterr().out
+    assert printed.count("K=2 is ") == printed.count("sink=True is ") == 1
+    assert printed.count("The verdicts took") == 2
+    with pytest.raises(ValueError, match=f"--workdir={tmp_path / 'b'} was given twice"):
+        report.write_joined([*sweeps, sweeps[1]], 2)
 
 
 def test_sweeps_of_other_corpora_or_metrics_cannot_share_a_page(tmp_path, corpus):
