@@ -143,15 +143,15 @@ def merge(rule: str, match: str | None = None) -> Chooses:
 
 def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     """Return the arms of a claim in a sweep, and the arm to compare them with."""
-    baseline = sweep.baseline
-    if baseline is None:
-        return [], None
-    base, reference = baseline.settings, baseline
+    reference = sweep.baseline
+    base = {} if reference is None else reference.settings
     if claim.reference is not None:
         found = [arm for arm in sweep.arms if claim.reference(arm.settings, base)]
         if not found:
             return [], None
         reference = found[0]
+    if reference is None:
+        return [], None
     others = [arm for arm in sweep.arms if arm is not reference]
     if claim.arms is not None:
         others = [arm for arm in others if claim.arms(arm.settings, base)]

@@ -85,6 +85,15 @@ def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
     return found and found + lower(claim, sweep)
 
 
+def none_better_at_any_width(claim: Claim, sweep: Results) -> list[Effect]:
+    """Compare the arms of each width with the arm that the claim chooses there."""
+    found = []
+    for width in sorted({arm.settings["width"] for arm in sweep.arms}):
+        of_width = [arm for arm in sweep.arms if arm.settings["width"] == width]
+        found += no_lower(claim, sweep._replace(arms=of_width))
+    return found
+
+
 def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
     """Test whether higher learning rates cost less loss, divergence and spikes.
 
@@ -152,6 +161,9 @@ CLAIMS = (
         "common practice; Kaplan et al. 2020, Figure 5",
         "sizes 16 to 300 move the loss by at most 1.9% at D = 256, 0.8% at 1024",
         "width_heads",
+        none_better_at_any_width,
+        None,
+        has(head_dim=64),
     ),
     Claim(
         "Smaller keys hurt.",

@@ -412,6 +412,24 @@ def test_divergence_at_high_rates_counts_and_is_left_out_of_the_losses(
     assert opposite.verdict == (UNDECIDED if verdict == UNDECIDED else CONTRADICTED)
 
 
+def test_heads_of_64_are_compared_at_every_width_that_has_them(tmp_path):
+    about = CLAIMS[3]
+    assert "64" in about.sentence
+    arms = [(64, 32), (128, 64), (128, 32), (256, 128), (256, 64)]
+    overrides = {
+        key: json.dumps({"model.width": width, "model.attention.head_dim": size})
+        for key, (width, size) in enumerate(arms, 1)
+    }
+    shifts = {1: -1.0, 2: 0.0, 3: 0.1, 4: -0.1, 5: 0.0}
+    losses = {key: 2 + x + key**2 * NOISE / 9 for key, x in shifts.items()}
+    sweep = write_sweep(tmp_path / "width_heads_x", losses, overrides=overrides)
+    found = [(x.text.split(":")[0], x.verdict) for x in find_effects(about, [sweep])]
+    assert found == [
+        ("loss of N=3 − N=2", SUPPORTED),
+        ("loss of N=4 − N=5", CONTRADICTED),
+    ]
+
+
 def test_exact_settings_choose_one_arm():
     chooses = claim_tests.exactly(gate="sigmoid")
     assert chooses({"gate": "sigmoid"}, {})
