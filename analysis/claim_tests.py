@@ -401,9 +401,15 @@ def ratio_of_spreads(
     return ratio, ratio * math.sqrt(K - root), ratio * math.sqrt(K + root)
 
 
-def heads_have(roles: tuple[str, ...], claim: Claim, found: Analyses) -> list[Effect]:
-    """Test whether most trials have a head with a role; see `analysis.roles`."""
-    rows = [row for row in found.rows.get("roles", ()) if row["role"] in roles]
+def heads_have(
+    counts: Callable[[str], bool], claim: Claim, found: Analyses
+) -> list[Effect]:
+    """Test whether most trials have a head with a role; see `analysis.roles`.
+
+    Args:
+        counts: whether a role counts, given its name.
+    """
+    rows = [row for row in found.rows.get("roles", ()) if counts(row["role"])]
     if not rows:
         return []
     trials = by_trial(rows)

@@ -206,7 +206,7 @@ def test_heads_have_a_role_if_most_seeds_have_such_a_head(tmp_path, having, verd
         for role in ("induction", "self", "other")
     ]
     found = write_analyses(tmp_path / "roles_x", roles=rows)
-    test = partial(heads_have, ("induction", "self"))
+    test = partial(heads_have, ("induction", "self").__contains__)
     (effect,) = find_effects(claim(test, ablation="roles"), [found])
     assert effect.verdict == verdict and (effect.corpus, effect.seeds) == ("x", 8)
     low, high = stats.binomtest(having, 8).proportion_ci(0.95)
@@ -517,6 +517,13 @@ def test_the_roles_that_count_are_those_that_are_measured():
     for site in ("encoder", "decoder"):
         found |= roles.by_token(site, ids, ids, words, (1, 2)).keys()
     assert found == set(claims.ROLES)
+
+
+def test_relations_but_those_of_punctuation_are_syntax():
+    links = [("nsubj", 1, 0), ("punct", 2, 1), ("subject", 1, 0), ("antecedent", 1, 0)]
+    found = {role for role, *_ in roles.name_links(links) if claims.is_syntax(role)}
+    assert found == {"nsubj → head", "head → nsubj", "verb → its subject"}
+    assert claims.is_syntax("before the verb → its subject")
 
 
 BY_ARMS = [
