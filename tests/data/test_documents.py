@@ -60,6 +60,17 @@ def test_a_folder_has_one_document_per_text_file(tmp_path):
     "files, error, culprit",
     [
         ({}, FileNotFoundError, "train.txt .*train.jsonl"),
+        (
+            {"train.txt": "a", "train.jsonl": '{"text": "b"}'},
+            ValueError,
+            "train.txt and train.jsonl",
+        ),
+        (
+            {"train.txt": "a", "train.txt.gz": "a"},
+            ValueError,
+            "train.txt and train.txt.gz",
+        ),
+        ({"train.txt": "a", "train/b.txt": "b"}, ValueError, "train.txt and train/"),
         ({"train.txt": "\n\n"}, ValueError, "'train' of text"),
         ({"train.jsonl": '{"text": "a"}\n{"txt": "b"}'}, ValueError, "jsonl, line 2"),
         ({"train.jsonl": '{"text": 3}'}, ValueError, "train.jsonl, line 1"),
