@@ -74,8 +74,10 @@ def main():
             about = {"trial": trial, "first": number}
             about |= {} if scores else options
             if streams and len(lines) == 1:
-                print(lines[0], end="", flush=True)
-                for piece in task.stream(found, lines[0], **about):
+                pieces = task.stream(found, lines[0], **about)
+                first = next(pieces, "")  # fails for a bad line, before it is printed
+                print(lines[0], end=first, flush=True)
+                for piece in pieces:
                     print(piece, end="", flush=True)
                 print()
             else:

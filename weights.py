@@ -467,7 +467,7 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     tokenizer = run.task.tokenizer
     (folder / "tokenizer.json").write_text(tokenizer_json.tokenizer_json(tokenizer))
     (separator,) = tokenizer.pieces([bos])
-    settings = tokenizer_json.configuration(separator)
+    settings = tokenizer_json.configuration(separator, family != "bert")
     (folder / "tokenizer_config.json").write_text(settings)
     return "bert" if family == "bert" else "causal"
 

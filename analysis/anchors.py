@@ -11,11 +11,12 @@ class Anchor(NamedTuple):
     """One published table."""
 
     ablation: str  # of configs/ablations.py
-    task: str  # of the scores
+    task: str  # of the sweep; its data differ
     source: str
     unit: str
     key: Callable[[dict], Any]  # from a config's `model` section to a key of `scores`
     scores: dict
+    format: str = ".1f"
 
 
 def heads_at_model_width(model: dict) -> int | None:
@@ -38,18 +39,21 @@ def head_shape(model: dict) -> tuple | None:
     return (heads["num_heads"], heads["num_kv_heads"], model["width"] / H if H else 0)
 
 
-def key_value_heads(model: dict) -> int:
-    """Return K."""
-    heads = model["attention"]
-    return heads["num_kv_heads"] or heads["num_heads"]
-
-
 def sharing(model: dict) -> str | int:
     """Return "multi-head", "multi-query", or the number of heads per key/value head."""
-    N, K = model["attention"]["num_heads"], key_value_heads(model)
+    N, K = (model["attention"][key] for key in ("num_heads", "num_kv_heads"))
+    K = K or N
     return {N: "multi-head", 1: "multi-query"}.get(K, N // K)
 
 
+GQA = Anchor(
+    "kv_heads",
+    "translation",
+    "Ainslie et al. 2023, Table 1, T5-XXL; 8 groups of 8 heads",
+    "mean over summarisation, translation and question answering",
+    sharing,
+    {"multi-head": 47.2, "multi-query": 46.6, 8: 47.1},
+)
 ANCHORS = (
     Anchor(
         "heads",
@@ -97,34 +101,36 @@ ANCHORS = (
             (8, 8, 64): 30.9,
         },
     ),
-    Anchor(
-        "kv_heads",
-        "translation",
-        "Ainslie et al. 2023, Table 1, T5-XXL; 8 groups of 8 heads",
-        "mean over summarisation, translation and question answering",
-        sharing,
-        {"multi-head": 47.2, "multi-query": 46.6, 8: 47.1},
-    ),
+    GQA,
+    GQA._replace(task="language_model"),
     Anchor(
         "kv_heads",
         "language_model",
-        "Zhou et al. 2025 (2510.23052), baseline by number of key/value heads",
-        "training loss",
-        key_value_heads,
-        {1: 1.864, 2: 1.855, 4: 1.856, 8: 1.851, 16: 1.849, 32: 1.846},
+        "Zhou et al. 2025 (2510.23052), by heads per key/value head",
+        "training loss of 32 heads",
+        sharing,
+        {
+            "multi-head": 1.846,
+            2: 1.849,
+            4: 1.851,
+            8: 1.856,
+            16: 1.855,
+            "multi-query": 1.864,
+        },
+        ".3f",
     ),
 )
 
 
-def find_anchor(ablation: str, task: str) -> Anchor | None:
-    """Return the published table of an ablation, if there is one.
+def find_anchors(ablation: str, task: str) -> list[Anchor]:
+    """Return the published tables of an ablation.
 
-    Only ablations in configs/ablations.py have one; FILE.py:NAME never matches.
+    Only ablations in configs/ablations.py have any; FILE.py:NAME never matches.
     """
-    found = (a for a in ANCHORS if (a.ablation, a.task) == (ablation, task))
-    return next(found, None)
+    return [a for a in ANCHORS if (a.ablation, a.task) == (ablation, task)]
 
 
-def published_score(anchor: Anchor | None, model: dict) -> float | None:
-    """Return the published score of an arm with this `model` section, or None."""
-    return anchor.scores.get(anchor.key(model)) if anchor else None
+def published_scores(anchors: list[Anchor], model: dict) -> dict[str, float]:
+    """Return the published scores of an arm with this `model` section, by source."""
+    found = {anchor.source: anchor.scores.get(anchor.key(model)) for anchor in anchors}
+    return {source: score for source, score in found.items() if score is not None}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headcount.analysis.anchors import Anchor
 from headcount.analysis.formatting import (
     NOTHING,
     count,
@@ -57,7 +58,7 @@ class ArmResult(NamedTuple):
     nuisance: dict  # as chosen on dev, or as set by the ablation
     seconds: float | None  # of training, per trial
     tokens_per_second: float | None  # of a group
-    published: float | None
+    published: dict[str, float]  # by source
     bootstrap: Bootstrap | None
     # by metric name: steps, and dev scores during training, of shape R x steps
     curves: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -86,7 +87,7 @@ class Report(NamedTuple):
     curve_metric: Metric  # for learning curves
     arms: list[ArmResult]
     axis: str | None  # label of the arms' values
-    anchor: tuple[str, str] | None  # source and unit
+    anchors: list[Anchor]  # published tables with a score of any arm
     bootstrap_metric: Metric | None  # None: there is no bootstrap
     examples: list[Example]
     best: str  # the arm with the best mean
@@ -422,7 +423,7 @@ def scores_table(
     report: Report, metric: Metric, comparisons: list[Comparison]
 ) -> list[list[str]]:
     """Return the table of an outcome; its first row is the header."""
-    has_published = metric == report.metric and report.anchor is not None
+    anchors = report.anchors if metric == report.metric else []
     header = ["arm", "seeds", "dev", "test, mean ± sd", "95% interval", "difference"]
     header += ["95% interval", *["p (Holm)"] * (not report.is_planned)]
     verdicts = {}
@@ -430,7 +431,8 @@ def scores_table(
         verdicts = {row["arm"]: row["verdict"] for row in report.verdicts}
     header += ["verdict"] if verdicts else []
     header += [f"seeds to see {margin_text(metric)}"] if metric.margin else []
-    header += ["published"] if has_published else []
+    names = [f"published, {anchor.source.split(',')[0]}" for anchor in anchors]
+    header += names if len(names) > 1 else ["published"] * len(names)
     has_claims = any(c.arm.claim for c in comparisons)
     header += ["claimed by its authors"] if has_claims else []
     spec, rows = metric.format, []
@@ -451,7 +453,7 @@ def scores_table(
         ]
         row += [verdicts.get(c.arm.name, NOTHING)] if verdicts else []
         row += [format_seeds(c.seeds_needed)] if metric.margin else []
-        row += [number(c.arm.published, ".1f")] if has_published else []
+        row += [number(c.arm.published.get(a.source), a.format) for a in anchors]
         row += [c.arm.claim or NOTHING] if has_claims else []
         rows.append(row)
     return [header, *rows]

@@ -161,14 +161,13 @@ def scores_by_value(report: Report, metric: Metric):
     """Plot scores against the swept number, with published scores below."""
     comparisons = sorted(compare(report, metric), key=lambda c: c.arm.value)
     values = [c.arm.value for c in comparisons]
-    published = [(i, c.arm.published) for i, c in enumerate(comparisons)]
-    published = [(i, score) for i, score in published if score is not None]
-    rows = 2 if published and report.anchor and metric == report.metric else 1
+    anchors = report.anchors if metric == report.metric else []
+    rows = 1 + len(anchors)
     figure, axes = plt.subplots(
         rows,
         1,
-        figsize=(WIDTH, 3.0 if rows == 1 else 4.4),
-        height_ratios=[2.4, 1][:rows],
+        figsize=(WIDTH, 3.0 + 1.4 * len(anchors)),
+        height_ratios=[2.4, *[1] * len(anchors)],
         sharex=True,
         squeeze=False,
         layout="constrained",
@@ -187,11 +186,11 @@ def scores_by_value(report: Report, metric: Metric):
         ax.plot(at, curve, color=MUTED, lw=1.0, zorder=2)
         ax.fill_between(at, low, high, color=MUTED, alpha=0.15, lw=0, zorder=0)
         caption += " The curve is a·n^b + c with its 95% interval."
-    if rows == 2:
-        below = axes[1, 0]
-        below.plot(*zip(*published, strict=True), "D-", color=MUTED, mfc="none", lw=0.8)
+    for below, (_, _, source, unit, *_) in zip(axes[1:, 0], anchors, strict=True):
+        scores = [c.arm.published.get(source) for c in comparisons]
+        points = [(i, score) for i, score in enumerate(scores) if score is not None]
+        below.plot(*zip(*points, strict=True), "D-", color=MUTED, mfc="none", lw=0.8)
         below.margins(y=0.25)
-        source, unit = report.anchor
         below.set_title(f"Published: {source}\n({unit})", color=MUTED, fontsize=8)
         caption += f" Below: {source}."
     last = axes[-1, 0]

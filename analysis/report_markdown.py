@@ -61,10 +61,12 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
         parts.append(table(rows, report.baseline.name))
     parts.append(escape(trend_text(report) or ""))
     parts.append(escape(explain_scores(report, comparisons)))
-    if report.anchor:
-        source, unit = report.anchor
+    if report.anchors:
+        sources = "; ".join(
+            f"{anchor.source}, {anchor.unit}" for anchor in report.anchors
+        )
         parts.append(
-            f"Published: {escape(source)}, {escape(unit)}. These come from other data "
+            f"Published: {escape(sources)}. These come from other data "
             f"and a larger model, so compare only the shapes of the curves."
         )
     curves = [figure(figures, f"dev_{m.name}") for m in curve_metrics(report)]

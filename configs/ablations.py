@@ -68,13 +68,15 @@ def merged(dicts: Iterable[dict]) -> dict:
 def heads(base) -> Iterator[dict]:
     """How many heads, if together they are as wide as the model?
 
-    Vaswani et al. 2017, Table 3, rows A: N heads of H = V = D / N.
+    Vaswani et al. 2017, Table 3, rows A: N heads of H = V = D / N. The base config's N
+    is among them if it divides D.
 
     Scientific: model.attention.num_heads, with K = N.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
     """
-    for num_heads in HEADS:
+    own = base.model.attention.num_heads
+    for num_heads in sorted({*HEADS, own}) if base.model.width % own == 0 else HEADS:
         yield heads_of("model.attention", num_heads, share(base, num_heads))
 
 
@@ -225,16 +227,17 @@ def kv_heads(base) -> list[dict]:
     """How many heads may share their keys and values?
 
     From one key/value head per query head (multi-head) over groups (Ainslie et al.
-    2023) to one for all (multi-query; Shazeer 2019). With model.attention.init =
-    "xavier", fewer heads start with larger keys and values; with "fan_in", they do not.
+    2023) to one for all (multi-query; Shazeer 2019), with every divisor of N. With
+    model.attention.init = "xavier", fewer heads start with larger keys and values; with
+    "fan_in", they do not.
 
     Scientific: model.attention.num_kv_heads.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
     """
-    num_heads = base.model.attention.num_heads
-    fewer = [K for K in reversed(HEADS) if num_heads > K and num_heads % K == 0]
-    return over("model.attention.num_kv_heads", num_heads, *fewer)
+    N = base.model.attention.num_heads
+    divisors = (K for K in range(N, 0, -1) if N % K == 0)
+    return over("model.attention.num_kv_heads", *divisors)
 
 
 def sink(base) -> list[dict]:

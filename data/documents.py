@@ -125,24 +125,31 @@ def _stories(data, split) -> list[str]:
 def _text(data, split) -> list[str]:
     """Return the documents of SPLIT.txt, SPLIT.jsonl, or the files in SPLIT/."""
     folder = folder_of(data.name, data.directory)
-    paths = _files(folder, split)
+    paths = _paths(folder, split)
     if not paths:
-        there = [name for name in ("train", "val", "test") if _files(folder, name)]
+        there = [name for name in ("train", "val", "test") if _paths(folder, name)]
         has = f" It has the splits {', '.join(there)}." if there else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each "
             f"may be gzipped), nor a folder {split}/ of such files.{has}"
         )
-    one_per_file = (folder / split).is_dir()
-    return [text for path in paths for text in _documents_of(path, one_per_file)]
+    if len(paths) > 1:
+        names = [f"{path.name}{'/' * path.is_dir()}" for path in paths[:2]]
+        raise ValueError(
+            f"The folder {folder} holds both {' and '.join(names)}; keep one of them."
+        )
+    (path,) = paths
+    if path.is_file():
+        return _documents_of(path, one_per_file=False)
+    files = sorted(each for each in path.iterdir() if each.name.endswith(SUFFIXES))
+    return [text for each in files for text in _documents_of(each, one_per_file=True)]
 
 
-def _files(folder: Path, split: str) -> list[Path]:
-    if (folder / split).is_dir():
-        files = (folder / split).iterdir()
-        return sorted(path for path in files if path.name.endswith(SUFFIXES))
+def _paths(folder: Path, split: str) -> list[Path]:
+    """Return a split's files, and its folder; there should be only one."""
     paths = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
-    return [path for path in paths if path.is_file()][:1]
+    files = [path for path in paths if path.is_file()]
+    return files + [folder / split] * (folder / split).is_dir()
 
 
 def _documents_of(path: Path, one_per_file: bool) -> list[str]:

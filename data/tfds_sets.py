@@ -60,12 +60,17 @@ def prepare(make_builder):
 def rows(builder, split: str) -> list[dict]:
     """Return a split's rows; "val" also finds the split "validation".
 
+    If there is neither, the last 5% of the data set's "train" is "val", and the rest is
+    "train".
+
     Raises:
         ValueError: there is no such split.
     """
     known = list(builder.info.splits)
-    if split == "val" and split not in known and "validation" in known:
-        split = "validation"
+    if "val" not in known and "validation" in known:
+        split = {"val": "validation"}.get(split, split)
+    elif "val" not in known and "train" in known:
+        split = {"train": "train[:95%]", "val": "train[95%:]"}.get(split, split)
     if known and split.split("[")[0] not in known:
         raise ValueError(
             f"{builder.info.full_name} has no split {split!r}; it has "

@@ -113,14 +113,21 @@ MAKERS = {
 }
 
 
-def configuration(separator: str) -> str:
-    """Return tokenizer_config.json; the separator of documents is BOS and EOS."""
+def configuration(separator: str, is_causal: bool) -> str:
+    """Return tokenizer_config.json.
+
+    Args:
+        separator: token between documents, which is BOS and EOS.
+        is_causal: whether the model is decoder-only, without token types.
+    """
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": separator,
         "eos_token": separator,
         "clean_up_tokenization_spaces": False,
     }
+    if is_causal:
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
     if separator in SPECIAL:
         settings |= {"pad_token": "<pad>", "unk_token": "<unk>"}
     return json.dumps(settings, indent=1) + "\n"

@@ -14,7 +14,8 @@ BEAM_SIZE = flags.DEFINE_integer(
 LENGTH_PENALTY = flags.DEFINE_float(
     "length_penalty",
     0.6,
-    "Alpha: scores are log-probabilities / ((5 + n) / 6)^alpha (Wu et al. 2016).",
+    "Alpha: scores are log-probabilities / ((5 + n) / 6)^alpha (Wu et al. 2016); by "
+    "default 0 for language models.",
     0.0,
     10.0,
 )
@@ -48,7 +49,7 @@ STOP = flags.DEFINE_string(
     "stop", None, "Language models: text that ends a continuation."
 )
 SAMPLES = flags.DEFINE_integer(
-    "samples", 1, "Language models: continuations per prompt.", 1, 2**16
+    "samples", 1, "Language models: continuations per prompt, if sampled.", 1, 2**16
 )
 SEARCH = BEAM_SIZE, LENGTH_PENALTY, N_BEST
 SAMPLING = TEMPERATURE, TOP_K, TOP_P, SEED
@@ -72,6 +73,11 @@ def options() -> dict:
         raise ValueError(
             "--top_k, --top_p and --seed are for sampling, which needs a --temperature "
             "above 0, such as --temperature=1."
+        )
+    if TEMPERATURE.value == 0 and SAMPLES.value > 1:
+        raise ValueError(
+            f"--samples={SAMPLES.value} needs a --temperature above 0, such as "
+            f"--temperature=1: without sampling, all continuations are the same."
         )
     if TEMPERATURE.value > 0:
         for flag in SEARCH:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib import pyplot as plt
 
-from headcount.analysis.anchors import find_anchor, published_score
+from headcount.analysis.anchors import find_anchors, published_scores
 from headcount.analysis.formatting import count
 from headcount.analysis.heads import output_file
 from headcount.analysis.report import (
@@ -198,12 +198,11 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         if trials.get(arm.name) in predictions
     }
     bootstraps, bootstrap_metric = run_bootstrap(sweep, systems, text)
-    anchor = find_anchor(settings["ablation"], settings["base"]["task"]["name"])
+    anchors = find_anchors(settings["ablation"], settings["base"]["task"]["name"])
     arms = [
-        arm_result(sweep, arm, rows, done, bootstraps.get(arm.name), anchor)
+        arm_result(sweep, arm, rows, done, bootstraps.get(arm.name), anchors)
         for arm in sweep.plan.arms
     ]
-    has_published = any(arm.published is not None for arm in arms)
     axis = sweep.plan.axis
     report = Report(
         title=title(settings, task.corpus_keys),
@@ -214,7 +213,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         curve_metric=curve_metric(sweep),
         arms=arms,
         axis=axis and f"{symbol(axis)}, {axis}",
-        anchor=(anchor.source, anchor.unit) if has_published else None,
+        anchors=[a for a in anchors if any(a.source in arm.published for arm in arms)],
         bootstrap_metric=bootstrap_metric,
         examples=[],
         best="",
@@ -405,7 +404,7 @@ def run_bootstrap(
 
 
 def arm_result(
-    sweep: Sweep, arm: Arm, rows: list[dict], done: list[dict], bootstrap, anchor
+    sweep: Sweep, arm: Arm, rows: list[dict], done: list[dict], bootstrap, anchors
 ) -> ArmResult:
     """Collect an arm's results from the rows of the table."""
     own = sorted(
@@ -442,7 +441,7 @@ def arm_result(
         nuisance=json.loads(own[0]["nuisance"]) if own else {},
         seconds=mean("seconds"),
         tokens_per_second=mean("tokens_per_second"),
-        published=published_score(anchor, arm.config["model"]),
+        published=published_scores(anchors, arm.config["model"]),
         claim=claim_of(arm.overrides, sweep.settings["base"]),
         bootstrap=bootstrap,
         curves={m.name: curve(trials, score_of(m)) for m in sweep.task.metrics},

@@ -60,13 +60,17 @@ def token_log_probabilities(
 
 
 def heldout_sums(run, function: Callable, batches: Iterable[dict]) -> list[np.ndarray]:
-    """Return a function's sums over batches for every trial; see `batch_sums`."""
+    """Return a function's sums over batches for every trial; see `batch_sums`.
+
+    Batches are summed in float64, because float32 rounds counts above 2^24 tokens.
+    """
     of_run = run.graph, function, run.params, run.head_gates
     sums = [
         sharding.fetch(batch_sums(*of_run, sharding.over_data(batch)))
         for batch in batches
     ]
-    return [np.sum(column, axis=0) for column in zip(*sums, strict=True)]
+    columns = zip(*sums, strict=True)
+    return [np.sum(column, axis=0, dtype=np.float64) for column in columns]
 
 
 def heldout_loss(run, batches: Iterable[dict]) -> np.ndarray:

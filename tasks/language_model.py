@@ -29,6 +29,7 @@ from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
+from headcount.runtime.logging import say
 from headcount.tasks.base import LOSS, Metric, Run, Task, check_lines, token_loss
 from headcount.tasks.heldout_loss import heldout_sums, token_log_probabilities
 
@@ -328,6 +329,7 @@ class LanguageModel(Task):
         check_lines("lines", lines)
         model = self.config.model
         encoded = self.tokenizer.encode(list(lines), eos=False)
+        self.warn_of_long(encoded.lengths, first)
         prompts = [[model.bos, *ids.tolist()] for ids in encoded]
         limits = [max_new_tokens] * len(prompts)
         if model.positions == "learned":
@@ -337,11 +339,25 @@ class LanguageModel(Task):
             for number, limit in enumerate(limits, first + 1):
                 if limit < 1:
                     raise ValueError(
-                        f"Line {number} has {len(prompts[number - first - 1])} tokens, "
-                        f"more than the model's context (model.max_positions="
-                        f"{model.max_positions})."
+                        f"Line {number} has {encoded.lengths[number - first - 1]} "
+                        f"tokens, and the model's context (model.max_positions="
+                        f"{model.max_positions}) holds at most "
+                        f"{model.max_positions - 1} before a continuation."
                     )
         return prompts, [limit + 1 for limit in limits]
+
+    def warn_of_long(self, lengths: Sequence[int], first: int) -> None:
+        """Log the lines that are longer than any training window.
+
+        Learned positions set a limit of their own, which raises an error.
+        """
+        longest = self.config.data.max_length
+        for number, length in enumerate(lengths, first + 1):
+            if length > longest and self.config.model.positions != "learned":
+                say(
+                    f"Line {number} has {length} tokens, more than the {longest} of "
+                    f"any training window: expect a poor result."
+                )
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -379,6 +395,7 @@ class LanguageModel(Task):
             ValueError: a line has more tokens than there are learned positions.
         """
         fields = {"target": self.tokenizer.encode(list(lines), eos=False)}
+        self.warn_of_long(fields["target"].lengths, first)
         longest = self.config.model.max_positions
         for number, size in enumerate(fields["target"].lengths, first + 1):
             if self.config.model.positions == "learned" and size > longest:

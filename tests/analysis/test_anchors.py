@@ -2,7 +2,7 @@
 
 import pytest
 
-from headcount.analysis.anchors import find_anchor, published_score
+from headcount.analysis.anchors import find_anchors, published_scores
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,32 @@ from headcount.analysis.anchors import find_anchor, published_score
 def test_published_scores_are_of_the_same_heads(ablation, N, K, H, V, score):
     """For a model of width 512, as theirs, or with the same ratio to H."""
     heads = {"num_heads": N, "num_kv_heads": K, "head_dim": H, "value_dim": V}
-    anchor = find_anchor(ablation, "translation")
-    assert published_score(anchor, {"width": 512, "attention": heads}) == score
+    anchors = find_anchors(ablation, "translation")
+    found = published_scores(anchors, {"width": 512, "attention": heads})
+    assert list(found.values()) == ([] if score is None else [score])
 
 
 def test_published_scores_are_of_the_same_task():
     heads = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "value_dim": 64}
     model = {"width": 512, "attention": heads}
     for task, score in (("translation", 26.5), ("language_model", 30.2)):
-        assert published_score(find_anchor("shazeer", task), model) == score
-    assert find_anchor("shazeer", "tagging") is None
-    assert published_score(find_anchor("kv_heads", "language_model"), model) == 1.864
+        (found,) = published_scores(find_anchors("shazeer", task), model).values()
+        assert found == score
+    assert find_anchors("shazeer", "tagging") == []
+
+
+@pytest.mark.parametrize(
+    "N, K, scores",
+    [
+        (4, None, [47.2, 1.846]),
+        (4, 2, [1.849]),
+        (16, 2, [47.1, 1.856]),
+        (4, 1, [46.6, 1.864]),
+        (12, 4, []),
+    ],
+)
+def test_shared_keys_of_language_models_compare_by_heads_per_key_head(N, K, scores):
+    """The papers' models have 64 and 32 heads, and ours have fewer."""
+    model = {"attention": {"num_heads": N, "num_kv_heads": K}}
+    found = published_scores(find_anchors("kv_heads", "language_model"), model)
+    assert list(found.values()) == scores

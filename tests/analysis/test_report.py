@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
+from headcount.analysis.anchors import Anchor
+from headcount.analysis.formatting import NOTHING
 from headcount.analysis.report import (
     ArmResult,
     Report,
@@ -55,7 +57,7 @@ def make_report(metric=BLEU, arms=None, **changes):
                 nuisance={},
                 seconds=1.0,
                 tokens_per_second=10.0,
-                published=None,
+                published={},
                 bootstrap=None,
                 curves={metric.name: CURVE, LOSS.name: CURVE, BLEU.name: CURVE},
             )
@@ -69,7 +71,7 @@ def make_report(metric=BLEU, arms=None, **changes):
         "curve_metric": metric,
         "arms": found,
         "axis": None,
-        "anchor": None,
+        "anchors": [],
         "bootstrap_metric": None,
         "examples": [],
         "best": found[0].name,
@@ -91,6 +93,12 @@ def edit_arm(report, index, **changes):
     arms = list(report.arms)
     arms[index] = arms[index]._replace(**changes)
     return report._replace(arms=arms)
+
+
+def paper(source, format=".1f"):
+    return Anchor(
+        "heads", "translation", source, "BLEU", lambda model: None, {}, format
+    )
 
 
 def summary_of(report):
@@ -332,7 +340,7 @@ def test_html_is_made_from_the_markdown_with_figures_inside():
 
 def test_the_document_has_every_section_once():
     report = make_report(arms={"whole": [3, 4, 6], "half": [3, 5, 6]}, note="A note.")
-    report = report._replace(bootstrap_metric=BLEU, anchor=("Paper", "BLEU"))
+    report = report._replace(bootstrap_metric=BLEU, anchors=[paper("Paper")])
     text = write_markdown(report, {"costs": ("report/costs.png", "Costs.")})
     headings = re.findall(r"^##? .*", text, re.MULTILINE)
     assert headings == ["# Why?", "## Scores", "## Other scores", "## Cost"] + [
@@ -341,6 +349,17 @@ def test_the_document_has_every_section_once():
     ]
     assert "Published: Paper, BLEU." in text and "A note." in text
     assert "![Costs.](report/costs.png)" in text
+
+
+def test_published_scores_stand_in_a_column_per_source_with_their_own_digits():
+    report = make_report(arms={"whole": [3, 4, 6], "half": [3, 5, 6]})
+    report = edit_arm(report, 0, published={"A, Table 1": 1.846, "B": 47.25})
+    report = edit_arm(report, 1, published={"A, Table 1": 1.849})
+    report = report._replace(anchors=[paper("A, Table 1", ".3f"), paper("B")])
+    header, *rows = scores_table(report, BLEU, compare(report, BLEU))
+    assert header[-2:] == ["published, A", "published, B"]
+    assert [row[-2:] for row in rows] == [["1.846", "47.2"], ["1.849", NOTHING]]
+    assert "Published: A, Table 1, BLEU; B, BLEU." in write_markdown(report, {})
 
 
 # Figures
@@ -429,8 +448,10 @@ def test_the_curve_is_the_mean_with_the_range_over_seeds(drawn):
 def test_published_scores_are_drawn_below(drawn):
     report = make_report(arms={"1": [3, 4, 6], "2": [3, 5, 6]}, axis="N")
     for index in (0, 1):
-        report = edit_arm(report, index, value=index + 1, published=20.0 + index)
-    report = report._replace(anchor=("Paper", "BLEU"))
+        report = edit_arm(
+            report, index, value=index + 1, published={"Paper": 20.0 + index}
+        )
+    report = report._replace(anchors=[paper("Paper")])
     figure, caption = drawn(report)["test_bleu"]
     assert figure.axes[1].lines[0].get_ydata().tolist() == [20, 21]
     assert "Below: Paper." in caption

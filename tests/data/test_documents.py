@@ -60,6 +60,17 @@ def test_a_folder_has_one_document_per_text_file(tmp_path):
     "files, error, culprit",
     [
         ({}, FileNotFoundError, "train.txt .*train.jsonl"),
+        (
+            {"train.txt": "a", "train.jsonl": '{"text": "b"}'},
+            ValueError,
+            "train.txt and train.jsonl",
+        ),
+        (
+            {"train.txt": "a", "train.txt.gz": "a"},
+            ValueError,
+            "train.txt and train.txt.gz",
+        ),
+        ({"train.txt": "a", "train/b.txt": "b"}, ValueError, "train.txt and train/"),
         ({"train.txt": "\n\n"}, ValueError, "'train' of text"),
         ({"train.jsonl": '{"text": "a"}\n{"txt": "b"}'}, ValueError, "jsonl, line 2"),
         ({"train.jsonl": '{"text": 3}'}, ValueError, "train.jsonl, line 1"),
@@ -158,6 +169,40 @@ def test_the_field_text_of_a_tfds_set_is_loaded(tmp_path, monkeypatch):
     with tfds.testing.mock_data(as_data_source_fn=lambda builder, split, **_: rows):
         found = load(None, "train", "imdb_reviews")
     assert found == [f"é {i}" for i in range(5)]
+
+
+class TinyText(tfds.core.GeneratorBasedBuilder):
+    """A data set with train and test alone, like imdb_reviews and lm1b."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+        )
+
+    def _split_generators(self, dl_manager):
+        sizes = {"train": 41, "test": 3}
+        return {
+            split: self._generate_examples(split, size) for split, size in sizes.items()
+        }
+
+    def _generate_examples(self, split, size):
+        for i in range(size):
+            yield i, {"text": f"{split} {i}"}
+
+
+def test_val_is_the_end_of_train_in_a_tfds_set_without_a_validation_split(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    train, val, test = (
+        load(None, split, "tiny_text") for split in ("train", "val", "test")
+    )
+    assert sorted(train + val) == sorted(f"train {i}" for i in range(41))
+    assert load(None, "train[:41]", "tiny_text") == train + val
+    assert len(val) == 2 and sorted(test) == [f"test {i}" for i in range(3)]
 
 
 def test_a_tfds_set_without_text_raises_with_its_fields(tmp_path, monkeypatch):

@@ -54,6 +54,11 @@ def test_two_kinds_of_scores_at_once_are_named(trained):
     fails(run(args), "--score and --score_tokens")
 
 
+def test_samples_without_a_temperature_would_be_equal_so_they_fail(trained):
+    ran = run(arguments("predict.py", workdir=trained, samples=2), stdin=b"seven\n")
+    fails(ran, "--samples=2", "--temperature")
+
+
 def test_a_line_that_is_not_utf8_is_named_by_its_number(trained):
     ran = run(arguments("predict.py", workdir=trained), stdin=b"one\n\xff\xfe\n")
     fails(ran, "Line 2", "UTF-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headcount.analysis.budget import TOLERANCE, flops, parameters, solve_mlp_dim
-from headcount.configs import ablations, base, modern, numbers, recall
+from headcount.configs import ablations, base, modern, numbers, recall, shakespeare
 from headcount.configs.ablations import chain, grid, matched, over, seeds, zipped
 from headcount.configs.validation import flat
 from headcount.models.cost import LENGTH
@@ -148,6 +148,13 @@ def test_the_arms_of_the_papers():
     assert abs(multi_query.config["model"]["mlp_dim"] - (256 + 168)) <= 8
     # 7/8 of four
     assert abs(one_head.config["model"]["mlp_dim"] - (256 + 336)) <= 8
+
+
+def test_the_baseline_has_the_six_heads_of_the_full_shakespeare_recipe():
+    config = shallow(shakespeare.get_config())
+    for ablation, name in ((ablations.heads, "N=6"), (ablations.kv_heads, "K=6")):
+        plan = plan_of(config, ablation(config))
+        assert [arm.name for arm in plan.arms if arm.is_baseline] == [name]
 
 
 def test_matching_flops_is_not_matching_parameters():

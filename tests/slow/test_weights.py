@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headcount.data import tokenizers
 from headcount.models import huggingface
@@ -224,12 +224,16 @@ def command(*args, input=None):
     )
 
 
-def tune_and_translate(run, tmp_path):
-    """What came in can be trained further, with its own vocabulary."""
-    for name, text in (("train", TEXT), ("val", TEXT[:1])):
-        (tmp_path / f"{name}.tsv").write_text("".join(f"{x}\t{x}\n" for x in text))
+def tune_and_export(run, tmp_path, vocabulary, scores, **settings):
+    """What came in can be trained further, with its own vocabulary, and goes out.
+
+    Args:
+        vocabulary: the vocabulary's file, of the run and of the export.
+        scores: function from a run to its scores of some text.
+        settings: keys of the config.
+    """
     tuned = tmp_path / "tuned"
-    settings = {"train.init_from": run, "train.num_steps": 2, "data.name": "text"}
+    settings |= {"train.init_from": run, "train.num_steps": 2, "data.name": "text"}
     settings |= {"data.directory": tmp_path, "data.batch_tokens": 256}
     options = [f"--config.{key}={value}" for key, value in settings.items()]
     ran = command(
@@ -237,8 +241,8 @@ def tune_and_translate(run, tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert f"{run}, step 0" in ran.stderr
-    vocabulary = [folder / "tokenizer" / "vocab.json" for folder in (run, tuned)]
-    assert vocabulary[0].read_bytes() == vocabulary[1].read_bytes()
+    theirs, ours = ((x / "tokenizer" / vocabulary).read_bytes() for x in (run, tuned))
+    assert theirs == ours
     before, after = (load_run(folder, "last").params for folder in (run, tuned))
     shapes = [jax.tree.map(np.shape, params) for params in (before, after)]
     assert shapes[0] == shapes[1]
@@ -251,24 +255,54 @@ def tune_and_translate(run, tmp_path):
     ):
         ran = command("weights.py", *flags)
         assert ran.returncode == 0, ran.stderr
-    assert (out / "vocab.json").read_bytes() == vocabulary[0].read_bytes()
-    tuned, again = load_run(tuned, "last"), load_run(again)
-    scores = [run.task.score(run, TEXT[:4], TEXT[:4], 0) for run in (tuned, again)]
-    np.testing.assert_allclose(*scores, rtol=1e-4)
+    assert json.loads((out / vocabulary).read_bytes()) == json.loads(theirs)
+    found = [scores(each) for each in (load_run(tuned, "last"), load_run(again))]
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    return out
+
+
+def translation_scores(run):
+    return run.task.score(run, TEXT, TEXT, 0)
+
+
+def write_bpe(path):
+    """Write a byte-level BPE of single letters, with 20 tokens."""
+    letters = {letter: i for i, letter in enumerate("thedogĠacsuvwxyzbnr")}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
+
+def test_gpt2_is_fine_tuned_and_exported_again(folders, tmp_path):
+    checkpoint, run = tmp_path / "gpt2", tmp_path / "run"
+    shutil.copytree(folders / "gpt2", checkpoint)
+    write_bpe(checkpoint / "tokenizer.json")
+    imported = command("weights.py", f"--from={checkpoint}", f"--workdir={run}")
+    assert imported.returncode == 0, imported.stderr
+    for name, text in (("train", TEXT), ("val", TEXT[:1])):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(text))
+
+    def scores(run):
+        # 16 positions: "the dog sees a c" and the like
+        found = run.task.log_probabilities(run, [text[:16] for text in TEXT], 0, 0)
+        return np.concatenate([of_tokens for _, of_tokens in found])
+
+    settings = {"optimizer.learning_rate": 1e-4, "optimizer.warmup_steps": 2}
+    settings |= {"optimizer.label_smoothing": 0, "optimizer.weight_decay": 0.1}
+    out = tune_and_export(run, tmp_path, "tokenizer.json", scores, **settings)
+    configuration = json.loads((out / "tokenizer_config.json").read_text())
+    assert configuration["model_input_names"] == ["input_ids", "attention_mask"]
+    assert configuration["bos_token"] == "<|endoftext|>"
 
 
 def test_gpt2_searches_a_beam_for_one_line_too(folders, tmp_path):
     """Which can't be streamed. Each of its tokens may be generated."""
     run = tmp_path / "run"
     import_checkpoint(folders / "gpt2", run)
-    library = pytest.importorskip("tokenizers")
-    letters = {letter: i for i, letter in enumerate("thedogĠacsuvwxyzbnr")}
-    tokenizer = library.Tokenizer(library.models.BPE(letters, []))
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
     (run / "tokenizer").mkdir()
-    tokenizer.save(str(run / "tokenizer" / "tokenizer.json"))
+    write_bpe(run / "tokenizer" / "tokenizer.json")
     found = facts_of(load_run(run, "last"))
     assert found["banned"] == [] and found["eos"] == found["bos"]
     flags = ["--beam_size=2", "--max_new_tokens=3"]
@@ -285,7 +319,9 @@ def test_the_command_lines(folders, tmp_path):
     lines = command("predict.py", f"--workdir={run}", "--beam_size=1", input=text)
     assert lines.returncode == 0, lines.stderr
     assert lines.stdout.count("\n") == 3 and lines.stdout.split("\n")[1] == ""
-    tune_and_translate(run, tmp_path)
+    for name, texts in (("train", TEXT), ("val", TEXT[:1])):
+        (tmp_path / f"{name}.tsv").write_text("".join(f"{x}\t{x}\n" for x in texts))
+    tune_and_export(run, tmp_path, "vocab.json", translation_scores)
     bert = tmp_path / "bert"
     import_checkpoint(folders / "bert", bert)
     refused = command("eval.py", f"--workdir={bert}", "--split=val")

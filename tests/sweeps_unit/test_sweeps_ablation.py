@@ -34,6 +34,27 @@ def test_functions_with_a_scientific_line_are_ablations():
 
 
 @pytest.mark.parametrize(
+    "N, heads, key_heads",
+    [
+        (4, [1, 2, 4, 8, 16, 32], [4, 2, 1]),
+        (8, [1, 2, 4, 8, 16, 32], [8, 4, 2, 1]),
+        (6, [1, 2, 4, 6, 8, 16, 32], [6, 3, 2, 1]),
+        (12, [1, 2, 4, 8, 12, 16, 32], [12, 6, 4, 3, 2, 1]),
+        (5, [1, 2, 4, 8, 16, 32], [5, 1]),  # 5 does not divide the width
+    ],
+)
+def test_heads_and_key_heads_include_those_of_the_base_config(N, heads, key_heads):
+    config = base.get_config()
+    config.model.width, config.model.attention.num_heads = 384, N
+    for ablation, key, values in (
+        (ablations.heads, "num_heads", heads),
+        (ablations.kv_heads, "num_kv_heads", key_heads),
+    ):
+        found = [arm[f"model.attention.{key}"] for arm in ablation(config)]
+        assert found == values
+
+
+@pytest.mark.parametrize(
     "body, message",
     [
         ("yield {'model.mlp_dim': base.model.atention}", "KeyError: 'atention'"),

@@ -316,14 +316,31 @@ def test_samples_differ_and_do_not_depend_on_other_prompts(run):
 
 def test_lines_longer_than_learned_positions_raise_with_their_number(run):
     lines = ["to", "b" * 41]
-    with pytest.raises(ValueError, match="Line 9 .*model.max_positions=40"):
-        list(run.task.predict(run, lines, first=7))
+    for length in (40, 41):  # BOS takes a position, too
+        longest = f"Line 9 has {length} tokens.*model.max_positions=40.* 39"
+        with pytest.raises(ValueError, match=longest):
+            list(run.task.predict(run, ["to", "b" * length], first=7))
+        with pytest.raises(ValueError, match=longest.replace("9 ", "8 ", 1)):
+            next(run.task.stream(run, "b" * length, first=7))
     with pytest.raises(ValueError, match="Line 9 .*model.max_positions=40"):
         list(run.task.score_lines(run, lines, first=7))
-    (whole,) = run.task.predict(run, ["b" * 38], max_new_tokens=256)
-    assert len(whole) <= 41
+    (whole,) = run.task.predict(run, ["b" * 39], max_new_tokens=256)
+    assert len(whole) <= 40
     with pytest.raises(TypeError, match="lines"):
         list(run.task.predict(run, "to"))
+
+
+def test_lines_longer_than_training_windows_are_logged(run, folder, capsys):
+    """Where positions set no limit. A window of training has 16 tokens."""
+    other = make_task(folder, **{"model.positions": "rotary"})
+    run = run._replace(task=other)
+    for check in (
+        partial(other.prompts, max_new_tokens=4),
+        partial(other.log_probabilities, run, trial=0),
+    ):
+        check(lines=["b" * 16, "b" * 17], first=7)
+        log = capsys.readouterr().err
+        assert "Line 9 has 17 tokens, more than the 16" in log and log.count("\n") == 1
 
 
 def test_lines_without_a_token_have_no_log_probability(run):
