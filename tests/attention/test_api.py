@@ -1,5 +1,6 @@
 """The border of `attention`: transformations, meanings, errors, and its document."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from processes import with_devices
 
 from headcount import attention
 from headcount.attention import masks, verification
+from headcount.attention.api import Arguments
 from headcount.attention.kernels import blockwise
 from tests.programs import shapes
 
@@ -363,6 +365,13 @@ def test_errors(change, message):
         attend(**arguments)
 
 
+def test_arguments_for_type_checkers_are_all_arguments():
+    """The overloads take these and what follows; they tell what is returned."""
+    names = "query", "key", "value", "bias", "mask"
+    names += "return_residual", "return_statistics", *Arguments.__annotations__
+    assert sorted(inspect.signature(attend).parameters) == sorted(names)
+
+
 def test_refusals_name_the_reason():
     inputs = (QUERY, KEY, KEY)
     for wrong in ({"scale": 1j}, {"scale": "a"}, {"is_causal": "no"}):
@@ -383,9 +392,9 @@ def test_refusals_name_the_reason():
         attend(*inputs, implementation="cpu")
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         attend(*inputs, implementation="cudnn")
-    with pytest.raises(NotImplementedError, match="no gradient of the residual"):
+    with pytest.raises(NotImplementedError, match="no gradient with return_residual"):
         differentiate("xla", inputs, {})
-    with pytest.raises(NotImplementedError, match="returns no statistics"):
+    with pytest.raises(NotImplementedError, match="leave out return_statistics"):
         attention.head_statistics(*inputs[:2], implementation="xla")
 
 
