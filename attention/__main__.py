@@ -5,9 +5,9 @@ python -m headcount.attention [--again]
 --again: verify kernels again, whatever verdicts are cached.
 """
 
+import argparse
 import importlib
 import logging
-import sys
 
 import jax
 
@@ -80,8 +80,9 @@ def why(name: str, dtype: str) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--again"]):
-        sys.exit("usage: python -m headcount.attention [--again]")
+    parser = argparse.ArgumentParser(prog="python -m headcount.attention")
+    parser.add_argument("--again", action="store_true", help="verify kernels again")
+    options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headcount").setLevel(logging.INFO)
-    main(again=bool(sys.argv[1:]))
+    main(options.again)
