@@ -236,6 +236,11 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     model = cost.abstract(task.build)
     with distributed.fail_together():
         check_memory(config, R, cost.parameters(model))
+    with distributed.fail_together():
+        if distributed.is_first():  # verifies kernels; another process's times differ
+            implementations(model, spec)
+    found = distributed.gather([vars(each) for each in verification.verdicts()])[0]
+    verification.adopt([verification.Verdict(**each) for each in found])
     static = make_static(model, config, task.loss)
     sharding.warn_of_undivided(nnx.state(model), flat(config.to_dict()), mesh.shape)
     make_state = partial(init, static=static, build=task.build)

@@ -1,18 +1,26 @@
 """Print which attention implementation runs on this device, and why.
 
-python -m headcount.attention
+python -m headcount.attention [--again]
+
+--again: verify kernels again, whatever verdicts are cached.
 """
 
+import argparse
 import importlib
+import logging
 
 import jax
 
+from headcount.attention import verification
 from headcount.attention.api import IMPLEMENTATIONS, KERNELS, resolve_implementation
 from headcount.attention.kernels import cpu_build
 from headcount.attention.kernels.cpu import DTYPES as CPU_DTYPES
-from headcount.attention.verification import verdict
 
 COLUMNS = "{:9}  {:14}  {:6}  {:>9}  {:>9}  {}"
+LEGEND = (
+    "error: the largest, relative to the largest number of the reference's result\n"
+    "time: forward and backward, relative to blockwise's; below 1 is faster"
+)
 DTYPES = ("float32", "bfloat16", "float16")
 WITHOUT_VERDICT = {
     "reference": "the definition; holds a T x S map",
@@ -21,10 +29,17 @@ WITHOUT_VERDICT = {
 }
 
 
-def main() -> None:
-    """Print one row per dtype and implementation: whether it is picked, and why."""
+def main(again: bool = False) -> None:
+    """Print one row per dtype and implementation: whether it is picked, and why.
+
+    Args:
+        again: whether to verify kernels again.
+    """
+    if again:
+        verification.forget()
     platform, device = jax.default_backend(), jax.devices()[0].device_kind
     print(f"{device} ({platform}), jax {jax.__version__}")
+    print(LEGEND)
     print(COLUMNS.format("dtype", "implementation", "picked", "error", "time", "why"))
     for dtype in DTYPES:
         x = jax.ShapeDtypeStruct((1, 128, 8, 64), dtype)
@@ -56,7 +71,7 @@ def why(name: str, dtype: str) -> tuple[str, str, str]:
     reason = kernel.unsupported_device() or kernel.unsupported(x, x, None, None)
     if reason is not None:
         return "", "", reason
-    found = verdict(name, dtype)
+    found = verification.verdict(name, dtype)
     if found is None:
         return "", "", "not verified"
     error = "" if found.error is None else f"{found.error:.1e}"
@@ -65,4 +80,9 @@ def why(name: str, dtype: str) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(prog="python -m headcount.attention")
+    parser.add_argument("--again", action="store_true", help="verify kernels again")
+    options = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("headcount").setLevel(logging.INFO)
+    main(options.again)

@@ -45,7 +45,7 @@ An implementation is a module with the function below. One module can serve two 
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,80 @@ IMPLEMENTATIONS = {
     "gpu_interpret": (f"{KERNELS}.gpu", {"interpret": True}),
     "tpu_interpret": (f"{KERNELS}.tpu", {"interpret": True}),
 }
+
+
+class Arguments(TypedDict, total=False):
+    """The optional arguments of `dot_product_attention`, for type checkers."""
+
+    scale: float | Array | None
+    is_causal: bool | int
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: SupportsIndex | Sequence[SupportsIndex] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    dropout_rate: float
+    dropout_seed: int | Array | None
+    head_gate: ArrayLike | None
+    sink: ArrayLike | None
+    implementation: str | None
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    return_statistics: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    return_statistics: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    return_statistics: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Array, HeadStatistics]: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    return_statistics: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Array, Array, HeadStatistics]: ...
 
 
 def dot_product_attention(
@@ -248,8 +322,15 @@ def attention_weights(
 
 
 def resolve_implementation(
-    query, key, value, bias=None, mask=None, *, platform=None, is_plain=False
-):
+    query: ArrayLike | jax.ShapeDtypeStruct,
+    key: ArrayLike | jax.ShapeDtypeStruct,
+    value: ArrayLike | jax.ShapeDtypeStruct,
+    bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
+    mask: ArrayLike | jax.ShapeDtypeStruct | None = None,
+    *,
+    platform: str | None = None,
+    is_plain: bool = False,
+) -> str:
     """Return the name that `implementation=None` stands for.
 
     On a CPU: "cpu" for every dtype but float64, if its kernels can be compiled, which
@@ -350,11 +431,7 @@ def _is_plain(structure: dict) -> bool:
 
 def _named(name, arrays, is_plain=False):
     """Resolve an implementation's name; empty arrays always use "reference"."""
-    require(
-        name is None or isinstance(name, str) and name in IMPLEMENTATIONS,
-        f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
-        f"{name!r}",
-    )
+    check_name(name)
     if 0 in (*arrays[0].shape[:2], arrays[1].shape[1]):
         return "reference"
     return resolve_implementation(*arrays, is_plain=is_plain) if name is None else name
@@ -371,6 +448,21 @@ def _refuse_gradient(name, primals, tangents):
     raise NotImplementedError(
         f"implementation {name!r} has no gradient by alibi_slopes; use 'reference', or "
         "jax.lax.stop_gradient(alibi_slopes) if none is wanted"
+    )
+
+
+def check_name(implementation) -> None:
+    """Check an implementation's name, which may be None.
+
+    Raises:
+      ValueError: there is no such implementation.
+    """
+    require(
+        implementation is None
+        or isinstance(implementation, str)
+        and implementation in IMPLEMENTATIONS,
+        f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got "
+        f"{implementation!r}",
     )
 
 

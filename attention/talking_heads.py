@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from headcount.attention import masks
-from headcount.attention.api import head_gated
+from headcount.attention.api import check_name, head_gated
 from headcount.attention.arguments import dropout_arguments, normalise
 from headcount.attention.reference import (
     alibi,
@@ -54,9 +54,17 @@ def talking_heads_attention(
     Dropout applies to the weights after the second mix.
 
     A causal map is computed in blocks of queries, each without the keys after its last
-    query. The implementation "reference" computes whole maps; other names change
-    nothing.
+    query. The implementation "reference" computes whole maps.
+
+    Raises:
+      NotImplementedError: the implementation is neither None nor "reference".
     """
+    if implementation not in (None, "reference"):
+        check_name(implementation)
+        raise NotImplementedError(
+            f"implementation {implementation!r} has no talking heads; use None, or "
+            "'reference'"
+        )
     dtype = jnp.asarray(query).dtype
     arrays, structure, batched = normalise(query, key, value, bias, mask, **arguments)
     query, key, value, bias, mask = arrays

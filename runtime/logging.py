@@ -94,22 +94,23 @@ say.muted = False  # True in all processes but the first
 
 
 class SayHandler(logging.Handler):
-    """Show all records from the package `data`, and warnings."""
+    """Show all records from the packages `data` and `attention`, and warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.pathname.startswith(str(ROOT / "data"))
+        ours = record.pathname.startswith((str(ROOT / "data"), str(ROOT / "attention")))
         if ours or record.levelno >= logging.WARNING:
             say(record.getMessage())
 
 
 def show_log() -> None:
-    """Show absl's log, to which our packages write, as plain lines."""
+    """Show the logs of absl, to which our packages write, and of attention as lines."""
     from absl import logging as absl_logging
 
-    logger = absl_logging.get_absl_logger()
-    logger.handlers = [SayHandler()]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    attention = logging.getLogger("headcount.attention")  # which has no absl
+    for logger in (absl_logging.get_absl_logger(), attention):
+        logger.handlers = [SayHandler()]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def clock(seconds: float) -> str:

@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib
 from pathlib import Path
 from unittest import mock
 
@@ -236,10 +237,22 @@ COLUMNS = {
     "xla": "xla",
 }
 ROWS = {
-    "bfloat16": lambda *_: ("nothing", {"dtype": jnp.bfloat16}),
     "T = S = 8192": lambda *_: ("nothing", {"shape": (1, 8192, 8192, 2, 2, 64, 64)}),
     "H = V = 256": lambda *_: ("nothing", {"shape": (1, 16, 16, 2, 2, 256, 256)}),
 }
+
+
+def takes(implementation, dtype):
+    """Whether it takes a dtype: kernels for accelerators say so, and run elsewhere."""
+    if implementation in ("gpu_interpret", "tpu_interpret"):
+        kernel = importlib.import_module(attention.IMPLEMENTATIONS[implementation][0])
+        x = jax.ShapeDtypeStruct((1, 8, 2, 16), dtype)
+        return "–" if kernel.unsupported(x, x, None, None) else "yes"
+    return supports(
+        implementation,
+        functools.partial(differentiate, residual=False),
+        *make("nothing", dtype),
+    )
 
 
 def supports(implementation, function, *arguments):
@@ -271,6 +284,9 @@ def table() -> str:
     for name, function, arguments in rows:
         cells = [supports(column, function, *arguments) for column in COLUMNS.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for dtype in ("float32", "bfloat16", "float16"):
+        cells = [takes(column, jnp.dtype(dtype)) for column in COLUMNS.values()]
+        lines.append(f"| {dtype} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -72,6 +72,7 @@ def main():
     config.model.width, config.model.mlp_dim = 32, 512
     config.model.num_encoder_layers = config.model.num_decoder_layers = 1
     config.model.cross_attention.sink = True
+    config.model.attention.dropout = 0.2
     found = []
     for trials, shape in json.loads(sys.argv[1]):
         config.mesh.update({"trial": None, "data": -1, "model": 1, "shard": "none"})

@@ -47,7 +47,8 @@ def attend(query, key, value, bias, mask, *, statistics=False, **structure):
 def _check(query):
     refusal = "implementation 'cpu' {}; use 'blockwise'"
     if query.dtype.name not in DTYPES:
-        told = f"takes {', '.join(DTYPES)}, not {query.dtype}"
+        dtypes = ", ".join(DTYPES)
+        told = f"takes query, key and value in {dtypes}, not in {query.dtype}"
         raise NotImplementedError(refusal.format(told))
     reason = cpu_build.unavailable()
     if reason is not None:

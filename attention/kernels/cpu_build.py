@@ -55,6 +55,19 @@ def _unavailable():
     return None
 
 
+def cache_folder() -> Path:
+    """Return this package's folder in the user's cache.
+
+    Raises:
+        OSError: $XDG_CACHE_HOME is relative.
+        RuntimeError: the user has no home.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not root.is_absolute():  # the owner of the working directory could plant one
+        raise OSError(f"XDG_CACHE_HOME={root} is not absolute")
+    return root / "headcount"
+
+
 def _library():
     """Load the library from the user's cache, else compile it for this process only."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -67,10 +80,7 @@ def _library():
     words = [macros, *command, jaxlib.__version__, *texts]
     name = f"attention_{hashlib.sha256(''.join(words).encode()).hexdigest()[:16]}.so"
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if not root.is_absolute():  # the owner of the working directory could plant one
-            raise OSError(f"XDG_CACHE_HOME={root} is not absolute")
-        return ctypes.CDLL(str(_compiled(command, root / "headcount" / name)))
+        return ctypes.CDLL(str(_compiled(command, cache_folder() / name)))
     except (OSError, RuntimeError):  # not writable, not executable, no home at all
         with tempfile.TemporaryDirectory(prefix="headcount-") as folder:
             return ctypes.CDLL(str(_compiled(command, Path(folder, name))))

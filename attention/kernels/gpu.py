@@ -68,13 +68,14 @@ def attend(
 def unsupported(query, value, bias, mask) -> str | None:
     """Return why the kernels don't support these arrays; None if they do."""
     if query.dtype.name not in DTYPES:
-        return f"takes {' and '.join(DTYPES)}, not {query.dtype}"
+        dtypes = " or ".join(DTYPES)
+        return f"takes query, key and value in {dtypes}, not in {query.dtype}"
     if bias is not None or mask is not None:
         what = "mask" if bias is None else "bias"
-        return f"takes no {what} array, only structured masks"
+        return f"takes no {what}, only is_causal, window, lengths and segment ids"
     largest = max(query.shape[-1], value.shape[-1])
     if largest > LARGEST:
-        return f"takes head sizes up to {LARGEST}, got {largest}"
+        return f"takes query and value with head sizes up to {LARGEST}, got {largest}"
     return None
 
 

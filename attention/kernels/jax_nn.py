@@ -39,8 +39,8 @@ def attend(
     """
     if statistics:
         raise NotImplementedError(
-            f"implementation {backend!r} (jax.nn) returns no statistics; use "
-            f"'blockwise'"
+            f"implementation {backend!r} (jax.nn) has no statistics; leave out "
+            "return_statistics, or use 'blockwise'"
         )
     if alibi_slopes is not None or dropout_keys is not None:
         name = "dropout_rate" if alibi_slopes is None else "alibi_slopes"
@@ -50,8 +50,8 @@ def attend(
     H, V = query.shape[-1], value.shape[-1]
     if H != V:
         raise NotImplementedError(
-            f"implementation {backend!r} (jax.nn) needs equal key and value sizes, got "
-            f"{H} and {V}; use 'blockwise'"
+            f"implementation {backend!r} (jax.nn) needs query and value of one head "
+            f"size, got {H} and {V}; use 'blockwise'"
         )
     if backend == "cudnn" and platform() != "gpu":
         raise NotImplementedError(
@@ -61,8 +61,8 @@ def attend(
     staged = isinstance(jnp.zeros(()), jax.core.Tracer)  # as jax.jit does
     if query.dtype == jnp.float16 and platform() == "cpu" and staged:
         raise NotImplementedError(
-            f"implementation {backend!r} (jax.nn) in float16 cannot be compiled for a "
-            "CPU; use 'blockwise'"
+            f"implementation {backend!r} (jax.nn) cannot be compiled for a CPU with "
+            "query in float16; use float32, or 'blockwise'"
         )
     # jax.nn does not support segments: pass them as a T x S mask.
     inner = dict(structure)
@@ -129,8 +129,8 @@ def _refuse_gradient_forward(backend, lse, inputs):
 def _refuse_gradient_backward(backend, _, cotangent):
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
-            f"implementation {backend!r} (jax.nn) has no gradient of the residual, and "
-            "so none with a sink; use 'blockwise'"
+            f"implementation {backend!r} (jax.nn) has no gradient with "
+            "return_residual or a sink; use 'blockwise'"
         )
     return None, None
 

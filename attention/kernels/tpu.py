@@ -69,10 +69,11 @@ def attend(
 def unsupported(query, value, bias, mask) -> str | None:
     """Return why the kernels don't support these arrays; None if they do."""
     if query.dtype.name not in DTYPES:
-        return f"takes {' and '.join(DTYPES)}, not {query.dtype}"
+        dtypes = " or ".join(DTYPES)
+        return f"takes query, key and value in {dtypes}, not in {query.dtype}"
     largest = max(query.shape[-1], value.shape[-1])
     if largest > LARGEST:
-        return f"takes head sizes up to {LARGEST}, got {largest}"
+        return f"takes query and value with head sizes up to {LARGEST}, got {largest}"
     return None
 
 

@@ -1,5 +1,6 @@
 """The border of `attention`: transformations, meanings, errors, and its document."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from attention_cases import (
 from processes import with_devices
 
 from headcount import attention
-from headcount.attention import masks
+from headcount.attention import masks, verification
+from headcount.attention.api import Arguments
 from headcount.attention.kernels import blockwise
 from tests.programs import shapes
 
@@ -363,6 +365,13 @@ def test_errors(change, message):
         attend(**arguments)
 
 
+def test_arguments_for_type_checkers_are_all_arguments():
+    """The overloads take these and what follows; they tell what is returned."""
+    names = "query", "key", "value", "bias", "mask"
+    names += "return_residual", "return_statistics", *Arguments.__annotations__
+    assert sorted(inspect.signature(attend).parameters) == sorted(names)
+
+
 def test_refusals_name_the_reason():
     inputs = (QUERY, KEY, KEY)
     for wrong in ({"scale": 1j}, {"scale": "a"}, {"is_causal": "no"}):
@@ -383,9 +392,9 @@ def test_refusals_name_the_reason():
         attend(*inputs, implementation="cpu")
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         attend(*inputs, implementation="cudnn")
-    with pytest.raises(NotImplementedError, match="no gradient of the residual"):
+    with pytest.raises(NotImplementedError, match="no gradient with return_residual"):
         differentiate("xla", inputs, {})
-    with pytest.raises(NotImplementedError, match="returns no statistics"):
+    with pytest.raises(NotImplementedError, match="leave out return_statistics"):
         attention.head_statistics(*inputs[:2], implementation="xla")
 
 
@@ -457,6 +466,37 @@ def test_a_gpu_without_our_kernel_runs_cudnn_where_it_fits(monkeypatch, name, ch
     monkeypatch.setattr("headcount.attention.api._function", stop)
     with pytest.raises(InterruptedError, match=name):
         attend(**{"query": HALF, "key": HALF, "value": HALF} | change)
+
+
+@pytest.mark.parametrize(
+    "reason, error, fits, name",
+    [
+        (None, 0.0, True, "gpu"),
+        (None, 0.0, False, "gpu"),
+        ("differs", 1.0, True, "cudnn"),
+        ("differs", 1.0, False, "blockwise"),
+        (None, None, True, "cudnn"),  # no verdict
+        (None, None, False, "blockwise"),
+    ],
+)
+def test_kernel_is_picked_only_if_verified(monkeypatch, reason, error, fits, name):
+    """On Hopper, by what verification found. cuDNN has no window."""
+    found = verification.Verdict("gpu", "bfloat16", "NVIDIA H100", error, 0.5, reason)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for module in ("jax_nn", "gpu"):
+        path = f"headcount.attention.kernels.{module}.compute_capability"
+        monkeypatch.setattr(path, lambda: 9.0)
+    asked = []
+
+    def verdict(*kernel):
+        asked.append(kernel)
+        return None if error is None else found
+
+    monkeypatch.setattr(verification, "verdict", verdict)
+    resolve = attention.resolve_implementation
+    assert resolve(HALF, HALF, HALF, is_plain=fits) == name
+    assert asked == [("gpu", "bfloat16")]
+    assert resolve(HALF, HALF, HALF, is_plain=fits, platform="gpu") == "gpu"
 
 
 @pytest.mark.parametrize(

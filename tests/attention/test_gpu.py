@@ -52,9 +52,9 @@ def arrays(T=16, H=16, V=16, dtype=jnp.bfloat16):
     [
         ({"dtype": jnp.float64}, {}, "float64"),
         ({"dtype": jnp.float32}, {}, "float32"),
-        ({"V": 192}, {}, "head sizes up to 128, got 192"),
-        ({}, {"mask": jnp.ones((1, 1, 16, 16), bool)}, "no mask array"),
-        ({}, {"bias": jnp.ones((1, 1, 1, 16))}, "no bias array"),
+        ({"V": 192}, {}, "query and value with head sizes up to 128, got 192"),
+        ({}, {"mask": jnp.ones((1, 1, 16, 16), bool)}, "no mask, only is_causal"),
+        ({}, {"bias": jnp.ones((1, 1, 1, 16))}, "no bias, only is_causal"),
     ],
 )
 def test_unsupported_arguments_name_the_argument(sizes, options, match, monkeypatch):

@@ -61,7 +61,7 @@ def test_jax_nn(feature):
     """The reference and "xla" mean what jax.nn means."""
     inputs, arguments = make(feature)
     if inputs[0].shape[-1] != inputs[2].shape[-1]:
-        with pytest.raises(NotImplementedError, match="equal key and value sizes"):
+        with pytest.raises(NotImplementedError, match="needs query and value"):
             differentiate("xla", inputs, arguments, residual=False)
         return
     for name in ("alibi_slopes", "dropout_rate"):
@@ -73,7 +73,7 @@ def test_jax_nn(feature):
         attend = functools.partial(
             attention.dot_product_attention, implementation="xla", **arguments
         )
-        with pytest.raises(NotImplementedError, match="and so none with a sink"):
+        with pytest.raises(NotImplementedError, match="no gradient .* sink"):
             jax.eval_shape(jax.grad(lambda query, *x: attend(query, *x).sum()), *inputs)
         out, lse = jax.jit(functools.partial(attend, return_residual=True))(*inputs)
         check({"out": out, "lse": lse}, expected(feature))

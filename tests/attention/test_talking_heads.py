@@ -129,6 +129,20 @@ def test_dropout_drops_what_it_drops_without_mixes():
     assert (found != talking_heads_attention(*ARRAYS, **EYE)).mean() > 0.5
 
 
+@pytest.mark.parametrize(
+    "name, error, told",
+    [
+        ("typo", ValueError, "implementation must be one of reference"),
+        ("cudnn", NotImplementedError, "'cudnn' has no talking heads; use None"),
+        ("blockwise", NotImplementedError, "'blockwise' has no talking heads"),
+    ],
+)
+def test_a_named_implementation_runs_or_fails(name, error, told):
+    with pytest.raises(error, match=told):
+        talking_heads_attention(*ARRAYS, **EYE, implementation=name)
+    talking_heads_attention(*ARRAYS, **EYE, implementation="reference")
+
+
 @pytest.mark.parametrize("name", EYE)
 @pytest.mark.parametrize("shape", [(N, 1), (1, N), (N, 8), (N, 2), (2, N, N), ()])
 def test_a_mix_of_another_shape_is_refused(name, shape):

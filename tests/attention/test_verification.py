@@ -1,16 +1,25 @@
 """A kernel is picked only if it agrees with the reference on the device here."""
 
+import contextlib
+import functools
+import logging
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from headcount.attention import reference, verification
-from headcount.attention.kernels import blockwise
+from headcount.attention.kernels import blockwise, gpu_blocks, tpu
 
-GATES = verification.PROBLEMS["grouped, V != H, gates"]
-ONE = {"causal": {"sizes": (33, 33, 4, 2, 16, 16), "is_causal": True}}
+PROBLEMS = verification.PROBLEMS
+GATES = PROBLEMS["grouped, V != H, gates"]
+SIZES = {"sizes": (33, 33, 4, 2, 16, 16)}
+ONE = {"causal": SIZES | {"is_causal": True}}
+ACCEPTED = verification.Verdict("gpu", "bfloat16", "cpu", 0.0, 0.5, None)
+long_error, timed_programs = verification.long_error, verification.timed_programs
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +27,15 @@ def quick(monkeypatch, tmp_path):
     """One small problem, a cache of its own, and no verdicts in memory."""
     monkeypatch.setattr(verification, "PROBLEMS", ONE)
     monkeypatch.setattr(verification, "timed_programs", lambda *_: ([], []))
+    monkeypatch.setattr(verification, "long_error", lambda *_: 0.0)
     monkeypatch.setattr(verification, "time_ratio", lambda *_: 0.5)
     monkeypatch.setattr(verification, "_verdicts", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def module(attend):
+    """Return a kernel's module, which supports masks."""
+    return types.SimpleNamespace(attend=attend, unsupported=lambda *_: None)
 
 
 def kernel(change):
@@ -30,7 +45,14 @@ def kernel(change):
         out, *rest = blockwise.attend(*args, **kwargs)
         return change(out), *rest
 
-    return types.SimpleNamespace(attend=attend)
+    return module(attend)
+
+
+def reason(wrong, **problems):
+    """Return why a kernel is rejected that is wrong in one of the problems."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "PROBLEMS", problems)
+        return verification.verify("mine", "float32", wrong).reason
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,11 +98,93 @@ def test_wrong_kernel_for_closed_gates_is_rejected(monkeypatch):
     assert "'gates'" in verification.verify("mine", "float32", wrong).reason
 
 
+@pytest.mark.parametrize("wrong", ["plain", "counting"])
+def test_kernel_that_is_wrong_with_or_without_statistics_is_rejected(wrong):
+    """With statistics, kernels run other functions, or the same with other tiles."""
+
+    def attend(*args, statistics, **kwargs):
+        out, *rest = blockwise.attend(*args, statistics=statistics, **kwargs)
+        return out * (1.05 if statistics == (wrong == "counting") else 1), *rest
+
+    problems = {"plain": SIZES, "counting": SIZES | {"statistics": True}}
+    assert f"{wrong!r}" in reason(module(attend), **problems)
+    counting = [problem.get("statistics", False) for problem in PROBLEMS.values()]
+    assert set(counting) == {True, False}
+
+
+def test_wrong_gradient_through_the_log_sum_exp_is_rejected():
+    def attend(*args, **kwargs):
+        out, lse, *rest = blockwise.attend(*args, **kwargs)
+        return out, jax.lax.stop_gradient(lse), *rest
+
+    assert "'causal'" in reason(module(attend), **ONE)
+
+
+def test_kernel_that_ignores_the_mask_is_rejected_unless_it_says_so():
+    def attend(query, key, value, bias, mask, **structure):
+        return blockwise.attend(query, key, value, bias, None, **structure)
+
+    wrong, masked = module(attend), SIZES | {"mask": True}
+    assert "'masked'" in reason(wrong, masked=masked)
+    wrong.unsupported = lambda query, value, bias, mask: "mask" if mask.any() else None
+    assert reason(wrong, masked=masked) is None
+    assert any("mask" in problem for problem in PROBLEMS.values())
+
+
+@jax.custom_batching.custom_vmap
+def of_first_trial(keys):
+    return keys
+
+
+@of_first_trial.def_vmap
+def _(axis_size, in_batched, keys):
+    return jnp.broadcast_to(keys[:1], keys.shape), True
+
+
+def test_kernel_that_mixes_up_trials_is_rejected():
+    def attend(*args, dropout_keys, **kwargs):
+        return blockwise.attend(
+            *args, dropout_keys=of_first_trial(dropout_keys), **kwargs
+        )
+
+    alone = SIZES | {"dropout_rate": 0.2}
+    assert reason(module(attend), alone=alone) is None
+    assert "'group'" in reason(module(attend), group=alone | {"num_trials": 2})
+    assert any("num_trials" in problem for problem in PROBLEMS.values())
+
+
+def test_kernel_that_is_wrong_in_long_rows_only_is_rejected(monkeypatch):
+    """Where later blocks are lost. They are small beside the first queries' results."""
+    monkeypatch.setattr(verification, "LONG", (1, 512, 2, 16))
+    monkeypatch.setattr(verification, "timed_programs", timed_programs)
+    monkeypatch.setattr(verification, "long_error", long_error)
+
+    def wrong(last):
+        def change(out):
+            return out.at[:, 480:].multiply(last)
+
+        return kernel(lambda out: change(out) if out.shape[1] > 480 else out)
+
+    assert verification.verify("mine", "float32", wrong(1.0)).reason is None
+    found = verification.verify("mine", "float32", wrong(0.9))
+    assert "long" in found.reason and found.error > verification.LONG_TOLERANCE
+    assert found.relative_time is None and found.is_final()
+
+
+def test_one_problem_has_several_blocks_in_every_kernel():
+    """Also of a computing warpgroup's keys, and with the statistics' tiles."""
+    forward = [tpu.FORWARD_TILES, tpu.BACKWARD_TILES]
+    forward += [x[:2] for sizes in gpu_blocks.TILES.values() for x in sizes.values()]
+    T, S, *_ = PROBLEMS["segments"]["sizes"]
+    for queries, keys in forward:
+        assert queries < T and keys < S
+
+
 def test_kernel_that_fails_or_is_slow_is_rejected(monkeypatch):
     def attend(*args, **kwargs):
         raise RuntimeError("no such instruction")
 
-    broken = types.SimpleNamespace(attend=attend)
+    broken = module(attend)
     assert (
         "no such instruction" in verification.verify("mine", "float32", broken).reason
     )
@@ -94,7 +198,7 @@ def test_verdict_is_cached_and_needs_permission(monkeypatch):
 
     def verify(implementation, dtype):
         ran.append((implementation, dtype))
-        return verification.Verdict(implementation, dtype, "cpu", 0.0, 0.5, None)
+        return ACCEPTED
 
     monkeypatch.setattr(verification, "verify", verify)
     monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
@@ -112,28 +216,98 @@ def test_verdict_is_cached_and_needs_permission(monkeypatch):
     assert verification.verdict("gpu", "bfloat16") is None
 
 
-def test_what_may_pass_is_not_remembered_by_the_next_process(monkeypatch):
-    """Another process may hold the memory now; an error without a message is one."""
-    errors = [RuntimeError("RESOURCE_EXHAUSTED: out of memory"), AssertionError()]
-    reasons = []
-    for error in errors:
+@pytest.mark.parametrize("part", ["jax", "jaxlib", "driver"])
+def test_verdict_is_taken_again_with_other_software(monkeypatch, part):
+    monkeypatch.setattr(verification, "verify", lambda *_: ACCEPTED)
+    assert verification.is_accepted("gpu", "bfloat16")
+    monkeypatch.setattr(verification, "_verdicts", {})
+    monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
+    assert verification.is_accepted("gpu", "bfloat16")
+    monkeypatch.setattr(verification, "_verdicts", {})
+    if part == "driver":
+        client = types.SimpleNamespace(platform_version="another")
+        kind = jax.devices()[0].device_kind
+        device = types.SimpleNamespace(client=client, device_kind=kind)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+    else:
+        monkeypatch.setattr(getattr(verification, part), "__version__", "another")
+    assert verification.verdict("gpu", "bfloat16") is None
 
-        def failing(*_, error=error, **__):
-            raise error
 
-        monkeypatch.setattr(verification, "problem_error", failing)
-        monkeypatch.setattr(verification, "_verdicts", {})
-        reasons.append(verification.verdict("gpu", "float32").reason)
-        assert not verification.is_accepted("gpu", "float32")
-        monkeypatch.setattr(verification, "_verdicts", {})
-        monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
-        kept = verification.verdict("gpu", "float32")
-        assert (kept is None) == (error is errors[0])
-        monkeypatch.delenv("HEADCOUNT_VERIFY")
-    assert reasons == [f"RuntimeError: {errors[0]}", "AssertionError: "]
+def test_relative_cache_folder_is_not_used(monkeypatch, tmp_path):
+    """The owner of the working directory could plant a verdict there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setattr(verification, "verify", lambda *_: ACCEPTED)
+    assert verification.is_accepted("gpu", "bfloat16")
+    assert not list(tmp_path.iterdir())
+
+
+def test_verification_is_logged_and_done_once_by_processes_of_one_device(
+    monkeypatch, caplog
+):
+    """Processes are threads here, without the lock of threads and shared memory."""
+
+    def verify(*_):
+        time.sleep(0.2)
+        return ACCEPTED
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr(verification, "_lock", contextlib.nullcontext())
+    monkeypatch.setattr(verification, "_verdicts", Forgetful())
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(2) as pool:
+        take = functools.partial(verification.verdict, "gpu", "bfloat16")
+        found = [each.result() for each in [pool.submit(take), pool.submit(take)]]
+    assert found == [ACCEPTED, ACCEPTED]
+    (line,) = (
+        r.getMessage() for r in caplog.records if r.name.endswith("verification")
+    )
+    assert "gpu" in line and "bfloat16" in line
+
+
+class Forgetful(dict):
+    def __contains__(self, _):
+        return False
+
+
+def test_another_process_decides(monkeypatch):
+    monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
+    verification.adopt([ACCEPTED])
+    assert verification.is_accepted("gpu", "bfloat16")
+    assert not verification.is_accepted("gpu", "float16")
+
+
+def failing(*_, **__):
+    raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+@pytest.mark.parametrize(
+    "name, change, kept",
+    [
+        ("problem_error", lambda *_, **__: 0.5, True),
+        ("problem_error", failing, False),
+        ("long_error", failing, False),
+        ("time_ratio", failing, False),
+        ("time_ratio", lambda *_: 1.5, False),
+    ],
+)
+def test_only_what_lasts_is_remembered_by_the_next_process(
+    monkeypatch, name, change, kept
+):
+    """Another process may have the memory, or the time, now."""
+    monkeypatch.setattr(verification, name, change)
+    found = verification.verdict("blockwise", "float32")
+    assert found.reason is not None
+    assert verification.verdict("blockwise", "float32") is found
+    monkeypatch.setattr(verification, "_verdicts", {})
+    monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
+    assert verification.verdict("blockwise", "float32") == (found if kept else None)
+    verification.forget()
+    assert verification.verdict("blockwise", "float32") is None
 
 
 def test_reference_agrees_with_itself_in_every_problem(monkeypatch):
     monkeypatch.undo()
+    exact = module(reference.attend)
     for problem in verification.PROBLEMS.values():
-        assert verification.problem_error(reference, "float32", **problem) < 1e-6
+        assert verification.problem_error(exact, "float32", **problem) < 1e-6

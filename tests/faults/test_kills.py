@@ -45,6 +45,7 @@ def corpus(tmp_path_factory):
 def settings(corpus):
     return corpus | {
         "data.batch_tokens": 256,
+        "model.attention.dropout": 0.2,
         "train.num_steps": STEPS,
         "train.checkpoint_every_steps": 3,
         "train.eval_every_steps": 60,

@@ -348,8 +348,12 @@ def test_settings_of_attention_that_the_model_lacks_raise_an_error(site, without
     "positions, change, message",
     [
         ("none", {"implementation": "cudnn"}, "needs an NVIDIA GPU"),
-        ("none", {"implementation": "xla", "value_dim": 5}, "key and value sizes"),
-        ("none", {"implementation": "xla", "sink": True}, "none with a sink"),
+        (
+            "none",
+            {"implementation": "xla", "value_dim": 5},
+            "query and value of one head size",
+        ),
+        ("none", {"implementation": "xla", "sink": True}, "no gradient .* sink"),
         ("relative", {"implementation": "tpu_interpret"}, "no gradient.* bias"),
     ],
 )

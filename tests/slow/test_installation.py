@@ -12,21 +12,22 @@ from tests.processes import ROOT
 
 OWN_PROJECT = """
 import data, models  # the user's own, with names that ours have too
-import importlib.util
+import importlib.resources, importlib.util
+import jax
 import jax.numpy as jnp
 import numpy as np
 from headcount import attention
 
 assert (models.NAME, data.NAME) == ("mine", "mine")
 assert importlib.util.find_spec("flax") is None
+assert importlib.resources.files(attention).joinpath("py.typed").is_file()
 x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 4, 8)), jnp.float32)
 found = attention.dot_product_attention(x, x, x, is_causal=True)
-wanted = attention.dot_product_attention(
-    x, x, x, is_causal=True, implementation="reference"
-)
+wanted = jax.nn.dot_product_attention(x, x, x, is_causal=True)
 np.testing.assert_allclose(found, wanted, atol=1e-5)
 print(attention.__file__)
 """
+README = (ROOT / "attention" / "README.md").read_text()
 
 
 def run(*command, cwd, **environment):
@@ -60,7 +61,9 @@ def test_attention_alone_in_another_project_with_the_same_folder_names(wheel, tm
     for name in ("models", "data"):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text('NAME = "mine"\n')
-    out = run(python, "-c", OWN_PROJECT, cwd=project, JAX_PLATFORMS="cpu")
+    example = README.split("```python\n")[1].split("```")[0]
+    script = OWN_PROJECT + example
+    out = run(python, "-c", script, cwd=project, JAX_PLATFORMS="cpu")
     assert str(tmp_path / "env") in out
     ran = subprocess.run(
         [tmp_path / "env" / "bin" / "headcount", "train"],

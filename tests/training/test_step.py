@@ -93,17 +93,18 @@ def test_a_trial_of_a_group_equals_the_same_trial_alone_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_trials_of_muon_have_their_own_hyperparameters(config, corpus, program):
+def test_trials_of_muon_and_attention_dropout_equal_each_alone(config, corpus):
     config = config.copy_and_resolve_references()
     config.optimizer.name = "muon"
-    _, build = program
+    config.model.attention.dropout = 0.1
+    build = partial(Transformer, VOCAB, **config.model.to_dict())
     program = make_static(abstract(build), config, Translation(config).loss), build
-    trials = [TRIALS[0], TRIALS[0] | {"optimizer.muon_beta": 0.5}]
+    trials = [TRIALS[1], TRIALS[0], TRIALS[0] | {"optimizer.muon_beta": 0.5}]
     group = trained(config, corpus, program, trials, [25])[0]["loss"]
-    alone = trained(config, corpus, program, trials[1:], [25])[0]["loss"]
-    np.testing.assert_array_equal(group[1], alone[0])
+    alone = trained(config, corpus, program, trials[2:], [25])[0]["loss"]
+    np.testing.assert_array_equal(group[2], alone[0])
     assert group[:, -1].max() < 0.95 * group[:, 0].min()
-    assert group[0, 0] == group[1, 0] and abs(group[0, 9] - group[1, 9]) > 1e-4
+    assert group[1, 0] == group[2, 0] and abs(group[1, 9] - group[2, 9]) > 1e-4
 
 
 def test_each_seed_initializes_different_parameters(config, program):

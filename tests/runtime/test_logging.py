@@ -1,0 +1,17 @@
+"""What the scripts show of the log."""
+
+import logging
+
+import pytest
+
+from headcount.runtime.logging import ROOT, SayHandler
+
+
+@pytest.mark.parametrize("room, shown", [("data", 1), ("attention", 1), ("models", 0)])
+def test_only_data_and_attention_inform_the_user(capsys, room, shown):
+    path = str(ROOT / room / "file.py")
+    for level in (logging.INFO, logging.WARNING):
+        record = {"msg": f"at {level}", "levelno": level, "pathname": path}
+        SayHandler().emit(logging.makeLogRecord(record))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"at {logging.INFO}"] * shown + [f"at {logging.WARNING}"]
