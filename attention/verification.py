@@ -42,6 +42,7 @@ LONG_TOLERANCE = 4e-2
 SLOWER = 1.0  # relative time above which a kernel is not picked
 LONG = (4, 2048, 8, 64)  # B, T, N, H of the timed problem
 PARTS = 16  # of LONG's rows; errors are relative to a part, as later queries have less
+DAY = 24 * 60 * 60  # seconds
 _log = logging.getLogger(__name__)
 _verdicts: dict[tuple, "Verdict"] = {}
 _lock = threading.RLock()
@@ -61,7 +62,8 @@ class Verdict:
     def is_final(self) -> bool:
         """Return whether the kernel is accepted, or differs from the reference.
 
-        One that fails or is slow may share the device with another program.
+        One that fails or is slow may share the device with another program. That it
+        fails is not cached, and that it is slow only for a day.
         """
         differs = self.error is not None and self.relative_time is None
         return self.reason is None or differs
@@ -90,7 +92,7 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
                 # in a thread of its own: the caller may be tracing
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:
                     found = pool.submit(verify, implementation, dtype).result()
-                if found.is_final():
+                if found.is_final() or found.relative_time is not None:
                     _write(key, found)
         if found is not None:
             _verdicts[key] = found
@@ -374,7 +376,10 @@ def _locked(key: tuple):
 
 def _read(key: tuple) -> Verdict | None:
     try:
-        return Verdict(**json.loads(cache_path(key).read_text()))
+        path = cache_path(key)
+        found = Verdict(**json.loads(path.read_text()))
+        is_recent = time.time() - path.stat().st_mtime < DAY
+        return found if found.is_final() or is_recent else None
     except (OSError, RuntimeError, ValueError, TypeError):
         return None  # missing, damaged, or there is no home: verify again
 

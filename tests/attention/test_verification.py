@@ -1,6 +1,7 @@
 """A kernel is picked only if it agrees with the reference on the device here."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -216,6 +217,33 @@ def test_verdict_is_cached_and_needs_permission(monkeypatch):
     assert verification.verdict("gpu", "bfloat16") is None
 
 
+@pytest.mark.parametrize(
+    "changes, recent, old",
+    [
+        ({"error": 0.5, "relative_time": None, "reason": "differs"}, 1, 1),
+        ({"relative_time": 1.1, "reason": "slow"}, 1, 2),
+        ({"error": None, "relative_time": None, "reason": "fails"}, 2, 3),
+    ],
+)
+def test_a_slow_kernel_is_verified_again_after_a_day_and_a_failing_one_at_once(
+    monkeypatch, changes, recent, old
+):
+    """The numbers are of verifications, by the second and the third process."""
+    ran = []
+
+    def verify(*_):
+        ran.append(1)
+        return dataclasses.replace(ACCEPTED, **changes)
+
+    monkeypatch.setattr(verification, "verify", verify)
+    for age, wanted in ((0, 1), (0, recent), (verification.DAY + 1, old)):
+        monkeypatch.setattr(verification, "_verdicts", {})  # another process
+        now = time.time() + age
+        monkeypatch.setattr(verification.time, "time", lambda now=now: now)
+        assert not verification.is_accepted("gpu", "bfloat16")
+        assert len(ran) == wanted
+
+
 @pytest.mark.parametrize("part", ["jax", "jaxlib", "driver"])
 def test_verdict_is_taken_again_with_other_software(monkeypatch, part):
     monkeypatch.setattr(verification, "verify", lambda *_: ACCEPTED)
@@ -288,13 +316,13 @@ def failing(*_, **__):
         ("problem_error", failing, False),
         ("long_error", failing, False),
         ("time_ratio", failing, False),
-        ("time_ratio", lambda *_: 1.5, False),
+        ("time_ratio", lambda *_: 1.5, True),
     ],
 )
 def test_only_what_lasts_is_remembered_by_the_next_process(
     monkeypatch, name, change, kept
 ):
-    """Another process may have the memory, or the time, now."""
+    """Another process may have the memory now."""
     monkeypatch.setattr(verification, name, change)
     found = verification.verdict("blockwise", "float32")
     assert found.reason is not None
