@@ -39,6 +39,7 @@ class Arm(NamedTuple):
     flops: float
     speed: float | None  # mean tokens per second of its groups
     loss: dict[int, float]  # on test, by seed
+    dev: float  # mean loss on dev
     lost: int  # trials that diverged or failed
     diverged: frozenset[int] = frozenset()  # seeds, part of `lost`
     gap: dict[int, float] = {}  # generalization gap, by seed
@@ -187,11 +188,14 @@ def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
     return found
 
 
-def loses_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
+def loses_less(
+    setting: str, from_best: bool, claim: Claim, sweep: Results
+) -> list[Effect]:
     """Test whether raising a setting costs an arm less loss than the reference.
 
     The claim chooses one arm per value of the setting, and a reference for each. The
-    lowest value is compared with the highest at which no trial was lost.
+    highest value at which no trial was lost is compared with the lowest or, with
+    `from_best`, with that of each rule's lowest loss on dev.
     """
     pairs = {
         value: pair
@@ -201,6 +205,9 @@ def loses_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
     if len(pairs) < 2:
         return []
     many, few = pairs[max(pairs)], pairs[min(pairs)]
+    if from_best:
+        sides = zip(*pairs.values(), strict=True)
+        few = [min(side, key=lambda arm: arm.dev) for side in sides]
     four = [many[0], few[0], many[1], few[1]]
     seeds = sorted(set.intersection(*(set(arm.loss) for arm in four)))
     losses = ([arm.loss[seed] for seed in seeds] for arm in four)
@@ -604,6 +611,7 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
     speeds = [
         float(row["tokens_per_second"]) for row in done if row["tokens_per_second"]
     ]
+    dev = [float(row["dev_loss"]) for row in done if row["dev_loss"]]
     settings = json.loads(rows[0]["overrides"])
     return Arm(
         name=name,
@@ -617,6 +625,7 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
             for row in done
             if row["test_loss"]
         },
+        dev=float(np.mean(dev)) if dev else math.nan,
         lost=sum(row["status"] in ("diverged", "failed") for row in rows),
         diverged=frozenset(
             int(row["seed"]) for row in rows if row["status"] == "diverged"

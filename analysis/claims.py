@@ -101,7 +101,7 @@ def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
     by the logarithm of the largest gradient norm of a training over the median.
     """
     rate = "learning_rate"
-    found = loses_less(rate, claim, sweep) + diverges_less(rate, claim, sweep)
+    found = loses_less(rate, True, claim, sweep) + diverges_less(rate, claim, sweep)
     kept = {
         value: [arm.settings for arm in pair]
         for value, pair in by_setting(rate, claim, sweep).items()
@@ -276,7 +276,7 @@ CLAIMS = (
         "common belief",
         NOTHING,
         "merge_heads",
-        partial(loses_less, "num_heads"),
+        partial(loses_less, "num_heads", False),
         merge("mean"),
         merge("concat"),
     ),
