@@ -261,7 +261,13 @@ COMBINED = {
         "gate_on": "values",
         "num_kv_heads": 2,
     },
-    "latent": {"latent_dim": 6, "rotary": True, "exclusive": True},
+    "latent, shared gate": {
+        "latent_dim": 6,
+        "rotary": True,
+        "exclusive": True,
+        "gate": "sigmoid",
+        "gate_size": "shared",
+    },
 }
 
 
