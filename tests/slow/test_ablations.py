@@ -89,14 +89,15 @@ def tiny(**model):
 @pytest.mark.parametrize("name", ablation_names(ablations))
 def test_every_ablation_builds_on_every_config(name, monkeypatch):
     """Its keys exist, its models build, its docstring says what varies."""
-    # `plan_of` builds every model, too, to count its parameters
-    monkeypatch.setattr(checks, "abstract", lambda build: None)
-    monkeypatch.setattr(checks, "_built", set())
     generator = find_ablation(name)
     nuisance = nuisance_keys(generator.__doc__)
     for config in all_configs():
         arms = arms_of(generator, name, config.to_dict())
-        plan = plan_of(config, arms, nuisance=nuisance)
+        with monkeypatch.context() as patched:
+            # `plan_of` builds every model, too, to count its parameters
+            patched.setattr(checks, "abstract", lambda build: None)
+            patched.setattr(checks, "_built", set())
+            plan = plan_of(config, arms, nuisance=nuisance)
         assert len({arm.name for arm in plan.arms}) == len(plan.arms)
         assert len({trial.id for trial in plan.trials}) == 2 * len(plan.arms)
         (baseline,) = [arm for arm in plan.arms if arm.is_baseline]
