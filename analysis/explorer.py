@@ -143,7 +143,8 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
     """Return all attention maps as compressed bytes in base64.
 
     A weight w is stored as round(255 w). The order of axes is: sentences, sites,
-    layers, heads, raw and norm-weighted maps, queries, keys.
+    layers, heads, raw and norm-weighted maps, queries, keys. Norm-weighted maps of NaN
+    are stored as zeros.
     """
     parts = [None] * len(sentences)
     for indices, batch in batched(sentences):
@@ -155,7 +156,8 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
                 T = len(fields["source" if site == "encoder" else "target"])
                 S = len(fields["target" if site == "decoder" else "source"])
                 both = np.stack([each[:, row, :, :T, :S] for each in pair], axis=2)
-                own.append(np.rint(255 * np.clip(both, 0, 1)).astype(np.uint8))
+                both = np.nan_to_num(np.clip(both, 0, 1))
+                own.append(np.rint(255 * both).astype(np.uint8))
             parts[index] = b"".join(each.tobytes() for each in own)
     return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
 

@@ -71,9 +71,9 @@ def measure_roles(
 
     Roles with fewer than `MIN_EXAMPLES` sentences are left out. A row has `weight` with
     its 95% interval over sentences (`low`, `high`), the norm-weighted score
-    (`norm_weight`, see `models.attention.norm_weighted_map`), the controls (`chance`,
-    `offset_weight` at `offset`, `untrained` with its `untrained_sd`), `p` and `p_holm`,
-    and `has_role`.
+    (`norm_weight`; None where `models.attention.norm_weighted_map` is NaN), the
+    controls (`chance`, `offset_weight` at `offset`, `untrained` with its
+    `untrained_sd`), `p` and `p_holm`, and `has_role`.
 
     Args:
         limit: number of examples to use, from the start of the split.
@@ -121,7 +121,8 @@ def rows_of(scores: dict, untrained: list[dict], names: dict) -> list[dict]:
                 row = {"site": site, "layer": layer, "head": head, "role": name}
                 row |= {"examples": len(weight), "weight": float(mean)}
                 row |= {"low": float(low), "high": float(high)}
-                row["norm_weight"] = float(own.norm_weight[:, layer, head].mean())
+                shares = own.norm_weight[:, layer, head].mean()
+                row["norm_weight"] = None if np.isnan(shares) else float(shares)
                 row["chance"] = float(own.chance.mean())
                 row |= {"offset": offset, "offset_weight": float(others.mean())}
                 row["untrained"] = float(beaten.mean())
@@ -528,7 +529,8 @@ def by_role(rows: list[dict]) -> list[dict]:
         row = {"site": site, "role": role, "trials": len(best), "having": sum(having)}
         row |= {"weight": float(mean), "low": float(low), "high": float(high)}
         for name in ("norm_weight", "chance", "offset_weight", "untrained"):
-            row[name] = float(np.mean([each[name] for each in best]))
+            values = [each[name] for each in best]
+            row[name] = None if None in values else float(np.mean(values))
         heads = [f"{each['layer']}.{each['head']}" for each in best]
         found.append(row | {"best": heads})
     return found

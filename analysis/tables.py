@@ -403,7 +403,7 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
                 " ".join(row["best"][:5]) + " …" * (len(row["best"]) > 5),
                 f"{row['weight']:.2f}",
                 f"{row['low']:.2f}–{row['high']:.2f}",
-                *(f"{share:.2f}" for share in (*shares, row["untrained"])),
+                *("" if x is None else f"{x:.2f}" for x in (*shares, row["untrained"])),
             )
         console = print_table(table)
     for trial in trials:

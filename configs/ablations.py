@@ -65,6 +65,16 @@ def merged(dicts: Iterable[dict]) -> dict:
     return {key: value for each in dicts for key, value in each.items()}
 
 
+def leaves_out(ablation):
+    """Mark an ablation whose arms are left out where the base config excludes them.
+
+    `sweeps.ablation.arms_of` leaves them out and logs why. In other ablations, an arm
+    that can't be built is an error.
+    """
+    ablation.leaves_out = True
+    return ablation
+
+
 def heads(base) -> Iterator[dict]:
     """How many heads, if together they are as wide as the model?
 
@@ -288,27 +298,22 @@ def positions(base) -> list[dict]:
     return over("model.positions", *kinds)
 
 
+@leaves_out
 def variants(base) -> list[dict]:
     """Which published variant of heads is better than plain heads?
 
     Arms are each variant as it is and with equal parameters; --match=parameters or
     --match=flops drops the former. configs/variants.py has formulas and sources.
+    Variants that another setting of the base config excludes are left out.
 
     Scientific: the variants of model.attention.
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest; model.mlp_dim is solved in the matched arms.
     """
-    own = base.model.attention
     arms = [variant.settings(base) for variant in VARIANTS.values()]
-    left_out = {}
-    if own.num_heads % 2 or (own.num_kv_heads or 2) % 2:  # no pairs of heads
-        left_out["model.attention.differential"] = True
-    if own.num_heads < 2:  # no heads to route, because one is always on
-        left_out["model.attention.merge"] = "shared_mixture"
-    if own.qk_norm:  # the baseline has it: compare with an arm without it
-        left_out["model.attention.qk_norm"] = True
+    if base.model.attention.qk_norm:  # compare with an arm without it
+        arms.remove({"model.attention.qk_norm": True})
         arms += over("model.attention.qk_norm", False)
-    arms = [arm for arm in arms if not arm.items() & left_out.items()]
     return chain([{}], arms, matched(arms))
 
 
@@ -323,11 +328,13 @@ def merge_heads(base) -> list[dict]:
     return grid(numbers, over("model.attention.merge", *AVERAGES))
 
 
+@leaves_out
 def width_heads(base) -> list[dict]:
     """Is one size of head right at every width, or one number of heads?
 
     The widths are half, one and two times the base config's, with the feed-forward in
-    proportion. Each has arms with N = 2, 4, 8 and 16 and H = V = D / N.
+    proportion. Each has arms with N = 2, 4, 8 and 16 and H = V = D / N; with rotary
+    positions, H must be even.
 
     Scientific: model.width and model.mlp_dim together, and the number of heads.
     Nuisance: optimizer.learning_rate, model.dropout.

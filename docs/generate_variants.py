@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from headcount.analysis.formatting import interval, signed
+from headcount.analysis.sequential import judge_at_last
 from headcount.attention.kernels import gpu, tpu
 from headcount.configs import modern, recall
 from headcount.configs.base import get_config
@@ -21,6 +23,7 @@ from headcount.models.cost import abstract, parameters, plain, products_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "reference" / "variants.md"
+WITHOUT_NORM = {"model.attention.qk_norm": False}
 WIDTH, HEADS, LENGTH = 1024, 16, 1024  # of the layer whose costs the table shows
 HEAD = """# Variants of heads
 
@@ -30,15 +33,17 @@ HEAD = """# Variants of heads
 Each is a set of keys of `model.attention`, off by default, for all sites or for one
 (`model.decoder_attention`, ...). `--ablation=variants` trains all of them beside plain
 heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
-applies them, [variants.py](../../attention/variants.py) has a function for each. Our
-verdicts come from two sweeps with equal parameters; [variants](../research/variants.md)
-says how they were made:
+applies them, [variants.py](../../attention/variants.py) has a function for each.
+QK clip fails with an error if `positions=relative`, because it can't scale the learned
+biases in the logits. Our verdicts come from two sweeps with equal parameters;
+[variants](../research/variants.md) says how they were made:
 
 - `variants_shakespeare`: Shakespeare by characters with the modern block, and a
   learning rate per arm. Losses are compared on dev, which also selected the rates and
   checkpoints; [claim 30](../research/claims.md) compares the same models on test. The
   baseline has QK norm; the latent and QK clip exclude it, so their arms differ from the
-  baseline in that, too.
+  baseline in that, too. The table also gives their differences from the arm that only
+  lacks QK norm.
 - `variants_recall`: exact recall of values, in models so small that plain heads recall
   a third of them.
 
@@ -128,14 +133,17 @@ COMPARED = (  # what, with what, where code bases differ
     (
         "shared and routed",
         "none: no package has it",
-        "MoH's code multiplies the weights by the number of heads that share them, so "
-        "that each starts at 1; ours has the paper's formula",
+        "MoH's code, as released, renormalises the routed gates over the chosen heads, "
+        "multiplies all gates by 2 and by the number of heads that share them, so that "
+        "each starts near 1, and the balance loss by the number of routed heads; ours "
+        "has the paper's formula, so its outputs start smaller than those of `concat`",
     ),
     (
-        "gate on values, knocking, gates from 1",
-        "none: no package has them",
-        "not known",
+        "knocking",
+        "none: no package has it",
+        "ours has its own matrices per layer, and does not share them by layers",
     ),
+    ("gate on values, gates from 1", "none: no package has them", "not known"),
 )
 MUON = """
 Our Muon is Optax's, which corrects the bias of the momentum. PyTorch's does not, and
@@ -241,22 +249,68 @@ def read_verdicts(sweep: str, base) -> dict[str, str]:
     with (folder / "verdicts.csv").open() as file:
         rows = {row["arm"]: row for row in csv.DictReader(file)}
     with (folder / "sweep.csv").open() as file:
-        names = {row["overrides"]: row["arm"] for row in csv.DictReader(file)}
-    found = {}
-    for name, variant in VARIANTS.items():
-        settings = variant.settings(base)
+        trials = list(csv.DictReader(file))
+    names = {row["overrides"]: row["arm"] for row in trials}
+
+    def row_of(settings):
         for arm in (settings | {"match": "parameters"}, settings):
             row = rows.get(names.get(json.dumps(arm)))
-            if row is not None and int(row["seeds"]) and name not in found:
-                numbers = (float(row[key]) for key in ("difference", "low", "high"))
-                spec = "+.4f" if row["metric"] == "loss" else "+.1f"
-                numbers = (format(x, spec).replace("-", "−") for x in numbers)
-                effect, low, high = numbers
-                found[name] = (
-                    f"{row['verdict']} ({row['metric']} {effect}, "
-                    f"{low} to {high}, {row['seeds']} seeds)"
-                )
+            if row is not None and int(row["seeds"]):
+                return row
+        return None
+
+    found, without_norm = {}, row_of(WITHOUT_NORM)
+    for name, variant in VARIANTS.items():
+        settings = variant.settings(base)
+        if (row := row_of(settings)) is not None:
+            found[name] = verdict_text(row)
+            if without_norm is not None and settings.items() > WITHOUT_NORM.items():
+                difference = difference_of(row, without_norm, trials, len(rows))
+                found[name] += f"; {difference} from the arm without QK norm"
+        elif (row := row_of(dict.fromkeys(settings, False))) is not None:
+            found[name] = f"{verdict_text(row, -1)}, from the arm without it"
     return found
+
+
+def verdict_text(row: dict, sign: int = 1) -> str:
+    """Return a verdict; with sign -1, that on the baseline instead of the arm."""
+    kind = row["verdict"]
+    if sign < 0:
+        kind = {"better": "worse", "worse": "better"}.get(kind, kind)
+    ends = [sign * float(row[end]) for end in ("low", "high")]
+    difference = estimate(row, sign * float(row["difference"]), *sorted(ends))
+    return f"{kind} ({row['metric']} {difference}, {row['seeds']} seeds)"
+
+
+def estimate(row: dict, mean: float, low: float, high: float) -> str:
+    """Format a difference in a verdict's metric, with its interval."""
+    spec = ".4f" if row["metric"] == "loss" else ".1f"
+    return f"{signed(mean, spec)}, {interval(low, high, spec, signed)}"
+
+
+def difference_of(row: dict, other: dict, trials: list[dict], num_arms: int) -> str:
+    """Return an arm's difference from another one, with an interval like a verdict's.
+
+    Args:
+        row, other: the arms' verdicts.
+        trials: rows of sweep.csv.
+        num_arms: number of arms that share the error rate.
+    """
+    column = f"{row['split']}_{row['metric']}"
+    own, base = (
+        {
+            trial["seed"]: float(trial[column])
+            for trial in trials
+            if trial["arm"] == arm["arm"]
+            and trial["stage"] == "report"
+            and trial["status"] == "done"
+        }
+        for arm in (row, other)
+    )
+    each = [own[seed] - base[seed] for seed in own if seed in base]
+    looks = tuple(int(look) for look in row["looks"].split(",") if look)
+    result = judge_at_last(each, looks, num_arms)
+    return estimate(row, result.mean, result.low, result.high)
 
 
 def table(header, rows) -> str:

@@ -516,8 +516,23 @@ class Attention(nnx.Module):
             gated = attention.head_gated(heads, gate)
             factor = None if self.difference is None else self.difference.factor()
             seen = query, key, masks, parameters, gated, x, *self.rule(), value, factor
-            observe(Intermediates(*seen, largest))
+            observe(Intermediates(*seen, largest, self.element_factors()))
         return self.merged(heads, x, gate)
+
+    def element_factors(self) -> Float[Array, "*V"] | float:
+        """Return the factors on a head's elements between attention and merge kernel.
+
+        Factors on whole heads are left out. NaN if the elements of different tokens are
+        changed differently.
+        """
+        gate = self.output_gate
+        if (
+            self.exclusive
+            or (gate is not None and gate.size != "head")
+            or self.merge_rule == "gated_elementwise"
+        ):
+            return float("nan")
+        return 1.0 if self.difference is None else self.difference.norm.scale[...]
 
     @property
     def has_auxiliary(self) -> bool:
@@ -612,6 +627,7 @@ class Intermediates(NamedTuple):
     value: Float[Array, "B S K V"] | None = None
     difference: Float[Array, ""] | None = None  # λ of differential attention
     largest: Float[Array, "N"] | None = None  # largest logits, with `qk_clip`
+    factors: Float[Array, "*V"] | float = 1.0  # see `Attention.element_factors`
 
 
 def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
@@ -631,13 +647,16 @@ def norm_weighted_map(layer: Intermediates) -> Float[Array, "B N T S"]:
 
     α is the weight, and f(x) is the key's value times the head's merge kernel
     (Kobayashi et al. 2020). Rows sum to 1, so a merge rule's factors on whole heads
-    cancel. A token with a large weight but a small value has a small share.
+    cancel. A token with a large weight but a small value has a small share. Everything
+    is NaN if f differs between queries: with exclusive heads, or with gates on the
+    elements of the output.
     """
     kernel, weights = layer.arguments["kernel"], attention_map(layer)
     value = layer.value
     if layer.difference is not None:  # one joint value per pair
         value = variants.paired(value)[:, :, : value.shape[2] // 2]
     value = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
+    value = value * layer.factors
     kernel = jnp.broadcast_to(kernel, (*value.shape[2:], kernel.shape[-1]))
     added = jnp.einsum("BSNV,NVD->BSND", value, kernel).astype(jnp.float32)
     norms = jnp.linalg.norm(added, axis=-1).transpose(0, 2, 1)[:, :, None]

@@ -24,7 +24,7 @@ from headcount.models.positions import (
     sinusoidal,
 )
 from headcount.models.precision import compute_dtype, lookup, rematerialize
-from headcount.models.validation import check_gates, check_layers
+from headcount.models.validation import check_clip, check_gates, check_layers
 
 SITES = ("encoder", "decoder", "cross")
 FEATURE = re.compile(r"source_features_\d+")  # a batch also has their segments
@@ -159,6 +159,7 @@ class Transformer(nnx.Module):
             for site in SITES
         }
         stacks = {"encoder": num_encoder_layers, "decoder": num_decoder_layers}
+        check_clip(positions, {x: arguments[x] for x, count in stacks.items() if count})
         a_norm = partial(make_norm, width, norm_type, norm_epsilon, use_bias)
 
         def layers(site, cross):

@@ -108,6 +108,11 @@ def check_variants(s: dict) -> None:
         f"0 with merge={s['merge']!r}, which routes nothing",
     )
     require(s["qk_clip"] is None or s["qk_clip"] > 0, "qk_clip", "above 0")
+    require(
+        s["knocking"] != "none" or not s["knocking_all"],
+        "knocking_all",
+        "False with knocking='none'",
+    )
     if s["latent_dim"] is None:
         require(s["latent_rotary_dim"] is None, "latent_rotary_dim", "None")
         size = s["head_dim"] if s["rotary_dim"] is None else s["rotary_dim"]
@@ -188,6 +193,40 @@ def check_positions(model: dict, max_length: int) -> None:
             f"model.max_positions must be at least data.max_length = {max_length} with "
             f"model.positions='learned', got {there}."
         )
+
+
+def check_residual(model: dict) -> None:
+    """Raise a ValueError if value residuals are on, but no stack has two layers."""
+    encoder, decoder = model["num_encoder_layers"], model["num_decoder_layers"]
+    layers = {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
+    on = {}  # number of layers, by section that turns them on
+    for site, count in layers.items():
+        own = model[f"{site}_attention"]["value_residual"]
+        if model["attention"]["value_residual"] if own is None else own:
+            section = "attention" if own is None else f"{site}_attention"
+            on[section] = max(count, on.get(section, 0))
+    if on and max(on.values()) < 2:
+        raise ValueError(
+            f"model.{next(iter(on))}.value_residual must be False in stacks of one "
+            f"layer, which have no earlier values to mix in; got {encoder} encoder and "
+            f"{decoder} decoder layers."
+        )
+
+
+def check_clip(positions: str, attentions: dict[str, dict]) -> None:
+    """Raise a ValueError if QK clip is on where it can't limit the logits.
+
+    Args:
+        positions: the model's kind of positions.
+        attentions: arguments of self-attention, by site.
+    """
+    for site, arguments in attentions.items():
+        if positions == "relative" and arguments.get("qk_clip") is not None:
+            raise ValueError(
+                f"{arguments['path']}.qk_clip can't be used with model.positions="
+                f"'relative' in the {site}, because scaling queries and keys does not "
+                f"scale the learned biases in the logits."
+            )
 
 
 def check_bos(bos: int, vocab_size: int) -> None:

@@ -20,6 +20,10 @@ from ml_collections import ConfigDict
 from headcount.configs import ablations
 from headcount.configs.commandline import describe, near_miss
 from headcount.configs.validation import known_keys
+from headcount.runtime.logging import say
+from headcount.sweeps.labels import MATCH, name_arms
+from headcount.sweeps.plan import apply_overrides, name_arm_in_errors
+from headcount.training.checks import check_config
 
 
 def find_ablation(name: str) -> Callable:
@@ -103,6 +107,9 @@ def nuisance_keys(docstring: str) -> list[str]:
 def arms_of(function: Callable, name: str, base: dict) -> list[dict]:
     """Call an ablation; return its arms as they will be read back from JSON.
 
+    An ablation with the attribute `leaves_out` loses the arms that the base config
+    excludes; see `configs.ablations.leaves_out`.
+
     Args:
         function: the ablation.
         name: value of --ablation, for error messages.
@@ -130,7 +137,33 @@ def arms_of(function: Callable, name: str, base: dict) -> list[dict]:
                     f"The values of an arm must be numbers or strings, got {arm!r} "
                     f"({error})."
                 ) from None
-    return json.loads(json.dumps(arms))
+    arms = json.loads(json.dumps(arms))
+    if hasattr(function, "leaves_out"):
+        return without_excluded(arms, ConfigDict(base).lock())
+    return arms
+
+
+def without_excluded(arms: list[dict], base: ConfigDict) -> list[dict]:
+    """Leave out arms that can't be built over the base config, and log why."""
+
+    def error_of(arm: dict, name: str) -> str | None:
+        try:
+            with name_arm_in_errors(name):
+                check_config(ConfigDict(apply_overrides(base, arm, name)))
+        except ValueError as error:
+            return str(error)
+
+    if error_of({}, "baseline"):  # what is wrong is no arm
+        return arms
+    settings = [{k: v for k, v in arm.items() if k != MATCH} for arm in arms]
+    distinct = [own for i, own in enumerate(settings) if own not in settings[:i]]
+    excluded = []
+    for own, name in zip(distinct, name_arms(distinct)[0], strict=True):
+        if error := error_of(own, name):
+            say(f"{error} It is left out.")
+            excluded.append(own)
+    pairs = zip(arms, settings, strict=True)
+    return [arm for arm, own in pairs if own not in excluded]
 
 
 @contextlib.contextmanager

@@ -70,6 +70,13 @@ SETTINGS = SHAPES | {
         "knocking": "linear",
         "knocking_all": True,
     },
+    "gates of elements": {
+        "gate": "sigmoid",
+        "gate_size": "element",
+        "gate_features": 12,
+        "qk_clip": 5.0,
+    },
+    "shared gates": {"gate": "sigmoid", "gate_size": "shared", "gate_features": 0},
     "talking": {"talking_heads": True, "num_kv_heads": 2, "positions": "relative"},
     "rms, gated feed-forward, untied": {
         "settings": {
@@ -118,6 +125,9 @@ def make(
                 part.talking_heads[mix][...] += random.normal(size=(4, 4)) / 4
             if part.sink is not None:  # at first 0
                 part.sink[...] += 2 * random.normal(size=4)
+            if part.output_gate is not None:  # without features at first all alike
+                gate = part.output_gate.kernel
+                gate[...] += random.normal(size=gate.shape)
     for table in (model.embedding, model.output_table):
         if table is not None:
             table[...] *= 4.0

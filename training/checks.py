@@ -5,7 +5,7 @@ import json
 from headcount.configs.validation import check_values, choose, flat_config
 from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
-from headcount.models.validation import check_positions
+from headcount.models.validation import check_positions, check_residual
 from headcount.runtime.memory import total_memory
 from headcount.runtime.sharding import SHARD
 from headcount.tasks import make_task
@@ -31,6 +31,7 @@ def check_config(config) -> None:
     tracker_names(config.train.tracker)
     choose("mesh.shard", config.mesh.shard, SHARD)
     check_positions(model, config.data.max_length)
+    check_residual(model)
     shallow = config.copy_and_resolve_references()
     for stack in ("num_encoder_layers", "num_decoder_layers"):
         shallow.model[stack] = min(1, shallow.model[stack])

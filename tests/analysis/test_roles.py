@@ -1,6 +1,9 @@
 """Roles: heads set by hand have theirs and no other; untrained heads have none."""
 
+import base64
+import zlib
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from headcount.analysis import explorer, roles
+from headcount.analysis import explorer, roles, tables
 from headcount.configs.stories import get_config
 from headcount.data import columns, stories, tokenizers
 from headcount.data.examples import Examples, Ragged
@@ -246,6 +249,29 @@ def test_an_outlier_is_judged_by_the_spread_between_untrained_heads():
     draws = 1 / (1 + np.exp(-rng.normal(-2, 0.5, (2000, 31))))
     p = [roles.outlier(x[0], x[1:]) for x in draws]
     assert np.mean(np.array(p) < 0.05) == pytest.approx(0.05, abs=3 * 0.0049)
+
+
+def test_what_has_no_norm_weighted_map_is_shown_without(capsys, tmp_path, monkeypatch):
+    """In the table, the file and the explorer."""
+    rng = np.random.default_rng(0)
+    weight = rng.uniform(size=(4, 9, 1, 2))
+    nothing = np.full(weight.shape[1:], np.nan)
+    own, *untrained = (
+        {("decoder", "self"): roles.Scores(w, nothing, np.full(9, 0.2), {0: w / 2})}
+        for w in weight
+    )
+    rows = roles.rows_of(own, untrained, {"decoder": ["self"]})
+    assert {row["norm_weight"] for row in rows} == {None}
+    rows = [{"trial": 0} | row for row in rows]
+    tables.print_roles(rows, "val", tmp_path / "roles.json")
+    assert "nan" not in capsys.readouterr().out
+
+    maps = jnp.full((2, 1, 1, 2, 3, 3), 0.5).at[1].set(jnp.nan)
+    monkeypatch.setattr(explorer, "attention_maps", lambda *_: {"decoder": tuple(maps)})
+    run = SimpleNamespace(graph=None, of=lambda trial: (None, {}))
+    packed = explorer.packed_maps(run, 0, [{"target": [4, 5, 6]}])
+    found = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+    assert found.reshape(2, 2, 9).mean((0, 2)).tolist() == [128, 0]
 
 
 def test_links_between_words_are_those_of_their_tokens():

@@ -5,6 +5,7 @@ imports, since two scripts that define the same flag can't be imported together.
 """
 
 import ast
+import csv
 import functools
 import importlib
 import importlib.util
@@ -12,10 +13,11 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from absl import flags
 
-from headcount.configs import ablations, presets
+from headcount.configs import ablations, modern, presets
 from headcount.configs.base import get_config
 from headcount.configs.validation import flat
 
@@ -294,6 +296,32 @@ def test_reference_of_variants_is_up_to_date():
     assert generate.render() == generate.TARGET.read_text(), (
         "run python docs/generate_variants.py"
     )
+
+
+def test_arms_without_qk_norm_are_compared_with_the_arm_that_only_lacks_it():
+    """And QK norm has the verdict on leaving it out, turned round."""
+    found = generator("generate_variants").read_verdicts(
+        "variants_shakespeare", modern.get_config("short")
+    )
+    with (ROOT / "results/variants_shakespeare/sweep.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if r["stage"] == "report"]
+
+    def loss_of(arm):
+        losses = [
+            float(r["dev_loss"]) for r in rows if r["arm"] == arm and r["dev_loss"]
+        ]
+        return np.array(losses[:8])
+
+    without, clipped = loss_of("qk_norm=False"), loss_of("qk_norm=False, qk_clip=20")
+    for name, losses, place in (
+        ("QK clip", clipped - without, 1),
+        ("QK norm", loss_of("baseline") - without, 0),
+    ):
+        part = found[name].split(";")[place].replace("−", "-")
+        mean, low, high = map(float, re.findall(r"[+-][\d.]+", part))
+        assert mean == pytest.approx(losses.mean(), abs=6e-5)
+        assert low < mean < high and low + high == pytest.approx(2 * mean, abs=2e-4)
+    assert found["QK norm"].startswith("better")
 
 
 def test_config_reference_is_up_to_date():

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from headcount.configs.base import get_config
+from headcount.models.attention import Attention, attention_map, norm_weighted_map
 from headcount.models.maps import attention_maps, head_summaries, single_example
 from headcount.models.transformer import Transformer
 from tests.marks import slow_but
@@ -103,3 +104,79 @@ def test_heads_without_distributions_have_only_their_largest_logit(variant):
         np.testing.assert_allclose(
             statistics["largest_logit"][1], wanted[site], rtol=1e-4
         )
+
+
+def layer_of(**settings):
+    """Return a layer whose norms and gates are not at their start, and its input."""
+    module = Attention(
+        16, num_heads=4, implementation="reference", **settings, rngs=nnx.Rngs(0)
+    )
+    rng, (graph, params) = np.random.default_rng(1), nnx.split(module)
+    params = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), params)
+    return nnx.merge(graph, params), jnp.asarray(rng.normal(size=(2, 5, 16)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_kv_heads": 2, "gate": "sigmoid"},
+        {
+            "merge": "mean",
+            "gate": "sigmoid",
+            "gate_size": "element",
+            "gate_on": "values",
+        },
+        {"differential": True},
+        {"differential": True, "num_kv_heads": 2, "merge": "gated"},
+    ],
+    ids=str,
+)
+def test_norm_weighted_maps_are_shares_of_what_keys_add_to_the_output(settings):
+    """Per key and head, by hand; their sum is the layer's output."""
+    module, x = layer_of(**settings)
+    seen = []
+    out = module(x, is_causal=True, observe=seen.append)
+    (layer,) = seen
+    maps, value = attention_map(layer), np.asarray(layer.value)
+    if module.difference is not None:
+        value = np.concatenate(np.split(value, 2, axis=2), axis=-1)
+    N = maps.shape[1]
+    value = np.repeat(value, N // value.shape[2], axis=2)
+    each = np.einsum("BNTS,BSNV->BTNSV", maps, value)  # of head and key
+    if module.difference is not None:
+        square = (each.sum(3) ** 2).mean(-1)[..., None, None]
+        each *= (1 - module.difference.initial) / np.sqrt(square + 1e-5)
+        each *= np.asarray(module.difference.norm.scale)
+    if module.output_gate is not None:
+        logits = np.asarray(x) @ np.asarray(module.output_gate.kernel)
+        each /= 1 + np.exp(-logits)[..., None, None]
+    if settings.get("merge") == "gated":
+        logits = np.asarray(x) @ np.asarray(module.merge["gate"])
+        each /= 1 + np.exp(-logits)[..., None, None]
+    if settings.get("merge") == "mean":
+        each /= N
+    kernel = np.broadcast_to(module.merge["kernel"], (N, each.shape[-1], 16))
+    each = np.einsum("BTNSV,NVD->BTNSD", each, kernel)
+    total = each.sum((2, 3)) + np.asarray(module.merge_bias)
+    np.testing.assert_allclose(total, out, rtol=1e-4, atol=1e-5)
+    norms = np.linalg.norm(each, axis=-1).swapaxes(1, 2)
+    wanted = norms / norms.sum(-1, keepdims=True)
+    np.testing.assert_allclose(norm_weighted_map(layer), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"exclusive": True},
+        {"gate": "sigmoid", "gate_size": "element"},
+        {"gate": "double_sigmoid", "gate_size": "shared", "differential": True},
+        {"merge": "gated_elementwise"},
+    ],
+    ids=str,
+)
+def test_there_are_no_norm_weighted_maps_if_queries_change_what_keys_add(settings):
+    module, x = layer_of(**settings)
+    seen = []
+    module(x, observe=seen.append)
+    assert np.isnan(norm_weighted_map(*seen)).all()

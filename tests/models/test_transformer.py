@@ -331,6 +331,18 @@ def test_bad_head_settings_raise_an_error_that_names_the_key(change, message):
         Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("site", ["encoder", "decoder", "cross"])
+def test_qk_clip_excludes_learned_biases_in_the_logits(site):
+    """Clipping would shrink a head at every update, and its bias would stay."""
+    build = build_of("relative", **{f"{site}_attention": {"qk_clip": 9.0}})
+    if site == "cross":  # whose logits have no bias
+        abstract(build)
+        return
+    message = f"model.{site}_attention.qk_clip can't be used with model.positions"
+    with pytest.raises(ValueError, match=message):
+        abstract(build)
+
+
 @pytest.mark.parametrize(
     "site, without",
     [("encoder", "encoder"), ("decoder", "decoder"), ("cross", "encoder")],

@@ -261,7 +261,13 @@ COMBINED = {
         "gate_on": "values",
         "num_kv_heads": 2,
     },
-    "latent": {"latent_dim": 6, "rotary": True, "exclusive": True},
+    "latent, shared gate": {
+        "latent_dim": 6,
+        "rotary": True,
+        "exclusive": True,
+        "gate": "sigmoid",
+        "gate_size": "shared",
+    },
 }
 
 
@@ -321,6 +327,7 @@ def test_gradients_causality_and_padding(name):
         ({"gate": "tanh"}, "gate must be one of none, sigmoid"),
         ({"gate_features": 17}, "gate_features .*model.width = 16"),
         ({"knocking": "soft"}, "knocking must be one of"),
+        ({"knocking_all": True}, "knocking_all must be False with knocking='none'"),
         ({"gate": "hard_concrete"}, "gate_features must be 0 with gate"),
         ({"gate": "sigmoid", "gate_penalty": 0.1}, "gate_penalty must be 0 with gate"),
         ({"qk_clip": 0.0}, "qk_clip must be above 0"),

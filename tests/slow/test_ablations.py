@@ -11,7 +11,12 @@ from headcount.configs import ablations, base, modern, numbers, recall, shakespe
 from headcount.configs.ablations import chain, grid, matched, over, seeds, zipped
 from headcount.configs.validation import flat
 from headcount.models.cost import LENGTH
-from headcount.sweeps.ablation import ablation_names, find_ablation, nuisance_keys
+from headcount.sweeps.ablation import (
+    ablation_names,
+    arms_of,
+    find_ablation,
+    nuisance_keys,
+)
 from headcount.sweeps.labels import name_arms
 from headcount.sweeps.plan import expand, group_trials, program_and_trials
 from headcount.sweeps.search import Search, next_trials
@@ -84,14 +89,15 @@ def tiny(**model):
 @pytest.mark.parametrize("name", ablation_names(ablations))
 def test_every_ablation_builds_on_every_config(name, monkeypatch):
     """Its keys exist, its models build, its docstring says what varies."""
-    # `plan_of` builds every model, too, to count its parameters
-    monkeypatch.setattr(checks, "abstract", lambda build: None)
-    monkeypatch.setattr(checks, "_built", set())
     generator = find_ablation(name)
     nuisance = nuisance_keys(generator.__doc__)
     for config in all_configs():
-        arms = list(generator(config))
-        plan = plan_of(config, arms, nuisance=nuisance)
+        arms = arms_of(generator, name, config.to_dict())
+        with monkeypatch.context() as patched:
+            # `plan_of` builds every model, too, to count its parameters
+            patched.setattr(checks, "abstract", lambda build: None)
+            patched.setattr(checks, "_built", set())
+            plan = plan_of(config, arms, nuisance=nuisance)
         assert len({arm.name for arm in plan.arms}) == len(plan.arms)
         assert len({trial.id for trial in plan.trials}) == 2 * len(plan.arms)
         (baseline,) = [arm for arm in plan.arms if arm.is_baseline]
@@ -127,7 +133,8 @@ def test_the_controls_of_recall_have_the_parameters_of_two_layers():
 def test_the_variants_of_grouped_heads_include_a_latent_of_whole_ones():
     config = modern.get_config("short")
     config.model.attention.num_kv_heads = 2
-    plan = plan_of(shallow(config), ablations.variants(config))
+    arms = arms_of(ablations.variants, "variants", shallow(config).to_dict())
+    plan = plan_of(shallow(config), arms)
     attentions = [arm.config["model"]["attention"] for arm in plan.arms]
     latent = [each for each in attentions if each["latent_dim"]]
     assert latent and {each["num_kv_heads"] for each in latent} == {4}

@@ -55,6 +55,7 @@ def test_a_config_file_that_fails_is_named_with_its_line(tmp_path, line, culprit
     [
         ("model.width", 10**9),
         ("model.attention.head_dim", 10**8),
+        ("model.attention.latent_dim", 0),
         ("model.mlp_dim", 2**31 - 1),
         ("model.num_encoder_layers", 10**8),
         ("data.batch_tokens", 2**31 - 1),

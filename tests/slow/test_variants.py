@@ -37,13 +37,26 @@ MODELS = {
         "knocking": "linear",
     },
     "gated values, clipped": {"gate": "sigmoid", "gate_on": "values", "qk_clip": 0.3},
+    "exclusive, sink, QK norm": {
+        "exclusive": True,
+        "sink": True,
+        "qk_norm": True,
+        "knocking": "linear",
+        "knocking_all": True,
+        "gate": "sigmoid",
+        "gate_size": "shared",
+    },
 }
 
 
 def build_of(layers=1, **attention):
-    """Value residuals need a second layer, beside the first, whose values they add."""
+    """Value residuals need a second layer, beside the first, whose values they add.
+
+    Exclusive attention is for self-attention alone.
+    """
     layers += "value_residual" in attention
-    config = config_of("rotary", "pre", attention)
+    sites = {"cross_attention": {"exclusive": False}}
+    config = config_of("rotary", "pre", attention, **sites)
     config |= {"num_encoder_layers": layers, "num_decoder_layers": layers}
     return partial(Transformer, VOCAB, **config)
 

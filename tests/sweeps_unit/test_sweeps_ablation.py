@@ -4,6 +4,8 @@ import pytest
 from sweep_fakes import TINY, options, write_ablation
 
 from headcount.configs import ablations, base
+from headcount.configs.variants import VARIANTS
+from headcount.sweeps import ablation
 from headcount.sweeps.ablation import (
     ablation_names,
     arms_of,
@@ -11,6 +13,8 @@ from headcount.sweeps.ablation import (
     nuisance_keys,
 )
 from headcount.sweeps.settings import open_sweep
+
+OF_PAIRS = "differential", "shared and routed"  # need two heads at least
 
 
 @pytest.mark.parametrize(
@@ -46,11 +50,11 @@ def test_functions_with_a_scientific_line_are_ablations():
 def test_heads_and_key_heads_include_those_of_the_base_config(N, heads, key_heads):
     config = base.get_config()
     config.model.width, config.model.attention.num_heads = 384, N
-    for ablation, key, values in (
+    for function, key, values in (
         (ablations.heads, "num_heads", heads),
         (ablations.kv_heads, "num_kv_heads", key_heads),
     ):
-        found = [arm[f"model.attention.{key}"] for arm in ablation(config)]
+        found = [arm[f"model.attention.{key}"] for arm in function(config)]
         assert found == values
 
 
@@ -90,6 +94,80 @@ def test_arms_are_as_json_has_them():
     config.update_from_flattened_dict(TINY)
     arms = arms_of(lambda: [{"model.dropout": 0.1, "a": (1, 2)}], "f", config.to_dict())
     assert arms == [{"model.dropout": 0.1, "a": [1, 2]}]
+
+
+def tiny(**model):
+    config = base.get_config()
+    config.update_from_flattened_dict(TINY)
+    config.update_from_flattened_dict({f"model.{k}": v for k, v in model.items()})
+    return config
+
+
+def arms_over(config, name, monkeypatch):
+    """Return an ablation's arms over a config, and what is logged."""
+    logged = []
+    monkeypatch.setattr(ablation, "say", logged.append)
+    return arms_of(find_ablation(name), name, config.to_dict()), logged
+
+
+@pytest.mark.parametrize(
+    "settings, excluded",
+    [
+        ({"num_decoder_layers": 2}, ()),
+        ({"attention.sink": True}, ("value residual", "talking heads")),
+        (
+            {"attention.talking_heads": True},
+            ("value residual", "differential", "sink", "QK clip"),
+        ),
+        (
+            {"num_decoder_layers": 2, "attention.value_residual": True},
+            ("latent",),
+        ),
+        ({"attention.knocking": "mlp"}, ("value residual", "latent")),
+        (
+            {"attention.differential": True, "attention.num_heads": 2},
+            ("value residual", "latent", "shared and routed", "talking heads"),
+        ),
+        (
+            {"attention.latent_dim": 8, "num_decoder_layers": 2},
+            ("gate on values", "differential", "knocking", "knocking, MLP")
+            + ("value residual", "QK norm"),
+        ),
+        ({"attention.num_heads": 1}, ("value residual",) + OF_PAIRS),
+        ({"positions": "relative"}, ("value residual", "QK clip")),
+    ],
+)
+def test_variants_that_the_base_config_excludes_are_left_out(
+    settings, excluded, monkeypatch
+):
+    config = tiny(**settings)
+    arms, logged = arms_over(config, "variants", monkeypatch)
+    assert arms[0] == {} and len(logged) == len(excluded)
+    own = [arm for arm in arms[1:] if "match" not in arm]
+    left = [name for name, v in VARIANTS.items() if v.settings(config) not in own]
+    assert sorted(left) == sorted(excluded)
+    assert [arm | {"match": "parameters"} for arm in own] == arms[1 + len(own) :]
+
+
+def test_an_ablation_over_a_base_config_that_is_wrong_keeps_its_arms(monkeypatch):
+    """The sweep then names what is wrong."""
+    arms, logged = arms_over(
+        tiny(**{"attention.merge": "sum"}), "variants", monkeypatch
+    )
+    assert len(arms) == 1 + 2 * len(VARIANTS) and not logged
+
+
+def test_widths_whose_heads_can_not_be_rotated_are_left_out(monkeypatch):
+    arms, logged = arms_over(tiny(positions="rotary"), "width_heads", monkeypatch)
+    sizes = {(arm["model.width"], arm["model.attention.head_dim"]) for arm in arms}
+    assert sizes == {(16, 8), (16, 4), (16, 2), (32, 16), (32, 8), (32, 4), (32, 2)} | {
+        (64, 32),
+        (64, 16),
+        (64, 8),
+        (64, 4),
+    }
+    (line,) = logged
+    assert "N=16" in line and "head_dim must be even" in line
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,27 @@ def test_muon_per_head_needs_muon():
 
 
 @pytest.mark.parametrize(
+    "section, layers, is_wrong",
+    [
+        ("attention", (1, 1), True),
+        ("attention", (2, 1), False),
+        ("decoder_attention", (2, 1), True),
+        ("cross_attention", (1, 2), False),
+    ],
+)
+def test_value_residuals_need_two_layers(section, layers, is_wrong):
+    """Otherwise an arm of a sweep would equal the baseline."""
+    config = get_config()
+    config.model.num_encoder_layers, config.model.num_decoder_layers = layers
+    config.model[section].value_residual = True
+    if is_wrong:
+        with pytest.raises(ValueError, match=f"model.{section}.value_residual"):
+            check_config(config)
+    else:
+        check_config(config)
+
+
+@pytest.mark.parametrize(
     "changes, is_told",
     [
         ({"optimizer.schedule": "cosine"}, True),
