@@ -169,14 +169,20 @@ VERDICTS = {
 }
 
 
-def loss_is(rule: str, claim: Claim, sweep: Results) -> list[Effect]:
-    """Compare the arms' losses with the reference's by a rule in `VERDICTS`."""
+def loss_is(
+    rule: str, claim: Claim, sweep: Results, comparisons: int | None = None
+) -> list[Effect]:
+    """Compare the arms' losses with the reference's by a rule in `VERDICTS`.
+
+    Args:
+        comparisons: how many share the error rate; default: the chosen arms.
+    """
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
         seeds = sorted(arm.loss.keys() & reference.loss.keys())
         each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
-        result = judge_at_last(each, sweep.looks, len(arms))
+        result = judge_at_last(each, sweep.looks, comparisons or len(arms))
         if math.isnan(result.low):
             continue
         is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)

@@ -28,6 +28,7 @@ from headcount.analysis.claim_tests import (
     ablations_of,
     by_setting,
     cheaper,
+    chosen,
     deeper_is_wider,
     diverges_less,
     exactly,
@@ -87,11 +88,12 @@ def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
 
 def none_better_at_any_width(claim: Claim, sweep: Results) -> list[Effect]:
     """Compare the arms of each width with the arm that the claim chooses there."""
-    found = []
-    for width in sorted({arm.settings["width"] for arm in sweep.arms}):
-        of_width = [arm for arm in sweep.arms if arm.settings["width"] == width]
-        found += no_lower(claim, sweep._replace(arms=of_width))
-    return found
+    by_width = {}
+    for arm in sweep.arms:
+        by_width.setdefault(arm.settings["width"], []).append(arm)
+    each = [sweep._replace(arms=arms) for _, arms in sorted(by_width.items())]
+    comparisons = sum(len(chosen(claim, of_width)[0]) for of_width in each)
+    return [x for of_width in each for x in no_lower(claim, of_width, comparisons)]
 
 
 def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
@@ -511,6 +513,8 @@ def main() -> None:
     found = [read(folder) for folder in folders for read in readers]
     sweeps = [results for results in found if results is not None]
     found = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
+    if not any(effects for _, effects in found):
+        parser.error(f"--results={arguments.results} has no results for any claim.")
     text = to_markdown(found)
     draw(found, arguments.results / "claims.png")
     title = "# Claims about heads\n\nWritten by `python -m analysis.claims`."

@@ -45,7 +45,8 @@ class Verdict(NamedTuple):
     low: float  # of the repeated confidence interval, at LEVEL over all arms and looks
     high: float
     num_seeds: int
-    chance: float = np.nan  # of a verdict at the last look; NaN: it has been reached
+    # of a verdict at the last look; NaN: it has been reached, or can't be estimated
+    chance: float = np.nan
 
     @property
     def is_open(self) -> bool:
@@ -147,7 +148,8 @@ def chance_of_verdict(means, sd, counts, looks: Looks) -> np.ndarray:
 
     The mean of all seeds is predicted from the mean and the spread so far by Student's
     t, without any prior belief about the difference (predictive power; Spiegelhalter,
-    Freedman and Blackburn 1986).
+    Freedman and Blackburn 1986). The spread itself is taken to stay as it is, so with
+    few seeds the prediction is too high, and arms rather get too many seeds.
 
     Args:
         means, sd: of the differences so far.
@@ -224,14 +226,12 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an arm after the looks that its seeds have reached.
 
-    The first look that ends an arm counts: one with a verdict, or one at which the
-    chance of a verdict is below `FUTILITY`. The latter can't add false verdicts.
-
-    An arm is "better" or "worse" if the interval excludes 0, and "equivalent" if two
-    one-sided tests at the same level reject that the difference is as large as the
-    margin (Schuirmann 1987). A false verdict of any kind implies that the t statistic
-    at the true difference exceeds its boundary, so the total probability of false
-    verdicts is at most the level.
+    The first decisive look counts, else the last one reached. An arm is "better" or
+    "worse" if the interval excludes 0, and "equivalent" if two one-sided tests at the
+    same level reject that the difference is as large as the margin (Schuirmann 1987). A
+    false verdict of any kind implies that the t statistic at the true difference
+    exceeds its boundary, so the total probability of false verdicts is at most the
+    level.
 
     Args:
         differences: arm minus baseline, one per seed, in the order of the plan.
@@ -282,12 +282,15 @@ def decide(
     looks: Looks,
     higher_is_better: bool = True,
     last: bool = False,
+    stop_futile: bool = False,
 ) -> Decisions:
     """Judge many sweeps at once, which must have reached the first look.
 
     Args:
         differences: sweeps x seeds.
         looks, higher_is_better, last: see `judge`.
+        stop_futile: end an arm at the first look with a chance of a verdict below
+            `FUTILITY`, as sweeps do. This can't add false verdicts.
     """
     counts = np.array([n for n in looks.seeds if n <= differences.shape[1]])
     some = [differences[:, :count] for count in counts]
@@ -311,7 +314,9 @@ def decide(
     chances[:, : len(early)] = chance_of_verdict(
         means[:, : len(early)], sd[:, : len(early)], early, looks
     )
-    decisive = (kinds != VERDICTS.index("undecided")) | (chances < FUTILITY)
+    decisive = kinds != VERDICTS.index("undecided")
+    if stop_futile:
+        decisive |= chances < FUTILITY
     decisive[:, -1] = True  # the last look counts if no other one does
     chosen = np.full(len(kinds), len(counts) - 1) if last else decisive.argmax(1)
     rows = np.arange(len(kinds))

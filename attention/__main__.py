@@ -8,6 +8,7 @@ python -m headcount.attention [--again]
 import argparse
 import importlib
 import logging
+import os
 
 import jax
 
@@ -22,6 +23,7 @@ LEGEND = (
     "time: forward and backward, relative to blockwise's; below 1 is faster"
 )
 DTYPES = ("float32", "bfloat16", "float16")
+VERIFIED = "gpu", "tpu"
 WITHOUT_VERDICT = {
     "reference": "the definition; holds a T x S map",
     "blockwise": "XLA, any device",
@@ -35,13 +37,13 @@ def main(again: bool = False) -> None:
     Args:
         again: whether to verify kernels again.
     """
-    if again:
-        verification.forget()
     platform, device = jax.default_backend(), jax.devices()[0].device_kind
     print(f"{device} ({platform}), jax {jax.__version__}")
     print(LEGEND)
     print(COLUMNS.format("dtype", "implementation", "picked", "error", "time", "why"))
     for dtype in DTYPES:
+        for name in VERIFIED if again else ():
+            verification.forget(name, dtype)
         x = jax.ShapeDtypeStruct((1, 128, 8, 64), dtype)
         chosen = resolve_implementation(x, x, x, is_plain=True)
         for name, (_, options) in IMPLEMENTATIONS.items():
@@ -83,6 +85,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m headcount.attention")
     parser.add_argument("--again", action="store_true", help="verify kernels again")
     options = parser.parse_args()
+    if options.again and os.environ.get("HEADCOUNT_VERIFY") == "0":
+        parser.error("--again verifies kernels, which HEADCOUNT_VERIFY=0 forbids.")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headcount").setLevel(logging.INFO)
     main(options.again)

@@ -5,7 +5,7 @@ one, an H200. Wrong results on other hardware or with another compiler could go
 unnoticed. So `resolve_implementation` calls `is_accepted`, which runs small problems
 once per device kind, versions of JAX, jaxlib and driver, and kernel source, and caches
 the verdict in the user's cache folder. `python -m headcount.attention` prints the
-verdicts; with `--again`, it takes them again.
+verdicts; with `--again`, it verifies again.
 
 With $HEADCOUNT_VERIFY=0 the problems are not run, and a kernel without a cached verdict
 is not picked.
@@ -92,7 +92,7 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
                 # in a thread of its own: the caller may be tracing
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:
                     found = pool.submit(verify, implementation, dtype).result()
-                if found.is_final() or found.relative_time is not None:
+                if found.error is not None:  # it ran
                     _write(key, found)
         if found is not None:
             _verdicts[key] = found
@@ -109,12 +109,12 @@ def adopt(found: list[Verdict]) -> None:
     _verdicts.update({_key(each.implementation, each.dtype): each for each in found})
 
 
-def forget() -> None:
-    """Remove all verdicts from memory and from the cache."""
-    _verdicts.clear()
+def forget(implementation: str, dtype: str) -> None:
+    """Remove a verdict from memory and from the cache."""
+    key = _key(implementation, dtype)
+    _verdicts.pop(key, None)
     with contextlib.suppress(OSError, RuntimeError):
-        for path in cache_path(()).parent.glob("*.json"):
-            path.unlink()
+        cache_path(key).unlink()
 
 
 @functools.cache

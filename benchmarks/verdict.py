@@ -87,7 +87,8 @@ def simulate(scores: np.ndarray, baseline: int, shape: tuple, is_null: bool):
 
 def judged(differences: np.ndarray, looks: Looks, truth: np.ndarray) -> Outcome:
     """Evaluate planned looks; a single look is a fixed number of seeds."""
-    found = [decide(each, looks, higher_is_better=False) for each in differences]
+    options = {"higher_is_better": False, "stop_futile": True}
+    found = [decide(each, looks, **options) for each in differences]
     seeds = np.array([each.seeds for each in found])  # arms x sweeps
     trainings = seeds.sum(0) + seeds.max(0)  # the baseline needs every arm's seeds
     kinds = np.array([each.kinds for each in found])

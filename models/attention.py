@@ -522,8 +522,8 @@ class Attention(nnx.Module):
     def element_factors(self) -> Float[Array, "*V"] | float:
         """Return the factors on a head's elements between attention and merge kernel.
 
-        Factors on whole heads are left out. NaN if the elements of different tokens are
-        changed differently.
+        Factors on whole heads are left out. NaN with exclusive heads and with gates on
+        elements, which may change the elements of different tokens differently.
         """
         gate = self.output_gate
         if (

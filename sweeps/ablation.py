@@ -147,11 +147,12 @@ def without_excluded(arms: list[dict], base: ConfigDict) -> list[dict]:
     """Leave out arms that can't be built over the base config, and log why."""
 
     def error_of(arm: dict, name: str) -> str | None:
-        try:
-            with name_arm_in_errors(name):
-                check_config(ConfigDict(apply_overrides(base, arm, name)))
-        except ValueError as error:
-            return str(error)
+        with name_arm_in_errors(name):
+            config = ConfigDict(apply_overrides(base, arm, name))
+            try:
+                check_config(config)
+            except ValueError as error:
+                return f"Arm {name} can't be built: {error}"
 
     if error_of({}, "baseline"):  # what is wrong is no arm
         return arms

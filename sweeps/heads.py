@@ -56,11 +56,12 @@ def measure_arms(
     """
     arms, found = {trial.id: trial.arm for trial in sweep.plan.trials}, {}
     failure = None
-    groups = [group for group in sweep.groups if has_models(sweep, group)]
-    progress = Progress(len(groups), unit="group")
-    for done, group in enumerate(groups):
+    progress = Progress(len(sweep.groups), unit="group")
+    for done, group in enumerate(sweep.groups):
         progress.update(done, group.name)
         try:
+            if not has_models(sweep, group):
+                continue
             run, examples = load(sweep.folder(group))
         except (ValueError, OSError) as error:
             failure = error

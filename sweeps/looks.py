@@ -1,4 +1,4 @@
-"""Planned looks: add seeds in stages, only to arms that are still undecided.
+"""Planned looks: add seeds in stages, only to arms that they may well decide.
 
 --seeds=4:32 looks at every arm after 4, 8, 16 and 32 seeds. Looks use the sweep's
 metric on dev; test scores decide nothing. The sequential tests in `analysis.sequential`
@@ -145,6 +145,7 @@ def staged_trials(
     if looks is None:
         return next_trials(arms, search, existing, propose)
     scores = {trial.id: score for trial, score in existing}
+    started = {(t.arm, t.seed) for t, _ in existing if not t.is_search}
     stages = dict.fromkeys([arm.name for arm in arms], 0)
     while True:
         limited = [
@@ -160,29 +161,37 @@ def staged_trials(
         if searching or any(None in of.values() for of in reported.values()):
             return trials
         base = next(arm.name for arm in arms if arm.is_baseline)
-        undecided = [
-            arm.name
-            for arm in limited
-            if not arm.is_baseline
-            and stages[arm.name] + 1 < len(looks.seeds)
-            and is_undecided(reported[arm.name], reported[base], looks, scale)
+        unfinished = [
+            arm
+            for arm in arms
+            if not arm.is_baseline and stages[arm.name] + 1 < len(looks.seeds)
         ]
-        if not undecided:
+        continued = []
+        for arm in unfinished:
+            name, count = arm.name, looks.seeds[stages[arm.name]]
+            has_more = (name, arm.seeds[count]) in started
+            if needs_seeds(reported[name], reported[base], looks, scale, has_more):
+                continued.append(name)
+        if not continued:
             return trials
-        for name in (base, *undecided):
+        for name in (base, *continued):
             stages[name] += 1
 
 
-def is_undecided(own: dict, base: dict, looks: Looks, scale: float) -> bool:
-    """Return whether an arm should get more seeds; not if a trial has diverged.
+def needs_seeds(
+    own: dict, base: dict, looks: Looks, scale: float, has_more: bool
+) -> bool:
+    """Return whether an arm gets the seeds of the next look.
 
-    Neither if it is decided, nor if a verdict is unlikely even with all seeds.
+    It does not if a trial has diverged, if the arm is decided, or if a verdict is
+    unlikely; except in the last case if it has trials of the next look already.
     """
     pairs = [(own[seed], base[seed]) for seed in own if seed in base]
     differences = [scale * (x.value - y.value) for x, y in pairs]
     if not differences or not all(map(math.isfinite, differences)):
         return False
-    return judge(differences, looks).is_open
+    verdict = judge(differences, looks)
+    return verdict.is_open or (has_more and verdict.kind == "undecided")
 
 
 def verdict_rows(

@@ -213,7 +213,9 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         curve_metric=curve_metric(sweep),
         arms=arms,
         axis=axis and f"{symbol(axis)}, {axis}",
-        anchors=[a for a in anchors if any(a.source in arm.published for arm in arms)],
+        anchors=[
+            a for a in anchors if any(a.source in x.published for x in arms if x.seeds)
+        ],
         bootstrap_metric=bootstrap_metric,
         examples=[],
         best="",

@@ -198,15 +198,21 @@ def logged(metrics: list[dict], warmup: int) -> dict:
     """Return what training logged of one trial; without a value, a column is missing.
 
     `gradient_norm` is the median, and `largest_gradient_norm` the maximum, of the norms
-    before clipping that were logged after the warm-up. The others are of the last
-    evaluation.
+    before clipping after the warm-up, in rows that don't begin within it. The others
+    are of the last evaluation.
     """
     found = {}
     for name in LOGGED:
-        values = [m[name] for m in metrics if m.get(name) is not None]
+        rows = [m for m in metrics if m.get(name) is not None]
+        values = [m[name] for m in rows]
         if name.endswith("gradient_norm"):
-            late = [m for m in metrics if m["step"] > warmup]
-            values = [m[name] for m in late if m.get(name) is not None]
+            steps = [m["step"] for m in rows]
+            begins = [warmup, *steps][: len(steps)]  # of the windows that rows cover
+            values = [
+                value
+                for value, begin, step in zip(values, begins, steps, strict=True)
+                if step > warmup and begin >= warmup
+            ]
             if values:
                 of = max if name.startswith("largest") else statistics.median
                 found[name] = of(values)

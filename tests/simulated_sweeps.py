@@ -23,7 +23,7 @@ def simulate(differences: np.ndarray, truth: float, looks: Looks) -> Simulation:
         truth: the true mean of the differences.
         looks: the plan.
     """
-    found = decide(differences, looks)
+    found = decide(differences, looks, stop_futile=True)
     shares = np.bincount(found.kinds, minlength=len(VERDICTS)) / len(differences)
     rates = dict(zip(VERDICTS, shares.tolist(), strict=True))
     covered = ((found.low <= truth) & (truth <= found.high)).all(1).mean()

@@ -241,10 +241,14 @@ def evaluate(trainer: Trainer) -> None:
 def take_sample(task: Task, examples: Examples, dev: Examples) -> list[dict]:
     """Return evaluation batches of evenly spaced parts of the training split.
 
-    There are at most as many examples, and at most as many batches, as dev has. A few
-    long documents, as of language models, may make many batches.
+    There are at most as many batches as dev has. Dev may have fewer examples that are
+    longer, as a language model's documents are.
     """
-    chosen = examples.take(evenly_spaced(len(examples), len(dev)))
+    tokens, wanted = (
+        max(f.tokens.size for f in x.fields.values()) for x in (examples, dev)
+    )
+    count = max(len(dev), -(-wanted * len(examples) // tokens))
+    chosen = examples.take(evenly_spaced(len(examples), count))
     batches = [*task.evaluation_batches(chosen)]
     count = sum(1 for _ in task.evaluation_batches(dev))
     return [batches[i] for i in evenly_spaced(len(batches), count)]

@@ -429,11 +429,14 @@ def test_heads_of_64_are_compared_at_every_width_that_has_them(tmp_path):
     shifts = {1: -1.0, 2: 0.0, 3: 0.1, 4: -0.1, 5: 0.0}
     losses = {key: 2 + x + key**2 * NOISE / 9 for key, x in shifts.items()}
     sweep = write_sweep(tmp_path / "width_heads_x", losses, overrides=overrides)
-    found = [(x.text.split(":")[0], x.verdict) for x in find_effects(about, [sweep])]
-    assert found == [
+    effects = find_effects(about, [sweep])
+    assert [(x.text.split(":")[0], x.verdict) for x in effects] == [
         ("loss of N=3 − N=2", SUPPORTED),
         ("loss of N=4 − N=5", CONTRADICTED),
     ]
+    each = losses[3] - losses[2]  # both comparisons share the error rate
+    interval = stats.ttest_1samp(each, 0).confidence_interval(0.975)
+    assert effects[0].estimate == pytest.approx((each.mean(), *interval))
 
 
 def test_exact_settings_choose_one_arm():
@@ -470,12 +473,14 @@ def test_a_page_without_marks_is_an_error_before_anything_is_written(
     results = tmp_path / "results"
     results.mkdir()
     monkeypatch.setattr("sys.argv", ["x", f"--results={results}", f"--page={page}"])
-    for words in ("is not a file", "must have the lines"):
+    contents = "no marks", "\n".join(claims.MARKS), ""
+    errors = "is not a file", "must have the lines", "has no results for any claim"
+    for content, words in zip(contents, errors, strict=True):
         with pytest.raises(SystemExit) as stopped:
             claims.main()
         assert stopped.value.code == 2 and words in capsys.readouterr().err
         assert list(results.iterdir()) == []
-        page.write_text("no marks")
+        page.write_text(content)
 
 
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from headcount.analysis import sequential
 from headcount.analysis.sequential import (
     LEVEL,
     VERDICTS,
@@ -147,3 +148,41 @@ def test_looks_are_checked():
     for bad in ((1, 4), (), (4, 4), (8, 4)):
         with pytest.raises(ValueError, match="--looks"):
             check_looks(bad)
+
+
+@pytest.mark.parametrize("margin", [None, 0.16])
+@pytest.mark.parametrize("mean", [0.0, 0.06, 0.1, 0.2])
+def test_the_chance_of_a_verdict_is_how_often_the_last_look_gives_one(mean, margin):
+    """With so many seeds that the spread is known; without a prior on the truth."""
+    looks, rng = Looks((300, 600), margin, 1), np.random.default_rng(3)
+    truth = mean + rng.standard_normal(20_000) / 300**0.5
+    last = (mean + truth + rng.standard_normal(20_000) / 300**0.5) / 2
+    two_sided, one_sided = (
+        boundaries(looks.seeds, looks.level, two)[-1] / 600**0.5
+        for two in (True, False)
+    )
+    wanted = np.abs(last) > two_sided
+    if margin is not None:
+        wanted |= np.abs(last) + one_sided < margin
+    found = sequential.chance_of_verdict(mean, 1.0, 300, looks)
+    assert found == pytest.approx(wanted.mean(), abs=0.015)
+
+
+def test_the_least_hopeful_statistic_has_just_the_chance_that_is_required():
+    looks = Looks((4, 8, 16), None, 5)
+    t = sequential.least_hopeful(looks, 8)
+    chance = sequential.chance_of_verdict(t / 8**0.5, 1.0, 8, looks)
+    assert t > 0 and chance == pytest.approx(sequential.FUTILITY)
+    assert sequential.least_hopeful(looks, 4) == 0  # four seeds show too little
+
+
+def test_a_verdict_after_a_look_without_much_hope_counts():
+    """As in a sweep of before, or in one that has got more seeds."""
+    looks = Looks((8, 16), None, 1)
+    each = np.array([0.0, 0.3, -0.3, 0.1, 0.0, -0.1, 0.2, -0.2, *[0.3, 0.5] * 4])
+    early = judge(each[:8], looks)
+    assert early.kind == "undecided" and not early.is_open
+    late = judge(each, looks)
+    assert (late.kind, late.num_seeds) == ("better", 16)
+    stopped = decide(each[None], looks, stop_futile=True)
+    assert stopped.seeds == [8] and stopped.kinds == [VERDICTS.index("undecided")]

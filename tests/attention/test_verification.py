@@ -330,7 +330,7 @@ def test_only_what_lasts_is_remembered_by_the_next_process(
     monkeypatch.setattr(verification, "_verdicts", {})
     monkeypatch.setenv("HEADCOUNT_VERIFY", "0")
     assert verification.verdict("blockwise", "float32") == (found if kept else None)
-    verification.forget()
+    verification.forget("blockwise", "float32")
     assert verification.verdict("blockwise", "float32") is None
 
 

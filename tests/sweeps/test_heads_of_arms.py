@@ -66,8 +66,8 @@ def test_a_group_that_cannot_be_loaded_is_left_out(uninterrupted, tmp_path):
     }
     left = json.loads((others[0] / "group.json").read_text())[0]["arm"]
     assert arms == {left} and len(others) == 1
-    (others[0] / "config.json").write_text("{")
-    fails(run(["heads.py", "describe", f"--workdir={copy}"]), "config.json is damaged")
+    (others[0] / "run.json").write_text("{")
+    fails(run(["heads.py", "describe", f"--workdir={copy}"]), "run.json is damaged")
 
 
 def test_a_sweep_without_checkpoints_fails_with_an_error(uninterrupted, tmp_path):

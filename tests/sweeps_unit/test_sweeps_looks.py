@@ -15,6 +15,7 @@ from sweep_fakes import (
     write_report,
 )
 
+from headcount.analysis import sequential
 from headcount.sweeps.looks import parse_seeds, verdict_rows
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
@@ -103,6 +104,23 @@ def test_an_arm_that_seeds_can_hardly_decide_gets_no_more(given):
     assert (row["verdict"], row["seeds"]) == ("undecided", 4) and row["chance"] < 0.1
     assert "More seeds are unlikely to decide it" in row["sentence"]
     assert "The verdicts took 20 training runs" in write_report(sweep)  # 8 + 8 + 4
+
+
+def test_seeds_that_an_arm_has_already_count_however_unlikely_a_verdict_was(
+    given, monkeypatch
+):
+    """As in a sweep that another version of this code has begun."""
+    effects = {"K=2": (-20.0, 0.001), "K=1": (0.1, 3.0)}
+    with monkeypatch.context() as patch:
+        patch.setattr(sequential, "FUTILITY", 0.0)
+        for _ in range(2):
+            finish_stage(given, effects)
+        sweep = finish_stage(given, effects)
+        assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 2, "K=1": 8}
+    sweep = open_sweep(given)
+    assert seeds_by_arm(sweep) == {"K=4": 8, "K=2": 2, "K=1": 8}
+    rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+    assert {row["arm"]: row["seeds"] for row in rows} == {"K=2": 2, "K=1": 8}
 
 
 def test_a_sweep_whose_arms_are_all_decided_ends(given):

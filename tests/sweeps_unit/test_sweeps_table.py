@@ -85,6 +85,8 @@ def test_what_was_logged_of_training_is_of_the_time_after_the_warm_up():
         "generalization_gap": 200,
     }
     assert logged([{"step": 90, "train_loss": None}], 50) == {}
+    early = logged(rows, 60)  # the row of step 100 has steps of the warm-up
+    assert early["largest_gradient_norm"] == 4.0 and early["gradient_norm"] == 2.5
 
 
 def test_a_result_that_was_moved_away_is_not_done(tmp_path, corpus):

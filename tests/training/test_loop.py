@@ -240,7 +240,7 @@ class ByExample:
 def test_the_part_of_the_training_split_is_spread_over_it_and_as_large_as_dev():
     many, long, dev = of_lengths(*[2] * 9), of_lengths(18), of_lengths(2, 2, 2)
     one = of_lengths(6)
-    for train, held_out in ((many, dev), (long, one)):
+    for train, held_out in ((many, dev), (long, one), (many, one)):
         batches = take_sample(ByExample(), train, held_out)
         assert np.array(batches).tolist() == [[1, 2], [9, 10], [17, 18]]
     assert len(take_sample(ByExample(), dev, many)) == 3
