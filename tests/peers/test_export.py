@@ -305,6 +305,33 @@ def test_the_card_of_a_tagger_prints_what_predict_says(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.split() == tags and len(set(tags)) > 1
 
 
+@pytest.mark.parametrize("tokenizer", ["characters", "bytes", "sentencepiece"])
+def test_the_card_of_a_language_model_continues_as_predict_does(
+    tokenizer, tmp_path, monkeypatch, capsys
+):
+    """With weights, tokenizer and code of the export alone."""
+    for split in ("train", "val"):
+        texts = getattr(test_language_model, split.upper())
+        (tmp_path / f"{split}.txt").write_text("\n\n".join(texts))
+    keys = {f"model.{key}": value for key, value in CAUSAL["gpt2"].items()}
+    task = test_language_model.make_task(tmp_path, tokenizer, **keys)
+    run = untrained_run(task, num_trials=1, scale=3.0)
+    table = run.params["embedding"]
+    # logits of 0: the other special tokens are never the most probable ones
+    table[...] = table[...].at[:, jnp.array(task.vocabulary.banned)].set(0.0)
+    out = tmp_path / "out"
+    out.mkdir()
+    facts = weights.facts_of(run)
+    card = export_usage.section(weights.to_huggingface(run, 0, out), facts)
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(out)
+    exec(code, {})
+    (wanted,) = task.predict(run, [facts["example"]], max_new_tokens=50)
+    assert len(wanted) > len(facts["example"])
+    bos = transformers.AutoTokenizer.from_pretrained(out).bos_token
+    assert capsys.readouterr().out.strip("\n").split(bos)[1] == wanted
+
+
 def test_a_tagger_with_features_of_words_is_no_bert(tmp_path):
     task = test_tagging.make_task(tmp_path, "affixes", **{"model.embedding_norm": True})
     with pytest.raises(ValueError, match="data.tokenizer must be .*got affixes"):
