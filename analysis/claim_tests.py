@@ -41,9 +41,9 @@ class Arm(NamedTuple):
     loss: dict[int, float]  # on test, by seed
     dev: float  # mean loss on dev
     lost: int  # trials that diverged or failed
-    diverged: frozenset[int] = frozenset()  # seeds, part of `lost`
-    gap: dict[int, float] = {}  # generalization gap, by seed
-    spike: dict[int, float] = {}  # logarithm of the largest / median gradient norm
+    diverged: frozenset[int]  # seeds, part of `lost`
+    gap: dict[int, float]  # generalization gap, by seed
+    spike: dict[int, float]  # logarithm of the largest / median gradient norm
 
 
 class Results(NamedTuple):
@@ -277,52 +277,41 @@ def heads_lower(
         site: site of the heads; None: all.
         quantity: what the statistic is.
     """
-    arms, reference = chosen(claim, sweep)
     rows = [row for row in sweep.heads.get(verb, []) if site in (None, row["site"])]
-    found = []
-    for arm in arms:
-        own, base = (means_by_seed(rows, x.name, column) for x in (arm, reference))
-        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        found += lower_effect(each, quantity, arm, reference, len(arms), sweep)
-    return found
+
+    def values(arm):
+        return means_by_seed(rows, arm.name, column)
+
+    return lower_by_seed(values, quantity, claim, sweep)
 
 
 def lower_by_seed(
-    column: str, quantity: Quantity, claim: Claim, sweep: Results
+    values: Callable[[Arm], dict[int, float]],
+    quantity: Quantity,
+    claim: Claim,
+    sweep: Results,
 ) -> list[Effect]:
-    """Test whether a number in the table, other than the loss, is lower.
+    """Test whether a number of each trial, other than the loss, is lower.
 
     Args:
-        column: name of a field of `Arm` with numbers by seed.
+        values: returns an arm's numbers by seed.
         quantity: what the number is.
     """
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
-        own, base = getattr(arm, column), getattr(reference, column)
+        own, base = values(arm), values(reference)
         each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        found += lower_effect(each, quantity, arm, reference, len(arms), sweep)
+        result = judge_at_last(each, sweep.looks, len(arms))
+        if math.isnan(result.low):
+            continue
+        text = f"{quantity.name} of {arm.name} − {reference.name}: "
+        text += shown(result, quantity.format)
+        verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
+        estimate, seeds = (result.mean, result.low, result.high), result.num_seeds
+        effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
+        found.append(effect)
     return found
-
-
-def lower_effect(
-    each: list[float],
-    quantity: Quantity,
-    arm: Arm,
-    reference: Arm,
-    num_arms: int,
-    sweep: Results,
-) -> list[Effect]:
-    """Return the effect of an arm's differences; it supports the claim if below 0."""
-    result = judge_at_last(each, sweep.looks, num_arms)
-    if math.isnan(result.low):
-        return []
-    text = f"{quantity.name} of {arm.name} − {reference.name}: "
-    text += shown(result, quantity.format)
-    verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
-    estimate = (result.mean, result.low, result.high)
-    seeds = result.num_seeds
-    return [Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)]
 
 
 def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:

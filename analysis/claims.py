@@ -12,6 +12,7 @@ without such files are "not tested yet". See `analysis.claim_tests`.
 import argparse
 import re
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import matplotlib
@@ -113,7 +114,7 @@ def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
         return found
     own, reference = kept[max(kept)]
     about = claim._replace(arms=exactly(**own), reference=exactly(**reference))
-    return found + lower_by_seed("spike", SPIKE, about, sweep)
+    return found + lower_by_seed(attrgetter("spike"), SPIKE, about, sweep)
 
 
 EQUAL_STARTS = "merge_start", "merge_rules"
@@ -344,7 +345,7 @@ CLAIMS = (
         "common belief",
         NOTHING,
         "heads",
-        partial(lower_by_seed, "gap", GAP),
+        partial(lower_by_seed, attrgetter("gap"), GAP),
         None,
         has(num_heads=1),
     ),
