@@ -189,6 +189,12 @@ def test_kernel_that_fails_or_is_slow_is_rejected(monkeypatch):
     assert (
         "no such instruction" in verification.verify("mine", "float32", broken).reason
     )
+
+    def wordless(*args, **kwargs):
+        raise AssertionError
+
+    found = verification.verify("mine", "float32", module(wordless))
+    assert found.reason == "AssertionError: "
     monkeypatch.setattr(verification, "time_ratio", lambda *_: 1.5)
     found = verification.verify("mine", "float32", kernel(lambda out: out))
     assert "1.50" in found.reason

@@ -321,7 +321,9 @@ def test_the_command_lines(folders, tmp_path):
     assert lines.stdout.count("\n") == 3 and lines.stdout.split("\n")[1] == ""
     for name, texts in (("train", TEXT), ("val", TEXT[:1])):
         (tmp_path / f"{name}.tsv").write_text("".join(f"{x}\t{x}\n" for x in texts))
-    tune_and_export(run, tmp_path, "vocab.json", translation_scores)
+    out = tune_and_export(run, tmp_path, "vocab.json", translation_scores)
+    kept = run / "tokenizer" / "vocab.json"
+    assert (out / "vocab.json").read_bytes() == kept.read_bytes()
     bert = tmp_path / "bert"
     import_checkpoint(folders / "bert", bert)
     refused = command("eval.py", f"--workdir={bert}", "--split=val")
