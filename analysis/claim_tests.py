@@ -44,6 +44,7 @@ class Arm(NamedTuple):
     diverged: frozenset[int]  # seeds, part of `lost`
     gap: dict[int, float]  # generalization gap, by seed
     spike: dict[int, float]  # logarithm of the largest / median gradient norm
+    context_gain: dict[int, float]  # on test, by seed
 
 
 class Results(NamedTuple):
@@ -98,9 +99,8 @@ class Claim(NamedTuple):
     sentence: str
     who: str
     published: str
-    # of configs/ablations.py, or any of several; "roles"; or a description of the need
-    ablation: str | tuple[str, ...]
-    test: Callable | None = None  # None: nothing under results/ can test it yet
+    ablation: str | tuple[str, ...]  # of configs/ablations.py, one of several; "roles"
+    test: Callable
     arms: Chooses | None = None  # None: all but the reference
     reference: Chooses | None = None  # None: the baseline
     margin: float = LOSS.margin  # in nats per token
@@ -608,6 +608,11 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
     ]
     dev = [float(row["dev_loss"]) for row in done if row["dev_loss"]]
     settings = json.loads(rows[0]["overrides"])
+
+    def by_seed(column: str) -> dict[int, float]:
+        return {int(x["seed"]): float(x[column]) for x in done if x.get(column)}
+
+    peaks, usual = by_seed("largest_gradient_norm"), by_seed("gradient_norm")
     return Arm(
         name=name,
         settings={key.rsplit(".")[-1]: value for key, value in settings.items()},
@@ -615,28 +620,15 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
         parameters=int(rows[0]["parameters"]),
         flops=float(rows[0]["flops"]),
         speed=float(np.mean(speeds)) if speeds else None,
-        loss={
-            int(row["seed"]): float(row["test_loss"])
-            for row in done
-            if row["test_loss"]
-        },
+        loss=by_seed("test_loss"),
         dev=float(np.mean(dev)) if dev else math.nan,
         lost=sum(row["status"] in ("diverged", "failed") for row in rows),
         diverged=frozenset(
             int(row["seed"]) for row in rows if row["status"] == "diverged"
         ),
-        gap={
-            int(row["seed"]): float(row["generalization_gap"])
-            for row in done
-            if row.get("generalization_gap")
-        },
-        spike={
-            int(row["seed"]): math.log(
-                float(row["largest_gradient_norm"]) / float(row["gradient_norm"])
-            )
-            for row in done
-            if row.get("largest_gradient_norm")
-        },
+        gap=by_seed("generalization_gap"),
+        spike={seed: math.log(peak / usual[seed]) for seed, peak in peaks.items()},
+        context_gain=by_seed("test_context_gain"),
     )
 
 
@@ -652,8 +644,6 @@ def read_looks(folder: Path) -> tuple[int, ...] | None:
 
 def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]:
     """Return the evidence of all sweeps and analyses about a claim."""
-    if claim.test is None:
-        return []
     effects = [
         effect
         for sweep in sweeps

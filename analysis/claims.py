@@ -76,6 +76,7 @@ SINK = Quantity(FIRST, ".3f", f"difference in the {FIRST}")
 # in decoders: elsewhere, the sink is the last token
 sink_lower = partial(heads_lower, "describe", "sink", "decoder", SINK)
 GAP = Quantity("dev loss − training loss", LOSS.format, NATS)
+GAIN = Quantity("context gain", LOSS.format, "difference in context gain, nats")
 SPIKE = Quantity(
     "log of the largest / median gradient norm", ".2f", "difference of logarithms"
 )
@@ -338,7 +339,9 @@ CLAIMS = (
         "Positions are needed most at long distance.",
         "common belief",
         NOTHING,
-        "scores by length and distance",
+        "positions",
+        partial(lower_by_seed, attrgetter("context_gain"), GAIN),
+        has(positions="none"),
     ),
     Claim(
         "More heads overfit less.",

@@ -39,6 +39,11 @@ BITS_PER_BYTE = Metric(
 PERPLEXITY = Metric(
     "perplexity", "perplexity", "", False, ".3f", (1, None), per_token=True
 )
+# In the spirit of the in-context learning score of Olsson et al. 2022, which compares
+# the 50th token with the 500th.
+CONTEXT_GAIN = Metric(
+    "context_gain", "context gain", "nats per token", format=".4f", per_token=True
+)
 RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
 
 
@@ -61,7 +66,7 @@ class LanguageModel(Task):
         self.stride = data.max_length if data.stride is None else data.stride
         self.check_stride("data.stride", self.stride)
         self.is_recall = data.name == "recall"
-        self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY)
+        self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY, CONTEXT_GAIN)
         if self.is_recall:
             if data.tokenizer != "words":  # words are scored, or not, as a whole
                 raise ValueError(
@@ -182,6 +187,19 @@ class LanguageModel(Task):
         scored = scored_tokens(batch)
         return token_loss(model, hidden, batch["target"], scored, label_smoothing)
 
+    def loss_by_context(self, model, batch: dict, **options) -> tuple[jax.Array, ...]:
+        """Return loss and weight of three sets of tokens.
+
+        They are all tokens, those with less than an eighth of a window before them, and
+        those with at least half of one.
+        """
+        hidden = model.hidden(batch, **options)
+        scored, context = scored_tokens(batch), batch["target_positions"]
+        T = self.config.data.max_length
+        parts = (scored, scored & (context < T / 8), scored & (context >= T / 2))
+        each = [token_loss(model, hidden, batch["target"], x, 0.0) for x in parts]
+        return tuple(number for pair in each for number in pair)
+
     def scores(self, model, batch: dict, **options) -> tuple[jax.Array, ...]:
         """Return the summed loss, its weight, and the number of exact predictions."""
         loss, weight = self.loss(model, batch, **options)
@@ -204,8 +222,10 @@ class LanguageModel(Task):
             stride: see `evaluation_batches`.
         """
         trials = range(len(run.trials)) if trials is None else trials
-        function = self.scores if self.is_recall else self.loss
-        loss, weight, *correct = heldout_sums(
+        function = self.scores if self.is_recall else self.loss_by_context
+        if quick and not self.is_recall:
+            function = self.loss
+        loss, weight, *others = heldout_sums(
             run, function, self.evaluation_batches(examples, stride=stride)
         )
         num_bytes = sum(len(text.encode()) for text in examples.text["text"])
@@ -213,12 +233,14 @@ class LanguageModel(Task):
         for trial in trials:
             mean = float(loss[trial] / weight[trial])
             if self.is_recall:
-                share = float(correct[0][trial] / weight[trial])
+                share = float(others[0][trial] / weight[trial])
                 rows.append({"loss": mean, "recall": share})
                 continue
             bits = float(loss[trial] / np.log(2) / num_bytes)
             perplexity = float(np.exp(min(mean, 700.0)))
             row = {"loss": mean, "bits_per_byte": bits, "perplexity": perplexity}
+            if not quick:
+                row["context_gain"] = context_gain(*(sums[trial] for sums in others))
             rows.append(row | ({"options": {"stride": stride}} if stride else {}))
         return rows
 
@@ -405,6 +427,13 @@ class LanguageModel(Task):
                 )
         found = token_log_probabilities(run, fields, trial)
         return list(zip(fields["target"], found, strict=True))
+
+
+def context_gain(near_loss, near, far_loss, far) -> float | None:
+    """Return the loss with little context minus that with much; None without either."""
+    if not near or not far:
+        return None
+    return float(near_loss / near - far_loss / far)
 
 
 def scored_tokens(batch: dict):

@@ -11,6 +11,8 @@ from flax import nnx
 
 from headcount.data import recall
 from headcount.data.windows import evaluation_windows, window_spec
+from headcount.tasks.heldout_loss import batch_log_probabilities
+from headcount.tasks.language_model import context_gain
 from tests.tasks.untrained import (
     DECODER_ONLY,
     evaluate,
@@ -63,6 +65,23 @@ def test_bits_per_byte_are_nats_over_bytes_for_any_tokenizer(folder, tokenizer):
         assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
         assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
     assert evaluate(run, examples, trials=[1]) == rows[1:]
+
+
+def test_the_context_gain_compares_tokens_with_little_and_much_context(folder):
+    task = make_task(folder)
+    run, examples = untrained_run(task, num_trials=1), task.load("val")
+    nats = {"near": [], "far": []}
+    for batch in task.evaluation_batches(examples):
+        params, gates = run.of(0)
+        rows = batch_log_probabilities(run.graph, params, gates, batch)
+        rows = np.where(batch["target_weights"] > 0, rows, np.nan)
+        nats["near"] += [-rows[:, :2].reshape(-1)]  # of windows of 16 tokens
+        nats["far"] += [-rows[:, 8:].reshape(-1)]
+    near, far = (np.nanmean(np.concatenate(each)) for each in nats.values())
+    (row,) = evaluate(run, examples)
+    assert row["context_gain"] == pytest.approx(near - far, rel=1e-4)
+    assert "context_gain" not in evaluate(run, examples, quick=True)[0]
+    assert context_gain(0.0, 0.0, 3.0, 2.0) is None
 
 
 @pytest.mark.slow
@@ -375,8 +394,7 @@ def test_the_metrics_and_the_test_split_follow_from_the_corpus():
         for name in ("text", "recall", "shakespeare")
     }
     names = {name: [m.name for m in task.metrics] for name, task in tasks.items()}
-    assert (
-        names["text"] == names["shakespeare"] == ["loss", "bits_per_byte", "perplexity"]
-    )
+    wanted = ["loss", "bits_per_byte", "perplexity", "context_gain"]
+    assert names["text"] == names["shakespeare"] == wanted
     assert names["recall"] == ["loss", "recall"]
     assert [task.test_split for task in tasks.values()] == ["test", "test", "val"]
