@@ -197,6 +197,13 @@ def trend_text(report: Report) -> str | None:
     trend = loss_trend(report)
     if trend is None:
         return None
+    if not trend.fits:
+        residual = number(trend.residual, LOSS.format)
+        return (
+            f"The loss does not follow a curve a·n^b + c, n = {report.axis}: the best "
+            f"one misses arms' means by up to {residual}, and the 95% interval of at "
+            f"least one."
+        )
     if not trend.is_determined:
         return (
             f"Curve of the loss against n = {report.axis}: a·n^b + c, whose exponent "
@@ -209,8 +216,7 @@ def trend_text(report: Report) -> str | None:
     return (
         f"Curve of the loss against n = {report.axis}: a·n^b + c with {parts}; "
         f"intervals: 95%, by a bootstrap over seeds. The arms' means lie within "
-        f"{number(trend.residual, LOSS.format)} of it; where that is more than an "
-        f"arm's interval, the loss does not follow this curve."
+        f"{number(trend.residual, LOSS.format)} of it, inside their intervals."
     )
 
 

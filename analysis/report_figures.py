@@ -179,7 +179,7 @@ def scores_by_value(report: Report, metric: Metric):
     ax.set_title(with_unit(f"Test {metric.label}", metric))
     caption = scores_caption(metric, comparisons)
     trend = loss_trend(report) if metric.name == LOSS.name else None
-    if trend is not None and trend.is_determined:
+    if trend is not None and trend.is_drawn:
         at = np.linspace(0, len(values) - 1, 100)
         numbers = np.exp(np.interp(at, range(len(values)), np.log(values)))
         curve, low, high = trend.at(numbers)

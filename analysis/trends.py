@@ -26,7 +26,13 @@ class Trend(NamedTuple):
     b: tuple[float, float, float]
     c: tuple[float, float, float]
     residual: float  # largest absolute residual of an arm's mean
+    fits: bool  # whether each arm's 95% interval contains the curve
     draws: np.ndarray  # a, b, c of the bootstrap, draws x 3
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the curve describes the arms, so that a figure may show it."""
+        return self.is_determined and self.fits
 
     @property
     def is_determined(self) -> bool:
@@ -66,8 +72,10 @@ def fit_trend(
     found = least_squares(values, means)
     lows, highs = np.quantile(found[1:], QUANTILES, axis=0)
     a, b, c = zip(found[0].tolist(), lows.tolist(), highs.tolist(), strict=True)
-    fitted = a[0] * values ** b[0] + c[0]
-    return Trend(a, b, c, float(np.abs(fitted - means[0]).max()), found[1:])
+    residuals = np.abs(a[0] * values ** b[0] + c[0] - means[0])
+    half = t * stats.sem(scores, axis=1) + 1e-9  # for rounding, without any spread
+    fits = bool((residuals <= half).all())
+    return Trend(a, b, c, float(residuals.max()), fits, found[1:])
 
 
 def least_squares(

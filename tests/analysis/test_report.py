@@ -477,6 +477,10 @@ def test_the_loss_has_a_curve_where_the_swept_quantity_is_a_number(drawn):
     assert "The curve is" in caption
     for other in (numbered(losses[:3]), report._replace(axis=None)):
         assert "a·n^b" not in write_markdown(other, {})
+    losses[3] = [score + 1 for score in losses[3]]
+    report = numbered(losses)
+    assert "does not follow a curve a·n^b + c" in write_markdown(report, {})
+    assert "The curve is" not in drawn(report)["test_loss"][1]
 
 
 def planned(report, **changes):

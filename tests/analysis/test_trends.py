@@ -64,6 +64,14 @@ def test_arms_without_a_trend_determine_no_exponent():
     assert fit_trend(VALUES, clear).is_determined
 
 
+def test_a_curve_that_misses_an_arm_is_not_drawn():
+    jump = scores(0.4, -0.8, 1.0, 0.001, 4, np.random.default_rng(4))
+    assert fit_trend(VALUES, jump).is_drawn
+    jump[3:] += 0.6
+    trend = fit_trend(VALUES, jump)
+    assert trend.is_determined and not trend.fits and not trend.is_drawn
+
+
 @pytest.mark.parametrize(
     "values, seeds", [([1, 2, 4], 5), ([1, 2, 2, 4], 5), ([0, 1, 2, 4], 5)]
 )
