@@ -23,6 +23,7 @@ from headcount.decoding.scheduling import (
     TRIAL_AXES,
     Queue,
     bucket,
+    compiles_slowly,
     decode_in_lanes,
     num_lanes,
     per_device,
@@ -200,7 +201,8 @@ def generate_trials(
     takes its row. On a CPU, every core decodes separate prompts, batch_size hypotheses
     each. Programs are compiled for all rows and for an eighth of them (for 16 rows and
     1 row if there are at most 16 prompts; for decoder-only models, for no more rows
-    than prompts need), and for lengths of 16, 24, 32, 48, ...
+    than prompts need), and for lengths of 16, 24, 32, 48, ... On accelerators, all
+    prompts have one number of rows and one length.
 
     A hypothesis with log-probability p and n tokens, including EOS, has the score
     p / ((5 + n) / 6)^length_penalty (Wu et al. 2016, section 7). The search keeps
@@ -263,6 +265,8 @@ def generate_trials(
     few = count <= 16
     # with many prompts, a program for the last row saves less time than compiling takes
     sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
+    if compiles_slowly():
+        sizes = sizes[-1:]
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
         sample_numbers = range(len(prompts))

@@ -217,6 +217,14 @@ def num_lanes(num_trials: int) -> int:
     return num_cores()
 
 
+def compiles_slowly() -> bool:
+    """Return whether compiling a smaller program takes longer than it saves.
+
+    So it is on accelerators, whose steps hardly get faster with fewer rows or columns.
+    """
+    return jax.default_backend() != "cpu"
+
+
 def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list[dict]:
     """Decode the waiting prompts of each trial.
 
@@ -235,10 +243,13 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
         Results that do not fit the cache are missing.
     """
     make_idle, prefill, go_on = programs
+    one_width = compiles_slowly()
     R, longest = len(waiting), max(map(len, waiting))
     B, Q = at_least(longest, sizes), at_least(longest, [*sizes, most])
-    width = columns if longest > most else bucket  # `columns` needs more programs
     S = bucket(longest_of(prompts, waiting))
+    width = columns if longest > most else bucket  # `columns` needs more programs
+    if one_width:
+        width = partial(max, S)
     state = make_idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
@@ -249,7 +260,7 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
         # With many prompts left, compiling a program for narrower prompts pays off. It
         # is used as soon as all running rows fit. Rows that already exceed the slots
         # for their own width would delay this, so they are dropped.
-        if max(map(len, waiting)) >= B:
+        if max(map(len, waiting)) >= B and not one_width:
             fitting = [
                 {
                     row: number

@@ -207,3 +207,27 @@ def test_a_bucket_compiles_each_program_once(monkeypatch):
         generate(graph, params, sentences(*lengths, seed=1))
     assert all(each is found[0] for each in found)
     assert sizes() == compiled
+
+
+def test_on_an_accelerator_all_prompts_share_one_program(monkeypatch, one_lane):
+    """The tokens are the same as on a CPU, with a third of the programs or fewer."""
+    graph, params = make(seed=3, layers=1)
+    texts = sentences(*range(1, 41))
+    limits = [len(text) for text in texts]
+    original, found = decoding.programs.__wrapped__, []
+
+    def spy(*arguments):  # without its cache
+        found.append(original(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(decoding, "programs", spy)
+
+    def run():
+        return generate(graph, params, texts, limits=limits, batch_size=8)[0]
+
+    wanted = run()
+    for module in (scheduling, decoding):
+        monkeypatch.setattr(module, "compiles_slowly", lambda: True)
+    assert run() == wanted
+    cpu, ours = ([each._cache_size() for each in programs] for programs in found)
+    assert ours == [1, 1, 1] and min(cpu[1:]) >= 3
