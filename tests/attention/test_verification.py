@@ -16,7 +16,7 @@ from headcount.attention import reference, verification
 from headcount.attention.kernels import blockwise, gpu_blocks, tpu
 
 PROBLEMS = verification.PROBLEMS
-GATES = PROBLEMS["grouped, V != H, gates"]
+GATES = PROBLEMS["causal, grouped, V != H, gates"]
 SIZES = {"sizes": (33, 33, 4, 2, 16, 16)}
 ONE = {"causal": SIZES | {"is_causal": True}}
 ACCEPTED = verification.Verdict("gpu", "bfloat16", "cpu", 0.0, 0.5, None)
