@@ -48,7 +48,7 @@ def print_scores(
     """
     if len(rows) > 1:
         settings = [name for name in settings if len({row[name] for row in rows}) > 1]
-    metrics = [metric for metric in metrics if metric.name in rows[0]]
+    metrics = [m for m in metrics if rows[0].get(m.name) is not None]
     columns = ["trial", *settings, "step"]
     if any(row["diverged_at"] for row in rows):
         columns.append("diverged_at")

@@ -67,6 +67,11 @@ class LanguageModel(Task):
         self.check_stride("data.stride", self.stride)
         self.is_recall = data.name == "recall"
         self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY, CONTEXT_GAIN)
+        if config.train.best_metric == CONTEXT_GAIN.name:
+            raise ValueError(
+                "train.best_metric can't be context_gain, which says nothing of the "
+                "loss with much context; choose loss."
+            )
         if self.is_recall:
             if data.tokenizer != "words":  # words are scored, or not, as a whole
                 raise ValueError(
@@ -240,6 +245,8 @@ class LanguageModel(Task):
             perplexity = float(np.exp(min(mean, 700.0)))
             row = {"loss": mean, "bits_per_byte": bits, "perplexity": perplexity}
             if not quick:
+                row["context_gain"] = None
+            if not quick and (stride or self.stride) == self.config.data.max_length:
                 row["context_gain"] = context_gain(*(sums[trial] for sums in others))
             rows.append(row | ({"options": {"stride": stride}} if stride else {}))
         return rows

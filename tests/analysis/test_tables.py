@@ -70,3 +70,11 @@ def test_scores_without_heads_have_half_of_their_interval(capsys, metric, cell):
     printed = capsys.readouterr().out
     half = stats.t.ppf(0.975, 2) * np.std([1, 2, 6], ddof=1) / np.sqrt(3)
     assert cell in printed and f" 3.0000 ± {half:.4f} " in printed
+
+
+def test_a_metric_without_a_value_is_left_out(capsys):
+    """The context gain has none where windows overlap."""
+    rows = [ROW | {"trial": t, "loss": 1.5, "chrf": None} for t in (0, 1)]
+    print_scores(rows, (LOSS, CHRF), [], "result-test.json")
+    printed = capsys.readouterr().out
+    assert "1.5000" in printed and "chrF" not in printed

@@ -81,7 +81,10 @@ def test_the_context_gain_compares_tokens_with_little_and_much_context(folder):
     (row,) = evaluate(run, examples)
     assert row["context_gain"] == pytest.approx(near - far, rel=1e-4)
     assert "context_gain" not in evaluate(run, examples, quick=True)[0]
+    assert evaluate(run, examples, stride=5)[0]["context_gain"] is None
     assert context_gain(0.0, 0.0, 3.0, 2.0) is None
+    with pytest.raises(ValueError, match="train.best_metric can't be context_gain"):
+        make_task(folder, **{"train.best_metric": "context_gain"})
 
 
 @pytest.mark.slow
