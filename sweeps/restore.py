@@ -82,14 +82,16 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
 
     It raises the same errors as `restore`.
     """
+    empty = dict.fromkeys(column_names(sweep.task.metrics))
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             names = {*(reader.fieldnames or ())}
-            rows = [{k: v or None for k, v in row.items()} for row in reader]
+            rows = [empty | {k: v or None for k, v in row.items()} for row in reader]
     except (csv.Error, UnicodeError) as error:
         raise ValueError(f"--finished={path} is not a CSV file: {error}.") from None
-    if missing := {*column_names(sweep.task.metrics)} - names - {*LOGGED}:
+    # an older table may lack metrics that are new
+    if missing := {*column_names((sweep.metric,))} - names - {*LOGGED}:
         raise ValueError(
             f"--finished={path} has no column {min(missing)}; it must be the sweep.csv "
             f"of this sweep in another workdir."

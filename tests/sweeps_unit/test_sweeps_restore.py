@@ -179,3 +179,25 @@ def test_another_table_is_named_and_nothing_written(tmp_path, corpus, old, new, 
     with pytest.raises(ValueError, match=named):
         restore(sweep, tmp_path / "other.csv")
     assert not list((tmp_path / "b/groups").glob("*/run.json"))
+
+
+def test_a_table_from_before_a_metric_existed_is_taken_over(tmp_path, corpus):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    before = collect(first)
+    text = (tmp_path / "a/sweep.csv").read_text()
+    assert "_chrf" in text
+    with (tmp_path / "old.csv").open("w", newline="") as file:
+        rows = [
+            {name: x for name, x in row.items() if not name.endswith("_chrf")}
+            for row in csv.DictReader(text.splitlines())
+        ]
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    again = open_sweep(options(tmp_path / "b", corpus))
+    restore(again, tmp_path / "old.csv")
+    after = collect(again)
+    assert [row["dev_chrf"] for row in after] == [None] * len(after)
+    for name in ("id", "status", "test_bleu"):
+        assert [row[name] for row in after] == [row[name] for row in before]
