@@ -249,7 +249,7 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
     S = bucket(longest_of(prompts, waiting))
     width = columns if longest > most else bucket  # `columns` needs more programs
     if one_width:
-        width = partial(max, S)
+        width = partial(max, S)  # S, which no prompt exceeds
     state = make_idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]

@@ -227,9 +227,9 @@ class LanguageModel(Task):
             stride: see `evaluation_batches`.
         """
         trials = range(len(run.trials)) if trials is None else trials
-        function = self.scores if self.is_recall else self.loss_by_context
-        if quick and not self.is_recall:
-            function = self.loss
+        function = self.loss if quick else self.loss_by_context
+        function = self.scores if self.is_recall else function
+        overlap = (stride or self.stride) < self.config.data.max_length
         loss, weight, *others = heldout_sums(
             run, function, self.evaluation_batches(examples, stride=stride)
         )
@@ -245,9 +245,8 @@ class LanguageModel(Task):
             perplexity = float(np.exp(min(mean, 700.0)))
             row = {"loss": mean, "bits_per_byte": bits, "perplexity": perplexity}
             if not quick:
-                row["context_gain"] = None
-            if not quick and (stride or self.stride) == self.config.data.max_length:
-                row["context_gain"] = context_gain(*(sums[trial] for sums in others))
+                gain = context_gain(*(sums[trial] for sums in others))
+                row["context_gain"] = None if overlap else gain
             rows.append(row | ({"options": {"stride": stride}} if stride else {}))
         return rows
 
