@@ -62,11 +62,12 @@ OWN_FOLDERS = "checkpoints", "tokenizer", "base"
 
 def main():
     """Check the flags, then score."""
-    if WORKDIR.value is None or SPLIT.value is None:
-        fail(
-            "--workdir and --split are needed, as in "
-            "python eval.py --workdir=runs/numbers --split=test"
-        )
+    for flag in (WORKDIR, SPLIT):
+        if flag.value is None:
+            fail(
+                f"--{flag.name} is needed, as in "
+                f"python eval.py --workdir=runs/numbers --split=test"
+            )
     show_log()
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.exit_at_once())

@@ -121,7 +121,8 @@ def merge(base) -> list[dict]:
     Fixed: the rest; model.mlp_dim is solved in the matched arms.
     """
     rules = over("model.attention.merge", *MERGE_ARMS)
-    rules[-1]["model.attention.mixture_heads"] = half_of(base)
+    mixture = rules[MERGE_ARMS.index("mixture")]
+    mixture["model.attention.mixture_heads"] = half_of(base)
     return chain(rules, matched(rules[1:]))
 
 

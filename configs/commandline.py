@@ -8,14 +8,18 @@ import signal
 import sys
 import textwrap
 import traceback
-from difflib import get_close_matches
 from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_flags import register_flag_parser_for_type
 
-from headcount.configs.validation import check_values, flat_config, known_keys
+from headcount.configs.validation import (
+    check_values,
+    flat_config,
+    known_keys,
+    near_miss,
+)
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (or sweep).")
 DIRECTORY = flags.DEFINE_string(
@@ -293,7 +297,8 @@ def flag_error(error: BaseException, argv: list[str]) -> str | None:
         name = next((name for name in names if f".{key}" in name), None)
         if name is None:
             return None
-        return f"There is no config key {name}.{near_miss(name.split('.', 1)[-1])}"
+        hint = near_miss(name.split(".", 1)[-1], prefix="config.")
+        return f"There is no config key {name}.{hint}"
     if isinstance(error, OSError):
         return f"There is no config file {path}; see the folder configs/."
     if isinstance(error, flags.Error) or type(error) in (ValueError, TypeError):
@@ -350,14 +355,3 @@ def bad_flag(text: str) -> str:
     if "get_config() takes 0 positional arguments" in last:
         return f"{head}: this config has no variants; leave out the colon."
     return last if last.startswith(head) else f"{head}: {last.split(': ', 1)[-1]}"
-
-
-def near_miss(path: str) -> str:
-    """Return a hint with config keys that are similar to an unknown one."""
-    keys = list(known_keys())
-    last = path.rsplit(".", 1)[-1]
-    names = [key for key in keys if key.endswith(f".{last}")]
-    names = names or get_close_matches(path, keys, n=1)
-    if not names:
-        return " configs/base.py lists them all."
-    return f" Did you mean {' or '.join('config.' + name for name in names)}?"

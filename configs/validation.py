@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from difflib import get_close_matches
 
 from ml_collections import ConfigDict
 
@@ -143,3 +144,23 @@ def read_config(tree) -> ConfigDict:
     config = base.get_config().lock()
     config.update_from_flattened_dict(found)
     return config
+
+
+def initials(name: str) -> str:
+    """Return the first letters of the parts of a name with underscores."""
+    return "".join(part[0] for part in name.split("_"))
+
+
+def near_miss(path: str, prefix: str = "") -> str:
+    """Return a hint with config keys, after a prefix, that are similar to one."""
+    keys = list(known_keys())
+    section, _, last = path.rpartition(".")
+    here = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
+    names = [key for key in keys if key.endswith(f".{last}")]
+    # abbreviations, such as lr for learning_rate
+    names = names or [k for n, k in here.items() if last == initials(n)]
+    names = names or [here[name] for name in get_close_matches(last, here, n=2)]
+    names = names or get_close_matches(path, keys, n=1)
+    if not names:
+        return " configs/base.py lists them all."
+    return f" Did you mean {' or '.join(prefix + name for name in names)}?"

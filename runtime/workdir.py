@@ -66,6 +66,8 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
             is training in it.
     """
     # fail before creating a lock file in a folder that may not be ours
+    if (workdir / "sweep.json").exists():
+        raise ValueError(f"{workdir} holds a sweep; choose another --workdir.")
     if len(recorded(workdir)) < 2 and has_started(workdir):
         raise ValueError(
             f"{workdir} has checkpoints or metrics, but lacks config.json or "

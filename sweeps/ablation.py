@@ -18,8 +18,8 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from headcount.configs import ablations
-from headcount.configs.commandline import describe, near_miss
-from headcount.configs.validation import known_keys
+from headcount.configs.commandline import describe
+from headcount.configs.validation import known_keys, near_miss
 from headcount.runtime.logging import say
 from headcount.sweeps.labels import MATCH, name_arms
 from headcount.sweeps.plan import apply_overrides, name_arm_in_errors
@@ -55,7 +55,7 @@ def find_ablation(name: str) -> Callable:
         hint = (
             f"did you mean {close[0]}?"
             if close
-            else f"it has {', '.join(names) or 'none'}."
+            else f"it has {', '.join(names) or 'none (see docs/guides/sweeps.md)'}."
         )
         raise ValueError(f"--ablation: {file} has no ablation {name!r}; {hint}")
     function = getattr(module, name)

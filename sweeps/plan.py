@@ -20,8 +20,8 @@ from ml_collections import ConfigDict
 
 from headcount.analysis.budget import abstract_model, flops, parameters, solve_mlp_dim
 from headcount.configs.ablations import grid
-from headcount.configs.commandline import describe, near_miss
-from headcount.configs.validation import flat
+from headcount.configs.commandline import describe
+from headcount.configs.validation import flat, near_miss
 from headcount.sweeps.labels import MATCH, name_arms
 from headcount.tasks import make_task
 from headcount.training.checks import check_config

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headcount.configs.ablations import grid, over
-from headcount.configs.commandline import near_miss
-from headcount.configs.validation import flat
+from headcount.configs.validation import flat, near_miss
 from headcount.sweeps.plan import Arm, Trial, make_trials
 from headcount.tasks.base import LOSS, Metric
 from headcount.training.trials import check_value, trial_keys

@@ -103,6 +103,10 @@ def open_sweep(options: Options) -> Sweep:
     """
     workdir, path = options.workdir, options.workdir / "sweep.json"
     stored = read_settings(path)
+    if stored is None and (workdir / "config.json").exists():
+        raise ValueError(
+            f"{workdir} holds a training run, not a sweep; choose another --workdir."
+        )
     can_start = options.verb in ("list", "run")
     if stored is None and not (can_start and options.config and options.ablation):
         needed = (
@@ -270,7 +274,7 @@ def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
     if changed:
         fix = (
             "choose another --workdir, or the settings of that sweep (seeds may be "
-            "added, not removed)."
+            "added, not removed, but the looks of --seeds=FIRST:LAST are planned once)."
             if runs
             else f"leave that out: {options.verb} shows the sweep as it is, and only "
             f"run adds seeds."

@@ -8,12 +8,12 @@ there is `head_gates.SITE.LAYER.HEAD`, a factor on the output of one head: 1 by 
 """
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
 
 from headcount.configs.base import get_config
+from headcount.configs.validation import near_miss
 from headcount.runtime.workdir import parse_json
 
 SMALLEST = float(np.finfo(np.float32).smallest_normal)  # XLA flushes subnormals to 0
@@ -116,9 +116,9 @@ def check_trials(path: Path, trials: list, config: dict) -> None:
             if key.startswith("head_gates."):
                 check_gate(place, key, config)
             elif key not in config:
-                near = get_close_matches(key, config, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise ValueError(f"{place}: there is no config key {key}.{hint}")
+                raise ValueError(
+                    f"{place}: there is no config key {key}.{near_miss(key)}"
+                )
             elif key not in may_differ:
                 raise ValueError(
                     f"{place}: {key} changes the program, so it needs a run of its "

@@ -260,6 +260,12 @@ def test_a_folder_of_another_program_is_left_as_it_is(tmp_path):
     assert there == files
 
 
+def test_the_workdir_of_a_sweep_is_named_and_left_as_it_is(tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    fails(run(training(tmp_path)), "holds a sweep; choose another --workdir")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
 def test_two_processes_do_not_share_a_workdir(corpus, tmp_path):
     (workdir := tmp_path / "run").mkdir()
     with locked(workdir / ".lock"):  # as a process that trains does

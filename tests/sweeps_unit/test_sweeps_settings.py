@@ -171,6 +171,14 @@ def test_bad_settings_leave_no_sweep(tmp_path, corpus, changes, named):
     assert not (tmp_path / "s").exists()
 
 
+def test_the_workdir_of_a_training_run_is_named_and_left_as_it_is(tmp_path, corpus):
+    given = options(tmp_path, corpus)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a training run, not a sweep"):
+        open_sweep(given)
+    assert not (tmp_path / "sweep.json").exists()
+
+
 @pytest.mark.parametrize(
     "config, named",
     [

@@ -93,6 +93,8 @@ def test_head_gates_are_one_where_no_trial_sets_them(tmp_path):
         ([{"optimizer.name": 1}], "trial 0 .*optimizer.name changes the program"),
         ([{"optimizer.muon_beta": 1.0}], "muon_beta must be from 0 to below 1, got 1"),
         ([{"model.dropuot": 0.1}], r"key model.dropuot. Did you mean model.dropout\?"),
+        ([{"optimizer.lr": 1}], r"lr. Did you mean optimizer.learning_rate\?"),
+        ([{"model.num_layers": 1}], r"num_encoder_layers or model.num_decoder_layers"),
         ([{"model.dropout": "high"}], "model.dropout must be a number, got 'high'"),
         ([{"model.dropout": 1.0}], "model.dropout must be from 0 to below 1, got 1"),
         ([{"model.dropout": True}], "model.dropout must be a number, got True"),
