@@ -10,6 +10,7 @@ import csv
 import json
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,10 @@ class Quantity(NamedTuple):
     name: str
     format: str
     unit: str  # of differences
+    margin: float = 0.0  # below which differences are negligible
+
+
+TEST_LOSS = Quantity("loss", LOSS.format, NATS, LOSS.margin)
 
 
 # Whether to choose an arm, given its settings and those of the baseline.
@@ -103,7 +108,6 @@ class Claim(NamedTuple):
     test: Callable
     arms: Chooses | None = None  # None: all but the reference
     reference: Chooses | None = None  # None: the baseline
-    margin: float = LOSS.margin  # in nats per token
 
 
 def has(match: str | None = None, **wanted) -> Chooses:
@@ -159,8 +163,8 @@ def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     return others, reference
 
 
-# By rule: from the interval of the difference in loss and the margin to whether a claim
-# is supported and whether it is contradicted.
+# By rule: from the interval of the difference and the margin to whether a claim is
+# supported and whether it is contradicted.
 VERDICTS = {
     "lower": lambda low, high, margin: (high < 0, low > -margin),
     "higher": lambda low, high, margin: (low > 0, high < margin),
@@ -169,29 +173,46 @@ VERDICTS = {
 }
 
 
-def loss_is(
-    rule: str, claim: Claim, sweep: Results, comparisons: int | None = None
+def compare(
+    rule: str,
+    values: Callable[[Arm], dict[int, float]],
+    quantity: Quantity,
+    claim: Claim,
+    sweep: Results,
+    comparisons: int | None = None,
 ) -> list[Effect]:
-    """Compare the arms' losses with the reference's by a rule in `VERDICTS`.
+    """Compare a number of the arms' trials with the reference's.
 
     Args:
+        rule: a key of `VERDICTS`.
+        values: returns an arm's numbers by seed.
+        quantity: what the number is.
         comparisons: how many share the error rate; default: the chosen arms.
     """
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
-        seeds = sorted(arm.loss.keys() & reference.loss.keys())
-        each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
+        own, base = values(arm), values(reference)
+        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
         result = judge_at_last(each, sweep.looks, comparisons or len(arms))
         if math.isnan(result.low):
             continue
-        is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
+        text = f"{quantity.name} of {arm.name} − {reference.name}: "
+        text += shown(result, quantity.format)
+        is_so, is_not = VERDICTS[rule](result.low, result.high, quantity.margin)
         verdict = verdict_of(is_so, is_not, arm, reference)
-        text = f"loss of {arm.name} − {reference.name}: {shown(result, LOSS.format)}"
-        numbers = (result.mean, result.low, result.high)
-        effect = Effect(sweep.corpus, text, verdict, result.num_seeds, numbers)
+        estimate, seeds = (result.mean, result.low, result.high), result.num_seeds
+        effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
         found.append(effect)
     return found
+
+
+def loss_is(
+    rule: str, claim: Claim, sweep: Results, comparisons: int | None = None
+) -> list[Effect]:
+    """Compare the arms' losses with the reference's; see `compare`."""
+    loss = attrgetter("loss")
+    return compare(rule, loss, TEST_LOSS, claim, sweep, comparisons)
 
 
 def loses_less(
@@ -221,7 +242,7 @@ def loses_less(
     found = judge_at_last(each, sweep.looks, 1)
     if math.isnan(found.low):
         return []
-    verdict = verdict_of(found.high < 0, found.low > -claim.margin, *four)
+    verdict = verdict_of(found.high < 0, found.low > -LOSS.margin, *four)
     text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
     text += f"{four[3].name}): {shown(found, LOSS.format)}"
     estimate = (found.mean, found.low, found.high)
@@ -282,36 +303,7 @@ def heads_lower(
     def values(arm):
         return means_by_seed(rows, arm.name, column)
 
-    return lower_by_seed(values, quantity, claim, sweep)
-
-
-def lower_by_seed(
-    values: Callable[[Arm], dict[int, float]],
-    quantity: Quantity,
-    claim: Claim,
-    sweep: Results,
-) -> list[Effect]:
-    """Test whether a number of each trial, other than the loss, is lower.
-
-    Args:
-        values: returns an arm's numbers by seed.
-        quantity: what the number is.
-    """
-    arms, reference = chosen(claim, sweep)
-    found = []
-    for arm in arms:
-        own, base = values(arm), values(reference)
-        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        result = judge_at_last(each, sweep.looks, len(arms))
-        if math.isnan(result.low):
-            continue
-        text = f"{quantity.name} of {arm.name} − {reference.name}: "
-        text += shown(result, quantity.format)
-        verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
-        estimate, seeds = (result.mean, result.low, result.high), result.num_seeds
-        effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
-        found.append(effect)
-    return found
+    return compare("lower", values, quantity, claim, sweep)
 
 
 def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
@@ -475,7 +467,7 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
         return []
     text = f"loss without {', '.join(sorted(shares))} heads − with all: "
     text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
-    verdict = verdict_of(high < claim.margin, low > claim.margin)
+    verdict = verdict_of(high < LOSS.margin, low > LOSS.margin)
     return [Effect(found.corpus, text, verdict, len(added), (mean, low, high))]
 
 
@@ -512,7 +504,7 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     text = "size of (added loss without two heads − the sum of each alone), mean over "
     text += "pairs: "
     text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
-    verdict = verdict_of(low > claim.margin, high < claim.margin)
+    verdict = verdict_of(low > LOSS.margin, high < LOSS.margin)
     return [Effect(found.corpus, text, verdict, len(each), (mean, low, high))]
 
 
