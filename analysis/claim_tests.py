@@ -433,16 +433,11 @@ def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
             ]
             for each in by_trial(own)
         ]
-        each = np.array(first_and_last)
-        mean, low, high = interval_of(each[:, 1] - each[:, 0], len(sites))
-        if math.isnan(low) or not last:
-            continue
-        text = f"distance in layer {last + 1} − layer 1, {site}, tokens: "
-        text += f"{signed(mean, '.2f')} ({interval(low, high, '.2f', signed)})"
-        verdict = verdict_of(low > 0, high < 0)
-        estimate, unit = (mean, low, high), "difference in distance, tokens"
-        effect = Effect(found.corpus, text, verdict, len(each), estimate, unit)
-        effects.append(effect)
+        if last:
+            name = f"distance in layer {last + 1} − layer 1, {site}, tokens"
+            quantity = Quantity(name, "+.2f", "difference in distance, tokens")
+            each = np.diff(first_and_last)[:, 0]
+            effects += mean_is("above", 0, each, quantity, found, len(sites))
     return effects
 
 
@@ -462,13 +457,9 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
         )
         added.append(half["loss"] - whole["loss"])
         shares.add(f"{half['removed']} of {half['heads']}")
-    mean, low, high = interval_of(added)
-    if math.isnan(low):
-        return []
-    text = f"loss without {', '.join(sorted(shares))} heads − with all: "
-    text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
-    verdict = verdict_of(high < LOSS.margin, low > LOSS.margin)
-    return [Effect(found.corpus, text, verdict, len(added), (mean, low, high))]
+    name = f"loss without {', '.join(sorted(shares))} heads − with all"
+    quantity = Quantity(name, f"+{LOSS.format}", NATS)
+    return mean_is("below", LOSS.margin, added, quantity, found)
 
 
 def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
@@ -480,13 +471,8 @@ def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
     rows = found.rows.get("similarity", ())
     rows = [row for row in rows if row["layer"] == row["other_layer"]]
     each = [np.mean([row["cka"] for row in own]) for own in by_trial(rows)]
-    mean, low, high = interval_of(each)
-    if math.isnan(low):
-        return []
-    text = f"CKA of two heads of a layer: {mean:.2f} ({interval(low, high, '.2f')})"
-    verdict = verdict_of(high < 0.5, low > 0.5)
-    estimate = (mean, low, high)
-    return [Effect(found.corpus, text, verdict, len(each), estimate, "linear CKA")]
+    quantity = Quantity("CKA of two heads of a layer", ".2f", "linear CKA")
+    return mean_is("below", 0.5, each, quantity, found)
 
 
 def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
@@ -498,14 +484,25 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
         np.mean([abs(row["interaction"]) for row in own])
         for own in by_trial(found.rows.get("interactions", ()))
     ]
-    mean, low, high = interval_of(each)
+    name = "size of (added loss without two heads − the sum of each alone), mean over "
+    quantity = Quantity(name + "pairs", LOSS.format, NATS)
+    return mean_is("above", LOSS.margin, each, quantity, found)
+
+
+def mean_is(
+    side: str, limit: float, values, quantity: Quantity, found: Analyses, comparisons=1
+) -> list[Effect]:
+    """Test whether the mean of the trials' values is "above" or "below" a limit."""
+    mean, low, high = interval_of(values, comparisons)
     if math.isnan(low):
         return []
-    text = "size of (added loss without two heads − the sum of each alone), mean over "
-    text += "pairs: "
-    text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
-    verdict = verdict_of(low > LOSS.margin, high < LOSS.margin)
-    return [Effect(found.corpus, text, verdict, len(each), (mean, low, high))]
+    spread = interval(low, high, quantity.format)
+    text = f"{quantity.name}: {number(mean, quantity.format)} ({spread})"
+    is_above, is_below = low > limit, high < limit
+    is_so, is_not = (is_above, is_below) if side == "above" else (is_below, is_above)
+    verdict = verdict_of(is_so, is_not)
+    estimate, unit = (mean, low, high), quantity.unit
+    return [Effect(found.corpus, text, verdict, len(values), estimate, unit)]
 
 
 def shown(result: Verdict, spec: str) -> str:
