@@ -388,7 +388,7 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
     """
     read = {"source": fields.get("source")}
     if "target" in fields:
-        read["target"] = [run.config.model.bos, *fields["target"][:-1]]
+        read["target"] = run.task.decoder_input(fields["target"])
     labels = {
         field: run.task.token_strings(field, ids)
         for field, ids in read.items()
