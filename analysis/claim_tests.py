@@ -18,7 +18,7 @@ import numpy as np
 import scipy
 
 from headcount.analysis.budget import TOLERANCE
-from headcount.analysis.formatting import interval, number, signed
+from headcount.analysis.formatting import grouped, interval, number, signed
 from headcount.analysis.sequential import Verdict, judge_at_last
 from headcount.analysis.significance import CONFIDENCE
 from headcount.analysis.tables import means_by_seed
@@ -406,7 +406,7 @@ def heads_have(
     rows = [row for row in found.rows.get("roles", ()) if counts(row["role"])]
     if not rows:
         return []
-    trials = by_trial(rows)
+    trials = grouped(rows, "trial").values()
     having = [any(row["has_role"] for row in each) for each in trials]
     share = scipy.stats.binomtest(sum(having), len(having)).proportion_ci(CONFIDENCE)
     heads = [{head_of(row) for row in each if row["has_role"]} for each in trials]
@@ -431,7 +431,7 @@ def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
                 np.mean([x["distance"] for x in each if x["layer"] == layer])
                 for layer in (0, last)
             ]
-            for each in by_trial(own)
+            for each in grouped(own, "trial").values()
         ]
         if last:
             name = f"distance in layer {last + 1} − layer 1, {site}, tokens"
@@ -449,7 +449,7 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
     rows = found.rows.get("prune", ())
     rows = [row for row in rows if row["order"] == "added_loss"]
     added, shares = [], set()
-    for each in by_trial(rows):
+    for each in grouped(rows, "trial").values():
         whole = next(row for row in each if not row["removed"])
         half = min(
             (row for row in each if row["removed"] > row["heads"] / 2),
@@ -470,7 +470,8 @@ def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
     """
     rows = found.rows.get("similarity", ())
     rows = [row for row in rows if row["layer"] == row["other_layer"]]
-    each = [np.mean([row["cka"] for row in own]) for own in by_trial(rows)]
+    trials = grouped(rows, "trial").values()
+    each = [np.mean([row["cka"] for row in own]) for own in trials]
     quantity = Quantity("CKA of two heads of a layer", ".2f", "linear CKA")
     return mean_is("below", 0.5, each, quantity, found)
 
@@ -482,7 +483,7 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     """
     each = [
         np.mean([abs(row["interaction"]) for row in own])
-        for own in by_trial(found.rows.get("interactions", ()))
+        for own in grouped(found.rows.get("interactions", ()), "trial").values()
     ]
     name = "size of (added loss without two heads − the sum of each alone), mean over "
     quantity = Quantity(name + "pairs", LOSS.format, NATS)
@@ -515,12 +516,6 @@ def ablations_of(claim: Claim) -> tuple[str, ...]:
     """Return the ablations that can test a claim."""
     names = claim.ablation
     return (names,) if isinstance(names, str) else names
-
-
-def by_trial(rows) -> list[list[dict]]:
-    """Group rows by trial."""
-    trials = dict.fromkeys(row["trial"] for row in rows)
-    return [[row for row in rows if row["trial"] == trial] for trial in trials]
 
 
 def head_of(row: dict) -> tuple:
