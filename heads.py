@@ -23,6 +23,7 @@ means for each arm.
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
+import itertools
 import sys
 from pathlib import Path
 
@@ -53,9 +54,11 @@ from headcount.configs.commandline import (
     run,
 )
 from headcount.configs.validation import choose
+from headcount.data.files import read_lines
 from headcount.decoding import flags as decoding
 from headcount.runtime.files import write
 from headcount.runtime.logging import show_log
+from headcount.runtime.stdin import available_lines
 from headcount.runtime.workdir import write_json
 from headcount.sweeps.heads import design, measure_arms
 from headcount.sweeps.settings import Options, open_sweep
@@ -287,16 +290,12 @@ def each_trial(found, measure, data, **options) -> list[dict]:
 
 def input_lines() -> list[str]:
     """Return the nonblank lines of --input."""
-    from_stdin = INPUT.value == "-"
-    content = sys.stdin.buffer.read() if from_stdin else path_of(INPUT).read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"--input={INPUT.value}, line {number}, is not UTF-8 text."
-        ) from error
-    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    if INPUT.value == "-":
+        parts = available_lines(sys.stdin.fileno(), most=1000)
+        lines = itertools.chain.from_iterable(parts)
+    else:
+        lines = read_lines(path_of(INPUT))
+    lines = [line for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"--input={INPUT.value} has no text.")
     return lines

@@ -10,6 +10,7 @@ import csv
 import json
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 import scipy
 
 from headcount.analysis.budget import TOLERANCE
-from headcount.analysis.formatting import interval, number, signed
+from headcount.analysis.formatting import grouped, interval, number, signed
 from headcount.analysis.sequential import Verdict, judge_at_last
 from headcount.analysis.significance import CONFIDENCE
 from headcount.analysis.tables import means_by_seed
@@ -87,6 +88,10 @@ class Quantity(NamedTuple):
     name: str
     format: str
     unit: str  # of differences
+    margin: float = 0.0  # below which differences are negligible
+
+
+TEST_LOSS = Quantity("loss", LOSS.format, NATS, LOSS.margin)
 
 
 # Whether to choose an arm, given its settings and those of the baseline.
@@ -103,7 +108,6 @@ class Claim(NamedTuple):
     test: Callable
     arms: Chooses | None = None  # None: all but the reference
     reference: Chooses | None = None  # None: the baseline
-    margin: float = LOSS.margin  # in nats per token
 
 
 def has(match: str | None = None, **wanted) -> Chooses:
@@ -159,8 +163,8 @@ def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     return others, reference
 
 
-# By rule: from the interval of the difference in loss and the margin to whether a claim
-# is supported and whether it is contradicted.
+# By rule: from the interval of the difference and the margin to whether a claim is
+# supported and whether it is contradicted.
 VERDICTS = {
     "lower": lambda low, high, margin: (high < 0, low > -margin),
     "higher": lambda low, high, margin: (low > 0, high < margin),
@@ -169,29 +173,46 @@ VERDICTS = {
 }
 
 
-def loss_is(
-    rule: str, claim: Claim, sweep: Results, comparisons: int | None = None
+def compare(
+    rule: str,
+    values: Callable[[Arm], dict[int, float]],
+    quantity: Quantity,
+    claim: Claim,
+    sweep: Results,
+    comparisons: int | None = None,
 ) -> list[Effect]:
-    """Compare the arms' losses with the reference's by a rule in `VERDICTS`.
+    """Compare a number of the arms' trials with the reference's.
 
     Args:
+        rule: a key of `VERDICTS`.
+        values: returns an arm's numbers by seed.
+        quantity: what the number is.
         comparisons: how many share the error rate; default: the chosen arms.
     """
     arms, reference = chosen(claim, sweep)
     found = []
     for arm in arms:
-        seeds = sorted(arm.loss.keys() & reference.loss.keys())
-        each = [arm.loss[seed] - reference.loss[seed] for seed in seeds]
+        own, base = values(arm), values(reference)
+        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
         result = judge_at_last(each, sweep.looks, comparisons or len(arms))
         if math.isnan(result.low):
             continue
-        is_so, is_not = VERDICTS[rule](result.low, result.high, claim.margin)
+        text = f"{quantity.name} of {arm.name} − {reference.name}: "
+        text += shown(result, quantity.format)
+        is_so, is_not = VERDICTS[rule](result.low, result.high, quantity.margin)
         verdict = verdict_of(is_so, is_not, arm, reference)
-        text = f"loss of {arm.name} − {reference.name}: {shown(result, LOSS.format)}"
-        numbers = (result.mean, result.low, result.high)
-        effect = Effect(sweep.corpus, text, verdict, result.num_seeds, numbers)
+        estimate, seeds = (result.mean, result.low, result.high), result.num_seeds
+        effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
         found.append(effect)
     return found
+
+
+def loss_is(
+    rule: str, claim: Claim, sweep: Results, comparisons: int | None = None
+) -> list[Effect]:
+    """Compare the arms' losses with the reference's; see `compare`."""
+    loss = attrgetter("loss")
+    return compare(rule, loss, TEST_LOSS, claim, sweep, comparisons)
 
 
 def loses_less(
@@ -221,7 +242,7 @@ def loses_less(
     found = judge_at_last(each, sweep.looks, 1)
     if math.isnan(found.low):
         return []
-    verdict = verdict_of(found.high < 0, found.low > -claim.margin, *four)
+    verdict = verdict_of(found.high < 0, found.low > -LOSS.margin, *four)
     text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
     text += f"{four[3].name}): {shown(found, LOSS.format)}"
     estimate = (found.mean, found.low, found.high)
@@ -282,36 +303,7 @@ def heads_lower(
     def values(arm):
         return means_by_seed(rows, arm.name, column)
 
-    return lower_by_seed(values, quantity, claim, sweep)
-
-
-def lower_by_seed(
-    values: Callable[[Arm], dict[int, float]],
-    quantity: Quantity,
-    claim: Claim,
-    sweep: Results,
-) -> list[Effect]:
-    """Test whether a number of each trial, other than the loss, is lower.
-
-    Args:
-        values: returns an arm's numbers by seed.
-        quantity: what the number is.
-    """
-    arms, reference = chosen(claim, sweep)
-    found = []
-    for arm in arms:
-        own, base = values(arm), values(reference)
-        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        result = judge_at_last(each, sweep.looks, len(arms))
-        if math.isnan(result.low):
-            continue
-        text = f"{quantity.name} of {arm.name} − {reference.name}: "
-        text += shown(result, quantity.format)
-        verdict = verdict_of(result.high < 0, result.low > 0, arm, reference)
-        estimate, seeds = (result.mean, result.low, result.high), result.num_seeds
-        effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
-        found.append(effect)
-    return found
+    return compare("lower", values, quantity, claim, sweep)
 
 
 def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
@@ -414,7 +406,7 @@ def heads_have(
     rows = [row for row in found.rows.get("roles", ()) if counts(row["role"])]
     if not rows:
         return []
-    trials = by_trial(rows)
+    trials = grouped(rows, "trial").values()
     having = [any(row["has_role"] for row in each) for each in trials]
     share = scipy.stats.binomtest(sum(having), len(having)).proportion_ci(CONFIDENCE)
     heads = [{head_of(row) for row in each if row["has_role"]} for each in trials]
@@ -439,18 +431,13 @@ def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
                 np.mean([x["distance"] for x in each if x["layer"] == layer])
                 for layer in (0, last)
             ]
-            for each in by_trial(own)
+            for each in grouped(own, "trial").values()
         ]
-        each = np.array(first_and_last)
-        mean, low, high = interval_of(each[:, 1] - each[:, 0], len(sites))
-        if math.isnan(low) or not last:
-            continue
-        text = f"distance in layer {last + 1} − layer 1, {site}, tokens: "
-        text += f"{signed(mean, '.2f')} ({interval(low, high, '.2f', signed)})"
-        verdict = verdict_of(low > 0, high < 0)
-        estimate, unit = (mean, low, high), "difference in distance, tokens"
-        effect = Effect(found.corpus, text, verdict, len(each), estimate, unit)
-        effects.append(effect)
+        if last:
+            name = f"distance in layer {last + 1} − layer 1, {site}, tokens"
+            quantity = Quantity(name, "+.2f", "difference in distance, tokens")
+            each = np.diff(first_and_last)[:, 0]
+            effects += mean_is("above", 0, each, quantity, found, len(sites))
     return effects
 
 
@@ -462,7 +449,7 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
     rows = found.rows.get("prune", ())
     rows = [row for row in rows if row["order"] == "added_loss"]
     added, shares = [], set()
-    for each in by_trial(rows):
+    for each in grouped(rows, "trial").values():
         whole = next(row for row in each if not row["removed"])
         half = min(
             (row for row in each if row["removed"] > row["heads"] / 2),
@@ -470,13 +457,9 @@ def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
         )
         added.append(half["loss"] - whole["loss"])
         shares.add(f"{half['removed']} of {half['heads']}")
-    mean, low, high = interval_of(added)
-    if math.isnan(low):
-        return []
-    text = f"loss without {', '.join(sorted(shares))} heads − with all: "
-    text += f"{signed(mean, LOSS.format)} ({interval(low, high, LOSS.format, signed)})"
-    verdict = verdict_of(high < claim.margin, low > claim.margin)
-    return [Effect(found.corpus, text, verdict, len(added), (mean, low, high))]
+    name = f"loss without {', '.join(sorted(shares))} heads − with all"
+    quantity = Quantity(name, f"+{LOSS.format}", NATS)
+    return mean_is("below", LOSS.margin, added, quantity, found)
 
 
 def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
@@ -487,14 +470,10 @@ def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
     """
     rows = found.rows.get("similarity", ())
     rows = [row for row in rows if row["layer"] == row["other_layer"]]
-    each = [np.mean([row["cka"] for row in own]) for own in by_trial(rows)]
-    mean, low, high = interval_of(each)
-    if math.isnan(low):
-        return []
-    text = f"CKA of two heads of a layer: {mean:.2f} ({interval(low, high, '.2f')})"
-    verdict = verdict_of(high < 0.5, low > 0.5)
-    estimate = (mean, low, high)
-    return [Effect(found.corpus, text, verdict, len(each), estimate, "linear CKA")]
+    trials = grouped(rows, "trial").values()
+    each = [np.mean([row["cka"] for row in own]) for own in trials]
+    quantity = Quantity("CKA of two heads of a layer", ".2f", "linear CKA")
+    return mean_is("below", 0.5, each, quantity, found)
 
 
 def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
@@ -504,16 +483,27 @@ def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
     """
     each = [
         np.mean([abs(row["interaction"]) for row in own])
-        for own in by_trial(found.rows.get("interactions", ()))
+        for own in grouped(found.rows.get("interactions", ()), "trial").values()
     ]
-    mean, low, high = interval_of(each)
+    name = "size of (added loss without two heads − the sum of each alone), mean over "
+    quantity = Quantity(name + "pairs", LOSS.format, NATS)
+    return mean_is("above", LOSS.margin, each, quantity, found)
+
+
+def mean_is(
+    side: str, limit: float, values, quantity: Quantity, found: Analyses, comparisons=1
+) -> list[Effect]:
+    """Test whether the mean of the trials' values is "above" or "below" a limit."""
+    mean, low, high = interval_of(values, comparisons)
     if math.isnan(low):
         return []
-    text = "size of (added loss without two heads − the sum of each alone), mean over "
-    text += "pairs: "
-    text += f"{number(mean, LOSS.format)} ({interval(low, high, LOSS.format)})"
-    verdict = verdict_of(low > claim.margin, high < claim.margin)
-    return [Effect(found.corpus, text, verdict, len(each), (mean, low, high))]
+    spread = interval(low, high, quantity.format)
+    text = f"{quantity.name}: {number(mean, quantity.format)} ({spread})"
+    is_above, is_below = low > limit, high < limit
+    is_so, is_not = (is_above, is_below) if side == "above" else (is_below, is_above)
+    verdict = verdict_of(is_so, is_not)
+    estimate, unit = (mean, low, high), quantity.unit
+    return [Effect(found.corpus, text, verdict, len(values), estimate, unit)]
 
 
 def shown(result: Verdict, spec: str) -> str:
@@ -526,12 +516,6 @@ def ablations_of(claim: Claim) -> tuple[str, ...]:
     """Return the ablations that can test a claim."""
     names = claim.ablation
     return (names,) if isinstance(names, str) else names
-
-
-def by_trial(rows) -> list[list[dict]]:
-    """Group rows by trial."""
-    trials = dict.fromkeys(row["trial"] for row in rows)
-    return [[row for row in rows if row["trial"] == trial] for trial in trials]
 
 
 def head_of(row: dict) -> tuple:

@@ -30,6 +30,7 @@ from headcount.analysis.claim_tests import (
     by_setting,
     cheaper,
     chosen,
+    compare,
     deeper_is_wider,
     diverges_less,
     exactly,
@@ -42,7 +43,6 @@ from headcount.analysis.claim_tests import (
     less_spread,
     loses_less,
     loss_is,
-    lower_by_seed,
     merge,
     most_can_go,
     no_slower,
@@ -115,7 +115,7 @@ def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
         return found
     own, reference = kept[max(kept)]
     about = claim._replace(arms=exactly(**own), reference=exactly(**reference))
-    return found + lower_by_seed(attrgetter("spike"), SPIKE, about, sweep)
+    return found + compare("lower", attrgetter("spike"), SPIKE, about, sweep)
 
 
 EQUAL_STARTS = "merge_start", "merge_rules"
@@ -340,7 +340,7 @@ CLAIMS = (
         "common belief",
         NOTHING,
         "positions",
-        partial(lower_by_seed, attrgetter("context_gain"), GAIN),
+        partial(compare, "lower", attrgetter("context_gain"), GAIN),
         has(positions="none"),
     ),
     Claim(
@@ -348,7 +348,7 @@ CLAIMS = (
         "common belief",
         NOTHING,
         "heads",
-        partial(lower_by_seed, attrgetter("gap"), GAP),
+        partial(compare, "lower", attrgetter("gap"), GAP),
         None,
         has(num_heads=1),
     ),

@@ -128,7 +128,7 @@ def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
     """Return a sentence's tokens as the model reads them, and the sinks' indices."""
     read = dict(fields)
     if "target" in fields:
-        read["read"] = [run.config.model.bos, *fields["target"][:-1]]
+        read["read"] = run.task.decoder_input(fields["target"])
     shown, special = {}, special_tokens(run)
     for name, ids in read.items():
         field = "target" if name == "read" else name

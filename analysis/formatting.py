@@ -1,6 +1,7 @@
-"""Formatting of numbers for tables and sentences."""
+"""Formatting of numbers for tables and sentences, and grouping of rows."""
 
 import math
+from collections.abc import Iterable
 
 NOTHING = "–"
 
@@ -42,3 +43,11 @@ def p_value(p) -> str:
     if p is None or math.isnan(p):
         return NOTHING
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def grouped(rows: Iterable[dict], *columns: str) -> dict[tuple, list[dict]]:
+    """Group rows by the values of columns, in the order of first occurrence."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in columns), []).append(row)
+    return groups

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from rich.progress import track
 
 from headcount import attention
+from headcount.analysis.formatting import grouped
 from headcount.attention.masks import EMPTY
 from headcount.data.examples import Examples
 from headcount.models import precision
@@ -200,15 +201,11 @@ def by_rank(rows: list[dict], key: str) -> dict[tuple, list[list[dict]]]:
     Returns:
         For each site, layer and rank, the heads of each trial.
     """
-    layers = {}
-    for row in rows:
-        trials = layers.setdefault((row["site"], row["layer"]), {})
-        trials.setdefault(row["trial"], []).append(row)
     found = {}
-    for at, trials in layers.items():
+    for at, own in grouped(rows, "site", "layer").items():
         ranked = [
             sorted(heads, key=lambda row: (row["gate"] == 0, -(row[key] or 0)))
-            for heads in trials.values()
+            for heads in grouped(own, "trial").values()
         ]
         for rank, heads in enumerate(zip(*ranked, strict=True), 1):
             found[*at, rank] = [[head] for head in heads]

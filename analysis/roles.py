@@ -30,6 +30,7 @@ import numpy as np
 import scipy
 from flax import nnx
 
+from headcount.analysis.formatting import grouped
 from headcount.analysis.significance import LEVEL, holm, summary
 from headcount.data import columns, stories
 from headcount.data.batches import unpacked_batches
@@ -388,7 +389,7 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
     """
     read = {"source": fields.get("source")}
     if "target" in fields:
-        read["target"] = [run.config.model.bos, *fields["target"][:-1]]
+        read["target"] = run.task.decoder_input(fields["target"])
     labels = {
         field: run.task.token_strings(field, ids)
         for field, ids in read.items()
@@ -514,18 +515,14 @@ def by_role(rows: list[dict]) -> list[dict]:
         over trials (with one trial, over sentences); the controls; and the best head of
         each trial.
     """
-    groups = {}
-    for row in rows:
-        groups.setdefault((row["site"], row["role"]), {}).setdefault(
-            row["trial"], []
-        ).append(row)
     found = []
-    for (site, role), trials in groups.items():
-        best = [max(heads, key=lambda row: row["weight"]) for heads in trials.values()]
+    for (site, role), own in grouped(rows, "site", "role").items():
+        trials = grouped(own, "trial").values()
+        best = [max(heads, key=lambda row: row["weight"]) for heads in trials]
         mean, _, low, high = summary([row["weight"] for row in best])
         if len(best) == 1:
             low, high = best[0]["low"], best[0]["high"]
-        having = [any(row["has_role"] for row in heads) for heads in trials.values()]
+        having = [any(row["has_role"] for row in heads) for heads in trials]
         row = {"site": site, "role": role, "trials": len(best), "having": sum(having)}
         row |= {"weight": float(mean), "low": float(low), "high": float(high)}
         for name in ("norm_weight", "chance", "offset_weight", "untrained"):

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from headcount.analysis.formatting import grouped
 from headcount.analysis.heads import by_rank, mean_per_trial
 from headcount.analysis.roles import by_role
 from headcount.analysis.sequential import judge_at_last
@@ -369,11 +370,10 @@ def scores_without(
     Args:
         rows: rows from `analysis.pruning.curve`.
     """
-    trials = {}
-    for row in rows:
-        if (row["order"], row["removed"]) == (order, removed):
-            trials.setdefault(row["trial"], []).append(row[metric.name])
-    found = metric.scale * np.array(list(trials.values()), float)
+    rows = [row for row in rows if (row["order"], row["removed"]) == (order, removed)]
+    trials = grouped(rows, "trial").values()
+    values = [[row[metric.name] for row in each] for each in trials]
+    found = metric.scale * np.array(values, float)
     return found[0] if len(found) == 1 else found.mean(1)
 
 
@@ -408,7 +408,9 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
         console = print_table(table)
     for trial in trials:
         mine = [row for row in rows if row["trial"] == trial and row["has_role"]]
-        for (site, layer, head), of_head in grouped(mine):
+        mine = sorted(mine, key=lambda row: -row["weight"])
+        of_heads = grouped(mine, "site", "layer", "head")
+        for (site, layer, head), of_head in sorted(of_heads.items()):
             text = ", ".join(f"{r['role']} ({r['weight']:.2f})" for r in of_head)
             name = f"{site} {layer}.{head}"
             console.print(f"trial {trial}, {name}: {text}", soft_wrap=True)
@@ -439,10 +441,7 @@ def print_pairs_of_heads(rows: list[dict], split: str, by: str, path: Path) -> N
     """
     at = ("trial", "site", "layer", "head", "other_layer", "other_head")
     names = [name for name in rows[0] if name not in at] if rows else []
-    groups = {}
-    for row in rows:
-        groups.setdefault((row["trial"], row["site"]), []).append(row)
-    for (trial, site), pairs in groups.items():
+    for (trial, site), pairs in grouped(rows, "trial", "site").items():
         title = f"{site}, trial {trial}, {split}, by {heading(by)}"
         table = Table("heads", title=title, box=box.SIMPLE, padding=0)
         for name in names:
@@ -457,15 +456,6 @@ def print_pairs_of_heads(rows: list[dict], split: str, by: str, path: Path) -> N
     for name in names:
         console.print(PAIR_LEGEND[name], soft_wrap=True)
     console.print(f"Wrote {path}", soft_wrap=True)
-
-
-def grouped(rows: list[dict]) -> list[tuple[tuple, list[dict]]]:
-    """Group rows by head, with the largest weight first in each group."""
-    heads = {}
-    for row in sorted(rows, key=lambda row: -row["weight"]):
-        at = row["site"], row["layer"], row["head"]
-        heads.setdefault(at, []).append(row)
-    return sorted(heads.items())
 
 
 def heads_label(rows: list[dict]) -> str:

@@ -6,7 +6,7 @@ configs/base.py.
 
 from functools import partial
 
-from headcount.configs.validation import choose
+from headcount.configs.validation import check_value, choose
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -66,15 +66,10 @@ def settings_of(theirs: dict) -> dict:
         raise ValueError(f"config.json has no {error.args[0]}.") from None
 
 
-KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
 def read(theirs: dict, kind: type, key: str, *default):
     """Return a key's value after checking its type."""
     value = theirs[key] if not default else theirs.get(key, *default)
-    fits = isinstance(value, int | float if kind is float else kind)
-    if not fits or isinstance(value, bool) != (kind is bool):  # True is an int, too
-        raise ValueError(f"config.json: {key} must be {KINDS[kind]}, got {value!r}.")
+    check_value(f"config.json: {key}", value, kind, is_optional=False)
     return kind(value)
 
 

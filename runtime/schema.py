@@ -2,14 +2,13 @@
 
 A schema is one of
 
-    a type or a tuple of types    a value of the type; int excludes bool, float
-                                  includes int
-    a Number                      a number in a range
-    a frozenset                   one of its values
-    Optional(schema)              null, or a value that matches the schema
-    [schema]                      a nonempty list of values that match the schema
-    {key: schema, ...}            an object with at least these keys
-    a function                    a value for which it does not raise a ValueError
+    a type                a value of the type; int excludes bool, float includes int
+    a Number              a number in a range
+    a frozenset           one of its values
+    Optional(schema)      null, or a value that matches the schema
+    [schema]              a nonempty list of values that match the schema
+    {key: schema, ...}    an object with at least these keys
+    a function            a value for which it does not raise a ValueError
 """
 
 import sys
@@ -22,9 +21,7 @@ KINDS = {
     float: "a number",
     bool: "true or false",
     str: "a string",
-    dict: "an object",
     list: "a list",
-    type(None): "null",
 }
 
 
@@ -68,8 +65,8 @@ def violation(value, schema, name: str = "it") -> str | None:
         return _in_list(value, schema[0], name)
     if isinstance(schema, dict):
         return _in_object(value, schema, name)
-    if isinstance(schema, type | tuple):
-        return _of_kind(value, schema if isinstance(schema, tuple) else (schema,), name)
+    if isinstance(schema, type):
+        return _of_kind(value, schema, name)
     return _by_function(value, schema, name)
 
 
@@ -93,19 +90,16 @@ def _in_object(value, schema: dict, name: str) -> str | None:
     return None
 
 
-def _of_kind(value, kinds: tuple[type, ...], name: str) -> str | None:
-    if object in kinds:
-        return None
+def _of_kind(value, kind: type, name: str) -> str | None:
     if isinstance(value, bool):
-        fits = bool in kinds
+        fits = kind in (bool, object)
     else:
-        fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+        fits = isinstance(value, int | float if kind is float else kind)
     if fits and isinstance(value, int | float) and not abs(value) <= LARGEST:
         return f"{name} must be finite, got {shown(value)}"
     if fits:
         return None
-    wanted = " or ".join(KINDS[kind] for kind in kinds)
-    return f"{name} must be {wanted}, got {shown(value)}"
+    return f"{name} must be {KINDS[kind]}, got {shown(value)}"
 
 
 def _by_function(value, check: Callable, name: str) -> str | None:

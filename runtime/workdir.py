@@ -211,11 +211,12 @@ def read_json(path: Path):
             f"{path} is not a file that train.py writes; restore it, or choose another "
             f"--workdir: {wrong}."
         )
-    if path.name == "run.json" and value["format_version"] != FORMAT_VERSION:
+    made = value.get("format_version") if isinstance(value, dict) else None
+    if made not in (None, FORMAT_VERSION):
         raise ValueError(
-            f"{path} has format_version {value['format_version']}, and this version of "
-            f"Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or "
-            f"choose another --workdir."
+            f"{path} has format_version {made}, and this version of Headcount reads "
+            f"{FORMAT_VERSION}; use the commit that wrote it, or choose another "
+            f"--workdir."
         )
     return value
 

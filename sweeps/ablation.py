@@ -23,6 +23,7 @@ from headcount.configs.validation import known_keys, near_miss
 from headcount.runtime.logging import say
 from headcount.sweeps.labels import MATCH, name_arms
 from headcount.sweeps.plan import apply_overrides, name_arm_in_errors
+from headcount.sweeps.search import unique
 from headcount.training.checks import check_config
 
 
@@ -157,8 +158,7 @@ def without_excluded(arms: list[dict], base: ConfigDict) -> list[dict]:
     if error_of({}, "baseline"):  # what is wrong is no arm
         return arms
     settings = [{k: v for k, v in arm.items() if k != MATCH} for arm in arms]
-    distinct = [own for i, own in enumerate(settings) if own not in settings[:i]]
-    excluded = []
+    distinct, excluded = unique(settings), []
     for own, name in zip(distinct, name_arms(distinct)[0], strict=True):
         if error := error_of(own, name):
             say(f"{error} It is left out.")

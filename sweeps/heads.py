@@ -29,7 +29,7 @@ def design(sweep: Sweep, rows: list[dict]) -> Design:
         rows: rows of the sweep's table.
     """
     return Design(
-        baseline=next(arm.name for arm in sweep.plan.arms if arm.is_baseline),
+        baseline=sweep.plan.baseline.name,
         num_arms=others(sweep.plan),
         looks=sweep.looks and sweep.looks.seeds,
         lost={row["arm"] for row in rows if is_lost(row)},

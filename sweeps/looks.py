@@ -15,7 +15,7 @@ from headcount.analysis.sequential import (
     default_looks,
     judge,
 )
-from headcount.sweeps.plan import Arm, Plan, Trial
+from headcount.sweeps.plan import Plan, Trial
 from headcount.sweeps.search import DevScore, Search, next_trials
 from headcount.tasks import Metric
 
@@ -124,7 +124,7 @@ def others(plan: Plan) -> int:
 
 
 def staged_trials(
-    arms: list[Arm],
+    plan: Plan,
     search: Search,
     existing: list[tuple[Trial, DevScore | None]],
     propose: bool,
@@ -137,33 +137,33 @@ def staged_trials(
     arms and the baseline get the seeds of the next look.
 
     Args:
-        arms: the arms with all their seeds.
+        plan: the arms with all their seeds.
         search, existing, propose: see `next_trials`.
         looks: the planned looks; None runs all seeds at once.
         scale: factor from stored scores to scores as shown.
     """
     if looks is None:
-        return next_trials(arms, search, existing, propose)
+        return next_trials(plan.arms, search, existing, propose)
     scores = {trial.id: score for trial, score in existing}
     started = {(t.arm, t.seed) for t, _ in existing if not t.is_search}
-    stages = dict.fromkeys([arm.name for arm in arms], 0)
+    stages = dict.fromkeys([arm.name for arm in plan.arms], 0)
     while True:
         limited = [
             arm._replace(seeds=arm.seeds[: looks.seeds[stages[arm.name]]])
-            for arm in arms
+            for arm in plan.arms
         ]
         trials = next_trials(limited, search, existing, propose)
-        reported = {arm.name: {} for arm in arms}
+        reported = {arm.name: {} for arm in plan.arms}
         for trial in trials:
             if not trial.is_search:
                 reported[trial.arm][trial.seed] = scores.get(trial.id)
         searching = {t.arm for t in trials if t.is_search and scores.get(t.id) is None}
         if searching or any(None in of.values() for of in reported.values()):
             return trials
-        base = next(arm.name for arm in arms if arm.is_baseline)
+        base = plan.baseline.name
         unfinished = [
             arm
-            for arm in arms
+            for arm in plan.arms
             if not arm.is_baseline and stages[arm.name] + 1 < len(looks.seeds)
         ]
         continued = []
@@ -219,7 +219,7 @@ def verdict_rows(
             scores[row["arm"]][row["seed"]] = metric.scale * value
         if row["status"] in ("diverged", "failed"):
             lost[row["arm"]].add(row["seed"])
-    baseline = next(arm.name for arm in plan.arms if arm.is_baseline)
+    baseline = plan.baseline.name
     base, found = scores[baseline], []
     for arm in plan.arms:
         if arm.is_baseline:

@@ -29,7 +29,7 @@ ORDER = {
     "number": Number(0),
     "do": frozenset(("run", "end")),
     "group": str,
-    "splits": Optional(str),
+    "splits": Optional([str]),
 }
 
 
@@ -95,7 +95,6 @@ class Leader(Runner):
 
     def order(self, do: str, group: str = "", splits: list[str] | None = None) -> None:
         """Write what all hosts must do next to the order file."""
-        splits = None if splits is None else ",".join(splits)
         values = (time.time_ns(), do, group, splits)
         write_json(self.meeting.order, dict(zip(ORDER, values, strict=True)))
 
@@ -138,12 +137,7 @@ def follow(sweep: Sweep, meeting: Meeting, claim: Path, arguments: list[str]) ->
 def ordered_command(sweep: Sweep, order: dict) -> list[str]:
     """Build the command of an order from this host's own sweep and flags."""
     folder = sweep.workdir / "groups" / os.path.basename(order["group"])
-    splits = order["splits"]
-    return group_command(
-        sweep,
-        read_group(folder / "group.json"),
-        None if splits is None else splits.split(","),
-    )
+    return group_command(sweep, read_group(folder / "group.json"), order["splits"])
 
 
 def run_beside(command: list[str], lock, signals: list[int]) -> None:

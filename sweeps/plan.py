@@ -94,6 +94,11 @@ class Plan(NamedTuple):
     trials: list[Trial]  # known so far
     axis: str | None  # the config key that the arms vary, if it is single and numeric
 
+    @property
+    def baseline(self) -> Arm:
+        """The arm that the others are compared with."""
+        return next(arm for arm in self.arms if arm.is_baseline)
+
     def arm(self, name: str) -> Arm:
         """Return the arm of this name."""
         return next(arm for arm in self.arms if arm.name == name)

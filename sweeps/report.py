@@ -391,8 +391,7 @@ def run_bootstrap(
     Returns:
         Results by arm, and the metric; empty and None if the task has no bootstrap.
     """
-    baseline = next(arm.name for arm in sweep.plan.arms if arm.is_baseline)
-    if baseline not in systems:
+    if sweep.plan.baseline.name not in systems:
         return {}, None
     others = [m for m in sweep.task.metrics if m != sweep.metric]
     for metric in (sweep.metric, *others):

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from headcount.configs.validation import choose, flat, read_config
 from headcount.runtime.files import locked
 from headcount.runtime.schema import Number, Optional, violation
-from headcount.runtime.workdir import differences, summarize, write_json
+from headcount.runtime.workdir import FORMAT_VERSION, differences, summarize, write_json
 from headcount.sweeps.ablation import (
     arms_of,
     find_ablation,
@@ -28,7 +28,6 @@ from headcount.sweeps.search import Search, make_search, optional_package
 from headcount.sweeps.store import Sweep, read_optional_json
 from headcount.tasks import Task, best_metric, make_task
 
-FORMAT_VERSION = 1  # of sweep.json
 FIXED = (  # settings that identify a sweep and must not change
     *("base", "ablation", "match", "tune", "search", "search_seeds"),
     *("checkpoint", "metric", "test_split", "looks", "margin"),
@@ -170,22 +169,15 @@ def read_settings(path: Path) -> dict | None:
     stored = read_optional_json(path)
     if stored is None:
         return None
-    known = stored if isinstance(stored, dict) else {}
-    if known.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format_version {known['format_version']}, and this version "
-            f"of Headcount reads {FORMAT_VERSION}; use the commit that wrote it, or "
-            f"choose another --workdir."
-        )
     wrong = violation(stored, SETTINGS)
-    if wrong is None and not all(isinstance(text, str) for text in known["tune"]):
+    if wrong is None and not all(isinstance(text, str) for text in stored["tune"]):
         wrong = "tune must be a list of strings"
     if wrong:
         raise ValueError(
             f"{path} is damaged ({wrong}); restore it, or start again in another "
             f"--workdir."
         )
-    return known
+    return stored
 
 
 def merge(options: Options, stored: dict | None, task: Task) -> dict:

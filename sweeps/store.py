@@ -154,7 +154,7 @@ class Sweep(NamedTuple):
             groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
             existing = self._replace(groups=groups).scored_trials()
             trials = staged_trials(
-                self.plan.arms,
+                self.plan,
                 self.search,
                 existing,
                 propose,

@@ -391,9 +391,13 @@ class Task:
             if name not in self.aligned  # such as tags, which are no tokens
         }
         if "target" in fields:
-            read = [self.config.model.bos, *fields["target"][:-1]]
+            read = self.decoder_input(fields["target"])
             found["decoder input"] = self.token_strings("target", read)
         return found
+
+    def decoder_input(self, target: list[int]) -> list[int]:
+        """Return the tokens that the decoder reads to predict a target."""
+        return [self.config.model.bos, *target[:-1]]
 
     def fields_of_text(
         self, run: Run, source: str, target: str | None, trial: int

@@ -22,7 +22,6 @@ from headcount.training.trials import check_trials
         (3.0, int, "a whole number"),
         (float("nan"), float, "finite"),
         (10**400, int, "finite"),
-        ("a", (int, str), None),
         (None, Optional(int), None),
         ("a", Optional(int), "a whole number"),
         (-1, Number(0), "at least 0"),

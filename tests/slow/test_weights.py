@@ -339,7 +339,7 @@ def test_the_command_lines(folders, tmp_path):
     "family, change, message",
     [
         ("gpt2", {"model_type": "llama"}, "model_type marian, bert, gpt2, got 'llama'"),
-        ("gpt2", {"n_embd": None}, "n_embd must be a whole number, got None"),
+        ("gpt2", {"n_embd": None}, "n_embd must have a value, got None"),
         ("gpt2", {"n_head": "2"}, "n_head must be a whole number, got '2'"),
         ("gpt2", {"n_embd": 0}, "gpt2/config.json: model.(width|mlp_dim) must be"),
         ("gpt2", {"n_head": 3}, r"gpt2/config.json: .*num_heads must divide .*3 and 8"),

@@ -52,7 +52,7 @@ def test_an_order_cannot_name_other_programs_or_flags(tmp_path, sweep):
     outside.mkdir()
     with pytest.raises(FileNotFoundError, match="groups/elsewhere"):
         multihost.ordered_command(sweep, order)
-    order |= {"group": sweep.groups[0].name, "splits": "--task_file=evil.py,val"}
+    order |= {"group": sweep.groups[0].name, "splits": ["--task_file=evil.py", "val"]}
     command = multihost.ordered_command(sweep, order)
     assert "--split=--task_file=evil.py,val" in command
     assert not any(word.startswith("--task_file") for word in command)
