@@ -315,10 +315,13 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
     if wrong:
         raise ValueError(f"{path} is damaged ({wrong}); {hint}")
     for row in found:
-        needed = {m.name: row.get(m.name, "missing") for m in metrics}
-        if row.get("diverged_at") is None and needed[sweep.metric.name] is None:
-            needed[sweep.metric.name] = "not finite"
-        for name, value in needed.items():
+        if row.get("diverged_at") is None and row.get(sweep.metric.name) is None:
+            raise ValueError(
+                f"{path} is damaged ({sweep.metric.name} is missing or not finite); "
+                f"{hint}"
+            )
+        for name in (metric.name for metric in metrics):
+            value = row.setdefault(name, None)  # an older file may lack a new metric
             if value is not None and type(value) not in (int, float):
                 raise ValueError(f"{path} is damaged ({name} is {value}); {hint}")
     wanted = {"checkpoint": sweep.settings["checkpoint"]}

@@ -107,6 +107,15 @@ def test_a_result_without_a_score_is_damaged(tmp_path, corpus, split, metric):
             write_report(sweep)
 
 
+def test_results_from_before_a_metric_existed_are_read(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish_all(sweep)
+    for index in range(len(sweep.groups)):
+        edit_results(sweep, index, lambda row: {k: row[k] for k in row if k != "chrf"})
+    assert {row["test_chrf"] for row in collect(sweep)} == {None}
+    assert "| K=2 |" in write_report(sweep)
+
+
 def test_a_result_changed_by_hand_does_not_count_as_done(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     finish_all(sweep)
