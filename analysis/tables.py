@@ -104,6 +104,8 @@ def print_report(
             shares = (f"{row[name]:.2%}" for name in ("precision", "recall", "f1"))
             table.add_row(row["class"], *shares, str(int(row["support"] or 0)))
         print_table(table)
+    if not confusions:
+        return
     table = Table("true", "predicted", "count", title="most frequent confusions")
     for row in confusions:
         table.add_row(row["true"], row["predicted"], str(row["count"]))

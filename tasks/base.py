@@ -109,9 +109,12 @@ class Run(NamedTuple):
         Tagging returns several results per line.
 
         Raises:
-            TypeError: `lines` is a single string.
+            TypeError: `lines` is a single string, or the task has no such option.
         """
         check_lines("lines", lines)
+        known = "trial", "first", *self.task.options
+        for name in options.keys() - {*known}:
+            raise TypeError(f"There is no option {name}; there are {', '.join(known)}.")
         return list(self.task.predict(self, lines, **options))
 
     def evaluate(self, split: str, **options) -> list[dict]:

@@ -47,6 +47,8 @@ def test_a_config_trains_with_callbacks_stops_and_resumes(trained, corpus, tmp_p
     assert [row["predictions"] for row in rows] == [row["predictions"] for row in again]
     lines = ["two hundred and six", "twelve"]
     assert run.predict(lines, beam_size=1) == run.task.translate(run, lines)
+    with pytest.raises(TypeError, match="no option beam; there are trial, .*beam_size"):
+        run.predict(lines, beam=1)
     assert np.isfinite([p for p, _ in run.task.score(run, lines, lines)]).all()
 
 
