@@ -242,7 +242,7 @@ def test_a_budget_that_cannot_be_reached_is_an_error():
         ([], "0 arms and 2 seeds"),
         (
             over("model.num_heads", 1),
-            "^Arm N=1 sets model.num_heads.*config.model.attention.num_heads",
+            "^Arm N=1 sets model.num_heads.*mean model.attention.num_heads",
         ),
         (over("model.attention.num_heads", 4, 3), "^Arm N=3 .*num_heads"),
         (over("model.width", "wide"), "^Arm D=wide .*model.width"),
