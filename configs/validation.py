@@ -152,7 +152,7 @@ def initials(name: str) -> str:
 
 
 def near_miss(path: str, prefix: str = "") -> str:
-    """Return a hint with config keys, after a prefix, that are similar to one."""
+    """Return a hint with the config keys, after a prefix, that resemble `path`."""
     keys = list(known_keys())
     section, _, last = path.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}

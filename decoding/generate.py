@@ -23,7 +23,6 @@ from headcount.decoding.scheduling import (
     TRIAL_AXES,
     Queue,
     bucket,
-    compiles_slowly,
     decode_in_lanes,
     num_lanes,
     per_device,
@@ -265,8 +264,6 @@ def generate_trials(
     few = count <= 16
     # with many prompts, a program for the last row saves less time than compiling takes
     sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
-    if compiles_slowly():
-        sizes = sizes[-1:]
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
         sample_numbers = range(len(prompts))

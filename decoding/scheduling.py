@@ -243,12 +243,13 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
         Results that do not fit the cache are missing.
     """
     make_idle, prefill, go_on = programs
-    one_width = compiles_slowly()
+    one_size = compiles_slowly()
+    sizes = sizes[-1:] if one_size else sizes
     R, longest = len(waiting), max(map(len, waiting))
     B, Q = at_least(longest, sizes), at_least(longest, [*sizes, most])
     S = bucket(longest_of(prompts, waiting))
     width = columns if longest > most else bucket  # `columns` needs more programs
-    if one_width:
+    if one_size:
         width = partial(max, S)  # S, which no prompt exceeds
     state = make_idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
@@ -260,7 +261,7 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
         # With many prompts left, compiling a program for narrower prompts pays off. It
         # is used as soon as all running rows fit. Rows that already exceed the slots
         # for their own width would delay this, so they are dropped.
-        if max(map(len, waiting)) >= B and not one_width:
+        if max(map(len, waiting)) >= B and not one_size:
             fitting = [
                 {
                     row: number
