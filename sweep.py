@@ -64,7 +64,7 @@ LOOKS = flags.DEFINE_list(
     "looks",
     [],
     "With --seeds=FIRST:LAST: after how many seeds to look, as in 4,8,16,32. Default: "
-    "FIRST, twice as many, and so on.",
+    "FIRST, and 1.5, 2, 3, 4, 6, ... times as many.",
 )
 MARGIN = flags.DEFINE_string(
     "margin",

@@ -69,8 +69,10 @@ HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "v
 lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
 no_lower = partial(loss_is, "no lower")
 little_higher = partial(loss_is, "little higher")
-REMOVED = Quantity("loss added by removing one head", LOSS.format, NATS)
-added_loss_lower = partial(heads_lower, "importance", "added_loss", None, REMOVED)
+BAD_HEADS = {
+    "added_loss": Quantity("loss added by removing one head", LOSS.format, NATS),
+    "noise_loss": Quantity("loss added by noise on one head", LOSS.format, NATS),
+}
 FIRST = "weight of the first token"
 SINK = Quantity(FIRST, ".3f", f"difference in the {FIRST}")
 # in decoders: elsewhere, the sink is the last token
@@ -86,6 +88,15 @@ def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
     """Test both halves of a claim about sinks and loss."""
     found = sink_lower(claim, sweep)
     return found and found + lower(claim, sweep)
+
+
+def bad_heads_cost_less(claim: Claim, sweep: Results) -> list[Effect]:
+    """Test whether removing a head, and noise on its output, cost less loss."""
+    return [
+        effect
+        for column, quantity in BAD_HEADS.items()
+        for effect in heads_lower("importance", column, None, quantity, claim, sweep)
+    ]
 
 
 def none_better_at_any_width(claim: Claim, sweep: Results) -> list[Effect]:
@@ -253,7 +264,7 @@ CLAIMS = (
         "common belief",
         NOTHING,
         ("merge", *EQUAL_STARTS),
-        added_loss_lower,
+        bad_heads_cost_less,
         merge("mean"),
         merge("concat"),
     ),

@@ -90,7 +90,7 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
         mine = [row for row in roles if row["trial"] == trial and row["has_role"]]
         rows = zip(
             describe(run, some, trial),
-            importance(run, some, trial, alone=False),
+            importance(run, some, trial, is_full=False),
             strict=True,
         )
         of_trials.append(

@@ -97,7 +97,7 @@ def added(sums, found):
 
 
 def importance(
-    run: Run, examples: Examples, trial: int, alone: bool = True
+    run: Run, examples: Examples, trial: int, is_full: bool = True
 ) -> list[dict]:
     """Return a row of importance measures for every head.
 
@@ -107,21 +107,26 @@ def importance(
       example's loss with respect to the head's gate, summed over the examples and
       divided by their total weight;
     - added_loss: the loss without this head, minus the loss with all heads;
+    - noise_loss: the loss with noise on this head's output, minus the loss with all
+      heads. The output is multiplied by a normal number of mean 1 and standard
+      deviation 1 for every example, the same numbers for every head;
     - alone (their table 2): the loss with this head as the only one of its layer and
       site, minus the loss with all heads; None if its gate is 0.
 
     All are in the unit of the task's loss. Importance takes one backward pass over the
-    examples in total; added_loss and alone take one forward pass per head. If
-    importance and added_loss disagree, trust added_loss.
+    examples in total; the others take one forward pass per head. If importance and
+    added_loss disagree, trust added_loss.
 
     Args:
-        alone: whether to compute `alone`; False halves the forward passes.
+        is_full: whether to compute noise_loss and alone, which need two thirds of the
+            forward passes.
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
     slopes, weight = None, 0.0
     with sharding.using(run.mesh):
-        for batch in run.task.evaluation_batches(examples, packed=False):
+        one_per_row = list(run.task.evaluation_batches(examples, packed=False))
+        for batch in one_per_row:
             found = slopes_of(run.graph, run.task.loss, params, gates, batch)
             found, of_batch = jax.device_get(found)
             weight += float(of_batch)
@@ -134,16 +139,28 @@ def importance(
             total, weight = summed_loss(run, params, gates | changed, batches)
             return total / weight
 
+        def added_by_noise(site, layer, head):
+            rng, total = np.random.default_rng(0), 0.0
+            for batch in one_per_row:
+                own = for_each_row(gates[site], batch)
+                noise = rng.normal(1, 1, own.shape[1])
+                noisy = {site: own.at[layer, :, head].multiply(noise)}
+                total += summed_loss(run, params, gates | noisy, [batch])[0]
+            return (total - without_noise) / weight
+
         whole, rows = loss({}), []
+        if is_full:
+            without_noise, _ = summed_loss(run, params, gates, one_per_row)
         for site, layer, head in with_progress(heads_of(gates)):
             row = {"site": site, "layer": layer, "head": head}
             own = gates[site]
             row["gate"] = float(own[layer, head])
             row["importance"] = float(slopes[site][layer, head] / weight)
-            row |= {"added_loss": 0.0, "alone": None}
+            row |= {"added_loss": 0.0, "noise_loss": None, "alone": None}
             if row["gate"]:
                 row["added_loss"] = loss({site: own.at[layer, head].set(0)}) - whole
-            if row["gate"] and alone:
+            if row["gate"] and is_full:
+                row["noise_loss"] = added_by_noise(site, layer, head)
                 only = own.at[layer].set(0).at[layer, head].set(row["gate"])
                 row["alone"] = loss({site: only}) - whole
             rows.append(row)
@@ -284,12 +301,14 @@ def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
         return loss(model, batch, head_gates=gates)
 
     # separate gates for each row, so that one backward pass gives per-example gradients
-    rows = len(jax.tree.leaves(batch)[0])
-    repeated = {
-        site: jnp.repeat(gates[:, None], rows, 1) for site, gates in head_gates.items()
-    }
+    repeated = {site: for_each_row(own, batch) for site, own in head_gates.items()}
     slopes, weight = jax.grad(total, has_aux=True)(repeated)
     return {site: jnp.abs(slope).sum(1) for site, slope in slopes.items()}, weight
+
+
+def for_each_row(gates: Float[Array, "L N"], batch: dict) -> Float[Array, "L B N"]:
+    """Repeat gates for every row of a batch."""
+    return jnp.repeat(gates[:, None], len(jax.tree.leaves(batch)[0]), 1)
 
 
 @partial(jax.jit, static_argnames=("graph", "loss"))

@@ -94,7 +94,7 @@ def curve(
     draws = -(-DRAWS // len(trials))
     ranked = {}  # by trial and draw
     for trial in trials:
-        rows = importance(run, dev, trial, alone=False)
+        rows = importance(run, dev, trial, is_full=False)
         rows = [row for row in rows if site in (None, row["site"])]
         for draw in range(draws):
             ranked[trial, draw] = orders(rows, seed=(trial, draw))

@@ -66,11 +66,10 @@ def check_looks(seeds: tuple[int, ...]) -> None:
 
 
 def default_looks(first: int, last: int) -> tuple[int, ...]:
-    """Return looks that start at `first`, double each time, and end at `last`."""
-    looks = [first]
-    while looks[-1] * 2 < last:
-        looks.append(looks[-1] * 2)
-    return (*looks, last) if last > first else (first,)
+    """Return looks at 1, 1.5, 2, 3, 4, 6, ... times `first`, and at `last`."""
+    powers = [first * 2**k for k in range(last.bit_length())]
+    looks = {n for power in powers for n in (power, power * 3 // 2)}
+    return (*sorted(n for n in looks if n < last), last)
 
 
 def spent(level: float, seeds: tuple[int, ...]) -> np.ndarray:

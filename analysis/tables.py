@@ -129,7 +129,7 @@ def print_examples(text: dict[str, list[str]], predictions: list[str], count: in
 
 FORMATS = {
     "gate": "{:g}",
-    **dict.fromkeys(("importance", "added_loss", "alone"), "{:.4f}"),
+    **dict.fromkeys(("importance", "added_loss", "noise_loss", "alone"), "{:.4f}"),
 }
 SHORT = {
     "previous": "i-1",
@@ -137,6 +137,7 @@ SHORT = {
     "following": "i+1",
     "max_logit": "max\nlogit",
     "added_loss": "added\nloss",
+    "noise_loss": "noise\nloss",
     "learned_sink": "learned\nsink",
     "merge_weight": "merge\nweight",
     "merge_weight_sd": "its\nsd",
@@ -152,6 +153,7 @@ LEGEND = {
     "importance": "importance: mean absolute derivative of an example's loss by the "
     "head's gate",
     "added_loss": "added loss: loss without this head, minus loss with all heads",
+    "noise_loss": "noise loss: loss with noise on this head's output, likewise",
     "alone": "alone: loss with this head as the only one of its layer, likewise",
 }
 
@@ -294,7 +296,7 @@ def means_by_seed(rows: list[dict], arm: str, name: str) -> dict[int, float]:
     """Return an arm's mean over its heads by seed, ignoring heads without a value."""
     values = {}
     for row in rows:
-        if row["arm"] == arm and row[name] is not None:
+        if row["arm"] == arm and row.get(name) is not None:  # older files lack some
             values.setdefault(row["seed"], []).append(row[name])
     return {seed: float(np.mean(of_seed)) for seed, of_seed in values.items()}
 

@@ -1,7 +1,7 @@
 """Count the trials that several designs train until a sweep's arms have verdicts.
 
     .venv/bin/python -m benchmarks.verdict [--results DIR] [--metric test_loss]
-        [--margin 0.005] [--looks 4,8,16] [--fixed 16] [--sweeps 4000]
+        [--margin 0.005] [--looks 4,6,8,12,16] [--fixed 16] [--sweeps 4000]
 
 Sweeps are simulated from the scores per seed in results/*/sweep.csv. For every
 simulated seed, the arms' differences from the baseline are drawn from a normal
@@ -16,7 +16,9 @@ looks, arms also stop if a verdict is unlikely. For each sweep, this prints how 
 models planned looks train, as a share of the fixed design's; the share of arms with a
 verdict, with planned looks and with the fixed number; and how often any arm has a false
 verdict, with planned looks, the fixed number and one seed. False is better or worse
-with the wrong sign, or equivalent beyond the margin.
+with the wrong sign, or equivalent beyond the margin. Last, planned looks are applied to
+the scores themselves, in the order of the seeds, where a sweep has as many seeds as the
+fixed design.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import numpy as np
 
 from headcount.analysis.sequential import (
     VERDICTS,
+    Decisions,
     Looks,
     check_looks,
     decide,
@@ -59,7 +62,8 @@ def read_scores(path: Path, metric: str) -> tuple[np.ndarray, int]:
     names = [row["arm"] for row in rows if row["is_baseline"] == "1"]
     if not found or not names or names[0] not in found:
         return np.empty((0, 0)), 0
-    seeds = sorted(set.intersection(*(set(scores) for scores in found.values())))
+    common = set.intersection(*(set(scores) for scores in found.values()))
+    seeds = sorted(common, key=int)
     scores = [[of_arm[seed] for seed in seeds] for of_arm in found.values()]
     return np.array(scores), list(found).index(names[0])
 
@@ -89,10 +93,29 @@ def judged(differences: np.ndarray, looks: Looks, truth: np.ndarray) -> Outcome:
     """Evaluate planned looks; a single look is a fixed number of seeds."""
     options = {"higher_is_better": False, "stop_futile": True}
     found = [decide(each, looks, **options) for each in differences]
-    seeds = np.array([each.seeds for each in found])  # arms x sweeps
-    trainings = seeds.sum(0) + seeds.max(0)  # the baseline needs every arm's seeds
     kinds = np.array([each.kinds for each in found])
-    return outcome(kinds, trainings, truth, looks.margin)
+    return outcome(kinds, trainings_of(found), truth, looks.margin)
+
+
+def trainings_of(found: list[Decisions]) -> np.ndarray:
+    """Return the number of trained models of every sweep, given an item per arm."""
+    seeds = np.array([each.seeds for each in found])
+    return seeds.sum(0) + seeds.max(0)  # the baseline needs every arm's seeds
+
+
+def replay(scores: np.ndarray, baseline: int, looks: Looks) -> tuple[int, bool]:
+    """Apply planned looks to the scores of a sweep, arms x seeds.
+
+    Returns:
+        The number of trained models, and whether every arm gets the verdict that the
+        last look alone gives.
+    """
+    each = np.delete(scores - scores[baseline], baseline, 0)[:, None]
+    single = looks._replace(seeds=looks.seeds[-1:])
+    found = [decide(one, looks, stop_futile=True) for one in each]
+    alone = [decide(one, single) for one in each]
+    same = [x.kinds == y.kinds for x, y in zip(found, alone, strict=True)]
+    return int(trainings_of(found)[0]), bool(np.all(same))
 
 
 def by_sign(differences: np.ndarray, truth: np.ndarray) -> Outcome:
@@ -118,7 +141,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     parser.add_argument("--metric", default="test_loss", help="lower is better")
     parser.add_argument("--margin", type=float, default=LOSS.margin)
-    parser.add_argument("--looks", default="4,8,16")
+    parser.add_argument("--looks", default="4,6,8,12,16")
     parser.add_argument("--fixed", type=int, default=16, help="seeds for every arm")
     parser.add_argument("--sweeps", type=int, default=4000, help="to simulate")
     arguments = parser.parse_args()
@@ -153,6 +176,17 @@ def main() -> None:
                 f"{by_sign(drawn, truth).false:.0%}",
             )
             print(f"| {' | '.join(cells)} |")
+    print()
+    for path in sorted(arguments.results.glob("*/sweep.csv")):
+        dev = arguments.metric.replace("test_", "dev_")
+        scores, baseline = read_scores(path, dev)
+        if len(scores) < 2 or scores.shape[1] < seeds[-1]:
+            continue
+        looks = Looks(seeds, arguments.margin, len(scores) - 1)
+        count, is_same = replay(scores, baseline, looks)
+        total = len(scores) * seeds[-1]
+        verdicts = "the same verdicts" if is_same else "other verdicts"
+        print(f"{path.parent.name}: {count} of {total} models by {dev}, {verdicts}")
 
 
 if __name__ == "__main__":

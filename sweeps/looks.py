@@ -1,8 +1,8 @@
 """Planned looks: add seeds in stages, only to arms that they may well decide.
 
---seeds=4:32 looks at every arm after 4, 8, 16 and 32 seeds. Looks use the sweep's
-metric on dev; test scores decide nothing. The sequential tests in `analysis.sequential`
-keep their error rates in spite of the repeated looks.
+--seeds=4:32 looks at every arm after 4, 6, 8, 12, 16, 24 and 32 seeds. Looks use the
+sweep's metric on dev; test scores decide nothing. The sequential tests in
+`analysis.sequential` keep their error rates in spite of the repeated looks.
 """
 
 import math

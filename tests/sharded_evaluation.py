@@ -62,7 +62,7 @@ def main():
                     for row in scores
                 ]
                 if name == "language_model":
-                    heads = importance(run, examples, trial=1, alone=False)
+                    heads = importance(run, examples, trial=1, is_full=False)
                     added = [row["added_loss"] for row in heads]
                     scores.append(dict(zip("0123", added, strict=False)))
                 found.append({"task": name, "scores": scores, "rows": sorted(rows)})

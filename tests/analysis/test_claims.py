@@ -306,7 +306,17 @@ def test_a_statistic_of_heads_is_compared_by_seed(tmp_path, shift, verdict):
     assert f"({low} to {high})" in effect.text
     both = find_effects(claim(claims.sink_and_loss_lower), [sweep])
     assert [effect.text[:9] for effect in both] == ["weight of", "loss of N"]
-    assert find_effects(claim(claims.added_loss_lower), [sweep]) == []
+    assert find_effects(claim(claims.bad_heads_cost_less), [sweep]) == []
+
+
+def test_a_bad_head_is_one_that_is_removed_and_one_with_noise(tmp_path):
+    folder, test = tmp_path / "heads_x", claim(claims.bad_heads_cost_less)
+    write_sweep(folder, {1: 2 + NOISE, 8: 2 - NOISE})
+    for column, quantity in claims.BAD_HEADS.items():
+        losses = {1: 0.4 + NOISE, 8: 0.1 - NOISE}
+        sweep = write_heads(folder, "importance", column, losses)
+        (effect,) = find_effects(test, [sweep])
+        assert effect.text.startswith(quantity.name) and effect.verdict == SUPPORTED
 
 
 @pytest.mark.parametrize(

@@ -349,8 +349,11 @@ def test_what_a_head_is_to_the_loss(model, gates, rows, head):
     added = (at(0).sum() - at(now).sum()) / tokens
     np.testing.assert_allclose(told["added_loss"], added, atol=1e-5)
     if now == 0:
-        assert told["alone"] is None
+        assert told["alone"] is told["noise_loss"] is None
         return
+    noise = np.random.default_rng(0).normal(1, 1, len(TARGET))
+    noisy = sum(at(now * factor)[i] for i, factor in enumerate(noise))
+    assert np.isclose(told["noise_loss"], (noisy - at(now).sum()) / tokens, atol=1e-5)
     only = every[site].at[place[0]].set(0).at[tuple(place)].set(now)
     more = losses(model, every | {site: only}).sum() - at(now).sum()
     np.testing.assert_allclose(told["alone"], more / tokens, atol=1e-5)
@@ -377,7 +380,8 @@ def test_heads_without_a_distribution_have_no_statistics(variant):
         assert (row["entropy"] is None) == (row["sink"] is None) == is_mixed
         assert np.isfinite(row["share"])
     for row in importance(run, examples(), 0):
-        assert np.isfinite([row["importance"], row["added_loss"]]).all()
+        values = [row[key] for key in ("importance", "added_loss", "noise_loss")]
+        assert np.isfinite(values).all()
 
 
 def test_tables_have_every_head_and_no_columns_without_values(rows, capsys, tmp_path):
@@ -447,7 +451,7 @@ def test_orders_of_removal():
 def test_heads_are_ranked_on_dev_whatever_is_scored(model, rows, monkeypatch):
     ranked, scored = [], []
 
-    def measured(run, dev, trial, alone):
+    def measured(run, dev, trial, is_full):
         ranked.append(dev.split)
         return list(rows.values())
 

@@ -142,8 +142,9 @@ def test_the_direction_is_that_of_the_metric():
 
 
 def test_looks_are_checked():
-    assert default_looks(4, 32) == (4, 8, 16, 32)
-    assert default_looks(4, 20) == (4, 8, 16, 20)
+    assert default_looks(4, 32) == (4, 6, 8, 12, 16, 24, 32)
+    assert default_looks(4, 20) == (4, 6, 8, 12, 16, 20)
+    assert default_looks(2, 8) == (2, 3, 4, 6, 8)
     assert default_looks(3, 3) == (3,)
     for bad in ((1, 4), (), (4, 4), (8, 4)):
         with pytest.raises(ValueError, match="--looks"):
