@@ -1,7 +1,7 @@
 """Compare the speed of language models with PyTorch and CTranslate2.
 
     .venv-peers/bin/python -m benchmarks.language_model [--recipe short] [--rounds 5]
-        [--steps 8] [--peers torch torch.compile] [--trials 16] [--data DIR]
+        [--steps 64] [--peers torch torch.compile] [--trials 16] [--data DIR]
         [--generate] [--new_tokens 200]
 
 By default this trains configs/shakespeare.py, a plain PyTorch GPT with the same layers,
@@ -9,8 +9,9 @@ and transformers' GPT2LMHeadModel (which adds biases), in turn. Both peers use s
 dot-product attention and fused AdamW, eager and compiled. All train on the same
 windows; cutting them is part of the time. With --trials, ours also trains that many
 trials as one program. This prints tokens per second, the share of the matmul ceiling
-(see benchmarks.training) and the ratios. On a GPU, --steps=100 makes rounds long
-enough. The data is tiny Shakespeare in --data if that exists, else random characters.
+(see benchmarks.training) and the ratios. --steps is the number of updates per round, by
+default 64, or 8 for the full recipe; the first few after a pause are slow. The data is
+tiny Shakespeare in --data if that exists, else random characters.
 
 --generate instead continues one prompt, then 64 prompts, by --new_tokens tokens each,
 greedily, and compares with transformers' generate and CTranslate2 (float32). All have
@@ -31,7 +32,7 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
-from benchmarks.training import STEPS, Program, print_table, serve, take_turns
+from benchmarks.training import Program, print_table, serve, take_turns
 from headcount.configs import shakespeare
 from headcount.data.windows import WindowBatches
 from headcount.decoding.generate import generate
@@ -47,7 +48,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=STEPS, help="updates per round")
+    parser.add_argument("--steps", type=int, help="updates per round")
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument(
@@ -58,6 +59,7 @@ def main():
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.steps = arguments.steps or {"short": 64, "full": 8}[arguments.recipe]
     config = shakespeare.get_config(arguments.recipe)
     if arguments.worker:
         return serve(contestant(arguments, config), arguments.steps)

@@ -1,8 +1,7 @@
 """Peers in PyTorch, transformers and CTranslate2 for `benchmarks.language_model`.
 
-`Model` is a straightforward PyTorch implementation of the layers of
-configs/shakespeare.py with `nn.Linear`, `nn.LayerNorm` and scaled dot-product
-attention. GPT2LMHeadModel adds biases. On a GPU they train with bfloat16 autocast.
+The plain PyTorch model is that of `benchmarks.torch_gpt`. GPT2LMHeadModel adds biases.
+On a GPU they train with bfloat16 autocast.
 """
 
 from pathlib import Path
@@ -13,66 +12,10 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.torch_gpt import Model, adamw
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-
-
-class Block(nn.Module):
-    """A pre-norm residual block: self-attention, then feed-forward."""
-
-    def __init__(self, model):
-        super().__init__()
-        D = model.width
-        self.num_heads, self.dropout = model.attention.num_heads, model.dropout
-        self.attention_dropout = model.attention.dropout
-        self.attention_norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
-        self.query_key_value = nn.Linear(D, 3 * D, bias=False)
-        self.merge = nn.Linear(D, D, bias=False)
-        self.mlp_norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
-        self.up = nn.Linear(D, model.mlp_dim, bias=False)
-        self.down = nn.Linear(model.mlp_dim, D, bias=False)
-
-    def forward(self, x):
-        """Apply the block to B T D."""
-        B, T, D = x.shape
-        projected = self.query_key_value(self.attention_norm(x))
-        query, key, value = (
-            part.view(B, T, self.num_heads, -1).transpose(1, 2)
-            for part in projected.split(D, dim=2)
-        )
-        heads = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.attention_dropout, is_causal=True
-        )
-        merged = self.merge(heads.transpose(1, 2).reshape(B, T, D))
-        x = x + functional.dropout(merged, self.dropout)
-        hidden = functional.gelu(self.up(self.mlp_norm(x)))
-        return x + functional.dropout(self.down(hidden), self.dropout)
-
-
-class Model(nn.Module):
-    """Embeddings, blocks, a norm, and logits from the tied embedding."""
-
-    def __init__(self, vocab_size, model):
-        super().__init__()
-        D = model.width
-        self.embedding = nn.Embedding(vocab_size, D)
-        self.positions = nn.Embedding(model.max_positions, D)
-        self.blocks = nn.ModuleList(
-            [Block(model) for _ in range(model.num_decoder_layers)]
-        )
-        self.norm = nn.LayerNorm(D, model.norm_epsilon, bias=False)
-        self.dropout = model.dropout
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, inputs):
-        """Return the logits, B T vocab."""
-        x = self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
-        x = functional.dropout(x, self.dropout)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) @ self.embedding.weight.T
 
 
 def gpt2_config(config, dropout: float):
@@ -117,21 +60,8 @@ class Torch:
         self.loss = self.mean_loss
         if "compile" in name:
             self.loss = torch.compile(self.mean_loss)
-        optimizer = config.optimizer
-        decay = {True: [], False: []}
-        for parameter in self.model.parameters():
-            decay[parameter.dim() > 1].append(parameter)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decay[True], "weight_decay": optimizer.weight_decay},
-                {"params": decay[False], "weight_decay": 0.0},
-            ],
-            optimizer.learning_rate,
-            (optimizer.beta1, optimizer.beta2),
-            optimizer.epsilon,
-            fused=True,
-        )
-        self.clip_norm = optimizer.clip_norm
+        self.optimizer = adamw(self.model, config.optimizer)
+        self.clip_norm = config.optimizer.clip_norm
         self.batches, self.step = batches, 0
         self.size = 8192 if ON_GPU else 2048
         dtype = torch.bfloat16 if ON_GPU else torch.float32

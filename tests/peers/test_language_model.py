@@ -1,16 +1,21 @@
 """The peers of `benchmarks.language_model` are the models that ours is."""
 
+import json
+import sys
+from unittest import mock
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 
-from benchmarks import language_model
+from benchmarks import language_model, launch, torch_gpt
 from benchmarks import peers_language_model as peers
 from headcount.configs import shakespeare
 from headcount.models.cost import parameters
 from headcount.tasks import make_task
+from headcount.training.optimizer import SCHEDULE_KEYS, learning_rate_at
 
 
 @pytest.fixture
@@ -71,3 +76,27 @@ def test_all_sides_continue_prompts_by_the_same_tokens(config, tmp_path):
     assert len({tuple(ids) for ids in wanted}) == 5 and max(map(len, wanted)) == 20
     assert ours(prompts, 20) == wanted
     assert peers.ctranslate2_side(theirs, tmp_path)(prompts, 20) == wanted
+
+
+def test_the_pytorch_program_learns_and_writes_its_losses(config, tmp_path):
+    config.data.max_length, config.data.batch_tokens = 16, 64
+    config.train.num_steps, config.train.eval_every_steps = 60, 20
+    config.optimizer.learning_rate, config.optimizer.warmup_steps = 0.01, 5
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    for name in ("train", "dev"):  # the next token follows from the one before
+        np.save(tmp_path / f"{name}.npy", np.arange(600) % 7 + 4)
+    arguments = ["torch_gpt.py", str(tmp_path), "--our_start"]
+    with mock.patch.object(sys, "argv", arguments):
+        torch_gpt.main()
+    losses = launch.dev_losses(tmp_path / "torch.jsonl")
+    assert list(losses) == [20, 40, 60]
+    assert losses[60] < losses[20] < 4.5 and losses[60] < 0.5
+
+
+def test_the_pytorch_program_has_our_learning_rates(config):
+    optimizer, steps = config.optimizer, config.train.num_steps
+    keys = {key: optimizer[key] for key in SCHEDULE_KEYS} | {"decay_steps": steps}
+    for step in (0, 50, 100, 1000, steps - 1):
+        ours = learning_rate_at(optimizer.schedule, step, width=1, **keys)
+        wanted = torch_gpt.learning_rate(step, optimizer, steps)
+        assert float(ours) == pytest.approx(wanted, rel=1e-4)
