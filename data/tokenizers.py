@@ -178,6 +178,8 @@ class JsonTokenizer:
 class ByteLevelBPE(JsonTokenizer):
     """GPT-2's byte-level BPE with its own ids; BOS and EOS are <|endoftext|>."""
 
+    unk = None  # every byte has an id
+
     def __init__(self, path: Path):
         super().__init__(path)
         self.bos = self.eos = self._tokenizer.token_to_id("<|endoftext|>")
@@ -210,6 +212,8 @@ class MarianTokenizer:
         model: the bytes of a SentencePiece model, whose own ids are not used.
         vocabulary: Marian's id of each token; see `marian_order`.
     """
+
+    unk = UNK
 
     def __init__(self, model: bytes, vocabulary: dict[str, int]):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -280,7 +280,8 @@ def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
     started = [row for row in rows if row["steps"]]
     searched = [row for row in started if row["stage"] == "search"]
     used = Cost.of(started)
-    text = f"The verdicts took {used}."
+    tuning = f"; {len(searched)} of the runs chose settings" if searched else ""
+    text = f"The verdicts took {used}{tuning}."
     if sweep.looks is None or count_unfinished(sweep.plan, rows):
         return text
     fixed = Cost.of(searched)

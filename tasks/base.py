@@ -29,6 +29,7 @@ from headcount.models.cross_entropy import cross_entropy
 from headcount.models.maps import attention_maps, single_example
 from headcount.models.transformer import Transformer
 from headcount.runtime import sharding
+from headcount.runtime.logging import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,29 @@ def check_lines(name: str, lines: Sequence[str]) -> None:
     """Raise a TypeError if `lines` is a single string instead of a list."""
     if isinstance(lines, str):
         raise TypeError(f"{name} must be a list of strings, as in [{lines!r}]")
+
+
+def warn_of_lines(
+    encoded: Iterable, first: int, unk: int | None, longest: float, what: str
+) -> None:
+    """Log the lines that are longer than in training, or have unknown tokens.
+
+    Args:
+        encoded: token ids of each line.
+        first: number of the first line, from 0.
+        unk: id of the unknown token; None: there is none.
+        longest: number of tokens of the longest example of training.
+        what: such as "training example", which has at most so many tokens.
+    """
+    for number, ids in enumerate(encoded, first + 1):
+        problems = []
+        if len(ids) > longest:
+            problems.append(f"{len(ids)} tokens, more than the {longest} of any {what}")
+        unknown = sum(int(token) == unk for token in ids)
+        if unknown:
+            problems.append(f"characters or words that training never saw: {unknown}")
+        for problem in problems:
+            say(f"Line {number} has {problem}; expect a poor result.")
 
 
 class Attention(NamedTuple):

@@ -13,6 +13,7 @@ that lose nothing. Every token of a split is scored exactly once, in windows tha
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -29,8 +30,15 @@ from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
-from headcount.runtime.logging import say
-from headcount.tasks.base import LOSS, Metric, Run, Task, check_lines, token_loss
+from headcount.tasks.base import (
+    LOSS,
+    Metric,
+    Run,
+    Task,
+    check_lines,
+    token_loss,
+    warn_of_lines,
+)
 from headcount.tasks.heldout_loss import heldout_sums, token_log_probabilities
 
 BITS_PER_BYTE = Metric(
@@ -357,7 +365,7 @@ class LanguageModel(Task):
         check_lines("lines", lines)
         model = self.config.model
         encoded = self.tokenizer.encode(list(lines), eos=False)
-        self.warn_of_long(encoded.lengths, first)
+        self.warn(encoded, first)
         prompts = [[model.bos, *ids.tolist()] for ids in encoded]
         limits = [max_new_tokens] * len(prompts)
         if model.positions == "learned":
@@ -374,18 +382,15 @@ class LanguageModel(Task):
                     )
         return prompts, [limit + 1 for limit in limits]
 
-    def warn_of_long(self, lengths: Sequence[int], first: int) -> None:
-        """Log the lines that are longer than any training window.
+    def warn(self, encoded: Ragged, first: int) -> None:
+        """Log lines unlike those of training; see `warn_of_lines`.
 
         Learned positions set a limit of their own, which raises an error.
         """
-        longest = self.config.data.max_length
-        for number, length in enumerate(lengths, first + 1):
-            if length > longest and self.config.model.positions != "learned":
-                say(
-                    f"Line {number} has {length} tokens, more than the {longest} of "
-                    f"any training window: expect a poor result."
-                )
+        is_learned = self.config.model.positions == "learned"
+        longest = math.inf if is_learned else self.config.data.max_length
+        unk = self.tokenizer.unk
+        warn_of_lines(encoded, first, unk, longest, "window in training")
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -423,7 +428,7 @@ class LanguageModel(Task):
             ValueError: a line has more tokens than there are learned positions.
         """
         fields = {"target": self.tokenizer.encode(list(lines), eos=False)}
-        self.warn_of_long(fields["target"].lengths, first)
+        self.warn(fields["target"], first)
         longest = self.config.model.max_positions
         for number, size in enumerate(fields["target"].lengths, first + 1):
             if self.config.model.positions == "learned" and size > longest:

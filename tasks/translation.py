@@ -15,7 +15,15 @@ from headcount.models.validation import check_bos
 from headcount.runtime import distributed, sharding
 from headcount.runtime.logging import say
 from headcount.tasks import text_scores
-from headcount.tasks.base import LOSS, Metric, Run, Task, check_lines, token_loss
+from headcount.tasks.base import (
+    LOSS,
+    Metric,
+    Run,
+    Task,
+    check_lines,
+    token_loss,
+    warn_of_lines,
+)
 from headcount.tasks.heldout_loss import heldout_loss, token_log_probabilities
 
 points = partial(Metric, unit="points", bounds=(0, 100))
@@ -196,7 +204,7 @@ class Translation(Task):
             options: as in `evaluate`.
         """
         options = search_defaults(options)
-        self.warn_of_long(lines, first)
+        self.warn(lines, first)
         found = self.translate(run, lines, trial, first, **options)
         yield from n_best_lines(found, first) if options.get("n_best") else found
 
@@ -248,7 +256,7 @@ class Translation(Task):
                 )
         sides = [[fields[i] for fields in columns] for i in (0, 1)]
         for side, lines in enumerate(sides):
-            self.warn_of_long(lines, first, side)
+            self.warn(lines, first, side)
         for log_prob, tokens in self.score(run, *sides, trial):
             yield f"{log_prob:.4f}\t{tokens}"
 
@@ -271,17 +279,12 @@ class Translation(Task):
         found = token_log_probabilities(run, fields, trial)
         return [(float(of_tokens.sum()), len(of_tokens)) for of_tokens in found]
 
-    def warn_of_long(self, lines: Sequence[str], first: int, side: int = 0) -> None:
-        """Log the lines that are longer than any training example."""
-        longest = self.config.data.max_length
-        lines = lines if side else self.prefixed(lines)
-        for index, ids in enumerate(self.tokenizers[side].encode(lines)):
-            if len(ids) > longest:
-                which = ("", "'s target")[side]
-                say(
-                    f"Line {first + index + 1}{which} has {len(ids)} tokens, more than "
-                    f"the {longest} of any training example: expect a poor result."
-                )
+    def warn(self, lines: Sequence[str], first: int, side: int = 0) -> None:
+        """Log lines unlike those of training; see `warn_of_lines`."""
+        tokenizer = self.tokenizers[side]
+        encoded = tokenizer.encode(lines if side else self.prefixed(lines))
+        longest, what = self.config.data.max_length, f"{SIDES[side]} in training"
+        warn_of_lines(encoded, first, tokenizer.unk, longest, what)
 
     def token_strings(self, field: str, ids) -> list[str]:
         """See `Task.token_strings`."""

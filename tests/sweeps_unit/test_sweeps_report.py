@@ -302,6 +302,7 @@ def test_an_arm_that_diverged_in_the_search_is_listed_and_not_waited_for(
             finish(sweep, index)
     markdown = write_report(sweep)
     assert "not done yet" not in markdown and "Without a score: K=2." in markdown
+    assert "; 6 of the runs chose settings." in markdown
 
 
 def test_a_baseline_that_diverged_is_an_error(tmp_path, corpus):

@@ -365,6 +365,13 @@ def test_lines_longer_than_training_windows_are_logged(run, folder, capsys):
         assert "Line 9 has 17 tokens, more than the 16" in log and log.count("\n") == 1
 
 
+def test_characters_that_training_never_saw_are_logged(run, capsys):
+    list(run.task.score_lines(run, ["to be", "tø be Ω"]))
+    log = capsys.readouterr().err
+    assert "Line 2 has characters or words that training never saw: 2" in log
+    assert log.count("\n") == 1
+
+
 def test_lines_without_a_token_have_no_log_probability(run):
     assert list(run.task.score_lines(run, ["", ""])) == ["0.0000\t0"] * 2
     alone = list(run.task.score_lines(run, ["to be"]))
