@@ -53,6 +53,7 @@ from headcount.analysis.claim_tests import (
     smaller_keys,
 )
 from headcount.analysis.formatting import NOTHING
+from headcount.analysis.roles import POSITIONAL
 from headcount.tasks.base import LOSS
 
 matplotlib.use("agg")
@@ -136,7 +137,8 @@ GATES = one_of(
 )
 VASWANI = "Vaswani et al. 2017, Table 3"
 ROLES = (  # of every corpus, by `analysis.roles`
-    *("self", "previous token", "next token", "same token earlier"),
+    *POSITIONAL,  # self, previous token, next token, local, global
+    "same token earlier",
     *("after the same token", "induction", "punctuation"),
     *("beginning (BOS)", "end (EOS)"),
 )

@@ -6,9 +6,9 @@ over a sentence's queries and then over sentences. It has the role only if its s
 exceeds
 
 - the best fixed offset: the score of a head that always attends to the token at a fixed
-  distance, for the distance that is best for this role. For roles that are offsets
-  themselves (self, previous, next), the control is the weight on all other tokens
-  together;
+  distance, for the distance that is best for this role. For roles that are distances
+  themselves (self, previous, next, local, global), the control is the weight on all
+  other tokens together;
 - untrained models of the same config: the scores of the same layer's heads in
   `UNTRAINED` of them, compared in log-odds;
 - chance: the fraction of right keys among those that the query may see.
@@ -22,6 +22,7 @@ trial.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -46,7 +47,15 @@ MIN_EXAMPLES = 20  # sentences that must have a query of a role; rarer roles are
 BATCH_TOKENS = 2048  # tokens per batch; bounds the memory of the maps
 REPEATED = 64  # rows of repeated random tokens
 REPEATED_LENGTH = 48  # maximum number of tokens of such a row
-POSITIONAL = {"self": 0, "previous token": -1, "next token": 1}
+POSITIONAL = {  # smallest and largest distance from the query to the right key
+    "self": (0, 0),
+    "previous token": (-1, -1),
+    "next token": (1, 1),
+    "local (1 or 2 tokens before)": (-2, -1),
+    "local (1 or 2 tokens after)": (1, 2),
+    "global (8 tokens or more before)": (-math.inf, -8),
+    "global (8 tokens or more after)": (8, math.inf),
+}
 # Relations of `stories`: the query and the right key.
 STORIES = {
     "subject": ("verb", "its subject"),
@@ -421,9 +430,11 @@ def by_token(site: str, queries, keys, key_labels, special: tuple[int, int]) -> 
     every, gold = np.ones((T, 1), bool), {}
     if site != "cross":
         at = np.arange(S) - np.arange(T)[:, None]
-        gold = {name: real & (at == offset) for name, offset in POSITIONAL.items()}
-        if site == "decoder":
-            del gold["next token"]
+        gold = {
+            name: real & (low <= at) & (at <= high)
+            for name, (low, high) in POSITIONAL.items()
+            if site != "decoder" or low <= 0
+        }
         gold["same token earlier"] = real & (at < 0) & (queries[:, None] == keys)
     if site == "decoder":
         gold["after the same token"] = after_same(queries, special) & real & (at < 0)

@@ -113,6 +113,7 @@ def test_heads_set_by_hand_have_their_role_and_no_other(task, examples):
     found = {(r["layer"], r["head"], r["role"]) for r in rows if r["has_role"]}
     assert found == {
         (0, 0, "previous token"),
+        (0, 0, "local (1 or 2 tokens before)"),
         (0, 1, "verb → its subject"),
         (0, 1, "verb that agrees → its subject"),
         (1, 1, "induction"),
