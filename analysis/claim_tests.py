@@ -10,7 +10,6 @@ import csv
 import json
 import math
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,11 +137,6 @@ def smaller_keys(settings: dict, baseline: dict) -> bool:
     return same and settings["head_dim"] < baseline["head_dim"]
 
 
-def merge(rule: str, match: str | None = None) -> Chooses:
-    """Choose the arm of a merge rule."""
-    return has(match, merge=rule)
-
-
 # Tests: functions from a claim and a sweep to effects.
 
 
@@ -205,14 +199,6 @@ def compare(
         effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
         found.append(effect)
     return found
-
-
-def loss_is(
-    rule: str, claim: Claim, sweep: Results, comparisons: int | None = None
-) -> list[Effect]:
-    """Compare the arms' losses with the reference's; see `compare`."""
-    loss = attrgetter("loss")
-    return compare(rule, loss, TEST_LOSS, claim, sweep, comparisons)
 
 
 def loses_less(

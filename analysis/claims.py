@@ -21,6 +21,7 @@ from headcount.analysis.claim_tests import (
     CONTRADICTED,
     NATS,
     SUPPORTED,
+    TEST_LOSS,
     UNDECIDED,
     Claim,
     Effect,
@@ -42,8 +43,6 @@ from headcount.analysis.claim_tests import (
     heads_lower,
     less_spread,
     loses_less,
-    loss_is,
-    merge,
     most_can_go,
     no_slower,
     one_of,
@@ -67,9 +66,10 @@ NEUTRAL = {"ratio of standard deviations": 1, "share of seeds": 0.5, "linear CKA
 MARKS = "<!-- claims: python -m analysis.claims -->", "<!-- end of claims -->"
 HEADER = ("", "claim", "made by", "published", "corpus", "seeds", "measured", "verdict")
 
-lower, higher = partial(loss_is, "lower"), partial(loss_is, "higher")
-no_lower = partial(loss_is, "no lower")
-little_higher = partial(loss_is, "little higher")
+lower, higher, no_lower, little_higher = (
+    partial(compare, rule, attrgetter("loss"), TEST_LOSS)
+    for rule in ("lower", "higher", "no lower", "little higher")
+)
 BAD_HEADS = {
     "added_loss": Quantity("loss added by removing one head", LOSS.format, NATS),
     "noise_loss": Quantity("loss added by noise on one head", LOSS.format, NATS),
@@ -132,7 +132,7 @@ def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
 
 EQUAL_STARTS = "merge_start", "merge_rules"
 GATES = one_of(
-    *(merge("gated"), merge("gated_elementwise")),
+    *(has(merge="gated"), has(merge="gated_elementwise")),
     *(exactly(gate="sigmoid"), exactly(gate="sigmoid", gate_size="element")),
 )
 VASWANI = "Vaswani et al. 2017, Table 3"
@@ -212,8 +212,8 @@ CLAIMS = (
         NOTHING,
         "merge",
         higher,
-        merge("mean"),
-        merge("concat"),
+        has(merge="mean"),
+        has(merge="concat"),
     ),
     Claim(
         "Concatenation beats averaging with equal parameters.",
@@ -221,8 +221,8 @@ CLAIMS = (
         NOTHING,
         "merge",
         higher,
-        merge("mean", "parameters"),
-        merge("concat"),
+        has("parameters", merge="mean"),
+        has(merge="concat"),
     ),
     Claim(
         "Concatenation beats averaging at equal initial scales.",
@@ -230,7 +230,7 @@ CLAIMS = (
         NOTHING,
         EQUAL_STARTS,
         higher,
-        merge("mean"),
+        has(merge="mean"),
         has(merge="concat", merge_gain=1.0),
     ),
     Claim(
@@ -239,8 +239,8 @@ CLAIMS = (
         "(N − 1)·V·D fewer parameters per layer",
         "merge",
         cheaper,
-        merge("mean"),
-        merge("concat"),
+        has(merge="mean"),
+        has(merge="concat"),
     ),
     Claim(
         "Averaging trains more stably: less spread over seeds.",
@@ -248,7 +248,7 @@ CLAIMS = (
         NOTHING,
         EQUAL_STARTS,
         less_spread,
-        merge("mean"),
+        has(merge="mean"),
         has(merge="concat", merge_gain=1.0),
     ),
     Claim(
@@ -258,8 +258,8 @@ CLAIMS = (
         NOTHING,
         "merge_rates",
         tolerates_rates,
-        merge("mean"),
-        merge("concat"),
+        has(merge="mean"),
+        has(merge="concat"),
     ),
     Claim(
         "Averaging is more robust to a bad head.",
@@ -267,8 +267,8 @@ CLAIMS = (
         NOTHING,
         ("merge", *EQUAL_STARTS),
         bad_heads_cost_less,
-        merge("mean"),
-        merge("concat"),
+        has(merge="mean"),
+        has(merge="concat"),
     ),
     Claim(
         "Weights that depend on the input beat fixed ones.",
@@ -276,8 +276,8 @@ CLAIMS = (
         NOTHING,
         ("merge_start", "variants"),
         lower,
-        one_of(merge("dynamic"), exactly(gate="double_sigmoid")),
-        one_of(merge("weighted"), exactly(gate="double_sigmoid", gate_features=0)),
+        one_of(has(merge="dynamic"), exactly(gate="double_sigmoid")),
+        one_of(has(merge="weighted"), exactly(gate="double_sigmoid", gate_features=0)),
     ),
     Claim(
         "Gates beat concatenation.",
@@ -286,7 +286,7 @@ CLAIMS = (
         ("gates", "merge", *EQUAL_STARTS, "variants"),
         lower,
         GATES,
-        one_of(merge("concat"), exactly()),
+        one_of(has(merge="concat"), exactly()),
     ),
     Claim(
         "Averaging loses less with many heads.",
@@ -294,8 +294,8 @@ CLAIMS = (
         NOTHING,
         "merge_heads",
         partial(loses_less, "num_heads", False),
-        merge("mean"),
-        merge("concat"),
+        has(merge="mean"),
+        has(merge="concat"),
     ),
     Claim(
         "Heads specialise, more than in an untrained model.",
@@ -396,7 +396,7 @@ CLAIMS = (
         ("gates", "merge", *EQUAL_STARTS, "variants"),
         sink_and_loss_lower,
         GATES,
-        one_of(merge("concat"), exactly()),
+        one_of(has(merge="concat"), exactly()),
     ),
     Claim(
         "Each variant of the ablation `variants` lowers the loss.",

@@ -3,6 +3,7 @@
 import csv
 import json
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -12,17 +13,18 @@ from headcount.analysis import claim_tests, claims, roles
 from headcount.analysis.claim_tests import (
     CONTRADICTED,
     SUPPORTED,
+    TEST_LOSS,
     UNDECIDED,
     Claim,
     ablations_of,
     cheaper,
+    compare,
     deeper_is_wider,
     find_effects,
     has,
     heads_differ,
     heads_have,
     heads_interact,
-    loss_is,
     most_can_go,
     no_slower,
     ratio_of_spreads,
@@ -64,7 +66,11 @@ def write_sweep(folder, losses, **columns):
 
 
 def claim(rule, **changes):
-    test = rule if callable(rule) else partial(loss_is, rule)
+    test = (
+        rule
+        if callable(rule)
+        else partial(compare, rule, attrgetter("loss"), TEST_LOSS)
+    )
     return Claim("x", "y", "z", "heads", test)._replace(**changes)
 
 
@@ -333,8 +339,8 @@ def test_many_heads_are_compared_with_few_under_both_rules(tmp_path, extra, verd
     about = claim(
         partial(claim_tests.loses_less, "num_heads", False),
         ablation="merge_heads",
-        arms=claim_tests.merge("mean"),
-        reference=claim_tests.merge("concat"),
+        arms=claim_tests.has(merge="mean"),
+        reference=claim_tests.has(merge="concat"),
     )
     (effect,) = find_effects(about, [sweep])
     each = losses[9] - losses[2] - (losses[8] - losses[1])
