@@ -369,6 +369,18 @@ def unscaled(base) -> list[dict]:
     return over("model.attention.scale", None, 1.0)
 
 
+def muon(base) -> list[dict]:
+    """Does Muon train better than AdamW, and better on each head's matrix alone?
+
+    Scientific: optimizer.name and optimizer.muon_per_head.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    del base
+    per_head = {"optimizer.name": "muon", "optimizer.muon_per_head": True}
+    return [*over("optimizer.name", "adamw", "muon"), per_head]
+
+
 def shazeer(base) -> list[dict]:
     """Is it better to have fewer heads, smaller heads, or multi-query attention?
 
