@@ -71,8 +71,7 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
         if site in learned:
             section.gate, section.gate_penalty = "none", 0.0
         section.num_heads = section.num_kv_heads = int(N)
-        section.head_dim = first.query.shape[-1]
-        section.value_dim = first.value.shape[-1]
+        section.head_dim, section.value_dim = sizes(first)
     return config, nnx.split(model)[1]
 
 
@@ -107,16 +106,12 @@ def check(attention, site: str, gates: np.ndarray) -> None:
             f"heads with kernels of their own; heads can be removed with "
             f"{', '.join(REMOVABLE_RULES)}."
         )
-    for name, is_on in (
-        ("latent_dim", attention.latent is not None),
-        ("differential", attention.difference is not None),
-    ):
-        if is_on:
-            raise ValueError(
-                f"The heads of {site} share more than keys and values ({name}); they "
-                f"can't be removed one by one."
-            )
-    if attention.key.shape[1] != attention.query.shape[1]:
+    if attention.difference is not None:
+        raise ValueError(
+            f"The heads of {site} work in pairs (differential); they can't be removed "
+            f"one by one."
+        )
+    if attention.latent is None and attention.key.shape[1] != attention.query.shape[1]:
         raise ValueError(
             f"The heads of {site} share keys and values (num_kv_heads); they can't be "
             f"removed one by one."
@@ -127,6 +122,13 @@ def check(attention, site: str, gates: np.ndarray) -> None:
                 f"{'.'.join(map(str, path))} of {site} mixes heads; they can't be "
                 f"removed one by one."
             )
+
+
+def sizes(attention) -> tuple[int, int]:
+    """Return H and V, without the rotary part of latent attention's keys."""
+    if attention.latent is None:
+        return attention.query.shape[-1], attention.value.shape[-1]
+    return attention.latent.key.shape[-1], attention.latent.value.shape[-1]
 
 
 def parameters(attention) -> list[tuple[tuple, nnx.Param]]:
