@@ -70,7 +70,7 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
         section = config.model[f"{site}_attention"]
         if site in learned:
             section.gate, section.gate_penalty = "none", 0.0
-        section.num_heads = section.num_kv_heads = int(N)
+        section.num_heads = section.num_kv_heads = first.query.shape[1]
         section.head_dim, section.value_dim = sizes(first)
     return config, nnx.split(model)[1]
 
@@ -106,11 +106,6 @@ def check(attention, site: str, gates: np.ndarray) -> None:
             f"heads with kernels of their own; heads can be removed with "
             f"{', '.join(REMOVABLE_RULES)}."
         )
-    if attention.difference is not None:
-        raise ValueError(
-            f"The heads of {site} work in pairs (differential); they can't be removed "
-            f"one by one."
-        )
     if attention.latent is None and attention.key.shape[1] != attention.query.shape[1]:
         raise ValueError(
             f"The heads of {site} share keys and values (num_kv_heads); they can't be "
@@ -138,11 +133,16 @@ def parameters(attention) -> list[tuple[tuple, nnx.Param]]:
 
 
 def slice_heads(attention, chosen: np.ndarray, is_kept: np.ndarray) -> None:
-    """Keep the chosen heads of a layer; zero the merge kernels where not `is_kept`."""
+    """Keep the chosen heads of a layer; zero the merge kernels where not `is_kept`.
+
+    With differential attention, a head is a pair: the heads n and n + N/2.
+    """
+    merged = attention.num_merged_heads
     for _, param in parameters(attention):
         for axis, letter in enumerate(param.axes.split()):
             if letter in ("N", "K", "heads"):
-                param.set_value(jnp.take(param[...], chosen, axis))
+                each = np.arange(param.shape[axis]).reshape(-1, merged)[:, chosen]
+                param.set_value(jnp.take(param[...], each.ravel(), axis))
     kernel = attention.merge["kernel"]
     kernel[...] = kernel[...] * is_kept[:, None, None]
 
