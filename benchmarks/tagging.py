@@ -34,7 +34,7 @@ from sklearn.feature_extraction import DictVectorizer
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.training import Program, print_table, serve, take_turns
+from benchmarks.training import STEPS, Program, print_table, serve, take_turns
 from headcount.configs import ewt, movie_reviews, wnut17
 from headcount.data.batches import packed_in_order
 from headcount.data.encoder_tokenizers import parts_of
@@ -61,7 +61,7 @@ def main():
     if arguments.baselines:
         return print_baselines(arguments.data)
     if arguments.worker:
-        return serve(contestant(arguments))
+        return serve(contestant(arguments), STEPS)
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         race(arguments)

@@ -1,7 +1,7 @@
 """Compare the speed of the training step with plain PyTorch, eager and compiled.
 
     .venv-peers/bin/python -m benchmarks.training [--recipe short] [--rounds 5]
-        [--data DIR] [--set KEY=VALUE ...]
+        [--steps 8] [--data DIR] [--set KEY=VALUE ...]
 
 This prints source and target tokens per second (without padding), their ratio, FLOPs
 per token, and the share of the machine's matmul ceiling, which is the best of NumPy,
@@ -43,7 +43,7 @@ from headcount.tasks import make_task
 from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters, make_trials
 
-STEPS = 8  # updates per round, by default
+STEPS = 8  # updates per round
 
 # Keys that --set may change if torch is timed, too: those that the peers read, and the
 # implementation of our attention.
@@ -62,13 +62,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="short", choices=("short", "full"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=STEPS, help="updates per round")
     parser.add_argument("--data", type=Path, default=Path("../shared/data/multi30k"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return serve(contestant(arguments))
+        return serve(contestant(arguments), arguments.steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         race(arguments)
@@ -83,7 +84,7 @@ def race(arguments) -> None:
         *(x for side in (source, target) for x in (side.tokens, side.offsets)),
     )
     options = [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
-    options += ["--set", *arguments.set]
+    options += [f"--steps={arguments.steps}", "--set", *arguments.set]
     found = take_turns("benchmarks.training", names, options, arguments.rounds)
     config = config_of(arguments)
     flop = flop_per_token(config, source.lengths, target.lengths)
@@ -254,7 +255,7 @@ def contestant(arguments):
     return worker(arguments.worker, config_of(arguments), *sides)
 
 
-def serve(contestant, steps: int = STEPS) -> None:
+def serve(contestant, steps: int) -> None:
     """Answer requests from standard input until it ends, training `steps` at a time."""
     for request in sys.stdin:
         if request.strip() == "ceiling":
