@@ -13,7 +13,13 @@ from headcount.runtime.files import locked
 from headcount.runtime.workdir import write_json
 from headcount.sweeps import multihost
 from headcount.sweeps.plan import Shard
-from headcount.sweeps.runner import SIGNALS, Stopped, eval_command, train_command
+from headcount.sweeps.runner import (
+    SIGNALS,
+    Runner,
+    Stopped,
+    eval_command,
+    train_command,
+)
 from headcount.sweeps.settings import open_sweep
 
 
@@ -32,10 +38,10 @@ def handlers():
 
 def test_a_follower_builds_the_leaders_command_itself(tmp_path, sweep):
     meeting = multihost.Meeting(tmp_path / "leader", tmp_path / "order.json")
-    leader = multihost.Leader(sweep, Shard(0, 1), meeting, ["--coordinator=h:1"])
+    leader = Runner(sweep, Shard(0, 1), arguments=["--coordinator=h:1"])
     group = sweep.groups[1]
     for splits in (None, ["val", "test"]):
-        leader.order("run", group.name, splits)
+        multihost.write_order(meeting, "run", group.name, splits)
         order = multihost.read_optional_json(meeting.order)
         own = multihost.ordered_command(sweep, order)
         assert [*own, "--coordinator=h:1"] == leader.command(group, splits)
