@@ -187,7 +187,7 @@ def needs_seeds(
     unlikely; except in the last case if it has trials of the next look already.
     """
     pairs = [(own[seed], base[seed]) for seed in own if seed in base]
-    differences = [scale * (x.value - y.value) for x, y in pairs]
+    differences = [scale * (x[0] - y[0]) for x, y in pairs]
     if not differences or not all(map(math.isfinite, differences)):
         return False
     verdict = judge(differences, looks)
