@@ -34,13 +34,13 @@ from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.runtime.files import remove_parts
-from headcount.runtime.schema import Number, violation
+from headcount.runtime.schema import Number
 from headcount.sweeps.heads import design
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.settings import command_of
-from headcount.sweeps.store import Sweep, read_optional_json, read_run
+from headcount.sweeps.store import Sweep, read_record, read_run
 from headcount.sweeps.table import collect, count_unfinished, is_lost
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
@@ -260,12 +260,8 @@ def head_tables(sweep: Sweep, rows: list[dict]) -> list[tuple]:
     found = []
     for verb in ("describe", "importance"):
         path = output_file(sweep.workdir, verb, split, which=which)
-        measured = read_optional_json(path)
+        measured = read_record(path, [HEAD], f"run heads.py {verb} again.")
         if measured is not None:
-            if wrong := violation(measured, [HEAD]):
-                raise ValueError(
-                    f"{path} is damaged ({wrong}); run heads.py {verb} again."
-                )
             found.append(arm_tables(measured, design(sweep, rows)))
     return found
 
