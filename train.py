@@ -57,7 +57,7 @@ from headcount.training import dry_run
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.checks import check_config, check_memory
 from headcount.training.loop import Hook, Trainer, default_hooks, fit, take_sample
-from headcount.training.metrics import MetricsWriter, is_evaluated
+from headcount.training.metrics import MetricsWriter, read_metrics
 from headcount.training.optimizer import NEED_DECAY_STEPS
 from headcount.training.restore import (
     parameters_to_start_from,
@@ -425,7 +425,8 @@ def report_trained(trainer: Trainer) -> None:
         name = describe_trial(trainer.trials, trial)
         say(f"step {diverged_at[trial]}: {name} diverged.")
     say(f"{workdir} is trained already: {step} of {trainer.num_steps} steps.")
-    if not trainer.frozen.all() and not is_evaluated(workdir, step):
+    scored = {row["step"] for row in read_metrics(workdir) if "dev_loss" in row}
+    if not trainer.frozen.all() and step not in scored:
         say(
             f"Step {step} was saved without an evaluation: score it with eval.py "
             f"--checkpoint=last, or set train.num_steps to more."

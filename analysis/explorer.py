@@ -7,7 +7,6 @@ weights are stored as compressed bytes, which the page decompresses.
 import base64
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,10 +22,10 @@ from headcount.analysis.heads import (
 )
 from headcount.analysis.roles import batched, measure_roles, special_tokens
 from headcount.data.examples import Examples
-from headcount.models import precision
 from headcount.models.maps import attention_maps
 from headcount.runtime import sharding
 from headcount.tasks import Run
+from headcount.tasks.heldout_loss import logits_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PLACE = "/*DATA*/"  # placeholder for the data in the template
@@ -188,14 +187,17 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
             return [run.task.classes[i] for i in ids]
         return strings_of(run, field, ids)
 
+    def predicted(gates, batch):
+        return np.asarray(logits_of(run.graph, params, gates, batch).argmax(-1))
+
     for indices, batch in batched(sentences):
-        whole = np.asarray(predicted(run.graph, params, gates, batch))
+        whole = predicted(gates, batch)
         lengths = [len(sentences[index][field]) for index in indices]
         for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
             found[index] = {"tokens": strings(whole[row, :length]), "without": {}}
         for site, layer, head in heads_of(gates):
             fewer = gates | {site: gates[site].at[layer, head].set(0)}
-            now = np.asarray(predicted(run.graph, params, fewer, batch))
+            now = predicted(fewer, batch)
             for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
                 places = np.flatnonzero(now[row, :length] != whole[row, :length])
                 if len(places):
@@ -205,12 +207,3 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
                         zip(places.tolist(), changed, strict=True)
                     )
     return found
-
-
-@partial(jax.jit, static_argnames="graph")
-def predicted(graph, params, head_gates: dict, batch: dict):
-    """Return the most probable token or class at every position, of shape B T."""
-    model = precision.model_of(graph, params)
-    if model.classifier is not None:
-        return model.class_logits(batch, head_gates=head_gates).argmax(-1)
-    return model(batch, head_gates=head_gates).argmax(-1)

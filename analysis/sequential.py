@@ -94,7 +94,8 @@ def boundaries(
     """
     total = spent(level, seeds)
     steps = np.diff(total, prepend=0.0)
-    statistics = _null_statistics(seeds)
+    mean, error = _null_moments(seeds, DRAWS)
+    statistics = mean / error
     if two_sided:
         statistics = np.abs(statistics)
     found, alive = [], np.ones(len(statistics), bool)
@@ -109,13 +110,6 @@ def boundaries(
         found.append(critical)
         alive &= statistics[:, look] <= critical
     return tuple(found)
-
-
-@lru_cache(maxsize=4)
-def _null_statistics(seeds: tuple[int, ...]) -> np.ndarray:
-    """Simulate t statistics at the looks under no difference, draws x looks."""
-    mean, error = _null_moments(seeds, DRAWS)
-    return mean / error
 
 
 @lru_cache(maxsize=4)

@@ -4,7 +4,6 @@ from functools import partial
 from itertools import combinations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy.special import xlogy
 
@@ -18,7 +17,7 @@ from headcount.analysis.heads import (
 from headcount.analysis.roles import batched
 from headcount.data.examples import Examples
 from headcount.models import precision
-from headcount.models.maps import attention_maps
+from headcount.models.maps import attention_maps, of_layers
 from headcount.runtime import sharding
 from headcount.tasks import Run
 
@@ -103,13 +102,7 @@ def alignments(outputs: np.ndarray) -> np.ndarray:
 def head_outputs(graph, params, head_gates: dict, batch: dict) -> dict:
     """Return the outputs of all heads, of shape L B T N V, by site."""
     model = precision.model_of(graph, params)
-    found = {site: [] for site in model.sites()}
-    observers = {
-        site: (lambda layer, own=own: own.append(layer.heads))
-        for site, own in found.items()
-    }
-    model.hidden(batch, head_gates=head_gates, observe=observers)
-    return {site: jnp.stack(layers) for site, layers in found.items()}
+    return of_layers(model, batch, head_gates, lambda site, layer: layer.heads)
 
 
 def interactions(

@@ -47,26 +47,19 @@ def check_options(
     Raises:
         ValueError: an option is out of range.
     """
-    for name, value, valid, wanted in (
-        ("beam_size", beam_size, beam_size >= 1, "at least 1"),
-        ("length_penalty", length_penalty, length_penalty >= 0, "at least 0"),
-        ("temperature", temperature, temperature >= 0, "at least 0"),
-        ("top_k", top_k, top_k >= 0, "at least 0"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+    options = dict(locals())
+    for name, valid, wanted in (
+        ("beam_size", beam_size >= 1, "at least 1"),
+        ("length_penalty", length_penalty >= 0, "at least 0"),
+        ("temperature", temperature >= 0, "at least 0"),
+        ("top_k", top_k >= 0, "at least 0"),
+        ("top_p", 0 < top_p <= 1, "above 0 and at most 1"),
     ):
         if not valid:
-            raise ValueError(f"{name} must be {wanted}, got {value}.")
+            raise ValueError(f"{name} must be {wanted}, got {options[name]}.")
     if temperature and beam_size > 1:
         raise ValueError(f"Sampling needs beam_size 1, got {beam_size}.")
-    return {
-        "beam_size": beam_size,
-        "length_penalty": length_penalty,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "return_scores": return_scores,
-        "vocabulary": vocabulary,
-    }
+    return options
 
 
 def check_n_best(n_best: int | None, beam_size: int) -> None:

@@ -1,5 +1,6 @@
 """A model's full attention maps, for plots, roles and the explorer."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,6 +17,27 @@ from headcount.models.attention import (
 from headcount.models.trial_axis import over_trials
 
 
+def of_layers(model, batch: dict, head_gates: dict, function: Callable) -> dict:
+    """Return a function's results for all layers, stacked, by site.
+
+    Args:
+        model: a `models.transformer.Transformer`.
+        batch, head_gates: see there.
+        function: function of a site and a layer's `Intermediates`.
+    """
+    found = {site: [] for site in model.sites()}
+
+    def observe(site, layer):
+        found[site].append(function(site, layer))
+
+    observers = {site: partial(observe, site) for site in found}
+    model.hidden(batch, head_gates=head_gates, observe=observers)
+    return {
+        site: jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
+        for site, layers in found.items()
+    }
+
+
 @partial(jax.jit, static_argnames="graph")
 def attention_maps(
     graph, params, head_gates: dict, batch: dict
@@ -26,18 +48,11 @@ def attention_maps(
         graph, params, head_gates: one trial's model; see `tasks.Run.of`.
         batch: a batch without trial axis; see `models.transformer.Transformer`.
     """
-    model = precision.model_of(graph, params)
-    found = {site: [] for site in model.sites()}
 
-    def observe(site, layer):
-        found[site].append((attention_map(layer), norm_weighted_map(layer)))
+    def maps_of(site, layer):
+        return attention_map(layer), norm_weighted_map(layer)
 
-    observers = {site: partial(observe, site) for site in found}
-    model.hidden(batch, head_gates=head_gates, observe=observers)
-    return {
-        site: tuple(jnp.stack(maps) for maps in zip(*layers, strict=True))
-        for site, layers in found.items()
-    }
+    return of_layers(precision.model_of(graph, params), batch, head_gates, maps_of)
 
 
 @partial(jax.jit, static_argnames="graph")
@@ -54,17 +69,7 @@ def head_summaries(
 
     def one(params, head_gates):
         model = precision.model_of(graph, params)
-        found = {site: [] for site in model.sites()}
-
-        def observe(site, layer):
-            found[site].append(summaries_of(site, layer))
-
-        observers = {site: partial(observe, site) for site in found}
-        model.hidden(batch, head_gates=head_gates, observe=observers)
-        return {
-            site: jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
-            for site, layers in found.items()
-        }
+        return of_layers(model, batch, head_gates, summaries_of)
 
     return over_trials(one)(params, head_gates)
 

@@ -36,12 +36,12 @@ def parse_seeds(
     Raises:
         ValueError: they can't be parsed, or contradict each other.
     """
-    if seeds is None and not looks:
-        return None, None
-    if seeds is None:
+    if looks and ":" not in (seeds or ""):
         raise ValueError(
             f"--looks needs the range of seeds, as in --seeds={looks[0]}:{looks[-1]}."
         )
+    if seeds is None:
+        return None, None
     found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds)
     if found is None or int(found.group(1)) < 1:
         raise ValueError(
@@ -49,10 +49,6 @@ def parse_seeds(
             f"at, as in --seeds=4:32; got {seeds}."
         )
     first, last = (int(x) if x else None for x in found.groups())
-    if last is None and looks:
-        raise ValueError(
-            f"--looks needs the range of seeds, as in --seeds={looks[0]}:{looks[-1]}."
-        )
     if last is None:
         return first, None
     if last <= first:
@@ -187,7 +183,7 @@ def needs_seeds(
     unlikely; except in the last case if it has trials of the next look already.
     """
     pairs = [(own[seed], base[seed]) for seed in own if seed in base]
-    differences = [scale * (x.value - y.value) for x, y in pairs]
+    differences = [scale * (x[0] - y[0]) for x, y in pairs]
     if not differences or not all(map(math.isfinite, differences)):
         return False
     verdict = judge(differences, looks)

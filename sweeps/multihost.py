@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,9 +66,10 @@ def run(
         with locked(meeting.leader, wait=False) as lead:
             if lead is not None:
                 write_json(meeting.order, None)
-                leader = Leader(sweep, groups, meeting, arguments)
-                rows = leader.run()
-                leader.order("end")
+                announce = partial(write_order, meeting, "run")
+                runner = Runner(sweep, groups, [Worker({})], arguments, announce)
+                rows = runner.run()
+                write_order(meeting, "end")
                 return rows
         time.sleep(POLL)
     claim = sweep.workdir / f".{socket.gethostname()}.{process}"
@@ -75,28 +77,12 @@ def run(
     return collect(sweep.extended(propose=False))
 
 
-class Leader(Runner):
-    """Runs groups on the devices of all hosts, one group at a time."""
-
-    def __init__(self, sweep: Sweep, groups, meeting: Meeting, arguments: list[str]):
-        super().__init__(sweep, groups, [Worker({})])
-        self.meeting, self.arguments = meeting, arguments
-
-    def command(self, group: Group, splits: list[str] | None) -> list[str]:
-        """Return the command of a process of a group, as it runs on this host."""
-        return [*super().command(group, splits), *self.arguments]
-
-    def start(
-        self, group: Group, splits: list[str] | None, **options
-    ) -> subprocess.Popen:
-        """Start a process here, and make the followers start it too."""
-        self.order("run", group.name, splits)
-        return super().start(group, splits, **options)
-
-    def order(self, do: str, group: str = "", splits: list[str] | None = None) -> None:
-        """Write what all hosts must do next to the order file."""
-        values = (time.time_ns(), do, group, splits)
-        write_json(self.meeting.order, dict(zip(ORDER, values, strict=True)))
+def write_order(
+    meeting: Meeting, do: str, group: str = "", splits: list[str] | None = None
+) -> None:
+    """Write what all hosts must do next to the order file."""
+    values = (time.time_ns(), do, group, splits)
+    write_json(meeting.order, dict(zip(ORDER, values, strict=True)))
 
 
 def follow(sweep: Sweep, meeting: Meeting, claim: Path, arguments: list[str]) -> None:

@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +34,13 @@ from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
 from headcount.runtime import files
 from headcount.runtime.files import remove_parts
-from headcount.runtime.schema import Number, violation
+from headcount.runtime.schema import Number
 from headcount.sweeps.heads import design
 from headcount.sweeps.labels import symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.settings import command_of
-from headcount.sweeps.store import Sweep, read_optional_json, read_run
+from headcount.sweeps.store import Sweep, read_record, read_run
 from headcount.sweeps.table import collect, count_unfinished, is_lost
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
@@ -261,12 +260,8 @@ def head_tables(sweep: Sweep, rows: list[dict]) -> list[tuple]:
     found = []
     for verb in ("describe", "importance"):
         path = output_file(sweep.workdir, verb, split, which=which)
-        measured = read_optional_json(path)
+        measured = read_record(path, [HEAD], f"run heads.py {verb} again.")
         if measured is not None:
-            if wrong := violation(measured, [HEAD]):
-                raise ValueError(
-                    f"{path} is damaged ({wrong}); run heads.py {verb} again."
-                )
             found.append(arm_tables(measured, design(sweep, rows)))
     return found
 
@@ -446,8 +441,10 @@ def arm_result(
         published=published_scores(anchors, arm.config["model"]),
         claim=claim_of(arm.overrides, sweep.settings["base"]),
         bootstrap=bootstrap,
-        curves={m.name: curve(trials, score_of(m)) for m in sweep.task.metrics},
-        heads={name: curve(trials, mean_of(name)) for name in HEAD_STATISTICS},
+        curves={
+            m.name: curve(trials, f"dev_{m.name}", m.scale) for m in sweep.task.metrics
+        },
+        heads={name: curve(trials, name) for name in HEAD_STATISTICS},
     )
 
 
@@ -496,47 +493,29 @@ def logged(sweep: Sweep, rows: list[dict]) -> list[list[dict]]:
 
 
 def curve(
-    trials: list[list[dict]], value: Callable[[dict], float | None]
+    trials: list[list[dict]], column: str, scale: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps at which all trials have a value, and the values.
 
-    The values have shape R x steps.
+    The values have shape R x steps. Those of heads are averaged; see `train.log_heads`.
 
     Args:
         trials: each trial's rows of metrics.jsonl, as returned by `logged`.
-        value: function that returns the value of a row, or None if it has none.
+        column: name of the column, or the part before the slash of columns per head.
+        scale: factor from stored to returned values.
     """
+
+    def values(row):
+        names = [x for x in row if x == column or x.startswith(f"{column}/")]
+        return [row[name] for name in names if row[name] is not None]
+
     curves = [
-        {row["step"]: x for row in rows if (x := value(row)) is not None}
+        {row["step"]: scale * np.mean(x) for row in rows if (x := values(row))}
         for rows in trials
     ]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    values = np.array([[one[step] for step in steps] for one in curves], float)
-    return np.array(steps), values
-
-
-def score_of(metric: Metric) -> Callable[[dict], float | None]:
-    """Return a function from a row of metrics.jsonl to its (scaled) dev score."""
-
-    def score(row: dict) -> float | None:
-        found = row.get(f"dev_{metric.name}")
-        return None if found is None else metric.scale * found
-
-    return score
-
-
-def mean_of(statistic: str) -> Callable[[dict], float | None]:
-    """Return a function from a row of metrics.jsonl to a statistic's mean over heads.
-
-    It returns None for rows without logged heads; see `train.log_heads`.
-    """
-
-    def mean(row: dict) -> float | None:
-        values = [x for name, x in row.items() if name.startswith(f"{statistic}/")]
-        values = [x for x in values if x is not None]
-        return float(np.mean(values)) if values else None
-
-    return mean
+    found = np.array([[one[step] for step in steps] for one in curves], float)
+    return np.array(steps), found
 
 
 def choose_examples(

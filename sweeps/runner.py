@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headcount.runtime.files import locked, open_append
@@ -121,6 +122,9 @@ class Runner:
         groups: groups to run; a shard includes groups that a search or a look adds
             later.
         workers: default: the workers of this machine.
+        arguments: flags to add to every command.
+        announce: function that is called with a group's name and splits before their
+            process starts.
     """
 
     def __init__(
@@ -128,8 +132,10 @@ class Runner:
         sweep: Sweep,
         groups: list[Group] | Shard,
         workers: list[Worker] | None = None,
+        arguments: Sequence[str] = (),
+        announce: Callable = lambda name, splits: None,
     ):
-        self.sweep = sweep
+        self.sweep, self.arguments, self.announce = sweep, arguments, announce
         failed = (sweep.workdir / "groups").glob("*/failed.json")
         self.old_failures = {path: modified_at(path) for path in failed}
         self.workers = local_workers() if workers is None else workers
@@ -358,12 +364,13 @@ class Runner:
 
     def command(self, group: Group, splits: list[str] | None) -> list[str]:
         """Return the command of a process of a group."""
-        return group_command(self.sweep, group, splits)
+        return [*group_command(self.sweep, group, splits), *self.arguments]
 
     def start(
         self, group: Group, splits: list[str] | None, **options
     ) -> subprocess.Popen:
         """Start a process of a group."""
+        self.announce(group.name, splits)
         return subprocess.Popen(self.command(group, splits), **options)
 
     def report_failure(self, group: Group, error: str) -> None:

@@ -32,14 +32,8 @@ DEFAULT_RANGES = {  # if --tune names no range; functions of the config's value
 }
 
 
-class DevScore(NamedTuple):
-    """A score to rank by: the metric, then the loss for ties; higher is better."""
-
-    value: float
-    negative_loss: float
-
-
-DIVERGED = DevScore(-math.inf, -math.inf)
+DevScore = tuple[float, float]  # to rank by: the metric, then -loss for ties
+DIVERGED = (-math.inf, -math.inf)
 
 
 def dev_score(row: dict, metric: Metric) -> DevScore:
@@ -55,7 +49,7 @@ def dev_score(row: dict, metric: Metric) -> DevScore:
             (-1, row.get(LOSS.name)),
         )
     )
-    return DIVERGED if row["diverged_at"] is not None else DevScore(value, loss)
+    return DIVERGED if row["diverged_at"] is not None else (value, loss)
 
 
 class Search(NamedTuple):
@@ -236,9 +230,7 @@ def attempts(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
 
 def mean_score(scores: list[DevScore]) -> DevScore:
     """Average over the seeds of a setting; return DIVERGED if any of them diverged."""
-    if DIVERGED in scores:
-        return DIVERGED
-    return DevScore(*(float(np.mean(column)) for column in zip(*scores, strict=True)))
+    return tuple(np.mean(scores, axis=0).tolist())
 
 
 def propose_settings(

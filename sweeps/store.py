@@ -271,7 +271,7 @@ def read_run(folder: Path) -> dict | None:
         ValueError: the file is damaged.
     """
     hint = "restore it, or move its folder away, and sweep.py run trains it again."
-    return _read_record(folder / "run.json", RUN, hint)
+    return read_record(folder / "run.json", RUN, hint)
 
 
 def read_failure(folder: Path) -> dict | None:
@@ -281,10 +281,15 @@ def read_failure(folder: Path) -> dict | None:
         ValueError: the file is damaged.
     """
     hint = "sweep.py run tries its group again."
-    return _read_record(folder / "failed.json", {"error": str}, hint)
+    return read_record(folder / "failed.json", {"error": str}, hint)
 
 
-def _read_record(path: Path, schema, hint: str):
+def read_record(path: Path, schema, hint: str):
+    """Read a JSON file; return None if there is none.
+
+    Raises:
+        ValueError: it violates the schema; the message ends with the hint.
+    """
     try:
         found = parse_json(path.read_text())
         wrong = violation(found, schema)
@@ -305,7 +310,7 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
     """
     path, metrics = sweep.folder(group) / f"result-{split}.json", sweep.task.metrics
     hint = "move it away, and sweep.py run scores its group again."
-    found, wrong = _read_record(path, [RESULT], hint), None
+    found, wrong = read_record(path, [RESULT], hint), None
     if found is None:
         return None
     if [row["trial"] for row in found] != [*range(len(group.trials))]:

@@ -45,10 +45,7 @@ class Metric:
     unit: str = ""  # "nats per token", "%", "points"
     higher_is_better: bool = True
     format: str = ".2f"  # of the scaled value
-    bounds: tuple[float | None, float | None] = (
-        None,
-        None,
-    )  # of the scaled value
+    bounds: tuple[float | None, float | None] = (None, None)  # of the scaled value
     margin: float | None = None  # of equivalence, scaled; None: no default
     per_token: bool = False  # not comparable between vocabularies
 

@@ -26,7 +26,7 @@ from headcount.tasks.encoder import (
     is_text,
     make_tokenizer,
 )
-from headcount.tasks.heldout_loss import heldout_loss
+from headcount.tasks.heldout_loss import heldout_loss, logits_of
 
 ACCURACY = Metric("accuracy", "accuracy", "%", bounds=(0, 100), margin=0.5)
 MACRO_F1 = Metric("macro_f1", "macro F1", "%", bounds=(0, 100), margin=1.0)
@@ -178,7 +178,8 @@ class ClassTask(EncoderTask):
         params, gates = run.of(trial)
 
         def of(batch):
-            return np.asarray(class_probabilities(run.graph, params, gates, batch))
+            logits = logits_of(run.graph, params, gates, batch)
+            return np.asarray(jax.nn.softmax(logits))
 
         with sharding.using(run.mesh):
             return self.by_example(examples, of)
@@ -278,11 +279,3 @@ def best_classes(graph, params, head_gates: dict, batch: dict):
         return model.class_logits(batch, head_gates=head_gates).argmax(-1)
 
     return over_trials(one)(params, head_gates)
-
-
-@partial(jax.jit, static_argnames="graph")
-def class_probabilities(graph, params, head_gates: dict, batch: dict):
-    """Return one trial's class probabilities of every token, of shape B T C."""
-    model = precision.model_of(graph, params)
-    logits = model.class_logits(batch, head_gates=head_gates)
-    return jax.nn.softmax(logits.astype(jnp.float32))

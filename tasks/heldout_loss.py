@@ -37,6 +37,17 @@ def batch_sums(
 
 
 @partial(jax.jit, static_argnames="graph")
+def logits_of(graph, params, head_gates: dict, batch: dict):
+    """Return one trial's logits of tokens, or of classes, at every position of a batch.
+
+    They have shape B T vocab or B T C, and are in float32.
+    """
+    model = precision.model_of(graph, params)
+    function = model if model.classifier is None else model.class_logits
+    return function(batch, head_gates=head_gates).astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnames="graph")
 def batch_log_probabilities(graph, params, head_gates: dict, batch: dict):
     """Return one trial's log-probability of each token of a batch, of shape B T."""
     logits = precision.model_of(graph, params)(batch, head_gates=head_gates)

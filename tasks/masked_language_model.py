@@ -6,7 +6,6 @@ replaced by random tokens, and 10% are unchanged (Devlin et al. 2019).
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,11 @@ import numpy as np
 
 from headcount.data import documents
 from headcount.data.examples import Examples, Ragged
-from headcount.models import precision
 from headcount.models.dropout import random_bits
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, token_loss
 from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
-from headcount.tasks.heldout_loss import heldout_sums
+from headcount.tasks.heldout_loss import heldout_sums, logits_of
 
 ACCURACY = Metric(
     *("masked_accuracy", "accuracy of masked tokens", "%"),
@@ -156,7 +154,8 @@ class MaskedLanguageModel(EncoderTask):
             self.warn_of_long("input", Ragged.of([source]))
             batch = self.row(texts, source, places)
             with sharding.using(run.mesh):
-                probs = np.asarray(token_probabilities(run.graph, params, gates, batch))
+                logits = logits_of(run.graph, params, gates, batch)
+                probs = np.asarray(jax.nn.softmax(logits))
             answers = []
             for place in places:
                 best = np.argsort(-probs[0, place])[:MOST_PROBABLE]
@@ -181,11 +180,3 @@ class MaskedLanguageModel(EncoderTask):
                 batch[name][0, text] = features[:, number]
                 batch[name][0, places] = self.special.unk
         return batch
-
-
-@partial(jax.jit, static_argnames="graph")
-def token_probabilities(graph, params, head_gates: dict, batch: dict):
-    """Return one trial's probabilities over the vocabulary at every token."""
-    model = precision.model_of(graph, params)
-    logits = model.logits(model.hidden(batch, head_gates=head_gates))
-    return jax.nn.softmax(logits.astype(jnp.float32))

@@ -121,12 +121,6 @@ def read_metrics(workdir: Path) -> list[dict]:
     return [row for line in lines if (row := parse_row(line)) is not None]
 
 
-def is_evaluated(workdir: Path, step: int) -> bool:
-    """Return whether metrics.jsonl has dev scores of a step."""
-    rows = read_metrics(workdir)
-    return any(row["step"] == step and "dev_loss" in row for row in rows)
-
-
 class Window:
     """Averages and throughput over the steps since the last logged row.
 

@@ -102,32 +102,23 @@ def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) ->
     """
     path = workdir / "run.json"
     facts = read_json(path)
-    there = facts.get("task", {"name": task})
-    name = there.get("name") if isinstance(there, dict) else there
-    if name != task:
-        raise ValueError(
-            f"{workdir / 'config.json'} has task.name={task}, and {path} says that the "
-            f"run was trained with {name}; restore the one that was edited."
-        )
-    count = facts.get("trials", trials)
-    if count != trials:
-        raise ValueError(
-            f"{workdir / 'trials.json'} lists {trials} trials, and {path} says that "
-            f"{count} were trained; restore the one that was edited."
-        )
-    count = facts.get("num_parameters", num_parameters)
-    if count != num_parameters:
-        raise ValueError(
-            f"{workdir / 'config.json'} and {workdir / 'tokenizer'} are of a model of "
-            f"{num_parameters:,} parameters, and {path} says that {count} were "
-            f"trained; restore the one that was edited."
-        )
-    found = tokenizers.checksums(workdir / "tokenizer")
-    if facts.get("tokenizer", found) != found:
-        raise ValueError(
-            f"{workdir / 'tokenizer'} has other vocabularies than {path} says that the "
-            f"run was trained with; restore the one that was replaced."
-        )
+    if isinstance(facts.get("task"), dict):
+        facts["task"] = facts["task"].get("name")
+    config, folder = workdir / "config.json", workdir / "tokenizer"
+    model = f"are of a model of {num_parameters:,} parameters"
+    for text, key, here in (
+        (f"{config} has task.name={task}", "task", task),
+        (f"{workdir / 'trials.json'} lists {trials} trials", "trials", trials),
+        (f"{config} and {folder} {model}", "num_parameters", num_parameters),
+        (f"{folder} has other vocabularies", "tokenizer", tokenizers.checksums(folder)),
+    ):
+        there = facts.get(key, here)
+        if there != here:
+            there = "other checksums" if key == "tokenizer" else there
+            raise ValueError(
+                f"{text}, and {path} says {key}: {there}, as the run was trained; "
+                f"restore the one that was edited."
+            )
 
 
 def write_finished(

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from sweep_fakes import options
@@ -13,7 +15,13 @@ from headcount.runtime.files import locked
 from headcount.runtime.workdir import write_json
 from headcount.sweeps import multihost
 from headcount.sweeps.plan import Shard
-from headcount.sweeps.runner import SIGNALS, Stopped, eval_command, train_command
+from headcount.sweeps.runner import (
+    SIGNALS,
+    Runner,
+    Stopped,
+    eval_command,
+    train_command,
+)
 from headcount.sweeps.settings import open_sweep
 
 
@@ -30,15 +38,17 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_a_follower_builds_the_leaders_command_itself(tmp_path, sweep):
+def test_a_follower_builds_the_leaders_command_itself(tmp_path, sweep, monkeypatch):
     meeting = multihost.Meeting(tmp_path / "leader", tmp_path / "order.json")
-    leader = multihost.Leader(sweep, Shard(0, 1), meeting, ["--coordinator=h:1"])
+    announce = partial(multihost.write_order, meeting, "run")
+    leader = Runner(sweep, Shard(0, 1), None, ["--coordinator=h:1"], announce)
+    monkeypatch.setattr(subprocess, "Popen", lambda command: command)
     group = sweep.groups[1]
     for splits in (None, ["val", "test"]):
-        leader.order("run", group.name, splits)
+        command = leader.start(group, splits)
         order = multihost.read_optional_json(meeting.order)
         own = multihost.ordered_command(sweep, order)
-        assert [*own, "--coordinator=h:1"] == leader.command(group, splits)
+        assert [*own, "--coordinator=h:1"] == command
         assert own == (
             train_command(sweep, group)
             if splits is None

@@ -23,7 +23,7 @@ from headcount.analysis.report_figures import HEAD_STATISTICS
 from headcount.sweeps import report
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
-from headcount.tasks.base import LOSS, Metric
+from headcount.tasks.base import LOSS
 from headcount.tasks.language_model import BITS_PER_BYTE, PERPLEXITY
 from headcount.tasks.translation import METRICS
 
@@ -199,10 +199,9 @@ def test_a_curve_is_per_seed_and_of_common_steps(tmp_path, corpus):
     path.write_text("\n".join(lines))
     done = [row for row in collect(sweep) if row["status"] == "done"]
     trials = report.logged(sweep, done)
-    steps, scores = report.curve(trials, report.score_of(sweep.metric))
+    steps, scores = report.curve(trials, "dev_bleu")
     assert steps.tolist() == [1, 2] and scores.tolist() == [[1, 2], [11, 12]]
-    percent = Metric("bleu", "BLEU", "%")
-    assert report.curve(trials, report.score_of(percent))[1][0].tolist() == [100, 200]
+    assert report.curve(trials, "dev_bleu", 100)[1][0].tolist() == [100, 200]
 
 
 @pytest.mark.usefixtures("figures")
@@ -222,7 +221,7 @@ def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
         with (sweep.folder(group) / "metrics.jsonl").open("a") as file:
             file.writelines("\n" + json.dumps(line) for line in lines)
     done = [row for row in collect(sweep) if row["arm"] == sweep.plan.arms[0].name]
-    steps, values = report.curve(report.logged(sweep, done), report.mean_of("sink"))
+    steps, values = report.curve(report.logged(sweep, done), "sink")
     assert steps.tolist() == [1, 2] and (values == 2.5).all()
     markdown = write_report(sweep)
     assert "## Heads" in markdown and "(report/heads.png)" in markdown

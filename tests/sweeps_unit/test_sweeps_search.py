@@ -207,7 +207,7 @@ def test_an_exhausted_search_is_over_for_calls_that_propose_nothing(tmp_path, co
     (arm, *_), found = sweep.plan.arms, sweep.search
     tried = attempts(arm, [{RATE: 0.01}, {RATE: 0.02}], found.seeds)
     followed = search.make_trials(arm, [{RATE: 0.02}], arm.seeds)
-    scored = [(trial, search.DevScore(30 + trial.nuisance[RATE], 0)) for trial in tried]
+    scored = [(trial, (30 + trial.nuisance[RATE], 0)) for trial in tried]
     assert search.next_trials([arm], found, scored, propose=False) == tried
     existing = [*scored, *((trial, None) for trial in followed)]
     for propose in (False, True):

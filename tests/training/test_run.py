@@ -123,8 +123,8 @@ def test_a_vocabulary_of_the_same_size_that_was_replaced_raises(workdir):
     "name, keys, value, culprit",
     [
         ("config.json", ["model", "mlp_dim"], 17, "config.json and .*tokenizer"),
-        ("run.json", ["num_parameters"], "9", "run.json says that 9 were"),
-        ("run.json", ["trials"], 3, "trials.json lists 2 trials, .* 3 were"),
+        ("run.json", ["num_parameters"], "9", "run.json says num_parameters: 9"),
+        ("run.json", ["trials"], 3, "trials.json lists 2 trials, .* trials: 3"),
         ("run.json", ["task", "name"], "tagging", "task.name=translation.*tagging"),
         ("run.json", ["task"], None, "task.name=translation.*None"),
     ],
