@@ -157,7 +157,7 @@ def check_lines(name: str, lines: Sequence[str]) -> None:
 
 
 def warn_of_lines(
-    encoded: Iterable, first: int, unk: int | None, longest: float, what: str
+    encoded: Iterable, first: int, unk: int | None, longest: float, part: str = ""
 ) -> None:
     """Log the lines that are longer than in training, or have unknown tokens.
 
@@ -165,18 +165,19 @@ def warn_of_lines(
         encoded: token ids of each line.
         first: number of the first line, from 0.
         unk: id of the unknown token; None: there is none.
-        longest: number of tokens of the longest example of training.
-        what: such as "training example", which has at most so many tokens.
+        longest: number of tokens of the longest training example.
+        part: what of each line is encoded, as in "'s target"; empty: all of it.
     """
     for number, ids in enumerate(encoded, first + 1):
         problems = []
         if len(ids) > longest:
-            problems.append(f"{len(ids)} tokens, more than the {longest} of any {what}")
+            most = f"more than the {longest} of any training example"
+            problems.append(f"{len(ids)} tokens, {most}")
         unknown = sum(int(token) == unk for token in ids)
         if unknown:
             problems.append(f"characters or words that training never saw: {unknown}")
         for problem in problems:
-            say(f"Line {number} has {problem}; expect a poor result.")
+            say(f"Line {number}{part} has {problem}; expect a poor result.")
 
 
 class Attention(NamedTuple):

@@ -389,8 +389,7 @@ class LanguageModel(Task):
         """
         is_learned = self.config.model.positions == "learned"
         longest = math.inf if is_learned else self.config.data.max_length
-        unk = self.tokenizer.unk
-        warn_of_lines(encoded, first, unk, longest, "window in training")
+        warn_of_lines(encoded, first, self.tokenizer.unk, longest)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -283,8 +283,8 @@ class Translation(Task):
         """Log lines unlike those of training; see `warn_of_lines`."""
         tokenizer = self.tokenizers[side]
         encoded = tokenizer.encode(lines if side else self.prefixed(lines))
-        longest, what = self.config.data.max_length, f"{SIDES[side]} in training"
-        warn_of_lines(encoded, first, tokenizer.unk, longest, what)
+        longest, part = self.config.data.max_length, ("", "'s target")[side]
+        warn_of_lines(encoded, first, tokenizer.unk, longest, part)
 
     def token_strings(self, field: str, ids) -> list[str]:
         """See `Task.token_strings`."""

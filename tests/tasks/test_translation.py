@@ -206,10 +206,14 @@ def test_a_line_that_is_not_a_pair_raises_with_its_number(run, task, line, count
 def test_lines_longer_than_any_in_training_are_logged(run, task, capsys):
     source, target = task.tokenizers
     longest = task.config.data.max_length
-    line = " ".join(ENGLISH[:12])
-    sizes = [int(of.encode([line]).lengths[0]) for of in (source, target)]
+    en, de = ENGLISH[0], GERMAN[0]
+    long_en, long_de = " ".join(ENGLISH[:16]), " ".join(GERMAN[:16])
+    sizes = [
+        int(of.encode([text]).lengths[0])
+        for of, text in ((source, long_en), (target, long_de))
+    ]
     assert min(sizes) > longest
-    lines = ["a\tb", f"{line}\tb", f"a\t{line}"]
+    lines = [f"{en}\t{de}", f"{long_en}\t{de}", f"{en}\t{long_de}"]
     list(task.score_lines(run, lines, first=6))
     logged = capsys.readouterr().err.splitlines()
     named = (("Line 8 ", sizes[0]), ("Line 9's target ", sizes[1]))
