@@ -84,8 +84,9 @@ def launch(name: str, folder: Path, arguments) -> tuple[float, float, float]:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     begin, seconds = time.perf_counter(), {}
     process = subprocess.Popen([sys.executable, *command], env=environment)
-    losses = {}
-    while process.poll() is None:
+    is_running = True
+    while is_running:  # reads once more after the end
+        is_running = process.poll() is None
         time.sleep(0.1)
         losses = dev_losses(rows)
         now = time.perf_counter() - begin
