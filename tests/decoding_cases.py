@@ -121,13 +121,7 @@ def make(
     for layer in model.decoder:
         for part in (layer.self_attention, layer.cross_attention):
             part.query[...] *= 8.0
-            for mix in part.talking_heads or ():  # at first the identity
-                part.talking_heads[mix][...] += random.normal(size=(4, 4)) / 4
-            if part.sink is not None:  # at first 0
-                part.sink[...] += 2 * random.normal(size=4)
-            if part.output_gate is not None:  # without features at first all alike
-                gate = part.output_gate.kernel
-                gate[...] += random.normal(size=gate.shape)
+            move_neutral(part, random)
     for table in (model.embedding, model.output_table):
         if table is not None:
             table[...] *= 4.0
@@ -137,6 +131,20 @@ def make(
         for table in (model.encoder_positions, model.decoder_positions):
             table[...] += random.normal(size=table.shape)
     return nnx.split(model)
+
+
+def move_neutral(module, random):
+    """Move all parameters that start without effect, constants and identities.
+
+    Biases stay, or all texts would be translated alike.
+    """
+    for path, node in nnx.iter_graph(module):
+        if not isinstance(node, nnx.Param) or str(path[-1]).endswith("bias"):
+            continue
+        value = np.asarray(node[...])
+        is_identity = value.ndim > 1 and (value == np.eye(*value.shape[-2:])).all()
+        if is_identity or np.ptp(value) == 0:
+            node[...] = value + random.normal(size=value.shape) / 2
 
 
 def scale_eos(params, factor: float) -> None:
