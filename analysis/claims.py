@@ -11,6 +11,7 @@ without such files are "not tested yet". See `analysis.claim_tests`.
 
 import argparse
 import re
+import textwrap
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -61,6 +62,7 @@ import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 ROOT = Path(__file__).resolve().parent.parent
 UNTESTED = "not tested yet"
 COLOURS = {SUPPORTED: "#1f9e89", CONTRADICTED: "#c2456b", UNDECIDED: "#6a6d75"}
+LABEL_WIDTH = 72  # characters of a label in the figure
 # Values of an estimate that mean no effect, where that is not 0.
 NEUTRAL = {"ratio of standard deviations": 1, "share of seeds": 0.5, "linear CKA": 0.5}
 MARKS = "<!-- claims: python -m analysis.claims -->", "<!-- end of claims -->"
@@ -451,7 +453,7 @@ def draw(found: list[tuple[Claim, list[Effect]]], path: Path) -> None:
     sizes = [len(drawn) + 3 for drawn in panels.values()]  # 3: its axis and its label
     figure, axes = plt.subplots(
         len(panels),
-        figsize=(8.4, 0.8 + 0.21 * sum(sizes)),
+        figsize=(9.6, 0.8 + 0.24 * sum(sizes)),
         height_ratios=sizes,
         squeeze=False,
         layout="constrained",
@@ -480,11 +482,14 @@ def draw_panel(ax, unit: str, drawn: list[tuple[int, Effect]]) -> None:
     ax.axvline(NEUTRAL.get(unit, 0), color="#6a6d75", lw=0.8)
     # without the numbers, which follow a colon or stand in parentheses
     names = [re.split(r": | \(\d", effect.text)[0] for _, effect in drawn]
+    names = [name.replace("learning_rate=", "rate ") for name in names]
     labels = [
         f"{index}. {name.removeprefix('loss of ')}, {effect.corpus}"
         for name, (index, effect) in zip(names, drawn, strict=True)
     ]
+    labels = [textwrap.fill(label, LABEL_WIDTH) for label in labels]
     ax.set_yticks(range(len(drawn)), labels, fontsize=7)
+    ax.tick_params(axis="x", labelsize=7)
     ax.set_ylim(len(drawn) - 0.5, -0.5)
     ax.set_xlabel(unit, fontsize=8)
     if unit == NATS:
@@ -535,6 +540,7 @@ def main() -> None:
     text = to_markdown(found)
     draw(found, arguments.results / "claims.png")
     title = "# Claims about heads\n\nWritten by `python -m analysis.claims`."
+    title += " [Rules and limits](../docs/research/claims.md)."
     title += "\n\n![Estimates with their intervals, by verdict](claims.png)"
     (arguments.results / "claims.md").write_text(f"{title}\n\n{text}\n")
     arguments.page.write_text(fill(page, text))
