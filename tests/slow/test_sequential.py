@@ -103,3 +103,21 @@ def test_scores_that_are_nearly_binary_break_the_level_somewhat():
     plan = Looks(PLANS[4], None, ARMS)
     found = rate_of_any(scores[1:] - scores[0], plan, "better", "worse")
     assert LEVEL < found < 2 * LEVEL
+
+
+@pytest.mark.parametrize(
+    "share, of_baseline, least, most",
+    [(1 / 8, 1 / 8, 0.0, LEVEL), (1 / 8, 0, 0.5, 1.0), (1 / 2, 0, 0.3, 1.0)],
+)
+def test_seeds_of_one_arm_that_fail_break_the_level(share, of_baseline, least, most):
+    """docs/guides/sweeps.md says so; the report names arms that spread so unlike."""
+    rng = np.random.default_rng(6)
+
+    def drawn(share, count):
+        shape = (count, SWEEPS, 16)
+        scores = (rng.random(shape) < share) - share + 0.01 * rng.standard_normal(shape)
+        return scores  # with mean 0
+
+    differences = drawn(share, ARMS) - drawn(of_baseline, 1)
+    found = rate_of_any(differences, Looks((4, 8, 16), None, ARMS), "better", "worse")
+    assert least <= found <= most
