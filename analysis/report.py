@@ -34,6 +34,8 @@ from headcount.analysis.significance import (
 from headcount.analysis.trends import Trend, fit_trend
 from headcount.tasks.base import LOSS, Metric
 
+UNEVEN = 3  # ratio of standard deviations above which a verdict is doubtful
+
 
 class Bootstrap(NamedTuple):
     """The variation of one trained model's score over resampled test examples."""
@@ -115,19 +117,16 @@ class Report(NamedTuple):
 
     @property
     def outcomes(self) -> list[Metric]:
-        """The metrics with their own table and figure: the loss and `metric`.
+        """The metrics with their own table and figure: loss, `metric`, the first.
 
-        The loss comes first because it varies far less over seeds. It is left out if an
-        arm lacks it, for example because the arms have different tokens.
+        The loss comes first because it varies far less over seeds. Metrics that an arm
+        lacks are left out; the loss, for example, if the arms have different tokens.
         """
-        has_loss = all(
-            LOSS.name in scores
-            for arm in self.arms
-            for scores in (arm.dev, arm.test)
-            if arm.seeds
-        )
-        losses = [m for m in self.metrics if m.name == LOSS.name] if has_loss else []
-        return [*losses, *[self.metric] * (self.metric not in losses)]
+        losses = [metric for metric in self.metrics if metric.name == LOSS.name]
+        chosen = dict.fromkeys([*losses, self.metric, self.metrics[0]])
+        arms = [arm for arm in self.arms if arm.seeds]
+        scores = [side for arm in arms for side in (arm.dev, arm.test)]
+        return [m for m in chosen if all(m.name in side for side in scores)]
 
 
 class Comparison(NamedTuple):
@@ -277,32 +276,12 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     others = [c for c in comparisons if c.difference is not None]
     tested = [c for c in others if not math.isnan(c.p)]
     untested = [c.arm.name for c in others if math.isnan(c.p)]
-    different = [c for c in others if c.p <= LEVEL]
     kinds = [row["verdict"] for row in report.verdicts]
-    uncorrected = [c for c in others if c.difference.p <= LEVEL]
-    level = f"at the {LEVEL:.0%} level, corrected for {count(len(tested), 'arm')}"
-    if report.is_planned:  # looks would invalidate the p-values
+    if tested or report.is_planned:
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
-        sentences.append(
-            f"Verdicts on the other arms, on dev, after planned looks: {counts}."
-        )
-    elif different:
-        sentences.append(
-            f"Significantly different from the baseline {baseline} {level}: "
-            f"{differences_text(metric, different)}."
-        )
-    elif uncorrected:
-        sentences.append(
-            f"No arm differs significantly from the baseline {baseline} {level}. "
-            f"Without the correction these would: "
-            f"{differences_text(metric, uncorrected)}. So many comparisons need more "
-            f"seeds."
-        )
-    elif tested:
-        sentences.append(
-            f"No arm differs significantly from the baseline {baseline} {level}: the "
-            f"differences may be due to the seeds."
-        )
+        side = "dev, after planned looks" if report.is_planned else "test"
+        sentences.append(f"Verdicts on the other arms, on {side}: {counts}.")
+        sentences += spread_warning(report)
     elif others:
         sentences.append(
             "No arm can be tested: a test needs at least two seeds whose differences "
@@ -348,6 +327,31 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     if lost := sum(arm.lost for arm in report.arms):
         sentences.append(f"{count(lost, 'trial')} diverged or failed.")
     return sentences
+
+
+def spread_warning(report: Report) -> list[str]:
+    """Return a sentence on arms whose spread over seeds is unlike the baseline's.
+
+    The verdicts' error rate assumes that differences are roughly normal. They are not
+    if some seeds of one arm fail to learn, for example, and none of the other's.
+    """
+    name, baseline = report.metric.name, report.baseline
+    if len(baseline.seeds) < 2:
+        return []
+    sd = baseline.test[name].std(ddof=1)
+    uneven = [
+        arm.name
+        for arm in report.arms
+        if len(arm.seeds) > 1
+        and not sd / UNEVEN <= arm.test[name].std(ddof=1) <= sd * UNEVEN
+    ]
+    if not uneven:
+        return []
+    return [
+        f"The spread over seeds differs from the baseline's by a factor of more than "
+        f"{UNEVEN}: {'; '.join(uneven)}. Wrong verdicts on such arms can be far more "
+        f"frequent than {LEVEL:.0%}; look at every seed in the figure."
+    ]
 
 
 def seeds_by_outcome(report: Report) -> dict[str, str]:
@@ -413,16 +417,6 @@ def after(row: dict, spec: str, seeds: str) -> str:
     if math.isnan(row["low"]):
         return f"after {seeds}, too few or too alike for an interval"
     return f"{interval(row['low'], row['high'], spec, signed)}, after {seeds}"
-
-
-def differences_text(metric: Metric, comparisons: list[Comparison]) -> str:
-    """Format the differences of arms to the baseline."""
-    spec = metric.format
-    return "; ".join(
-        f"{c.arm.name} by {signed(c.difference.mean, spec)} "
-        f"({interval(c.difference.low, c.difference.high, spec, signed)})"
-        for c in comparisons
-    )
 
 
 def scores_table(

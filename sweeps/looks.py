@@ -58,11 +58,11 @@ def parse_seeds(
         if not all(re.fullmatch(r"\d+", x) for x in looks):
             raise ValueError(f"--looks must be numbers, got {','.join(looks)}.")
         planned = tuple(map(int, looks))
-        if (planned[0], planned[-1]) != (first, last):
-            raise ValueError(
-                f"--looks={','.join(looks)} must start and end like --seeds={seeds}."
-            )
     check_looks(planned)
+    if (planned[0], planned[-1]) != (first, last):
+        raise ValueError(
+            f"--looks={','.join(looks)} must start and end like --seeds={seeds}."
+        )
     return last, list(planned)
 
 

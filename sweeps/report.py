@@ -132,11 +132,19 @@ def check_comparable(first: Sweep, other: Sweep) -> None:
     pairs = {name: (one[name], two.get(name)) for name in names}
     pairs |= {key: (a[key], b[key]) for key in ("metric", "test_split")}
     for name, (here, there) in pairs.items():
+        if name == "data.directory" and read_corpora(first) & read_corpora(other):
+            continue  # the same text in two places
         if here != there:
             raise ValueError(
                 f"{first.workdir} and {other.workdir} differ in {name} ({here} and "
                 f"{there}), so their scores can't share a page; report them apart."
             )
+
+
+def read_corpora(sweep: Sweep) -> set[tuple]:
+    """Return the checksums of the text that the sweep's groups were trained on."""
+    runs = [read_run(sweep.folder(group)) for group in sweep.groups]
+    return {tuple(run["data"].items()) for run in runs if run and "data" in run}
 
 
 def check_and_gather(sweep: Sweep, rows: list[dict], num_examples: int) -> Report:

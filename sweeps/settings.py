@@ -204,7 +204,8 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     choose("--metric", name, metrics)
     metric = metrics[name]
     if "margin" in given:
-        given["margin"] = parse_margin(given["margin"], metric)
+        margin = parse_margin(given["margin"], metric)
+        given["margin"] = None if margin == metric.margin else margin
     if "seeds" in given:  # --seeds without a range turns looks off
         given = {"looks": None} | given
     return settings | given

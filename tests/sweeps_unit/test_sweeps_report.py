@@ -17,6 +17,7 @@ from sweep_fakes import (
     write_ablation,
     write_corpus,
     write_report,
+    write_run,
 )
 
 from headcount.analysis.report_figures import HEAD_STATISTICS
@@ -92,9 +93,9 @@ def test_a_metric_for_which_lower_is_better_can_be_the_sweeps(tmp_path, corpus):
     edit_results(sweep, 2, lambda row: row | {"loss": 1.0})
     markdown = write_report(sweep)
     assert "best mean test score is 1.0000 (loss, nats per token), with K=1" in markdown
-    assert (
-        markdown.count("### ") == 1 and "| BLEU | chrF | exact match, % |" in markdown
-    )
+    headings = re.findall("^### (.*)", markdown, re.MULTILINE)
+    assert headings == ["loss, nats per token (lower is better)", "BLEU"]
+    assert "| arm | chrF | exact match, % |" in markdown
     assert "- best, K=1: " in markdown
 
 
@@ -425,6 +426,22 @@ def test_several_sweeps_share_a_page(tmp_path, corpus, capsys):
     assert printed.count("The verdicts took") == 2
     with pytest.raises(ValueError, match=f"--workdir={tmp_path / 'b'} was given twice"):
         report.write_joined([*sweeps, sweeps[1]], 2)
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_corpus_may_lie_elsewhere_on_another_machine(tmp_path, corpus):
+    sweeps = []
+    for name, place in (("a", corpus), ("b", write_corpus(tmp_path / "copy"))):
+        sweep = open_sweep(options(tmp_path / name, place))
+        finish_all(sweep)
+        for group in sweep.groups:
+            write_run(sweep.folder(group), data={"examples": 3, "crc32": 5})
+        sweeps.append(sweep)
+    report.write_joined(sweeps, 2)
+    for group in sweep.groups:
+        write_run(sweep.folder(group), data={"examples": 3, "crc32": 6})
+    with pytest.raises(ValueError, match="differ in data.directory "):
+        report.write_joined(sweeps, 2)
 
 
 def test_sweeps_of_other_corpora_or_metrics_cannot_share_a_page(tmp_path, corpus):

@@ -16,6 +16,7 @@ from sweep_fakes import (
 )
 
 from headcount.sweeps import settings
+from headcount.sweeps.looks import margin_of
 from headcount.sweeps.settings import SETTINGS, command_of, open_sweep, select_groups
 from headcount.sweeps.table import make_rows
 from tests.runs import succeed
@@ -354,8 +355,18 @@ def test_every_group_is_in_one_shard(tmp_path, corpus, count):
 )
 def test_a_margin_may_have_its_unit(tmp_path, corpus, text, wanted):
     given = options(tmp_path / "s", corpus, margin=str(text))
-    assert open_sweep(given).settings["margin"] == wanted
+    sweep = open_sweep(given)
+    assert margin_of(sweep.settings, sweep.metric) == wanted
     assert open_sweep(only_workdir(given, margin=str(text))).looks is None
+
+
+def test_the_default_margin_may_be_named(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus)
+    open_sweep(given)
+    sweep = open_sweep(only_workdir(given, margin="0.3"))
+    assert margin_of(sweep.settings, sweep.metric) == 0.3
+    with pytest.raises(ValueError, match="margin"):
+        open_sweep(only_workdir(given, margin="0.4"))
 
 
 @pytest.mark.parametrize(
