@@ -101,8 +101,7 @@ COMPARED = (  # what, with what, where code bases differ
     (
         "value residual",
         "x-transformers",
-        "its λ is 1/2, or a sigmoid of x per head; ours and the paper's is a learned "
-        "number per layer",
+        "its λ is 1/2, or a sigmoid of x per head; ours is a learned number per layer",
     ),
     (
         "talking heads",

@@ -1,6 +1,6 @@
 """Checks of a model's settings and arguments; errors name the config key."""
 
-from headcount.attention.variants import LEARNED
+from headcount.attention.variants import GATES, LEARNED
 
 
 def check_layers(
@@ -25,7 +25,7 @@ def check_layers(
         if value and num_decoder_layers:
             raise ValueError(
                 f"model.{name} is for encoder-only models: model.num_decoder_layers "
-                f"must be 0 with model.{name}={value}, got {num_decoder_layers}."
+                f"must be 0 with model.{name}={value}."
             )
     layers = {"encoder": counts[0], "decoder": counts[1], "cross": min(counts)}
     for site, count in layers.items():
@@ -33,8 +33,7 @@ def check_layers(
             if value is not None and not count:
                 raise ValueError(
                     f"model.{site}_attention.{key}={value} has no effect, because the "
-                    f"model has no such attention: it has {counts[0]} encoder layers "
-                    f"and {counts[1]} decoder layers. Set model.attention.{key}."
+                    f"model has no such attention. Set model.attention.{key}."
                 )
 
 
@@ -114,7 +113,11 @@ def check_variants(s: dict) -> None:
         "False with knocking='none'",
     )
     if s["latent_dim"] is None:
-        require(s["latent_rotary_dim"] is None, "latent_rotary_dim", "None")
+        require(
+            s["latent_rotary_dim"] is None,
+            "latent_rotary_dim",
+            "None without latent_dim",
+        )
         size = s["head_dim"] if s["rotary_dim"] is None else s["rotary_dim"]
         name = "head_dim" if s["rotary_dim"] is None else "rotary_dim"
         if s["rotary_dim"] is not None and not s["is_cross"]:
@@ -195,22 +198,63 @@ def check_positions(model: dict, max_length: int) -> None:
         )
 
 
-def check_residual(model: dict) -> None:
-    """Raise a ValueError if value residuals are on, but no stack has two layers."""
+# Keys of attention that only work with another: its name and its values.
+_GATED = "gate", (*GATES, LEARNED)
+NEEDS = {
+    "gate_size": _GATED,
+    "gate_features": _GATED,
+    "gate_on": _GATED,
+    "mixture_heads": ("merge", ("mixture", "shared_mixture")),
+    "mixture_shared": ("merge", ("shared_mixture",)),
+}
+
+
+def check_unused(model: dict, defaults: dict) -> None:
+    """Raise a ValueError if a setting of attention has no effect.
+
+    Args:
+        model: the section of the config.
+        defaults: arguments of attention that no config has set.
+    """
+    sites = [site for site, count in layers_of(model).items() if count]
+    general = model["attention"]
+    for key, (other, values) in NEEDS.items():
+        used = {}
+        for site in sites:
+            own = model[f"{site}_attention"]
+            value = general[other] if own[other] is None else own[other]
+            used[site] = value in values
+        sections = {f"{site}_attention": used[site] for site in sites}
+        sections["attention"] = any(used.values())
+        for section, is_used in sections.items():
+            value = model[section][key]
+            if not is_used and value not in (None, defaults[key]):
+                raise ValueError(
+                    f"model.{section}.{key}={value} has no effect without "
+                    f"model.{section}.{other}={' or '.join(values)}."
+                )
+
+
+def layers_of(model: dict) -> dict[str, int]:
+    """Return the number of layers with attention of each site."""
     encoder, decoder = model["num_encoder_layers"], model["num_decoder_layers"]
-    layers = {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
+    return {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
+
+
+def check_residual(model: dict) -> None:
+    """Raise a ValueError if value residuals are on where no stack has two layers."""
     on = {}  # number of layers, by section that turns them on
-    for site, count in layers.items():
+    for site, count in layers_of(model).items():
         own = model[f"{site}_attention"]["value_residual"]
         if model["attention"]["value_residual"] if own is None else own:
             section = "attention" if own is None else f"{site}_attention"
             on[section] = max(count, on.get(section, 0))
-    if on and max(on.values()) < 2:
-        raise ValueError(
-            f"model.{next(iter(on))}.value_residual must be False in stacks of one "
-            f"layer, which have no earlier values to mix in; got {encoder} encoder and "
-            f"{decoder} decoder layers."
-        )
+    for section, count in on.items():
+        if count < 2:
+            raise ValueError(
+                f"model.{section}.value_residual must be False in stacks of one layer, "
+                f"which have no earlier values to mix in."
+            )
 
 
 def check_clip(positions: str, attentions: dict[str, dict]) -> None:

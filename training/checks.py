@@ -1,11 +1,13 @@
 """Checks of a config before any file is read, and of a run before it is built."""
 
+import functools
 import json
 
+from headcount.configs import base
 from headcount.configs.validation import check_values, choose, flat_config
 from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
-from headcount.models.validation import check_positions, check_residual
+from headcount.models.validation import check_positions, check_residual, check_unused
 from headcount.runtime.memory import total_memory
 from headcount.runtime.sharding import SHARD
 from headcount.tasks import make_task
@@ -13,6 +15,11 @@ from headcount.training.optimizer import OPTIMIZERS, SCHEDULES
 from headcount.training.tracking import tracker_names
 
 _built: set[str] = set()  # sections of configs whose model can be built
+
+
+@functools.cache
+def _defaults() -> dict:
+    return base.get_config().model.attention.to_dict()
 
 
 def check_config(config) -> None:
@@ -32,6 +39,7 @@ def check_config(config) -> None:
     choose("mesh.shard", config.mesh.shard, SHARD)
     check_positions(model, config.data.max_length)
     check_residual(model)
+    check_unused(model, _defaults())
     shallow = config.copy_and_resolve_references()
     for stack in ("num_encoder_layers", "num_decoder_layers"):
         shallow.model[stack] = min(1, shallow.model[stack])

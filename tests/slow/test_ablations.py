@@ -10,6 +10,8 @@ from headcount.analysis.budget import TOLERANCE, flops, parameters, solve_mlp_di
 from headcount.configs import ablations, base, modern, numbers, recall, shakespeare
 from headcount.configs.ablations import chain, grid, matched, over, seeds, zipped
 from headcount.configs.validation import flat
+from headcount.configs.variants import VARIANTS as OF_HEADS
+from headcount.configs.variants import clip
 from headcount.models.cost import LENGTH
 from headcount.sweeps.ablation import (
     ablation_names,
@@ -32,8 +34,8 @@ VARIANTS = {  # of config files; None: the default
 }
 
 
-def all_configs():
-    """Return every config of configs/, with one layer per stack, which is faster.
+def all_configs(layers=1):
+    """Return every config of configs/, with few layers per stack, which is faster.
 
     Leave out configs of a run that exists, and those whose model differs from another's
     in dropout and positions alone, or in the size of a large vocabulary.
@@ -45,7 +47,7 @@ def all_configs():
             continue
         for variant in VARIANTS.get(path.stem, (None,)):
             arguments = [] if variant is None else [variant]
-            config = shallow(module.get_config(*arguments))
+            config = shallow(module.get_config(*arguments), layers)
             model = config.model.to_dict() | {"dropout": 0.0, "max_positions": 0}
             model["attention"]["dropout"] = 0.0
             has_few_tokens = config.data.vocab_size < 1000
@@ -54,11 +56,11 @@ def all_configs():
     return found.values()
 
 
-def shallow(config):
-    """Return a config with one layer per stack: the others only take time to build."""
+def shallow(config, layers=1):
+    """Return a config with few layers per stack: the others only take time to build."""
     config = config.copy_and_resolve_references()
     for stack in ("num_encoder_layers", "num_decoder_layers"):
-        config.model[stack] = min(1, config.model[stack])
+        config.model[stack] = min(layers, config.model[stack])
     return config
 
 
@@ -91,8 +93,19 @@ def test_every_ablation_builds_on_every_config(name, monkeypatch):
     """Its keys exist, its models build, its docstring says what varies."""
     generator = find_ablation(name)
     nuisance = nuisance_keys(generator.__doc__)
-    for config in all_configs():
+    # a single layer has no value residual
+    for config in all_configs(2 if name == "variants" else 1):
         arms = arms_of(generator, name, config.to_dict())
+        if name == "variants":  # those that a config excludes are left out
+            settings = [variant.settings(config) for variant in OF_HEADS.values()]
+            now = flat(config.to_dict())
+            changed = [own for own in settings if own.items() - now.items()]
+            missing = [own for own in changed if own not in arms]
+            model = config.model
+            is_single = max(model.num_encoder_layers, model.num_decoder_layers) < 2
+            wanted = [{"model.attention.value_residual": True}] * is_single
+            wanted += [clip(config)] * (model.positions == "relative")
+            assert missing == wanted
         with monkeypatch.context() as patched:
             # `plan_of` builds every model, too, to count its parameters
             patched.setattr(checks, "abstract", lambda build: None)

@@ -140,9 +140,9 @@ def test_the_first_input_is_bos():
         ({"num_encoder_layers": -1}, "got -1 and 1"),
         (
             {"token_types": 2},
-            "model.num_decoder_layers must be 0 with .*types=2, got 1",
+            "model.num_decoder_layers must be 0 with .*types=2",
         ),
-        ({"pooler": True}, "must be 0 with model.pooler=True, got 1"),
+        ({"pooler": True}, "must be 0 with model.pooler=True"),
         ({"activation": "swish"}, "model.activation must be one of relu.*'swish'"),
     ],
 )

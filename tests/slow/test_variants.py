@@ -46,6 +46,16 @@ MODELS = {
         "gate": "sigmoid",
         "gate_size": "shared",
     },
+    "talking heads, gate of 12 features": {
+        "talking_heads": True,
+        "gate": "double_sigmoid",
+        "gate_features": 12,
+    },
+    "partial rotary, gate without input": {
+        "rotary_dim": 2,
+        "gate": "double_sigmoid",
+        "gate_features": 0,
+    },
 }
 
 

@@ -38,6 +38,46 @@ def test_value_residuals_need_two_layers(section, layers, is_wrong):
         check_config(config)
 
 
+def test_value_residuals_of_every_stack_need_two_layers():
+    config = get_config()
+    config.model.num_encoder_layers, config.model.num_decoder_layers = 1, 2
+    for site in ("encoder", "decoder"):
+        config.model[f"{site}_attention"].value_residual = True
+    with pytest.raises(ValueError, match="model.encoder_attention.value_residual"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    "settings, key",
+    [
+        ({"attention.gate_size": "element"}, "attention.gate_size=element"),
+        ({"attention.gate_features": 0}, "attention.gate_features=0"),
+        (
+            {"cross_attention.gate_on": "values", "attention.gate": "none"},
+            "cross_attention.gate_on=values",
+        ),
+        (
+            {"attention.mixture_shared": 2, "attention.merge": "mixture"},
+            "attention.mixture_shared=2",
+        ),
+        ({"attention.mixture_heads": 3}, "attention.mixture_heads=3"),
+    ],
+)
+def test_settings_without_effect_raise_an_error(settings, key):
+    """Otherwise one would train plain heads without noticing."""
+    config = get_config()
+    config.model.update_from_flattened_dict(settings)
+    with pytest.raises(ValueError, match=f"model.{key} has no effect without"):
+        check_config(config)
+
+
+def test_a_setting_has_an_effect_if_one_site_uses_it():
+    config = get_config()
+    config.model.attention.gate_size = "element"
+    config.model.cross_attention.gate = "sigmoid"
+    check_config(config)
+
+
 @pytest.mark.parametrize(
     "changes, is_told",
     [
