@@ -354,9 +354,12 @@ def facts_of(run: Run) -> dict:
     except (ValueError, OSError, NotImplementedError):  # the data isn't available here
         text = "a text"
     text = text.replace("\\", "").replace('"', "")  # it stands in Python code
-    parts = [" ".join(part.split())[:60] for part in text.split("\t")[:2]]
+    room = run.config.model.max_positions
+    size = min(60, room // 4)
+    parts = [" ".join(part.split())[:size] for part in text.split("\t")[:2]]
     facts = {
         "example": " ".join(parts),
+        "new_tokens": min(50, room // 2),
         "source": "joint" if joint else "source",
         "target": "joint" if joint else "target",
         "bos": bos,

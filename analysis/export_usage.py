@@ -25,7 +25,8 @@ generator = ctranslate2.Generator(".")
 
 def complete(text):
     prompt = ["{separator}", *tokenizer.encode(text).tokens]
-    (result,) = generator.generate_batch([prompt], max_length=50, sampling_topk=10)
+    options = {{"max_length": {new_tokens}, "sampling_topk": 10}}
+    (result,) = generator.generate_batch([prompt], **options)
     return tokenizer.decode(result.sequences_ids[0])
 
 print(complete("{example}"))
@@ -45,7 +46,7 @@ model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 # a text starts with the token that separates documents
 batch = tokenizer([tokenizer.bos_token + "{example}"], return_tensors="pt")
-print(tokenizer.decode(model.generate(**batch, max_new_tokens=50)[0]))
+print(tokenizer.decode(model.generate(**batch, max_new_tokens={new_tokens})[0]))
 """
 BERT = """\
 import torch
@@ -126,7 +127,7 @@ STABLEHLO_TEXTS = (
 tokenizer = tokenizers.Tokenizer.from_file("tokenizer.json")
 ids = tokenizer.encode("{example}").ids
 # a prompt starts with the token that separates documents
-(found,) = generate([[{bos}, *ids]], 50)
+(found,) = generate([[{bos}, *ids]], {new_tokens})
 print(tokenizer.decode(found))
 log_probs = program("score")(params, *padded([ids]))  # of each token
 """

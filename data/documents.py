@@ -44,7 +44,8 @@ def load(data, split: str) -> list[str]:
     loader = LOADERS.get(name, _tfds)
     documents = loader(data, split)
     if not any(map(str.strip, documents)):
-        raise ValueError(f"The split {split!r} of {name} has no documents.")
+        place = "" if data.directory is None else f" in {data.directory}"
+        raise ValueError(f"The split {split!r} of {name}{place} has no documents.")
     logging.info("%s %s: %d documents", name, split, len(documents))
     return documents
 

@@ -36,7 +36,7 @@ from headcount.runtime import files
 from headcount.runtime.files import remove_parts
 from headcount.runtime.schema import Number
 from headcount.sweeps.heads import design
-from headcount.sweeps.labels import symbol
+from headcount.sweeps.labels import label, symbol
 from headcount.sweeps.looks import margin_of, verdict_rows
 from headcount.sweeps.plan import Arm
 from headcount.sweeps.settings import command_of
@@ -576,6 +576,7 @@ def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, s
         ),
         "test split": settings["test_split"],
         "search on dev": search_text(sweep),
+        "chosen at an end of the values tried": chosen_ends(sweep, done),
         "checkpoint": settings["checkpoint"],
         "evaluation": ", ".join(f"{k}={v}" for k, v in by_name("options").items()),
         "signatures": "; ".join(f"{k}: {v}" for k, v in by_name("signatures").items()),
@@ -587,6 +588,22 @@ def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, s
         "trials": trials,
     }
     return {name: value for name, value in found.items() if value}
+
+
+def chosen_ends(sweep: Sweep, done: list[dict]) -> str | None:
+    """Name arms that chose the smallest or largest of three or more values of a key.
+
+    Their best value may lie beyond it.
+    """
+    found = []
+    for arm in sweep.plan.arms:
+        rows = (row for row in done if row["arm"] == arm.name)
+        chosen = json.loads(next(rows, {"nuisance": "{}"})["nuisance"])
+        for key, value in chosen.items():
+            tried = {each[key] for each in arm.candidates if key in each}
+            if len(tried) > 2 and value in (min(tried), max(tried)):
+                found.append(f"{arm.name} ({label(key, value)})")
+    return "; ".join(found) or None
 
 
 def search_text(sweep: Sweep) -> str | None:

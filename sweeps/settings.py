@@ -144,7 +144,7 @@ def open_sweep(options: Options) -> Sweep:
         )
     if search.count is not None and options.proposes:
         optional_package("optuna")
-    if options.verb == "run" and stored is None:
+    if stored is None:
         check_splits(settings, task)
     sweep = Sweep(workdir, plan, search, [], settings, task, options.task_file)
     if options.verb in ("status", "report"):

@@ -30,6 +30,7 @@ from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models.validation import check_bos
 from headcount.runtime import sharding
+from headcount.runtime.logging import say
 from headcount.tasks.base import (
     LOSS,
     Metric,
@@ -135,9 +136,15 @@ class LanguageModel(Task):
                     f"data.vocab_size={data.vocab_size} is more than the training "
                     f"split supports; set it to {found} or less."
                 )
-        return Examples(
-            split, {"target": self.tokenizer.encode(text["text"], eos=False)}, text
-        )
+        tokens = self.tokenizer.encode(text["text"], eos=False)
+        unknown = int((tokens.tokens == self.tokenizer.unk).sum())
+        if unknown and not self.is_recall:
+            say(
+                f"{split}: {unknown:,} of {len(tokens.tokens):,} tokens are unknown to "
+                f"the tokenizer. All count as one, so loss and bits per byte look "
+                f"better than they are."
+            )
+        return Examples(split, {"target": tokens}, text)
 
     def spec(self, rows: int | None = None, length: int | None = None) -> dict:
         """See `Task.spec`."""
@@ -380,6 +387,11 @@ class LanguageModel(Task):
                         f"{model.max_positions}) holds at most "
                         f"{model.max_positions - 1} before a continuation."
                     )
+            if prompts and (least := min(limits)) < max_new_tokens:
+                say(
+                    f"Continuations may end after {least} tokens, where the model's "
+                    f"context is full (model.max_positions={model.max_positions})."
+                )
         return prompts, [limit + 1 for limit in limits]
 
     def warn(self, encoded: Ragged, first: int) -> None:

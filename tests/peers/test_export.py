@@ -305,15 +305,19 @@ def test_the_card_of_a_tagger_prints_what_predict_says(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.split() == tags and len(set(tags)) > 1
 
 
-@pytest.mark.parametrize("tokenizer", ["characters", "bytes", "sentencepiece"])
+@pytest.mark.parametrize(
+    "tokenizer, positions",
+    [("characters", 512), ("bytes", 512), ("sentencepiece", 512), ("characters", 40)],
+)
 def test_the_card_of_a_language_model_continues_as_predict_does(
-    tokenizer, tmp_path, monkeypatch, capsys
+    tokenizer, positions, tmp_path, monkeypatch, capsys
 ):
     """With weights, tokenizer and code of the export alone."""
     for split in ("train", "val"):
         texts = getattr(test_language_model, split.upper())
         (tmp_path / f"{split}.txt").write_text("\n\n".join(texts))
     keys = {f"model.{key}": value for key, value in CAUSAL["gpt2"].items()}
+    keys["model.max_positions"] = positions
     task = test_language_model.make_task(tmp_path, tokenizer, **keys)
     run = untrained_run(task, num_trials=1, scale=3.0)
     table = run.params["embedding"]
@@ -326,7 +330,8 @@ def test_the_card_of_a_language_model_continues_as_predict_does(
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(out)
     exec(code, {})
-    (wanted,) = task.predict(run, [facts["example"]], max_new_tokens=50)
+    limit = facts["new_tokens"]
+    (wanted,) = task.predict(run, [facts["example"]], max_new_tokens=limit)
     assert len(wanted) > len(facts["example"])
     bos = transformers.AutoTokenizer.from_pretrained(out).bos_token
     assert capsys.readouterr().out.strip("\n").split(bos)[1] == wanted

@@ -305,6 +305,20 @@ def test_an_arm_that_diverged_in_the_search_is_listed_and_not_waited_for(
     assert "; 6 of the runs chose settings." in markdown
 
 
+@pytest.mark.parametrize("rates, is_end", [("0.01,0.02,0.04", True), ("1,2", False)])
+def test_values_chosen_at_an_end_of_those_tried_are_named(
+    tmp_path, corpus, rates, is_end
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus, tune=[f"{RATE}={rates}"]))
+    finish_all(sweep)  # the highest rate has the best score
+    sweep = sweep.extended()
+    for index, group in enumerate(sweep.groups):
+        if not group.trials[0].is_search:
+            finish(sweep, index)
+    row = "| chosen at an end of the values tried | K=4 (learning_rate=0.04); K=2 "
+    assert (row in write_report(sweep)) == is_end
+
+
 def test_a_baseline_that_diverged_is_an_error(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     finish_all(sweep)

@@ -336,7 +336,7 @@ def test_samples_differ_and_do_not_depend_on_other_prompts(run):
     assert list(run.task.predict(run, ["or"], first=2, **options)) == found[4:]
 
 
-def test_lines_longer_than_learned_positions_raise_with_their_number(run):
+def test_lines_longer_than_learned_positions_raise_with_their_number(run, capsys):
     lines = ["to", "b" * 41]
     for length in (40, 41):  # BOS takes a position, too
         longest = f"Line 9 has {length} tokens.*model.max_positions=40.* 39"
@@ -346,8 +346,13 @@ def test_lines_longer_than_learned_positions_raise_with_their_number(run):
             next(run.task.stream(run, "b" * length, first=7))
     with pytest.raises(ValueError, match="Line 9 .*model.max_positions=40"):
         list(run.task.score_lines(run, lines, first=7))
+    capsys.readouterr()
     (whole,) = run.task.predict(run, ["b" * 39], max_new_tokens=256)
     assert len(whole) <= 40
+    log = capsys.readouterr().err
+    assert "may end after 1 tokens, where the model's context is full" in log
+    list(run.task.predict(run, ["to"], max_new_tokens=30))
+    assert not capsys.readouterr().err
     with pytest.raises(TypeError, match="lines"):
         list(run.task.predict(run, "to"))
 
@@ -363,6 +368,14 @@ def test_lines_longer_than_training_windows_are_logged(run, folder, capsys):
         check(lines=["b" * 16, "b" * 17], first=7)
         log = capsys.readouterr().err
         assert "Line 9 has 17 tokens, more than the 16" in log and log.count("\n") == 1
+
+
+def test_unknown_tokens_of_a_split_are_counted(tmp_path, capsys):
+    """They all count as the same token, which is easy to predict."""
+    (tmp_path / "train.txt").write_text("\n\n".join(TRAIN))
+    (tmp_path / "val.txt").write_text("to be or яяя not to be")
+    make_task(tmp_path).load("val")
+    assert "val: 3 of 22 tokens are unknown to the" in capsys.readouterr().err
 
 
 def test_characters_that_training_never_saw_are_logged(run, capsys):
