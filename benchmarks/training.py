@@ -1,7 +1,7 @@
 """Compare the speed of the training step with plain PyTorch, eager and compiled.
 
     .venv-peers/bin/python -m benchmarks.training [--recipe short] [--rounds 5]
-        [--steps 8] [--data DIR] [--set KEY=VALUE ...]
+        [--steps 32] [--data DIR] [--set KEY=VALUE ...]
 
 This prints source and target tokens per second (without padding), their ratio, FLOPs
 per token, and the share of the machine's matmul ceiling, which is the best of NumPy,
@@ -43,7 +43,7 @@ from headcount.tasks import make_task
 from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters, make_trials
 
-STEPS = 8  # updates per round
+STEPS = 32  # updates per round; the first few after a pause are slow
 
 # Keys that --set may change if torch is timed, too: those that the peers read, and the
 # implementation of our attention.
