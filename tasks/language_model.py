@@ -137,12 +137,17 @@ class LanguageModel(Task):
                     f"split supports; set it to {found} or less."
                 )
         tokens = self.tokenizer.encode(text["text"], eos=False)
-        unknown = int((tokens.tokens == self.tokenizer.unk).sum())
+        count, unknown = len(tokens.tokens), (tokens.tokens == self.tokenizer.unk).sum()
+        if split == "val" and count < data.max_length and not self.is_recall:
+            raise ValueError(
+                f"The split val has {count} tokens, fewer than one window "
+                f"(data.max_length={data.max_length}): too few to choose parameters by."
+            )
         if unknown and not self.is_recall:
             say(
-                f"{split}: {unknown:,} of {len(tokens.tokens):,} tokens are unknown to "
-                f"the tokenizer. All count as one, so loss and bits per byte look "
-                f"better than they are."
+                f"{split}: {unknown:,} of {count:,} tokens are unknown to the "
+                f"tokenizer. All count as one, so loss and bits per byte look better "
+                f"than they are."
             )
         return Examples(split, {"target": tokens}, text)
 

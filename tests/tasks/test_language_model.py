@@ -30,7 +30,8 @@ VAL = ["not to be", "ß 42", "or 7 – 19 be", "b"]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("language_model")
     (folder / "train.txt").write_text("\n\n".join(TRAIN))
-    (folder / "val.txt").write_text("\n\n".join(VAL))
+    for split in ("val", "test"):
+        (folder / f"{split}.txt").write_text("\n\n".join(VAL))
     return folder
 
 
@@ -54,7 +55,7 @@ def log_probs_of(run, ids, trial=0):
 def test_bits_per_byte_are_nats_over_bytes_for_any_tokenizer(folder, tokenizer):
     """All but the first token of the stream are predicted: separators, too."""
     task = make_task(folder, tokenizer)
-    run, examples = untrained_run(task), task.load("val")
+    run, examples = untrained_run(task), task.load("test")
     tokens = examples.fields["target"].lengths.sum() + len(VAL) - 1
     num_bytes = sum(len(text.encode()) for text in VAL)
     assert num_bytes > sum(map(len, VAL))  # as VAL is not ASCII
@@ -176,7 +177,7 @@ def test_without_cross_documents_the_loss_is_that_of_documents_alone(folder):
     """A document ends in the separator; the last one of the stream does not."""
     changes = {"data.max_length": 64, "data.cross_documents": False}
     task = make_task(folder, **changes)
-    run, examples = untrained_run(task, scale=2.0), task.load("val")
+    run, examples = untrained_run(task, scale=2.0), task.load("test")
     documents = [ids.tolist() for ids in examples.fields["target"]]
     bos = task.config.model.bos
     alone = [[*ids, bos] for ids in documents[:-1]] + documents[-1:]
@@ -376,6 +377,16 @@ def test_unknown_tokens_of_a_split_are_counted(tmp_path, capsys):
     (tmp_path / "val.txt").write_text("to be or яяя not to be")
     make_task(tmp_path).load("val")
     assert "val: 3 of 22 tokens are unknown to the" in capsys.readouterr().err
+
+
+def test_a_validation_split_below_one_window_raises_an_error(tmp_path):
+    (tmp_path / "train.txt").write_text("\n\n".join(TRAIN))
+    for split in ("val", "test"):
+        (tmp_path / f"{split}.txt").write_text("to be")
+    task = make_task(tmp_path)
+    with pytest.raises(ValueError, match="val has 5 tokens, fewer than one window"):
+        task.load("val")
+    task.load("test")
 
 
 def test_characters_that_training_never_saw_are_logged(run, capsys):
