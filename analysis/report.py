@@ -117,7 +117,7 @@ class Report(NamedTuple):
 
     @property
     def outcomes(self) -> list[Metric]:
-        """The metrics with their own table and figure: loss, `metric`, the first.
+        """The metrics with their own table: loss, `metric` and the task's first.
 
         The loss comes first because it varies far less over seeds. Metrics that an arm
         lacks are left out; the loss, for example, if the arms have different tokens.
@@ -335,16 +335,16 @@ def spread_warning(report: Report) -> list[str]:
     The verdicts' error rate assumes that differences are roughly normal. They are not
     if some seeds of one arm fail to learn, for example, and none of the other's.
     """
-    name, baseline = report.metric.name, report.baseline
-    if len(baseline.seeds) < 2:
-        return []
-    sd = baseline.test[name].std(ddof=1)
-    uneven = [
-        arm.name
+    side = "dev" if report.is_planned else "test"  # on which verdicts are based
+    spreads = {
+        arm.name: getattr(arm, side)[report.metric.name].std(ddof=1)
         for arm in report.arms
         if len(arm.seeds) > 1
-        and not sd / UNEVEN <= arm.test[name].std(ddof=1) <= sd * UNEVEN
-    ]
+    }
+    sd = spreads.get(report.baseline.name)
+    if sd is None:
+        return []
+    uneven = [n for n, own in spreads.items() if not sd / UNEVEN <= own <= sd * UNEVEN]
     if not uneven:
         return []
     return [

@@ -27,6 +27,7 @@ import importlib.util
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -110,24 +111,25 @@ def flop_per_token(config) -> float:
 
 def contestant(arguments, config):
     """Return the contestant that this worker process runs."""
-    stream = np.load(arguments.folder / "stream.npy")
-
-    def batches(seeds):
-        return WindowBatches(
-            stream,
-            length=config.data.max_length,
-            batch_tokens=config.data.batch_tokens,
-            seeds=seeds,
-            separator=config.model.bos,
-            cross=True,
-        )
-
+    batches = windows_of(np.load(arguments.folder / "stream.npy"), config)
     if arguments.worker in PEERS:
         from benchmarks.peers_language_model import Torch
 
-        return Torch(arguments.worker, config, batches([0]))
+        return Torch(arguments.worker, config, batches(seeds=[0]))
     alone = arguments.worker == "ours"
     return Program(config, batches, 1 if alone else arguments.trials)
+
+
+def windows_of(stream: np.ndarray, config) -> partial:
+    """Return a function from seeds to batches of windows of a stream of tokens."""
+    return partial(
+        WindowBatches,
+        stream,
+        length=config.data.max_length,
+        batch_tokens=config.data.batch_tokens,
+        separator=config.model.bos,
+        cross=True,
+    )
 
 
 def time_generation(arguments, config) -> None:

@@ -280,7 +280,7 @@ class Program:
         settings = flat(config.to_dict()) | {"seeds": num_trials}
         trials = make_trials(settings)
         arrays = hyperparameters(settings, trials)
-        self.batches = make_batches([trial["seed"] for trial in trials])
+        self.batches = make_batches(seeds=[trial["seed"] for trial in trials])
         task = make_task(config)
         static = make_static(abstract(task.build), config, task.loss)
         self.state = init(arrays, static=static, build=task.build)

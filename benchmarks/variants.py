@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.language_model import windows_of
 from benchmarks.training import Program
 from headcount.configs import shakespeare
 from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS
-from headcount.data.windows import WindowBatches
 from headcount.models.attention import Attention
 from headcount.models.cost import abstract, multiply_adds, plain, products_of
 from headcount.tasks import make_task
@@ -85,20 +85,9 @@ def updates(config):
 
     The cost is the number of multiply-adds of a forward pass.
     """
-    size, data = config.data.vocab_size, config.data
+    size = config.data.vocab_size
     stream = np.random.default_rng(0).integers(4, size, 1_000_000, dtype=np.int32)
-
-    def batches(seeds):
-        return WindowBatches(
-            stream,
-            length=data.max_length,
-            batch_tokens=data.batch_tokens,
-            seeds=seeds,
-            separator=config.model.bos,
-            cross=True,
-        )
-
-    model = Program(config, batches)
+    model = Program(config, windows_of(stream, config))
     cost = multiply_adds(abstract(make_task(config).build), model.batches.spec)
     return partial(model.train, UPDATES), cost
 

@@ -27,8 +27,7 @@ def check_layers(
                 f"model.{name} is for encoder-only models: model.num_decoder_layers "
                 f"must be 0 with model.{name}={value}."
             )
-    layers = {"encoder": counts[0], "decoder": counts[1], "cross": min(counts)}
-    for site, count in layers.items():
+    for site, count in layers_of(*counts).items():
         for key, value in (own[site] or {}).items():
             if value is not None and not count:
                 raise ValueError(
@@ -216,7 +215,8 @@ def check_unused(model: dict, defaults: dict) -> None:
         model: the section of the config.
         defaults: arguments of attention that no config has set.
     """
-    sites = [site for site, count in layers_of(model).items() if count]
+    counts = layers_of(model["num_encoder_layers"], model["num_decoder_layers"])
+    sites = [site for site, count in counts.items() if count]
     general = model["attention"]
     for key, (other, values) in NEEDS.items():
         used = {}
@@ -235,16 +235,16 @@ def check_unused(model: dict, defaults: dict) -> None:
                 )
 
 
-def layers_of(model: dict) -> dict[str, int]:
-    """Return the number of layers with attention of each site."""
-    encoder, decoder = model["num_encoder_layers"], model["num_decoder_layers"]
+def layers_of(encoder: int, decoder: int) -> dict[str, int]:
+    """Return the number of layers that have each kind of attention, by site."""
     return {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
 
 
 def check_residual(model: dict) -> None:
     """Raise a ValueError if value residuals are on where no stack has two layers."""
     on = {}  # number of layers, by section that turns them on
-    for site, count in layers_of(model).items():
+    counts = layers_of(model["num_encoder_layers"], model["num_decoder_layers"])
+    for site, count in counts.items():
         own = model[f"{site}_attention"]["value_residual"]
         if model["attention"]["value_residual"] if own is None else own:
             section = "attention" if own is None else f"{site}_attention"

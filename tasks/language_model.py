@@ -141,7 +141,8 @@ class LanguageModel(Task):
         if split == "val" and count < data.max_length and not self.is_recall:
             raise ValueError(
                 f"The split val has {count} tokens, fewer than one window "
-                f"(data.max_length={data.max_length}): too few to choose parameters by."
+                f"(data.max_length={data.max_length}); add text to it, or lower "
+                f"data.max_length."
             )
         if unknown and not self.is_recall:
             say(
@@ -394,8 +395,9 @@ class LanguageModel(Task):
                     )
             if prompts and (least := min(limits)) < max_new_tokens:
                 say(
-                    f"Continuations may end after {least} tokens, where the model's "
-                    f"context is full (model.max_positions={model.max_positions})."
+                    f"Some continuations may get no more than {least} of the "
+                    f"{max_new_tokens} tokens: then the model's context is full "
+                    f"(model.max_positions={model.max_positions})."
                 )
         return prompts, [limit + 1 for limit in limits]
 

@@ -351,7 +351,7 @@ def test_lines_longer_than_learned_positions_raise_with_their_number(run, capsys
     (whole,) = run.task.predict(run, ["b" * 39], max_new_tokens=256)
     assert len(whole) <= 40
     log = capsys.readouterr().err
-    assert "may end after 1 tokens, where the model's context is full" in log
+    assert "no more than 1 of the 256 tokens: then the model's context is full" in log
     list(run.task.predict(run, ["to"], max_new_tokens=30))
     assert not capsys.readouterr().err
     with pytest.raises(TypeError, match="lines"):
