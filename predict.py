@@ -11,6 +11,7 @@ python predict.py --workdir=runs/multi30k --score < pairs.tsv > log_probabilitie
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
+import json
 import sys
 
 from absl import flags
@@ -41,7 +42,36 @@ SCORE_TOKENS = flags.DEFINE_bool(
     "Language models: print the tokens of each line and their log-probabilities "
     "instead, as JSON.",
 )
+JSON = flags.DEFINE_bool(
+    "json",
+    False,
+    "Language models: each line is a prompt as a JSON string, which may contain line "
+    "breaks; continuations are printed as JSON objects.",
+)
 TRIAL = flags.DEFINE_integer("trial", 0, "Which trial of the run to use.", 0)
+
+
+def decode_prompts(lines: list[str], first: int) -> list[str]:
+    """Return the texts of lines of JSON strings.
+
+    Args:
+        lines: the lines.
+        first: number of lines before them.
+
+    Raises:
+        ValueError: a line is not a JSON string.
+    """
+    prompts = []
+    for number, line in enumerate(lines, first + 1):
+        try:
+            prompt = json.loads(line)
+            prompt.encode()  # fails for lone surrogates such as "\ud800"
+        except (ValueError, AttributeError, RecursionError):
+            raise ValueError(
+                f'Line {number} is not a JSON string, as in "First line\\nSecond".'
+            ) from None
+        prompts.append(prompt)
+    return prompts
 
 
 def main():
@@ -63,16 +93,22 @@ def main():
             raise ValueError(f"--{name} is for decoding, and --score decodes nothing.")
         found = load(path_of(WORKDIR), CHECKPOINT.value)
         found.task.check_options(options)
+        if JSON.value and not hasattr(found.task, "stream"):
+            raise ValueError("--json is for language models; leave it out.")
         task, trial = found.task, choose_trial(found, TRIAL)
         answer = task.score_lines if SCORE.value else task.predict
         answer = task.score_tokens if SCORE_TOKENS.value else answer
         number, size = 0, decoding.BATCH_SIZE.value
         # the tokens of a beam are not known before its end
-        is_single = options.get("samples", 1) == options.get("beam_size", 1) == 1
+        samples = options.get("samples", 1)
+        is_single = samples == options.get("beam_size", 1) == 1
         streams = is_single and hasattr(task, "stream") and not scores
+        streams &= not JSON.value
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
             about = {"trial": trial, "first": number}
             about |= {} if scores else options
+            if JSON.value:
+                lines = decode_prompts(lines, number)
             if streams and len(lines) == 1:
                 pieces = task.stream(found, lines[0], **about)
                 first = next(pieces, "")  # fails for a bad line, before it is printed
@@ -81,7 +117,11 @@ def main():
                     print(piece, end="", flush=True)
                 print()
             else:
-                for line in answer(found, lines, **about):
+                for i, line in enumerate(answer(found, lines, **about)):
+                    if JSON.value and not scores:
+                        prompt = lines[i // samples]
+                        result = {"prompt": prompt, "text": line[len(prompt) :]}
+                        line = json.dumps(result, ensure_ascii=False)
                     print(line)
             sys.stdout.flush()
             number += len(lines)

@@ -11,9 +11,15 @@ step with 16 seeds needs:
 
     python train.py --config=configs/gpt2.py --dry_run=v5e:16x16 --config.seeds=16
 
-The vocabulary is a SentencePiece model of the training split; GPT-2's own vocabulary
-comes with imported weights (weights.py), for fine-tuning. In contrast to nanoGPT's
-recipe, a batch has 512 windows rather than 480, which more meshes divide.
+The vocabulary is a SentencePiece model of the training split. For GPT-2's own, put its
+tokenizer.json into FOLDER:
+
+    python train.py --config=configs/gpt2.py:small --workdir=runs/gpt2 \\
+      --config.data.directory=FOLDER --config.data.tokenizer=gpt2 \\
+      --config.model.bos=50256
+
+In contrast to nanoGPT's recipe, a batch has 512 windows rather than 480, which more
+meshes divide.
 """
 
 from headcount.configs import presets

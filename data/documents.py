@@ -143,6 +143,13 @@ def _text(data, split) -> list[str]:
     if path.is_file():
         return _documents_of(path, one_per_file=False)
     files = sorted(each for each in path.iterdir() if each.name.endswith(SUFFIXES))
+    others = sorted({each.name for each in path.iterdir()} - {f.name for f in files})
+    if others:
+        logging.warning(
+            "%s has %d files or folders that are not read, such as %s: their names do "
+            "not end in %s.",
+            *(path, len(others), others[0], ", ".join(SUFFIXES)),
+        )
     return [text for each in files for text in _documents_of(each, one_per_file=True)]
 
 

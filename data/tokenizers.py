@@ -414,6 +414,31 @@ def copy(folder: Path, to: Path) -> None:
             write(to / path.name, path.read_bytes())
 
 
+def copy_gpt2(source: Path, folder: Path, bos: int) -> None:
+    """Copy a tokenizer.json of GPT-2 to WORKDIR/tokenizer, unless there is one.
+
+    Args:
+        source: the file, which need not exist.
+        folder: WORKDIR/tokenizer.
+        bos: the config's model.bos.
+
+    Raises:
+        ValueError: the file is damaged, or separates documents by another id.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file() or not source.is_file():
+        return
+    separator = ByteLevelBPE(source).bos
+    if separator is None:
+        raise ValueError(f"{source} has no token <|endoftext|>, so it isn't GPT-2's.")
+    if separator != bos:
+        raise ValueError(
+            f"model.bos must be {separator}, the id of <|endoftext|> in {source}, got "
+            f"{bos}."
+        )
+    write(path, source.read_bytes())
+
+
 def load_or_train_pair(
     folder: Path, sources: list[str], targets: list[str], vocab_size: int, joint: bool
 ) -> tuple:
@@ -459,7 +484,8 @@ def load_or_make(folder: Path, kind: str, texts, vocab_size: int, kinds=None):
         if make is None:
             raise FileNotFoundError(
                 f"There is no {path}: a tokenizer of this kind comes with imported "
-                f"weights (weights.py --from)."
+                f"weights (weights.py --from) or, for data.tokenizer=gpt2, as "
+                f"tokenizer.json in data.directory."
             )
         if texts is None:
             raise FileNotFoundError(f"There is no {path}; train first.")

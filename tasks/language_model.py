@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,9 @@ class LanguageModel(Task):
         text, data = self.read(split), self.config.data
         if split == "train":
             words = recall.vocabulary(data.vocab_size) if self.is_recall else None
+            if data.tokenizer == "gpt2" and data.directory is not None:
+                source = Path(data.directory).expanduser() / "tokenizer.json"
+                tokenizers.copy_gpt2(source, self.folder, self.config.model.bos)
             self.tokenizer = tokenizers.load_or_make(
                 self.folder, data.tokenizer, words or text["text"], data.vocab_size
             )

@@ -91,6 +91,16 @@ def test_malformed_documents_raise_with_file_and_line(tmp_path, files, error, cu
         load(tmp_path)
 
 
+def test_files_that_are_not_read_are_logged(tmp_path, caplog):
+    write(tmp_path / "val/a.txt", "first")
+    load(tmp_path, "val")
+    assert "not read" not in caplog.text
+    write(tmp_path / "val/notes.md", "not a document")
+    write(tmp_path / "val/more/b.txt", "in a subfolder")
+    assert load(tmp_path, "val") == ["first"]
+    assert "has 2 files or folders that are not read, such as more" in caplog.text
+
+
 def test_text_without_its_folder_raises_with_the_config_key(tmp_path):
     with pytest.raises(ValueError, match="data.directory"):
         load(None)

@@ -19,6 +19,7 @@ from headcount.data import multi30k, numbers, tokenizers
 from headcount.data.tokenizers import (
     KINDS,
     SentencePieceTokenizer,
+    copy_gpt2,
     load_or_make,
     load_or_train_pair,
     train_on_documents,
@@ -320,6 +321,31 @@ def test_gpt2_ids_are_those_of_the_tokenizers_library(tmp_path):
     theirs.save(str(tmp_path / "tokenizer.json"))
     again = load_or_make(tmp_path, "gpt2", None, 0)
     assert [ids.tolist() for ids in again.encode(TEXTS)] == wanted
+
+
+def test_gpt2s_own_tokenizer_comes_from_the_folder_of_the_texts(tmp_path):
+    folder, run = tmp_path / "texts", tmp_path / "run"
+    folder.mkdir()
+    path = folder / "tokenizer.json"
+    copy_gpt2(path, run, 1)
+    assert not run.exists(), "there is none"
+    theirs = write_byte_level_bpe(folder)
+    end = theirs.token_to_id("<|endoftext|>")
+    with pytest.raises(ValueError, match=rf"model.bos must be {end}, .*got {end + 1}"):
+        copy_gpt2(path, run, end + 1)
+    copy_gpt2(path, run, end)
+    assert (run / "tokenizer.json").read_bytes() == path.read_bytes()
+    path.write_text("{}")
+    copy_gpt2(path, run, end)  # has one
+    assert load_or_make(run, "gpt2", None, 0).bos == end
+
+
+def test_a_tokenizer_of_another_kind_is_not_gpt2s(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    library.Tokenizer(library.models.BPE({"a": 0}, [])).save(str(path))
+    with pytest.raises(ValueError, match="tokenizer.json has no token <.endoftext.>"):
+        copy_gpt2(path, tmp_path / "run", 0)
 
 
 def test_gpt2_without_its_file_raises_with_the_path(tmp_path):

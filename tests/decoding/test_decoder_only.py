@@ -182,6 +182,24 @@ def test_texts_have_no_more_rows_than_prompts(monkeypatch):
     assert seen == [[1], [16], [16, 128]]
 
 
+@pytest.mark.slow
+def test_rows_are_refilled_with_waiting_prompts():
+    """40 prompts in 4 rows: each continuation is that of its prompt alone."""
+    graph, params = make_model(KINDS["rotary, grouped"])
+    keys = np.random.default_rng(0)
+    prompts = [
+        [BOS, *keys.integers(4, VOCAB, keys.integers(0, 9)).tolist()] for _ in range(40)
+    ]
+    limits = keys.integers(1, 12, 40).tolist()
+    options = {"limits": limits, "vocabulary": VOCABULARY, "batch_size": 4}
+    found, _ = generate(graph, params, prompts, **options)
+    assert found == [
+        greedy(graph, params, prompt, limit)
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    assert len({len(ids) for ids in found}) > 4, "rows end at different times"
+
+
 def test_trials_are_each_as_alone():
     models = [make_model(KINDS["learned"], seed) for seed in (0, 1)]
     graph = models[0][0]

@@ -43,6 +43,32 @@ def test_a_streamed_continuation_is_that_of_a_batch(workdir):
     assert max(map(len, lines)) > 3
 
 
+def test_prompts_as_json_may_have_line_breaks(workdir):
+    flags = {"max_new_tokens": 6, "temperature": 1.0, "samples": 2, "batch_size": 2}
+    prompts = ["12\n3 –", "7"]
+    stdin = "".join(json.dumps(prompt) + "\n" for prompt in prompts).encode()
+    ran = succeed(
+        arguments("predict.py", "--json", workdir=workdir, **flags), stdin=stdin
+    )
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [row["prompt"] for row in found] == [prompts[0]] * 2 + [prompts[1]] * 2
+    del flags["batch_size"]
+    task = (loaded := load(workdir)).task
+    wanted = list(task.predict(loaded, prompts, **flags))
+    assert [row["prompt"] + row["text"] for row in found] == wanted
+    assert any(row["text"] for row in found)
+    args = arguments("predict.py", "--json", "--score", workdir=workdir)
+    ran = succeed(args, stdin=stdin)
+    assert ran.stdout.splitlines() == list(task.score_lines(loaded, prompts))
+
+
+@pytest.mark.parametrize("line", ["12", '"open', '["12"]', '"\\ud800"', ""])
+def test_a_prompt_that_is_no_json_string_is_named_by_its_line(workdir, line):
+    stdin = f'"12"\n{line}\n'.encode()
+    ran = run(arguments("predict.py", "--json", workdir=workdir), stdin=stdin)
+    fails(ran, "Line 2 is not a JSON string")
+
+
 @pytest.mark.parametrize("lines", [1, 2])
 def test_a_prompt_without_room_fails_before_it_is_printed(workdir, lines):
     stdin = b"1" * 24 + b"\n" + b"12\n" * (lines - 1)

@@ -1,6 +1,7 @@
 """Language models: what is scored, bits per byte, documents apart, continuations."""
 
 import json
+import shutil
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ from headcount.data import recall
 from headcount.data.windows import evaluation_windows, window_spec
 from headcount.tasks.heldout_loss import batch_log_probabilities
 from headcount.tasks.language_model import context_gain
+from tests.data.test_tokenizers import write_byte_level_bpe
 from tests.tasks.untrained import (
     DECODER_ONLY,
     evaluate,
@@ -42,6 +44,19 @@ def make_task(folder, tokenizer="characters", **changes):
     task = small_task(folder / tokenizer, **keys | changes)
     task.load("train")
     return task
+
+
+def test_a_model_trains_from_scratch_with_gpt2s_tokenizer(folder, tmp_path):
+    """The folder of the texts has the file; model.bos separates documents."""
+    shutil.copytree(folder, tmp_path / "texts", ignore=shutil.ignore_patterns("*/"))
+    theirs = write_byte_level_bpe(tmp_path / "texts")
+    end = theirs.token_to_id("<|endoftext|>")
+    task = make_task(tmp_path / "texts", "gpt2", **{"model.bos": end})
+    wanted = [x.ids for x in theirs.encode_batch(TRAIN)]
+    examples = task.load("train")
+    assert [ids.tolist() for ids in examples.fields["target"]] == wanted
+    assert task.token_stream(examples)[0] == end
+    assert np.isfinite(evaluate(untrained_run(task), task.load("val"))[0]["loss"])
 
 
 def log_probs_of(run, ids, trial=0):
