@@ -113,6 +113,37 @@ def test_killed_at_random_moments_and_in_saves(uninterrupted, settings, tmp_path
     same_run(uninterrupted, workdir, seed)
 
 
+def test_a_language_model_killed_in_a_step_and_in_a_save(tmp_path):
+    """Its windows are cut anew in every epoch, at an offset drawn from the seed."""
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(PAIRS))
+    keys = {
+        "task.name": "language_model",
+        "data.name": "text",
+        "data.directory": tmp_path,
+        "data.tokenizer": "characters",
+        "data.max_length": 16,
+        "data.batch_tokens": 128,
+        "model.num_encoder_layers": 0,
+        "model.dropout": 0.2,
+        "train.num_steps": STEPS,
+        "train.checkpoint_every_steps": 3,
+    }
+    alone, workdir = tmp_path / "alone", tmp_path / "run"
+    succeed(training(alone, "configs/base.py", **keys))
+    assert 128 * STEPS > 10 * sum(map(len, PAIRS)), "many epochs"
+    for happens in (lambda: file_size(workdir) > 2000, lambda: saving(workdir)):
+        process = start(
+            training(workdir, "configs/base.py", **keys), stderr=subprocess.DEVNULL
+        )
+        wait_until(process, happens)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert status(workdir) == "running"
+    succeed(training(workdir, "configs/base.py", **keys))
+    same_run(alone, workdir, seed=None)
+
+
 def test_signals_to_the_group_at_random_moments(uninterrupted, settings, tmp_path):
     """Each stops it, after saving if it trains, once or again and again."""
     seed = random.randrange(10**6)
