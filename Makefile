@@ -46,7 +46,8 @@ test-peers: .venv-peers/.installed
 
 # By the compilers for TPUs and NVIDIA GPUs, which need neither.
 test-compilers: .venv-compilers/.installed
-	JAX_PLATFORMS=cpu .venv-compilers/bin/python -m pytest tests/compilers
+	JAX_PLATFORMS=cpu .venv-compilers/bin/python -m pytest -n 2 --dist worksteal \
+	  tests/compilers
 
 # On an NVIDIA GPU, once `.venv` has jax[cuda13]; the other suites mean the CPU.
 test-gpu: .venv/.dev

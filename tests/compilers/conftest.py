@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # in several workers; none has a TPU
 os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-4"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
