@@ -104,6 +104,7 @@ class Report(NamedTuple):
     unfinished: int  # number of unfinished trials
     seed: int | None  # of bootstrap and examples; None: the first of each arm
     heads: list[tuple] = []  # what heads.py measured; see `analysis.tables.arm_tables`
+    earlier_seeds: list[int] = []  # numbers of seeds before some were added, unplanned
 
     @property
     def baseline(self) -> ArmResult:
@@ -281,7 +282,7 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
         side = "dev, after planned looks" if report.is_planned else "test"
         sentences.append(f"Verdicts on the other arms, on {side}: {counts}.")
-        sentences += spread_warning(report)
+        sentences += spread_warning(report) + added_seeds_warning(report)
     elif others:
         sentences.append(
             "No arm can be tested: a test needs at least two seeds whose differences "
@@ -351,6 +352,18 @@ def spread_warning(report: Report) -> list[str]:
         f"The spread over seeds differs from the baseline's by a factor of more than "
         f"{UNEVEN}: {'; '.join(uneven)}. Wrong verdicts on such arms can be far more "
         f"frequent than {LEVEL:.0%}; look at every seed in the figure."
+    ]
+
+
+def added_seeds_warning(report: Report) -> list[str]:
+    """Return a sentence on seeds that were added without planned looks."""
+    if not report.earlier_seeds:
+        return []
+    numbers = ", then ".join(map(str, report.earlier_seeds))
+    return [
+        f"The sweep was started with {numbers} seeds, and more were added later. If "
+        f"the results were the reason, wrong verdicts are more frequent than "
+        f"{LEVEL:.0%}; --seeds=FIRST:LAST plans looks, whose verdicts hold."
     ]
 
 

@@ -237,6 +237,7 @@ def gather(sweep: Sweep, rows: list[dict], done: list[dict], num_examples) -> Re
         unfinished=count_unfinished(sweep.plan, rows),
         seed=seed,
         heads=head_tables(sweep, rows),
+        earlier_seeds=settings["earlier_seeds"] or [],
     )
     if not report.baseline.seeds:
         lost = report.baseline.lost

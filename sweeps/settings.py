@@ -48,6 +48,7 @@ SETTINGS = {  # schema of sweep.json; see `runtime.schema`
     "arms": [{}],
     "docstring": str,
     "seeds": Number(1),
+    "earlier_seeds": Optional([Number(1)]),  # numbers of seeds before some were added
     "config": str,
     "overrides": {},
     "group_size": Number(1),
@@ -123,6 +124,9 @@ def open_sweep(options: Options) -> Sweep:
     settings = merge(options, stored, task)
     if stored is not None:
         check_same_sweep(options, stored, settings)
+        if settings["seeds"] > stored["seeds"]:
+            earlier = [*(stored["earlier_seeds"] or []), stored["seeds"]]
+            settings["earlier_seeds"] = earlier
     if options.ablation is not None:
         function = find_ablation(settings["ablation"])
         settings["arms"] = arms_of(function, settings["ablation"], settings["base"])
@@ -169,6 +173,8 @@ def read_settings(path: Path) -> dict | None:
     stored = read_optional_json(path)
     if stored is None:
         return None
+    if isinstance(stored, dict):
+        stored.setdefault("earlier_seeds", None)  # written before 2026-11-28
     wrong = violation(stored, SETTINGS)
     if wrong is None and not all(isinstance(text, str) for text in stored["tune"]):
         wrong = "tune must be a list of strings"
@@ -188,7 +194,7 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     """
     given = {name: getattr(options, name) for name in FLAGS}
     given = {name: v for name, v in given.items() if v is not None and v != []}
-    settings = stored or {}
+    settings = stored or {"earlier_seeds": None}
     if options.config is not None:
         config = options.config.to_dict()
         kept = {name: settings[name] for name in KEPT if name in settings}

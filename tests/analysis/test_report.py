@@ -122,6 +122,13 @@ def test_arms_that_spread_unlike_the_baseline_are_named():
     assert "factor" not in summary_of(make_report(arms={"whole": [1, 2], "b": [1, 3]}))
 
 
+def test_seeds_added_without_planned_looks_are_said_to_be_so():
+    arms = {"a": [1, 2], "b": [1, 3]}
+    assert "added later" not in summary_of(make_report(arms=arms))
+    text = summary_of(make_report(arms=arms, earlier_seeds=[4, 8]))
+    assert "started with 4, then 8 seeds, and more were added later" in text
+
+
 def test_arms_without_spread_are_not_tested_or_counted():
     arms = {
         "whole": [3, 4, 6],

@@ -133,8 +133,13 @@ def test_a_sweep_with_added_seeds_keeps_its_other_settings(tmp_path, corpus):
     alone = only_workdir(given)
     assert open_sweep(alone).settings == first.settings
     more = open_sweep(alone._replace(seeds=3, note="Two words."))
-    changed = {"seeds": 3, "note": "Two words."}
+    changed = {"seeds": 3, "note": "Two words.", "earlier_seeds": [2]}
+    assert first.settings["earlier_seeds"] is None
     assert more.settings == first.settings | changed
+    assert open_sweep(alone).settings == more.settings
+    most = open_sweep(alone._replace(seeds=5))
+    assert most.settings == more.settings | {"seeds": 5, "earlier_seeds": [2, 3]}
+    more = most
     assert open_sweep(alone._replace(verb="report")).settings == more.settings
 
 
