@@ -53,11 +53,17 @@ def made(*settings, **sites):
 # Every merge rule and every kind of positions at least once: arguments of `config_of`.
 SETTINGS = {
     "concat, talking": ("sinusoidal", "post", {"talking_heads": True}),
-    "scaled": ("rotary", "pre", {"merge": "scaled"}),
+    "scaled, gated values": (
+        *("rotary", "pre"),
+        {"merge": "scaled", "gate": "sigmoid", "gate_on": "values"},
+    ),
     "mean": ("rotary", "post", {"merge": "mean"}),
     "weighted": ("relative", "post", {"merge": "weighted", "num_kv_heads": 1}),
     "scale": ("rotary", "post", {"scale": 0.9, "qk_norm": True}),
-    "dynamic": ("learned", "pre", {"merge": "dynamic"}),
+    "dynamic, value residual": (
+        *("learned", "pre"),
+        {"merge": "dynamic", "value_residual": True},
+    ),
     "gated, sink": ("none", "post", {"merge": "gated", "head_dim": 3, "sink": True}),
     "gated_elementwise": ("sinusoidal_paper", "pre", {"merge": "gated_elementwise"}),
     "mixture": ("rotary", "post", {"merge": "mixture", "qk_norm": True}),

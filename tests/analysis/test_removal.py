@@ -49,6 +49,8 @@ def made(**attention):
             {"gate": "sigmoid", "gate_size": "element", "value_residual": True},
             {"gate": "double_sigmoid", "gate_features": 0, "qk_clip": 1.0},
             {"gate": "sigmoid", "gate_on": "values", "knocking": "mlp"},
+            {"gate": "sigmoid", "gate_size": "shared"},
+            {"knocking": "linear", "knocking_all": True},
             {"latent_dim": 6},
             {"differential": True, "num_heads": 8},
             {"latent_dim": 6, "positions": "rotary", "merge": "gated"},
