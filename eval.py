@@ -166,9 +166,9 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     heads = [open_heads(found, trial) for trial in range(len(found.trials))]
     if not distributed.is_first():
         return
-    rows, shown = [], None
+    rows, made = [], []
     for trial, row in enumerate(scores):
-        predictions = row.pop("predictions", None)
+        made.append(row.pop("predictions", None))
         rows.append(
             {
                 "trial": trial,
@@ -186,13 +186,14 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
         )
         if trial == TRIAL.value and "report" in row:
             print_report(row["report"], row["confusions"], row.get("entities"))
-        if predictions is not None:
-            write_predictions(predictions, examples.split, trial, len(scores))
-            shown = predictions if trial == TRIAL.value else shown
     path = workdir / f"result-{examples.split}.json"
     keep_other(path, rows[0])
     write_json(path, [with_digest(row) for row in rows])
     print_scores(rows, found.task.metrics, list(found.trials[0]), path)
+    for trial, predictions in enumerate(made):
+        if predictions is not None:
+            write_predictions(predictions, examples.split, trial, len(made))
+    shown = made[TRIAL.value]
     if shown is not None:
         if options.get("n_best"):  # lines of lists, each with the number of its example
             lists = itertools.groupby(shown, lambda line: line.split(" ||| ")[0])

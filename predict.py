@@ -89,8 +89,10 @@ def main():
         if SCORE.value and SCORE_TOKENS.value:
             raise ValueError("--score and --score_tokens can't be combined.")
         scores = SCORE.value or SCORE_TOKENS.value
-        for name in sorted(options.keys() - {"batch_size"}) if scores else ():
-            raise ValueError(f"--{name} is for decoding, and --score decodes nothing.")
+        extra = options.keys() - {"batch_size"}
+        if scores and extra:
+            names = ", ".join(f"--{name}" for name in sorted(extra))
+            raise ValueError(f"{names}: for decoding, and --score decodes nothing.")
         found = load(path_of(WORKDIR), CHECKPOINT.value)
         found.task.check_options(options)
         if JSON.value and not hasattr(found.task, "stream"):

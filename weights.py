@@ -207,18 +207,18 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
     if family in JSON_TOKENIZERS and (folder / "tokenizer.json").exists():
         check_tokenizer(family, folder / "tokenizer.json", config.data.vocab_size)
 
-    workdir.mkdir(parents=True, exist_ok=True)
-    for ours, theirs in TOKENIZER_FILES[family].items():
-        if family == "marian" or (folder / theirs).exists():
-            (workdir / "tokenizer").mkdir(exist_ok=True)
-            shutil.copyfile(folder / theirs, workdir / "tokenizer" / ours)
-    if family == "bert":
-        write_bert_files(folder, workdir / "tokenizer", config, original)
-    if (folder / GENERATION).exists():
-        shutil.copyfile(folder / GENERATION, workdir / ("original_" + GENERATION))
-    write_json(workdir / ORIGINAL, original)
-    settings = {"seed": config.seed}
-    count = write_finished(workdir, config.to_dict(), settings, params)
+    with new_folder(workdir) as part:
+        (part / "tokenizer").mkdir()
+        for ours, theirs in TOKENIZER_FILES[family].items():
+            if family == "marian" or (folder / theirs).exists():
+                shutil.copyfile(folder / theirs, part / "tokenizer" / ours)
+        if family == "bert":
+            write_bert_files(folder, part / "tokenizer", config, original)
+        if (folder / GENERATION).exists():
+            shutil.copyfile(folder / GENERATION, part / ("original_" + GENERATION))
+        write_json(part / ORIGINAL, original)
+        settings = {"seed": config.seed}
+        count = write_finished(part, config.to_dict(), settings, params)
     if left_out:
         say(f"Left out, because our model has no such part: {', '.join(left_out)}.")
     say(f"Imported {count:,} parameters of {folder} ({family}) into {workdir}.")
@@ -252,13 +252,11 @@ def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
                 f"{folder / 'config.json'}: id2label must name the {len(numbers)} "
                 f"classes of the weights, got {', '.join(map(str, names))}."
             )
-        to.mkdir(exist_ok=True)
         write_json(to / CLASSES, [names[str(i)] for i in numbers])
     if (folder / "vocab.txt").exists() and not (folder / "tokenizer.json").exists():
         about = folder / "tokenizer_config.json"
         lowercase = read_object(about).get("do_lower_case") if about.exists() else None
         content = wordpiece_of(folder / "vocab.txt", lowercase is not False)
-        to.mkdir(exist_ok=True)
         (to / "wordpiece.json").write_text(content)
 
 

@@ -58,8 +58,8 @@ def check_looks(seeds: tuple[int, ...]) -> None:
     """Raise a ValueError unless looks are ascending and start at two seeds or more."""
     if not seeds or seeds[0] < 2:
         raise ValueError(
-            f"--looks must start at 2 seeds or more, for a spread to judge by; got "
-            f"{','.join(map(str, seeds))}."
+            f"The first look must be at 2 seeds or more, for a spread to judge by; got "
+            f"{','.join(map(str, seeds))} (--seeds=FIRST:LAST, --looks)."
         )
     if list(seeds) != sorted(set(seeds)):
         raise ValueError(f"--looks must be ascending, got {','.join(map(str, seeds))}.")

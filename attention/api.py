@@ -54,7 +54,7 @@ from jaxtyping import Array, Float
 
 from headcount.attention import masks, reference, verification
 from headcount.attention.arguments import dropout_arguments, normalise, require
-from headcount.attention.kernels import cpu_build, jax_nn
+from headcount.attention.kernels import cpu_build, jax_nn, partition
 from headcount.attention.platform import platform as current_platform
 from headcount.attention.statistics import HeadStatistics
 
@@ -337,8 +337,9 @@ def resolve_implementation(
     takes a few seconds on the first call on a machine. On a GPU or TPU: the fused
     kernel "gpu" or "tpu", if it supports the arrays and the device, and `verification`
     has accepted it on this device. Otherwise, on an NVIDIA GPU that is present, "cudnn"
-    for plain calls that it supports. Otherwise "blockwise". When compiling for a device
-    that is not present, verification is skipped.
+    for plain calls that it supports. Otherwise "blockwise", also if the kernel cannot
+    tell what an axis of the current mesh divides (see `kernels.partition`). When
+    compiling for a device that is not present, verification is skipped.
 
     Args:
       query, key, value, bias, mask: arrays or `jax.ShapeDtypeStruct`s, of any rank that
@@ -354,6 +355,8 @@ def resolve_implementation(
     )
     is_target = platform is None
     platform = platform or current_platform()
+    if is_target and partition.unknown_axis() is not None:
+        return "blockwise"
     if platform == "cpu":
         has_kernel = jnp.dtype(query.dtype).itemsize <= 4
         return "cpu" if has_kernel and cpu_build.unavailable() is None else "blockwise"

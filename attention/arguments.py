@@ -17,6 +17,13 @@ def present(**arrays):
     return {name: array for name, array in arrays.items() if array is not None}
 
 
+# Arguments of `dot_product_attention` that not all functions of this package take.
+NOT_EVERYWHERE = (
+    *("dropout_rate", "dropout_seed", "head_gate", "sink", "implementation"),
+    *("return_residual", "return_statistics"),
+)
+
+
 def normalise(
     query,
     key,
@@ -32,6 +39,7 @@ def normalise(
     query_segment_ids=None,
     key_value_segment_ids=None,
     alibi_slopes=None,
+    **others,
 ):
     """Check arguments and convert them to what implementations expect.
 
@@ -43,7 +51,13 @@ def normalise(
 
     Raises:
       ValueError: an argument is invalid.
+      NotImplementedError: `others` has an argument that only some functions take.
+      TypeError: `others` has an argument that none takes.
     """
+    for name in others:
+        if name in NOT_EVERYWHERE:
+            raise NotImplementedError(f"this function does not take {name}")
+        raise TypeError(f"attention has no argument {name!r}")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
         require(x.ndim in (3, 4), f"{name} must have 4 axes or 3, got {x.shape}")
@@ -59,7 +73,7 @@ def normalise(
     )
     require(
         key.shape == (B, S, K, H),
-        f"key must be {(B, S, K, H)} to fit query, got {key.shape}",
+        f"key must be {(B, S, K, H)} to fit query {query.shape}, got {key.shape}",
     )
     require(
         value.shape[:3] == (B, S, K),

@@ -485,7 +485,7 @@ def load_or_make(folder: Path, kind: str, texts, vocab_size: int, kinds=None):
             raise FileNotFoundError(
                 f"There is no {path}: a tokenizer of this kind comes with imported "
                 f"weights (weights.py --from) or, for data.tokenizer=gpt2, as "
-                f"tokenizer.json in data.directory."
+                f"tokenizer.json in the folder data.directory of your own texts."
             )
         if texts is None:
             raise FileNotFoundError(f"There is no {path}; train first.")

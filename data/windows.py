@@ -99,7 +99,8 @@ class WindowBatches:
 
     def _starts(self, seed: int, block: int) -> np.ndarray:
         rng = np.random.default_rng([seed, block])
-        phases = rng.integers(self._length, size=self._passes)
+        last = len(self._stream) - 1 - self._length * self._per_pass
+        phases = rng.integers(last, size=self._passes, endpoint=True)
         starts = phases[:, None] + self._length * np.arange(self._per_pass)
         return rng.permutation(starts.reshape(-1))
 

@@ -174,7 +174,7 @@ def read_settings(path: Path) -> dict | None:
     if stored is None:
         return None
     if isinstance(stored, dict):
-        stored.setdefault("earlier_seeds", None)  # written before 2026-11-28
+        stored.setdefault("earlier_seeds", None)  # files of before 2026-11-28
     wrong = violation(stored, SETTINGS)
     if wrong is None and not all(isinstance(text, str) for text in stored["tune"]):
         wrong = "tune must be a list of strings"
@@ -195,6 +195,8 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     given = {name: getattr(options, name) for name in FLAGS}
     given = {name: v for name, v in given.items() if v is not None and v != []}
     settings = stored or {"earlier_seeds": None}
+    if stored and options.config and options.config.seeds != stored["base"]["seeds"]:
+        given = {"seeds": options.config.seeds} | given
     if options.config is not None:
         config = options.config.to_dict()
         kept = {name: settings[name] for name in KEPT if name in settings}

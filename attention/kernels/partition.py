@@ -138,7 +138,7 @@ def partitioned(function, arrays, axes, results, levels=()):
                 (letters, jax.typeof(arrays[name]).sharding.spec)
                 for name, letters in zip(names, operand_axes, strict=True)
             ]
-        elif platform() == "tpu" or mesh.manual_axes:
+        elif _goes_by_name(mesh):
             if not mesh.auto_axes:
                 return mapped(arrays)
             sizes = [
@@ -212,6 +212,24 @@ def varying_alike(arrays):
     )
 
 
+def unknown_axis() -> str | None:
+    """Return an axis of the current mesh that `partitioned` would raise for, if any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes or not _goes_by_name(mesh):
+        return None
+    return _unknown_axis(mesh)
+
+
+def _goes_by_name(mesh) -> bool:
+    """Return whether shardings are inferred from names; see `_by_name`."""
+    return platform() == "tpu" or bool(mesh.manual_axes)
+
+
+def _unknown_axis(mesh) -> str | None:
+    known = (*MESH_AXES, *(axis for axis, size in mesh.shape.items() if size == 1))
+    return next((axis for axis in mesh.auto_axes if axis not in known), None)
+
+
 def _by_name(mesh, sizes):
     """Infer shardings from the names of the mesh's axes.
 
@@ -224,15 +242,11 @@ def _by_name(mesh, sizes):
     Raises:
       NotImplementedError: the mesh has an axis of another name and more than 1 device.
     """
-    unknown = [
-        axis
-        for axis in mesh.auto_axes
-        if axis not in MESH_AXES and mesh.shape[axis] > 1
-    ]
-    if unknown:
+    unknown = _unknown_axis(mesh)
+    if unknown is not None:
         raise NotImplementedError(
             f"attention on a TPU, and inside a jax.shard_map of some axes only, cannot "
-            f"tell what the mesh axis {unknown[0]!r} divides; name it 'trial', 'data' "
+            f"tell what the mesh axis {unknown!r} divides; name it 'trial', 'data' "
             "(batch) or 'model' (heads), or make it one of jax.shard_map's"
         )
     return [

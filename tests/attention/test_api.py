@@ -1,5 +1,6 @@
 """The border of `attention`: transformations, meanings, errors, and its document."""
 
+import functools
 import inspect
 import re
 import subprocess
@@ -429,6 +430,48 @@ def test_default_implementation_of_a_platform(platform, dtype, size, bias, name)
         x = jax.ShapeDtypeStruct((1, 8, 2, size), dtype)
     bias = jax.ShapeDtypeStruct((1, 1, 8, 8), "float32") if bias else None
     assert attention.resolve_implementation(x, x, x, bias, platform=platform) == name
+
+
+def test_a_tpu_mesh_whose_axes_the_kernel_does_not_know_gets_blockwise():
+    """The kernel itself raises an error, which None must not run into."""
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (QUERY, KEY, KEY)]
+    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    for name, size, kind, wanted in (
+        ("fsdp", 2, auto, "blockwise"),
+        ("fsdp", 1, auto, "tpu"),
+        ("fsdp", 2, explicit, "tpu"),
+        ("data", 2, auto, "tpu"),
+    ):
+        mesh = jax.sharding.AbstractMesh(
+            (size,), (name,), (kind,), abstract_device=device
+        )
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert attention.resolve_implementation(*arrays) == wanted
+            assert attention.resolve_implementation(*arrays, platform="tpu") == "tpu"
+
+
+EYE = jnp.eye(4)
+TALKING = functools.partial(
+    attention.talking_heads_attention, logits_mix=EYE, weights_mix=EYE
+)
+
+
+@pytest.mark.parametrize(
+    "function, argument",
+    [
+        (attention.head_statistics, "dropout_rate"),
+        (attention.attention_weights, "return_statistics"),
+        (TALKING, "sink"),
+        (TALKING, "return_residual"),
+    ],
+)
+def test_an_argument_that_a_function_does_not_take_is_named(function, argument):
+    inputs = (QUERY, KEY, KEY) if function is TALKING else (QUERY, KEY)
+    with pytest.raises(NotImplementedError, match=f"does not take {argument}"):
+        function(*inputs, **{argument: 1})
+    with pytest.raises(TypeError, match="no argument 'casual'"):
+        function(*inputs, casual=True)
 
 
 HALF, IDS = jnp.ones((1, 8, 2, 16), "bfloat16"), jnp.ones((1, 8), int)

@@ -113,6 +113,21 @@ def test_kernel_that_is_wrong_with_or_without_statistics_is_rejected(wrong):
     assert set(counting) == {True, False}
 
 
+@pytest.mark.parametrize("name", ["following", "previous", "current"])
+def test_statistics_that_are_wrong_where_they_are_small_are_rejected(name):
+    """In long rows the weight of the next token is far below 1."""
+
+    def attend(*args, **kwargs):
+        *rest, rows = reference.attend(*args, **kwargs)
+        return *rest, rows._replace(**{name: 0.9 * getattr(rows, name)})
+
+    problem = {"sizes": (300, 300, 2, 1, 16, 16), "statistics": True}
+    options = {"module": module(attend), "dtype": "bfloat16"}
+    assert verification.problem_error(**options, **problem) > 0.03
+    wrong = reason(module(attend), long=problem)
+    assert "'long'" in wrong
+
+
 def test_wrong_gradient_through_the_log_sum_exp_is_rejected():
     def attend(*args, **kwargs):
         out, lse, *rest = blockwise.attend(*args, **kwargs)

@@ -113,6 +113,13 @@ def test_an_epoch_reads_each_token_at_most_once_at_a_random_phase():
     assert len(phases) > 1
 
 
+@pytest.mark.parametrize("tokens", [23, 24, 31, 52])
+def test_all_tokens_are_trained_on_in_some_epoch(tokens):
+    batches = batches_of(stream_of(tokens))
+    seen = {int(x) for step in range(200) for x in batches[step]["target"].flat}
+    assert seen >= set(stream_of(tokens)[1:].tolist())
+
+
 def test_a_window_batch_is_a_function_of_seed_and_step():
     stream = stream_of(500, 300)
     forward = [batches_of(stream)[step] for step in range(60)]

@@ -143,6 +143,21 @@ def test_a_sweep_with_added_seeds_keeps_its_other_settings(tmp_path, corpus):
     assert open_sweep(alone._replace(verb="report")).settings == more.settings
 
 
+def test_seeds_may_be_added_in_the_config(tmp_path, corpus):
+    """They count as --seeds if they have changed, which --seeds still overrides."""
+    given = options(tmp_path / "s", corpus, seeds=None)
+    before = open_sweep(given).settings
+    assert open_sweep(given).settings == before
+    more = given._replace(config=given.config.copy_and_resolve_references())
+    more.config.seeds = before["seeds"] + 2
+    after = open_sweep(more).settings
+    assert after["seeds"] == after["base"]["seeds"] == before["seeds"] + 2
+    assert after["earlier_seeds"] == [before["seeds"]]
+    less = more._replace(config=given.config)
+    with pytest.raises(ValueError, match="seeds .there"):
+        open_sweep(less)
+
+
 def test_more_seeds_keep_existing_groups(tmp_path, corpus):
     few = open_sweep(options(tmp_path / "s", corpus))
     more = open_sweep(options(tmp_path / "s", corpus, seeds=3))
