@@ -195,8 +195,8 @@ PROBLEMS = {
         "lengths": True,
         "mask": True,
     },
-    "dropout, slopes, vmap": {
-        "sizes": (140, 190, 4, 2, 64, 64),
+    "dropout, slopes, vmap, small heads": {
+        "sizes": (140, 190, 4, 2, 8, 8),
         "is_causal": True,
         "dropout_rate": 0.2,
         "slopes": True,

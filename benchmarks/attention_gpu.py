@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from headcount import attention
 from headcount.attention.kernels import gpu_blocks
+from headcount.attention.kernels.gpu import THREADS
 from headcount.attention.kernels.gpu_blocks import Tiles
 from headcount.attention.platform import compute_capability
 
@@ -242,6 +243,8 @@ def main():
     parser.add_argument("--dry-run", action="store_true")
     flags = parser.parse_args()
     if flags.dry_run:
+        # the simulation needs a thread of XLA per warpgroup
+        jax.config.update("jax_num_cpu_devices", THREADS)
         return trace()
     if jax.default_backend() != "gpu":
         parser.error("no NVIDIA GPU at hand: --dry-run goes as far as possible")
