@@ -84,7 +84,8 @@ def unsupported_device() -> str | None:
     if platform() != "gpu":
         return f"needs a GPU, the platform is {platform()!r}"
     capability = compute_capability()
-    if capability in (None, 9.0):  # None: compiled for another machine
+    is_elsewhere = capability is None and jax.default_backend() != "gpu"
+    if capability == 9.0 or is_elsewhere:
         return None
     return (
         f"needs a GPU of compute capability 9.0 (H100, H200, GH200), this one has "

@@ -81,6 +81,11 @@ def test_needs_compute_capability_9(monkeypatch):
     monkeypatch.setattr(gpu, "compute_capability", lambda: 8.0)
     with pytest.raises(NotImplementedError, match="9.0.*8.0"):
         attend()
+    # a GPU that is here and has none is not NVIDIA's
+    monkeypatch.setattr(gpu, "compute_capability", lambda: None)
+    assert gpu.unsupported_device() is None, "compiled for another machine"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "9.0" in gpu.unsupported_device()
 
 
 def test_simulation_needs_threads():
