@@ -208,9 +208,9 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         check_tokenizer(family, folder / "tokenizer.json", config.data.vocab_size)
 
     with new_folder(workdir) as part:
-        (part / "tokenizer").mkdir()
         for ours, theirs in TOKENIZER_FILES[family].items():
             if family == "marian" or (folder / theirs).exists():
+                (part / "tokenizer").mkdir(exist_ok=True)
                 shutil.copyfile(folder / theirs, part / "tokenizer" / ours)
         if family == "bert":
             write_bert_files(folder, part / "tokenizer", config, original)
@@ -252,11 +252,13 @@ def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
                 f"{folder / 'config.json'}: id2label must name the {len(numbers)} "
                 f"classes of the weights, got {', '.join(map(str, names))}."
             )
+        to.mkdir(exist_ok=True)
         write_json(to / CLASSES, [names[str(i)] for i in numbers])
     if (folder / "vocab.txt").exists() and not (folder / "tokenizer.json").exists():
         about = folder / "tokenizer_config.json"
         lowercase = read_object(about).get("do_lower_case") if about.exists() else None
         content = wordpiece_of(folder / "vocab.txt", lowercase is not False)
+        to.mkdir(exist_ok=True)
         (to / "wordpiece.json").write_text(content)
 
 
