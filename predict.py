@@ -92,7 +92,7 @@ def main():
         extra = options.keys() - {"batch_size"}
         if scores and extra:
             names = ", ".join(f"--{name}" for name in sorted(extra))
-            raise ValueError(f"{names}: for decoding, and --score decodes nothing.")
+            raise ValueError(f"Leave out {names}: scoring decodes nothing.")
         found = load(path_of(WORKDIR), CHECKPOINT.value)
         found.task.check_options(options)
         if JSON.value and not hasattr(found.task, "stream"):
@@ -101,11 +101,11 @@ def main():
         answer = task.score_lines if SCORE.value else task.predict
         answer = task.score_tokens if SCORE_TOKENS.value else answer
         number, size = 0, decoding.BATCH_SIZE.value
-        # the tokens of a beam are not known before its end
         samples = options.get("samples", 1)
+        # the tokens of a beam are not known before its end
         is_single = samples == options.get("beam_size", 1) == 1
-        streams = is_single and hasattr(task, "stream") and not scores
-        streams &= not JSON.value
+        can_stream = hasattr(task, "stream")
+        streams = is_single and can_stream and not (scores or JSON.value)
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
             about = {"trial": trial, "first": number}
             about |= {} if scores else options

@@ -39,7 +39,7 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 # Of the long problem, where a kernel is compared with blockwise, which rounds as well:
 # to 16 bits, or on a TPU the factors of float32 products to bfloat16.
 LONG_TOLERANCE = 4e-2
-SMALL_STATISTIC = 0.01  # of smaller ones, errors are absolute, in units of this
+SMALL_STATISTIC = 0.01  # errors of smaller statistics are relative to this
 SLOWER = 1.0  # relative time above which a kernel is not picked
 LONG = (4, 2048, 8, 64)  # B, T, N, H of the timed problem
 PARTS = 16  # of LONG's rows; errors are relative to a part, as later queries have less

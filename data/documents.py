@@ -142,9 +142,9 @@ def _text(data, split) -> list[str]:
     (path,) = paths
     if path.is_file():
         return _documents_of(path, one_per_file=False)
-    files = sorted(each for each in path.iterdir() if each.name.endswith(SUFFIXES))
-    others = sorted({each.name for each in path.iterdir()} - {f.name for f in files})
-    if others:
+    every = sorted(path.iterdir())
+    files = [each for each in every if each.name.endswith(SUFFIXES)]
+    if others := [each.name for each in every if each not in files]:
         logging.warning(
             "%s has %d files or folders that are not read, such as %s: their names do "
             "not end in %s.",

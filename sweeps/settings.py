@@ -174,7 +174,7 @@ def read_settings(path: Path) -> dict | None:
     if stored is None:
         return None
     if isinstance(stored, dict):
-        stored.setdefault("earlier_seeds", None)  # files of before 2026-11-28
+        stored.setdefault("earlier_seeds", None)  # not in every file
     wrong = violation(stored, SETTINGS)
     if wrong is None and not all(isinstance(text, str) for text in stored["tune"]):
         wrong = "tune must be a list of strings"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from headcount.attention.arguments import present
 from headcount.attention.kernels import blockwise_heads as heads
-from headcount.attention.kernels.partition import axes_of, partitioned
+from headcount.attention.kernels.partition import axes_of, partitioned, unknown_axis
 from headcount.attention.platform import platform
 from headcount.attention.statistics import HeadStatistics, over_queries
 
@@ -128,6 +128,7 @@ def _problem(query, key, bias, structure, statistics):
     # Heads may share a bias, and then its gradient sums over them: compute them
     # together.
     one_by_one = platform() == "cpu" and bias is None and not short
+    one_by_one &= unknown_axis() is None
     sizes = LONG if one_by_one else SHARED
     if platform() != "cpu":
         sizes = _larger(query.shape[0] * query.shape[2], *sizes)

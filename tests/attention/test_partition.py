@@ -70,6 +70,25 @@ def test_heads_that_cannot_be_divided_are_told(num_kv_heads, monkeypatch):
         assert jax.eval_shape(call, query, key, key).shape == query.shape
 
 
+def test_blockwise_runs_on_a_mesh_whose_axes_nobody_knows(monkeypatch):
+    """So None picks it there, for rows of several blocks too; kernels raise errors."""
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")  # where names decide
+    mesh = jax.sharding.AbstractMesh((4,), ("fsdp",), (AxisType.Auto,))
+    query = jax.ShapeDtypeStruct((4, 300, 2, 8), jnp.float32)
+
+    def gradient(implementation):
+        def loss(x):
+            options = {"implementation": implementation}
+            return attention.dot_product_attention(x, x, x, **options).sum()
+
+        return jax.eval_shape(jax.grad(loss), query)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert gradient(None).shape == gradient("blockwise").shape == query.shape
+        with pytest.raises(NotImplementedError, match="'fsdp'"):
+            gradient("tpu_interpret")
+
+
 def main():
     def normal(seed, *shape):
         return np.float32(np.random.default_rng(seed).normal(size=shape))

@@ -139,8 +139,7 @@ def test_a_sweep_with_added_seeds_keeps_its_other_settings(tmp_path, corpus):
     assert open_sweep(alone).settings == more.settings
     most = open_sweep(alone._replace(seeds=5))
     assert most.settings == more.settings | {"seeds": 5, "earlier_seeds": [2, 3]}
-    more = most
-    assert open_sweep(alone._replace(verb="report")).settings == more.settings
+    assert open_sweep(alone._replace(verb="report")).settings == most.settings
 
 
 def test_seeds_may_be_added_in_the_config(tmp_path, corpus):

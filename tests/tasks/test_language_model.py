@@ -48,7 +48,7 @@ def make_task(folder, tokenizer="characters", **changes):
 
 def test_a_model_trains_from_scratch_with_gpt2s_tokenizer(folder, tmp_path):
     """The folder of the texts has the file; model.bos separates documents."""
-    shutil.copytree(folder, tmp_path / "texts", ignore=shutil.ignore_patterns("*/"))
+    shutil.copytree(folder, tmp_path / "texts")
     theirs = write_byte_level_bpe(tmp_path / "texts")
     end = theirs.token_to_id("<|endoftext|>")
     task = make_task(tmp_path / "texts", "gpt2", **{"model.bos": end})
