@@ -12,6 +12,7 @@ from headcount.tasks.base import LOSS, Metric, Run, Task
 from headcount.tasks.classification import Classification
 from headcount.tasks.language_model import LanguageModel
 from headcount.tasks.masked_language_model import MaskedLanguageModel
+from headcount.tasks.recall import Recall
 from headcount.tasks.tagging import Tagging
 from headcount.tasks.translation import Translation
 
@@ -22,6 +23,8 @@ TASKS: dict[str, type[Task]] = {
     "tagging": Tagging,
     "classification": Classification,
 }
+# Instead of the above, by names of task and corpus.
+OF_CORPUS: dict[tuple[str, str], type[Task]] = {("language_model", "recall"): Recall}
 
 
 def make_task(config, folder: Path | None = None) -> Task:
@@ -36,7 +39,8 @@ def make_task(config, folder: Path | None = None) -> Task:
             f"task.name must be one of {', '.join(TASKS)}, got {name!r}; a task of "
             f"your own needs --task_file=FILE.py."
         )
-    task = TASKS[name](config, folder)
+    kind = OF_CORPUS.get((name, config.data.name), TASKS[name])
+    task = kind(config, folder)
     best, metrics = config.train.best_metric, [m.name for m in task.metrics]
     if best is not None:
         choose("train.best_metric", best, metrics)

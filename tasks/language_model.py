@@ -1,8 +1,7 @@
 """Language modelling: predict each token of documents with a decoder-only model.
 
 The documents of a split are joined into one stream, with the token `model.bos` before
-each, and cut into windows of `data.max_length` tokens (see `data.windows`). The corpus
-`recall` is different: every document is a row, and only some tokens are scored.
+each, and cut into windows of `data.max_length` tokens (see `data.windows`).
 
 The loss is in nats per predicted token. The separator before a document counts as a
 predicted token, too: it ends the previous document. Bits per byte divide the same sum
@@ -11,7 +10,6 @@ that lose nothing. Every token of a split is scored exactly once, in windows tha
 `data.stride` tokens apart.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +17,10 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from headcount.configs.validation import choose
-from headcount.data import documents, recall, tokenizers, windows
+from headcount.data import documents, tokenizers, windows
 from headcount.data.examples import Examples, Ragged
 from headcount.data.packing import num_rows
 from headcount.decoding import generate as decoding
@@ -54,7 +51,6 @@ PERPLEXITY = Metric(
 CONTEXT_GAIN = Metric(
     "context_gain", "context gain", "nats per token", format=".4f", per_token=True
 )
-RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
 
 
 class LanguageModel(Task):
@@ -65,6 +61,7 @@ class LanguageModel(Task):
         *("batch_size", "max_new_tokens", "stop", "samples"),
     )
     evaluation_options = ("stride",)
+    metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY, CONTEXT_GAIN)
     stacks = (False, True)
     fields = ("target",)
     has_predictions = False
@@ -75,21 +72,11 @@ class LanguageModel(Task):
         choose("data.tokenizer", data.tokenizer, tokenizers.KINDS)
         self.stride = data.max_length if data.stride is None else data.stride
         self.check_stride("data.stride", self.stride)
-        self.is_recall = data.name == "recall"
-        self.metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY, CONTEXT_GAIN)
         if config.train.best_metric == CONTEXT_GAIN.name:
             raise ValueError(
                 "train.best_metric can't be context_gain, which says nothing of the "
                 "loss with much context; choose loss."
             )
-        if self.is_recall:
-            if data.tokenizer != "words":  # words are scored, or not, as a whole
-                raise ValueError(
-                    f"data.tokenizer must be words for data.name=recall, got "
-                    f"{data.tokenizer}."
-                )
-            self.metrics = (LOSS, RECALL)
-            self.aligned = {"target_weights": "target"}  # marks the scored words
         self.corpus_keys = documents.corpus_keys(data)
         self.test_split = documents.test_split(data)
 
@@ -105,10 +92,6 @@ class LanguageModel(Task):
         """See `Task.check_options`."""
         super().check_options(options, evaluates)
         if "stride" in options:
-            if self.is_recall:
-                raise ValueError(
-                    "--stride has no meaning for data.name=recall: it has no windows."
-                )
             self.check_stride("--stride", options["stride"])
 
     def read(self, split: str) -> dict[str, list[str]]:
@@ -122,44 +105,55 @@ class LanguageModel(Task):
 
     def load(self, split: str) -> Examples:
         """See `Task.load`."""
-        text, data = self.read(split), self.config.data
+        text = self.read(split)
         if split == "train":
-            words = recall.vocabulary(data.vocab_size) if self.is_recall else None
-            if data.tokenizer == "gpt2" and data.directory is not None:
-                source = Path(data.directory).expanduser() / "tokenizer.json"
-                tokenizers.copy_gpt2(source, self.folder, self.config.model.bos)
-            self.tokenizer = tokenizers.load_or_make(
-                self.folder, data.tokenizer, words or text["text"], data.vocab_size
-            )
-            check_bos(self.config.model.bos, self.tokenizer.vocab_size)
-            found = self.tokenizer.vocab_size
-            is_copied = self.config.train.init_from is not None  # it may be smaller
-            is_own = data.tokenizer == "sentencepiece" and not is_copied
-            if is_own and found < data.vocab_size:
-                raise ValueError(
-                    f"data.vocab_size={data.vocab_size} is more than the training "
-                    f"split supports; set it to {found} or less."
-                )
+            self.make_tokenizer(text["text"])
         tokens = self.tokenizer.encode(text["text"], eos=False)
-        count, unknown = len(tokens.tokens), (tokens.tokens == self.tokenizer.unk).sum()
-        if split == "val" and count < data.max_length and not self.is_recall:
+        self.check_tokens(split, tokens.tokens)
+        return Examples(split, {"target": tokens}, text)
+
+    def make_tokenizer(self, texts: list[str]) -> None:
+        """Load the tokenizer in the run's folder, or make it from training texts.
+
+        Raises:
+            ValueError: the vocabulary does not fit the config.
+        """
+        data = self.config.data
+        if data.tokenizer == "gpt2" and data.directory is not None:
+            source = Path(data.directory).expanduser() / "tokenizer.json"
+            tokenizers.copy_gpt2(source, self.folder, self.config.model.bos)
+        self.tokenizer = tokenizers.load_or_make(
+            self.folder, data.tokenizer, texts, data.vocab_size
+        )
+        found = self.tokenizer.vocab_size
+        check_bos(self.config.model.bos, found)
+        is_copied = self.config.train.init_from is not None  # it may be smaller
+        is_own = data.tokenizer == "sentencepiece" and not is_copied
+        if is_own and found < data.vocab_size:
+            raise ValueError(
+                f"data.vocab_size={data.vocab_size} is more than the training "
+                f"split supports; set it to {found} or less."
+            )
+
+    def check_tokens(self, split: str, tokens: np.ndarray) -> None:
+        """Raise a ValueError if `val` is too short; log unknown tokens of a split."""
+        length = self.config.data.max_length
+        count, unknown = len(tokens), (tokens == self.tokenizer.unk).sum()
+        if split == "val" and count < length:
             raise ValueError(
                 f"The split val has {count} tokens, fewer than one window "
-                f"(data.max_length={data.max_length}); add text to it, or lower "
+                f"(data.max_length={length}); add text to it, or lower "
                 f"data.max_length."
             )
-        if unknown and not self.is_recall:
+        if unknown:
             say(
                 f"{split}: {unknown:,} of {count:,} tokens are unknown to the "
                 f"tokenizer. All count as one, so loss and bits per byte look better "
                 f"than they are."
             )
-        return Examples(split, {"target": tokens}, text)
 
     def spec(self, rows: int | None = None, length: int | None = None) -> dict:
         """See `Task.spec`."""
-        if self.is_recall:
-            return super().spec(rows, length)
         data = self.config.data
         if rows is None:
             rows, length = num_rows(data.batch_tokens, data.max_length), data.max_length
@@ -167,8 +161,6 @@ class LanguageModel(Task):
 
     def batches(self, examples: Examples, seeds: list[int]):
         """See `Task.batches`."""
-        if self.is_recall:
-            return super().batches(self.with_weights(examples), seeds)
         data = self.config.data
         return windows.WindowBatches(
             self.token_stream(examples),
@@ -188,8 +180,6 @@ class LanguageModel(Task):
             examples, packed: see `Task.evaluation_batches`.
             stride: tokens between the starts of windows; default: data.stride.
         """
-        if self.is_recall:
-            return super().evaluation_batches(self.with_weights(examples), packed)
         return windows.evaluation_windows(
             self.token_stream(examples),
             length=self.config.data.max_length,
@@ -202,14 +192,6 @@ class LanguageModel(Task):
     def token_stream(self, examples: Examples) -> np.ndarray:
         """Return the documents as one stream; see `data.windows.make_stream`."""
         return windows.make_stream(examples.fields["target"], self.config.model.bos)
-
-    def with_weights(self, examples: Examples) -> Examples:
-        """Add the field that marks the scored tokens to documents of `recall`."""
-        target = examples.fields["target"]
-        scored = recall.is_scored(self.config.data.max_length).astype(np.int32)
-        weights = Ragged(np.tile(scored, len(target)), target.offsets)
-        fields = {"target": target, "target_weights": weights}
-        return dataclasses.replace(examples, fields=fields)
 
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
         """Return the label-smoothed cross-entropy of the scored tokens."""
@@ -230,13 +212,6 @@ class LanguageModel(Task):
         each = [token_loss(model, hidden, batch["target"], x, 0.0) for x in parts]
         return tuple(number for pair in each for number in pair)
 
-    def scores(self, model, batch: dict, **options) -> tuple[jax.Array, ...]:
-        """Return the summed loss, its weight, and the number of exact predictions."""
-        loss, weight = self.loss(model, batch, **options)
-        logits = model.logits(model.hidden(batch, **options))
-        exact = (logits.argmax(-1) == batch["target"]) & scored_tokens(batch)
-        return loss, weight, exact.sum().astype(jnp.float32)
-
     def evaluate(
         self,
         run: Run,
@@ -245,7 +220,7 @@ class LanguageModel(Task):
         quick: bool = False,
         stride: int | None = None,
     ) -> list[dict]:
-        """Score the loss and derived metrics, or recall; see `Task.evaluate`.
+        """Score the loss and derived metrics; see `Task.evaluate`.
 
         Args:
             run, examples, trials, quick: see `Task.evaluate`.
@@ -253,7 +228,6 @@ class LanguageModel(Task):
         """
         trials = range(len(run.trials)) if trials is None else trials
         function = self.loss if quick else self.loss_by_context
-        function = self.scores if self.is_recall else function
         overlap = (stride or self.stride) < self.config.data.max_length
         loss, weight, *others = heldout_sums(
             run, function, self.evaluation_batches(examples, stride=stride)
@@ -262,10 +236,6 @@ class LanguageModel(Task):
         rows = []
         for trial in trials:
             mean = float(loss[trial] / weight[trial])
-            if self.is_recall:
-                share = float(others[0][trial] / weight[trial])
-                rows.append({"loss": mean, "recall": share})
-                continue
             bits = float(loss[trial] / np.log(2) / num_bytes)
             perplexity = float(np.exp(min(mean, 700.0)))
             row = {"loss": mean, "bits_per_byte": bits, "perplexity": perplexity}
