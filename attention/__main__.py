@@ -78,7 +78,8 @@ def why(name: str, dtype: str) -> tuple[str, str, str]:
         return "", "", "not verified"
     error = "" if found.error is None else f"{found.error:.1e}"
     ratio = "" if found.relative_time is None else f"{found.relative_time:.2f}"
-    return error, ratio, found.reason or f"verified on {found.device}"
+    took = "" if found.seconds is None else f" in {found.seconds:.0f} s"
+    return error, ratio, found.reason or f"verified on {found.device}{took}"
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ def test_again_takes_a_verdict_again(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("reason", [None, "differs from reference by 0.5"])
 def test_verdict_of_a_kernel_is_shown(capsys, monkeypatch, reason):
-    found = verification.Verdict("tpu", "float32", "TPU v5e", 3e-6, 0.41, reason)
+    found = verification.Verdict("tpu", "float32", "TPU v5e", 3e-6, 0.41, reason, 12.2)
     monkeypatch.setattr(verification, "verdict", lambda name, dtype: found)
     kernel = __main__.importlib.import_module("headcount.attention.kernels.tpu")
     monkeypatch.setattr(kernel, "unsupported_device", lambda: None)
     row = printed(capsys)["float32", "tpu"]
     assert "3.0e-06" in row and "0.41" in row
-    assert (reason or "verified on TPU v5e") in row
+    assert (reason or "verified on TPU v5e in 12 s") in row

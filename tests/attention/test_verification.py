@@ -187,6 +187,22 @@ def test_kernel_that_is_wrong_in_long_rows_only_is_rejected(monkeypatch):
     assert found.relative_time is None and found.is_final()
 
 
+def test_a_kernel_that_takes_no_large_heads_skips_their_problem(monkeypatch):
+    monkeypatch.setattr(verification, "PROBLEMS", PROBLEMS)
+    seen = []
+
+    def problem_error(module, dtype, *, sizes, **_):
+        seen.append(max(sizes[-2:]))
+        return 0.0
+
+    monkeypatch.setattr(verification, "problem_error", problem_error)
+    for largest in (128, 256):
+        seen.clear()
+        mine = types.SimpleNamespace(LARGEST=largest)
+        found = verification.verify("mine", "float32", mine)
+        assert max(seen) == largest and found.seconds > 0
+
+
 def test_one_problem_has_several_blocks_in_every_kernel():
     """Also of a computing warpgroup's keys, and with the statistics' tiles."""
     forward = [tpu.FORWARD_TILES, tpu.BACKWARD_TILES]
