@@ -17,11 +17,13 @@ CAUSAL = linen.make_causal_mask(X[..., 0])
 
 
 def example(name):
-    """The names that the block which has this one defines."""
-    (block,) = (block for block in BLOCKS if name in block)
+    """The names that the block which has this one defines, and the blocks before."""
     names = {}
-    exec(block, names)
-    return names
+    for block in BLOCKS:
+        exec(block, names)
+        if name in block:
+            return names
+    raise AssertionError(f"no example has {name}")
 
 
 def close(found, wanted):
@@ -78,3 +80,20 @@ def test_function_of_parameters():
     np.testing.assert_allclose(
         names["batched"](params, X), wanted, rtol=1e-4, atol=1e-4
     )
+
+
+def test_each_example_of_a_batch_drops_its_own_weights():
+    """Both rows are alike."""
+    names = example("batched_causal")
+    rng = np.random.default_rng(0)
+    inputs, output = rng.normal(size=(3, 16, 4, 4)), rng.normal(size=(4, 4, 16))
+    params = {"inputs": jnp.float32(inputs), "output": jnp.float32(output)}
+    x = jnp.stack([X[0], X[0]])
+    same, other = (
+        names["batched_causal"](params, x, jnp.uint32(seeds))
+        for seeds in ([7, 7], [7, 8])
+    )
+    np.testing.assert_array_equal(same[0], same[1])
+    assert (other[0] != other[1]).any()
+    later = names["batched_causal"](params, x.at[:, -1].set(0), jnp.uint32([7, 8]))
+    close(later[:, :-1], other[:, :-1])
