@@ -2,7 +2,8 @@
 
 Memory grows with T + S. Pairs that a causal or window mask, lengths or segments exclude
 are not computed. The backward pass recomputes the weights. 16-bit arrays are computed
-in float32. Statistics carry no gradient, and there is no second derivative.
+in float32; the kernels convert bfloat16 themselves. Statistics carry no gradient, and
+there is no second derivative.
 """
 
 import functools
@@ -36,7 +37,8 @@ def attend(query, key, value, bias, mask, *, statistics=False, **structure):
     """
     _check(query)
     dtype = query.dtype
-    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    if dtype == jnp.float16:
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     bias = None if bias is None else bias.astype(jnp.float32)
     static, arrays = _split(structure)
     others = present(mask=mask, **arrays)
@@ -96,7 +98,7 @@ def _results(problem, query, key, value, bias, others):
         rows = (B, T, N)
         summaries = (B, N, -(-T // QUERIES), len(SUMMARY) if statistics else 0)
         shapes = (*rows, V), rows, rows, summaries
-        return _call("attention_forward", static, arrays, (), shapes)
+        return _call("forward", static, arrays, (), shapes)
 
     letters = "BTNV", "BTN", "BTN", "BNxy"
     axes = axes_of(arrays)
@@ -132,7 +134,8 @@ def _attend_backward(problem, residuals, cotangents):
         for gradient, primal in zip(cotangents[:2], (out, maximum), strict=True)
     )  # statistics have none
     # A logit's gradient is weight x (dweight - delta + dlse): merge the two row terms.
-    delta = (out * out_gradient).sum(-1) - lse_gradient
+    product = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
+    delta = product.sum(-1) - lse_gradient
     more = {"maximum": maximum, "reciprocal": reciprocal}
     more |= {"out_gradient": out_gradient, "delta": delta}
     arrays = arrays | more
@@ -142,11 +145,10 @@ def _attend_backward(problem, residuals, cotangents):
         S, K, V = arrays["value"].shape[1:]
         shapes = (B, T, N, H), (B, S, N, H), (B, S, N, V)
         shapes += ((B, N, T, S) if wants else (B, N, 0, 0),)
-        by_query, *rest, by_bias = _call(
-            "attention_backward", static, arrays, more, shapes
-        )
+        by_query, *rest, by_bias = _call("backward", static, arrays, more, shapes)
         if K < N:
-            rest = [x.reshape(B, S, K, N // K, -1).sum(3) for x in rest]
+            rest = [x.reshape(B, S, K, N // K, -1) for x in rest]
+            rest = [x.astype(jnp.float32).sum(3).astype(x.dtype) for x in rest]
         return by_query, *rest, *([by_bias] if wants else [])
 
     axes = axes_of(arrays, reciprocal="BTN")
@@ -165,9 +167,9 @@ def _attend_backward(problem, residuals, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
-def _call(target, static, arrays, names, shapes):
+def _call(name, static, arrays, names, shapes):
     """Run a kernel on the usual operands, then those in `names`."""
-    B = arrays["query"].shape[0]
+    B, dtype = arrays["query"].shape[0], arrays["query"].dtype
     absent = {name: jnp.zeros((B, 0), jnp.int32) for name in masks.STRUCTURE}
     absent["bias"] = jnp.zeros((1, 0, 0, 0), jnp.float32)
     absent["mask"] = jnp.zeros((1, 0, 0, 0), bool)
@@ -175,7 +177,10 @@ def _call(target, static, arrays, names, shapes):
     absent["dropout_keys"] = jnp.zeros((B, 0, 0), jnp.int32)
     order = ("query", "key", "value", *OPTIONAL, *names)
     operands = [arrays[name] if name in arrays else absent[name] for name in order]
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    alike = 1 if name == "forward" else 3  # results of the inputs' dtype
+    dtypes = [dtype] * alike + [jnp.float32] * (4 - alike)
+    results = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
+    target = f"attention_{name}_{dtype.name}"
     call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")
     operands = varying_alike(operands)
     found = call(*operands, **dict(static))

@@ -19,7 +19,11 @@ SOURCES = [
     for name in ("cpu_kernels.cc", "cpu_problem.h", "cpu_vectors.h")
 ]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
-TARGETS = ("attention_forward", "attention_backward")
+TARGETS = tuple(
+    f"attention_{name}_{dtype}"
+    for name in ("forward", "backward")
+    for dtype in ("float32", "bfloat16")
+)
 
 _one_at_a_time = threading.Lock()  # several threads may trace programs
 

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <type_traits>
 
 #include "cpu_problem.h"
 #include "cpu_vectors.h"
@@ -20,14 +21,19 @@
 namespace {
 
 namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
+template <typename Element>
+using Array = ffi::Buffer<std::is_same_v<Element, float> ? ffi::F32 : ffi::BF16>;
+using Floats = Array<float>;
 using Integers = ffi::Buffer<ffi::S32>;
 using Booleans = ffi::Buffer<ffi::PRED>;
 
+template <typename Element>
 struct Forward : Problem {
   static constexpr int SUMS = 5;  // energy, distance, previous, current, following
   static constexpr int SUMMARY = SUMS + 3;
-  float *out, *maximum, *reciprocal;
+  const Element *query, *key, *value;
+  Element* out;
+  float *maximum, *reciprocal;
   float* statistics;  // `B N parts SUMMARY` or none: see `summarize`
 
   int64_t parts() const { return (T + QUERIES - 1) / QUERIES; }
@@ -193,10 +199,14 @@ struct Forward : Problem {
   }
 };
 
+template <typename Element>
 struct Backward : Problem {
-  const float *maximum, *reciprocal, *out_gradient, *delta;
+  const Element *query, *key, *value;
+  const float *maximum, *reciprocal;
+  const Element* out_gradient;
+  const float* delta;
   // Key and value gradients are `B S N H` and `B S N V`: separate per query head.
-  float *query_gradient, *key_gradient, *value_gradient;
+  Element *query_gradient, *key_gradient, *value_gradient;
   float* bias_gradient;  // `B N T S` or none
 
   int64_t tasks() const { return batch * N; }
@@ -232,7 +242,7 @@ struct Backward : Problem {
         if (range.start >= range.stop) continue;
         const int64_t i = queries.start, rows = queries.size();
         if (!laid_out) {
-          const float* from = key + key_row(b, s, n) * H;
+          const Element* from = key + key_row(b, s, n) * H;
           copy(all.size(), H, from, K * H, k, deep);
           transpose(all.size(), H, from, K * H, k_turned, block);
           from = value + key_row(b, s, n) * V;
@@ -281,7 +291,7 @@ struct Backward : Problem {
 
   // Copy the array that `add_product` fills to its keys' rows in an array of all heads.
   void take_keys(const float* keys, int64_t count, int64_t size, int64_t width,
-                 int64_t block, float* to) const {
+                 int64_t block, Element* to) const {
     if (size < W) return transpose(size, count, keys, block, to, N * size, false);
     for (int64_t j = 0; j < count; ++j)
       scale_to(size, keys + j * width, 1, to + j * N * size);
@@ -351,28 +361,28 @@ ffi::Error run(const Work& work, ffi::ThreadPool& pool) {
   return ffi::Error::Success();
 }
 
-template <typename Array>
-int64_t size(const Array& x, int from_last) {
+template <typename Any>
+int64_t size(const Any& x, int from_last) {
   return x.dimensions()[x.dimensions().size() - from_last];
 }
 
 // Return an array's data, or null if it is empty.
-template <typename Array>
-auto* given(const Array& x) {
+template <typename Any>
+auto* given(const Any& x) {
   return x.element_count() ? x.typed_data() : nullptr;
 }
 
+template <typename Elements>
 Problem problem(float scale, bool is_causal, int64_t left, int64_t right,
-                int32_t dropped, float kept, Floats query, Floats key, Floats value,
-                Floats bias, Booleans mask, Floats slopes, Integers dropout_keys,
-                Integers query_lengths, Integers key_lengths, Integers query_ids,
-                Integers key_ids) {
+                int32_t dropped, float kept, Elements query, Elements key,
+                Elements value, Floats bias, Booleans mask, Floats slopes,
+                Integers dropout_keys, Integers query_lengths, Integers key_lengths,
+                Integers query_ids, Integers key_ids) {
   Problem p;
   p.B = size(query, 4), p.T = size(query, 3), p.N = size(query, 2);
   p.S = size(key, 3), p.K = size(key, 2);
   p.H = size(query, 1), p.V = size(value, 1);
   p.batch = query.element_count() / (p.T * p.N * p.H);
-  p.query = query.typed_data(), p.key = key.typed_data(), p.value = value.typed_data();
   p.mask = given(mask);
   for (int i = 0; i < 4; ++i) p.mask_sizes[i] = size(mask, 4 - i);
   p.bias = given(bias);
@@ -386,44 +396,52 @@ Problem problem(float scale, bool is_causal, int64_t left, int64_t right,
   return p;
 }
 
+template <typename Element>
 ffi::Error forward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,
-                   int64_t right, int32_t dropped, float kept, Floats query, Floats key,
-                   Floats value, Floats bias, Booleans mask, Floats slopes,
-                   Integers dropout_keys, Integers query_lengths, Integers key_lengths,
-                   Integers query_ids, Integers key_ids, ffi::Result<Floats> out,
-                   ffi::Result<Floats> maximum, ffi::Result<Floats> reciprocal,
-                   ffi::Result<Floats> statistics) {
+                   int64_t right, int32_t dropped, float kept, Array<Element> query,
+                   Array<Element> key, Array<Element> value, Floats bias, Booleans mask,
+                   Floats slopes, Integers dropout_keys, Integers query_lengths,
+                   Integers key_lengths, Integers query_ids, Integers key_ids,
+                   ffi::Result<Array<Element>> out, ffi::Result<Floats> maximum,
+                   ffi::Result<Floats> reciprocal, ffi::Result<Floats> statistics) {
   const Problem p = problem(scale, is_causal, left, right, dropped, kept, query, key,
                             value, bias, mask, slopes, dropout_keys, query_lengths,
                             key_lengths, query_ids, key_ids);
-  const Forward task{p, out->typed_data(), maximum->typed_data(),
-                     reciprocal->typed_data(), given(*statistics)};
-  const int64_t size = p.batch * p.N * task.parts() * Forward::SUMMARY;
+  const Forward<Element> task{p, query.typed_data(), key.typed_data(),
+                              value.typed_data(), out->typed_data(),
+                              maximum->typed_data(), reciprocal->typed_data(),
+                              given(*statistics)};
+  const int64_t size = p.batch * p.N * task.parts() * task.SUMMARY;
   if (task.statistics && int64_t(statistics->element_count()) != size)
     return ffi::Error::InvalidArgument("the statistics' buffer has another size");
   return run(task, pool);
 }
 
+template <typename Element>
 ffi::Error backward(ffi::ThreadPool pool, float scale, bool is_causal, int64_t left,
-                    int64_t right, int32_t dropped, float kept, Floats query,
-                    Floats key, Floats value, Floats bias, Booleans mask, Floats slopes,
-                    Integers dropout_keys, Integers query_lengths, Integers key_lengths,
-                    Integers query_ids, Integers key_ids, Floats maximum,
-                    Floats reciprocal, Floats out_gradient, Floats delta,
-                    ffi::Result<Floats> query_gradient,
-                    ffi::Result<Floats> key_gradient,
-                    ffi::Result<Floats> value_gradient,
+                    int64_t right, int32_t dropped, float kept, Array<Element> query,
+                    Array<Element> key, Array<Element> value, Floats bias,
+                    Booleans mask, Floats slopes, Integers dropout_keys,
+                    Integers query_lengths, Integers key_lengths, Integers query_ids,
+                    Integers key_ids, Floats maximum, Floats reciprocal,
+                    Array<Element> out_gradient, Floats delta,
+                    ffi::Result<Array<Element>> query_gradient,
+                    ffi::Result<Array<Element>> key_gradient,
+                    ffi::Result<Array<Element>> value_gradient,
                     ffi::Result<Floats> bias_gradient) {
   const Problem p = problem(scale, is_causal, left, right, dropped, kept, query, key,
                             value, bias, mask, slopes, dropout_keys, query_lengths,
                             key_lengths, query_ids, key_ids);
-  return run(Backward{p, maximum.typed_data(), reciprocal.typed_data(),
-                      out_gradient.typed_data(), delta.typed_data(),
-                      query_gradient->typed_data(), key_gradient->typed_data(),
-                      value_gradient->typed_data(), given(*bias_gradient)},
-             pool);
+  const Backward<Element> work{p, query.typed_data(), key.typed_data(),
+                               value.typed_data(), maximum.typed_data(),
+                               reciprocal.typed_data(), out_gradient.typed_data(),
+                               delta.typed_data(), query_gradient->typed_data(),
+                               key_gradient->typed_data(),
+                               value_gradient->typed_data(), given(*bias_gradient)};
+  return run(work, pool);
 }
 
+template <typename Element>
 auto binding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -433,32 +451,48 @@ auto binding() {
       .Attr<int64_t>("right")
       .Attr<int32_t>("dropped")
       .Attr<float>("kept")
-      .Arg<Floats>()
-      .Arg<Floats>()
-      .Arg<Floats>()
-      .Arg<Floats>()
-      .Arg<Booleans>()
-      .Arg<Floats>()
-      .Arg<Integers>()
-      .Arg<Integers>()
-      .Arg<Integers>()
-      .Arg<Integers>()
-      .Arg<Integers>();
+      .template Arg<Array<Element>>()
+      .template Arg<Array<Element>>()
+      .template Arg<Array<Element>>()
+      .template Arg<Floats>()
+      .template Arg<Booleans>()
+      .template Arg<Floats>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Integers>();
+}
+
+template <typename Element>
+auto forward_binding() {
+  return binding<Element>()
+      .template Ret<Array<Element>>()
+      .template Ret<Floats>()
+      .template Ret<Floats>()
+      .template Ret<Floats>();
+}
+
+template <typename Element>
+auto backward_binding() {
+  return binding<Element>()
+      .template Arg<Floats>()
+      .template Arg<Floats>()
+      .template Arg<Array<Element>>()
+      .template Arg<Floats>()
+      .template Ret<Array<Element>>()
+      .template Ret<Array<Element>>()
+      .template Ret<Array<Element>>()
+      .template Ret<Floats>();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    attention_forward, forward,
-    binding().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
-                              binding()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward_float32, forward<float>,
+                              forward_binding<float>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward_bfloat16, forward<BFloat16>,
+                              forward_binding<BFloat16>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward_float32, backward<float>,
+                              backward_binding<float>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward_bfloat16, backward<BFloat16>,
+                              backward_binding<BFloat16>());

@@ -64,11 +64,11 @@ class Scratch {
   float* next_;
 };
 
-// Query `B T N H`, key `B S K H`, value `B S K V`, and the other arguments that
-// `attention.api` documents. Axes that `jax.vmap` adds in front extend the batch.
+// Sizes of query `B T N H`, key `B S K H` and value `B S K V`, and the other arguments
+// that `attention.api` documents. Axes that `jax.vmap` adds in front extend the batch.
 struct Problem {
   int64_t batch, B, T, S, N, K, H, V;
-  const float *query, *key, *value, *bias;
+  const float* bias;
   int64_t bias_sizes[4], mask_sizes[4];  // B N T S or 1
   const bool* mask;
   const float* slopes;  // N, for each trial

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 // W: floats per vector. TALL: rows of a tile, two vectors wide, that fits registers.
@@ -23,12 +24,44 @@ typedef float Vector __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t Bits __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t FourWords __attribute__((vector_size(16)));
+typedef uint16_t BFloat16;  // the upper half of a float
+typedef BFloat16 EightHalves __attribute__((vector_size(16)));
+typedef uint64_t TwoPairs __attribute__((vector_size(16)));
 
 // Overloads, because a template argument would drop the alignment attribute.
 inline Vector& at(float* x) { return *reinterpret_cast<Vector*>(x); }
 inline const Vector& at(const float* x) { return *reinterpret_cast<const Vector*>(x); }
 inline Four& four(float* x) { return *reinterpret_cast<Four*>(x); }
-inline const Four& four(const float* x) { return *reinterpret_cast<const Four*>(x); }
+inline Four four(const float* x) { return *reinterpret_cast<const Four*>(x); }
+inline Four four(const BFloat16* x) {
+  uint64_t halves;
+  std::memcpy(&halves, x, sizeof halves);
+  const EightHalves upper = (EightHalves)TwoPairs{halves, 0};
+  return (Four)__builtin_shufflevector(EightHalves{}, upper, 0, 8, 0, 9, 0, 10, 0, 11);
+}
+inline void put(Four x, float* to) { four(to) = x; }
+// Round to the nearest bfloat16, ties to even. NaN stays NaN.
+inline void put(Four x, BFloat16* to) {
+  const FourWords bits = (FourWords)x;
+  const FourWords rounded = bits + (0x7FFFu + (bits >> 16 & 1u));
+  const EightHalves both = (EightHalves)(x == x ? rounded : bits | 0x400000u);
+  const EightHalves upper = __builtin_shufflevector(both, both, 1, 3, 5, 7, 1, 3, 5, 7);
+  const uint64_t halves = ((TwoPairs)upper)[0];
+  std::memcpy(to, &halves, sizeof halves);
+}
+// As `four` and `put`, for one element.
+inline float one(const float* x) { return *x; }
+inline float one(const BFloat16* x) {
+  const BFloat16 padded[4] = {*x};
+  return four(padded)[0];
+}
+inline void put(float x, float* to) { *to = x; }
+inline void put(float x, BFloat16* to) {
+  BFloat16 padded[4];
+  put(Four{x}, padded);
+  *to = padded[0];
+}
 
 inline int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
@@ -156,14 +189,16 @@ inline void multiply(int64_t M, int64_t N, int64_t depth, Left a, const float* b
     }
 }
 
-inline void scale_to(int64_t width, const float* from, float factor, float* to) {
+template <typename From, typename To>
+inline void scale_to(int64_t width, const From* from, float factor, To* to) {
   int64_t j = 0;
-  for (; j + 4 <= width; j += 4) four(to + j) = four(from + j) * factor;
-  for (; j < width; ++j) to[j] = from[j] * factor;
+  for (; j + 4 <= width; j += 4) put(four(from + j) * factor, to + j);
+  for (; j < width; ++j) put(one(from + j) * factor, to + j);
 }
 
 // Copy rows that are `stride` apart to rows of `width_to`, padded with zeros.
-inline void copy(int64_t rows, int64_t width, const float* from, int64_t stride,
+template <typename From>
+inline void copy(int64_t rows, int64_t width, const From* from, int64_t stride,
                  float* to, int64_t width_to, float factor = 1) {
   for (int64_t i = 0; i < rows; ++i, from += stride, to += width_to) {
     scale_to(width, from, factor, to);
@@ -172,33 +207,36 @@ inline void copy(int64_t rows, int64_t width, const float* from, int64_t stride,
 }
 
 // As `copy`, transposed: to `width` rows of `width_to`, padded with zeros if `fill`.
-inline void transpose(int64_t rows, int64_t width, const float* from, int64_t stride,
-                      float* to, int64_t width_to, bool fill = true) {
-  auto one = [&](int64_t i, int64_t j) { to[j * width_to + i] = from[i * stride + j]; };
+template <typename From, typename To>
+inline void transpose(int64_t rows, int64_t width, const From* from, int64_t stride,
+                      To* to, int64_t width_to, bool fill = true) {
+  auto move = [&](int64_t i, int64_t j) {
+    put(one(from + i * stride + j), to + j * width_to + i);
+  };
   const int64_t low = rows / 4 * 4, left = width / 4 * 4;
   for (int64_t i = 0; i < low; i += 4) {
     for (int64_t j = 0; j < left; j += 4) {
-      const float* x = from + i * stride + j;
+      const From* x = from + i * stride + j;
       const Four a = four(x), b = four(x + stride);
       const Four c = four(x + 2 * stride), d = four(x + 3 * stride);
       const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
       const Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
       const Four ab_right = __builtin_shufflevector(a, b, 2, 6, 3, 7);
       const Four cd_right = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-      float* y = to + j * width_to + i;
-      four(y) = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
-      four(y + width_to) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+      To* y = to + j * width_to + i;
+      put(__builtin_shufflevector(ab, cd, 0, 1, 4, 5), y);
+      put(__builtin_shufflevector(ab, cd, 2, 3, 6, 7), y + width_to);
       y += 2 * width_to;
-      four(y) = __builtin_shufflevector(ab_right, cd_right, 0, 1, 4, 5);
-      four(y + width_to) = __builtin_shufflevector(ab_right, cd_right, 2, 3, 6, 7);
+      put(__builtin_shufflevector(ab_right, cd_right, 0, 1, 4, 5), y);
+      put(__builtin_shufflevector(ab_right, cd_right, 2, 3, 6, 7), y + width_to);
     }
     for (int64_t j = left; j < width; ++j)
-      for (int64_t e = i; e < i + 4; ++e) one(e, j);
+      for (int64_t e = i; e < i + 4; ++e) move(e, j);
   }
   for (int64_t i = low; i < rows; ++i)
-    for (int64_t j = 0; j < width; ++j) one(i, j);
+    for (int64_t j = 0; j < width; ++j) move(i, j);
   for (int64_t j = 0; fill && j < width; ++j)
-    std::fill(to + j * width_to + rows, to + (j + 1) * width_to, 0.f);
+    std::fill(to + j * width_to + rows, to + (j + 1) * width_to, To{});
 }
 
 #endif  // HEADCOUNT_NATIVE_VECTORS_H_
