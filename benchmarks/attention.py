@@ -1,10 +1,11 @@
 """Compare the speed of attention with torch, jax.nn and plain einsum in one process.
 
-    .venv-peers/bin/python -m benchmarks.attention [--cpu-time] [--shapes ...]
+    .venv-peers/bin/python -m benchmarks.attention [--dtype bfloat16] [--shapes ...]
 
-This prints a Markdown table of median milliseconds and their ratio to each peer, in
-float32. torch is left out if it is not installed, and on accelerators, since it would
-run on the CPU. cuDNN does not support float32; see `benchmarks.attention_gpu`. Memory
+This prints a Markdown table of median milliseconds and their ratio to each peer, and to
+ours with dropout (rate 0.1) and in float32. torch is left out if it is not installed,
+and on accelerators, since it would run on the CPU. For cuDNN, which does not support
+float32, see `benchmarks.attention_gpu`. Memory
 is kept between calls, as in our scripts, for torch, too; see
 `runtime.platform.keep_memory`.
 """
@@ -35,16 +36,17 @@ SHAPES = ("B64xT64xN4xH32seg", "B32xT64xN8xH64", "B4xT1024xN8xH64", "B1xT8192xN8
 MAPS_UP_TO = 4096  # longest T for the backward passes of peers that store a T x S map
 
 
-def ours(query, key, value, ids, implementation=None):
+def ours(query, key, value, ids, **arguments):
     """Call `attention.dot_product_attention`, by default with automatic dispatch."""
     return attention.dot_product_attention(
         *(query, key, value),
         query_segment_ids=ids,
         key_value_segment_ids=ids,
-        implementation=implementation,
+        **arguments,
     )
 
 
+dropout = functools.partial(ours, dropout_rate=0.1, dropout_seed=0)
 blockwise = functools.partial(ours, implementation="blockwise")
 
 
@@ -100,8 +102,9 @@ def of_torch(backward, arrays, ids):
     """Return a call to torch's scaled_dot_product_attention, on B T N H memory."""
     import torch
 
-    query, key, value, cotangent = (torch.tensor(x).transpose(1, 2) for x in arrays)
-    inputs = [x.requires_grad_(backward) for x in (query, key, value)]
+    dtype = getattr(torch, str(arrays[0].dtype))
+    arrays = [torch.tensor(np.float32(x)).to(dtype).transpose(1, 2) for x in arrays]
+    inputs, cotangent = [x.requires_grad_(backward) for x in arrays[:3]], arrays[3]
     mask = None if ids is None else torch.tensor(np.asarray(_same(ids)))
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -113,15 +116,20 @@ def of_torch(backward, arrays, ids):
     return run
 
 
-def contenders(shape, backward, rng):
+def contenders(shape, backward, rng, dtype="float32"):
     """Return the calls to time for one shape, by name."""
     *sizes, packed = re.fullmatch(r"B(\d+)xT(\d+)xN(\d+)xH(\d+)(seg)?", shape).groups()
     B, T, N, H = map(int, sizes)
     arrays = [rng.normal(size=(B, T, N, H)).astype(np.float32) for _ in range(4)]
     ids = np.sort(rng.integers(1, 7, (B, T)), 1).astype(np.int32) if packed else None
     ids = None if ids is None else jnp.asarray(ids)
-    calls = {"ours": of_jax(ours, backward, arrays, ids)}
+    calls = {}
+    if dtype != "float32":
+        calls["float32"] = of_jax(ours, backward, arrays, ids)
+        arrays = [jnp.asarray(x, dtype) for x in arrays]
+    calls["ours"] = of_jax(ours, backward, arrays, ids)
     if jax.default_backend() == "cpu":
+        calls["with dropout"] = of_jax(dropout, backward, arrays, ids)
         calls["blockwise"] = of_jax(blockwise, backward, arrays, ids)
         if importlib.util.find_spec("torch"):
             calls["torch"] = of_torch(backward, arrays, ids)
@@ -161,6 +169,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8, help="of each row")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--columns", nargs="+", help="of the table; default: all")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
+    )
     parser.add_argument(
         "--cpu-time",
         action="store_true",
@@ -176,12 +188,16 @@ def main():
     kind = "CPU ms of the process" if flags.cpu_time else "ms"
     print(f"\nmedian {kind}, and ours divided by it\n")
     names = ["ours", "torch", "blockwise", "jax.nn", "einsum"]
-    names += ["with statistics", "statistics alone"]
+    names += ["with dropout", "with statistics", "statistics alone"]
+    names += ["float32"] if flags.dtype != "float32" else []
+    names = [name for name in names if name in (flags.columns or names)]
     print("| shape | pass |", " | ".join(names), "|")
     print("| --- | --- |", " | ".join("---:" for _ in names), "|", flush=True)
     for shape in flags.shapes:
         for backward in (False, True):
-            calls = contenders(shape, backward, np.random.default_rng(0))
+            rng = np.random.default_rng(0)
+            calls = contenders(shape, backward, rng, flags.dtype)
+            calls = {name: calls[name] for name in names if name in calls}
             found = medians(calls, flags.seconds, clock)
             cells = [
                 f"{found[name]:.2f} ({found['ours'] / found[name]:.2f})"

@@ -285,3 +285,39 @@ def test_a_constant_bias_has_no_gradient_to_compute():
     B, T, N, _ = inputs[0].shape
     map_type = f"tensor<{B}x{N}x{T}x{inputs[1].shape[1]}xf32>"
     assert map_type in of_both.as_text() and map_type not in of_query.as_text()
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (7, 5), (16, 24)])
+def test_bfloat16_is_computed_in_float32_and_rounded_once(sizes):
+    """To the nearest number, ties to even; with infinities and NaN among the values."""
+    H, V = sizes
+    rng = np.random.default_rng(0)
+    shapes = (2, 40, 4, H), (2, 40, 2, H), (2, 40, 2, V)
+    arrays = [jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes]
+    special = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan, 3e38], jnp.bfloat16)
+    arrays[2] = arrays[2].at[1, 20, 0, :4].set(special)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    call = functools.partial(attend, implementation="cpu", is_causal=True)
+    rounded, found = call(*wide).astype(jnp.bfloat16), call(*arrays)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(rounded))
+    np.testing.assert_array_equal(
+        np.nan_to_num(np.float32(found)), np.nan_to_num(np.float32(rounded))
+    )
+
+
+@pytest.mark.parametrize("K", [4, 2])
+def test_gradients_in_bfloat16_are_the_rounded_ones_of_float32(K):
+    rng = np.random.default_rng(0)
+    shapes = (2, 40, 4, 16), (2, 40, K, 16), (2, 40, K, 8), (2, 40, 4, 8)
+    arrays = [jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes]
+
+    def gradients(*arrays):
+        call = functools.partial(attend, implementation="cpu", is_causal=True)
+        return jax.vjp(call, *arrays[:3])[1](arrays[3])
+
+    wide = gradients(*(x.astype(jnp.float32) for x in arrays))
+    for found, exact in zip(gradients(*arrays), wide, strict=True):
+        assert found.dtype == jnp.bfloat16
+        error = np.abs(np.float32(found) - exact).max() / np.abs(exact).max()
+        assert error < 2**-7  # a rounding of the output, and of each head's part
