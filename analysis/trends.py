@@ -9,8 +9,8 @@ their deviations are expanded to those of Student's interval (Hesterberg 2015).
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from jaxtyping import Float
-from scipy import stats
 
 from headcount.analysis.significance import CONFIDENCE, MIN_SEEDS
 
@@ -66,14 +66,14 @@ def fit_trend(
     rng = np.random.default_rng(0)
     counts = rng.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS)
     means = np.concatenate([scores.mean(1)[None], counts @ scores.T / seeds])
-    t, z = (of.ppf(QUANTILES[1]) for of in (stats.t(seeds - 1), stats.norm))
+    t, z = (of.ppf(QUANTILES[1]) for of in (scipy.stats.t(seeds - 1), scipy.stats.norm))
     expansion = t / z * (seeds / (seeds - 1)) ** 0.5
     means[1:] = means[0] + expansion * (means[1:] - means[0])
     found = least_squares(values, means)
     lows, highs = np.quantile(found[1:], QUANTILES, axis=0)
     a, b, c = zip(found[0].tolist(), lows.tolist(), highs.tolist(), strict=True)
     residuals = np.abs(a[0] * values ** b[0] + c[0] - means[0])
-    half = t * stats.sem(scores, axis=1) + 1e-9  # for rounding, without any spread
+    half = t * scipy.stats.sem(scores, axis=1) + 1e-9  # without spread: for rounding
     fits = bool((residuals <= half).all())
     return Trend(a, b, c, float(residuals.max()), fits, found[1:])
 
