@@ -323,6 +323,10 @@ def take_workdirs(words: list[str]) -> tuple[list[str], list[str]]:
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name == "workdir":
             found.append(value if equals else next(rest, ""))
+            if not found[-1]:
+                fail(
+                    "--workdir needs the folder of a sweep, as in --workdir=runs/heads."
+                )
         else:
             kept.append(word)
     return [*(f"--workdir={each}" for each in found[:1]), *kept], found[1:]
@@ -338,8 +342,9 @@ def cli() -> None:
     verb, more = "", []
     if sys.argv[1] in VERBS:
         verb = sys.argv.pop(1)
-    if verb == "report":
         sys.argv[1:], more = take_workdirs(sys.argv[1:])
+    if more and verb != "report":
+        fail(f"{verb} takes one --workdir, and {1 + len(more)} were given.")
     run(lambda: main(verb, more))
 
 

@@ -27,6 +27,10 @@ from headcount.tasks.base import LOSS
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 SLOWER = 0.95  # an arm below this fraction of the reference's speed is slower
 NATS = "difference in loss, nats per token"
+COLUMNS = {  # that a sweep.csv needs
+    *("arm", "is_baseline", "stage", "status", "seed", "overrides", "parameters"),
+    *("flops", "tokens_per_second", "dev_loss", "test_split"),
+}
 
 
 class Arm(NamedTuple):
@@ -549,7 +553,11 @@ def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
 
 
 def read_results(folder: Path) -> Results | None:
-    """Read a folder's sweep; return None without a sweep.csv or a known ablation."""
+    """Read a folder's sweep; return None without a sweep.csv or a known ablation.
+
+    Raises:
+        ValueError: the table lacks a column.
+    """
     table = folder / "sweep.csv"
     known = [
         name
@@ -560,7 +568,13 @@ def read_results(folder: Path) -> Results | None:
         return None
     ablation = max(known, key=len)
     with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["stage"] == "report"]
+        reader = csv.DictReader(file)
+        if missing := COLUMNS - set(reader.fieldnames or ()):
+            raise ValueError(
+                f"{table} has no column {min(missing)}; it must be the table that "
+                f"sweep.py report writes."
+            )
+        rows = [row for row in reader if row["stage"] == "report"]
     arms = [
         read_arm(name, [row for row in rows if row["arm"] == name])
         for name in dict.fromkeys(row["arm"] for row in rows)

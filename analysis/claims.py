@@ -407,6 +407,23 @@ CLAIMS = (
         "variants",
         lower,
     ),
+    Claim(
+        "Muon trains better than AdamW.",
+        "Liu et al. 2025 (Moonlight)",
+        "the same loss with half the FLOP",
+        "muon",
+        lower,
+        exactly(name="muon"),
+    ),
+    Claim(
+        "Muon trains better on each head's projection than on those of all heads.",
+        "GLM-5 2026, 2602.15763; Kimi K3 2026, 2607.24653",
+        NOTHING,
+        "muon",
+        lower,
+        exactly(name="muon", muon_per_head=True),
+        exactly(name="muon"),
+    ),
 )
 
 
@@ -532,7 +549,10 @@ def main() -> None:
         parser.error(f"--page={arguments.page}: {error}")
     folders = sorted(path for path in arguments.results.iterdir() if path.is_dir())
     readers = read_results, read_analyses
-    found = [read(folder) for folder in folders for read in readers]
+    try:
+        found = [read(folder) for folder in folders for read in readers]
+    except ValueError as error:
+        parser.error(str(error))
     sweeps = [results for results in found if results is not None]
     found = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
     if not any(effects for _, effects in found):

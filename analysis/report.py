@@ -4,10 +4,12 @@ All scores here are scaled for display: stored values times `Metric.scale`.
 """
 
 import math
+import re
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 
 from headcount.analysis.anchors import Anchor
 from headcount.analysis.formatting import (
@@ -34,7 +36,7 @@ from headcount.analysis.significance import (
 from headcount.analysis.trends import Trend, fit_trend
 from headcount.tasks.base import LOSS, Metric
 
-UNEVEN = 3  # ratio of standard deviations above which a verdict is doubtful
+UNEVEN = 3  # true ratio of standard deviations above which a verdict is doubtful
 
 
 class Bootstrap(NamedTuple):
@@ -144,7 +146,13 @@ def compare(report: Report, metric: Metric) -> list[Comparison]:
     """Compare every arm that has scores with the baseline, paired by seed."""
     arms = [arm for arm in report.arms if arm.seeds]
     found = [difference_to_baseline(report, arm, metric) for arm in arms]
-    p = holm([math.nan if paired is None else paired.p for paired in found])
+    # the remaining seeds of an arm that lost trials are a biased sample
+    p = holm(
+        [
+            math.nan if paired is None or arm.lost or report.baseline.lost else paired.p
+            for arm, paired in zip(arms, found, strict=True)
+        ]
+    )
     tested = max(1, np.sum(~np.isnan(p)))
     return [
         Comparison(
@@ -243,9 +251,9 @@ def with_unit(text: str, metric: Metric) -> str:
 def margin_text(metric: Metric, margin: float | None = None) -> str:
     """Format a margin (default: the metric's) with its unit: 0.3 points of BLEU."""
     margin = metric.margin if margin is None else margin
-    unit = metric.unit
-    if unit == "%":
-        unit = "percentage point" if margin == 1 else "percentage points"
+    unit = metric.unit.replace("%", "percentage points")
+    if margin == 1:
+        unit = re.sub(r"s\b", "", unit, count=1)  # 1 point, 1 nat per token
     return " ".join(filter(None, [f"{margin:g}", unit, "of", metric.label]))
 
 
@@ -286,7 +294,7 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     elif others:
         sentences.append(
             "No arm can be tested: a test needs at least two seeds whose differences "
-            "to the baseline are not equal."
+            "to the baseline are not equal, and no trial that diverged or failed."
         )
     else:
         sentences.append(
@@ -295,8 +303,8 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
         )
     if tested and untested and not report.is_planned:
         sentences.append(
-            f"Not tested, because there is only one common seed, or the difference is "
-            f"the same for all seeds: {'; '.join(untested)}."
+            f"Not tested, because trials were lost, there is only one common seed, or "
+            f"the difference is the same for all seeds: {'; '.join(untested)}."
         )
     known = set(report.baseline.seeds)
     paired = {c.arm.name: len(known.intersection(c.arm.seeds)) for c in comparisons}
@@ -334,7 +342,9 @@ def spread_warning(report: Report) -> list[str]:
     """Return a sentence on arms whose spread over seeds is unlike the baseline's.
 
     The verdicts' error rate assumes that differences are roughly normal. They are not
-    if some seeds of one arm fail to learn, for example, and none of the other's.
+    if some seeds of one arm fail to learn, for example, and none of the other's. An arm
+    is named if the spreads differ by more than `UNEVEN`, and by more than an F test
+    (which ignores the pairing, and so errs on the side of silence) puts down to chance.
     """
     side = "dev" if report.is_planned else "test"  # on which verdicts are based
     spreads = {
@@ -345,7 +355,16 @@ def spread_warning(report: Report) -> list[str]:
     sd = spreads.get(report.baseline.name)
     if sd is None:
         return []
-    uneven = [n for n, own in spreads.items() if not sd / UNEVEN <= own <= sd * UNEVEN]
+    free = {arm.name: len(arm.seeds) - 1 for arm in report.arms}
+    base, level = free[report.baseline.name], LEVEL / max(1, len(spreads) - 1)
+    uneven = []
+    for name, own in spreads.items():
+        above, below = (
+            scipy.stats.f.isf(level / 2, *of) ** 0.5
+            for of in ((free[name], base), (base, free[name]))
+        )
+        if own > sd * max(UNEVEN, above) or own < sd / max(UNEVEN, below):
+            uneven.append(name)
     if not uneven:
         return []
     return [

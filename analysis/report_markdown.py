@@ -89,18 +89,19 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
 
 
 def join_markdown(
-    title: str, parts: list[str], verdicts: list[tuple[Report, dict]]
+    title: str, parts: list[str], verdicts: list[tuple[str, Report, dict]]
 ) -> str:
     """Join several reports into one document that starts with all their verdicts.
 
     Args:
         title: title of the page.
         parts: the reports, with their headings moved down by one level.
-        verdicts: every verdict with its report.
+        verdicts: every verdict with the name of its sweep and its report.
     """
-    rows = [["question", "arm", *VERDICTS_HEADER[1:]]]
-    for report, row in verdicts:
-        rows.append([report.question, *verdict_cells(report, row)])
+    rows = [["sweep", "score", *VERDICTS_HEADER]]
+    for name, report, row in verdicts:
+        score = f"{with_unit(report.metric.label, report.metric)} on {row['split']}"
+        rows.append([name, score, *verdict_cells(report, row)])
     note = (
         "The error rate of 5% holds for each sweep, not for all of them together. Each "
         "sweep has its own baseline."

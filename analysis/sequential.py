@@ -21,6 +21,7 @@ from headcount.analysis.significance import LEVEL, POWER
 
 DRAWS = 2_000_000  # simulated sweeps
 FUTILITY = 0.1  # with a lower chance of a verdict, an arm gets no more seeds
+TIES = 4  # seeds with equal differences after which a spread is not to be expected
 VERDICTS = ("better", "worse", "equivalent", "undecided")
 
 
@@ -307,6 +308,7 @@ def decide(
     chances[:, : len(early)] = chance_of_verdict(
         means[:, : len(early)], sd[:, : len(early)], early, looks
     )
+    chances[np.isnan(sd) & (counts >= TIES) & (counts < looks.seeds[-1])] = 0
     decisive = kinds != VERDICTS.index("undecided")
     if stop_futile:
         decisive |= chances < FUTILITY

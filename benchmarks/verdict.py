@@ -150,11 +150,19 @@ def main() -> None:
         check_looks(seeds)
     except ValueError as error:
         parser.error(f"--looks={arguments.looks}: {error}")
-    if arguments.fixed < 2 or not arguments.margin > 0:
-        parser.error("--fixed must be at least 2, and --margin above 0.")
+    if min(arguments.fixed - 1, arguments.sweeps) < 1 or not arguments.margin > 0:
+        parser.error(
+            "--fixed must be at least 2, --sweeps at least 1, --margin above 0."
+        )
+    paths = sorted(arguments.results.glob("*/sweep.csv"))
+    if not any(read_scores(path, arguments.metric)[0].size for path in paths):
+        parser.error(
+            f"--results={arguments.results} has no sweep with --metric="
+            f"{arguments.metric}; it is a column of sweep.csv, as test_loss."
+        )
     print(f"{arguments.metric}, margin {arguments.margin:g}\n")
     print(f"| {' | '.join(HEADER)} |\n| --- | --- |{' ---: |' * 6}")
-    for path in sorted(arguments.results.glob("*/sweep.csv")):
+    for path in paths:
         scores, baseline = read_scores(path, arguments.metric)
         if len(scores) < 2 or scores.shape[1] < 3:
             continue
@@ -177,7 +185,7 @@ def main() -> None:
             )
             print(f"| {' | '.join(cells)} |")
     print()
-    for path in sorted(arguments.results.glob("*/sweep.csv")):
+    for path in paths:
         dev = arguments.metric.replace("test_", "dev_")
         scores, baseline = read_scores(path, dev)
         if len(scores) < 2 or scores.shape[1] < seeds[-1]:

@@ -37,9 +37,9 @@ def parse_seeds(
         ValueError: they can't be parsed, or contradict each other.
     """
     if looks and ":" not in (seeds or ""):
-        raise ValueError(
-            f"--looks needs the range of seeds, as in --seeds={looks[0]}:{looks[-1]}."
-        )
+        numbers = sorted({int(x) for x in looks if x.isdecimal()})
+        example = f"{numbers[0]}:{numbers[-1]}" if len(numbers) > 1 else "4:32"
+        raise ValueError(f"--looks needs the range of seeds, as in --seeds={example}.")
     if seeds is None:
         return None, None
     found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds)
@@ -233,7 +233,9 @@ def verdict_rows(
             seeds = set(arm.seeds[: verdict.num_seeds])
         missing = len(seeds & lost[arm.name]) + len(seeds & lost[baseline])
         if missing:
-            verdict = verdict._replace(kind="undecided")
+            verdict = verdict._replace(
+                kind="undecided", low=math.nan, high=math.nan, chance=math.nan
+            )
         row = {
             "arm": arm.name,
             "verdict": verdict.kind,

@@ -28,7 +28,7 @@ from headcount.analysis.report_figures import (
     to_svg,
 )
 from headcount.analysis.report_html import to_html
-from headcount.analysis.report_markdown import join_markdown, write_markdown
+from headcount.analysis.report_markdown import escape, join_markdown, write_markdown
 from headcount.analysis.tables import arm_tables
 from headcount.configs.validation import flat
 from headcount.configs.variants import claim_of
@@ -114,8 +114,10 @@ def write_joined(sweeps: list[Sweep], num_examples: int) -> None:
         print_verdicts(report)
         markdown, drawn = render(report, first.workdir, f"joined{index}_")
         # the first heading becomes one of the page's sections
+        heading = rf"# {escape(str(sweep.workdir))}: "
+        markdown = markdown.replace("# ", heading, 1)
         parts.append(re.sub(r"^(#+ )", r"#\1", markdown, flags=re.MULTILINE))
-        verdicts += [(report, row) for row in report.verdicts]
+        verdicts += [(str(sweep.workdir), report, row) for row in report.verdicts]
         svgs |= drawn
     title = f"{count(len(sweeps), 'sweep')}: {report.title.partition(', ')[2]}"
     markdown = join_markdown(title, parts, verdicts)
@@ -131,14 +133,27 @@ def check_comparable(first: Sweep, other: Sweep) -> None:
     one, two = flat(a["base"]), flat(b["base"])
     pairs = {name: (one[name], two.get(name)) for name in names}
     pairs |= {key: (a[key], b[key]) for key in ("metric", "test_split")}
+    texts = read_corpora(first), read_corpora(other)
+    is_same = bool(texts[0] & texts[1])
     for name, (here, there) in pairs.items():
-        if name == "data.directory" and read_corpora(first) & read_corpora(other):
-            continue  # the same text in two places
+        if name == "data.directory" and is_same:
+            continue  # in two places
         if here != there:
             raise ValueError(
                 f"{first.workdir} and {other.workdir} differ in {name} ({here} and "
                 f"{there}), so their scores can't share a page; report them apart."
             )
+    is_encoded_alike = all(
+        value == two.get(name)
+        for name, value in one.items()
+        if name.startswith("data.")
+    )
+    if all(texts) and not is_same and is_encoded_alike:
+        raise ValueError(
+            f"{first.workdir} and {other.workdir} were trained on different text (see "
+            f"data in their run.json), so their scores can't share a page; report them "
+            f"apart."
+        )
 
 
 def read_corpora(sweep: Sweep) -> set[tuple]:

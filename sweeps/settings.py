@@ -136,6 +136,11 @@ def open_sweep(options: Options) -> Sweep:
             "--seeds=FIRST:LAST: the ablation itself sets the seeds of its arms; give "
             "a single number, or leave the seeds to --seeds."
         )
+    if settings["looks"] and len(settings["arms"]) < 2:
+        raise ValueError(
+            "--seeds=FIRST:LAST compares arms with the baseline, and the ablation has "
+            "only one arm; give a single number."
+        )
     search, plan = make_plan(settings)
     if stored is not None and any(
         stored[key] != settings[key] for key in ("arms", "docstring")

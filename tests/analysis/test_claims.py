@@ -499,6 +499,19 @@ def test_a_page_without_marks_is_an_error_before_anything_is_written(
         page.write_text(content)
 
 
+def test_a_damaged_table_is_named(tmp_path, monkeypatch, capsys):
+    table = tmp_path / "heads_x/sweep.csv"
+    table.parent.mkdir()
+    table.write_text("arm,loss\na,1\n")
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(claims.MARKS))
+    monkeypatch.setattr("sys.argv", ["x", f"--results={tmp_path}", f"--page={page}"])
+    with pytest.raises(SystemExit) as stopped:
+        claims.main()
+    assert stopped.value.code == 2
+    assert f"{table} has no column dev_loss" in capsys.readouterr().err
+
+
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):
     rows = make_rows([(claim("lower"), [])])
     assert rows[0][-1] == UNTESTED and "needs: heads" in rows[0][-2]

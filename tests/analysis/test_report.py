@@ -116,10 +116,31 @@ def test_the_summary_counts_verdicts():
 
 
 def test_arms_that_spread_unlike_the_baseline_are_named():
-    arms = {"whole": [70, 72, 75], "much": [10, 80, 90], "little": [70, 70.2, 70.4]}
-    text = summary_of(make_report(arms=arms | {"alike": [60, 63, 70]}))
+    arms = {"whole": [70, 72, 75] * 3, "much": [10, 80, 90] * 3}
+    arms |= {"little": [70, 70.2, 70.4] * 3, "alike": [60, 63, 70] * 3}
+    text = summary_of(make_report(arms=arms))
     assert "by a factor of more than 3: much; little." in text
-    assert "factor" not in summary_of(make_report(arms={"whole": [1, 2], "b": [1, 3]}))
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 8, 16])
+def test_arms_that_spread_alike_are_rarely_named(seeds):
+    drawn = np.random.default_rng(seeds).normal(size=(200, 6, seeds))
+    texts = [
+        summary_of(make_report(LOSS, {str(i): arm for i, arm in enumerate(scores)}))
+        for scores in drawn
+    ]
+    assert sum("factor" in text for text in texts) <= 0.05 * len(texts) + 4
+
+
+def test_arms_that_lost_trials_have_no_p_value():
+    """What is left of them is no fair sample."""
+    report = make_report(arms={"a": [3, 4, 6], "b": [1, 2, 3.5], "c": [1, 2, 3.5]})
+    report = edit_arm(report, 1, lost=1)
+    assert [np.isnan(c.p) for c in compare(report, BLEU)] == [True, True, False]
+    assert "because trials were lost, " in summary_of(report)
+    report = edit_arm(report, 0, lost=1)
+    assert all(np.isnan(c.p) for c in compare(report, BLEU))
+    assert "no trial that diverged or failed" in summary_of(report)
 
 
 def test_seeds_added_without_planned_looks_are_said_to_be_so():

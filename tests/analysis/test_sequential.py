@@ -177,6 +177,15 @@ def test_the_least_hopeful_statistic_has_just_the_chance_that_is_required():
     assert sequential.least_hopeful(looks, 4) == 0  # four seeds show too little
 
 
+@pytest.mark.parametrize("difference", [0.0, -3.0])
+def test_equal_differences_end_an_arm_after_four_seeds(difference):
+    looks = Looks((2, 4, 8), 1.0, 2)
+    for seeds, is_open in ((2, True), (3, True), (4, False)):
+        found = judge([difference] * seeds, looks)
+        assert found.kind == "undecided" and found.is_open == is_open
+    assert np.isnan(judge([difference] * 8, looks).chance)
+
+
 def test_a_verdict_after_a_look_without_much_hope_counts():
     """As in a sweep of before, or in one that has got more seeds."""
     looks = Looks((8, 16), None, 1)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 from sweep_fakes import (
@@ -135,6 +136,17 @@ def read_table_rows(sweep):
     return read_table(sweep.workdir)
 
 
+def test_looks_need_an_arm_to_compare(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    path = tmp_path / "own.py"
+    path.write_text(
+        'def one(base):\n    """Why?\n\n    Scientific: a.\n    """\n    return [{}]\n'
+    )
+    given = options(tmp_path / "sweep", corpus, ablation=f"{path}:one", **STAGES)
+    with pytest.raises(ValueError, match="^--seeds=FIRST:LAST.*only one arm"):
+        open_sweep(given)
+
+
 def test_a_look_waits_for_all_its_trials(given):
     sweep = open_sweep(given)
     finish(sweep, 0)
@@ -153,6 +165,7 @@ def test_an_arm_that_diverges_gets_no_more_seeds(given):
     rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
     (row,) = [row for row in rows if row["arm"] == "K=2"]
     assert (row["verdict"], row["lost"]) == ("undecided", 2)
+    assert math.isnan(row["low"]) and math.isnan(row["high"])
     assert "2 trials of it or K=4 diverged or failed" in row["sentence"]
 
 
@@ -295,6 +308,9 @@ def test_seeds_are_a_number_or_a_range(seeds, looks, wanted):
         ("1:4", [], "--looks"),
         ("4:4", [], "FIRST below LAST"),
         (None, ["4", "8"], "--looks needs the range of seeds, as in --seeds=4:8"),
+        (None, ["8", "4"], "as in --seeds=4:8"),
+        (None, ["4"], "as in --seeds=4:32"),
+        (None, ["a", "b"], "as in --seeds=4:32"),
         ("8", ["4", "8"], "--looks"),
         ("4:8", ["4", "x"], "--looks"),
         ("4:8", ["2", "8"], "--looks"),

@@ -21,6 +21,7 @@ from sweep_fakes import (
 )
 
 from headcount.analysis.report_figures import HEAD_STATISTICS
+from headcount.analysis.report_markdown import escape
 from headcount.sweeps import report
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.table import collect
@@ -425,11 +426,12 @@ def test_several_sweeps_share_a_page(tmp_path, corpus, capsys):
     headings = re.findall(r"^(##? .*)", text, re.MULTILINE)
     assert headings[:2] == ["# 2 sweeps: translation, text en de", "## All verdicts"]
     questions = ["How many heads may share", "Does it help a head"]
-    for heading, question in zip(headings[2:], questions, strict=True):
-        assert heading.startswith(f"## {question}")
+    for heading, name, question in zip(headings[2:], "ab", questions, strict=True):
+        assert heading.startswith(f"## {escape(str(tmp_path / name))}: {question}")
     table = text.split("## All verdicts")[1].split("## ")[0]
     for cell in ("| K=2 |", "| K=1 |", "| sink=True |"):
         assert table.count(cell) == 1
+    assert table.count("| BLEU on test |") == 3
     figures = re.findall(r"\]\((report/\w+\.png)\)", text)
     assert len(figures) == len(set(figures)) == html.count("<svg")
     assert all((tmp_path / "a" / name).exists() for name in figures)
@@ -455,6 +457,17 @@ def test_a_corpus_may_lie_elsewhere_on_another_machine(tmp_path, corpus):
     for group in sweep.groups:
         write_run(sweep.folder(group), data={"examples": 3, "crc32": 6})
     with pytest.raises(ValueError, match="differ in data.directory "):
+        report.write_joined(sweeps, 2)
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_corpus_that_was_replaced_in_its_folder_is_another(tmp_path, corpus):
+    sweeps = [open_sweep(options(tmp_path / name, corpus)) for name in "ab"]
+    for checksum, sweep in enumerate(sweeps):
+        finish_all(sweep)
+        for group in sweep.groups:
+            write_run(sweep.folder(group), data={"examples": 3, "crc32": checksum})
+    with pytest.raises(ValueError, match="b were trained on different text"):
         report.write_joined(sweeps, 2)
 
 
