@@ -9,6 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from headcount.analysis.heads import all_gates
+from headcount.configs.base import get_config
 from headcount.data import tokenizers
 from headcount.runtime.files import new_folder
 from headcount.tasks import Run, make_task
@@ -16,6 +17,7 @@ from headcount.training.run import write_finished
 
 # Rules that sum over heads with separate kernels, so that a zero kernel adds nothing.
 REMOVABLE_RULES = ("concat", "scaled", "gated", "gated_elementwise")
+GATE_KEYS = ("gate", "gate_size", "gate_features", "gate_on", "gate_penalty")
 
 
 def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
@@ -30,8 +32,8 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             gate of 0.
 
     Raises:
-        ValueError: there is no such head, a gate is neither 0 nor 1, or the model's
-            heads can't be removed individually.
+        ValueError: there is no such head or none to remove, a gate is neither 0 nor 1,
+            or the model's heads can't be removed individually.
     """
     params, gates = run.of(trial)
     gates = {s: np.array(own) for s, own in all_gates(run, params, gates).items()}
@@ -45,7 +47,6 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             )
         gates[site][layer, head] = 0
     model = nnx.merge(run.graph, params)
-    learned = fold_learned(model, gates)
     if model.positions == "relative":
         raise ValueError(
             "model.positions=relative has a bias per head that all layers share; its "
@@ -56,10 +57,16 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             "model.positions=alibi has slopes that depend on the number of heads; its "
             "heads can't be removed."
         )
+    for site, about in model.sites().items():
+        check(about.attentions[0], site, gates[site])
+    learned = fold_learned(model, gates)
+    if not learned and all(own.all() for own in gates.values()):
+        raise ValueError(
+            "No head is to be removed; name some with --heads=SITE.LAYER.HEAD."
+        )
     config = ConfigDict(run.config.to_dict())
     for site, about in model.sites().items():
         first = about.attentions[0]
-        check(first, site, gates[site])
         kept = gates[site] > 0
         if first.value_residual:  # heads use values of the same head in the first layer
             kept[:] = kept.any(0)
@@ -69,9 +76,12 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             slice_heads(attention, chosen, is_kept=gates[site][layer, chosen] > 0)
         section = config.model[f"{site}_attention"]
         if site in learned:
-            section.gate, section.gate_penalty = "none", 0.0
+            section.update(dict.fromkeys(GATE_KEYS), gate="none", gate_penalty=0.0)
         section.num_heads = section.num_kv_heads = first.query.shape[1]
         section.head_dim, section.value_dim = sizes(first)
+    if learned == set(model.sites()):
+        plain = get_config().model.attention
+        config.model.attention.update({key: plain[key] for key in GATE_KEYS})
     return config, nnx.split(model)[1]
 
 
@@ -166,5 +176,5 @@ def write_smaller(
         }
         step = int(run.step[trial])
         count = write_finished(folder, config.to_dict(), settings, params, step)
-        make_task(config, folder / "tokenizer")  # check that the new config is valid
+        make_task(config, folder / "tokenizer")  # check that the run can be opened
     return {"parameters": count, "before": before}

@@ -237,8 +237,7 @@ def shared_mixture_weights(
     mixture_shared: int,
 ) -> Float[Array, "B T N"]:
     """Return the weights of shared and chosen heads, 0 for others: see the rule."""
-    logits = wide(x) @ wide(router)
-    shared = jax.nn.softmax(wide(logits[..., :mixture_shared]))
+    shared = jax.nn.softmax(wide(x) @ wide(router[:, :mixture_shared]))
     settings = {"mixture_heads": mixture_heads, "mixture_shared": mixture_shared}
     routed, chosen = shared_mixture_routes(x, router=router, **settings)
     a = jax.nn.sigmoid(wide(x @ split))[..., None]

@@ -31,9 +31,12 @@ HEAD = """# Variants of heads
 [configs/variants.py](../../configs/variants.py) and `results/`. Do not edit.*
 
 Each is a set of keys of `model.attention`, off by default, for all sites or for one
-(`model.decoder_attention`, ...). `--ablation=variants` trains all of them beside plain
-heads, as they are and with equal parameters. [attention.py](../../models/attention.py)
-applies them, [variants.py](../../attention/variants.py) has a function for each.
+(`model.decoder_attention`, ...). `--ablation=variants` trains all of the first table
+beside plain heads, as they are and with equal parameters.
+[attention.py](../../models/attention.py) applies them; most are functions of
+[variants.py](../../attention/variants.py). ALiBi and partial rotary positions, dropout
+of attention weights and Muon are not among them: see the ablations `positions` and
+`muon`, `model.attention.rotary_dim` and `model.attention.dropout`.
 QK clip fails with an error if `positions=relative`, because it can't scale the learned
 biases in the logits. Our verdicts come from two sweeps with equal parameters;
 [variants](../research/variants.md) says how they were made:
@@ -56,9 +59,9 @@ head is shared, and two are routed.
 COSTS = f"""
 ## Costs
 
-The costs of one layer of causal self-attention without biases, D = {WIDTH:,},
-N = {HEADS}, {LENGTH:,} tokens. Multiply-adds are those of matrix products, per token.
-The cache is for decoding in bfloat16, per token and layer. *Kernels* lists the fused
+The costs of one layer of causal self-attention without biases, with rotary positions,
+D = {WIDTH:,}, N = {HEADS}, {LENGTH:,} tokens. Multiply-adds are those of matrix
+products, per token. The cache is for decoding in bfloat16, per token and layer. *Kernels* lists the fused
 kernels that support the layer in bfloat16; `blockwise` serves other platforms. Talking
 heads need the whole map, so no fused kernel supports them.
 
@@ -67,10 +70,12 @@ heads need the whole map, so no fused kernel supports them.
 PEERS = """
 ## Compared with other implementations
 
-[test_variants.py](../../tests/peers/test_variants.py) gives our implementation and
-another one (versions: [requirements-peers.txt](../../requirements-peers.txt)) the same
-weights and compares outputs and gradients in float32. Implementations of one variant
-differ, so a result of one need not hold for another.
+[test_variants.py](../../tests/peers/test_variants.py) and, for gpt-oss,
+[test_attention_torch.py](../../tests/peers/test_attention_torch.py) give our
+implementation and another one (versions:
+[requirements-peers.txt](../../requirements-peers.txt)) the same weights and compare
+outputs and gradients in float32. Implementations of one variant differ, so a result of
+one need not hold for another.
 
 """
 COMPARED = (  # what, with what, where code bases differ
@@ -194,23 +199,26 @@ def costs_of(base, settings: dict) -> tuple[int, int, int, str]:
     """Return parameters, multiply-adds and cache bytes per token, and kernels."""
     config = base.copy_and_resolve_references()
     config.update_from_flattened_dict(settings)
-    build = partial(Attention, WIDTH, layer=1, **config.model.attention.to_dict())
-    layer = abstract(build)
+    arguments = config.model.attention.to_dict()
+    layer = abstract(partial(Attention, WIDTH, layer=1, rotary=True, **arguments))
     x = jax.ShapeDtypeStruct((1, LENGTH, WIDTH), jnp.float32)
 
+    def values(layer, x):
+        return layer.keys_values(x, jnp.arange(x.shape[1])[None])[1]
+
     def call(layer, x):
-        first = layer.keys_values(x)[1] if layer.value_share is not None else None
-        return layer(x, first=first)
+        first = values(layer, x) if layer.value_share is not None else None
+        return layer(x, positions=jnp.arange(LENGTH)[None], first=first)
 
     adds = products_of(plain(layer), x, method=call)
     if layer.value_share is not None:  # the first layer has computed them
-        adds -= products_of(layer, x, method=lambda layer, x: layer.keys_values(x)[1])
+        adds -= products_of(layer, x, method=values)
     graph, params = nnx.split(layer)
     token = jax.ShapeDtypeStruct((1, 1, WIDTH), jnp.float32)
 
     def cached(params, x):
         layer = nnx.merge(graph, params)
-        return layer.cache(x, *layer.keys_values(x))
+        return layer.cache(x, *layer.keys_values(x, jnp.zeros((1, 1), jnp.int32)))
 
     kept = jax.eval_shape(cached, params, token)
     size = sum(2 * leaf.size for leaf in jax.tree.leaves(kept))

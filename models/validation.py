@@ -70,6 +70,10 @@ def check_variants(s: dict) -> None:
     require(1e-18 <= s["merge_gain"] <= 1e18, "merge_gain", "from 1e-18 to 1e18")
     require(s["scale"] is None or 0 <= s["scale"] <= 1e6, "scale", "from 0 to 1e6")
     require(0 <= s["dropout"] < 1, "dropout", "from 0 to below 1")
+    if s["implementation"] in ("xla", "cudnn"):
+        there = f"with implementation={s['implementation']!r}"
+        require(not s["dropout"], "dropout", f"0 {there}, which has none")
+        require(s["qk_clip"] is None, "qk_clip", f"None {there}, without statistics")
     check_mixture(s)
     features, width = s["gate_features"], s["width"]
     require(
@@ -112,6 +116,7 @@ def check_variants(s: dict) -> None:
         "False with knocking='none'",
     )
     if s["latent_dim"] is None:
+        require(s["latent_norm"], "latent_norm", "True without latent_dim")
         require(
             s["latent_rotary_dim"] is None,
             "latent_rotary_dim",
@@ -233,6 +238,13 @@ def check_unused(model: dict, defaults: dict) -> None:
                     f"model.{section}.{key}={value} has no effect without "
                     f"model.{section}.{other}={' or '.join(values)}."
                 )
+    for key in ("rotary_dim", "latent_rotary_dim"):
+        if value := model["cross_attention"][key]:
+            raise ValueError(
+                f"model.cross_attention.{key}={value} has no effect: rotary positions "
+                f"are for self-attention. Set it in model.encoder_attention or "
+                f"model.decoder_attention."
+            )
 
 
 def layers_of(encoder: int, decoder: int) -> dict[str, int]:

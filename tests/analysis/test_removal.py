@@ -13,6 +13,7 @@ from headcount.configs.base import get_config
 from headcount.models.maps import single_example
 from headcount.models.transformer import Transformer
 from headcount.tasks import Run, make_task
+from headcount.training.checks import check_config
 from tests.marks import slow_but
 
 BATCH = single_example({"source": [4, 9, 8, 2], "target": [7, 5, 4, 6, 2]})
@@ -21,6 +22,8 @@ REMOVED = [
     *[("decoder", 0, n) for n in range(4)],
     *[("decoder", 1, 0), ("cross", 0, 2), ("cross", 1, 0), ("cross", 1, 1)],
 ]
+
+LEARNED = {"gate": "hard_concrete", "gate_features": 0}
 
 
 def made(**attention):
@@ -103,6 +106,7 @@ def test_learned_gates_are_folded_and_those_that_closed_removed():
     config, params = smaller(run, 0, [])
     assert config.model.decoder_attention.gate == "none"
     assert config.model.decoder_attention.num_heads == 3
+    check_config(config)  # it can be trained further
     less = Transformer(20, **config.model.to_dict(), rngs=nnx.Rngs(1))
     nnx.update(less, params)
     np.testing.assert_allclose(less(BATCH), model(BATCH), atol=2e-5)
@@ -113,6 +117,8 @@ def test_learned_gates_are_folded_and_those_that_closed_removed():
     "attention, removed, culprit",
     [
         ({"merge": "mean"}, REMOVED, "'mean'"),
+        ({"merge": "mean", **LEARNED}, REMOVED, "'mean'"),
+        ({}, [], "No head is to be removed; name some with --heads"),
         ({"num_kv_heads": 2}, REMOVED, "num_kv_heads"),
         ({"talking_heads": True}, REMOVED, "talking_heads"),
         ({"merge": "shared_mixture"}, REMOVED, "'shared_mixture'"),
