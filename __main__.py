@@ -9,6 +9,10 @@ SCRIPTS = ("train", "eval", "predict", "heads", "sweep", "weights")
 
 def main() -> None:
     """Run the script named by the first argument, with the other arguments as flags."""
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(f"Usage: headcount COMMAND [FLAGS]. Commands: {', '.join(SCRIPTS)}.")
+        print("headcount COMMAND --help says what a command does and lists its flags.")
+        return
     if len(sys.argv) < 2 or sys.argv[1] not in SCRIPTS:
         print(
             f"headcount: the first argument must be one of {', '.join(SCRIPTS)}; "

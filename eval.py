@@ -9,7 +9,6 @@ from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 # isort: on
 import contextlib
 import itertools
-import os
 from pathlib import Path
 
 from absl import flags
@@ -106,7 +105,7 @@ def split_names() -> list[str]:
     Raises:
         ValueError: a name is empty, or several splits share one --output file.
     """
-    names = SPLIT.value.split(",")
+    names = [name.strip() for name in SPLIT.value.split(",")]
     if "" in names:
         raise ValueError(
             f"--split={SPLIT.value} must be splits separated by commas, as in "
@@ -125,15 +124,7 @@ def check_output(names: list[str]) -> None:
     workdir = path_of(WORKDIR).resolve()
     for name in names if OUTPUT.value is not None else ():
         path = output_path(name)
-        if path.is_dir() or not path.parent.is_dir():
-            raise ValueError(
-                f"--output={OUTPUT.value} must be a file in an existing folder."
-            )
-        # The file would be replaced, which is not intended for /dev/null, /dev/stdout.
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise ValueError(
-                f"--output={OUTPUT.value} must be a regular file, or a new one."
-            )
+        files.check_output(f"--output={OUTPUT.value}", path)
         folder = path.resolve().parent
         is_own = path.name in OWN_FILES or path.name.startswith(("result-", "heads-"))
         if (folder == workdir and is_own) or any(
@@ -143,8 +134,6 @@ def check_output(names: list[str]) -> None:
                 f"--output={OUTPUT.value} would overwrite a file of the run; choose "
                 f"another name."
             )
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--output={OUTPUT.value}: {path} can't be written.")
 
 
 def check_predictions(task: Task) -> None:

@@ -56,6 +56,7 @@ from headcount.configs.commandline import (
 from headcount.configs.validation import choose
 from headcount.data.files import read_lines
 from headcount.decoding import flags as decoding
+from headcount.runtime.files import check_output as check_file
 from headcount.runtime.files import write
 from headcount.runtime.logging import show_log
 from headcount.runtime.stdin import available_lines
@@ -94,7 +95,7 @@ INPUT = flags.DEFINE_string(
     "standard input); in translation source, or source, tab, target.",
 )
 TRIAL = flags.DEFINE_integer(
-    "trial", 0, "Analyse this trial alone; by default all (plot: the first)."
+    "trial", 0, "Analyse this trial alone; without it all (plot: the first).", 0
 )
 
 
@@ -344,8 +345,7 @@ def check_output(verb: str) -> None:
         raise ValueError(
             f"--output={OUTPUT.value} must end in one of {', '.join(suffixes)}."
         )
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--output={OUTPUT.value} must be in an existing folder.")
+    check_file(f"--output={OUTPUT.value}", path)
 
 
 # of --output; an error message suggests the first

@@ -48,6 +48,15 @@ JSON = flags.DEFINE_bool(
     "Language models: each line is a prompt as a JSON string, which may contain line "
     "breaks; continuations are printed as JSON objects.",
 )
+MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", 256, "Language models: maximum number of new tokens.", 1, 2**20
+)
+STOP = flags.DEFINE_string(
+    "stop", None, "Language models: text that ends a continuation."
+)
+SAMPLES = flags.DEFINE_integer(
+    "samples", 1, "Language models: continuations per prompt, if sampled.", 1, 2**16
+)
 TRIAL = flags.DEFINE_integer("trial", 0, "Which trial of the run to use.", 0)
 
 
@@ -86,6 +95,14 @@ def main():
         if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
         options = decoding.options()
+        for flag in (MAX_NEW_TOKENS, STOP, SAMPLES):
+            if flag.present:
+                options[flag.name] = flag.value
+        if SAMPLES.value > 1 and decoding.TEMPERATURE.value == 0:
+            raise ValueError(
+                f"--samples={SAMPLES.value} needs a --temperature above 0, such as "
+                f"--temperature=1: without sampling, all continuations are the same."
+            )
         if SCORE.value and SCORE_TOKENS.value:
             raise ValueError("--score and --score_tokens can't be combined.")
         scores = SCORE.value or SCORE_TOKENS.value

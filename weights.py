@@ -181,6 +181,11 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         ValueError, OSError: the folder lacks a file, its model is not supported, or the
             workdir already holds a run.
     """
+    if not folder.is_dir():
+        raise ValueError(
+            f"--from={folder} is not a folder; download the model first, as in hf "
+            f"download openai-community/gpt2 --local-dir gpt2"
+        )
     if (workdir / "config.json").exists():
         raise ValueError(f"{workdir} holds a run already; choose another --workdir.")
     original = read_object(folder / "config.json")

@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 import traceback
+from difflib import get_close_matches
 from pathlib import Path
 
 from absl import flags
@@ -43,6 +44,13 @@ LESS_MEMORY = {  # advice on how to save memory, by script
     "train.py": "Fewer trials (seeds, or --group_size of a sweep), a lower "
     "data.batch_tokens, a higher train.accumulate_steps or train.remat=block needs",
     "eval.py": "A lower --beam_size or --batch_size needs",
+}
+_FREE = "; free some space and rerun the same command"
+FIXES = {  # by the number of an OSError
+    errno.ENOENT: "; check the path",
+    errno.EISDIR: "; name a file",
+    errno.ENOSPC: _FREE,
+    errno.EDQUOT: _FREE,
 }
 # JAX raises the same type for all device errors, without an error code
 EXHAUSTED = re.compile(
@@ -87,11 +95,12 @@ def fail(sentence: str) -> None:
 def describe(error: BaseException) -> str:
     """Return an error's message in one line."""
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file where a folder is needed; choose another."
+        path = Path(error.filename)
+        file = next((each for each in (path, *path.parents) if each.is_file()), path)
+        return f"{file} is a file where a folder is needed; choose another."
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = "; free some space and rerun the same command" if full else ""
+        fix = FIXES.get(error.errno, "")
         return f"{name}{error.strerror}{fix}."
     return " ".join(str(error).split())
 
@@ -129,7 +138,10 @@ def run(main) -> None:
         if flag.present and flag.name not in used:
             fail(f"--{flag.name} has no meaning for {script()}.")
     if rest:
-        fail(f"Don't know what to do with {rest[0]!r}; write flags as --name=value.")
+        how = ", and give texts as standard input: < FILE" * (script() == "predict.py")
+        fail(
+            f"Don't know what to do with {rest[0]!r}; write flags as --name=value{how}."
+        )
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of runtime.bootstrap
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -144,6 +156,16 @@ def run(main) -> None:
     finally:  # a KeyboardInterrupt in what runs at exit would print a traceback
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def own_names() -> set[str]:
+    """Return the names of this project's flags that the running script has."""
+    return {
+        flag.name
+        for name, defined in flags.FLAGS.flags_by_module_dict().items()
+        if name.startswith("headcount.") or name == sys.argv[0]
+        for flag in defined
+    }
 
 
 def own_flags(module) -> set[str]:
@@ -350,6 +372,16 @@ def bad_flag(text: str) -> str:
         if found and "\n" not in flag:
             name, value = flag.removeprefix("flag ").split("=", 1)
             return f"{name} must be {kind}, got {value!r}."
+    if found := re.fullmatch(r"Unknown command line flag '(\w+)'.*", text, re.DOTALL):
+        name = found[1]
+        near = get_close_matches(name, own_names(), n=1)
+        if near:
+            return f"There is no flag --{name}. Did you mean --{near[0]}?"
+        keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
+        if keys and "config" in flags.FLAGS:
+            keys = " or ".join(f"--config.{key}" for key in keys)
+            return f"There is no flag --{name}. Did you mean {keys}?"
+        return f"There is no flag --{name}. --help lists them."
     last = text.splitlines()[-1]  # after a traceback of the config file
     head = text.splitlines()[0].split(": Error whilst")[0]
     if "get_config() takes 0 positional arguments" in last:

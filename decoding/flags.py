@@ -1,4 +1,4 @@
-"""Command-line flags for decoding, shared by eval.py and predict.py."""
+"""Command-line flags for decoding, shared by eval.py, heads.py and predict.py."""
 
 import math
 
@@ -42,15 +42,6 @@ SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", 0, 2**31 - 1)
 BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 128, "Hypotheses decoded at a time; fewer need less memory.", 1, 2**31
 )
-MAX_NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", 256, "Language models: maximum number of new tokens.", 1, 2**20
-)
-STOP = flags.DEFINE_string(
-    "stop", None, "Language models: text that ends a continuation."
-)
-SAMPLES = flags.DEFINE_integer(
-    "samples", 1, "Language models: continuations per prompt, if sampled.", 1, 2**16
-)
 SEARCH = BEAM_SIZE, LENGTH_PENALTY, N_BEST
 SAMPLING = TEMPERATURE, TOP_K, TOP_P, SEED
 
@@ -66,18 +57,13 @@ def options() -> dict:
             raise ValueError(f"--{flag.name} must be finite, got {flag.value}.")
     given = {
         flag.name: flag.value
-        for flag in (*SEARCH, *SAMPLING, BATCH_SIZE, MAX_NEW_TOKENS, STOP, SAMPLES)
+        for flag in (*SEARCH, *SAMPLING, BATCH_SIZE)
         if flag.present
     }
     if TEMPERATURE.value == 0 and (TOP_K.value or TOP_P.value < 1 or SEED.value):
         raise ValueError(
             "--top_k, --top_p and --seed are for sampling, which needs a --temperature "
             "above 0, such as --temperature=1."
-        )
-    if TEMPERATURE.value == 0 and SAMPLES.value > 1:
-        raise ValueError(
-            f"--samples={SAMPLES.value} needs a --temperature above 0, such as "
-            f"--temperature=1: without sampling, all continuations are the same."
         )
     if TEMPERATURE.value > 0:
         for flag in SEARCH:

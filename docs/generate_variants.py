@@ -59,11 +59,11 @@ head is shared, and two are routed.
 COSTS = f"""
 ## Costs
 
-The costs of one layer of causal self-attention without biases, with rotary positions,
-D = {WIDTH:,}, N = {HEADS}, {LENGTH:,} tokens. Multiply-adds are those of matrix
-products, per token. The cache is for decoding in bfloat16, per token and layer. *Kernels* lists the fused
-kernels that support the layer in bfloat16; `blockwise` serves other platforms. Talking
-heads need the whole map, so no fused kernel supports them.
+The costs of one layer of causal self-attention without biases, with rotary positions, D
+= {WIDTH:,}, N = {HEADS}, {LENGTH:,} tokens. Multiply-adds are those of matrix products,
+per token. The cache is for decoding in bfloat16, per token and layer. *Kernels* lists
+the fused kernels that support the layer in bfloat16; `blockwise` serves other
+platforms. Talking heads need the whole map, so no fused kernel supports them.
 
 """
 

@@ -43,6 +43,30 @@ def _create_part(path: Path) -> tuple[Path, int]:
         os.close(number)
 
 
+def check_output(name: str, path: Path) -> None:
+    """Raise a ValueError unless a file can be written, before long work starts.
+
+    Args:
+        name: what the user typed, as in --output=FILE.
+        path: the file.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{name} must be a file in an existing folder.")
+    # The file would be replaced, which is not intended for /dev/null, /dev/stdout.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{name} must be a regular file, or a new one.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name}: {path} can't be written.")
+    try:  # for root, every folder is writable, by the permissions alone
+        part, number = _create_part(path)
+    except OSError as error:
+        raise ValueError(
+            f"{name}: {path} can't be written: {error.strerror}."
+        ) from None
+    part.unlink()
+    os.close(number)
+
+
 def remove_parts(folder: Path) -> None:
     """Remove incomplete files that killed processes left in a folder."""
     for part in folder.glob(".*.part"):

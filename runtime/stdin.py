@@ -14,11 +14,14 @@ def available_lines(file: int, most: int) -> Iterator[list[str]]:
         most: maximum number of lines per list.
 
     Raises:
-        ValueError: a line is not UTF-8.
+        ValueError: a line is not UTF-8, or the file is a folder.
     """
     rest, number = b"", 0
     while True:
-        chunk = os.read(file, 1 << 16)  # returns as soon as anything is available
+        try:
+            chunk = os.read(file, 1 << 16)  # returns as soon as anything is available
+        except IsADirectoryError:
+            raise ValueError("The input is a folder; name a file: < FILE.") from None
         *lines, rest = (rest + chunk).split(b"\n") if chunk else (rest, b"")
         if not chunk and lines == [b""]:
             return

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from headcount.runtime.files import (
+    check_output,
     locked,
     new_folder,
     open_append,
@@ -96,6 +98,20 @@ def test_what_a_kill_leaves_is_removed_but_not_what_is_being_written(tmp_path):
     process.communicate()
     remove_parts(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
+    (tmp_path / "link").symlink_to("x")
+    for path, why in (
+        (tmp_path, "must be a file in an existing folder"),
+        (tmp_path / "no/x", "must be a file in an existing folder"),
+        (tmp_path / "link", "must be a regular file"),
+        (Path("/proc/x.txt"), "can't be written"),  # though root may write anywhere
+    ):
+        with pytest.raises(ValueError, match=f"--output=F.*{why}"):
+            check_output("--output=F", path)
+    check_output("--output=F", tmp_path / "x")
+    assert list(tmp_path.iterdir()) == [tmp_path / "link"]
 
 
 def test_a_new_folder_is_there_at_once_or_not_at_all(tmp_path):

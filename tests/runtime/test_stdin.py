@@ -30,3 +30,12 @@ def test_ends_of_lines_of_dos_and_a_byte_order_mark_are_no_text():
 def test_a_line_that_is_not_utf8_is_named():
     with pytest.raises(ValueError, match="Line 2 of the input is not UTF-8"):
         lines_of(b"a\n\xff\n", 8)
+
+
+def test_a_folder_is_named():
+    folder = os.open("/", os.O_RDONLY)
+    try:
+        with pytest.raises(ValueError, match="The input is a folder"):
+            list(available_lines(folder, 8))
+    finally:
+        os.close(folder)

@@ -104,6 +104,7 @@ def test_what_cannot_be_exported_is_named_and_nothing_is_written(
     [
         ({"to": "stablehlo:OUT", "heads": "cross.0.0"}, ["--heads", "--prune"]),
         ({"from": "OUT", "trial": 1}, ["--trial", "--to and --prune"]),
+        ({"from": "gpt2"}, ["--from=gpt2 is not a folder", "hf download"]),
         ({"from": "OUT", "checkpoint": "last"}, ["--checkpoint", "--to and --prune"]),
         ({"prune": "OUT", "heads": "cross.0.0"}, ["OUT is not empty"]),
         ({"to": "stablehlo:OUT", "directory": "x"}, ["--directory has no meaning"]),

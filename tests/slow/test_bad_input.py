@@ -178,6 +178,27 @@ def test_too_few_open_files_are_named():
     assert "100 files" in ran.stdout and "ulimit -n" in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize(
+    "script, flag, culprits",
+    [
+        ("train.py", "--seeds=3", ["no flag --seeds", "Did you mean --config.seeds?"]),
+        ("train.py", "--wrokdir=x", ["Did you mean --workdir?"]),
+        ("eval.py", "--max_new_tokens=3", ["no flag --max_new_tokens", "--help"]),
+        ("heads.py", "--trial=-1", ["--trial", "-1"]),
+        ("predict.py", "lines.txt", ["'lines.txt'", "standard input: < FILE"]),
+    ],
+)
+def test_a_wrong_flag_is_named_with_the_right_one(tmp_path, script, flag, culprits):
+    verb = ["describe"] if script == "heads.py" else []
+    fails(run([script, *verb, f"--workdir={tmp_path}", flag]), *culprits)
+
+
+def test_the_file_among_the_parents_of_a_path_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    ran = run(training(tmp_path / "file" / "run"))
+    fails(ran, f": {tmp_path / 'file'} is a file where a folder is needed")
+
+
 def test_a_flag_file_that_is_missing_is_named(tmp_path):
     process = start(["train.py", f"--flagfile={tmp_path / 'none'}"])
     log = process.communicate(timeout=60)[1]
