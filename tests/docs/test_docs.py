@@ -264,7 +264,20 @@ def errors_in(text: str, document: Path) -> list[str]:
         wrong += quoted_errors(quoted)
     for target in LINK.findall(prose):
         wrong += link_errors(document, target)
-    return wrong
+    return wrong + table_errors(prose)
+
+
+def table_errors(prose: str) -> list[str]:
+    """Rows of tables with other numbers of cells than the row above."""
+    counts = [
+        len(re.findall(r"(?<!\\)\|", line)) if line.lstrip().startswith("|") else 0
+        for line in [*prose.splitlines(), ""]
+    ]
+    return [
+        f"a table's row of {now - 1} cells after one of {before - 1}"
+        for before, now in zip(counts, counts[1:], strict=False)
+        if before and now and before != now
+    ]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -379,6 +392,7 @@ def test_every_preset_and_ablation_is_documented():
         ("Say `--config.sees=3`.", "--config.sees"),
         ("Say `model.attention.hedas`.", "model.attention.hedas"),
         ("See `docs/no.md`.", "docs/no.md"),
+        ("| a | b |\n| --- | --- |\n| c | | d |\n", "row of 3 cells after one of 2"),
         ("See [there](no.md#part).", "no.md#part"),
         ("See [there](quickstart.md#no-part).", "quickstart.md#no-part"),
     ],
