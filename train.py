@@ -140,7 +140,7 @@ def train(config, workdir: Path, trials_file: Path | None = None) -> None:
                 workdir, config.to_dict(), trials, cpu_kernel_unavailable()
             )
             trainer = make_trainer(config, workdir, trials)
-        if trainer.step >= trainer.num_steps or trainer.frozen.all():
+        if trainer.is_done:
             report_trained(trainer)
             return
         stack.callback(trainer.writer.close)  # trackers get the final run.json
@@ -187,11 +187,10 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
         progress = Progress(trainer.num_steps, trainer.step)
         status = "failed"
         try:
-            if trainer.step < trainer.num_steps and not trainer.frozen.all():
+            if not trainer.is_done:
                 hooks = [*default_hooks(config, progress), *callbacks]
                 fit(trainer, hooks, None, Profile(workdir, None))
-            done = trainer.step >= trainer.num_steps or trainer.frozen.all()
-            status = "finished" if done else "stopped"
+            status = "finished" if trainer.is_done else "stopped"
             status = "diverged" if diverged(trainer).all() else status
         except KeyboardInterrupt:
             status = "stopped"
@@ -450,8 +449,7 @@ def report_end(trainer: Trainer, stop: StopSignal) -> None:
             f"optimizer.warmup_steps."
         )
         sys.exit(1)
-    done = step >= trainer.num_steps or trainer.frozen.all()
-    if stop.number is not None and not done:
+    if stop.number is not None and not trainer.is_done:
         finish(workdir, "stopped")
         say(f"Saved step {step}; rerun the same command to resume.")
         sys.exit(stop.exit_code)

@@ -64,6 +64,11 @@ class Trainer:
         """Total number of updates of the run."""
         return self.config.train.num_steps
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train: no step, or no trial."""
+        return self.step >= self.num_steps or bool(self.frozen.all())
+
     def is_due(self, every: int) -> bool:
         """Return whether an action with this interval is due at the current step."""
         return self.step % every == 0 or self.step == self.num_steps
