@@ -5,8 +5,8 @@
     python eval.py --workdir=runs/ewt --split=test
 
 FOLDER holds the CoNLL-U files of github.com/UniversalDependencies/UD_English-EWT
-(CC BY-SA 4.0). Eight seeds scored an accuracy of 94.34 ± 0.12% on test
-(results/roles_ewt).
+(CC BY-SA 4.0). Eight seeds scored an accuracy of 94.34 ± 0.12% on test (two cores of an
+AMD EPYC, 2026-11-27, results/roles_ewt).
 """
 
 from headcount.configs import base

@@ -5,10 +5,12 @@
 
 The full recipe (6 layers, 6 heads, width 384, context 256, batch 64, 5,000 steps,
 dropout 0.2) is for a GPU or an overnight run. nanoGPT's README reports a loss of
-1.4697; three seeds here had 1.4651 on average (results/shakespeare). `:short` (4
-layers, 4 heads, width 128, context 64, batch 12, 2,000 steps, no dropout) is its recipe
-for a laptop's CPU. Its README reports 1.88; five seeds here had 1.798 on average. The
-validation split is the last 10% of the text, in windows that do not overlap.
+1.4697; three seeds here had 1.4651 ± 0.0033 (one NVIDIA H200, 2026-11-27,
+results/shakespeare). `:short` (4 layers, 4 heads, width 128, context 64, batch 12,
+2,000 steps, no dropout) is its recipe for a laptop's CPU. Its README reports 1.88; five
+seeds here had 1.798 ± 0.012 (two cores of an AMD EPYC, 2026-11-27,
+results/shakespeare_short). The validation split is the last 10% of the text, in windows
+that do not overlap.
 
 A sweep that tunes settings also needs a test split, on which they are not chosen:
 --config.data.test_share=0.5 makes the second half of the last 10% the test split.

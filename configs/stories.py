@@ -4,7 +4,9 @@
     python heads.py roles --workdir=runs/stories
 
 Verbs agree with a subject several words before them. Pronouns and repeated names
-determine which of two things a sentence mentions (see data/stories.py).
+determine which of two things a sentence mentions (see data/stories.py). Eight seeds
+had a test loss of 1.5440 ± 0.0046 (two cores of an Intel Xeon, 2026-11-24,
+results/roles_stories).
 """
 
 from headcount.configs import base

@@ -6,7 +6,8 @@
 
 FOLDER holds wnut17train.conll, emerging.dev.conll and emerging.test.annotated of
 github.com/leondz/emerging_entities_17 (CC BY 4.0). Five seeds scored an entity F1 of
-17.93 ± 1.86% on test and 28.90 ± 1.27% on dev (docs/benchmarks/tagging.md).
+17.93 ± 1.86% on test and 28.90 ± 1.27% on dev (two cores of an Intel Xeon, 2026-11-25,
+docs/benchmarks/tagging.md).
 """
 
 from headcount.configs import base
