@@ -146,6 +146,13 @@ EXAMPLES = flags.DEFINE_integer(
 CALIBRATE = flags.DEFINE_bool(
     "calibrate", True, "With `list`: train a few steps to estimate the time."
 )
+OF_VERBS = (
+    (FINISHED, ("run",)),
+    # in `list` some have no effect, but one replaces `run` by `list` to see the costs
+    *((flag, ("list", "run")) for flag in (GROUP, SHARD, LAUNCHER, ADDRESS, RESOURCES)),
+    (EXAMPLES, ("report",)),
+    (CALIBRATE, ("list",)),
+)
 for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
     flags.declare_key_flag(flag.name)  # so that --help lists it
 
@@ -193,13 +200,14 @@ def check_flags(verb: str) -> None:
         )
     if WORKDIR.value is None and verb != "list":
         raise ValueError("--workdir is needed: the folder of the sweep.")
-    if FINISHED.value is not None and verb != "run":
-        raise ValueError(f"--finished has no meaning for {verb}; it is for run.")
+    for flag, verbs in OF_VERBS:
+        if flag.present and verb not in verbs:
+            raise ValueError(
+                f"--{flag.name} has no meaning for {verb}; it is for "
+                f"{' and '.join(verbs)}."
+            )
     if GROUP.value is not None and SHARD.value is not None:
         raise ValueError("--group and --shard exclude each other; give one of them.")
-    for flag in (GROUP, SHARD):
-        if flag.value is not None and verb in ("report", "status"):
-            raise ValueError(f"--{flag.name} has no meaning for {verb}; leave it out.")
     remote = [x for x in RESOURCES.value if not x.startswith("cores=")]
     unused = [("address", ADDRESS.value)]
     unused.append(("resources", RESOURCES.value if cluster.arguments() else remote))

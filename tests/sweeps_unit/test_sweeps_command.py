@@ -32,6 +32,11 @@ def call(*arguments):
         (["report", "--workdir="], "--workdir needs the folder"),
         (["report", "--workdir=x", "--finished=x.csv"], "--finished has no meaning"),
         (["status", "--workdir=x", "--shard=0/2"], "--shard has no meaning"),
+        (["run", "--workdir=x", "--nocalibrate"], "--calibrate has no meaning for run"),
+        (
+            ["report", "--workdir=x", "--resources=cores=1"],
+            "--resources has no meaning",
+        ),
         (["run", "--workdir=x", "--shard=0/2", "--group=0"], "--group.*--shard"),
         pytest.param(["list", "--ablation=heads"], "--config", marks=pytest.mark.slow),
         pytest.param(
