@@ -36,7 +36,7 @@ beside plain heads, as they are and with equal parameters.
 [attention.py](../../models/attention.py) applies them; most are functions of
 [variants.py](../../attention/variants.py). ALiBi and partial rotary positions, dropout
 of attention weights and Muon are not among them: see the ablations `positions` and
-`muon`, `model.attention.rotary_dim` and `model.attention.dropout`.
+`muon` [below](#in-other-ablations), and `model.attention.dropout`.
 QK clip fails with an error if `positions=relative`, because it can't scale the learned
 biases in the logits. Our verdicts come from two sweeps with equal parameters;
 [variants](../research/variants.md) says how they were made:
@@ -149,6 +149,51 @@ COMPARED = (  # what, with what, where code bases differ
     ),
     ("gate on values, gates from 1", "none: no package has them", "not known"),
 )
+OTHERS = """
+## In other ablations
+
+Positions and optimizers that treat heads one by one. The sweeps are on Shakespeare by
+characters, with a learning rate per arm: [positions](../research/positions.md) and
+[Muon](../research/variants.md#muon). The differences are from learned positions and
+from AdamW.
+
+"""
+OF_OTHERS = (  # ablation, arm, formula, keys, source, claim
+    (
+        "positions",
+        "alibi",
+        "logits − slope_n · abs(i − j)",
+        "`model.positions=alibi`",
+        "Press et al. 2021, 2108.12409",
+        "trained on 1,024 tokens, the perplexity of sinusoidal positions trained on "
+        "2,048",
+    ),
+    (
+        "positions",
+        "rotary",
+        "q_n and k_n rotated by angles that grow with the position; of their first "
+        "`attention.rotary_dim` features, if it is set",
+        "`model.positions=rotary`",
+        "Su et al. 2021, 2104.09864; GPT-J, GPT-NeoX: a part",
+        "faster convergence",
+    ),
+    (
+        "muon",
+        "muon",
+        "orthogonalised momentum, D × N·H",
+        "`optimizer.name=muon`",
+        "Jordan et al. 2024; Liu et al. 2025, 2502.16982",
+        "the same loss with half the FLOP",
+    ),
+    (
+        "muon",
+        "muon, muon_per_head=True",
+        "the same for each head's D × H",
+        "`optimizer.name=muon`, `optimizer.muon_per_head=True`",
+        "GLM-5 2026, 2602.15763; Kimi K3 2026, 2607.24653",
+        "updates of one size for all heads; needed for a latent (GLM-5)",
+    ),
+)
 MUON = """
 Our Muon is Optax's, which corrects the bias of the momentum. PyTorch's does not, and
 iterates in bfloat16. So the two agree only on the first update, in float32.
@@ -184,15 +229,29 @@ def render() -> str:
     header += "our verdict on Shakespeare", "our verdict on recall"
     cost_header = "variant", "parameters", "multiply-adds", "cache bytes", "kernels"
     compared = "what", "equals", "where code bases differ"
+    other_header = "what", "formula", "keys", "source", "claim", "our verdict"
     return (
         HEAD
         + table(header, rows)
         + COSTS
         + table(cost_header, costs)
+        + OTHERS
+        + table(other_header, others())
         + PEERS
         + table(compared, COMPARED)
         + MUON
     )
+
+
+def others() -> list[tuple[str, ...]]:
+    """Return the rows of what other ablations than `variants` compare."""
+    rows = []
+    for ablation, arm, *about in OF_OTHERS:
+        path = ROOT / "results" / f"{ablation}_shakespeare" / "verdicts.csv"
+        with path.open() as file:
+            (row,) = [row for row in csv.DictReader(file) if row["arm"] == arm]
+        rows.append((arm, *about, verdict_text(row)))
+    return rows
 
 
 def costs_of(base, settings: dict) -> tuple[int, int, int, str]:
