@@ -103,7 +103,8 @@ CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
     None,
     ["best", "last", "average"],
-    "Parameters to score: best on dev (default), last, or the mean of those kept.",
+    "Parameters to score: best on dev, last, or the mean of those kept. Default: best, "
+    "or last if there is no test split.",
 )
 METRIC = flags.DEFINE_string(
     "metric",

@@ -56,11 +56,6 @@ SETTINGS = {  # schema of sweep.json; see `runtime.schema`
 }
 # Settings that a later call keeps if it names --config, but not their flags.
 KEPT = ("seeds", "looks", "margin", "group_size", "note")
-FLAGS = (  # flags with a setting of the same name
-    *("ablation", "seeds", "match", "tune", "search", "search_seeds"),
-    *("checkpoint", "metric", "test_split", "group_size", "note"),
-    *("looks", "margin"),
-)
 
 
 class Options(NamedTuple):
@@ -89,6 +84,11 @@ class Options(NamedTuple):
     test_split: str | None = None
     group_size: int | None = None
     note: str | None = None
+
+
+OWN_MEANING = ("config", "overrides")  # a ConfigDict; its changes
+# flags with a setting of the same name
+FLAGS = [x for x in Options._fields if x in SETTINGS and x not in OWN_MEANING]
 
 
 def open_sweep(options: Options) -> Sweep:
