@@ -100,6 +100,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.value_residual = False  # mix values with those of the first layer
     attention.knocking = "none"  # a learned map that all heads share: linear or mlp
     attention.knocking_all = False  # also queries and keys, not values alone
+    attention.knocking_shared = False  # the same maps in all layers of a site
     attention.mixture_shared = 1  # merge rule "shared_mixture": heads always on
     attention.mixture_balance = 0.0  # factor on the load-balancing loss of mixtures
     attention.rotary_dim = placeholder(int)  # elements that rotary turns; None: all

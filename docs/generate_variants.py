@@ -145,7 +145,7 @@ COMPARED = (  # what, with what, where code bases differ
     (
         "knocking",
         "none: no package has it",
-        "ours has its own matrices per layer, and does not share them by layers",
+        "ours has its own matrices per layer, or with `knocking_shared` per site",
     ),
     ("gate on values, gates from 1", "none: no package has them", "not known"),
 )

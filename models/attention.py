@@ -76,6 +76,7 @@ class Attention(nnx.Module):
             `attention.variants.residual_value`.
         knocking: "none", "linear" or "mlp"; see `models.variants.Knocking`.
         knocking_all: apply knocking to queries and keys, too.
+        knocking_shared: for `Transformer`, which gives all layers the first one's maps.
         mixture_shared: number of heads of the rule "shared_mixture" that are always on.
         mixture_balance: factor on the load-balancing loss of a mixture.
         rotary_dim: number of elements of queries and keys that rotary positions rotate.
@@ -127,6 +128,7 @@ class Attention(nnx.Module):
         value_residual: bool = False,
         knocking: str = "none",
         knocking_all: bool = False,
+        knocking_shared: bool = False,
         mixture_shared: int = 1,
         mixture_balance: float = 0.0,
         rotary_dim: int | None = None,

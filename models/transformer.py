@@ -181,6 +181,10 @@ class Transformer(nnx.Module):
 
         self.encoder = layers("encoder", None)
         self.decoder = layers("decoder", arguments["cross"] if self.encoder else None)
+        for site, about in self.sites().items():
+            if arguments[site].get("knocking_shared"):
+                for later in about.attentions[1:]:
+                    later.knocking = about.attentions[0].knocking
 
         def position_table(site):
             if positions == "learned":

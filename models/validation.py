@@ -110,11 +110,10 @@ def check_variants(s: dict) -> None:
         f"0 with merge={s['merge']!r}, which routes nothing",
     )
     require(s["qk_clip"] is None or s["qk_clip"] > 0, "qk_clip", "above 0")
-    require(
-        s["knocking"] != "none" or not s["knocking_all"],
-        "knocking_all",
-        "False with knocking='none'",
-    )
+    for name in ("knocking_all", "knocking_shared"):
+        require(
+            s["knocking"] != "none" or not s[name], name, "False with knocking='none'"
+        )
     if s["latent_dim"] is None:
         require(s["latent_norm"], "latent_norm", "True without latent_dim")
         require(

@@ -11,7 +11,10 @@ from headcount.attention import MERGE_RULES, dot_product_attention, variants
 from headcount.configs.base import get_config
 from headcount.configs.variants import VARIANTS, claim_of
 from headcount.models.attention import Attention
+from headcount.models.cost import parameters
+from headcount.models.maps import single_example
 from headcount.models.variants import Difference
+from tests import model_cases
 
 # Variants whose gradients COMBINED covers, in the same code.
 IN_COMBINED = {"gate", "gate, shared", "gate, from 1", "gate on values", "exclusive"}
@@ -308,6 +311,32 @@ def test_gradients_causality_and_padding(name):
         assert not seen[1].any()
 
 
+def test_layers_of_a_site_can_share_their_knocking_maps():
+    """The gradient of the shared map is the sum of those of maps of their own."""
+    build = model_cases.tiny()
+    batch = single_example({"source": [4, 9, 8, 2], "target": [7, 5, 4, 6, 2]})
+    found = {}
+    for shared in (False, True):
+        knocking = {"knocking": "linear", "knocking_shared": shared}
+        attention = build.keywords["attention"] | knocking
+        graph, params = nnx.split(build(attention=attention, rngs=nnx.Rngs(0)))
+
+        def loss(params, graph=graph):
+            return (nnx.merge(graph, params)(batch) ** 2).sum()
+
+        maps = [
+            [layer.knocking.value for layer in about.attentions]
+            for about in nnx.merge(graph, jax.grad(loss)(params)).sites().values()
+        ]
+        found[shared] = loss(params), maps, parameters(params)
+    assert found[True][0] == found[False][0]  # all maps are the identity
+    V = D // 2
+    assert found[False][2] - found[True][2] == 3 * V * V
+    for own, same in zip(found[False][1], found[True][1], strict=True):
+        assert same[0] is same[1] and own[0] is not own[1]
+        close(same[0][...], own[0][...] + own[1][...])
+
+
 @pytest.mark.parametrize(
     "settings, keys",
     [
@@ -331,6 +360,10 @@ def test_gradients_causality_and_padding(name):
         ({"gate_features": 17}, "gate_features .*model.width = 16"),
         ({"knocking": "soft"}, "knocking must be one of"),
         ({"knocking_all": True}, "knocking_all must be False with knocking='none'"),
+        (
+            {"knocking_shared": True},
+            "knocking_shared must be False with knocking='none'",
+        ),
         ({"gate": "hard_concrete"}, "gate_features must be 0 with gate"),
         ({"gate": "sigmoid", "gate_penalty": 0.1}, "gate_penalty must be 0 with gate"),
         ({"qk_clip": 0.0}, "qk_clip must be above 0"),
