@@ -21,7 +21,7 @@ from headcount.analysis.significance import LEVEL, POWER
 
 DRAWS = 2_000_000  # simulated sweeps
 FUTILITY = 0.1  # with a lower chance of a verdict, an arm gets no more seeds
-TIES = 4  # seeds with equal differences after which a spread is not to be expected
+TIES = 8  # seeds with equal differences after which a spread is not to be expected
 VERDICTS = ("better", "worse", "equivalent", "undecided")
 
 

@@ -178,12 +178,12 @@ def test_the_least_hopeful_statistic_has_just_the_chance_that_is_required():
 
 
 @pytest.mark.parametrize("difference", [0.0, -3.0])
-def test_equal_differences_end_an_arm_after_four_seeds(difference):
-    looks = Looks((2, 4, 8), 1.0, 2)
-    for seeds, is_open in ((2, True), (3, True), (4, False)):
+def test_equal_differences_end_an_arm_after_eight_seeds(difference):
+    looks = Looks((2, 4, 8, 12, 16), 1.0, 2)
+    for seeds, is_open in ((2, True), (7, True), (8, False), (12, False)):
         found = judge([difference] * seeds, looks)
         assert found.kind == "undecided" and found.is_open == is_open
-    assert np.isnan(judge([difference] * 8, looks).chance)
+    assert np.isnan(judge([difference] * 16, looks).chance)
 
 
 def test_a_verdict_after_a_look_without_much_hope_counts():
