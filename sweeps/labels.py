@@ -3,11 +3,8 @@
 import re
 
 MATCH = "match"  # the key of an arm that names the budget it shares with the baseline
-SELF_EXPLANATORY = (
-    "merge",
-    "name",
-    "positions",
-)  # keys whose values need no name of the key
+# keys whose values need no name of the key
+SELF_EXPLANATORY = "merge", "name", "positions"
 LETTERS = {
     "width": "D",
     "mlp_dim": "F",

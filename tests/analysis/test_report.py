@@ -120,6 +120,7 @@ def test_arms_that_spread_unlike_the_baseline_are_named():
     arms |= {"little": [70, 70.2, 70.4] * 3, "alike": [60, 63, 70] * 3}
     text = summary_of(make_report(arms=arms))
     assert "by a factor of more than 3: much; little." in text
+    assert "factor" not in summary_of(make_report(arms={"whole": [1, 2], "b": [1, 3]}))
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 4, 8, 16])

@@ -61,21 +61,22 @@ def test_value_residuals_of_every_stack_need_two_layers():
             "attention.mixture_shared=2",
         ),
         ({"attention.mixture_heads": 3}, "attention.mixture_heads=3"),
-        (
-            {"positions": "rotary", "cross_attention.rotary_dim": 2},
-            "cross_attention.rotary_dim=2",
-        ),
-        (
-            {"cross_attention.latent_dim": 8, "cross_attention.latent_rotary_dim": 6},
-            "cross_attention.latent_rotary_dim=6",
-        ),
     ],
 )
 def test_settings_without_effect_raise_an_error(settings, key):
     """Otherwise one would train plain heads without noticing."""
     config = get_config()
     config.model.update_from_flattened_dict(settings)
-    with pytest.raises(ValueError, match=f"model.{key} has no effect"):
+    with pytest.raises(ValueError, match=f"model.{key} has no effect without"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("key", ["rotary_dim", "latent_rotary_dim"])
+def test_cross_attention_has_no_rotary_positions(key):
+    config = get_config()
+    config.model.positions = "rotary"
+    config.model.cross_attention[key] = 2
+    with pytest.raises(ValueError, match=f"model.cross_attention.{key}=2 has no eff"):
         check_config(config)
 
 
