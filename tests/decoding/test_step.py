@@ -76,7 +76,8 @@ def test_greedy_with_the_cache_equals_greedy_without(shape):
     assert len({tuple(row) for row in found}) > 1  # the model is no constant
     for text, row, score in zip(texts, found, out.scores, strict=True):
         wanted = log_probs(graph, params, text, [row])[0]
-        np.testing.assert_allclose(score, wanted, rtol=1e-4)
+        # log-probabilities near 0 carry the rounding of logits, which are larger
+        np.testing.assert_allclose(score, wanted, rtol=1e-5, atol=2e-6)
 
 
 @partial(jax.jit, static_argnames=("max_length", "beam_size"))
