@@ -51,14 +51,6 @@ SHOW = flags.DEFINE_integer("show", 0, "How many predictions to print.", 0)
 TRIAL = flags.DEFINE_integer("trial", 0, "Trial whose predictions to print.", 0)
 
 
-# Files of a run that predictions must not overwrite.
-OWN_FILES = (
-    *("config.json", "trials.json", "run.json", "metrics.jsonl", "huggingface.json"),
-    *("group.json", "trial_settings.json", "log.txt", ".lock", ".claim"),
-)
-OWN_FOLDERS = "checkpoints", "tokenizer", "base"
-
-
 def main():
     """Check the flags, then score."""
     for flag in (WORKDIR, SPLIT):
@@ -125,14 +117,13 @@ def check_output(names: list[str]) -> None:
     for name in names if OUTPUT.value is not None else ():
         path = output_path(name)
         files.check_output(f"--output={OUTPUT.value}", path)
+        # a run's own files: its JSON, its log, locks, and all in its folders
+        own = path.suffix in (".json", ".jsonl") or path.name.startswith((".", "log."))
         folder = path.resolve().parent
-        is_own = path.name in OWN_FILES or path.name.startswith(("result-", "heads-"))
-        if (folder == workdir and is_own) or any(
-            folder.is_relative_to(workdir / own) for own in OWN_FOLDERS
-        ):
+        if folder.is_relative_to(workdir) and (own or folder != workdir):
             raise ValueError(
-                f"--output={OUTPUT.value} would overwrite a file of the run; choose "
-                f"another name."
+                f"--output={OUTPUT.value} may overwrite a file of the run; choose "
+                f"another name, such as {workdir.name}/predictions.txt."
             )
 
 

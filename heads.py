@@ -31,7 +31,7 @@ from absl import flags
 from matplotlib.backend_bases import FigureCanvasBase
 
 from headcount.analysis.explorer import explore, page
-from headcount.analysis.heads import all_gates, describe, importance, output_file
+from headcount.analysis.heads import describe, importance, output_file
 from headcount.analysis.plots import plot_example, plot_pruning
 from headcount.analysis.pruning import curve
 from headcount.analysis.roles import MIN_EXAMPLES, first_sentences, measure_roles
@@ -53,6 +53,7 @@ from headcount.configs.commandline import (
     path_of,
     run,
 )
+from headcount.configs.sites import layers_of
 from headcount.configs.validation import choose
 from headcount.data.files import read_lines
 from headcount.decoding import flags as decoding
@@ -117,19 +118,25 @@ def main(verb: str) -> None:
         if verb in OF_SWEEPS and (workdir / "sweep.json").exists():
             measure_sweep(verb, workdir)
             return
-        found = load(workdir, CHECKPOINT.value)
+        found = open_run(workdir, CHECKPOINT.value)
         found.task.check_options(options, evaluates=True)
-        sites = list(all_gates(found, found.of(0)[0], {}))
+        sites = list(layers_of(found.config.model))
         if SITE.value is not None:
             choose("--site", SITE.value, sites)
-        if DIRECTORY.value is not None:
-            found.task.set_directory(DIRECTORY.value)
         # a plot of the user's own text needs no corpus
         uses_corpus = verb != "plot" or INPUT.value is None
         examples = found.task.load(SPLIT.value) if uses_corpus else None
         shown = SPLIT.value, SITE.value, f"trial_{TRIAL.value}" * TRIAL.present
         path = output_file(workdir, verb, *shown, which=CHECKPOINT.value)
         VERBS[verb](path, found, examples, options)
+
+
+def open_run(folder: Path, which: str):
+    """Load a run whose task reads its data from --directory, if given."""
+    found = load(folder, which)
+    if DIRECTORY.value is not None:
+        found.task.set_directory(DIRECTORY.value)
+    return found
 
 
 def measure_sweep(verb: str, workdir: Path) -> None:
@@ -143,9 +150,7 @@ def measure_sweep(verb: str, workdir: Path) -> None:
     which = CHECKPOINT.value if CHECKPOINT.present else sweep.settings["checkpoint"]
 
     def load_group(folder: Path):
-        found = load(folder, which)
-        if DIRECTORY.value is not None:
-            found.task.set_directory(DIRECTORY.value)
+        found = open_run(folder, which)
         return found, found.task.load(SPLIT.value)
 
     rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
@@ -195,7 +200,7 @@ def prune(path, found, examples, options) -> None:
 
 def plot(_, found, examples, options) -> None:
     """Plot the attention maps of one example with the model's own output."""
-    sites = list(all_gates(found, found.of(0)[0], {}))
+    sites = list(layers_of(found.config.model))
     site = SITE.value or ("cross" if "cross" in sites else sites[0])
     trial, output, index = choose_trial(found, TRIAL), path_of(OUTPUT), EXAMPLE.value
     lines = None if INPUT.value is None else input_lines()
@@ -260,9 +265,7 @@ def explore_heads(path, found, examples, options) -> None:
     if COMPARE.value is not None:
         other = path_of(COMPARE)
         name = other.name if other.name != first else f"{other.name} (2)"
-        runs[name] = load(other, CHECKPOINT.value)
-        if DIRECTORY.value is not None:
-            runs[name].task.set_directory(DIRECTORY.value)
+        runs[name] = open_run(other, CHECKPOINT.value)
         splits[name] = runs[name].task.load(examples.split)
     lines = None if INPUT.value is None else input_lines()
     sentences, trials = {}, {}

@@ -83,6 +83,30 @@ def decode_prompts(lines: list[str], first: int) -> list[str]:
     return prompts
 
 
+def given_options() -> dict:
+    """Return the options of `Task.predict` that were given on the command line.
+
+    Raises:
+        ValueError: flags contradict each other.
+    """
+    options = decoding.options()
+    for flag in (MAX_NEW_TOKENS, STOP, SAMPLES):
+        if flag.present:
+            options[flag.name] = flag.value
+    if SAMPLES.value > 1 and decoding.TEMPERATURE.value == 0:
+        raise ValueError(
+            f"--samples={SAMPLES.value} needs a --temperature above 0, such as "
+            f"--temperature=1: without sampling, all continuations are the same."
+        )
+    if SCORE.value and SCORE_TOKENS.value:
+        raise ValueError("--score and --score_tokens can't be combined.")
+    extra = options.keys() - {"batch_size"}
+    if (SCORE.value or SCORE_TOKENS.value) and extra:
+        names = ", ".join(f"--{name}" for name in sorted(extra))
+        raise ValueError(f"Leave out {names}: scoring decodes nothing.")
+    return options
+
+
 def main():
     """Check the flags, then print results for lines as they arrive."""
     if WORKDIR.value is None:
@@ -94,34 +118,19 @@ def main():
     with one_sentence():
         if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
-        options = decoding.options()
-        for flag in (MAX_NEW_TOKENS, STOP, SAMPLES):
-            if flag.present:
-                options[flag.name] = flag.value
-        if SAMPLES.value > 1 and decoding.TEMPERATURE.value == 0:
-            raise ValueError(
-                f"--samples={SAMPLES.value} needs a --temperature above 0, such as "
-                f"--temperature=1: without sampling, all continuations are the same."
-            )
-        if SCORE.value and SCORE_TOKENS.value:
-            raise ValueError("--score and --score_tokens can't be combined.")
-        scores = SCORE.value or SCORE_TOKENS.value
-        extra = options.keys() - {"batch_size"}
-        if scores and extra:
-            names = ", ".join(f"--{name}" for name in sorted(extra))
-            raise ValueError(f"Leave out {names}: scoring decodes nothing.")
+        options, scores = given_options(), SCORE.value or SCORE_TOKENS.value
         found = load(path_of(WORKDIR), CHECKPOINT.value)
         found.task.check_options(options)
-        if JSON.value and not hasattr(found.task, "stream"):
+        task, can_stream = found.task, hasattr(found.task, "stream")
+        if JSON.value and not can_stream:
             raise ValueError("--json is for language models; leave it out.")
-        task, trial = found.task, choose_trial(found, TRIAL)
-        answer = task.score_lines if SCORE.value else task.predict
-        answer = task.score_tokens if SCORE_TOKENS.value else answer
+        trial, answer = choose_trial(found, TRIAL), task.predict
+        if scores:
+            answer = task.score_lines if SCORE.value else task.score_tokens
         number, size = 0, decoding.BATCH_SIZE.value
         samples = options.get("samples", 1)
         # the tokens of a beam are not known before its end
         is_single = samples == options.get("beam_size", 1) == 1
-        can_stream = hasattr(task, "stream")
         streams = is_single and can_stream and not (scores or JSON.value)
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
             about = {"trial": trial, "first": number}

@@ -26,6 +26,8 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
+from headcount.analysis.budget import BUDGETS
+from headcount.analysis.report_markdown import CHECKPOINTS
 from headcount.configs.commandline import (
     TASK_FILE,
     WORKDIR,
@@ -76,7 +78,7 @@ MARGIN = flags.DEFINE_string(
 MATCH = flags.DEFINE_enum(
     "match",
     None,
-    ["parameters", "flops"],
+    list(BUDGETS),
     "Change model.mlp_dim to give every arm the baseline's parameters or "
     "multiply-adds.",
 )
@@ -102,7 +104,7 @@ SEARCH_SEEDS = flags.DEFINE_integer(
 CHECKPOINT = flags.DEFINE_enum(
     "checkpoint",
     None,
-    ["best", "last", "average"],
+    list(CHECKPOINTS),
     "Parameters to score: best on dev, last, or the mean of those kept. Default: best, "
     "or last if there is no test split.",
 )
@@ -120,7 +122,7 @@ GROUP_SIZE = flags.DEFINE_integer(
 GROUP = flags.DEFINE_string("group", None, "Run only the group of this number or name.")
 SHARD = flags.DEFINE_string("shard", None, "i/n: run every n-th group, from group i.")
 LAUNCHER = flags.DEFINE_enum(
-    "launcher", "local", ["local", "ray", "slurm"], "Where to run groups."
+    "launcher", "local", list(launchers.LAUNCHERS), "Where to run groups."
 )
 ADDRESS = flags.DEFINE_string(
     "address",
@@ -154,8 +156,6 @@ OF_VERBS = (
     (EXAMPLES, ("report",)),
     (CALIBRATE, ("list",)),
 )
-for flag in (WORKDIR, TASK_FILE, *cluster.FLAGS):
-    flags.declare_key_flag(flag.name)  # so that --help lists it
 
 
 def main(verb: str, more_workdirs: list[str]) -> None:
@@ -193,7 +193,8 @@ def main(verb: str, more_workdirs: list[str]) -> None:
 
 def check_flags(verb: str) -> None:
     """Raise a ValueError if flags are missing or inconsistent."""
-    distributed.check_flags(*(flag.value for flag in cluster.FLAGS[:3]))
+    named = cluster.COORDINATOR, cluster.NUM_PROCESSES, cluster.PROCESS_ID
+    distributed.check_flags(*(flag.value for flag in named))
     if cluster.arguments() and LAUNCHER.value == "ray":
         raise ValueError(
             "--coordinator: a Ray task is a single process; use --launcher=local, or "
@@ -258,13 +259,7 @@ def choose_workdir(verb: str, temporary: Path) -> Path:
 
 def options(verb: str, workdir: Path, task_file: Path | None) -> settings.Options:
     """Return the flags that specify the sweep."""
-    given = {
-        flag.name: flag.value
-        for flag in (
-            *(ABLATION, MARGIN, MATCH, TUNE, SEARCH, SEARCH_SEEDS),
-            *(CHECKPOINT, METRIC, TEST_SPLIT, GROUP_SIZE, NOTE),
-        )
-    }
+    given = {name: flags.FLAGS[name].value for name in settings.FLAGS}
     given["seeds"], given["looks"] = parse_seeds(SEEDS.value, LOOKS.value)
     if CONFIG.value is not None:
         given["config"], given["config_file"] = CONFIG.value, config_file()

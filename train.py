@@ -235,11 +235,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     model = cost.abstract(task.build)
     with distributed.fail_together():
         check_memory(config, R, cost.parameters(model))
-    with distributed.fail_together():
-        if distributed.is_first():  # verifies kernels; another process's times differ
-            implementations(model, spec)
-    found = distributed.gather([vars(each) for each in verification.verdicts()])[0]
-    verification.adopt([verification.Verdict(**each) for each in found])
+    verify_kernels(model, spec)
     static = make_static(model, config, task.loss)
     sharding.warn_of_undivided(nnx.state(model), flat(config.to_dict()), mesh.shape)
     make_state = partial(init, static=static, build=task.build)
@@ -304,17 +300,8 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         }
         log_unused_kernels(facts["no_cpu_kernel"])
         changed = record(workdir, config.to_dict(), trials, facts)
-        deterministic = "xla_gpu_deterministic_ops=true" in facts["xla_flags"]
-        if jax.default_backend() == "gpu" and not deterministic and not changed:
-            changed = (
-                "on a GPU the gradients of embeddings are summed in no fixed order, "
-                "except with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
-            )
-        if changed and step:
-            say(
-                "The result will not be bit-identical to an uninterrupted run: "
-                f"{changed}."
-            )
+        if step:
+            warn_of_other_bits(changed, facts["xla_flags"])
     return Trainer(
         config=config,
         workdir=workdir,
@@ -341,6 +328,35 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
         compile_clock=compile_clock,
         started=STARTED,
     )
+
+
+def verify_kernels(model, spec: dict) -> None:
+    """Verify attention kernels in process 0, and adopt its verdicts in all processes.
+
+    Another process would measure other times, and might choose other kernels.
+    """
+    with distributed.fail_together():
+        if distributed.is_first():
+            implementations(model, spec)
+    found = distributed.gather([vars(each) for each in verification.verdicts()])[0]
+    verification.adopt([verification.Verdict(**each) for each in found])
+
+
+def warn_of_other_bits(changed: str, xla_flags: str) -> None:
+    """Log why a resumed run will differ from an uninterrupted one, if it will.
+
+    Args:
+        changed: what changed since the run was started; see `workdir.record`.
+        xla_flags: the environment variable XLA_FLAGS.
+    """
+    deterministic = "xla_gpu_deterministic_ops=true" in xla_flags
+    if jax.default_backend() == "gpu" and not deterministic and not changed:
+        changed = (
+            "on a GPU the gradients of embeddings are summed in no fixed order, except "
+            "with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        )
+    if changed:
+        say(f"The result will not be bit-identical to an uninterrupted run: {changed}.")
 
 
 def log_unused_kernels(no_cpu_kernel: str | None) -> None:

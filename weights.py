@@ -100,8 +100,6 @@ HEADS = flags.DEFINE_list(
     [],
     "--prune: heads to remove, as SITE.LAYER.HEAD, besides those with a gate of 0.",
 )
-for flag in (WORKDIR, CHECKPOINT):
-    flags.declare_key_flag(flag.name)  # so that --help lists it
 
 ORIGINAL = "huggingface.json"  # in the workdir: the config.json that was imported
 GENERATION = "generation_config.json"  # transformers' options of `generate`
@@ -545,12 +543,11 @@ def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
 
 def check_stablehlo(config) -> None:
     """Raise a NotImplementedError unless a model maps tokens to tokens or classes."""
-    for key, value in (
-        ("task.name", "masked_language_model"),
-        ("data.tokenizer", "affixes"),
+    for key, own, value in (
+        ("task.name", config.task.name, "masked_language_model"),
+        ("data.tokenizer", config.data.tokenizer, "affixes"),
     ):
-        section, name = key.split(".")
-        if config[section][name] == value:
+        if own == value:
             raise NotImplementedError(
                 f"stablehlo has no program for {key}={value}: its programs read token "
                 f"ids alone and give tokens or classes."

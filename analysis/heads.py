@@ -14,7 +14,7 @@ from rich.progress import track
 from headcount import attention
 from headcount.analysis.formatting import grouped
 from headcount.attention.masks import EMPTY
-from headcount.data.examples import Examples
+from headcount.data.examples import Examples, segments_of
 from headcount.models import precision
 from headcount.models.attention import Intermediates
 from headcount.models.maps import weight_on_special_token
@@ -252,11 +252,7 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
         A list over layers by site, with sums (for max_logit, maxima) of the statistics
         and `contributions`, each of shape N; and the number of tokens by side.
     """
-    counts = {
-        name.removesuffix("_segments"): (array > 0).sum(1)
-        for name, array in batch.items()
-        if name.endswith("_segments")
-    }
+    counts = {side: (array > 0).sum(1) for side, array in segments_of(batch).items()}
     seen = {site: [] for site in head_gates}
 
     def add(site, layer):
@@ -266,7 +262,7 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
             for name, each in contributions(layer).items()
         }
         sink = layer.parameters.get("sink")
-        if layer.difference is None and "logits_mix" not in layer.parameters:
+        if layer.is_distribution:
             arrays, masks = (layer.query, layer.key), layer.masks
             means = attention.head_statistics(*arrays, **masks)._asdict()
             count, largest = counts[SIDES[site]], means.pop("max_logit")

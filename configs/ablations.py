@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from headcount.configs.sites import layers_of
 from headcount.configs.variants import VARIANTS
 
 Arms = Iterable[dict]
@@ -445,17 +446,10 @@ def sites(base) -> list[dict]:
     others = [N for N in (1, 4, 16) if base.model.attention.num_heads != N]
     arms = (
         heads_of(f"model.{site}_attention", N, share(base, N))
-        for site in attention_sites(base)
+        for site in layers_of(base.model)
         for N in others
     )
     return chain([{}], arms)
-
-
-def attention_sites(base) -> list[str]:
-    """Return the attention sites of the base config's model."""
-    encoder, decoder = base.model.num_encoder_layers, base.model.num_decoder_layers
-    sites = {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
-    return [site for site, layers in sites.items() if layers]
 
 
 def heads_of(path: str, N: int, size: int, K: int | None = None) -> dict:

@@ -270,8 +270,8 @@ def check_config_flag(config) -> None:
     """Raise a ValueError if a config's keys or values are invalid."""
     if not isinstance(config, ConfigDict):
         # the placeholder for an unreadable file raises its OSError on any access
-        kind = "None" if config is None else getattr(config, "keys", config)
-        kind = kind if config is None else type(config).__name__
+        getattr(config, "keys", None)
+        kind = "None" if config is None else type(config).__name__
         raise ValueError(
             f"The config file's get_config() must return a ConfigDict, got {kind}; "
             f"start from get_config() of configs/base.py."

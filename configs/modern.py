@@ -8,9 +8,9 @@ keys, an untied output table, and no biases. The feed-forward is 8/3 D wide, whi
 it as many parameters as a plain one of 4 D. Data, sizes and optimizer are those of
 configs/shakespeare.py, so that only the block differs. With `:short`, a learning rate
 of 0.004 and data.test_share=0.5, 16 seeds had a test loss of 1.6713 ± 0.0083 (two cores
-of an Intel Xeon and of an AMD EPYC, 2026-11-25 to 28, results/variants_shakespeare). To
-use Muon and a schedule with
-warmup, stable phase and decay, as is common for such models:
+of an Intel Xeon and of an AMD EPYC, 2026-11-25 to 28, results/variants_shakespeare).
+To use Muon and a schedule with warmup, stable phase and decay, as is common for such
+models:
 
     python train.py --config=configs/modern.py:short --workdir=runs/muon \\
       --config.optimizer.name=muon --config.optimizer.schedule=warmup_stable_decay

@@ -27,9 +27,8 @@ def get_config(recipe: str = "full"):
     config.task.name = "language_model"
     config.data.name = "shakespeare"
     config.data.tokenizer = "characters"
-    config.data.vocab_size = (
-        69  # 65 characters, 4 special tokens; once read, the text decides
-    )
+    # 65 characters, 4 special tokens; once read, the text decides
+    config.data.vocab_size = 69
     config.data.max_length = 256
     config.data.batch_tokens = 64 * 256
     config.model.width = 384

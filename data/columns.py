@@ -4,22 +4,18 @@ A file has one word per line, and blank lines between sentences. In CoNLL files 
 is the last column. In CoNLL-U files (universaldependencies.org) it is chosen by name.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from absl import logging
 
-from headcount.data.files import folder_of, read_lines
+from headcount.data.files import find_file, folder_of, read_lines
 
 NAMES = "conll", "conllu"  # values of data.name
 CONLLU = {"upos": 3, "xpos": 4, "relation": 7}  # column by tag
 FEATURES, HEAD = 5, 6
 NO_FEATURE = "_"
-# Names of splits in published files.
-SPLITS = {"train": ("train",), "val": ("val", "dev"), "test": ("test",)}
-SUFFIXES = (".conllu", ".conll", ".txt", ".annotated", ".tsv")
 
 
 class Sentence(NamedTuple):
@@ -52,32 +48,6 @@ def load(name: str, split: str, directory: str | None, tag: str) -> list[Sentenc
         raise ValueError(f"{path} has no sentences.")
     logging.info("%s %s: %d sentences", name, split, len(sentences))
     return sentences
-
-
-def find_file(folder: Path, split: str) -> Path:
-    """Return the file of a split: a word in its name starts with a name of the split.
-
-    Raises:
-        ValueError, OSError: there is no file for the split, or more than one.
-    """
-    names = SPLITS.get(split, (split,))
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
-    # at the start of a word, so that an evaluation set is not "val"
-    pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, names))})", re.I)
-    found = [path for path in files if pattern.search(path.name)]
-    if not found:
-        listed = ", ".join(path.name for path in files) or "no such file"
-        raise FileNotFoundError(
-            f"The folder {folder} has no file for the split {split!r}: a word in its "
-            f"name must start with {' or '.join(names)}, and the name must end in "
-            f"{', '.join(SUFFIXES)}. It holds {listed}."
-        )
-    if len(found) > 1:
-        listed = ", ".join(path.name for path in found)
-        raise ValueError(
-            f"{folder} has several files for the split {split!r}: {listed}."
-        )
-    return found[0]
 
 
 def read_conll(path: Path, tag: str) -> list[Sentence]:

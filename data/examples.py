@@ -68,6 +68,12 @@ class Examples:
         return checksum
 
 
+def segments_of(batch: dict) -> dict:
+    """Return the arrays of segment ids of a batch, or of its spec, by field."""
+    suffix = "_segments"
+    return {k.removesuffix(suffix): x for k, x in batch.items() if k.endswith(suffix)}
+
+
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
     """Shape and dtype of an array, without its values."""

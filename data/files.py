@@ -1,8 +1,13 @@
 """Local files of a corpus: UTF-8 text, gzipped or not, in the folder data.directory."""
 
 import gzip
+import re
 import zlib
 from pathlib import Path
+
+# Names of splits in published files.
+SPLITS = {"train": ("train",), "val": ("val", "dev"), "test": ("test",)}
+SUFFIXES = (".conllu", ".conll", ".txt", ".annotated", ".tsv")
 
 
 def folder_of(name: str, directory: str | None) -> Path:
@@ -20,6 +25,32 @@ def folder_of(name: str, directory: str | None) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
     return folder
+
+
+def find_file(folder: Path, split: str) -> Path:
+    """Return the file of a split: a word in its name starts with a name of the split.
+
+    Raises:
+        ValueError, OSError: there is no file for the split, or more than one.
+    """
+    names = SPLITS.get(split, (split,))
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    # at the start of a word, so that an evaluation set is not "val"
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, names))})", re.I)
+    found = [path for path in files if pattern.search(path.name)]
+    if not found:
+        listed = ", ".join(path.name for path in files) or "no such file"
+        raise FileNotFoundError(
+            f"The folder {folder} has no file for the split {split!r}: a word in its "
+            f"name must start with {' or '.join(names)}, and the name must end in "
+            f"{', '.join(SUFFIXES)}. It holds {listed}."
+        )
+    if len(found) > 1:
+        listed = ", ".join(path.name for path in found)
+        raise ValueError(
+            f"{folder} has several files for the split {split!r}: {listed}."
+        )
+    return found[0]
 
 
 def read_bytes(path: Path) -> bytes:

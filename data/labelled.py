@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from headcount.data.columns import find_file
-from headcount.data.files import folder_of, read_lines
+from headcount.data.files import find_file, folder_of, read_lines
 
 NAMES = "labelled", "movie_reviews"  # values of data.name
 FOLDS = 10

@@ -53,13 +53,12 @@ VERBS = {  # plural by singular
     "comes": "come",
 }
 WITH_THING = ("shows", "finds", "takes", "sells", "likes", "paints")
-LINKS = ("subject", "agreement", "modifier", "antecedent", "same_name")
 
 
 class Link(NamedTuple):
     """A relation between two words of a story, by their indices."""
 
-    relation: str  # a name in LINKS
+    relation: str  # subject, agreement, modifier, antecedent or same_name
     word: int  # verb, noun, pronoun, or repeated name
     of: int  # subject (also for "agreement"), adjective, antecedent, or previous name
 

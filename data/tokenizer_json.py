@@ -3,8 +3,7 @@
 import json
 
 from headcount.data import tokenizers as ours
-
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+from headcount.data.tokenizers import SPECIAL
 
 
 def tokenizer_json(tokenizer) -> str:

@@ -22,7 +22,8 @@ from headcount.data.cache import write
 from headcount.data.examples import Ragged
 
 PAD, BOS, EOS, UNK = range(4)
-NUM_SPECIAL = 4
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # names of these ids
+NUM_SPECIAL = len(SPECIAL)
 
 
 class SentencePieceTokenizer:
@@ -78,7 +79,7 @@ class TableTokenizer:
     def __init__(self, units: list[str], separator: str):
         self.units, self.separator = units, separator
         self._ids = {unit: NUM_SPECIAL + i for i, unit in enumerate(units)}
-        self._names = ["<pad>", "<s>", "</s>", "<unk>", *units]
+        self._names = [*SPECIAL, *units]
 
     @property
     def vocab_size(self) -> int:
@@ -125,11 +126,8 @@ class ByteTokenizer:
 
     def pieces(self, ids) -> list[str]:
         """See `SentencePieceTokenizer.pieces`."""
-        names = ("<pad>", "<s>", "</s>", "<unk>")
-        return [
-            names[i] if i < NUM_SPECIAL else bytes([i - NUM_SPECIAL]).decode("latin-1")
-            for i in map(int, ids)
-        ]
+        names = [*SPECIAL, *map(chr, range(256))]  # bytes as Latin-1
+        return [names[int(i)] for i in ids]
 
     def decode(self, ids) -> str:
         """See `SentencePieceTokenizer.decode`; broken UTF-8 becomes U+FFFD."""

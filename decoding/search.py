@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from headcount.data.tokenizers import BOS, EOS, PAD
 from headcount.decoding.sampling import sample
 
 NEVER = -1e9  # log-probability of excluded continuations; finite, so sums are finite
@@ -13,10 +14,10 @@ BLOCK = 64  # tokens per block in `top_tokens`
 
 
 class Vocabulary(NamedTuple):
-    """EOS and excluded tokens of a search, by default those of `data.tokenizers`."""
+    """EOS and excluded tokens of a search."""
 
-    eos: int = 2  # ends a hypothesis
-    banned: tuple[int, ...] = (0, 1)  # padding and BOS
+    eos: int = EOS  # ends a hypothesis
+    banned: tuple[int, ...] = (PAD, BOS)
 
 
 DEFAULT_VOCABULARY = Vocabulary()

@@ -143,12 +143,12 @@ class Attention(nnx.Module):
         path: str = "model.attention",
         rngs: nnx.Rngs,
     ):
+        given = dict(locals())  # all arguments, for `check_variants`
         num_kv_heads, head_dim, value_dim = head_shape(
             width, num_heads, num_kv_heads, head_dim, value_dim, path=path
         )
         choose(f"{path}.merge", merge, attention.MERGE_RULES)
         choose(f"{path}.init", init, INITS)
-        pairs = 2 if differential else 1
         if implementation is not None:
             choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
             if talking_heads and implementation != "reference":
@@ -160,7 +160,7 @@ class Attention(nnx.Module):
         choose(f"{path}.gate_size", gate_size, variants.GATE_SIZES)
         choose(f"{path}.gate_on", gate_on, GATE_PLACES)
         choose(f"{path}.knocking", knocking, KNOCKING)
-        check_variants(locals())  # it reads most arguments, with defaults resolved
+        check_variants(given | {"num_kv_heads": num_kv_heads, "head_dim": head_dim})
         self.merge_rule = merge
         self.mixture_heads = mixture_heads
         self.mixture_shared = mixture_shared
@@ -201,6 +201,7 @@ class Attention(nnx.Module):
             self.latent = Latent(width, latent_dim, rotary_size, *sizes, **settings)
             rngs.params(), rngs.params()  # plain heads' keys and values draw these
 
+        pairs = 2 if differential else 1
         merged = num_heads // pairs, value_dim * pairs
         self.num_merged_heads = merged[0]
         sizes = {"N": merged[0], "V": merged[1], "D": width}
@@ -631,12 +632,21 @@ class Intermediates(NamedTuple):
     largest: Float[Array, "N"] | None = None  # largest logits, with `qk_clip`
     factors: Float[Array, "*V"] | float = 1.0  # see `Attention.element_factors`
 
+    @property
+    def is_talking(self) -> bool:
+        """Whether the maps of heads are mixed (`model.attention.talking_heads`)."""
+        return "logits_mix" in self.parameters
+
+    @property
+    def is_distribution(self) -> bool:
+        """Whether a head averages values: not with talking or differential heads."""
+        return self.difference is None and not self.is_talking
+
 
 def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
     """Compute every head's attention weights, or differences if differential."""
-    talking = "logits_mix" in layer.parameters
     weights = attention.attention_weights
-    if talking:
+    if layer.is_talking:
         weights = attention.talking_heads_weights
     maps = weights(layer.query, layer.key, **layer.masks, **layer.parameters)
     if layer.difference is None:

@@ -10,6 +10,8 @@ import numpy as np
 
 from headcount.attention.variants import LEARNED, hard_concrete
 from headcount.configs.base import get_config
+from headcount.configs.sites import layers_of
+from headcount.models.attention import head_shape
 from headcount.models.positions import SINUSOIDAL, sinusoidal
 from headcount.models.transformer import attention_arguments
 
@@ -139,26 +141,20 @@ def site_settings(config, site: str) -> dict:
 
 def num_layers(config, site: str) -> int:
     """Return the number of layers at a site."""
-    if site == "cross" and not config.model.num_encoder_layers:
-        return 0
-    return config.model[f"num_{STACKS[site][0]}_layers"]
+    return layers_of(config.model).get(site, 0)
 
 
 def sites(config) -> list[str]:
     """Return the sites that a model has."""
-    return [site for site in STACKS if num_layers(config, site)]
+    return list(layers_of(config.model))
 
 
 def head_sizes(config, site: str) -> tuple[int, int, int, int]:
     """Return N, K, H and V of a site."""
     of = site_settings(config, site)
-    N, default = of["num_heads"], config.model.width // of["num_heads"]
-    return (
-        N,
-        of["num_kv_heads"] or N,
-        of["head_dim"] or default,
-        of["value_dim"] or default,
-    )
+    names = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "path")
+    sizes = {name: of[name] for name in names}
+    return of["num_heads"], *head_shape(config.model.width, **sizes)
 
 
 def check_plain(config, target: str, model: tuple, heads: tuple) -> None:

@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 
+from headcount.data.tokenizers import BOS, EOS, PAD
 from headcount.models import folding
 from headcount.models.huggingface import to_huggingface
 from headcount.models.huggingface_config import ACTIVATIONS
@@ -18,7 +19,9 @@ MARIAN_EPSILON = 1e-5  # PyTorch's default, which Marian's layer norms use
 NAMES = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 PLAIN = ("max_positions", "activation", "scale_embeddings", "use_bias")
 NORMS = ("norm", "norm_type", "norm_epsilon", "positions", "mlp")
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TABLES = ("sinusoidal", "sinusoidal_paper", "none")  # positions, added as a table
+LAYERS = {"norm_type": ("layer_norm",), "mlp": ("plain",)}
+SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
 def family_of(config) -> str:
@@ -31,19 +34,14 @@ def family_of(config) -> str:
     if model.num_encoder_layers and model.num_decoder_layers:
         family, title = "marian", "Hugging Face's Marian"
         folding.check_plain(config, title, (*PLAIN, *NORMS, "output_bias"), SHAPE)
-        table = ("sinusoidal", "sinusoidal_paper", "none")
-        wanted = {"norm": ("post",), "norm_type": ("layer_norm",), "mlp": ("plain",)}
-        folding.require(config, title, positions=table, **wanted)
+        folding.require(config, title, positions=TABLES, norm=("post",), **LAYERS)
         if not config.data.joint_vocabulary:
             folding.refuse(title, "data.joint_vocabulary", True, False)
     elif model.num_encoder_layers:
         family, title = "bert", "Hugging Face's BERT"
         folding.check_plain(config, title, (*PLAIN, *NORMS, *BERT_KEYS), SHAPE)
-        table = ("learned", "sinusoidal", "sinusoidal_paper", "none")
-        wanted = {"norm": ("post",), "norm_type": ("layer_norm",), "mlp": ("plain",)}
-        folding.require(
-            config, title, positions=table, **wanted, embedding_norm=(True,)
-        )
+        wanted = {"positions": ("learned", *TABLES), "norm": ("post",), **LAYERS}
+        folding.require(config, title, **wanted, embedding_norm=(True,))
         if config.task.name != "tagging":
             folding.refuse(title, "task.name", "tagging", config.task.name)
         if config.data.tokenizer == "affixes":
@@ -61,9 +59,8 @@ def family_of(config) -> str:
     else:
         family, title = "gpt2", "Hugging Face's GPT-2"
         folding.check_plain(config, title, (*PLAIN, *NORMS, "tie_embeddings"), SHAPE)
-        table = ("learned", "sinusoidal", "sinusoidal_paper", "none")
-        wanted = {"norm": ("pre",), "norm_type": ("layer_norm",), "mlp": ("plain",)}
-        folding.require(config, title, positions=table, **wanted)
+        wanted = {"positions": ("learned", *TABLES), "norm": ("pre",), **LAYERS}
+        folding.require(config, title, **wanted)
     for site in folding.sites(config):
         check_shape(config, site, title, free=family in ("llama", "qwen3"))
     return family

@@ -80,8 +80,7 @@ def summaries_of(site: str, layer: Intermediates) -> dict[str, Float[Array, "N"]
     means = attention.head_statistics(query, key, **masks)
     count = (masks["query_segment_ids"] > 0).sum(1)  # without padding
     largest = jnp.where(count[:, None] > 0, means.max_logit, -jnp.inf).max(0)
-    if layer.difference is not None or "logits_mix" in layer.parameters:
-        # what these heads average values with is no distribution
+    if not layer.is_distribution:
         return {"largest_logit": largest}
     sink, total = layer.parameters.get("sink"), jnp.maximum(count.sum(), 1)
     special = weight_on_special_token(site, query, key, sink=sink, **masks)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from headcount.configs.sites import SITES, at_site
 from headcount.configs.validation import choose
 from headcount.models.attention import Attention
 from headcount.models.dropout import Dropout, dropout, fold
@@ -26,7 +27,6 @@ from headcount.models.positions import (
 from headcount.models.precision import compute_dtype, lookup, rematerialize
 from headcount.models.validation import check_clip, check_gates, check_layers
 
-SITES = ("encoder", "decoder", "cross")
 FEATURE = re.compile(r"source_features_\d+")  # a batch also has their segments
 
 
@@ -550,9 +550,9 @@ class Transformer(nnx.Module):
 
 def attention_arguments(site: str, attention: dict, own: dict | None) -> dict:
     """Return a site's arguments of `Attention`; its own override the shared ones."""
-    own = {key: value for key, value in (own or {}).items() if value is not None}
-    path = f"model.{site}_attention" if own else "model.attention"
-    return attention | own | {"path": path}
+    has_own = any(value is not None for value in (own or {}).values())
+    path = f"model.{site}_attention" if has_own else "model.attention"
+    return at_site(attention, own) | {"path": path}
 
 
 def layer_gates(head_gates: dict | None, layer: int, **sites: str) -> dict:

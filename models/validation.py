@@ -1,6 +1,7 @@
 """Checks of a model's settings and arguments; errors name the config key."""
 
 from headcount.attention.variants import GATES, LEARNED
+from headcount.configs.sites import at_site, layers_of
 
 
 def check_layers(
@@ -27,9 +28,11 @@ def check_layers(
                 f"model.{name} is for encoder-only models: model.num_decoder_layers "
                 f"must be 0 with model.{name}={value}."
             )
-    for site, count in layers_of(*counts).items():
-        for key, value in (own[site] or {}).items():
-            if value is not None and not count:
+    stacks = {"num_encoder_layers": counts[0], "num_decoder_layers": counts[1]}
+    sites = layers_of(stacks)
+    for site, settings in own.items():
+        for key, value in (settings or {}).items():
+            if value is not None and site not in sites:
                 raise ValueError(
                     f"model.{site}_attention.{key}={value} has no effect, because the "
                     f"model has no such attention. Set model.attention.{key}."
@@ -52,7 +55,7 @@ def check_variants(s: dict) -> None:
     """Raise a ValueError if attention variants don't fit each other or the heads.
 
     Args:
-        s: the arguments of `Attention` by name, with defaults resolved.
+        s: the arguments of `Attention` by name; K and H are not None.
     """
     path, rotary = s["path"], s["rotary"]
 
@@ -162,7 +165,7 @@ def check_variants(s: dict) -> None:
 
 def check_mixture(s: dict) -> None:
     """Raise a ValueError if a mixture's counts don't fit the heads (or pairs)."""
-    path, pairs = s["path"], s["pairs"]
+    path, pairs = s["path"], 2 if s["differential"] else 1
     N, chosen, shared = s["num_heads"] // pairs, s["mixture_heads"], s["mixture_shared"]
     most = f"num_heads = {N}" if pairs == 1 else f"num_heads / {pairs} = {N}"
     if s["merge"] == "mixture" and not 1 <= chosen <= N:
@@ -219,18 +222,12 @@ def check_unused(model: dict, defaults: dict) -> None:
         model: the section of the config.
         defaults: arguments of attention that no config has set.
     """
-    counts = layers_of(model["num_encoder_layers"], model["num_decoder_layers"])
-    sites = [site for site, count in counts.items() if count]
-    general = model["attention"]
+    sections = [f"{site}_attention" for site in layers_of(model)]
+    settings = {name: at_site(model["attention"], model[name]) for name in sections}
     for key, (other, values) in NEEDS.items():
-        used = {}
-        for site in sites:
-            own = model[f"{site}_attention"]
-            value = general[other] if own[other] is None else own[other]
-            used[site] = value in values
-        sections = {f"{site}_attention": used[site] for site in sites}
-        sections["attention"] = any(used.values())
-        for section, is_used in sections.items():
+        used = {name: own[other] in values for name, own in settings.items()}
+        used["attention"] = any(used.values())
+        for section, is_used in used.items():
             value = model[section][key]
             if not is_used and value not in (None, defaults[key]):
                 raise ValueError(
@@ -246,19 +243,14 @@ def check_unused(model: dict, defaults: dict) -> None:
             )
 
 
-def layers_of(encoder: int, decoder: int) -> dict[str, int]:
-    """Return the number of layers that have each kind of attention, by site."""
-    return {"encoder": encoder, "decoder": decoder, "cross": encoder and decoder}
-
-
 def check_residual(model: dict) -> None:
     """Raise a ValueError if value residuals are on where no stack has two layers."""
     on = {}  # number of layers, by section that turns them on
-    counts = layers_of(model["num_encoder_layers"], model["num_decoder_layers"])
-    for site, count in counts.items():
-        own = model[f"{site}_attention"]["value_residual"]
-        if model["attention"]["value_residual"] if own is None else own:
-            section = "attention" if own is None else f"{site}_attention"
+    for site, count in layers_of(model).items():
+        own = model[f"{site}_attention"]
+        if at_site(model["attention"], own)["value_residual"]:
+            is_own = own["value_residual"] is not None
+            section = f"{site}_attention" if is_own else "attention"
             on[section] = max(count, on.get(section, 0))
     for section, count in on.items():
         if count < 2:

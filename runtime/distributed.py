@@ -137,8 +137,8 @@ def connect(
         ) from error
     on_abort(
         "Another process of this run stopped (its log says why), so this one stops "
-        "too. "
-        "Rerun the same command in all processes to resume from the last checkpoint.",
+        "too. Rerun the same command in all processes to resume from the last "
+        "checkpoint.",
         status=1,
     )
     say.muted = not is_first()

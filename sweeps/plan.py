@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from headcount.analysis.budget import abstract_model, flops, parameters, solve_mlp_dim
 from headcount.configs.ablations import grid
 from headcount.configs.commandline import describe
+from headcount.configs.sites import SITES, at_site
 from headcount.configs.validation import flat, near_miss
 from headcount.sweeps.labels import MATCH, name_arms
 from headcount.tasks import make_task
@@ -261,14 +262,9 @@ def is_same_model(config: dict, other: dict) -> bool:
 
 def with_site_defaults(config: dict) -> dict:
     """Flatten a config; fill in unset keys of attention sites from model.attention."""
-    model = dict(config["model"])
-    for name, section in model.items():
-        if name.endswith("_attention"):
-            model[name] = {
-                key: model["attention"][key] if value is None else value
-                for key, value in section.items()
-            }
-    return flat(config | {"model": model})
+    model, sections = config["model"], [f"{site}_attention" for site in SITES]
+    filled = {name: at_site(model["attention"], model[name]) for name in sections}
+    return flat(config | {"model": model | filled})
 
 
 @contextlib.contextmanager

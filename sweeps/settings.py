@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from headcount.analysis.budget import BUDGETS
+from headcount.analysis.report_markdown import CHECKPOINTS
 from headcount.configs.validation import choose, flat, read_config
 from headcount.runtime.files import locked
 from headcount.runtime.schema import Number, Optional, violation
@@ -28,19 +30,15 @@ from headcount.sweeps.search import Search, make_search, optional_package
 from headcount.sweeps.store import Sweep, read_optional_json
 from headcount.tasks import Task, best_metric, make_task
 
-FIXED = (  # settings that identify a sweep and must not change
-    *("base", "ablation", "match", "tune", "search", "search_seeds"),
-    *("checkpoint", "metric", "test_split", "looks", "margin"),
-)
 SETTINGS = {  # schema of sweep.json; see `runtime.schema`
     "format_version": int,
     "base": read_config,
     "ablation": str,
-    "match": Optional(frozenset(("parameters", "flops"))),
+    "match": Optional(frozenset(BUDGETS)),
     "tune": list,
     "search": Optional(str),
     "search_seeds": Number(1),
-    "checkpoint": frozenset(("best", "last", "average")),
+    "checkpoint": frozenset(CHECKPOINTS),
     "metric": str,
     "test_split": str,
     "looks": Optional([Number(1)]),
@@ -54,8 +52,9 @@ SETTINGS = {  # schema of sweep.json; see `runtime.schema`
     "group_size": Number(1),
     "note": Optional(str),
 }
+CHANGEABLE = ("seeds", "group_size", "note")  # by `run`, of a sweep that has started
 # Settings that a later call keeps if it names --config, but not their flags.
-KEPT = ("seeds", "looks", "margin", "group_size", "note")
+KEPT = (*CHANGEABLE, "looks", "margin")
 
 
 class Options(NamedTuple):
@@ -267,7 +266,8 @@ def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
     Only `run` may add seeds; seeds can't be removed.
     """
     runs = options.verb == "run"
-    keys = FIXED if runs else (*FIXED, "seeds", "group_size")
+    free = CHANGEABLE if runs else ("note",)
+    keys = ["base", *(name for name in FLAGS if name not in free)]
     old, new = (flat({key: of[key] for key in keys}) for of in (stored, now))
     ignored = [f"base.{key}" for key in (*IGNORED, "seeds")]
     changed = [

@@ -183,6 +183,8 @@ class Checkpoints:
 
     def save_error(self, error: Exception) -> SaveError:
         """Return an error that names the last intact checkpoint."""
+        for name in ("asyncio", "concurrent.futures"):
+            logging.getLogger(name).disabled = True  # they would report it again
         free = shutil.disk_usage(self.directory).free
         last = max(
             (int(p.name) for p in self.directory.iterdir() if p.name.isdigit()),
@@ -300,9 +302,7 @@ class Checkpoints:
         """
         if sys.exc_info()[0] is not None and jax.distributed.is_initialized():
             return
-        for name in ("asyncio", "concurrent.futures"):
-            logging.getLogger(name).disabled = True  # `wait` reports the error
-        with contextlib.suppress(Exception):  # likewise
+        with contextlib.suppress(Exception):  # `wait` reports it
             self.manager.close()
 
 

@@ -1,6 +1,5 @@
 """Checks of a config before any file is read, and of a run before it is built."""
 
-import functools
 import json
 
 from headcount.configs import base
@@ -15,11 +14,6 @@ from headcount.training.optimizer import OPTIMIZERS, SCHEDULES
 from headcount.training.tracking import tracker_names
 
 _built: set[str] = set()  # sections of configs whose model can be built
-
-
-@functools.cache
-def _defaults() -> dict:
-    return base.get_config().model.attention.to_dict()
 
 
 def check_config(config) -> None:
@@ -39,7 +33,7 @@ def check_config(config) -> None:
     choose("mesh.shard", config.mesh.shard, SHARD)
     check_positions(model, config.data.max_length)
     check_residual(model)
-    check_unused(model, _defaults())
+    check_unused(model, base.get_config().model.attention.to_dict())
     shallow = config.copy_and_resolve_references()
     for stack in ("num_encoder_layers", "num_decoder_layers"):
         shallow.model[stack] = min(1, shallow.model[stack])

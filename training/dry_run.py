@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from headcount.data.examples import segments_of
 from headcount.models import cost
 from headcount.runtime import sharding, topology
 from headcount.runtime.platform import GPU_MEMORY
@@ -141,9 +142,8 @@ def advice(plan: Plan, config) -> str | None:
 def shapes_of(spec: dict) -> str:
     """Format the shapes of a batch's token fields."""
     return ", ".join(
-        f"{name.removesuffix('_segments')} {' x '.join(map(str, array.shape))}"
-        for name, array in spec.items()
-        if name.endswith("_segments")
+        f"{field} {' x '.join(map(str, array.shape))}"
+        for field, array in segments_of(spec).items()
     )
 
 

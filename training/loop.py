@@ -51,8 +51,8 @@ class Trainer:
     flops: Callable[[], float]  # of an update of one trial
     compile_clock: CompileClock
     started: float  # time.monotonic() at the launch
-    window: Window = None
-    frozen: np.ndarray = None  # R: trials that are no longer updated
+    window: Window = dataclasses.field(init=False)
+    frozen: np.ndarray = dataclasses.field(init=False)  # R: no longer updated
     unread: list = dataclasses.field(default_factory=list)  # (first step, number, ...)
 
     def __post_init__(self):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headcount.data.examples import segments_of
 from headcount.runtime.files import open_append, write
 from headcount.runtime.schema import Number, matches
 from headcount.runtime.workdir import parse_json
@@ -133,9 +134,8 @@ class Window:
 
     def __init__(self, spec: dict):
         self.capacity = {  # tokens per batch, padding included
-            name.removesuffix("_segments"): int(np.prod(array.shape))
-            for name, array in spec.items()
-            if name.endswith("_segments")
+            field: int(np.prod(array.shape))
+            for field, array in segments_of(spec).items()
         }
         self.ideal_seconds = None  # per update of one trial at peak FLOP/s
         self.text, self.metrics = "", []

@@ -38,9 +38,9 @@ def restore_parameters(workdir: Path, which: str, num_trials: int, abstract):
     like = np.zeros(num_trials)
     items = checkpoints.restore_last(trials={"step": like, "diverged_at": like})
     trials = _required(items, checkpoints)[1]["trials"]
-    params, steps = READERS[which](checkpoints, abstract, trials)
+    found = READERS[which](checkpoints, abstract, trials)
     checkpoints.close()
-    return params, steps, trials["diverged_at"]
+    return found
 
 
 def parameters_to_start_from(
@@ -147,13 +147,13 @@ def _read_best(checkpoints, abstract, trials: dict):
             f"{checkpoints.directory} has no evaluated checkpoint yet; let train.py "
             f"run until train.eval_every_steps, or use --checkpoint=last."
         )
-    trials["diverged_at"] = np.where(without, trials["step"], trials["diverged_at"])
-    return best["params"], best["step"]
+    diverged_at = np.where(without, trials["step"], trials["diverged_at"])
+    return best["params"], best["step"], diverged_at
 
 
 def _read_last(checkpoints, abstract, trials: dict):
     step, items = _required(checkpoints.restore_last(params=abstract), checkpoints)
-    return items["params"], np.minimum(step, trials["step"])
+    return items["params"], np.minimum(step, trials["step"]), trials["diverged_at"]
 
 
 def _read_average(checkpoints, abstract, trials: dict):
@@ -180,13 +180,15 @@ def _read_average(checkpoints, abstract, trials: dict):
             f"Trial {trial} ended at step {trials['step'][trial]:g}: its average is "
             f"over the {counts[trial]:g} checkpoints that are left of it."
         )
-    return jax.tree.map(np.float32, mean), np.minimum(before, trials["step"])
+    steps = np.minimum(before, trials["step"])
+    return jax.tree.map(np.float32, mean), steps, trials["diverged_at"]
 
 
 def _scale(factors, leaf):
     return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
+# Functions that return what `restore_parameters` does.
 READERS = {"best": _read_best, "last": _read_last, "average": _read_average}
 
 

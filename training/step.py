@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from headcount.data.examples import segments_of
 from headcount.models import precision
 from headcount.models.trial_axis import in_turn, over_trials
 from headcount.runtime import sharding
@@ -89,24 +90,24 @@ def init(trials: dict, *, static: Static, build) -> TrainState:
 
 
 def init_while_compiling(
-    init, trials: dict, k: int, spec: dict, static: Static
+    make, trials: dict, k: int, spec: dict, static: Static
 ) -> TrainState:
-    """Return `init(trials)`, compiling `train_steps` at the same time.
+    """Return `make(trials)`, compiling `train_steps` at the same time.
 
     Args:
-        init: function that returns the initial state; see `init`.
+        make: function that returns the initial state; see `init`.
         trials: see `train_steps`.
         k: maximum number of steps per call of `train_steps`.
         spec: shapes of one trial's batch; see `tasks.base.Batches`.
         static: see `train_steps`.
     """
     mesh = jax.sharding.get_mesh()
-    state = jax.eval_shape(init, trials)
+    state = jax.eval_shape(make, trials)
     where = sharding.state_shardings(state, mesh, static.shard)
     abstract = sharding.abstract(state, where)
     batches = sharding.abstract_batches(mesh, len(trials["seed"]), k, spec)
     with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(sharding.initial, init, trials, mesh, static.shard)
+        made = thread.submit(sharding.initial, make, trials, mesh, static.shard)
         train_steps.lower(abstract, trials, batches, k, static=static).compile()
         return made.result()
 
@@ -288,11 +289,7 @@ def clipped(params, largest: dict, graph):
 
 def tokens_per_field(batch: dict) -> dict[str, jax.Array]:
     """Count the non-padding tokens of each field that has segment ids."""
-    return {
-        name.removesuffix("_segments"): (array > 0).sum()
-        for name, array in batch.items()
-        if name.endswith("_segments")
-    }
+    return {field: (array > 0).sum() for field, array in segments_of(batch).items()}
 
 
 def checkpoint_items(state: TrainState, best: dict) -> dict:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from headcount.configs.base import get_config
+from headcount.configs.sites import SITES
 from headcount.configs.validation import near_miss
 from headcount.runtime.workdir import parse_json
 
@@ -37,7 +38,6 @@ OPTIMIZER_PROGRAM_KEYS = tuple(
     for key, value in get_config().optimizer.items()
     if isinstance(value, (str, bool))
 )
-SITES = ("encoder", "decoder", "cross")
 GATE = re.compile(rf"head_gates\.({'|'.join(SITES)})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 

@@ -142,13 +142,13 @@ def test_n_best_lists_are_written_and_the_best_are_scored(
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "run.json", "result-val.json", "checkpoints/x"]
+    "name", ["config.json", "result-val.json", "checkpoints/x", "wandb.json"]
 )
 def test_output_may_not_be_a_file_of_the_run(name, trained, call):
     path = trained / name
     before = path.read_bytes() if path.exists() else None
     ran = call("eval.py", workdir=trained, split="val", output=path)
-    fails(ran, f"--output={path}", "would overwrite a file of the run")
+    fails(ran, f"--output={path}", "a file of the run")
     assert (path.read_bytes() if path.exists() else None) == before
 
 
