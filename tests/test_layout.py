@@ -2,10 +2,14 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.processes import with_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 # Upper rooms first; a room imports only from those below it. The last four import none
@@ -13,6 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("sweeps", "analysis", "training", "tasks", "decoding", "models")
 BASE = ("attention", "data", "configs", "runtime")
 OF_A_TASK = re.compile("bleu|translat|_source|source_|_target|target_(?!config)", re.I)
+# Modules that a script imports only when they are used.
+LATE = {
+    "sweep": {"scipy.stats", "orbax.checkpoint", "optuna", "ray"},
+    "heads": {"scipy.stats"},
+    "predict": {"scipy.stats", "matplotlib"},
+}
 MAY_IMPORT = {
     room: {*ROOMS[index + 1 :], *BASE} for index, room in enumerate(ROOMS)
 } | {room: set() for room in BASE}
@@ -52,6 +62,20 @@ def test_attention_imports_no_other_room_and_no_flax():
         assert not re.search(
             r"^\s*(from|import) (flax|optax|ml_collections)", text, re.M
         )
+
+
+@pytest.mark.parametrize("script, late", LATE.items())
+def test_scripts_start_without_what_only_some_verbs_need(script, late):
+    """Each of these takes a second or more to import."""
+    code = f"import sys, headcount.{script}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=with_devices(1),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert late.isdisjoint(done.stdout.split())
 
 
 def test_every_package_is_listed_for_installation():
