@@ -298,7 +298,6 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
             "batch": {name: array.shape for name, array in spec.items()},
             **environment(),
         }
-        log_unused_kernels(facts["no_cpu_kernel"])
         changed = record(workdir, config.to_dict(), trials, facts)
         if step:
             warn_of_other_bits(changed, facts["xla_flags"])
@@ -357,16 +356,6 @@ def warn_of_other_bits(changed: str, xla_flags: str) -> None:
         )
     if changed:
         say(f"The result will not be bit-identical to an uninterrupted run: {changed}.")
-
-
-def log_unused_kernels(no_cpu_kernel: str | None) -> None:
-    """Log which attention kernels are not used here, and why."""
-    if jax.default_backend() == "cpu" and no_cpu_kernel is not None:
-        say(f"Attention kernel cpu is not used: {no_cpu_kernel}.")
-    for found in verification.verdicts():
-        if found.reason is not None:
-            kernel = f"{found.implementation} ({found.dtype})"
-            say(f"Attention kernel {kernel} is not used: {found.reason}.")
 
 
 def warn_of_new_decay(before: dict, config, trials: list[dict]) -> None:

@@ -49,6 +49,7 @@ from typing import Literal, SupportsIndex, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -74,21 +75,29 @@ IMPLEMENTATIONS = {
 }
 
 
-class Arguments(TypedDict, total=False):
+Numbers = ArrayLike | Sequence  # an array, or a list
+
+
+class Structure(TypedDict, total=False):
+    """The arguments that determine weights with query and key, for type checkers."""
+
+    scale: ArrayLike | None
+    is_causal: SupportsIndex | np.bool_
+    query_seq_lengths: Numbers | None
+    key_value_seq_lengths: Numbers | None
+    local_window_size: SupportsIndex | Sequence[SupportsIndex] | None
+    query_segment_ids: Numbers | None
+    key_value_segment_ids: Numbers | None
+    alibi_slopes: Numbers | None
+
+
+class Arguments(Structure, total=False):
     """The optional arguments of `dot_product_attention`, for type checkers."""
 
-    scale: float | Array | None
-    is_causal: bool | int
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: SupportsIndex | Sequence[SupportsIndex] | None
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
-    alibi_slopes: ArrayLike | None
     dropout_rate: float
-    dropout_seed: int | Array | None
-    head_gate: ArrayLike | None
-    sink: ArrayLike | None
+    dropout_seed: ArrayLike | None
+    head_gate: Numbers | None
+    sink: Numbers | None
     implementation: str | None
 
 
@@ -148,6 +157,7 @@ def dot_product_attention(
 ) -> tuple[Array, Array, HeadStatistics]: ...
 
 
+@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -155,18 +165,31 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | Array | None = None,
-    is_causal: bool | int = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    return_residual: bool = False,
+    return_statistics: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Array | tuple[Array | HeadStatistics, ...]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: SupportsIndex | np.bool_ = False,
+    query_seq_lengths: Numbers | None = None,
+    key_value_seq_lengths: Numbers | None = None,
     local_window_size: SupportsIndex | Sequence[SupportsIndex] | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
+    query_segment_ids: Numbers | None = None,
+    key_value_segment_ids: Numbers | None = None,
+    alibi_slopes: Numbers | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: int | Array | None = None,
-    head_gate: ArrayLike | None = None,
-    sink: ArrayLike | None = None,
+    dropout_seed: ArrayLike | None = None,
+    head_gate: Numbers | None = None,
+    sink: Numbers | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
     return_statistics: bool = False,
@@ -195,8 +218,8 @@ def dot_product_attention(
         query i and key j (Press et al. 2022), inside the kernels. Indices count from
         the start of each sequence. Only "reference" is differentiable with respect to
         the slopes.
-      dropout_rate: fraction of the weights to drop; the others are divided by
-        1 - rate. At least 0, below 1, and static.
+      dropout_rate: fraction of the weights to drop, in steps of 2^-24; the others are
+        divided by 1 - rate. At least 0, below 1, and static.
       dropout_seed: an integer below 2**32, or an array holding one; required if the
         rate is above 0. Which weights are dropped depends only on the seed and on batch
         row, head, query and key, and is the same in every implementation: see
@@ -269,7 +292,7 @@ def head_statistics(
     mask: ArrayLike | None = None,
     *,
     implementation: str | None = None,
-    **arguments,
+    **arguments: Unpack[Structure],
 ) -> HeadStatistics:
     """Compute statistics of each head's weights, averaged over real queries.
 
@@ -303,8 +326,8 @@ def attention_weights(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    sink: ArrayLike | None = None,
-    **arguments,
+    sink: Numbers | None = None,
+    **arguments: Unpack[Structure],
 ) -> Array:
     """Compute the full attention map, `B N T S` in float32, for plots.
 
@@ -358,8 +381,12 @@ def resolve_implementation(
     if is_target and partition.unknown_axis() is not None:
         return "blockwise"
     if platform == "cpu":
-        has_kernel = jnp.dtype(query.dtype).itemsize <= 4
-        return "cpu" if has_kernel and cpu_build.unavailable() is None else "blockwise"
+        if jnp.dtype(query.dtype).itemsize > 4:
+            return "blockwise"
+        why = cpu_build.unavailable()
+        if why is not None:
+            verification.log_unused("cpu", why)
+        return "cpu" if why is None else "blockwise"
     kernel = importlib.import_module(f"{KERNELS}.{platform}")
     query, value = (
         jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in (query, value)
@@ -378,7 +405,7 @@ def resolve_implementation(
     return "blockwise"
 
 
-def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) -> Array:
+def head_gated(out: Array, head_gate: Numbers | None, batched: bool = True) -> Array:
     """Multiply each head's output, `B T N V`, by its gate, `N` or `B N`.
 
     Raises:
@@ -386,6 +413,7 @@ def head_gated(out: Array, head_gate: ArrayLike | None, batched: bool = True) ->
     """
     if head_gate is None:
         return out
+    require(out.ndim == 4, f"heads must be B T N V, got {out.shape}")
     B, _, N, _ = out.shape
     gate = _of_heads("head_gate", head_gate, B, N, batched)
     return (out * gate[..., None]).astype(out.dtype)

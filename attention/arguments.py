@@ -10,6 +10,7 @@ from headcount.attention import dropout, masks
 from headcount.attention.kernels.partition import varying_alike
 
 FAR = 2**30  # unlimited window; adding an index does not overflow int32
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def present(**arrays):
@@ -67,8 +68,8 @@ def normalise(
     S, K = key.shape[1:3]
     dtype = query.dtype
     require(
-        jnp.issubdtype(dtype, jnp.floating) and key.dtype == value.dtype == dtype,
-        "query, key and value must have one floating dtype, got "
+        dtype in DTYPES and key.dtype == value.dtype == dtype,
+        f"query, key and value must have one floating dtype ({', '.join(DTYPES)}), got "
         f"{dtype}, {key.dtype} and {value.dtype}",
     )
     require(
@@ -84,7 +85,11 @@ def normalise(
             0 not in x.shape[2:],
             f"{name} has no heads or heads of size 0, its shape is {x.shape}",
         )
-    require(N % K == 0, f"query heads must be a multiple of key heads, got {N} and {K}")
+    require(
+        N % K == 0,
+        f"query heads must be a multiple of key heads, got {N} and {K}: query has "
+        f"shape {query.shape}, key {key.shape}",
+    )
     if bias is not None and jnp.issubdtype(jnp.result_type(bias), jnp.integer):
         bias = jnp.asarray(bias, jnp.float32)
     bias = _map("bias", bias, (B, N, T, S), jnp.floating)
@@ -211,7 +216,8 @@ def _window(size):
         left = right = -1
     require(
         min(left, right) >= 0,
-        f"local_window_size must be one or two whole numbers >= 0, got {size}",
+        "local_window_size must be one or two whole numbers >= 0, known when "
+        f"compiling; got {size}",
     )
     return min(left, FAR), min(right, FAR)
 
@@ -238,6 +244,10 @@ def _integers(name, array, shape, batched, most):
         return None
     if most is None:
         array = _ids(name, array)
+    elif not isinstance(array, jax.Array):
+        array = np.asarray(array)
+        if _is_integer(array):  # jnp.asarray would wrap what int32 does not hold
+            array = np.clip(array, 0, min(most, np.iinfo(array.dtype).max))
     array = jnp.asarray(array)
     if not batched and array.ndim == len(shape) - 1:
         array = array[None]
@@ -246,7 +256,7 @@ def _integers(name, array, shape, batched, most):
         f"{name} must be integers of shape {shape}, got {array.dtype}{array.shape}",
     )
     if most is not None:
-        # clip before casting: a length may exceed int32, and `most` its own dtype
+        # `most` may exceed what the array's own dtype holds, such as int8
         array = jnp.clip(array, 0, min(most, jnp.iinfo(array.dtype).max))
     return array.astype(jnp.int32)
 
@@ -264,8 +274,8 @@ def _ids(name, ids):
     ids = np.asarray(ids)
     if _is_integer(ids) and ids.size:
         least, most = int(ids.min()), int(ids.max())
-        require(
-            least >= -(2**31) and most < 2**31,
+        require(  # the TPU kernels use the two least ids
+            least > -(2**31) + 1 and most < 2**31,
             f"{name} must fit into int32, got ids from {least} to {most}",
         )
     return ids

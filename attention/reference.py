@@ -79,7 +79,7 @@ def weights_and_lse(
     weights, lse = softmax(logits, allowed)
     seen = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     largest = seen.max(-1, initial=-jnp.inf)
-    largest = jnp.where(lse > masks.EMPTY, largest, 0)
+    largest = jnp.where(lse == masks.EMPTY, 0, largest)
     return weights, lse.transpose(0, 2, 1).astype(jnp.float32), largest
 
 
@@ -102,7 +102,7 @@ def softmax(
     highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=masks.LOWEST))
     exponentials = jnp.exp(logits - highest)
     total = exponentials.sum(-1, keepdims=True)
-    seen = total > 0
+    seen = total != 0  # True for NaN as well
     total = jnp.where(seen, total, 1)
     lse = jnp.where(seen, highest + jnp.log(total), masks.EMPTY)
     return exponentials / total, lse[..., 0]

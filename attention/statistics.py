@@ -48,11 +48,18 @@ def from_weights(
 def over_queries(rows: HeadStatistics) -> HeadStatistics:
     """Average statistics, `B T N`, over real queries; zero if there are none.
 
-    A query is real if it may attend to some key, so that its confidence is above 0. The
-    maximum of `max_logit` is taken instead of its mean, to monitor growing logits.
+    A query is real if it may attend to some key, so that its confidence is not 0. The
+    maximum of `max_logit` is taken instead of its mean, to monitor growing logits. All
+    are NaN if the logits of a query are.
     """
-    real = rows.confidence > 0
+    real = rows.confidence != 0
     count = jnp.maximum(real.sum(1), 1)
     means = HeadStatistics(*(jnp.where(real, row, 0).sum(1) / count for row in rows))
     largest = jnp.where(real, rows.max_logit, -jnp.inf).max(1, initial=-jnp.inf)
-    return means._replace(max_logit=jnp.where(real.any(1), largest, 0))
+    largest = jnp.where(real.any(1), largest, 0)
+    return means._replace(max_logit=or_nan(largest, means.confidence))
+
+
+def or_nan(largest: Float[Array, "B N"], mean: Float[Array, "B N"]):
+    """Return the largest logits, or NaN where a mean is; kernels' maxima omit NaN."""
+    return jnp.where(jnp.isnan(mean), jnp.nan, largest)

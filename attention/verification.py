@@ -31,7 +31,7 @@ import jaxlib
 import numpy as np
 
 from headcount.attention import dropout, masks, reference
-from headcount.attention.kernels.cpu_build import cache_folder
+from headcount.attention.kernels.cpu_build import cache_folder, make_private
 
 # Largest allowed error, relative to the largest number of the reference's result. As in
 # the tests of compilers and simulation; 16-bit tolerances allow for rounded products.
@@ -90,7 +90,11 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
         with _locked(key):  # two processes would slow each other down
             found = _read(key)
             if found is None and os.environ.get("HEADCOUNT_VERIFY") != "0":
-                _log.info("Verifying attention kernel %s (%s).", implementation, dtype)
+                _log.warning(
+                    "Verifying attention kernel %s (%s), once on this kind of device; "
+                    "with HEADCOUNT_VERIFY=0 it is not used instead.",
+                    *(implementation, dtype),
+                )
                 # in a thread of its own: the caller may be tracing
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:
                     found = pool.submit(verify, implementation, dtype).result()
@@ -98,7 +102,15 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
                     _write(key, found)
         if found is not None:
             _verdicts[key] = found
+            if found.reason is not None:
+                log_unused(f"{implementation} ({dtype})", found.reason)
         return found
+
+
+@functools.cache
+def log_unused(kernel: str, reason: str) -> None:
+    """Log, once per process, why a kernel is not used."""
+    _log.warning("Attention kernel %s is not used: %s.", kernel, reason)
 
 
 def verdicts() -> list[Verdict]:
@@ -395,7 +407,7 @@ def _locked(key: tuple):
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, RuntimeError):
             path = cache_path(key).with_suffix(".lock")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
 

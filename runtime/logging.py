@@ -103,7 +103,7 @@ class SayHandler(logging.Handler):
 
 
 def show_log() -> None:
-    """Show the logs of absl, to which our packages write, and of attention as lines."""
+    """Print the records of absl, to which our packages log, and of attention as lines."""
     from absl import logging as absl_logging
 
     attention = logging.getLogger("headcount.attention")  # which has no absl

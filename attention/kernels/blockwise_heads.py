@@ -120,15 +120,16 @@ def _sums(problem, head, exponentials, i, j):
 def _results(maximum, total, sums):
     """Return the output, log-sum-exp, and the statistics if requested."""
     reciprocal = _reciprocal(total)
-    log_total = jnp.log(jnp.where(total > 0, total, 1))
-    lse = jnp.where(total > 0, maximum + log_total, masks.EMPTY)
+    seen = total != 0  # True for NaN as well
+    log_total = jnp.log(jnp.where(seen, total, 1))
+    lse = jnp.where(seen, maximum + log_total, masks.EMPTY)
     out = sums["out"] * reciprocal[..., None]
     if "energy" not in sums:
         return out, lse
     # The energy's logits are relative to the maximum, as is log(total).
     entropy = log_total - sums["energy"] * reciprocal
     means = (sums[name] * reciprocal for name in ("distance", *OFFSETS))
-    max_logit = jnp.where(total > 0, maximum, 0)
+    max_logit = jnp.where(seen, maximum, 0)
     return out, lse, entropy, reciprocal, *means, max_logit
 
 
@@ -281,7 +282,8 @@ def _exponentials(logits, maximum):
 
 def _reciprocal(total):
     """Return 1 / total, or 0 for a query that may attend to nothing."""
-    return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+    seen = total != 0
+    return jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
 
 
 def _visit(problem, head, step, state):

@@ -16,7 +16,7 @@ from headcount.attention import dropout, masks
 from headcount.attention.arguments import FAR, present
 from headcount.attention.kernels import cpu_build
 from headcount.attention.kernels.partition import axes_of, partitioned, varying_alike
-from headcount.attention.statistics import HeadStatistics
+from headcount.attention.statistics import HeadStatistics, or_nan
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Optional operands of the kernels, after query, key and value.
@@ -117,11 +117,12 @@ def _statistics(summaries, reciprocal, log_total):
     found = dict(zip(SUMMARY[:-1], totals, strict=True))
     count = found.pop("count")
     # The energy's logits are relative to the maximum, as is log(total).
-    logs = jnp.where(reciprocal > 0, log_total, 0).sum(1)
+    logs = jnp.where(reciprocal != 0, log_total, 0).sum(1)
     found["entropy"] = logs - found.pop("energy")
     means = {name: total / jnp.maximum(count, 1) for name, total in found.items()}
     largest = summaries[..., -1].max(2, initial=-jnp.inf)
-    return HeadStatistics(**means, max_logit=jnp.where(count > 0, largest, 0))
+    largest = jnp.where(count > 0, largest, 0)
+    return HeadStatistics(**means, max_logit=or_nan(largest, means["confidence"]))
 
 
 def _attend_backward(problem, residuals, cotangents):

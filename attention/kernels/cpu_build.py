@@ -72,6 +72,12 @@ def cache_folder() -> Path:
     return root / "headcount"
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder and its parents, which other users may not write to."""
+    for each in reversed((folder, *folder.parents)):  # `parents=True` ignores the mode
+        each.mkdir(exist_ok=True, mode=0o700)
+
+
 def _library():
     """Load the library from the user's cache, else compile it for this process only."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -98,7 +104,7 @@ def _compiled(command, library):
     """
     if _is_trusted(library.parent) and _is_sound(library):
         return library
-    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(library.parent)
     if not _is_trusted(library.parent):
         raise OSError(f"others may write to {library.parent}")
     handle, made = tempfile.mkstemp(dir=library.parent, suffix=".so")

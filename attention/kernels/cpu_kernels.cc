@@ -103,7 +103,7 @@ struct Forward : Problem {
     for (int64_t i = 0; i < count; i += W) {
       Bits seen;
       for (int64_t r = 0; r < W; ++r) seen[r] = -(i + r < count);
-      seen &= at(total + i) > 0.f;  // false for NaN
+      seen &= at(total + i) != 0.f;  // true for NaN
       const Vector factor = seen ? 1.f / at(total + i) : Vector{};
       for (int j = 0; j < SUMS; ++j)
         found[j] += seen ? at(sums + j * rows_kept + i) * factor : Vector{};

@@ -129,7 +129,7 @@ def _public(static, found):
     """Convert the results of `_forward` to those of `attend`."""
     rows = {name: jnp.swapaxes(found[name], 1, 2) for name in found if name != "out"}
     highest, confidence = rows.pop("highest"), rows["confidence"]
-    seen = confidence > 0  # it is 1 / the sum of all exponentials
+    seen = confidence != 0  # it is 1 / the sum of all exponentials; may be NaN
     unit = kernels.exponent_unit(dict(static)["scale"])
     lse = (highest * unit - jnp.log2(confidence)) / kernels.LOG2E
     lse = jnp.where(seen, lse, masks.EMPTY)

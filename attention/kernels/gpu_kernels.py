@@ -129,7 +129,8 @@ def _forward(inputs, outputs, scratch, problem, place):
     carry = rows(masks.LOWEST / max(1.0, unit)), rows(0), out, *sums
     carry = visit(inputs, problem, step, carry)
     highest, total, out, excess, *sums = carry
-    confidence = 1 / jnp.where(total > 0, total, 1.0)
+    seen = total != 0  # True for NaN as well
+    confidence = 1 / jnp.where(seen, total, 1.0)
     out = out * _of_rows(confidence, out)
     _store(outputs["out"], out, scratch["out"], place)
     results = {"highest": highest}
@@ -139,7 +140,7 @@ def _forward(inputs, outputs, scratch, problem, place):
         entropy = (excess * confidence + jnp.log2(confidence)) * (-1 / LOG2E)
         sums = [entropy, *(one * confidence for one in sums)]
         results |= dict(zip(names, sums, strict=True))
-    results["confidence"] = jnp.where(total > 0, confidence, 0.0)
+    results["confidence"] = jnp.where(seen, confidence, 0.0)
     for name, result in results.items():
         outputs[name][place.batch, place.head, pl.ds(place.first, HEIGHT)] = result
 

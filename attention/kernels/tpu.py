@@ -142,7 +142,7 @@ def _output(problem, statistics, arrays):
         letters = "BTNV", "BTN", "BTN"
         out, highest, confidence = _call(_forward, problem, arrays, letters)
         rows = ()
-    seen = confidence > 0  # it is 1 / the sum of all exponentials
+    seen = confidence != 0  # it is 1 / the sum of all exponentials; may be NaN
     lse = jnp.where(seen, highest - jnp.log(confidence), masks.EMPTY)
     return (out, lse, *rows), {"highest": highest, "confidence": confidence}
 

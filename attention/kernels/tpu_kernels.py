@@ -61,7 +61,7 @@ def forward(problem, block, refs, scratch):
         _add_values(out, refs["value"][...], kept, decay)
 
     def finish():
-        seen = total[...] > 0
+        seen = total[...] != 0  # True for NaN as well
         divisor = jnp.where(seen, total[...], 1)
         refs["out"][...] = (out[...] / divisor).astype(refs["out"].dtype)
         refs["highest"][...] = highest[...]
@@ -102,7 +102,7 @@ def statistics(problem, block, refs, scratch):
         _add_values(out, refs["value"][...], kept, decay)
 
     def finish():
-        seen = total[...] > 0
+        seen = total[...] != 0  # True for NaN as well
         divisor = jnp.where(seen, total[...], 1)
         mean = sums[...] / divisor
         rows = refs["rows"]

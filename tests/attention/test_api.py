@@ -259,7 +259,9 @@ def test_head_gate_array_scale_and_window():
     near = attend(*inputs, local_window_size=(2, 2))
     for window in (2, np.int64(2), [2, 2]):
         np.testing.assert_array_equal(attend(*inputs, local_window_size=window), near)
-    with pytest.raises(ValueError, match="one or two whole numbers >= 0, got 1.5"):
+    with pytest.raises(
+        ValueError, match="one or two whole numbers >= 0, known when compiling; got 1.5"
+    ):
         attention.attention_weights(*inputs[:2], local_window_size=1.5)
     behind = attend(*inputs, local_window_size=(0, 2**40))
     upper = jnp.triu(jnp.ones((13, 13), bool))
@@ -291,12 +293,15 @@ def test_numbers_too_large_for_their_sum(monkeypatch, short):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_lengths_beyond_the_end_are_the_whole(monkeypatch):
+@pytest.mark.parametrize("kind", [np.uint32, np.int64, np.uint64, list])
+def test_lengths_beyond_the_end_are_the_whole(kind, monkeypatch):
+    """Whatever holds them: JAX would wrap what int32 does not hold."""
     monkeypatch.setattr(blockwise, "SHORT", 0)
     monkeypatch.setattr(blockwise, "LONG", (4, 5))  # 13 keys, padded to 15
     (query, key, value), _ = make("nothing")
     inputs = abs(query), -abs(key), value  # a key of zeros would be the nearest
-    lengths = np.full(len(query), 2**32 - 1, np.uint32)
+    most = 2**40 if kind is list else np.iinfo(kind).max
+    lengths = [most] * len(query) if kind is list else np.full(len(query), most, kind)
     both = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
     np.testing.assert_allclose(
         run("blockwise", inputs, **both), run("blockwise", inputs), atol=1e-6
@@ -326,6 +331,10 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"query": QUERY[0]}, "key must be (1, 7, 2, 8) to fit query"),
         ({"key": KEY[0, 0]}, "key must have 4 axes or 3, got (2, 8)"),
         ({"value": KEY.astype(jnp.bfloat16)}, "must have one floating dtype"),
+        (
+            {x: KEY.astype(jnp.float8_e4m3fn) for x in ("query", "key", "value")},
+            "float64), got float8_e4m3fn",
+        ),
         ({"query": QUERY[..., :0], "key": KEY[..., :0]}, "heads of size 0"),
         ({"value": KEY[..., :0]}, "value has no heads or heads of size 0"),
         (
@@ -343,6 +352,11 @@ KEY = jnp.zeros((2, 7, 2, 8))
             "query_segment_ids must fit into int32",
         ),
         (
+            {"query_segment_ids": np.full((2, 5), -(2**31))}
+            | {"key_value_segment_ids": np.full((2, 7), 1)},
+            "query_segment_ids must fit into int32",
+        ),
+        (
             {"query_segment_ids": jnp.ones((2, 5), jnp.uint32)}
             | {"key_value_segment_ids": jnp.ones((2, 7), jnp.uint32)},
             "query_segment_ids must be of a type that int32 holds, got uint32",
@@ -351,7 +365,10 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"mask": jnp.ones((5, 7))}, "an additive mask is a bias"),
         ({"bias": jnp.ones((5, 7), bool)}, "bias must be floating"),
         ({"scale": jnp.ones(8)}, "scale must be one real number, got "),
-        ({"local_window_size": (1, -1)}, "whole numbers >= 0, got (1, -1)"),
+        (
+            {"local_window_size": (1, -1)},
+            "whole numbers >= 0, known when compiling; got (1, -1)",
+        ),
         ({"local_window_size": (1, 2, 3)}, "one or two whole numbers"),
         ({"query_segment_ids": jnp.ones((2, 5), int)}, "must be given together"),
         ({"query_seq_lengths": jnp.ones(2)}, "must be integers of shape (2,)"),

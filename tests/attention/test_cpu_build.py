@@ -1,6 +1,7 @@
 """Where the kernels for CPUs come from, and what happens where they cannot be made."""
 
 import functools
+import os
 import platform
 import shutil
 import subprocess
@@ -124,3 +125,15 @@ def test_a_library_without_its_digest_is_made_again(tmp_path, monkeypatch, diges
     assert library.read_bytes() == b"made again" and cpu_build._is_sound(library)
     monkeypatch.delattr(cpu_build, "_run")  # which is not needed for a sound one
     assert cpu_build._compiled(["c++"], library) == library
+
+
+def test_other_users_may_not_write_where_libraries_are_cached(tmp_path):
+    """Whatever the umask: else no library would be loaded from there."""
+    before = os.umask(0)
+    try:
+        cpu_build.make_private(tmp_path / "cache" / "headcount" / "verdicts")
+    finally:
+        os.umask(before)
+    made = tmp_path / "cache" / "headcount"
+    assert [x.stat().st_mode & 0o777 for x in (made.parent, made)] == [0o700] * 2
+    assert cpu_build._is_trusted(made)

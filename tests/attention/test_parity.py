@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
+    CPU,
     FEATURES,
     KERNEL_FEATURES,
     check,
@@ -192,6 +193,27 @@ def test_statistics_of_the_full_map():
     for implementation in ("reference", "blockwise", None):
         found = jax.jit(functools.partial(statistics, implementation))
         check(found(inputs, arguments), want)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", "blockwise", CPU, "tpu_interpret"]
+)
+def test_statistics_are_nan_where_logits_are(implementation):
+    """So that whoever watches them sees it; a head whose logits are finite is not."""
+    rng = np.random.default_rng(0)
+    query, key, value = (normal(rng, 1, 9, 2, 8) for _ in range(3))
+    key = key.at[0, 5, 1].set(jnp.nan)
+    attend = functools.partial(
+        attention.dot_product_attention,
+        implementation=implementation,
+        is_causal=True,
+        return_residual=True,
+        return_statistics=True,
+    )
+    out, lse, seen = jax.jit(attend)(query, key, value)
+    assert jnp.isnan(out[0, 5:, 1]).all() and jnp.isnan(lse[0, 5:, 1]).all()
+    for field in seen:
+        assert jnp.isnan(field).tolist() == [[False, True]]
 
 
 def test_extreme_logits():

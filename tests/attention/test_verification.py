@@ -91,6 +91,19 @@ def scaled_gradient(_, gradient):
 scaled_by_head.defvjp(lambda out: (out, None), scaled_gradient)
 
 
+def test_a_rejected_kernel_is_logged_once(caplog, monkeypatch):
+    """As a warning, which Python shows although the caller has set up no logging."""
+    wrong = dataclasses.replace(ACCEPTED, reason="differs")
+    monkeypatch.setattr(verification, "verify", lambda *_: wrong)
+    verification.log_unused.cache_clear()
+    for _ in range(2):
+        assert not verification.is_accepted("gpu", "bfloat16")
+        verification._verdicts.clear()  # then it is read from the cache
+    told = [x.getMessage() for x in caplog.records if x.levelno == logging.WARNING]
+    assert ["Verifying" in line for line in told] == [True, False]
+    assert "gpu (bfloat16) is not used: differs" in told[1]
+
+
 def test_wrong_kernel_for_closed_gates_is_rejected(monkeypatch):
     """Right but for a head whose output nobody uses, which gets NaN."""
     wrong = kernel(scaled_by_head)
