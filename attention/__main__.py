@@ -79,7 +79,10 @@ def why(name: str, dtype: str) -> tuple[str, str, str]:
     error = "" if found.error is None else f"{found.error:.1e}"
     ratio = "" if found.relative_time is None else f"{found.relative_time:.2f}"
     took = "" if found.seconds is None else f" in {found.seconds:.0f} s"
-    return error, ratio, found.reason or f"verified on {found.device}{took}"
+    why = found.reason or f"verified on {found.device}{took}"
+    if found.relative_to_cudnn is not None:
+        why += f"; {found.relative_to_cudnn:.2f} times cuDNN's time"
+    return error, ratio, why
 
 
 if __name__ == "__main__":

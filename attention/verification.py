@@ -31,6 +31,7 @@ import jaxlib
 import numpy as np
 
 from headcount.attention import dropout, masks, reference
+from headcount.attention.kernels import jax_nn
 from headcount.attention.kernels.cpu_build import cache_folder, make_private
 
 # Largest allowed error, relative to the largest number of the reference's result. As in
@@ -60,6 +61,7 @@ class Verdict:
     relative_time: float | None  # to blockwise, forward and backward; None if not timed
     reason: str | None  # why the kernel is rejected; None if accepted
     seconds: float | None = None  # that verification took
+    relative_to_cudnn: float | None = None  # as relative_time; None if not timed
 
     def is_final(self) -> bool:
         """Return whether the kernel is accepted, or differs from the reference.
@@ -75,6 +77,12 @@ def is_accepted(implementation: str, dtype: str) -> bool:
     """Return whether a kernel agrees with `reference` here and isn't slower."""
     found = verdict(implementation, dtype)
     return found is not None and found.reason is None
+
+
+def is_slower_than_cudnn(implementation: str, dtype: str) -> bool:
+    """Return whether cuDNN was timed here, and was faster than the kernel."""
+    found = verdict(implementation, dtype)
+    return found is not None and (found.relative_to_cudnn or 0) > SLOWER
 
 
 def verdict(implementation: str, dtype: str) -> Verdict | None:
@@ -158,7 +166,7 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
     """
     device = jax.devices()[0].device_kind
     found = {"implementation": implementation, "dtype": dtype, "device": device}
-    error = relative_time = reason = None
+    error = relative_time = relative_to_cudnn = reason = None
     began = time.perf_counter()
     try:
         name = f"headcount.attention.kernels.{implementation}"
@@ -186,11 +194,14 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
             relative_time = time_ratio(*timed.result())
             if relative_time > SLOWER:
                 reason = f"takes {relative_time:.2f} times as long as blockwise"
+            elif implementation == "gpu":
+                relative_to_cudnn = cudnn_ratio(*timed.result())
     except Exception as failure:  # whatever a compiler or driver may raise
         message = str(failure).partition("\n")[0][:200]
         reason = f"{type(failure).__name__}: {message}"
         error = None
     found |= {"error": error, "relative_time": relative_time, "reason": reason}
+    found |= {"relative_to_cudnn": relative_to_cudnn}
     return Verdict(**found, seconds=time.perf_counter() - began)
 
 
@@ -351,19 +362,36 @@ def timed_programs(module, dtype) -> tuple[list, list]:
     B, T, N, H = LONG
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.normal(size=(B, T, N, H)), dtype) for _ in range(4)]
-    structure = NOTHING | {"scale": H**-0.5, "is_causal": True}
+    return [long_program(x.attend, arrays) for x in (module, blockwise)], arrays
 
-    def program(module):
-        def results(query, key, value, cotangent):
-            def attend(*arrays):
-                return module.attend(*arrays, None, None, **structure)[0]
 
-            out, pullback = jax.vjp(attend, query, key, value)
-            return out, *pullback(cotangent)
+def long_program(attend, arrays: list):
+    """Compile an implementation's function: the output of LONG, and its gradients."""
+    structure = NOTHING | {"scale": LONG[-1] ** -0.5, "is_causal": True}
 
-        return jax.jit(results).lower(*arrays).compile()
+    def results(query, key, value, cotangent):
+        def output(*arrays):
+            return attend(*arrays, None, None, **structure)[0]
 
-    return [program(module), program(blockwise)], arrays
+        out, pullback = jax.vjp(output, query, key, value)
+        return out, *pullback(cotangent)
+
+    return jax.jit(results).lower(*arrays).compile()
+
+
+def cudnn_ratio(programs: list, arrays: list) -> float | None:
+    """Return the first program's time as a ratio to cuDNN's; None if it has no kernel.
+
+    cuDNN may fail on hardware or with versions that `jax_nn.cudnn_fits` doesn't know.
+    """
+    if not jax_nn.cudnn_fits(arrays[0], arrays[2], None, None):
+        return None
+    try:
+        attend = functools.partial(jax_nn.attend, backend="cudnn")
+        return time_ratio([programs[0], long_program(attend, arrays)], arrays)
+    except Exception as failure:  # whatever a compiler or driver may raise
+        _log.warning("cuDNN's attention was not timed: %s", failure)
+        return None
 
 
 def long_error(programs: list, arrays: list) -> float:

@@ -103,7 +103,7 @@ class SayHandler(logging.Handler):
 
 
 def show_log() -> None:
-    """Print the records of absl, to which our packages log, and of attention as lines."""
+    """Print the log records of absl, which our packages use, and of attention."""
     from absl import logging as absl_logging
 
     attention = logging.getLogger("headcount.attention")  # which has no absl

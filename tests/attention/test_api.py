@@ -1,5 +1,6 @@
 """The border of `attention`: transformations, meanings, errors, and its document."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -529,6 +530,32 @@ def test_a_gpu_without_our_kernel_runs_cudnn_where_it_fits(monkeypatch, name, ch
 
 
 @pytest.mark.parametrize(
+    "ratio, fits, name",
+    [
+        (0.8, True, "gpu"),
+        (1.4, True, "cudnn"),
+        (1.4, False, "gpu"),
+        (None, True, "gpu"),
+    ],
+)
+def test_cudnn_is_picked_for_plain_calls_where_it_is_faster(
+    monkeypatch, ratio, fits, name
+):
+    found = verification.Verdict("gpu", "bfloat16", "NVIDIA H100", 0.0, 0.5, None)
+    found = dataclasses.replace(found, relative_to_cudnn=ratio)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for module in ("jax_nn", "gpu"):
+        path = f"headcount.attention.kernels.{module}.compute_capability"
+        monkeypatch.setattr(path, lambda: 9.0)
+    monkeypatch.setattr(verification, "verdict", lambda *_: found)
+    resolve = attention.resolve_implementation
+    assert resolve(HALF, HALF, HALF, is_plain=fits) == name
+    assert resolve(HALF[..., :12], HALF[..., :12], HALF[..., :12], is_plain=fits) == (
+        "gpu"  # cuDNN takes multiples of 8
+    )
+
+
+@pytest.mark.parametrize(
     "reason, error, fits, name",
     [
         (None, 0.0, True, "gpu"),
@@ -555,7 +582,7 @@ def test_kernel_is_picked_only_if_verified(monkeypatch, reason, error, fits, nam
     monkeypatch.setattr(verification, "verdict", verdict)
     resolve = attention.resolve_implementation
     assert resolve(HALF, HALF, HALF, is_plain=fits) == name
-    assert asked == [("gpu", "bfloat16")]
+    assert set(asked) == {("gpu", "bfloat16")}
     assert resolve(HALF, HALF, HALF, is_plain=fits, platform="gpu") == "gpu"
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from headcount.attention import reference, verification
-from headcount.attention.kernels import blockwise, gpu_blocks, tpu
+from headcount.attention.kernels import blockwise, gpu_blocks, jax_nn, tpu
 
 PROBLEMS = verification.PROBLEMS
 GATES = PROBLEMS["causal, grouped, V != H, gates"]
@@ -353,6 +353,26 @@ def test_another_process_decides(monkeypatch):
     verification.adopt([ACCEPTED])
     assert verification.is_accepted("gpu", "bfloat16")
     assert not verification.is_accepted("gpu", "float16")
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_gpu_kernel_is_timed_beside_cudnn_where_that_runs(monkeypatch, runs):
+    """cuDNN is blockwise here; where it fails, the kernel is picked without it."""
+    monkeypatch.setattr(verification, "LONG", (1, 64, 2, 16))
+    monkeypatch.setattr(verification, "timed_programs", timed_programs)
+    monkeypatch.setattr(jax_nn, "cudnn_fits", lambda *_: True)
+
+    def attend(*arrays, backend, **options):
+        assert backend == "cudnn"
+        return blockwise.attend(*arrays, **options)
+
+    if runs:
+        monkeypatch.setattr(jax_nn, "attend", attend)
+    right = kernel(lambda out: out)
+    found = verification.verify("gpu", "float32", right)
+    assert (found.reason, found.relative_time) == (None, 0.5)
+    assert found.relative_to_cudnn == (0.5 if runs else None)
+    assert verification.verify("tpu", "float32", right).relative_to_cudnn is None
 
 
 def failing(*_, **__):
