@@ -123,7 +123,7 @@ def check_output(names: list[str]) -> None:
         if folder.is_relative_to(workdir) and (own or folder != workdir):
             raise ValueError(
                 f"--output={OUTPUT.value} may overwrite a file of the run; choose "
-                f"another name, such as {workdir.name}/predictions.txt."
+                f"another name, such as predictions.txt."
             )
 
 

@@ -359,11 +359,11 @@ def resolve_implementation(
     On a CPU: "cpu" for every dtype but float64, if its kernels can be compiled, which
     takes a few seconds on the first call on a machine. On a GPU or TPU: the fused
     kernel "gpu" or "tpu", if it supports the arrays and the device, and `verification`
-    has accepted it on this device. Otherwise, or if it was found to be faster, on an
-    NVIDIA GPU that is present "cudnn" for plain calls that it supports. Otherwise
-    "blockwise", also if the kernel cannot
-    tell what an axis of the current mesh divides (see `kernels.partition`). When
-    compiling for a device that is not present, verification is skipped.
+    has accepted it on this device. Otherwise, or if `verification` found it to be
+    faster, on an NVIDIA GPU that is present, "cudnn" for plain calls that it supports.
+    Otherwise "blockwise", also if the kernel cannot tell what an axis of the current
+    mesh divides (see `kernels.partition`). When compiling for a device that is not
+    present, verification is skipped.
 
     Args:
       query, key, value, bias, mask: arrays or `jax.ShapeDtypeStruct`s, of any rank that
@@ -399,17 +399,17 @@ def resolve_implementation(
         and platform == "gpu"
         and jax_nn.cudnn_fits(query, value, bias, mask)
     )
-    if not (
+    other = "cudnn" if fits_cudnn else "blockwise"
+    if (
         bias is not None
         or kernel.unsupported(query, value, bias, mask)
         or (is_target and kernel.unsupported_device())
-        or (is_here and not verification.is_accepted(platform, query.dtype.name))
     ):
-        kernel_and_dtype = platform, query.dtype.name
-        if fits_cudnn and verification.is_slower_than_cudnn(*kernel_and_dtype):
-            return "cudnn"
-        return platform
-    return "cudnn" if fits_cudnn else "blockwise"
+        return other
+    is_picked = not is_here or verification.is_accepted(
+        platform, query.dtype.name, beside_cudnn=fits_cudnn
+    )
+    return platform if is_picked else other
 
 
 def head_gated(out: Array, head_gate: Numbers | None, batched: bool = True) -> Array:

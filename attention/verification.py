@@ -73,16 +73,19 @@ class Verdict:
         return self.reason is None or differs
 
 
-def is_accepted(implementation: str, dtype: str) -> bool:
-    """Return whether a kernel agrees with `reference` here and isn't slower."""
-    found = verdict(implementation, dtype)
-    return found is not None and found.reason is None
+def is_accepted(implementation: str, dtype: str, beside_cudnn: bool = False) -> bool:
+    """Return whether a kernel agrees with `reference` here and isn't slower.
 
-
-def is_slower_than_cudnn(implementation: str, dtype: str) -> bool:
-    """Return whether cuDNN was timed here, and was faster than the kernel."""
+    Args:
+        implementation: a name in `attention.IMPLEMENTATIONS`.
+        dtype: of the call.
+        beside_cudnn: whether cuDNN can do the call, too. Then a kernel for which it was
+            found to be faster is not accepted.
+    """
     found = verdict(implementation, dtype)
-    return found is not None and (found.relative_to_cudnn or 0) > SLOWER
+    if found is None or found.reason is not None:
+        return False
+    return not (beside_cudnn and (found.relative_to_cudnn or 0) > SLOWER)
 
 
 def verdict(implementation: str, dtype: str) -> Verdict | None:
@@ -99,8 +102,8 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
             found = _read(key)
             if found is None and os.environ.get("HEADCOUNT_VERIFY") != "0":
                 _log.warning(
-                    "Verifying attention kernel %s (%s), once on this kind of device; "
-                    "with HEADCOUNT_VERIFY=0 it is not used instead.",
+                    "Verifying attention kernel %s (%s), once per kind of device. "
+                    "HEADCOUNT_VERIFY=0 skips this, and the kernel.",
                     *(implementation, dtype),
                 )
                 # in a thread of its own: the caller may be tracing
@@ -201,8 +204,8 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
         reason = f"{type(failure).__name__}: {message}"
         error = None
     found |= {"error": error, "relative_time": relative_time, "reason": reason}
-    found |= {"relative_to_cudnn": relative_to_cudnn}
-    return Verdict(**found, seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Verdict(**found, seconds=seconds, relative_to_cudnn=relative_to_cudnn)
 
 
 # Sizes (T, S, N, K, H, V) and arguments by name. Odd lengths end within a block, and
@@ -390,7 +393,7 @@ def cudnn_ratio(programs: list, arrays: list) -> float | None:
         attend = functools.partial(jax_nn.attend, backend="cudnn")
         return time_ratio([programs[0], long_program(attend, arrays)], arrays)
     except Exception as failure:  # whatever a compiler or driver may raise
-        _log.warning("cuDNN's attention was not timed: %s", failure)
+        _log.warning("cuDNN was not timed: %s", str(failure).partition("\n")[0][:200])
         return None
 
 

@@ -142,7 +142,8 @@ def test_n_best_lists_are_written_and_the_best_are_scored(
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "result-val.json", "checkpoints/x", "wandb.json"]
+    "name",
+    ["config.json", "run.json", "result-val.json", "checkpoints/x", "wandb.json"],
 )
 def test_output_may_not_be_a_file_of_the_run(name, trained, call):
     path = trained / name
