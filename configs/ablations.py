@@ -91,6 +91,20 @@ def heads(base) -> Iterator[dict]:
         yield heads_of("model.attention", num_heads, share(base, num_heads))
 
 
+def head_rates(base) -> list[dict]:
+    """Does the best learning rate depend on the number of heads?
+
+    The arms of `heads`, at a third, half, two thirds and all of the base config's rate.
+
+    Scientific: model.attention.num_heads, with K = N, and optimizer.learning_rate.
+    Nuisance: model.dropout.
+    Fixed: the rest.
+    """
+    rate = base.optimizer.learning_rate
+    rates = [round(rate * share, 12) for share in (1 / 3, 1 / 2, 2 / 3, 1)]
+    return grid(heads(base), over("optimizer.learning_rate", *rates))
+
+
 def head_dim(base) -> Iterator[dict]:
     """How much does head size matter: for keys alone, and for keys and values?
 
