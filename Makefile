@@ -62,16 +62,13 @@ test-gpu: .venv/.dev
 	.venv/bin/pip install --quiet -r requirements-dev.txt
 	touch $@
 
-# In two steps, for wheels of several environments may be unpacked at once, but only one
-# can build this package.
-.PRECIOUS: .venv-%/.wheels
-.venv-%/.wheels: requirements-%.txt requirements-dev.txt requirements.txt
+# The others see the packages of .venv, and add to them.
+SITE = python -c "import site; print(site.getsitepackages()[0])"
+.venv-%/.installed: requirements-%.txt .venv/.dev
 	$(PYTHON) -m venv .venv-$*
+	echo "import site; site.addsitedir('$$(.venv/bin/$(SITE))')" \
+	  > $$(.venv-$*/bin/$(SITE))/base.pth
 	.venv-$*/bin/pip install --quiet -r requirements-$*.txt
-	touch $@
-
-.venv-%/.installed: .venv-%/.wheels
-	.venv-$*/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 clean:

@@ -163,7 +163,8 @@ def get_config() -> ml_collections.ConfigDict:
     train.log_heads = False
     # Dev metric that selects the best parameters, by the task's names, such as loss,
     # bleu, chrf (slow: computed only if it selects), exact_match; ties are broken by
-    # the loss. None: the task's first.
+    # the loss. With loss, nothing is translated during training. None: the task's
+    # first.
     train.best_metric = placeholder(str)
     # Stop a trial after this many evaluations without improvement; None: never.
     train.patience = placeholder(int)

@@ -163,6 +163,20 @@ def test_quick_evaluation_is_greedy_and_has_chrf_only_to_select_by_it(run, task)
     assert "chrf" in row
 
 
+def test_quick_evaluation_translates_nothing_if_the_loss_selects(
+    run, task, monkeypatch
+):
+    examples = task.load("val")
+    (whole,) = evaluate(run, examples, trials=[0], quick=True)
+    monkeypatch.delattr(translation, "translations")
+    with task.config.unlocked():
+        task.config.train.best_metric = "loss"
+    (row,) = evaluate(run, examples, trials=[0], quick=True)
+    with task.config.unlocked():
+        task.config.train.best_metric = None
+    assert row == {"loss": whole["loss"]}
+
+
 @pytest.mark.slow
 def test_lines_without_a_token_have_empty_translations(run, task):
     lines = [ENGLISH[0], "", ENGLISH[1], "  "]
