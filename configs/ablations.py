@@ -101,8 +101,8 @@ def head_rates(base) -> list[dict]:
     Fixed: the rest.
     """
     rate = base.optimizer.learning_rate
-    rates = [round(rate * share, 12) for share in (1 / 3, 1 / 2, 2 / 3, 1)]
-    return grid(heads(base), over("optimizer.learning_rate", *rates))
+    lower = [float(f"{rate * part:.3g}") for part in (1 / 3, 1 / 2, 2 / 3)]
+    return grid(heads(base), over("optimizer.learning_rate", *lower, rate))
 
 
 def head_dim(base) -> Iterator[dict]:
@@ -157,8 +157,22 @@ def merge_start(base) -> list[dict]:
     rules += ("gated", "gated_elementwise", "mixture")  # which `equal_gain` knows
     arms = dict(zip(rules, equal_starts(base, rules), strict=True))
     arms["mixture"]["model.attention.mixture_heads"] = half_of(base)
-    as_mean = round(1 / arms["mean"]["model.attention.merge_gain"], 3)
-    return [*arms.values(), arms["concat"] | {"model.attention.merge_gain": as_mean}]
+    return [*arms.values(), small_start(base)[1]]
+
+
+def small_start(base) -> list[dict]:
+    """Does concatenating heads gain by starting at the scale of averaging them?
+
+    If averaging is better as it is, and worse at equal starts, this tells whether its
+    scale is all that it gains by.
+
+    Scientific: model.attention.merge_gain.
+    Nuisance: optimizer.learning_rate, model.dropout.
+    Fixed: the rest.
+    """
+    concat, mean = equal_starts(base, ("concat", "mean"))
+    as_mean = round(1 / mean["model.attention.merge_gain"], 3)
+    return [concat, concat | {"model.attention.merge_gain": as_mean}]
 
 
 def merge_rules(base) -> list[dict]:
