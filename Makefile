@@ -66,8 +66,8 @@ test-gpu: .venv/.dev
 SITE = python -c "import site; print(site.getsitepackages()[0])"
 .venv-%/.installed: requirements-%.txt .venv/.dev
 	$(PYTHON) -m venv .venv-$*
-	echo "import site; site.addsitedir('$$(.venv/bin/$(SITE))')" \
-	  > $$(.venv-$*/bin/$(SITE))/base.pth
+	base=$$(.venv/bin/$(SITE)) && own=$$(.venv-$*/bin/$(SITE)) && \
+	  echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv-$*/bin/pip install --quiet -r requirements-$*.txt
 	touch $@
 

@@ -471,8 +471,8 @@ def run_alone(code, folder, packages, lines=()) -> str:
     Args:
         lines: its standard input.
     """
-    names = {
-        path.parts[0]
+    paths = {
+        path.parts[0]: package.locate_file(path.parts[0])
         for package in required(packages).values()
         for path in package.files
         if path.parts[0] not in ("..", "__pycache__")
@@ -480,8 +480,8 @@ def run_alone(code, folder, packages, lines=()) -> str:
     site = folder.parent / f"site-{'-'.join(packages)}"
     if not site.exists():
         site.mkdir()
-        for name in names:
-            (site / name).symlink_to(distribution("pip").locate_file(name))
+        for name, path in paths.items():
+            (site / name).symlink_to(path)
     start = f"import sys; sys.path.append({str(site)!r})\n"
     ran = subprocess.run(
         [sys.executable, "-I", "-S", "-c", start + code],
