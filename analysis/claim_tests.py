@@ -141,6 +141,12 @@ def smaller_keys(settings: dict, baseline: dict) -> bool:
     return same and settings["head_dim"] < baseline["head_dim"]
 
 
+def smaller_start(settings: dict, baseline: dict) -> bool:
+    """Choose arms with the baseline's merge rule that start at a smaller scale."""
+    same = settings["merge"] == baseline["merge"]
+    return same and settings["merge_gain"] < baseline["merge_gain"]
+
+
 # Tests: functions from a claim and a sweep to effects.
 
 

@@ -51,6 +51,7 @@ from headcount.analysis.claim_tests import (
     read_results,
     same_parameters,
     smaller_keys,
+    smaller_start,
 )
 from headcount.analysis.formatting import NOTHING
 from headcount.analysis.roles import POSITIONAL
@@ -423,6 +424,15 @@ CLAIMS = (
         lower,
         exactly(name="muon", muon_per_head=True),
         exactly(name="muon"),
+    ),
+    Claim(
+        "Concatenation gains by starting at the scale of averaging.",
+        "asked here, after claims 7 and 9",
+        NOTHING,
+        ("merge_start", "small_start"),
+        lower,
+        smaller_start,
+        has(merge="concat", merge_gain=1.0),
     ),
 )
 
