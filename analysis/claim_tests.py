@@ -6,10 +6,11 @@ claim and for all planned looks. An analysis of the heads of trained models is a
 named roles_CORPUS with the files that heads.py writes, with one trial per seed.
 """
 
+import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ SLOWER = 0.95  # an arm below this fraction of the reference's speed is slower
 NATS = "difference in loss, nats per token"
 COLUMNS = {  # that a sweep.csv needs
     *("arm", "is_baseline", "stage", "status", "seed", "overrides", "parameters"),
-    *("flops", "tokens_per_second", "dev_loss", "test_split"),
+    *("flops", "tokens_per_second", "dev_loss", "test_loss", "test_split"),
 }
 
 
@@ -552,17 +553,31 @@ def read_analyses(folder: Path) -> Analyses | None:
 
 def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
     """Read the output of heads.py for a split: rows by verb."""
-    return {
-        path.name.split("-")[1]: json.loads(path.read_text())
-        for path in sorted(folder.glob(f"heads-*-{split}.json"))
-    }
+    rows = {}
+    for path in sorted(folder.glob(f"heads-*-{split}.json")):
+        with name_in_errors(path):
+            rows[path.name.split("-")[1]] = json.loads(path.read_text())
+    return rows
+
+
+@contextlib.contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Turn what a damaged file raises into a ValueError with the file's path."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"{path} can't be read ({reason}); let sweep.py report or heads.py write "
+            f"it again."
+        ) from None
 
 
 def read_results(folder: Path) -> Results | None:
     """Read a folder's sweep; return None without a sweep.csv or a known ablation.
 
     Raises:
-        ValueError: the table lacks a column.
+        ValueError: the table is damaged, or a file that belongs to it.
     """
     table = folder / "sweep.csv"
     known = [
@@ -573,35 +588,48 @@ def read_results(folder: Path) -> Results | None:
     if not table.exists() or not known:
         return None
     ablation = max(known, key=len)
-    with table.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if missing := COLUMNS - set(reader.fieldnames or ()):
-            raise ValueError(
-                f"{table} has no column {min(missing)}; it must be the table that "
-                f"sweep.py report writes."
-            )
-        rows = [row for row in reader if row["stage"] == "report"]
-    arms = [
-        read_arm(name, [row for row in rows if row["arm"] == name])
-        for name in dict.fromkeys(row["arm"] for row in rows)
-    ]
+    rows = read_rows(table)
+    names = dict.fromkeys(row["arm"] for row in rows)
+    with name_in_errors(table):
+        arms = [read_arm(x, [row for row in rows if row["arm"] == x]) for x in names]
     corpus = folder.name.removeprefix(f"{ablation}_")
     heads = read_heads(folder, rows[0]["test_split"]) if rows else {}
-    return Results(ablation, corpus, arms, read_looks(folder), heads)
+    has_verdicts = any("verdict" in row for row in rows)
+    return Results(ablation, corpus, arms, read_looks(folder, has_verdicts), heads)
+
+
+def read_rows(table: Path) -> list[dict]:
+    """Read the rows of a sweep.csv that are reported, rather than of a search."""
+    with name_in_errors(table), table.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows, columns = list(reader), set(reader.fieldnames or ())
+    if missing := COLUMNS - columns:
+        raise ValueError(
+            f"{table} has no column {min(missing)}; it must be the table that "
+            f"sweep.py report writes."
+        )
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError(
+                f"{table} has a row that is not whole, of arm {row['arm']}."
+            )
+    return [row for row in rows if row["stage"] == "report"]
 
 
 def read_arm(name: str, rows: list[dict]) -> Arm:
     """Build an arm from its rows of a sweep.csv."""
     done = [row for row in rows if row["status"] == "done"]
-    speeds = [
-        float(row["tokens_per_second"]) for row in done if row["tokens_per_second"]
-    ]
-    dev = [float(row["dev_loss"]) for row in done if row["dev_loss"]]
     settings = json.loads(rows[0]["overrides"])
 
     def by_seed(column: str) -> dict[int, float]:
-        return {int(x["seed"]): float(x[column]) for x in done if x.get(column)}
+        numbers = {int(x["seed"]): float(x[column]) for x in done if x.get(column)}
+        for seed, value in numbers.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{column} of {name}, seed {seed}, is {value}")
+        return numbers
 
+    speeds = list(by_seed("tokens_per_second").values())
+    dev = list(by_seed("dev_loss").values())
     peaks, usual = by_seed("largest_gradient_norm"), by_seed("gradient_norm")
     return Arm(
         name=name,
@@ -617,27 +645,42 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
             int(row["seed"]) for row in rows if row["status"] == "diverged"
         ),
         gap=by_seed("generalization_gap"),
-        spike={seed: math.log(peak / usual[seed]) for seed, peak in peaks.items()},
+        spike={x: math.log(peaks[x] / usual[x]) for x in peaks.keys() & usual.keys()},
         context_gain=by_seed("test_context_gain"),
     )
 
 
-def read_looks(folder: Path) -> tuple[int, ...] | None:
-    """Read the planned looks of a sweep from its verdicts.csv; None if it has none."""
+def read_looks(folder: Path, has_verdicts: bool) -> tuple[int, ...] | None:
+    """Read the planned looks of a sweep from its verdicts.csv; None if it has none.
+
+    Raises:
+        ValueError: a sweep whose table has verdicts is without this file, so that
+            intervals would be as narrow as without looks.
+    """
     path = folder / "verdicts.csv"
     if not path.exists():
+        if has_verdicts:
+            raise ValueError(f"{path} is missing; sweep.py report writes it.")
         return None
-    with path.open(newline="") as file:
+    with name_in_errors(path), path.open(newline="") as file:
         looks = next((row["looks"] for row in csv.DictReader(file)), "")
-    return tuple(map(int, looks.split(","))) if looks else None
+        return tuple(map(int, looks.split(","))) if looks else None
 
 
 def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]:
-    """Return the evidence of all sweeps and analyses about a claim."""
-    effects = [
-        effect
-        for sweep in sweeps
-        if sweep.ablation in ablations_of(claim)
-        for effect in claim.test(claim, sweep)
-    ]
+    """Return the evidence of all sweeps and analyses about a claim.
+
+    Raises:
+        ValueError: a folder's arms or rows are not what its name says.
+    """
+    effects = []
+    for sweep in sweeps:
+        if sweep.ablation in ablations_of(claim):
+            try:
+                effects += claim.test(claim, sweep)
+            except KeyError as error:
+                raise ValueError(
+                    f"{sweep.ablation}_{sweep.corpus} has no {error}, which results of "
+                    f"{sweep.ablation} have; rename the folder, or write it again."
+                ) from None
     return list(dict.fromkeys(effects))  # several ablations may share their arms

@@ -477,6 +477,7 @@ def draw(found: list[tuple[Claim, list[Effect]]], path: Path) -> None:
         for effect in effects:
             if effect.estimate is not None:
                 panels.setdefault(effect.unit, []).append((index, effect))
+    panels = panels or {NATS: []}
     sizes = [len(drawn) + 3 for drawn in panels.values()]  # 3: its axis and its label
     figure, axes = plt.subplots(
         len(panels),
@@ -517,7 +518,7 @@ def draw_panel(ax, unit: str, drawn: list[tuple[int, Effect]]) -> None:
     labels = [textwrap.fill(label, LABEL_WIDTH) for label in labels]
     ax.set_yticks(range(len(drawn)), labels, fontsize=7)
     ax.tick_params(axis="x", labelsize=7)
-    ax.set_ylim(len(drawn) - 0.5, -0.5)
+    ax.set_ylim(max(1, len(drawn)) - 0.5, -0.5)
     ax.set_xlabel(unit, fontsize=8)
     if unit == NATS:
         ax.axvspan(-LOSS.margin, LOSS.margin, color="#dfe1e6", lw=0)
@@ -561,10 +562,10 @@ def main() -> None:
     readers = read_results, read_analyses
     try:
         found = [read(folder) for folder in folders for read in readers]
+        sweeps = [results for results in found if results is not None]
+        found = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
     except ValueError as error:
         parser.error(str(error))
-    sweeps = [results for results in found if results is not None]
-    found = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
     if not any(effects for _, effects in found):
         parser.error(f"--results={arguments.results} has no results for any claim.")
     text = to_markdown(found)

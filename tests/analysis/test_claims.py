@@ -40,9 +40,11 @@ from headcount.configs.base import get_config
 NOISE = np.array([0.0, 0.001, -0.001, 0.0005, -0.0005, 0.0008])
 
 
-def write_sweep(folder, losses, **columns):
+def write_sweep(folder, losses, looks=None, **columns):
     """Write a sweep.csv with arms N=..., and losses by N; N = 1 is the baseline."""
     folder.mkdir(parents=True)
+    if looks:
+        (folder / "verdicts.csv").write_text(f'arm,looks\nN=8,"{looks}"\n')
     rows = []
     for N, of_arm in losses.items():
         for seed, loss in enumerate(of_arm):
@@ -108,9 +110,7 @@ def test_several_arms_share_the_error_rate_and_looks_widen_the_interval(tmp_path
     (alone,) = find_effects(claim("lower", arms=has(num_heads=8)), [sweep])
     both = find_effects(claim("lower"), [sweep])
     assert len(both) == 2 and both[0].estimate[2] > alone.estimate[2]
-    path = tmp_path / "heads_x" / "verdicts.csv"
-    path.write_text('arm,looks\nN=8,"2,4,6"\n')
-    planned = read_results(tmp_path / "heads_x")
+    planned = write_sweep(tmp_path / "heads_y", losses, looks="2,4,6")
     assert planned.looks == (2, 4, 6)
     (wider,) = find_effects(claim("lower", arms=has(num_heads=8)), [planned])
     assert wider.estimate[2] > alone.estimate[2]
@@ -137,9 +137,7 @@ def test_an_arm_that_lost_a_trial_decides_nothing(tmp_path, test, verdict):
 def test_seeds_after_a_decisive_look_count(tmp_path):
     """Whether it is worse was clear at two seeds, by how much only at six."""
     losses = {1: 2 + np.zeros(6), 8: 2.004 + NOISE / np.array([9, 1, 9, 9, 9, 9])}
-    write_sweep(tmp_path / "heads_x", losses)
-    (tmp_path / "heads_x" / "verdicts.csv").write_text('arm,looks\nN=8,"2,6"\n')
-    sweep = read_results(tmp_path / "heads_x")
+    sweep = write_sweep(tmp_path / "heads_x", losses, looks="2,6")
     (effect,) = find_effects(claim("little higher"), [sweep])
     assert (effect.verdict, effect.seeds) == (SUPPORTED, 6)
 
@@ -499,17 +497,79 @@ def test_a_page_without_marks_is_an_error_before_anything_is_written(
         page.write_text(content)
 
 
-def test_a_damaged_table_is_named(tmp_path, monkeypatch, capsys):
-    table = tmp_path / "heads_x/sweep.csv"
-    table.parent.mkdir()
-    table.write_text("arm,loss\na,1\n")
+def cut_in_half(path):
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+DAMAGES = {  # of heads_x, which has planned looks, and of roles_x
+    "heads_x/sweep.csv has no column dev_loss": (
+        lambda folder: replace(folder / "heads_x/sweep.csv", "dev_loss", "dev")
+    ),
+    "heads_x/sweep.csv has no column test_loss": (
+        lambda folder: replace(folder / "heads_x/sweep.csv", "test_loss", "test")
+    ),
+    "heads_x/sweep.csv has a row that is not whole, of arm N=": (
+        lambda folder: cut_in_half(folder / "heads_x/sweep.csv")
+    ),
+    "heads_x/sweep.csv can't be read (test_loss of N=1, seed 2, is nan)": (
+        lambda folder: replace(folder / "heads_x/sweep.csv", ",1.999,", ",nan,")
+    ),
+    "heads_x/sweep.csv can't be read (could not convert string to float: 'x')": (
+        lambda folder: replace(folder / "heads_x/sweep.csv", ",1.999,", ",x,")
+    ),
+    "heads_x/verdicts.csv is missing": (
+        lambda folder: (folder / "heads_x/verdicts.csv").unlink()
+    ),
+    "heads_x/verdicts.csv can't be read (no 'looks')": (
+        lambda folder: replace(folder / "heads_x/verdicts.csv", "looks", "look")
+    ),
+    "heads_x/verdicts.csv can't be read (invalid literal": (
+        lambda folder: replace(folder / "heads_x/verdicts.csv", "2,6", "2;6")
+    ),
+    "roles_x/heads-roles-val.json can't be read (": (
+        lambda folder: cut_in_half(folder / "roles_x/heads-roles-val.json")
+    ),
+    "roles_x has no 'layer'": (
+        lambda folder: replace(folder / "roles_x/heads-roles-val.json", "layer", "lair")
+    ),
+    "head_dim_x has no 'value_dim'": (
+        lambda folder: (folder / "heads_x").rename(folder / "head_dim_x")
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damaged_results_are_named(words, tmp_path, monkeypatch, capsys):
+    losses = {1: 2 + NOISE, 8: 2 - NOISE}
+    verdict = {1: "baseline", 8: "better"}
+    write_sweep(tmp_path / "heads_x", losses, looks="2,6", verdict=verdict)
+    row = {"trial": 0, "site": "decoder", "layer": 0, "head": 0}
+    write_analyses(
+        tmp_path / "roles_x", roles=[row | {"role": "induction", "has_role": True}]
+    )
     page = tmp_path / "page.md"
     page.write_text("\n".join(claims.MARKS))
     monkeypatch.setattr("sys.argv", ["x", f"--results={tmp_path}", f"--page={page}"])
+    claims.main()
+    DAMAGES[words](tmp_path)
     with pytest.raises(SystemExit) as stopped:
         claims.main()
-    assert stopped.value.code == 2
-    assert f"{table} has no column dev_loss" in capsys.readouterr().err
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_claims_without_an_estimate_have_an_empty_picture(tmp_path):
+    """As those of a sweep of one seed."""
+    sweep = write_sweep(tmp_path / "heads_x", {1: [2.0], 8: [1.9]})
+    found = [(claim(same_parameters), find_effects(claim(same_parameters), [sweep]))]
+    assert found[0][1]
+    claims.draw(found, tmp_path / "claims.png")
+    assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_untested_claim_is_said_to_be_untested(tmp_path):
