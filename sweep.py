@@ -169,7 +169,12 @@ def main(verb: str, more_workdirs: list[str]) -> None:
     with one_sentence(), tempfile.TemporaryDirectory() as temporary:
         check_flags(verb)
         workdir = choose_workdir(verb, Path(temporary))
-        sweep = settings.open_sweep(options(verb, workdir, import_task()))
+        task_file = import_task()
+        if GROUP.value is not None and not (workdir / "sweep.json").exists():
+            # a wrong --group must not start a sweep, which then has fixed settings
+            trial = settings.open_sweep(options(verb, Path(temporary), task_file))
+            settings.select_groups(trial, GROUP.value, None)
+        sweep = settings.open_sweep(options(verb, workdir, task_file))
         if verb == "run" and FINISHED.value is not None:
             sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
         groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
@@ -210,6 +215,8 @@ def check_flags(verb: str) -> None:
             )
     if GROUP.value is not None and SHARD.value is not None:
         raise ValueError("--group and --shard exclude each other; give one of them.")
+    if SHARD.value is not None:
+        settings.parse_shard(SHARD.value)
     remote = [x for x in RESOURCES.value if not x.startswith("cores=")]
     unused = [("address", ADDRESS.value)]
     unused.append(("resources", RESOURCES.value if cluster.arguments() else remote))
@@ -299,10 +306,11 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
     now = sweep.extended(propose=False)
     status.print_status(now, rows)
     left = count_unfinished(now.plan, rows)
-    if SHARD.value and sweep.grows and left:
+    if SHARD.value and left:
+        more = " Rerun this command when they are done: more groups may follow."
         print(
-            "Other shards have groups left. Rerun this command when they are done: "
-            "more groups may follow from theirs."
+            f"This shard has run its groups; other shards have {left} trials left."
+            f"{more * sweep.grows}"
         )
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)

@@ -242,6 +242,10 @@ def paired_means(comparisons: list[Comparison]) -> dict[str, float]:
     }
 
 
+# of an arm without some of the baseline's seeds
+PAIRED = " (the baseline's mean plus the mean difference from it by seed)"
+
+
 def with_unit(text: str, metric: Metric) -> str:
     """Append a metric's unit to a heading, unless it is empty or just "points"."""
     is_clear = metric.unit in ("", "points")
@@ -277,10 +281,12 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     winners = [name for name, mean in means.items() if math.isclose(mean, best)]
     first = next(c for c in comparisons if c.arm.name == winners[0])
     runs = sum(len(c.arm.seeds) for c in comparisons)
+    base = next(c for c in comparisons if c.arm.is_baseline)
+    paired = "" if set(first.arm.seeds) == set(base.arm.seeds) else PAIRED
     sentences = [
         f"{count(runs, 'training run')} of {count(len(comparisons), 'arm')}. The best "
-        f"mean test score is {number(first.summary.mean, metric.format)} ({label}), "
-        f"with {'; '.join(winners)}."
+        f"mean test score is {number(best, metric.format)} ({label}), with "
+        f"{'; '.join(winners)}{paired}."
     ]
     others = [c for c in comparisons if c.difference is not None]
     tested = [c for c in others if not math.isnan(c.p)]
@@ -296,6 +302,11 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
             "No arm can be tested: a test needs at least two seeds whose differences "
             "to the baseline are not equal, and no trial that diverged or failed."
         )
+        scores = [score for c in comparisons for score in c.arm.test[metric.name]]
+        if metric.higher_is_better and not any(scores):
+            sentences.append(
+                "Every seed scored 0: train longer, or compare by --metric=loss."
+            )
     else:
         sentences.append(
             f"Nothing can be compared: no other arm has a seed of the baseline "
@@ -427,8 +438,12 @@ def verdict_sentence(row: dict, metric: Metric, baseline: str) -> str:
     by = f"{signed(row['difference'], spec)} ({value}; {after(row, spec, seeds)})"
     arm, kind, margin = row["arm"], row["verdict"], row["margin"]
     if kind == "equivalent":
-        within = margin_text(metric, margin)
-        return f"{arm} is equivalent to {baseline} within {within}: {by}."
+        within, mean = margin_text(metric, margin), signed(row["difference"], spec)
+        bound = number(row["bound"], spec)
+        return (
+            f"{arm} is equivalent to {baseline} within {within}: {mean} ({value}; at "
+            f"most {bound} either way by two one-sided tests, after {seeds})."
+        )
     if kind == "undecided":
         if row["lost"]:
             lost = count(row["lost"], "trial")

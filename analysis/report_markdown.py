@@ -3,6 +3,7 @@
 import math
 import re
 
+from headcount.analysis.formatting import NOTHING
 from headcount.analysis.report import (
     VERDICTS_HEADER,
     Comparison,
@@ -98,10 +99,12 @@ def join_markdown(
         parts: the reports, with their headings moved down by one level.
         verdicts: every verdict with the name of its sweep and its report.
     """
-    rows = [["sweep", "score", *VERDICTS_HEADER]]
+    rows = [["sweep", "score", *VERDICTS_HEADER, "looks", "margin"]]
     for name, report, row in verdicts:
         score = f"{with_unit(report.metric.label, report.metric)} on {row['split']}"
-        rows.append([name, score, *verdict_cells(report, row)])
+        looks = row["looks"].replace(",", ", ") or NOTHING
+        margin = NOTHING if row["margin"] is None else f"{row['margin']:g}"
+        rows.append([name, score, *verdict_cells(report, row), looks, margin])
     note = (
         "The error rate of 5% holds for each sweep, not for all of them together. Each "
         "sweep has its own baseline."
@@ -118,10 +121,10 @@ def verdicts(report: Report) -> list[str]:
     label, split = with_unit(report.metric.label, report.metric), first["split"]
     looks = first["looks"]
     how = (
-        f"Arms were looked at after {looks.replace(',', ', ')} seeds, and those that "
-        f"were decided got no more. The boundaries spend the error rate over the looks "
-        f"(Lan and DeMets 1983), and the intervals hold at all looks at once (Jennison "
-        f"and Turnbull 1989)."
+        f"Looks were planned after {looks.replace(',', ', ')} seeds. Arms that were "
+        f"decided, or that more seeds were unlikely to decide, got no more. The "
+        f"boundaries spend the error rate over the looks (Lan and DeMets 1983), and "
+        f"the intervals hold at all looks at once (Jennison and Turnbull 1989)."
         if looks
         else "This holds only if the number of seeds was fixed before any result was "
         "seen. Holm's correction of p-values is a little less strict, so an arm with a "
@@ -296,7 +299,9 @@ def examples(report: Report) -> list[str]:
         lines = dict(example.text)
         lines |= {label: getattr(example, name) for name, label in arms.items()}
         blocks.append(
-            "\n".join(f"- {escape(k)}: {escape(v)}" for k, v in lines.items())
+            "\n".join(
+                f"- {escape(k)}: {escape(v) or '(empty)'}" for k, v in lines.items()
+            )
         )
     differ = len(arms) == 2 and all(e.best != e.worst for e in report.examples)
     return [

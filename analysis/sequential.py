@@ -21,7 +21,7 @@ from headcount.analysis.significance import LEVEL, POWER
 
 DRAWS = 2_000_000  # simulated sweeps
 FUTILITY = 0.1  # with a lower chance of a verdict, an arm gets no more seeds
-TIES = 8  # seeds with equal differences after which a spread is not to be expected
+TIES = 8  # after this many seeds with equal differences, no spread is expected
 VERDICTS = ("better", "worse", "equivalent", "undecided")
 
 
@@ -48,10 +48,11 @@ class Verdict(NamedTuple):
     num_seeds: int
     # of a verdict at the last look; NaN: it has been reached, or can't be estimated
     chance: float = np.nan
+    bound: float = np.nan  # on the size of the difference, by two one-sided tests
 
     @property
     def is_open(self) -> bool:
-        """Whether more seeds may well decide what is undecided so far."""
+        """Whether an undecided arm has a fair chance of a verdict with more seeds."""
         return self.kind == "undecided" and not self.chance < FUTILITY
 
 
@@ -243,7 +244,8 @@ def judge(
     look = looks.seeds.index(count)
     numbers = (float(x[0, look]) for x in (found.means, found.low, found.high))
     kind = VERDICTS[found.kinds[0]]
-    return Verdict(kind, *numbers, count, float(found.chances[0, look]))
+    chance, bound = (float(x[0, look]) for x in (found.chances, found.bounds))
+    return Verdict(kind, *numbers, count, chance, bound)
 
 
 def judge_at_last(
@@ -269,6 +271,7 @@ class Decisions(NamedTuple):
     low: np.ndarray  # of the repeated confidence intervals, sweeps x looks reached
     high: np.ndarray
     chances: np.ndarray  # of a verdict at the last look; NaN at that look
+    bounds: np.ndarray  # on sizes, by two one-sided tests, sweeps x looks reached
 
 
 def decide(
@@ -297,10 +300,10 @@ def decide(
         for two in (True, False)
     )
     half, narrow = (t * sd / np.sqrt(counts) for t in (two_sided, one_sided))
-    low, high = means - half, means + half
+    low, high, bounds = means - half, means + half, np.abs(means) + narrow
     kinds = np.full(means.shape, VERDICTS.index("undecided"))
     if looks.margin is not None:
-        kinds[np.abs(means) + narrow < looks.margin] = VERDICTS.index("equivalent")
+        kinds[bounds < looks.margin] = VERDICTS.index("equivalent")
     ups, downs = ("better", "worse") if higher_is_better else ("worse", "better")
     kinds[low > 0], kinds[high < 0] = VERDICTS.index(ups), VERDICTS.index(downs)
     early = counts[counts < looks.seeds[-1]]
@@ -315,4 +318,5 @@ def decide(
     decisive[:, -1] = True  # the last look counts if no other one does
     chosen = np.full(len(kinds), len(counts) - 1) if last else decisive.argmax(1)
     rows = np.arange(len(kinds))
-    return Decisions(kinds[rows, chosen], counts[chosen], means, low, high, chances)
+    of_each = means, low, high, chances, bounds
+    return Decisions(kinds[rows, chosen], counts[chosen], *of_each)

@@ -55,13 +55,13 @@ def fit_trend(
     """Fit a·n^b + c to the means of arms over seeds.
 
     Returns:
-        The curve; None with fewer than four different numbers or three seeds, or if a
-        number is not positive.
+        The curve; None with fewer than four different numbers or three seeds, if a
+        number is not positive, or if all scores are equal.
     """
     values = np.asarray(values, float)
     seeds = scores.shape[1]
     is_enough = len(set(values)) >= MIN_VALUES and seeds >= MIN_SEEDS
-    if not is_enough or min(values) <= 0:
+    if not is_enough or min(values) <= 0 or np.ptp(scores) == 0:
         return None
     rng = np.random.default_rng(0)
     counts = rng.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS)

@@ -11,6 +11,7 @@ import re
 from headcount.analysis.report import verdict_sentence
 from headcount.analysis.sequential import (
     Looks,
+    Verdict,
     check_looks,
     default_looks,
     judge,
@@ -43,7 +44,7 @@ def parse_seeds(
     if seeds is None:
         return None, None
     found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds)
-    if found is None or int(found.group(1)) < 1:
+    if found is None or (found.group(2) is None and int(found.group(1)) < 1):
         raise ValueError(
             f"--seeds must be a number, or the first and last number of seeds to look "
             f"at, as in --seeds=4:32; got {seeds}."
@@ -84,6 +85,9 @@ def parse_margin(text: str, metric: Metric) -> float:
             f"--margin={text} must be a positive number of {unit}, as in {example}."
         )
     units = {"", metric.unit, metric.unit.split(" ")[0], metric.label}
+    units.add(metric.unit.replace("%", "percentage points"))  # as margins are shown
+    units |= {re.sub(r"s\b", "", unit, count=1) for unit in units}  # 1 point
+    units |= {f"{unit} of {metric.label}" for unit in units}
     if (found.group(2) or "").casefold() not in {each.casefold() for each in units}:
         raise ValueError(
             f"--margin={text} must be in the unit of {metric.label}, {unit}, as in "
@@ -233,9 +237,10 @@ def verdict_rows(
             seeds = set(arm.seeds[: verdict.num_seeds])
         missing = len(seeds & lost[arm.name]) + len(seeds & lost[baseline])
         if missing:
-            verdict = verdict._replace(
-                kind="undecided", low=math.nan, high=math.nan, chance=math.nan
+            verdict = Verdict(
+                "undecided", verdict.mean, *[math.nan] * 2, verdict.num_seeds
             )
+        unknown = verdict.kind != "undecided" or math.isnan(verdict.chance)
         row = {
             "arm": arm.name,
             "verdict": verdict.kind,
@@ -245,10 +250,11 @@ def verdict_rows(
             "low": verdict.low,
             "high": verdict.high,
             "margin": planned.margin,
+            "bound": None if math.isnan(verdict.bound) else verdict.bound,
             "seeds": verdict.num_seeds,
             "looks": "" if looks is None else ",".join(map(str, looks.seeds)),
             "lost": missing,
-            "chance": None if math.isnan(verdict.chance) else verdict.chance,
+            "chance": None if unknown else verdict.chance,
         }
         found.append(row | {"sentence": verdict_sentence(row, metric, baseline)})
     return found

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from headcount.analysis.report import margin_text
 from headcount.analysis.sequential import detectable
 from headcount.analysis.significance import POWER
 from headcount.analysis.tables import print_table
@@ -49,7 +50,13 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     for index, group in enumerate(sweep.groups):
         arms = " and ".join(dict.fromkeys(trial.arm for trial in group.trials))
         console.print(f"group {index}: {arms}, {len(group.trials)} trials")
-    if searches:
+    if sweep.looks:
+        margin = "without a margin"
+        if sweep.looks.margin is not None:
+            margin = f"margin {margin_text(sweep.metric, sweep.looks.margin)}"
+        looks = ", ".join(map(str, sweep.looks.seeds))
+        console.print(f"Looks after {looks} seeds, {margin}.", soft_wrap=True)
+    if searches and sweep.grows:
         console.print("More groups follow once dev has chosen the nuisance settings.")
     about = "at most" if sweep.grows else "about"
     console.print(
@@ -58,7 +65,7 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     if sweep.looks:
         effect = detectable(sweep.looks)
         console.print(
-            f"The last look finds a difference of {effect:.2g} standard deviations of "
+            f"The plan finds a difference of {effect:.2g} standard deviations of "
             f"the paired differences with a power of {POWER:.0%}.",
             soft_wrap=True,
         )

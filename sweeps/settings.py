@@ -24,7 +24,7 @@ from headcount.sweeps.ablation import (
     name_in_errors,
     nuisance_keys,
 )
-from headcount.sweeps.looks import parse_margin
+from headcount.sweeps.looks import margin_of, parse_margin
 from headcount.sweeps.plan import IGNORED, Group, Plan, Shard, expand
 from headcount.sweeps.search import Search, make_search, optional_package
 from headcount.sweeps.store import Sweep, read_optional_json
@@ -41,7 +41,7 @@ SETTINGS = {  # schema of sweep.json; see `runtime.schema`
     "checkpoint": frozenset(CHECKPOINTS),
     "metric": str,
     "test_split": str,
-    "looks": Optional([Number(1)]),
+    "looks": Optional([Number(2)]),
     "margin": Optional(Number(0, float)),
     "arms": [{}],
     "docstring": str,
@@ -122,7 +122,7 @@ def open_sweep(options: Options) -> Sweep:
     task = make_task(config)
     settings = merge(options, stored, task)
     if stored is not None:
-        check_same_sweep(options, stored, settings)
+        check_same_sweep(options, stored, settings, task)
         if settings["seeds"] > stored["seeds"]:
             earlier = [*(stored["earlier_seeds"] or []), stored["seeds"]]
             settings["earlier_seeds"] = earlier
@@ -182,6 +182,11 @@ def read_settings(path: Path) -> dict | None:
     wrong = violation(stored, SETTINGS)
     if wrong is None and not all(isinstance(text, str) for text in stored["tune"]):
         wrong = "tune must be a list of strings"
+    looks = stored["looks"] if wrong is None else None
+    if looks and (looks != sorted(set(looks)) or looks[-1] != stored["seeds"]):
+        wrong = "looks must be ascending, up to the number of seeds"
+    if wrong is None and stored["margin"] is not None and not stored["margin"] > 0:
+        wrong = "margin must be positive"
     if wrong:
         raise ValueError(
             f"{path} is damaged ({wrong}); restore it, or start again in another "
@@ -213,7 +218,8 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
         }
     metrics = {metric.name: metric for metric in task.metrics}
     name = given.get("metric", settings["metric"])
-    choose("--metric", name, metrics)
+    source = "--metric" if "metric" in given or not stored else "metric in sweep.json"
+    choose(source, name, metrics)
     metric = metrics[name]
     if "margin" in given:
         margin = parse_margin(given["margin"], metric)
@@ -260,7 +266,7 @@ def command_of(sweep: Sweep) -> str:
     return shlex.join(["python", "sweep.py", "run", *words])
 
 
-def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
+def check_same_sweep(options: Options, stored: dict, now: dict, task: Task) -> None:
     """Raise a ValueError if settings differ from the sweep in the workdir.
 
     Only `run` may add seeds; seeds can't be removed.
@@ -268,7 +274,12 @@ def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
     runs = options.verb == "run"
     free = CHANGEABLE if runs else ("note",)
     keys = ["base", *(name for name in FLAGS if name not in free)]
-    old, new = (flat({key: of[key] for key in keys}) for of in (stored, now))
+    metrics = {metric.name: metric for metric in task.metrics}
+    margins = (margin_of(of, metrics[of["metric"]]) for of in (stored, now))
+    old, new = (  # a default margin is told as a number
+        flat({key: of[key] for key in keys} | {"margin": margin})
+        for of, margin in zip((stored, now), margins, strict=True)
+    )
     ignored = [f"base.{key}" for key in (*IGNORED, "seeds")]
     changed = [
         f"{key.removeprefix('base.')} (there {old.get(key)!r}, now {new.get(key)!r})"
@@ -278,9 +289,13 @@ def check_same_sweep(options: Options, stored: dict, now: dict) -> None:
     if runs and now["seeds"] < stored["seeds"]:
         changed.append(f"seeds (there {stored['seeds']}, now {now['seeds']})")
     if changed:
+        seeds = (
+            "its looks and seeds are planned once"
+            if stored["looks"]
+            else "seeds may be added, not removed"
+        )
         fix = (
-            "choose another --workdir, or the settings of that sweep (seeds may be "
-            "added, not removed, but the looks of --seeds=FIRST:LAST are planned once)."
+            f"choose another --workdir, or the settings of that sweep ({seeds})."
             if runs
             else f"leave that out: {options.verb} shows the sweep as it is, and only "
             f"run adds seeds."
@@ -380,8 +395,11 @@ def select_groups(
             f"--group must be the name of a group or its number, below "
             f"{len(sweep.groups)}; got {group}."
         )
-    if shard is None:
-        return Shard(0, 1)
+    return Shard(0, 1) if shard is None else parse_shard(shard)
+
+
+def parse_shard(shard: str) -> Shard:
+    """Parse --shard; raise a ValueError unless it is i/n with i below n."""
     found = re.fullmatch(r"(\d+)/(\d+)", shard)
     index, count = map(int, found.groups()) if found else (0, 0)
     if not index < count:

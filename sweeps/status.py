@@ -5,6 +5,7 @@ import json
 from rich.table import Table
 
 from headcount.analysis.formatting import format_settings
+from headcount.analysis.sequential import FUTILITY
 from headcount.analysis.tables import print_table
 from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.store import Sweep
@@ -13,6 +14,15 @@ from headcount.sweeps.table import count_unfinished
 STATUSES = (
     *("done", "dev scored", "trained", "training", "waiting", "diverged", "failed"),
 )
+
+
+def verdict_cell(row: dict) -> str:
+    """Format an arm's verdict by planned looks for a table."""
+    if row["seeds"] < int(row["looks"].split(",")[0] or 0):
+        return "not looked at yet"
+    text = f"{row['verdict']} after {row['seeds']} seeds"
+    ended = row["chance"] is not None and row["chance"] < FUTILITY
+    return f"{text}, ended" if ended else text
 
 
 def print_status(sweep: Sweep, rows: list[dict]) -> None:
@@ -24,10 +34,8 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
         *(["chosen"] if sweep.has_search else []),
         *(["verdict"] if sweep.looks else []),
     )
-    verdicts = {
-        row["arm"]: f"{row['verdict']} after {row['seeds']} seeds"
-        for row in verdict_rows(sweep.plan, sweep.settings, metric, rows)
-    }
+    found = verdict_rows(sweep.plan, sweep.settings, metric, rows)
+    verdicts = {row["arm"]: verdict_cell(row) for row in found}
     for arm in sweep.plan.arms:
         of_arm = [row for row in rows if row["arm"] == arm.name]
         counts = [sum(row["status"] == s for row in of_arm) for s in present]

@@ -30,7 +30,7 @@ from headcount.training.metrics import read_metrics
 LOGGED = "gradient_norm", "largest_gradient_norm", "train_loss", "generalization_gap"
 VERDICT_COLUMNS = [
     *("arm", "verdict", "metric", "split", "difference", "low", "high", "margin"),
-    *("seeds", "looks", "lost", "chance", "sentence"),
+    *("bound", "seeds", "looks", "lost", "chance", "sentence"),
 ]
 
 

@@ -536,9 +536,9 @@ def planned(report, **changes):
             "+0.10 (BLEU; +0.05 to +0.15, after 4 seeds).",
         ),
         (
-            {"verdict": "equivalent", "difference": 0.1, "low": -0.1, "high": 0.2},
-            "half is equivalent to whole within 0.3 points of BLEU: +0.10 (BLEU; −0.10 "
-            "to +0.20, after 4 seeds).",
+            {"verdict": "equivalent", "difference": 0.1, "bound": 0.22},
+            "half is equivalent to whole within 0.3 points of BLEU: +0.10 (BLEU; at "
+            "most 0.22 either way by two one-sided tests, after 4 seeds).",
         ),
         (
             {"verdict": "undecided", "low": np.nan, "high": np.nan, "seeds": 1},

@@ -38,6 +38,7 @@ def call(*arguments):
             "--resources has no meaning",
         ),
         (["run", "--workdir=x", "--shard=0/2", "--group=0"], "--group.*--shard"),
+        (["run", "--workdir=x", "--shard=2/2"], "--shard must be i/n"),
         pytest.param(["list", "--ablation=heads"], "--config", marks=pytest.mark.slow),
         pytest.param(
             ["run", "--workdir=/nonexistent/s", "--resources=num_gpus=1"],
@@ -68,6 +69,15 @@ def test_bad_flags_are_named_in_one_line_with_exit_code_2(arguments, named):
     assert found.returncode == 2 and "Traceback" not in found.stderr
     last = found.stderr.strip().splitlines()[-1]
     assert all(part in last for part in named.split(".*"))
+
+
+@pytest.mark.slow
+def test_a_group_that_does_not_exist_starts_no_sweep(tmp_path):
+    workdir = tmp_path / "s"
+    new = ("--config=configs/numbers.py", "--ablation=heads", "--seeds=4:8")
+    found = call("run", *new, f"--workdir={workdir}", "--group=99")
+    assert found.returncode == 2 and "--group must be the name" in found.stderr
+    assert not workdir.exists()
 
 
 def test_help_lists_the_verbs_and_every_flag():

@@ -19,6 +19,7 @@ from sweep_fakes import (
 from headcount.analysis import sequential
 from headcount.sweeps.looks import parse_seeds, verdict_rows
 from headcount.sweeps.settings import open_sweep
+from headcount.sweeps.status import print_status
 from headcount.sweeps.table import collect
 
 STAGES = {"seeds": 8, "looks": [2, 4, 8], "margin": "1.0"}
@@ -61,11 +62,13 @@ def seeds_by_arm(sweep):
     return {arm: len(seeds) for arm, seeds in found.items()}
 
 
-def test_decided_arms_get_no_more_seeds(given):
+def test_decided_arms_get_no_more_seeds(given, capsys):
     """K=2 is far off with little spread; K=1 is nearer with much."""
     effects = {"K=2": (-20.0, 0.001), "K=1": (2.2, 3.0)}
     sweep = open_sweep(given)
     assert seeds_by_arm(sweep) == {"K=4": 2, "K=2": 2, "K=1": 2}
+    print_status(sweep, collect(sweep))
+    assert capsys.readouterr().out.count("not looked at yet") == 2
     sweep = finish_stage(given, effects)
     assert seeds_by_arm(sweep) == {"K=4": 4, "K=2": 2, "K=1": 4}
     sweep = finish_stage(given, effects)
@@ -79,6 +82,7 @@ def test_decided_arms_get_no_more_seeds(given):
     found = {row["arm"]: (row["verdict"], row["seeds"]) for row in rows}
     assert found["K=2"] == ("worse", "2")
     assert found["K=1"][0] == "undecided"
+    assert not any(row["chance"] for row in rows)  # the last look has been reached
     assert next(r for r in rows if r["arm"] == "K=2")["sentence"].startswith(
         "K=2 is worse than K=4: −20.00 (BLEU; −20."
     )
@@ -93,7 +97,8 @@ def test_decided_arms_get_no_more_seeds(given):
     assert "8 seeds for every arm would take 24 training runs, " in text
 
 
-def test_an_arm_that_seeds_can_hardly_decide_gets_no_more(given):
+@pytest.mark.slow
+def test_an_arm_that_seeds_can_hardly_decide_gets_no_more(given, capsys):
     effects = {"K=2": (3.5, 3.0), "K=1": (0.1, 3.0)}
     finish_stage(given, effects)
     sweep = finish_stage(given, effects)
@@ -104,6 +109,8 @@ def test_an_arm_that_seeds_can_hardly_decide_gets_no_more(given):
     (row,) = [row for row in rows if row["arm"] == "K=1"]
     assert (row["verdict"], row["seeds"]) == ("undecided", 4) and row["chance"] < 0.1
     assert "More seeds are unlikely to decide it" in row["sentence"]
+    print_status(sweep, collect(sweep))
+    assert capsys.readouterr().out.count("undecided after 4 seeds, ended") == 1
     assert "The verdicts took 20 training runs" in write_report(sweep)  # 8 + 8 + 4
 
 
@@ -304,6 +311,7 @@ def test_seeds_are_a_number_or_a_range(seeds, looks, wanted):
     [
         ("x", [], "--seeds"),
         ("0", [], "--seeds"),
+        ("0:8", [], "at 2 seeds or more"),
         ("8:4", [], "--seeds"),
         ("1:4", [], "--looks"),
         ("4:4", [], "FIRST below LAST"),

@@ -47,6 +47,13 @@ def test_a_sweep_cannot_be_opened_without_its_task(tmp_path, corpus):
         open_sweep(only_workdir(given))
 
 
+def test_an_error_tells_the_margins_as_numbers(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus, seeds=4, looks=[2, 4])
+    open_sweep(given)
+    with pytest.raises(ValueError, match=r"margin \(there 0.3, now 0.5\).* once\)"):
+        open_sweep(given._replace(margin="0.5"))
+
+
 def test_nothing_in_a_workdir_is_executed(tmp_path, corpus):
     """Not even an ablation that sweep.json names, if it lacks the arms."""
     touch = f"__import__('pathlib').Path({str(tmp_path / 'executed')!r}).touch()"
@@ -58,6 +65,17 @@ def test_nothing_in_a_workdir_is_executed(tmp_path, corpus):
         open_sweep(only_workdir(given, verb=verb))
     path = tmp_path / "s" / "sweep.json"
     whole = stored(tmp_path / "s")
+    for changes in (
+        {"looks": [4, 2]},
+        {"looks": [1, 2]},
+        {"looks": [2, 4], "seeds": 8},
+    ):
+        path.write_text(json.dumps(whole | changes))
+        with pytest.raises(ValueError, match="sweep.json is damaged .looks"):
+            open_sweep(only_workdir(given))
+    path.write_text(json.dumps(whole | {"margin": 0.0}))
+    with pytest.raises(ValueError, match="sweep.json is damaged .margin must be"):
+        open_sweep(only_workdir(given))
     for key in ("arms", "docstring"):
         lacking = {k: v for k, v in whole.items() if k != key}
         path.write_text(json.dumps(lacking))
@@ -368,6 +386,8 @@ def test_every_group_is_in_one_shard(tmp_path, corpus, count):
         ("0.3", 0.3),
         ("0.5 points", 0.5),
         ("1BLEU", 1.0),
+        ("1 point", 1.0),
+        ("0.4 points of BLEU", 0.4),
         ("2e-1points", 0.2),
         (1.5, 1.5),
     ],
