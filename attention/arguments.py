@@ -19,7 +19,7 @@ def present(**arrays):
 
 
 # Arguments of `dot_product_attention` that not all functions of this package take.
-NOT_EVERYWHERE = (
+ONLY_SOME_TAKE = (
     *("dropout_rate", "dropout_seed", "head_gate", "sink", "implementation"),
     *("return_residual", "return_statistics"),
 )
@@ -56,7 +56,7 @@ def normalise(
       TypeError: `others` has an argument that none takes.
     """
     for name in others:
-        if name in NOT_EVERYWHERE:
+        if name in ONLY_SOME_TAKE:
             raise NotImplementedError(f"this function does not take {name}")
         raise TypeError(f"attention has no argument {name!r}")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
@@ -171,7 +171,8 @@ def dropout_arguments(rate, seed, query):
         seed = seed.astype(np.uint32)
     require(
         seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer),
-        f"dropout_seed must be one integer, got {seed.dtype}{seed.shape}",
+        f"dropout_seed must be one integer, got {seed.dtype}{seed.shape}; of a key, "
+        f"jax.random.bits(key, dtype='uint32') makes one",
     )
     B, T, N, _ = query.shape
     keys = dropout.row_keys(jnp.asarray(seed).astype(jnp.int32), B, T, N)

@@ -87,6 +87,12 @@ def _completion(counts: np.ndarray) -> tuple[int, int] | None:
     return None
 
 
+# The last examples of a row are chosen by the room that is left on the target side, in
+# mean lengths: one more fits, or about two.
+ROOM_FOR_ONE, ROOM_FOR_TWO = 1.5, 2.6
+IMBALANCE = 2.0  # what a pair out of proportion costs, where its size counts 1
+
+
 def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
     """Pack lengths; yield pairs of a row's list of (s, t) and the number of such rows.
 
@@ -99,7 +105,7 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
     s, t = np.nonzero(counts)
     order = np.argsort(-np.maximum(s / S, t / T), kind="stable")
     s, t = s[order], t[order]
-    size, slant = s / S + t / T, s / S - t / T
+    size, imbalance = s / S + t / T, s / S - t / T
     mean, left, first = target_lengths.mean(), len(target_lengths), 0
     while left:
         while not counts[s[first], t[first]]:
@@ -110,15 +116,16 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
             row.append(pair)
             room = (room[0] - pair[0], room[1] - pair[1])
             pair = None
-            if room[1] < 1.5 * mean:
+            if room[1] < ROOM_FOR_ONE * mean:
                 pair = room if counts[room] else None
-            elif room[1] < 2.6 * mean:
+            elif room[1] < ROOM_FOR_TWO * mean:
                 pair = _completion(counts[: room[0] + 1, : room[1] + 1])
             if pair is None:
                 tail = slice(first, None)
                 score = size[tail].copy()
-                if room[1] >= 2.6 * mean:
-                    score -= 2 * np.abs(room[0] / S - room[1] / T - slant[tail])
+                if room[1] >= ROOM_FOR_TWO * mean:
+                    left_over = room[0] / S - room[1] / T
+                    score -= IMBALANCE * np.abs(left_over - imbalance[tail])
                 fits = (s[tail] <= room[0]) & (t[tail] <= room[1])
                 fits &= counts[s[tail], t[tail]] > 0
                 score[~fits] = -np.inf

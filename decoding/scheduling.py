@@ -220,7 +220,7 @@ def num_lanes(num_trials: int) -> int:
 def compiles_slowly() -> bool:
     """Return whether compiling a smaller program takes longer than it saves.
 
-    So it is on accelerators, whose steps hardly get faster with fewer rows or columns.
+    True on accelerators, where a step with fewer rows or columns is hardly faster.
     """
     return jax.default_backend() != "cpu"
 

@@ -358,13 +358,13 @@ def next_hidden(
             if B == 1:  # XLA drops the axis, and would update two copies of the cache
                 parts = [tuple(map(jnp.concatenate, zip(*parts, strict=True), SLOTS))]
             heads = attention.attend_cached(query, parts, past, bias)
-            heads = attention.finished_heads(heads, x, new[1])
+            heads = attention.transform_heads(heads, x, new[1])
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):
             query = attention.queries(x)
             heads = attention.attend_cached(query, [memory], rows.prompt.mask)
-            heads = attention.finished_heads(heads, x)
+            heads = attention.transform_heads(heads, x)
             return attention.merged(heads, x, gates.get("cross"))
 
         x = layer.sublayer(to_self, layer.self_norm, x)

@@ -147,7 +147,8 @@ class Attention(nnx.Module):
         num_kv_heads, head_dim, value_dim = head_shape(
             width, num_heads, num_kv_heads, head_dim, value_dim, path=path
         )
-        choose(f"{path}.merge", merge, attention.MERGE_RULES)
+        own = "; a rule of your own needs --task_file=FILE.py"
+        choose(f"{path}.merge", merge, attention.MERGE_RULES, own)
         choose(f"{path}.init", init, INITS)
         if implementation is not None:
             choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
@@ -173,8 +174,9 @@ class Attention(nnx.Module):
         initial = partial(initializer, init)
         rotary_size = 0  # of the key part that all heads of latent attention share
         if latent_dim is not None and rotary:
-            given = latent_rotary_dim
-            rotary_size = head_dim // 2 if given is None else given
+            rotary_size = latent_rotary_dim
+            if rotary_size is None:
+                rotary_size = head_dim // 2
 
         key = rngs.params()
         # separate keys, so that variants don't change other initial values
@@ -258,11 +260,15 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T N H"]:
         """Project to queries, then normalise, rotate and scale them."""
-        return self.finished_queries(project(x, self.query, self.query_bias), positions)
+        return self.transform_queries(
+            project(x, self.query, self.query_bias), positions
+        )
 
-    def finished_queries(self, query: Float[Array, "B T N H"], positions):
+    def transform_queries(self, query: Float[Array, "B T N H"], positions):
         """Turn projections into queries, for logits divided by sqrt(H)."""
-        query = self.rotated(self.knocked(query, "query"), self.query_norm, positions)
+        query = self.rotated(
+            self.apply_knocking(query, "query"), self.query_norm, positions
+        )
         return query if self.query_factor is None else query * self.query_factor
 
     def keys_values(
@@ -282,24 +288,26 @@ class Attention(nnx.Module):
             return self.latent.keys_values(self.latent.compressed(x, positions))
         key = project(x, self.key, self.key_bias)
         value = project(x, self.value, self.value_bias)
-        return self.finished_keys(key, positions), self.finished_values(value, x, first)
+        return self.transform_keys(key, positions), self.transform_values(
+            value, x, first
+        )
 
-    def finished_keys(self, key: Float[Array, "B S K H"], positions):
+    def transform_keys(self, key: Float[Array, "B S K H"], positions):
         """Turn projections into keys: knock, normalise and rotate."""
-        return self.rotated(self.knocked(key, "key"), self.key_norm, positions)
+        return self.rotated(self.apply_knocking(key, "key"), self.key_norm, positions)
 
-    def finished_values(self, value: Float[Array, "B S K V"], x, first):
+    def transform_values(self, value: Float[Array, "B S K V"], x, first):
         """Turn projections into values: knock, gate, and mix with the first layer's."""
-        value = self.knocked(value, "value")
+        value = self.apply_knocking(value, "value")
         if self.value_gate is not None:
             value = self.value_gate(value, x)
         if self.value_share is None or first is None:
             return value
         return variants.residual_value(value, first, self.value_share[...])
 
-    def knocked(self, heads: Float[Array, "B T N H"], of: str):
-        """Apply knocking to queries, keys or values, if configured."""
-        return heads if self.knocking is None else self.knocking(heads, of)
+    def apply_knocking(self, heads: Float[Array, "B T N H"], kind: str):
+        """Apply knocking, if configured, to heads of a kind: query, key or value."""
+        return heads if self.knocking is None else self.knocking(heads, kind)
 
     def rotated(
         self,
@@ -351,9 +359,9 @@ class Attention(nnx.Module):
             )
         )
         return (
-            self.finished_queries(query, positions),
-            self.finished_keys(key, positions),
-            self.finished_values(value, x, first),
+            self.transform_queries(query, positions),
+            self.transform_keys(key, positions),
+            self.transform_values(value, x, first),
         )
 
     def cache(
@@ -388,7 +396,7 @@ class Attention(nnx.Module):
             ]
         return cached_attention(query, parts, mask, bias, **given)
 
-    def finished_heads(
+    def transform_heads(
         self,
         heads: Float[Array, "B T N V"],
         x: Float[Array, "B T D"],
@@ -514,12 +522,26 @@ class Attention(nnx.Module):
                 largest = statistics.max_logit.max(0)
         own = value if memory is None else None
         noise = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
-        heads = self.finished_heads(heads, x, own, noise)
+        heads = self.transform_heads(heads, x, own, noise)
         if observe is not None:
             gated = attention.head_gated(heads, gate)
             factor = None if self.difference is None else self.difference.factor()
-            seen = query, key, masks, parameters, gated, x, *self.rule(), value, factor
-            observe(Intermediates(*seen, largest, self.element_factors()))
+            rule, rule_arguments = self.rule()
+            seen = Intermediates(
+                query=query,
+                key=key,
+                masks=masks,
+                parameters=parameters,
+                heads=gated,
+                x=x,
+                rule=rule,
+                arguments=rule_arguments,
+                value=value,
+                difference=factor,
+                largest=largest,
+                factors=self.element_factors(),
+            )
+            observe(seen)
         return self.merged(heads, x, gate)
 
     def element_factors(self) -> Float[Array, "*V"] | float:
@@ -540,11 +562,11 @@ class Attention(nnx.Module):
     @property
     def has_auxiliary(self) -> bool:
         """Whether `auxiliary` returns a nonempty dict."""
-        leads = self.value_residual and self.value_share is None
-        return leads or self.steers
+        is_value_source = self.value_residual and self.value_share is None
+        return is_value_source or self.needs_penalty_or_logits
 
     @property
-    def steers(self) -> bool:
+    def needs_penalty_or_logits(self) -> bool:
         """Whether training needs the layer's penalty or largest logits."""
         penalty = self.mixture_balance or self.gate_penalty
         return bool(penalty) or self.qk_clip is not None

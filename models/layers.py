@@ -183,16 +183,16 @@ class Layer(nnx.Module):
         gates, observe, first = gates or {}, observe or {}, first or {}
         auxiliary = {}
 
-        def see(place, attention):
+        def observer_of(place, attention):
             if place not in observe and not attention.has_auxiliary:
                 return None
 
-            def observed(intermediates):
+            def record(intermediates):
                 auxiliary[place] = attention.auxiliary(intermediates)
                 if place in observe:
                     observe[place](intermediates)
 
-            return observed
+            return record
 
         def to_self(x):
             return self.self_attention(
@@ -201,7 +201,7 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=segments,
                 gate=gates.get("self"),
-                observe=see("self", self.self_attention),
+                observe=observer_of("self", self.self_attention),
                 first=first.get("self"),
                 dropout_key=key_of(drop, 3),
                 **(position_arguments or {}),
@@ -214,7 +214,7 @@ class Layer(nnx.Module):
                 query_segment_ids=segments,
                 key_value_segment_ids=memory_segments,
                 gate=gates.get("cross"),
-                observe=see("cross", self.cross_attention),
+                observe=observer_of("cross", self.cross_attention),
                 first=first.get("cross"),
                 dropout_key=key_of(drop, 4),
             )

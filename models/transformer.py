@@ -305,7 +305,7 @@ class Transformer(nnx.Module):
     def has_auxiliary(self) -> bool:
         """Whether `hidden` adds anything to `auxiliary`."""
         layers = [x for site in self.sites().values() for x in site.attentions]
-        return any(attention.steers for attention in layers)
+        return any(attention.needs_penalty_or_logits for attention in layers)
 
     @property
     def has_bias(self) -> bool:

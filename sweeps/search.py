@@ -42,14 +42,15 @@ def dev_score(row: dict, metric: Metric) -> DevScore:
     Args:
         row: values by metric name; None where they are not finite.
     """
-    value, loss = (
-        -math.inf if number is None or not math.isfinite(number) else sign * number
-        for sign, number in (
-            (1 if metric.higher_is_better else -1, row[metric.name]),
-            (-1, row.get(LOSS.name)),
-        )
-    )
-    return DIVERGED if row["diverged_at"] is not None else (value, loss)
+    if row["diverged_at"] is not None:
+        return DIVERGED
+
+    def rising(metric: Metric, value: float | None) -> float:  # the better, the higher
+        if value is None or not math.isfinite(value):
+            return -math.inf
+        return value if metric.higher_is_better else -value
+
+    return rising(metric, row[metric.name]), rising(LOSS, row.get(LOSS.name))
 
 
 class Search(NamedTuple):

@@ -148,8 +148,8 @@ class LanguageModel(Task):
         if unknown:
             say(
                 f"{split}: {unknown:,} of {count:,} tokens are unknown to the "
-                f"tokenizer. All count as one, so loss and bits per byte look better "
-                f"than they are."
+                f"tokenizer. All of them are scored as the same token, so loss and "
+                f"bits per byte look better than they are."
             )
 
     def spec(self, rows: int | None = None, length: int | None = None) -> dict:

@@ -163,7 +163,7 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
         logit of each head where `qk_clip` needs it (see `penalty_and_largest`).
     """
 
-    def summed(params, part, key):
+    def weighted_loss(params, part, key):
         model = precision.model_of(
             static.graph, sharding.gathered(params, static.shard)
         )
@@ -182,9 +182,9 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
         # penalties affect the gradient, but not the reported loss
         return loss + weight * penalty, (loss, weight, largest)
 
-    def of_part(part, key, scale):
+    def part_gradient(part, key, scale):
         total, pullback, (loss, weight, largest) = jax.vjp(
-            partial(summed, part=part, key=key), params, has_aux=True
+            partial(weighted_loss, part=part, key=key), params, has_aux=True
         )
         (gradient,) = pullback(jnp.ones_like(total) * scale(weight))
         return loss, weight, sharding.scattered(gradient, static.shard), largest
@@ -196,12 +196,13 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
 
     count = static.accumulate_steps
     if count == 1:
-        loss, weight, *rest = of_part(batch, key, lambda weight: 1 / divisor(weight))
+        loss, weight, *rest = part_gradient(batch, key, lambda w: 1 / divisor(w))
         return loss / divisor(weight), weight, *rest
 
-    def add(total, numbered):
-        index, part = numbered
-        *found, largest = of_part(part, jax.random.fold_in(key, index), lambda _: 1.0)
+    def accumulate(total, indexed_part):
+        index, part = indexed_part
+        own = jax.random.fold_in(key, index)
+        *found, largest = part_gradient(part, own, lambda _: 1.0)
         sums = jax.tree.map(jnp.add, total, tuple(found))
         return sums, largest
 
@@ -210,7 +211,7 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
 
     parts = jax.tree.map(split, batch)
     zero = jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    sums, largest = jax.lax.scan(add, zero, (jnp.arange(count), parts))
+    sums, largest = jax.lax.scan(accumulate, zero, (jnp.arange(count), parts))
     loss, weight, gradient = sums
     gradient = jax.tree.map(lambda x: x / divisor(weight), gradient)
     largest = jax.tree.map(lambda x: x.max(0), largest)

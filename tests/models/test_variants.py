@@ -15,6 +15,7 @@ from headcount.models.cost import parameters
 from headcount.models.maps import single_example
 from headcount.models.variants import Difference
 from tests import model_cases
+from tests.marks import slow_but
 
 # Variants whose gradients COMBINED covers, in the same code.
 IN_COMBINED = {"gate", "gate, shared", "gate, from 1", "gate on values", "exclusive"}
@@ -118,7 +119,7 @@ def test_exclusive_outputs_are_orthogonal_to_the_own_value():
     query, key, value = module.queries_keys_values(X, None)
     heads = dot_product_attention(query, key, value, implementation="reference")
     own = jnp.repeat(value, 2, axis=2)
-    found = module.finished_heads(heads, X, value)
+    found = module.transform_heads(heads, X, value)
     close((found * own).sum(-1), 0)
     parallel = found - heads  # what was removed lies along the value
     share = (parallel * own).sum(-1, keepdims=True) / (own**2).sum(-1, keepdims=True)
@@ -187,6 +188,7 @@ def test_partial_rotation_leaves_the_rest_of_a_head():
     )
 
 
+@pytest.mark.slow
 def test_qk_clip_brings_the_largest_logit_to_the_threshold():
     for settings in ({}, {"num_kv_heads": 2}, {"latent_dim": 6, "rotary": True}):
         module = layer(qk_clip=0.2, **settings)
@@ -274,7 +276,13 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("name", [*sorted(VARIANTS.keys() - IN_COMBINED), *COMBINED])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["QK norm", "differential, exclusive, knocking"],
+        [*sorted(VARIANTS.keys() - IN_COMBINED), *COMBINED],
+    ),
+)
 def test_gradients_causality_and_padding(name):
     """Every parameter by finite differences; no token sees a later one, or padding."""
     settings = COMBINED[name] if name in COMBINED else settings_of(name)
@@ -311,6 +319,7 @@ def test_gradients_causality_and_padding(name):
         assert not seen[1].any()
 
 
+@pytest.mark.slow
 def test_layers_of_a_site_can_share_their_knocking_maps():
     """The gradient of the shared map is the sum of those of maps of their own."""
     build = model_cases.tiny()
