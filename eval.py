@@ -28,7 +28,7 @@ from headcount.decoding import flags as decoding
 from headcount.runtime import cluster, distributed, files
 from headcount.runtime.logging import heartbeat, say, show_log
 from headcount.runtime.workdir import read_json, with_digest, write_json
-from headcount.tasks import Run, Task, import_file
+from headcount.tasks import Run, Task, best_metric, import_file
 from headcount.training.run import CHECKPOINT, choose_trial, load
 
 SPLIT = flags.DEFINE_string(
@@ -169,7 +169,8 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     path = workdir / f"result-{examples.split}.json"
     keep_other(path, rows[0])
     write_json(path, [with_digest(row) for row in rows])
-    print_scores(rows, found.task.metrics, list(found.trials[0]), path)
+    settings, selects = list(found.trials[0]), best_metric(found.task)
+    print_scores(rows, found.task.metrics, settings, path, selects)
     for trial, predictions in enumerate(made):
         if predictions is not None:
             write_predictions(predictions, examples.split, trial, len(made))

@@ -49,6 +49,7 @@ from headcount.configs.commandline import (
     TASK_FILE,
     WORKDIR,
     fail,
+    next_command,
     one_sentence,
     path_of,
     run,
@@ -96,7 +97,7 @@ INPUT = flags.DEFINE_string(
     "standard input); in translation source, or source, tab, target.",
 )
 TRIAL = flags.DEFINE_integer(
-    "trial", 0, "Analyse this trial alone; without it all (plot: the first).", 0
+    "trial", 0, "Analyse this trial alone; if not given, all (plot: the first).", 0
 )
 
 
@@ -165,7 +166,7 @@ def describe_heads(path, found, examples, options) -> None:
     rows = each_trial(found, describe, examples)
     write_json(path, rows)
     print_heads(rows, examples.split, "entropy", path)
-    more = f"heads.py explore --workdir={path.parent} --output=FILE.html"
+    more = next_command("heads.py explore", workdir=path.parent, output="FILE.html")
     print(f"A page of pictures: {more}")
 
 

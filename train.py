@@ -12,7 +12,6 @@ from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from headcount.configs.commandline import (
     TASK_FILE,
     WORKDIR,
     fail,
+    next_command,
     one_sentence,
     path_of,
     run,
@@ -460,7 +460,7 @@ def report_end(trainer: Trainer, stop: StopSignal) -> None:
         sys.exit(stop.exit_code)
     finish(workdir, "finished")
     early = "; no trial is left to train" if step < trainer.num_steps else ""
-    command = shlex.join(["python", "eval.py", f"--workdir={workdir}", "--split=val"])
+    command = next_command("eval.py", workdir=workdir, split="val")
     say(f"Trained {step} steps{early}. Next: {command}")
 
 

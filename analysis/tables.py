@@ -34,7 +34,11 @@ def print_table(table: Table) -> Console:
 
 
 def print_scores(
-    rows: list[dict], metrics: tuple[Metric, ...], settings: list[str], path: Path
+    rows: list[dict],
+    metrics: tuple[Metric, ...],
+    settings: list[str],
+    path: Path,
+    selects: Metric | None = None,
 ) -> None:
     """Print the scores of every trial, with signatures and decoding options.
 
@@ -46,6 +50,7 @@ def print_scores(
         metrics: metrics of the task.
         settings: keys in which trials may differ.
         path: file to which the rows were written.
+        selects: the metric on dev that has chosen the best checkpoints.
     """
     if len(rows) > 1:
         settings = [name for name in settings if len({row[name] for row in rows}) > 1]
@@ -53,11 +58,11 @@ def print_scores(
     columns = ["trial", *settings, "step"]
     if any(row["diverged_at"] for row in rows):
         columns.append("diverged_at")
-    table = Table(
-        *map(heading, columns),
-        *(metric.label for metric in metrics),
-        title=f"{rows[0]['split']}, {rows[0]['checkpoint']} checkpoint",
-    )
+    title = f"{rows[0]['split']}, {rows[0]['checkpoint']} checkpoint"
+    if rows[0]["checkpoint"] == "best" and selects is not None:
+        title += f" by dev {selects.label}"
+    labels = [metric.label for metric in metrics]
+    table = Table(*map(heading, columns), *labels, title=title)
     for row in rows:
         cells = ["" if row[name] is None else number(row[name]) for name in columns]
         table.add_row(*cells, *(metric.show(row[metric.name]) for metric in metrics))

@@ -248,7 +248,7 @@ def equal_gain(
     shares = powers / powers.sum(-1, keepdims=True)
     ranked = np.sort(powers)[:, N - mixture_heads :]
     gates = powers / (1 + powers)
-    weights = {
+    known = {
         "concat": np.ones(N),
         "scaled": np.ones(N),
         "mean": np.ones(N) / N,
@@ -257,8 +257,13 @@ def equal_gain(
         "gated": gates,
         "gated_elementwise": gates,
         "mixture": ranked / ranked.sum(-1, keepdims=True),
-    }[rule]
-    squares = np.square(weights).sum(-1).mean()
+    }
+    if rule not in known:
+        raise ValueError(
+            f"The initial gain of the merge rule {rule!r} is not known; add it to "
+            f"equal_gain, or set model.attention.merge_gain."
+        )
+    squares = np.square(known[rule]).sum(-1).mean()
     # three digits, so that a sweep's arms are the same on every machine
     return float(f"{(N / fan(N * V, D) * fan(into, D) / squares) ** 0.5:.3g}")
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -27,8 +28,22 @@ DIRECTORY = flags.DEFINE_string(
     "directory", None, "Folder of local data files; default: the run's data.directory."
 )
 TASK_FILE = flags.DEFINE_string(
-    "task_file", None, "Python file that adds a task of your own to headcount.tasks."
+    "task_file", None, "Python file that adds a task or a merge rule of your own."
 )
+
+
+def next_command(script: str, **given) -> str:
+    """Return a command for the user to run next, with this one's --task_file.
+
+    Args:
+        script: script, and verb if it has any.
+        given: values of flags.
+    """
+    if TASK_FILE.value is not None:
+        given["task_file"] = TASK_FILE.value
+    words = [f"--{name}={value}" for name, value in given.items()]
+    return shlex.join(["python", *script.split(), *words])
+
 
 KEYS = (  # for --help
     "set any key of configs/base.py, which says what each means, as in "

@@ -44,10 +44,12 @@ KINDS = {
 OF_A_SITE = re.compile(r"^model\.[a-z]+_attention\.")
 
 
-def choose(name: str, value, choices) -> None:
-    """Raise a ValueError if the value is not one of the choices."""
+def choose(name: str, value, choices, hint: str = "") -> None:
+    """Raise a ValueError, ending with the hint, if the value is not a choice."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+        raise ValueError(
+            f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}."
+        )
 
 
 @functools.cache

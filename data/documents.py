@@ -46,7 +46,8 @@ def load(data, split: str) -> list[str]:
     if not any(map(str.strip, documents)):
         place = "" if data.directory is None else f" in {data.directory}"
         raise ValueError(f"The split {split!r} of {name}{place} has no documents.")
-    logging.info("%s %s: %d documents", name, split, len(documents))
+    s = "s" * (len(documents) != 1)
+    logging.info("%s %s: %d document%s", name, split, len(documents), s)
     return documents
 
 

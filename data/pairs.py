@@ -101,9 +101,12 @@ def _text_files(name, source, target, split, directory):
     pairs = [line.split("\t") for line in read_lines(table)]
     for number, fields in enumerate(pairs, 1):
         if len(fields) != 2:
+            has = f"has {len(fields)} tab-separated fields"
+            if fields == [""]:
+                has = "is empty; it must have 2 tab-separated fields"
             raise ValueError(
-                f"{table}, line {number}, has {len(fields)} tab-separated fields "
-                "instead of 2, source and target; fix or remove it"
+                f"{table}, line {number}, {has} instead of 2, source and target; fix "
+                f"or remove it"
             )
     return [s for s, _ in pairs], [t for _, t in pairs]
 

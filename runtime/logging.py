@@ -45,8 +45,8 @@ class Progress:
         if now - self.last_line >= self.seconds or done == self.total:
             self.last_line = now
             rate = (done - self.first) / max(now - self.start, 1e-9)
-            left = (self.total - done) / rate if rate else float("inf")
-            say(f"{self.unit} {done}/{self.total}  {text}  {clock(left)} left")
+            left = f"  {clock((self.total - done) / rate)} left" if rate else ""
+            say(f"{self.unit} {done}/{self.total}  {text}{left}")
 
     def close(self) -> None:
         """Stop the bar, leaving it on the screen."""

@@ -346,6 +346,8 @@ def check_data(workdir: Path, data: dict) -> None:
     for keys, what in ((("examples", "crc32"), "training"), (("dev_crc32",), "dev")):
         if any(before[key] != data[key] for key in keys):
             counts = f"{before['examples']} examples there, {data['examples']} now; "
+            if before["examples"] == data["examples"]:
+                counts = "as many examples as there, with other text; "
             raise ValueError(
                 f"The {what} data changed since {workdir} was started: "
                 f"{counts * (what == 'training')}restore them, or choose another "

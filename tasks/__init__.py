@@ -54,7 +54,7 @@ def best_metric(task: Task) -> Metric:
 
 
 def import_file(path: Path) -> None:
-    """Execute a Python file that adds a task to `TASKS`.
+    """Execute a Python file that adds a task to `TASKS`, or to `MERGE_RULES`.
 
     Use this only for files that the user names on the command line, never for a path
     that was read from a file.
