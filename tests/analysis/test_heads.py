@@ -32,6 +32,7 @@ from headcount.models.attention import Intermediates, attention_map
 from headcount.models.maps import attention_maps, single_example
 from headcount.models.transformer import Transformer
 from headcount.tasks import LOSS, Run, make_task
+from tests.marks import slow_but
 
 VOCAB, EOS = 40, 2
 LENGTHS = (3, 9, 1, 40), (5, 7, 2, 33)  # of sources and targets
@@ -291,7 +292,7 @@ def weights_by_hand(rule, x, params):
     return shares / shares.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("site", SIDES)
+@pytest.mark.parametrize("site", slow_but(["encoder"], SIDES))
 def test_the_share_on_the_sink_is_that_of_the_full_map(site):
     """Of packed rows, one of them full, and fewer heads of keys."""
     keys = jnp.asarray([[1, 1, 1, 2, 2, 3, 4, 4], [1, 1, 2, 2, 2, 0, 0, 0]])
@@ -359,6 +360,7 @@ def test_what_a_head_is_to_the_loss(model, gates, rows, head):
     np.testing.assert_allclose(told["alone"], more / tokens, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_alone_of_one_head_and_of_two():
     """Nothing goes, or the other one does."""
     one, two = ({"num_heads": N, "num_kv_heads": 1} for N in (1, 2))
@@ -494,6 +496,7 @@ def test_maps_are_of_the_site_that_is_asked_for(model):
     assert not maps["decoder"][..., ahead].any() and maps["encoder"].min() > 0
 
 
+@pytest.mark.slow
 def test_maps_are_of_the_gated_model(model):
     """What the first layer gives without its heads, the second one looks at."""
     ids, target = SOURCE[1].tolist(), TARGET[1].tolist()

@@ -14,7 +14,6 @@ from headcount.models.maps import single_example
 from headcount.models.transformer import Transformer
 from headcount.tasks import Run, make_task
 from headcount.training.checks import check_config
-from tests.marks import slow_but
 
 BATCH = single_example({"source": [4, 9, 8, 2], "target": [7, 5, 4, 6, 2]})
 REMOVED = [
@@ -42,23 +41,21 @@ def made(**attention):
     return Run(config, graph, params, **rest, diverged_at=[None], task=task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attention",
-    slow_but(
-        [{"merge": "concat"}, {"merge": "gated"}],
-        [
-            *({"merge": rule} for rule in REMOVABLE_RULES),
-            {"sink": True, "qk_norm": True},
-            {"gate": "sigmoid", "gate_size": "element", "value_residual": True},
-            {"gate": "double_sigmoid", "gate_features": 0, "qk_clip": 1.0},
-            {"gate": "sigmoid", "gate_on": "values", "knocking": "mlp"},
-            {"gate": "sigmoid", "gate_size": "shared"},
-            {"knocking": "linear", "knocking_all": True},
-            {"latent_dim": 6},
-            {"differential": True, "num_heads": 8},
-            {"latent_dim": 6, "positions": "rotary", "merge": "gated"},
-        ],
-    ),
+    [
+        *({"merge": rule} for rule in REMOVABLE_RULES),
+        {"sink": True, "qk_norm": True},
+        {"gate": "sigmoid", "gate_size": "element", "value_residual": True},
+        {"gate": "double_sigmoid", "gate_features": 0, "qk_clip": 1.0},
+        {"gate": "sigmoid", "gate_on": "values", "knocking": "mlp"},
+        {"gate": "sigmoid", "gate_size": "shared"},
+        {"knocking": "linear", "knocking_all": True},
+        {"latent_dim": 6},
+        {"differential": True, "num_heads": 8},
+        {"latent_dim": 6, "positions": "rotary", "merge": "gated"},
+    ],
     ids=str,
 )
 def test_the_smaller_model_equals_the_gated_one(attention):
@@ -88,6 +85,7 @@ def test_the_smaller_model_equals_the_gated_one(attention):
     assert size(params) < size(run.params)
 
 
+@pytest.mark.slow
 def test_learned_gates_are_folded_and_those_that_closed_removed():
     run = made(gate="hard_concrete", gate_features=0, merge="scaled")
     values = np.float32([[-9, 9, 0, 1], [0.5, -9, -9, 0]]) / variants.STEP

@@ -187,6 +187,7 @@ def test_scores_are_means_over_queries_then_sentences_of_the_full_maps(task, exa
         )
 
 
+@pytest.mark.slow
 def test_norm_weighted_maps_are_shares_of_what_each_token_adds(task, examples):
     model = task.build(rngs=nnx.Rngs(3))
     run = as_run(task, model)

@@ -85,6 +85,7 @@ def test_cka_of_a_rotated_and_scaled_output_is_one_and_of_noise_small():
     assert found[0, 2] == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_interactions_are_those_of_brute_force(run):
     fields = {name: Ragged.of([s[name] for s in SENTENCES]) for name in SENTENCES[0]}
     examples = Examples("val", fields, {name: [""] * 3 for name in fields})

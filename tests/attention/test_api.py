@@ -65,6 +65,7 @@ def test_no_map_is_held(function):
     assert largest_of("reference", function) >= N * T * S
 
 
+@pytest.mark.slow
 def test_memory_grows_as_length():
     """What the compiler sets aside, forward and backward, at T and at 2 T."""
 
@@ -174,6 +175,7 @@ def test_transformations(monkeypatch):
     check({"out": out[None], "lse": lse[None]}, {n: want[n][:1] for n in want})
 
 
+@pytest.mark.slow
 def test_second_order():
     """The reference has one, blockwise says that it has none."""
     inputs, _ = make("nothing", shape=(1, 3, 3, 1, 1, 4, 4))

@@ -23,6 +23,7 @@ from processes import with_devices
 
 from headcount import attention
 from headcount.attention import masks
+from tests.marks import slow_but
 
 pytestmark = needs_kernels
 attend = attention.dot_product_attention
@@ -140,7 +141,9 @@ def same(found, want):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("shared", ["nothing", "key, value", "arguments"])
+@pytest.mark.parametrize(
+    "shared", slow_but(["key, value"], ["nothing", "key, value", "arguments"])
+)
 def test_trials(shared):
     """vmap once and twice, over all or some arrays, and lax.map: the same bits."""
     shape = 2, 70, 140, 4, 2, 24, 8

@@ -60,7 +60,10 @@ case " $* " in *" -E "*) ;; *) echo no such builtin >&2; exit 1;; esac
         ("none", "no C++ compiler 'none'"),
         ("false", "returned non-zero exit status 1"),
         ("old", "no such builtin"),
-        pytest.param("c++ -mno-avx", "need AVX", marks=on_x86_with_a_compiler),
+        pytest.param(
+            *("c++ -mno-avx", "need AVX"),
+            marks=[on_x86_with_a_compiler, pytest.mark.slow],
+        ),
         ("'", "No closing quotation"),
     ],
 )

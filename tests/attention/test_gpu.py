@@ -33,11 +33,13 @@ def check(*cases):
     assert result.stdout.splitlines() == [f"done: {case}" for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_simulation_agrees_with_reference_without_races(case):
     check(case)
 
 
+@pytest.mark.slow
 def test_simulation_detects_a_race():
     assert "RACE DETECTED" in simulated("hasty:").stdout
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from headcount.attention.kernels.gpu_blocks import TILES, Tiles, choose_tiles, v
 from tests.gpu_cases import NOTHING, packed
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.integers(1, 90),

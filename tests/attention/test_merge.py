@@ -113,6 +113,7 @@ def test_mixture_of_one_is_the_best_head_alone():
         close(found, HEADS[b, t, n] @ KERNEL[n])
 
 
+@pytest.mark.slow
 def test_the_router_of_a_mixture_of_one_learns():
     """As of Zhang et al. 2022: by the logarithm of the chosen head's share of all."""
     params = parameters("mixture")

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from headcount import attention
 from headcount.attention import masks
 from headcount.attention.kernels import blockwise
+from tests.marks import slow_but
 
 
 @pytest.fixture
@@ -34,7 +35,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blockwise, "SHARED", (5, 3))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature",
+    slow_but(
+        ["nothing", "V > H", "lengths", "segments", "dropout", "head_gate", "sink"],
+        FEATURES,
+    ),
+)
 def test_one_block(feature):
     """Short rows: values, gradients and statistics."""
     check(everything("blockwise", *make(feature)), expected(feature))
@@ -48,7 +55,11 @@ def test_many_blocks(feature, small_blocks):
 
 @pytest.mark.parametrize(
     "feature",
-    ["causal", "window", "lengths", "segments", "dropout of segments", "alibi_slopes"],
+    slow_but(
+        ["causal", "dropout of segments"],
+        ["causal", "window", "lengths", "segments", "dropout of segments"]
+        + ["alibi_slopes"],
+    ),
 )
 def test_many_blocks_of_all_heads_at_once(feature, small_blocks, monkeypatch):
     """As accelerators compute them, which also take more queries in a block."""

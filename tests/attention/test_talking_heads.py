@@ -44,6 +44,7 @@ def test_bias_masks_and_gate_stand_where_they_are_said_to():
     np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_bias_of_minus_infinity_hides(causal):
     """A row all along: zeros and no gradient, as of `dot_product_attention`."""
@@ -70,6 +71,7 @@ def test_a_bias_of_minus_infinity_hides(causal):
     assert np.isfinite(jax.grad(of_mix)(EYE["logits_mix"])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "T, S", slow_but([(150, 140)], [(150, 140), (65, 200), (600, 130)])
 )

@@ -88,7 +88,7 @@ def case(name):
     return arrays, arguments
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(["segments", "bias", "H = 256"], CASES))
 def test_values_and_gradients(name):
     arrays, arguments = case(name)
     got = run(TPU, arrays, **arguments)
@@ -113,6 +113,7 @@ def test_statistics():
     assert_close(compiled(attention.head_statistics, TPU, *arrays[:2]), want[1])
 
 
+@pytest.mark.slow
 def test_infinite_bias_is_a_mask():
     query, key, value = inputs(20, 150)
     mask = allowed(np.random.default_rng(0), 2, 1, 20, 150).at[0, :, 3].set(False)
@@ -122,6 +123,7 @@ def test_infinite_bias_is_a_mask():
     assert_close(got, run("reference", (query, key, value), mask=mask))
 
 
+@pytest.mark.slow
 def test_queries_that_fill_up_a_block_give_no_gradient():
     """Their logits are the bias, of which nothing says that it is below a maximum."""
     arrays, bias = inputs(20, 150), jnp.full((1, 1, 1, 150), 100.0)
@@ -129,6 +131,7 @@ def test_queries_that_fill_up_a_block_give_no_gradient():
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_gradients_where_the_log_sum_exp_is_large():
     """In its rounding log(150) is lost: by a bias, and by the products themselves."""
     query, key, value = inputs(20, 150)
@@ -139,6 +142,7 @@ def test_gradients_where_the_log_sum_exp_is_large():
         assert_close([x[b] for x in got], [x[b] for x in want])
 
 
+@pytest.mark.slow
 def test_x64_mode():
     with jax.enable_x64(True):
         arrays, ids = inputs(20, 20, N=4, K=2), jnp.ones((2, 20), jnp.int32)
@@ -155,6 +159,7 @@ def poisoned(array, *blocks):
     return array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "window", "segments", "lengths"])
 def test_blocks_ruled_out_are_skipped(name):
     """What is not computed cannot spread a NaN, which a weight of 0 would not stop."""
@@ -239,6 +244,7 @@ def test_vmap_is_one_kernel(mapped):
     assert "while[" not in text and "scan[" not in text
 
 
+@pytest.mark.slow
 def test_checkpoint():
     arrays = inputs(40, 40)
 
@@ -249,6 +255,7 @@ def test_checkpoint():
     assert_close(got, jax.jit(jax.grad(loss))(arrays))
 
 
+@pytest.mark.slow
 def test_shard_map():
     arrays = inputs(40, 50)
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))

@@ -14,6 +14,7 @@ import pytest
 
 from headcount.attention import reference, verification
 from headcount.attention.kernels import blockwise, gpu_blocks, jax_nn, tpu
+from tests.marks import slow_but
 
 PROBLEMS = verification.PROBLEMS
 GATES = PROBLEMS["causal, grouped, V != H, gates"]
@@ -126,7 +127,9 @@ def test_kernel_that_is_wrong_with_or_without_statistics_is_rejected(wrong):
     assert set(counting) == {True, False}
 
 
-@pytest.mark.parametrize("name", ["following", "previous", "current"])
+@pytest.mark.parametrize(
+    "name", slow_but(["following"], ["following", "previous", "current"])
+)
 def test_statistics_that_are_wrong_where_they_are_small_are_rejected(name):
     """In long rows the weight of the next token is far below 1."""
 
@@ -182,6 +185,7 @@ def test_kernel_that_mixes_up_trials_is_rejected():
     assert any("num_trials" in problem for problem in PROBLEMS.values())
 
 
+@pytest.mark.slow
 def test_kernel_that_is_wrong_in_long_rows_only_is_rejected(monkeypatch):
     """Where later blocks are lost. They are small beside the first queries' results."""
     monkeypatch.setattr(verification, "LONG", (1, 512, 2, 16))
@@ -404,6 +408,7 @@ def test_only_what_lasts_is_remembered_by_the_next_process(
     assert verification.verdict("blockwise", "float32") is None
 
 
+@pytest.mark.slow
 def test_reference_agrees_with_itself_in_every_problem(monkeypatch):
     monkeypatch.undo()
     exact = module(reference.attend)

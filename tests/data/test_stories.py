@@ -98,6 +98,7 @@ def test_no_distance_says_where_the_subject_is():
         assert len(distances) >= 6
 
 
+@pytest.mark.slow
 def test_splits_are_apart_and_the_same_every_time():
     texts = {name: [s.text for s in stories.documents(name)] for name in stories.SIZES}
     assert {name: len(each) for name, each in texts.items()} == stories.SIZES

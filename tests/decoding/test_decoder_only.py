@@ -13,7 +13,6 @@ from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate, generate_trials, stream
 from headcount.decoding.search import Vocabulary
 from headcount.models.transformer import Transformer
-from tests.marks import slow_but
 
 VOCAB, BOS = 24, 1
 VOCABULARY = Vocabulary(eos=BOS, banned=(0, 2, 3))
@@ -118,7 +117,8 @@ def greedy(graph, params, prompt: list[int], limit: int) -> list[int]:
 PROMPTS = [[BOS], [BOS, 5], [BOS, 4, 9, 17, 23], [BOS, *range(4, 21)]]
 
 
-@pytest.mark.parametrize("kind", slow_but(["rotary, grouped"], WITH_OWN_CACHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WITH_OWN_CACHES)
 def test_greedy_with_the_cache_equals_greedy_without(kind):
     seed = 9 if kind == "talking heads" else 0  # one that does not end at once
     graph, params = make_model(KINDS[kind], seed)
@@ -131,6 +131,7 @@ def test_greedy_with_the_cache_equals_greedy_without(kind):
     assert any(len(ids) > 5 for ids in found)
 
 
+@pytest.mark.slow
 def test_scores_are_log_probabilities_of_the_uncached_model():
     graph, params = make_model(KINDS["rotary, grouped"])
     options = {"limits": [8] * 4, "vocabulary": VOCABULARY, "beam_size": 3}
@@ -200,6 +201,7 @@ def test_rows_are_refilled_with_waiting_prompts():
     assert len({len(ids) for ids in found}) > 4, "rows end at different times"
 
 
+@pytest.mark.slow
 def test_trials_are_each_as_alone():
     models = [make_model(KINDS["learned"], seed) for seed in (0, 1)]
     graph = models[0][0]
@@ -210,6 +212,7 @@ def test_trials_are_each_as_alone():
         assert generate(graph, params, PROMPTS, **options)[0] == tokens
 
 
+@pytest.mark.slow
 def test_a_gate_of_zero_removes_a_head_in_prefill_and_steps():
     graph, params = make_model(KINDS["learned"])
     ones = nnx.merge(graph, params).head_gates()

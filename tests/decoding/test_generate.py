@@ -76,6 +76,7 @@ def test_results_have_at_most_their_limit(limits):
     assert rows[0] == greedy_uncached(graph, params, texts[0], wanted[0])[:-1]
 
 
+@pytest.mark.slow
 def test_a_result_longer_than_the_first_cache_equals_the_uncached_one():
     """The first cache for 16 source tokens has 24 slots."""
     graph, params = make(layers=1)
@@ -86,6 +87,7 @@ def test_a_result_longer_than_the_first_cache_equals_the_uncached_one():
     assert len(tokens) == 47
 
 
+@pytest.mark.slow
 def test_trials_under_vmap_equal_each_alone():
     graphs, params = zip(make(seed=0), make(seed=1), strict=True)
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
@@ -98,7 +100,8 @@ def test_trials_under_vmap_equal_each_alone():
         np.testing.assert_allclose(found.scores[trial], wanted.scores, rtol=1e-5)
 
 
-@pytest.mark.parametrize("beam_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beam_size", [1, 3])
 def test_trials_together_equal_each_alone(beam_size):
     graphs, params = zip(*(make(seed=seed, layers=1) for seed in range(3)), strict=True)
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
@@ -126,6 +129,7 @@ def test_trials_together_equal_each_alone(beam_size):
         np.testing.assert_allclose(found[trial][1], scores, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [slice(None), slice(-1, None)])
 def test_a_gate_of_zero_removes_a_head_from_every_step(layers):
     """Of every layer, or of the last one alone."""
@@ -155,6 +159,7 @@ def test_gates_of_an_unknown_site_raise_an_error_that_names_it():
         generate(graph, params, sentences(3), head_gates=gates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "seed": 3}])
 def test_stream_of_an_encoder_decoder_equals_generate(options):
     graph, params = make(layers=1)

@@ -95,6 +95,7 @@ def test_samples_depend_on_their_seed_and_number():
     assert sampled(1, texts[9:], limits[9:]) != free[9:]
 
 
+@pytest.mark.slow
 def test_every_token_of_every_sample_is_drawn_anew():
     """By a model that finds all tokens alike, of one sentence again and again."""
     graph, params = make(layers=1)

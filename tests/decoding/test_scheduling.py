@@ -15,6 +15,7 @@ def one_lane(monkeypatch):
     monkeypatch.setattr(scheduling, "num_lanes", lambda _: 1)
 
 
+@pytest.mark.slow
 def test_rows_are_refilled_on_the_device(monkeypatch, one_lane):
     """30 prompts in 8 rows take one prefill and one call."""
     graph, params = make(layers=1)
@@ -49,6 +50,7 @@ def test_rows_are_refilled_on_the_device(monkeypatch, one_lane):
         np.testing.assert_allclose(score, [scores[i]], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_large_batch_size_has_not_many_more_rows_than_prompts(monkeypatch, one_lane):
     graph, params = make(layers=1)
     rows = []
@@ -183,6 +185,7 @@ def test_prompts_are_prefilled_no_wider_than_the_rows():
         assert length <= width <= scheduling.bucket(length)
 
 
+@pytest.mark.slow
 def test_a_bucket_compiles_each_program_once(monkeypatch):
     graph, params = make(seed=3, layers=1)
     scale_eos(params, 0.0)
@@ -209,6 +212,7 @@ def test_a_bucket_compiles_each_program_once(monkeypatch):
     assert sizes() == compiled
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_all_prompts_share_one_program(monkeypatch, one_lane):
     """The tokens are the same as on a CPU, with a third of the programs or fewer."""
     graph, params = make(seed=3, layers=1)

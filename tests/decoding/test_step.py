@@ -25,6 +25,7 @@ from tests.decoding_cases import (
     sentences,
     trimmed,
 )
+from tests.marks import slow_but
 
 # `test_search` compares the cached scores of these, or their merge rule treats each
 # position by itself.
@@ -32,7 +33,7 @@ COVERED = {"post", "pre", "grouped", "elementwise, relative", "talking", "scaled
 COVERED |= {"gated, learned", "mixture, rotary"}
 
 
-@pytest.mark.parametrize("W, K", [(1, 4), (3, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize("W, K", slow_but([(3, 2)], [(1, 4), (3, 2), (2, 4), (1, 1)]))
 def test_cached_attention_equals_the_reference(W, K):
     random = np.random.default_rng(0)
     query = random.normal(size=(2, W, 4, 6)).astype(np.float32)
@@ -66,7 +67,13 @@ def test_cached_logits_of_bfloat16_are_float32():
     assert found.dtype == jnp.bfloat16 and found.item() == pytest.approx(wanted, 4e-3)
 
 
-@pytest.mark.parametrize("shape", sorted(SETTINGS.keys() - COVERED))
+@pytest.mark.parametrize(
+    "shape",
+    slow_but(
+        ["gated values, knocking", "latent, rotary"],
+        sorted(SETTINGS.keys() - COVERED),
+    ),
+)
 def test_greedy_with_the_cache_equals_greedy_without(shape):
     graph, params = make(seed=3, **SETTINGS[shape])
     texts = sentences(5, 1, 9)
@@ -88,6 +95,7 @@ def begun(model, prompts, lengths, keys, limits, clock, **sizes):
     return state._replace(clock=jnp.asarray(clock), rows=rows)
 
 
+@pytest.mark.slow
 def test_a_narrower_state_continues_alike():
     """After the slots of both caches have been used again, at other times."""
     graph, params = make(**SETTINGS["elementwise, relative"])
@@ -131,6 +139,7 @@ def test_steps_end_when_all_rows_are_done():
     assert bool(state.rows.done.all())
 
 
+@pytest.mark.slow
 def test_padding_is_done_at_once():
     """Rows without a prompt take no step, and change no other row."""
     graph, params = make(layers=1)

@@ -4,6 +4,8 @@ import re
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.runs import status, succeed, training
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -16,6 +18,7 @@ def example(page, words):
     return found
 
 
+@pytest.mark.slow
 def test_the_task_in_one_file_trains(tmp_path):
     (tmp_path / "repeats.py").write_text(example("contributing.md", "TASKS["))
     changes = {"task.name": "repeats", "data.tokenizer": "words", "train.num_steps": 2}
@@ -25,6 +28,7 @@ def test_the_task_in_one_file_trains(tmp_path):
     assert status(tmp_path / "run") == "finished"
 
 
+@pytest.mark.slow
 def test_an_untrained_model_has_logits():
     names = {}
     exec(example("guides/python.md", "Transformer("), names)

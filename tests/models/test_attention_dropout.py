@@ -41,6 +41,7 @@ def test_bad_rates_name_the_key(rate):
         layer(dropout=rate)
 
 
+@pytest.mark.slow
 def test_every_site_and_layer_of_a_model_drops_by_a_key_of_its_own(monkeypatch):
     seeds = []
     original = Attention.dropout_arguments

@@ -43,6 +43,7 @@ def test_a_linear_rule_is_concat_with_another_kernel_and_others_are_named(rule):
     np.testing.assert_allclose(ours, concat, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folded_model_has_the_same_logits():
     """With gates, a scale and groups, whose heads get copies of keys and values."""
     config = get_config()

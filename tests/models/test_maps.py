@@ -80,6 +80,7 @@ def test_summaries_are_those_of_the_full_maps(positions, changes):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", slow_but(["differential"], ["differential", "talking_heads"])
 )

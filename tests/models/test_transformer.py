@@ -208,6 +208,7 @@ def begun_variances(init, N, V, D=128):
     return variance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column, N", [(0, 4), (1, 16)])
 def test_merge_gain_makes_initial_variance_equal_that_of_concat(column, N):
     variance = begun_variances("xavier", N, 128 // N)
@@ -219,6 +220,7 @@ def test_merge_gain_makes_initial_variance_equal_that_of_concat(column, N):
         assert variance(rule, gain) == pytest.approx(wanted, rel=0.1)
 
 
+@pytest.mark.slow
 def test_fan_in_initialization_gives_outputs_variance_1_for_any_heads():
     for N, V in ((1, 8), (4, 32), (16, 64)):
         variance = begun_variances("fan_in", N, V)
@@ -249,6 +251,7 @@ def test_fan_in_initialization_gives_logits_variance_1_for_any_heads(N, K, H):
         assert np.mean(variances) == pytest.approx(wanted, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, 0.0, 0.9])
 def test_logits_are_multiplied_by_the_layers_scale(scale):
     D, shape = 24, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "value_dim": 5}
@@ -459,6 +462,7 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+@pytest.mark.slow
 def test_rms_norm_and_gated_feed_forward_equal_numpy():
     """A decoder of two layers as Llama's but for its positions, in float64.
 
@@ -521,6 +525,7 @@ def test_layer_norm_and_plain_feed_forward_equal_numpy(use_bias):
     np.testing.assert_allclose(layer.mlp(x), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_untied_output_has_its_own_table_and_gradient():
     """Of the embedding only the tokens that are read have a gradient then."""
     changes = {"num_encoder_layers": 0, "positions": "none"}

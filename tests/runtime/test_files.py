@@ -131,6 +131,7 @@ def test_a_new_folder_is_there_at_once_or_not_at_all(tmp_path):
     assert (folder / "x").read_text() == "whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_one_at_a_time_although_each_removes_the_lock_file(tmp_path, wait):
     """Of two that hold files of one name, only the one that has the name goes on."""

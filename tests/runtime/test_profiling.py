@@ -166,6 +166,7 @@ def test_the_peak_is_measured_on_the_devices_of_this_process():
     subprocess.run(command, cwd=ROOT, env=with_devices(4), check=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_traces_what_is_left(tmp_path, capsys):
     profile = Profile(tmp_path, steps_to_profile("2:3", 9))
     assert profile.ends(4) == [2, 5] and not capsys.readouterr().err
@@ -177,6 +178,7 @@ def test_a_run_that_goes_on_traces_what_is_left(tmp_path, capsys):
     assert "No trace" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_outlives_a_trace_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "profile").write_text("a file")
     profile = Profile(tmp_path, (0, 1))

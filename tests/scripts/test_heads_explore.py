@@ -22,6 +22,7 @@ from tests.runs import fails, logged, read, succeed, training
 LAST = {"checkpoint": "last"}
 
 
+@pytest.mark.slow
 def test_roles_are_written_for_every_head_and_printed(trained, call):
     ran = call("heads.py", "roles", workdir=trained, examples=30, **LAST)
     assert ran.returncode == 0, ran.stderr
@@ -36,6 +37,7 @@ def test_roles_are_written_for_every_head_and_printed(trained, call):
     assert "previous token" in ran.stdout and "encoder, 2 trials, val" in ran.stdout
 
 
+@pytest.mark.slow
 def test_a_page_has_every_head_and_sentence_and_no_template_marks(
     trained, call, tmp_path
 ):
@@ -91,6 +93,7 @@ def check_first_sentence(run, data):
     assert changed
 
 
+@pytest.mark.slow
 def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots, "plot_maps", lambda *given: drawn.append(given))
@@ -159,6 +162,7 @@ def test_what_is_not_there_or_has_no_meaning_is_named(
     fails(ran, *culprits)
 
 
+@pytest.mark.slow
 def test_heads_are_removed_from_a_run_for_real(trained, call, tmp_path):
     """Scores of the smaller run are those of the gated one."""
     to, heads = tmp_path / "less", "encoder.0.1,cross.0.0"

@@ -22,7 +22,10 @@ LAST = {"checkpoint": "last", "beam_size": 1}
     "verb, measure, columns",
     [
         ("describe", describe, ("entropy", "sink", "share")),
-        ("importance", importance, ("importance", "added_loss", "alone")),
+        pytest.param(
+            *("importance", importance, ("importance", "added_loss", "alone")),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_heads_of_one_trial_are_measured(trained, call, verb, measure, columns):

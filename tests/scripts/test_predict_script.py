@@ -22,6 +22,7 @@ def test_lines_are_translated_by_the_trial_asked_for(trained):
     assert ran.stdout.splitlines() == wanted
 
 
+@pytest.mark.slow
 def test_n_best_lists_are_numbered_across_batches(trained):
     args = arguments("predict.py", workdir=trained, beam_size=2, n_best=2, batch_size=1)
     ran = succeed(args, stdin=b"seven\n\nforty\n")
@@ -32,6 +33,7 @@ def test_n_best_lists_are_numbered_across_batches(trained):
     assert scores[0] >= scores[1] and scores[3] >= scores[4]
 
 
+@pytest.mark.slow
 def test_pairs_are_scored(trained):
     args = arguments("predict.py", "--score", workdir=trained, batch_size=1)
     ran = succeed(args, stdin=b"seven\tsieben\nforty\t\n")

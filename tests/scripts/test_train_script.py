@@ -48,6 +48,7 @@ def test_step_is_compiled_once_and_before_the_first_batch(trained):
     assert log.index("XLA compilation of jit(train") < log.index("First step")
 
 
+@pytest.mark.slow
 def test_resume_after_a_signal_is_bit_identical(trained, corpus, tmp_path):
     """Stopped at a random moment, with the same metrics as uninterrupted.
 
@@ -168,6 +169,7 @@ def test_a_finished_run_stays_as_it_is(workdir, corpus):
     assert (checksums(workdir), read(workdir, "run.json")) == before
 
 
+@pytest.mark.slow
 def test_num_steps_lowered_to_a_stop_says_that_it_was_not_evaluated(workdir, corpus):
     shutil.rmtree(workdir / "checkpoints" / "60")
     ran = succeed(training(workdir, **corpus | {"train.num_steps": 56}))

@@ -13,6 +13,7 @@ from headcount.sweeps.ablation import (
     nuisance_keys,
 )
 from headcount.sweeps.settings import open_sweep
+from tests.marks import slow_but
 
 OF_PAIRS = "differential", "shared and routed"  # need two heads at least
 
@@ -110,33 +111,33 @@ def arms_over(config, name, monkeypatch):
     return arms_of(find_ablation(name), name, config.to_dict()), logged
 
 
-@pytest.mark.parametrize(
-    "settings, excluded",
-    [
-        ({"num_decoder_layers": 2}, ()),
-        ({"attention.sink": True}, ("value residual", "talking heads")),
-        (
-            {"attention.talking_heads": True},
-            ("value residual", "differential", "sink", "QK clip"),
-        ),
-        (
-            {"num_decoder_layers": 2, "attention.value_residual": True},
-            ("latent",),
-        ),
-        ({"attention.knocking": "mlp"}, ("value residual", "latent")),
-        (
-            {"attention.differential": True, "attention.num_heads": 2},
-            ("value residual", "latent", "shared and routed", "talking heads"),
-        ),
-        (
-            {"attention.latent_dim": 8, "num_decoder_layers": 2},
-            ("gate on values", "differential", "knocking", "knocking, MLP")
-            + ("value residual", "QK norm"),
-        ),
-        ({"attention.num_heads": 1}, ("value residual",) + OF_PAIRS),
-        ({"positions": "relative"}, ("value residual", "QK clip")),
-    ],
-)
+EXCLUDED = [  # settings of a base config, and the variants they exclude
+    ({"num_decoder_layers": 2}, ()),
+    ({"attention.sink": True}, ("value residual", "talking heads")),
+    (
+        {"attention.talking_heads": True},
+        ("value residual", "differential", "sink", "QK clip"),
+    ),
+    (
+        {"num_decoder_layers": 2, "attention.value_residual": True},
+        ("latent",),
+    ),
+    ({"attention.knocking": "mlp"}, ("value residual", "latent")),
+    (
+        {"attention.differential": True, "attention.num_heads": 2},
+        ("value residual", "latent", "shared and routed", "talking heads"),
+    ),
+    (
+        {"attention.latent_dim": 8, "num_decoder_layers": 2},
+        ("gate on values", "differential", "knocking", "knocking, MLP")
+        + ("value residual", "QK norm"),
+    ),
+    ({"attention.num_heads": 1}, ("value residual",) + OF_PAIRS),
+    ({"positions": "relative"}, ("value residual", "QK clip")),
+]
+
+
+@pytest.mark.parametrize("settings, excluded", slow_but(EXCLUDED[:1], EXCLUDED))
 def test_variants_that_the_base_config_excludes_are_left_out(
     settings, excluded, monkeypatch
 ):

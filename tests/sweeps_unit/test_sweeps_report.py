@@ -206,6 +206,7 @@ def test_a_curve_is_per_seed_and_of_common_steps(tmp_path, corpus):
     assert report.curve(trials, "dev_bleu", 100)[1][0].tolist() == [100, 200]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("figures")
 def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
     """As means over heads, by statistic."""
@@ -230,6 +231,7 @@ def test_heads_are_drawn_over_steps_where_they_were_logged(tmp_path, corpus):
     assert (tmp_path / "s/report/heads.png").exists()
 
 
+@pytest.mark.slow
 def test_measured_heads_are_shown_by_arm_and_tested_against_the_baseline(
     tmp_path, corpus
 ):
@@ -263,6 +265,7 @@ def test_measured_heads_are_shown_by_arm_and_tested_against_the_baseline(
         write_report(sweep)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("figures")
 def test_scores_are_drawn_against_the_heads_that_learned_gates_left(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
@@ -277,6 +280,7 @@ def test_scores_are_drawn_against_the_heads_that_learned_gates_left(tmp_path, co
     assert table.splitlines()[0].count("open_heads") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("figures")
 def test_the_curve_of_a_metric_not_evaluated_in_training_is_that_which_selects(
     tmp_path, corpus
@@ -444,6 +448,7 @@ def test_several_sweeps_share_a_page(tmp_path, corpus, capsys):
         report.write_joined([*sweeps, sweeps[1]], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("figures")
 def test_a_corpus_may_lie_elsewhere_on_another_machine(tmp_path, corpus):
     sweeps = []

@@ -10,6 +10,7 @@ import scipy.special
 from sklearn.metrics import accuracy_score, f1_score
 
 from headcount.data.tokenizers import BOS, EOS
+from tests.marks import slow_but
 from tests.tasks.untrained import (
     ENCODER_ONLY,
     evaluate,
@@ -69,7 +70,7 @@ def logits_of(run, ids, trial=0):
     return pooled @ np.float64(linear.kernel[...]) + np.float64(linear.bias[...])
 
 
-@pytest.mark.parametrize("pooling", POOLING)
+@pytest.mark.parametrize("pooling", slow_but(["attention"], POOLING))
 def test_loss_and_labels_are_those_of_each_text_alone(tmp_path, pooling):
     """Although several texts share a row, of whose tokens only their own are pooled."""
     task = make_task(tmp_path, pooling)
@@ -95,6 +96,7 @@ def test_loss_and_labels_are_those_of_each_text_alone(tmp_path, pooling):
     assert [row.keys() for row in quick] == [{"loss", "accuracy", "macro_f1"}] * 2
 
 
+@pytest.mark.slow
 def test_kinds_of_pooling_differ(tmp_path):
     """So that the test above would notice one in place of another."""
     tasks = {}

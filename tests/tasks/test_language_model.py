@@ -15,6 +15,7 @@ from headcount.data.windows import evaluation_windows, window_spec
 from headcount.tasks.heldout_loss import batch_log_probabilities
 from headcount.tasks.language_model import context_gain
 from tests.data.test_tokenizers import write_byte_level_bpe
+from tests.marks import slow_but
 from tests.tasks.untrained import (
     DECODER_ONLY,
     evaluate,
@@ -46,6 +47,7 @@ def make_task(folder, tokenizer="characters", **changes):
     return task
 
 
+@pytest.mark.slow
 def test_a_model_trains_from_scratch_with_gpt2s_tokenizer(folder, tmp_path):
     """The folder of the texts has the file; model.bos separates documents."""
     shutil.copytree(folder, tmp_path / "texts")
@@ -66,7 +68,10 @@ def log_probs_of(run, ids, trial=0):
     return log_probs[np.arange(len(ids)), ids]
 
 
-@pytest.mark.parametrize("tokenizer", ["sentencepiece", "characters", "bytes", "words"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    slow_but(["sentencepiece"], ["sentencepiece", "characters", "bytes", "words"]),
+)
 def test_bits_per_byte_are_nats_over_bytes_for_any_tokenizer(folder, tokenizer):
     """All but the first token of the stream are predicted: separators, too."""
     task = make_task(folder, tokenizer)
@@ -130,6 +135,7 @@ def test_evaluation_computes_no_more_rows_at_once_than_training(folder):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stride_of_an_evaluation_replaces_that_of_the_config(folder):
     fine = make_task(folder, **{"data.stride": 5})
     task = make_task(folder)
@@ -331,7 +337,9 @@ def test_greedy_continuation_equals_recomputing_every_step(run):
     assert any(len(text) > len(p) + 3 for text, p in zip(found, prompts, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}])
+@pytest.mark.parametrize(
+    "options", slow_but([{}], [{}, {"temperature": 1.0, "seed": 4}])
+)
 def test_streamed_pieces_join_to_what_predict_returns(run, options):
     predict = partial(run.task.predict, run, ["to be"], max_new_tokens=12, **options)
     (whole,) = predict()
@@ -344,6 +352,7 @@ def test_streamed_pieces_join_to_what_predict_returns(run, options):
         assert "to be" + "".join(pieces) == cut
 
 
+@pytest.mark.slow
 def test_samples_differ_and_do_not_depend_on_other_prompts(run):
     options = {"temperature": 1.0, "max_new_tokens": 8, "samples": 2}
     found = list(run.task.predict(run, ["to", "be", "or"], **options))
@@ -352,6 +361,7 @@ def test_samples_differ_and_do_not_depend_on_other_prompts(run):
     assert list(run.task.predict(run, ["or"], first=2, **options)) == found[4:]
 
 
+@pytest.mark.slow
 def test_lines_longer_than_learned_positions_raise_with_their_number(run, capsys):
     lines = ["to", "b" * 41]
     for length in (40, 41):  # BOS takes a position, too

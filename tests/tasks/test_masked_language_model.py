@@ -130,6 +130,7 @@ def test_loss_and_accuracy_are_those_of_the_logits_at_predicted_tokens(tmp_path)
         assert row["masked_accuracy"] == pytest.approx(np.mean(right))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", slow_but(["words"], ["words", "affixes"]))
 def test_predict_fills_in_each_mask(tmp_path, tokenizer):
     task = make_task(tmp_path, tokenizer)

@@ -153,6 +153,7 @@ def test_scores_of_a_run_equal_scikit_learn_and_seqeval(task, run):
     assert quick[0].keys() == {"loss", "accuracy", "macro_f1", "entity_f1"}
 
 
+@pytest.mark.slow
 def test_label_smoothing_mixes_in_the_uniform_distribution(task, run):
     examples = task.load("val")
     (batch,) = task.evaluation_batches(examples)[:1]
@@ -396,6 +397,7 @@ def test_entities_are_reported_by_type():
     assert class_scores.entity_report([["O"]], [["O"]]) == []
 
 
+@pytest.mark.slow
 def test_attention_maps_of_words_with_features_are_of_the_models_own_input(tmp_path):
     """Their batch has segments and positions for every feature."""
     task = make_task(tmp_path, "affixes")

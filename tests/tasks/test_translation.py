@@ -149,6 +149,7 @@ def test_long_sentences_are_cut_at_the_longest_decoding_and_it_says_so(
     assert "data.max_decode_length=3 tokens" in told
 
 
+@pytest.mark.slow
 def test_quick_evaluation_is_greedy_and_has_chrf_only_to_select_by_it(run, task):
     examples = task.load("val")
     (row,) = evaluate(run, examples, trials=[0], quick=True)
@@ -163,6 +164,7 @@ def test_quick_evaluation_is_greedy_and_has_chrf_only_to_select_by_it(run, task)
     assert "chrf" in row
 
 
+@pytest.mark.slow
 def test_quick_evaluation_translates_nothing_if_the_loss_selects(
     run, task, monkeypatch
 ):
@@ -185,6 +187,7 @@ def test_lines_without_a_token_have_empty_translations(run, task):
     assert found[1] == found[3] == ""
 
 
+@pytest.mark.slow
 def test_samples_of_equal_lines_differ_by_their_number(run, task):
     options = {"temperature": 1.0, "seed": 3}
     four = list(task.predict(run, [ENGLISH[0]] * 4, **options))
@@ -277,6 +280,7 @@ def test_spec_equals_the_arrays_of_the_batches_of_its_size(task):
     assert task.spec(4, 8)["source_segments"].shape == (4, 8)
 
 
+@pytest.mark.slow
 def test_fields_to_plot_are_a_source_and_its_translation(run, task):
     examples = task.load("val")
     found = task.fields_to_plot(run, examples, 3, 1, beam_size=2)

@@ -66,6 +66,7 @@ def test_a_checkpoint_round_trips(saved):
     assert items["params"]["inner"][1] == 3
 
 
+@pytest.mark.slow
 def test_the_state_of_an_optimizer_with_two_groups_round_trips(tmp_path):
     config = get_config()
     arrays = hyperparameters(

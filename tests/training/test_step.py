@@ -80,6 +80,7 @@ TRIALS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_group_equals_the_same_trial_alone_bit_for_bit(
     config, corpus, program
 ):
@@ -177,6 +178,7 @@ def test_steps_of_one_dispatch_equal_one_step_per_dispatch(config, corpus, progr
     np.testing.assert_allclose(single["loss"], together["loss"], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_heads_with_a_gate_of_zero_get_no_gradient(config, corpus, program):
     """All other heads do, and the trial beside it is as if alone."""
     gate = {"head_gates.cross.0.1": 0}
