@@ -23,6 +23,15 @@ def test_every_metric_and_its_signature_is_printed(capsys):
         assert cell in printed
 
 
+def test_the_metric_that_chose_the_best_checkpoint_is_named(capsys):
+    row = ROW | {"trial": 0, "bleu": 31.25}
+    print_scores([row], (BLEU,), [], "result-test.json", LOSS)
+    assert "by dev loss" in " ".join(capsys.readouterr().out.split())
+    last = row | {"checkpoint": "last"}
+    print_scores([last], (BLEU,), [], "result-test.json", LOSS)
+    assert "by dev" not in capsys.readouterr().out
+
+
 def test_text_in_brackets_is_printed_as_it_is(capsys):
     """Otherwise rich takes it for markup, and fails at what looks like an end tag."""
     print_table(Table("label", "count", title="[a]"))

@@ -389,7 +389,11 @@ def test_a_tsv_table_gives_both_sides(tmp_path, name):
         ),
         ({"train.en": "", "train.de": ""}, ValueError, "'train' of text"),
         ({"train.tsv": "a\tb\nc d\n"}, ValueError, r"train\.tsv, line 2, has 1 tab"),
-        ({"train.tsv": "a\tb\n\nc\td\n"}, ValueError, r"line 2, .*; fix or remove it"),
+        (
+            {"train.tsv": "a\tb\n\nc\td\n"},
+            ValueError,
+            r"line 2, is empty;.* fix or remove",
+        ),
         ({"train.tsv": "a\tb\tc\n"}, ValueError, r"train\.tsv, line 1, has 3 tab"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import status, succeed, training
+from tests.runs import fails, run, status, succeed, training
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -24,7 +24,32 @@ def test_the_task_in_one_file_trains(tmp_path):
     changes = {"task.name": "repeats", "data.tokenizer": "words", "train.num_steps": 2}
     changes |= {"model.num_decoder_layers": 0, "train.eval_every_steps": 2}
     command = training(tmp_path / "run", config="configs/ewt.py", **changes)
-    succeed([*command, f"--task_file={tmp_path / 'repeats.py'}"])
+    flag = f"--task_file={tmp_path / 'repeats.py'}"
+    ran = succeed([*command, flag])
+    assert status(tmp_path / "run") == "finished"
+    (line,) = [x for x in ran.stderr.splitlines() if "Next: python eval.py" in x]
+    assert flag in line.split()
+
+
+RULE = """
+from headcount.attention import MERGE_RULES
+from headcount.attention.merge import entry
+
+def maximum(heads, x, *, kernel):
+    return heads.max(2) @ kernel
+
+MERGE_RULES["maximum"] = entry(maximum, {"kernel": "V D"})
+"""
+
+
+@pytest.mark.slow
+def test_a_merge_rule_in_a_file_of_its_own_trains(tmp_path, corpus):
+    (tmp_path / "rule.py").write_text(RULE)
+    changes = {"model.attention.merge": "maximum", "train.num_steps": 2}
+    changes |= {"train.eval_every_steps": 2, "train.best_metric": "loss"}
+    command = training(tmp_path / "run", **corpus | changes)
+    fails(run(command), "merge must be one of", "--task_file=FILE.py")
+    succeed([*command, f"--task_file={tmp_path / 'rule.py'}"])
     assert status(tmp_path / "run") == "finished"
 
 

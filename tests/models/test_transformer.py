@@ -220,6 +220,11 @@ def test_merge_gain_makes_initial_variance_equal_that_of_concat(column, N):
         assert variance(rule, gain) == pytest.approx(wanted, rel=0.1)
 
 
+def test_a_rule_whose_gain_is_unknown_is_named():
+    with pytest.raises(ValueError, match="of the merge rule 'maximum' is not known"):
+        equal_gain("maximum", 4, 32, 128, 2)
+
+
 @pytest.mark.slow
 def test_fan_in_initialization_gives_outputs_variance_1_for_any_heads():
     for N, V in ((1, 8), (4, 32), (16, 64)):
@@ -312,7 +317,7 @@ def test_embeddings_are_initialized_and_scaled_to_the_size_of_positions():
         ({"num_heads": 3, "head_dim": 8}, "num_heads must divide .*value_dim is None"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
-        ({"merge": "sum"}, "merge must be one of concat.*'sum'"),
+        ({"merge": "sum"}, "merge must be one of concat.*'sum'; .* --task_file"),
         ({"merge_gain": 0.0}, "model.attention.merge_gain must be from .*got 0.0"),
         ({"merge_gain": -1.0}, "merge_gain must be from 1e-18 to 1e18, got -1.0"),
         ({"merge_gain": float("nan")}, "merge_gain must be .*got nan"),

@@ -157,7 +157,13 @@ def test_progress_without_a_terminal_prints_rarely(capsys):
         progress.update(step, "loss 1.0")
     progress.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("step 1000/1000  loss 1.0")
+    assert line.startswith("step 1000/1000  loss 1.0") and line.endswith("0:00 left")
+
+
+def test_there_is_no_estimate_before_the_first_step(capsys):
+    progress = Progress(10, done=3, seconds=0.0)
+    progress.update(3, "compiling")
+    assert capsys.readouterr().err == "step 3/10  compiling\n"
 
 
 @pytest.mark.parametrize(
