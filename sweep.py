@@ -27,6 +27,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from headcount.analysis.budget import BUDGETS
+from headcount.analysis.formatting import count
 from headcount.analysis.report_markdown import CHECKPOINTS
 from headcount.configs.commandline import (
     TASK_FILE,
@@ -170,10 +171,11 @@ def main(verb: str, more_workdirs: list[str]) -> None:
         check_flags(verb)
         workdir = choose_workdir(verb, Path(temporary))
         task_file = import_task()
-        if GROUP.value is not None and not (workdir / "sweep.json").exists():
+        is_new = CONFIG.value and ABLATION.value and not FINISHED.value
+        if GROUP.value is not None and is_new and not (workdir / "sweep.json").exists():
             # a wrong --group must not start a sweep, which then has fixed settings
-            trial = settings.open_sweep(options(verb, Path(temporary), task_file))
-            settings.select_groups(trial, GROUP.value, None)
+            draft = settings.open_sweep(options(verb, Path(temporary), task_file))
+            settings.select_groups(draft, GROUP.value, None)
         sweep = settings.open_sweep(options(verb, workdir, task_file))
         if verb == "run" and FINISHED.value is not None:
             sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
@@ -307,11 +309,8 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
     status.print_status(now, rows)
     left = count_unfinished(now.plan, rows)
     if SHARD.value and left:
-        more = " Rerun this command when they are done: more groups may follow."
-        print(
-            f"This shard has run its groups; other shards have {left} trials left."
-            f"{more * sweep.grows}"
-        )
+        more = " Rerun this when the other shards are done: more groups may follow."
+        print(f"Not done yet in the sweep: {count(left, 'trial')}.{more * sweep.grows}")
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)
     is_whole = SHARD.value is None and GROUP.value is None

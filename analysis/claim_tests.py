@@ -555,21 +555,26 @@ def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
     """Read the output of heads.py for a split: rows by verb."""
     rows = {}
     for path in sorted(folder.glob(f"heads-*-{split}.json")):
-        with name_in_errors(path):
-            rows[path.name.split("-")[1]] = json.loads(path.read_text())
+        with damaged_file(path):
+            found = json.loads(path.read_text())
+            if not all(isinstance(row, dict) for row in found):
+                raise ValueError("its rows are not objects")
+            rows[path.name.split("-")[1]] = found
     return rows
 
 
 @contextlib.contextmanager
-def name_in_errors(path: Path) -> Iterator[None]:
+def damaged_file(path: Path) -> Iterator[None]:
     """Turn what a damaged file raises into a ValueError with the file's path."""
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except (
+        *(ArithmeticError, AttributeError, KeyError, TypeError, ValueError),
+        csv.Error,
+    ) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"{path} can't be read ({reason}); let sweep.py report or heads.py write "
-            f"it again."
+            f"{path} can't be read ({reason}); rerun sweep.py report or heads.py."
         ) from None
 
 
@@ -590,17 +595,17 @@ def read_results(folder: Path) -> Results | None:
     ablation = max(known, key=len)
     rows = read_rows(table)
     names = dict.fromkeys(row["arm"] for row in rows)
-    with name_in_errors(table):
+    with damaged_file(table):
         arms = [read_arm(x, [row for row in rows if row["arm"] == x]) for x in names]
     corpus = folder.name.removeprefix(f"{ablation}_")
     heads = read_heads(folder, rows[0]["test_split"]) if rows else {}
-    has_verdicts = any("verdict" in row for row in rows)
-    return Results(ablation, corpus, arms, read_looks(folder, has_verdicts), heads)
+    looks = read_looks(folder, any("verdict" in row for row in rows), len(arms))
+    return Results(ablation, corpus, arms, looks, heads)
 
 
 def read_rows(table: Path) -> list[dict]:
     """Read the rows of a sweep.csv that are reported, rather than of a search."""
-    with name_in_errors(table), table.open(newline="") as file:
+    with damaged_file(table), table.open(newline="") as file:
         reader = csv.DictReader(file)
         rows, columns = list(reader), set(reader.fieldnames or ())
     if missing := COLUMNS - columns:
@@ -610,9 +615,7 @@ def read_rows(table: Path) -> list[dict]:
         )
     for row in rows:
         if None in row or None in row.values():
-            raise ValueError(
-                f"{table} has a row that is not whole, of arm {row['arm']}."
-            )
+            raise ValueError(f"{table} has an incomplete row (arm {row['arm']}).")
     return [row for row in rows if row["stage"] == "report"]
 
 
@@ -650,7 +653,9 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
     )
 
 
-def read_looks(folder: Path, has_verdicts: bool) -> tuple[int, ...] | None:
+def read_looks(
+    folder: Path, has_verdicts: bool, num_arms: int
+) -> tuple[int, ...] | None:
     """Read the planned looks of a sweep from its verdicts.csv; None if it has none.
 
     Raises:
@@ -662,8 +667,11 @@ def read_looks(folder: Path, has_verdicts: bool) -> tuple[int, ...] | None:
         if has_verdicts:
             raise ValueError(f"{path} is missing; sweep.py report writes it.")
         return None
-    with name_in_errors(path), path.open(newline="") as file:
-        looks = next((row["looks"] for row in csv.DictReader(file)), "")
+    with damaged_file(path), path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+        if not rows and num_arms > 1:
+            raise ValueError("no verdicts")
+        looks = rows[0]["looks"] if rows else ""
         return tuple(map(int, looks.split(","))) if looks else None
 
 

@@ -242,7 +242,7 @@ def paired_means(comparisons: list[Comparison]) -> dict[str, float]:
     }
 
 
-# of an arm without some of the baseline's seeds
+# appended if the best arm's seeds differ from the baseline's
 PAIRED = " (the baseline's mean plus the mean difference from it by seed)"
 
 
@@ -282,11 +282,11 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     first = next(c for c in comparisons if c.arm.name == winners[0])
     runs = sum(len(c.arm.seeds) for c in comparisons)
     base = next(c for c in comparisons if c.arm.is_baseline)
-    paired = "" if set(first.arm.seeds) == set(base.arm.seeds) else PAIRED
+    how = "" if set(first.arm.seeds) == set(base.arm.seeds) else PAIRED
     sentences = [
         f"{count(runs, 'training run')} of {count(len(comparisons), 'arm')}. The best "
         f"mean test score is {number(best, metric.format)} ({label}), with "
-        f"{'; '.join(winners)}{paired}."
+        f"{'; '.join(winners)}{how}."
     ]
     others = [c for c in comparisons if c.difference is not None]
     tested = [c for c in others if not math.isnan(c.p)]

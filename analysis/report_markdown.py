@@ -121,8 +121,8 @@ def verdicts(report: Report) -> list[str]:
     label, split = with_unit(report.metric.label, report.metric), first["split"]
     looks = first["looks"]
     how = (
-        f"Looks were planned after {looks.replace(',', ', ')} seeds. Arms that were "
-        f"decided, or that more seeds were unlikely to decide, got no more. The "
+        f"Looks were planned after {looks.replace(',', ', ')} seeds. Arms got no more "
+        f"seeds once they were decided, or once more were unlikely to decide them. The "
         f"boundaries spend the error rate over the looks (Lan and DeMets 1983), and "
         f"the intervals hold at all looks at once (Jennison and Turnbull 1989)."
         if looks

@@ -171,8 +171,8 @@ def dropout_arguments(rate, seed, query):
         seed = seed.astype(np.uint32)
     require(
         seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer),
-        f"dropout_seed must be one integer, got {seed.dtype}{seed.shape}; of a key, "
-        f"jax.random.bits(key, dtype='uint32') makes one",
+        f"dropout_seed must be one integer, got {seed.dtype}{seed.shape}; to make "
+        f"one from a key, use jax.random.bits(key, dtype='uint32')",
     )
     B, T, N, _ = query.shape
     keys = dropout.row_keys(jnp.asarray(seed).astype(jnp.int32), B, T, N)

@@ -155,7 +155,7 @@ def get_config() -> ml_collections.ConfigDict:
     train.tracker = "tensorboard"
     # none, block, dots: what to recompute in the backward pass, to save memory
     train.remat = "none"
-    # Write training metrics to metrics.jsonl; the console has a line every 10 seconds.
+    # Write training metrics to metrics.jsonl. The console shows progress by itself.
     train.log_every_steps = 50
     train.eval_every_steps = 250  # score dev, keep the best parameters
     # At each evaluation, also log the loss on about as much of the training split.

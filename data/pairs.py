@@ -101,12 +101,10 @@ def _text_files(name, source, target, split, directory):
     pairs = [line.split("\t") for line in read_lines(table)]
     for number, fields in enumerate(pairs, 1):
         if len(fields) != 2:
-            has = f"has {len(fields)} tab-separated fields"
-            if fields == [""]:
-                has = "is empty; it must have 2 tab-separated fields"
+            has = f"has {len(fields)} tab-separated fields instead of 2"
             raise ValueError(
-                f"{table}, line {number}, {has} instead of 2, source and target; fix "
-                f"or remove it"
+                f"{table}, line {number}, {'is empty' if fields == [''] else has}; fix "
+                f"or remove it (a line is a source, a tab and a target)"
             )
     return [s for s, _ in pairs], [t for _, t in pairs]
 

@@ -237,9 +237,8 @@ def verdict_rows(
             seeds = set(arm.seeds[: verdict.num_seeds])
         missing = len(seeds & lost[arm.name]) + len(seeds & lost[baseline])
         if missing:
-            verdict = Verdict(
-                "undecided", verdict.mean, *[math.nan] * 2, verdict.num_seeds
-            )
+            mean, seeds_so_far = verdict.mean, verdict.num_seeds
+            verdict = Verdict("undecided", mean, math.nan, math.nan, seeds_so_far)
         unknown = verdict.kind != "undecided" or math.isnan(verdict.chance)
         row = {
             "arm": arm.name,

@@ -274,12 +274,10 @@ def check_same_sweep(options: Options, stored: dict, now: dict, task: Task) -> N
     runs = options.verb == "run"
     free = CHANGEABLE if runs else ("note",)
     keys = ["base", *(name for name in FLAGS if name not in free)]
-    metrics = {metric.name: metric for metric in task.metrics}
-    margins = (margin_of(of, metrics[of["metric"]]) for of in (stored, now))
-    old, new = (  # a default margin is told as a number
-        flat({key: of[key] for key in keys} | {"margin": margin})
-        for of, margin in zip((stored, now), margins, strict=True)
-    )
+    old, new = (flat({key: of[key] for key in keys}) for of in (stored, now))
+    if stored["metric"] == now["metric"]:  # report a default margin as a number
+        metric = next(m for m in task.metrics if m.name == now["metric"])
+        old["margin"], new["margin"] = (margin_of(of, metric) for of in (stored, now))
     ignored = [f"base.{key}" for key in (*IGNORED, "seeds")]
     changed = [
         f"{key.removeprefix('base.')} (there {old.get(key)!r}, now {new.get(key)!r})"

@@ -18,6 +18,8 @@ STATUSES = (
 
 def verdict_cell(row: dict) -> str:
     """Format an arm's verdict by planned looks for a table."""
+    if row["lost"]:
+        return "undecided: lost a trial"
     if row["seeds"] < int(row["looks"].split(",")[0] or 0):
         return "not looked at yet"
     text = f"{row['verdict']} after {row['seeds']} seeds"

@@ -514,7 +514,7 @@ DAMAGES = {  # of heads_x, which has planned looks, and of roles_x
     "heads_x/sweep.csv has no column test_loss": (
         lambda folder: replace(folder / "heads_x/sweep.csv", "test_loss", "test")
     ),
-    "heads_x/sweep.csv has a row that is not whole, of arm N=": (
+    "heads_x/sweep.csv has an incomplete row (arm N=": (
         lambda folder: cut_in_half(folder / "heads_x/sweep.csv")
     ),
     "heads_x/sweep.csv can't be read (test_loss of N=1, seed 2, is nan)": (
@@ -528,6 +528,17 @@ DAMAGES = {  # of heads_x, which has planned looks, and of roles_x
     ),
     "heads_x/verdicts.csv can't be read (no 'looks')": (
         lambda folder: replace(folder / "heads_x/verdicts.csv", "looks", "look")
+    ),
+    "heads_x/verdicts.csv can't be read (no verdicts)": (
+        lambda folder: (folder / "heads_x/verdicts.csv").write_text("arm,looks\n")
+    ),
+    "heads_x/sweep.csv can't be read ('list' object has no attribute": (
+        lambda folder: replace(
+            folder / "heads_x/sweep.csv", '"{""model.attention.num_heads"": 8}"', "[]"
+        )
+    ),
+    "roles_x/heads-roles-val.json can't be read (its rows are not objects)": (
+        lambda folder: (folder / "roles_x/heads-roles-val.json").write_text("[1]")
     ),
     "heads_x/verdicts.csv can't be read (invalid literal": (
         lambda folder: replace(folder / "heads_x/verdicts.csv", "2,6", "2;6")

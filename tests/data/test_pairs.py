@@ -392,7 +392,7 @@ def test_a_tsv_table_gives_both_sides(tmp_path, name):
         (
             {"train.tsv": "a\tb\n\nc\td\n"},
             ValueError,
-            r"line 2, is empty;.* fix or remove",
+            r"line 2, is empty; fix or remove it",
         ),
         ({"train.tsv": "a\tb\tc\n"}, ValueError, r"train\.tsv, line 1, has 3 tab"),
     ],

@@ -10,7 +10,6 @@ from headcount.configs.base import get_config
 from headcount.models.attention import Attention, attention_map, norm_weighted_map
 from headcount.models.maps import attention_maps, head_summaries, single_example
 from headcount.models.transformer import Transformer
-from tests.marks import slow_but
 
 SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]
 
@@ -81,9 +80,7 @@ def test_summaries_are_those_of_the_full_maps(positions, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variant", slow_but(["differential"], ["differential", "talking_heads"])
-)
+@pytest.mark.parametrize("variant", ["differential", "talking_heads"])
 def test_heads_without_distributions_have_only_their_largest_logit(variant):
     """Of every softmax: differential attention has two per map."""
     graph, params = two_trials("sinusoidal", {"num_heads": 4, variant: True})

@@ -15,6 +15,7 @@ from sweep_fakes import (
     write_report,
 )
 
+from headcount.configs import recall
 from headcount.sweeps import settings
 from headcount.sweeps.looks import margin_of
 from headcount.sweeps.settings import SETTINGS, command_of, open_sweep, select_groups
@@ -52,6 +53,14 @@ def test_an_error_tells_the_margins_as_numbers(tmp_path, corpus):
     open_sweep(given)
     with pytest.raises(ValueError, match=r"margin \(there 0.3, now 0.5\).* once\)"):
         open_sweep(given._replace(margin="0.5"))
+
+
+def test_a_sweep_of_another_task_in_the_workdir_is_an_error(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus)
+    open_sweep(given)
+    config = recall.get_config().lock()
+    with pytest.raises(ValueError, match="holds another sweep"):
+        open_sweep(given._replace(config=config, config_file="configs/recall.py"))
 
 
 def test_nothing_in_a_workdir_is_executed(tmp_path, corpus):

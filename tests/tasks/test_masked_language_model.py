@@ -11,7 +11,6 @@ import scipy.special
 from headcount.data import documents
 from headcount.data.tokenizers import BOS, EOS, UNK
 from headcount.tasks.encoder import is_text
-from tests.marks import slow_but
 from tests.tasks.untrained import (
     ENCODER_ONLY,
     evaluate,
@@ -131,7 +130,7 @@ def test_loss_and_accuracy_are_those_of_the_logits_at_predicted_tokens(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokenizer", slow_but(["words"], ["words", "affixes"]))
+@pytest.mark.parametrize("tokenizer", ["words", "affixes"])
 def test_predict_fills_in_each_mask(tmp_path, tokenizer):
     task = make_task(tmp_path, tokenizer)
     run = untrained_run(task, scale=2.0)
