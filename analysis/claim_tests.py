@@ -563,15 +563,15 @@ def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
     return rows
 
 
+DAMAGES = ArithmeticError, AttributeError, KeyError, TypeError, ValueError, csv.Error
+
+
 @contextlib.contextmanager
 def damaged_file(path: Path) -> Iterator[None]:
     """Turn what a damaged file raises into a ValueError with the file's path."""
     try:
         yield
-    except (
-        *(ArithmeticError, AttributeError, KeyError, TypeError, ValueError),
-        csv.Error,
-    ) as error:
+    except DAMAGES as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
             f"{path} can't be read ({reason}); rerun sweep.py report or heads.py."
@@ -689,6 +689,7 @@ def find_effects(claim: Claim, sweeps: list[Results | Analyses]) -> list[Effect]
             except KeyError as error:
                 raise ValueError(
                     f"{sweep.ablation}_{sweep.corpus} has no {error}, which results of "
-                    f"{sweep.ablation} have; rename the folder, or write it again."
+                    f"{sweep.ablation} have; rename the folder, or rerun sweep.py "
+                    f"report or heads.py."
                 ) from None
     return list(dict.fromkeys(effects))  # several ablations may share their arms

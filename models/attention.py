@@ -260,15 +260,13 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T N H"]:
         """Project to queries, then normalise, rotate and scale them."""
-        return self.transform_queries(
-            project(x, self.query, self.query_bias), positions
-        )
+        query = project(x, self.query, self.query_bias)
+        return self.transform_queries(query, positions)
 
     def transform_queries(self, query: Float[Array, "B T N H"], positions):
         """Turn projections into queries, for logits divided by sqrt(H)."""
-        query = self.rotated(
-            self.apply_knocking(query, "query"), self.query_norm, positions
-        )
+        query = self.apply_knocking(query, "query")
+        query = self.rotated(query, self.query_norm, positions)
         return query if self.query_factor is None else query * self.query_factor
 
     def keys_values(
@@ -288,9 +286,8 @@ class Attention(nnx.Module):
             return self.latent.keys_values(self.latent.compressed(x, positions))
         key = project(x, self.key, self.key_bias)
         value = project(x, self.value, self.value_bias)
-        return self.transform_keys(key, positions), self.transform_values(
-            value, x, first
-        )
+        key = self.transform_keys(key, positions)
+        return key, self.transform_values(value, x, first)
 
     def transform_keys(self, key: Float[Array, "B S K H"], positions):
         """Turn projections into keys: knock, normalise and rotate."""

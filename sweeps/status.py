@@ -20,7 +20,7 @@ def verdict_cell(row: dict) -> str:
     """Format an arm's verdict by planned looks for a table."""
     if row["lost"]:
         return "undecided: lost a trial"
-    if row["seeds"] < int(row["looks"].split(",")[0] or 0):
+    if row["seeds"] < int(row["looks"].split(",")[0]):
         return "not looked at yet"
     text = f"{row['verdict']} after {row['seeds']} seeds"
     ended = row["chance"] is not None and row["chance"] < FUTILITY
@@ -36,8 +36,10 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
         *(["chosen"] if sweep.has_search else []),
         *(["verdict"] if sweep.looks else []),
     )
-    found = verdict_rows(sweep.plan, sweep.settings, metric, rows)
-    verdicts = {row["arm"]: verdict_cell(row) for row in found}
+    verdicts = {}
+    if sweep.looks:
+        found = verdict_rows(sweep.plan, sweep.settings, metric, rows)
+        verdicts = {row["arm"]: verdict_cell(row) for row in found}
     for arm in sweep.plan.arms:
         of_arm = [row for row in rows if row["arm"] == arm.name]
         counts = [sum(row["status"] == s for row in of_arm) for s in present]
