@@ -122,6 +122,9 @@ class Checkpoints:
     def __init__(self, workdir: Path, keep: int | None = None, every: int = 1):
         sys.unraisablehook = ignore_closed_event_loops(sys.unraisablehook)
         logging.getLogger("absl").addFilter(is_not_of_orbax)
+        for name in ("asyncio", "concurrent.futures"):
+            # else a failed save may print a traceback before `wait` raises its error
+            logging.getLogger(name).disabled = True
         self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
         self.damaged = self.directory.parent / "damaged"
         if self.directory.is_file():  # Orbax would only notice at the first save
@@ -183,8 +186,6 @@ class Checkpoints:
 
     def save_error(self, error: Exception) -> SaveError:
         """Return an error that names the last intact checkpoint."""
-        for name in ("asyncio", "concurrent.futures"):
-            logging.getLogger(name).disabled = True  # they would report it again
         free = shutil.disk_usage(self.directory).free
         last = max(
             (int(p.name) for p in self.directory.iterdir() if p.name.isdigit()),
