@@ -50,7 +50,7 @@ def blocks(name):
 
 
 def bfloat16(H, V):
-    sizes = {"H": int(H), "V": int(V), "dtype": jnp.bfloat16}
+    sizes = {"B": 1, "H": int(H), "V": int(V), "dtype": jnp.bfloat16}
     gpu_cases.check(gpu_cases.inputs(200, 150, **sizes), is_causal=True)
 
 
@@ -61,7 +61,7 @@ def long(_):
         (100, 700, 96, {"local_window_size": (60, 500)}),
         (700, 100, 16, {"is_causal": True}),
     ):
-        gpu_cases.check(gpu_cases.inputs(T, S, H=H, B=1), **options)
+        gpu_cases.check(gpu_cases.inputs(T, S, N=1, H=H, B=1), **options)
 
 
 def x64(_):

@@ -1,6 +1,7 @@
 """Where the kernels for CPUs come from, and what happens where they cannot be made."""
 
 import functools
+import hashlib
 import os
 import platform
 import shutil
@@ -98,18 +99,49 @@ def test_a_compiler_is_enough(tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
 
 
+COPYING = """#!/bin/sh
+case " $* " in *" -E "*) exec c++ "$@";; esac
+while [ "$1" != -o ]; do shift; done
+exec cp "{library}" "$2"
+"""
+
+
+def copying_compiler(tmp_path) -> str:
+    """A compiler that takes no time: it copies what c++ has made before."""
+    path = tmp_path / "copying"
+    path.write_text(COPYING.format(library=cpu_build._library()._name))
+    path.chmod(0o755)
+    return str(path)
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_kept_from_process_to_process(tmp_path):
     """Compiled once; a library cut short, as a crash may leave it, harms nobody."""
-    assert chosen(tmp_path) == ("cpu", "")
+    compiler = copying_compiler(tmp_path)
+    assert chosen(tmp_path, CXX=compiler) == ("cpu", "")
     (library,) = tmp_path.rglob("*.so")
     made, whole = library.stat().st_mtime_ns, library.stat().st_size
-    assert chosen(tmp_path) == ("cpu", "")
+    assert chosen(tmp_path, CXX=compiler) == ("cpu", "")
     assert library.stat().st_mtime_ns == made
     library.write_bytes(library.read_bytes()[:4096])
-    assert chosen(tmp_path) == ("cpu", "")
+    assert chosen(tmp_path, CXX=compiler) == ("cpu", "")
     assert library.stat().st_size == whole
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path):
+    """With the right digest beside it, too; the kernels are made for the process."""
+    compiler = copying_compiler(tmp_path)
+    assert chosen(tmp_path, CXX=compiler) == ("cpu", "")
+    (library,) = tmp_path.rglob("*.so")
+    planted = b"a library planted by another user"
+    library.write_bytes(planted)
+    library.with_suffix(".sha256").write_text(hashlib.sha256(planted).hexdigest())
+    library.parent.chmod(0o777)
+    assert chosen(tmp_path, CXX=compiler) == ("cpu", "")
+    assert library.read_bytes() == planted
 
 
 @pytest.mark.parametrize("digest", [b"", b"\xff\xfe", b"0" * 64, None])

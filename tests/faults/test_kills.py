@@ -31,7 +31,7 @@ from tests.runs import (
     write_corpus,
 )
 
-STEPS = 300
+STEPS = 60 * max(3, repeats(4) // 2)  # enough to be killed so often
 WORDS = ("dog", "cat", "sun", "man", "tree", "sea", "road", "hill")
 PAIRS = [f"the {a} sees the {b}" for a in WORDS for b in WORDS]
 

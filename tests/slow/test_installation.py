@@ -56,7 +56,7 @@ def wheel(tmp_path_factory):
 def test_attention_alone_in_another_project_with_the_same_folder_names(wheel, tmp_path):
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", wheel, cwd=tmp_path)
     project = tmp_path / "project"
     for name in ("models", "data"):
         (project / name).mkdir(parents=True)
