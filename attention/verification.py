@@ -276,33 +276,34 @@ def problem_error(
     random = np.random.default_rng(0)
     trials = () if num_trials is None else (num_trials,)
 
+    # jnp.asarray would compile a small program for each shape: seconds on a GPU
+    put = jax.device_put
+
     def normal(*shape):
-        return jnp.asarray(random.normal(size=(*trials, 2, *shape)), dtype)
+        return random.normal(size=(*trials, 2, *shape)).astype(jnp.dtype(dtype))
 
     arrays = [normal(T, N, H), normal(S, K, H), normal(S, K, V)]
     cotangents = normal(T, N, V), normal(T, N)
     structure = NOTHING | {"scale": H**-0.5} | options
     if segments:
-        ids = jnp.asarray(np.sort(random.integers(0, 4, (2, T)), axis=1), jnp.int32)
+        ids = put(np.int32(np.sort(random.integers(0, 4, (2, T)), axis=1)))
         structure |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
     if lengths:
-        structure["query_seq_lengths"] = jnp.asarray([T, T // 2], jnp.int32)
-        structure["key_value_seq_lengths"] = jnp.asarray([S // 3, S], jnp.int32)
+        structure["query_seq_lengths"] = put(np.int32([T, T // 2]))
+        structure["key_value_seq_lengths"] = put(np.int32([S // 3, S]))
     if slopes:
-        structure["alibi_slopes"] = jnp.asarray(
-            2.0 ** -np.arange(1, N + 1), jnp.float32
-        )
+        structure["alibi_slopes"] = put(np.float32(2.0 ** -np.arange(1, N + 1)))
     keys = None
     if "dropout_rate" in options:
-        seeds = range(num_trials or 1)
-        keys = jnp.stack([dropout.row_keys(jnp.int32(n), 2, T, N) for n in seeds])
-        keys = keys.reshape(*trials, 2, T, N)
+        seeds = np.arange(num_trials or 1, dtype=np.int32).reshape(trials)
+        hashed = functools.partial(dropout.row_keys, B=2, T=T, N=N)
+        keys = jax.jit(jax.vmap(hashed) if trials else hashed)(seeds)
     shape = (2, 1, T, S) if mask is True else mask
-    allowed = jnp.asarray(random.random(shape) < 0.7) if mask else None
+    allowed = put(random.random(shape) < 0.7) if mask else None
     if mask and module.unsupported(arrays[0], arrays[2], None, allowed):
         allowed = None
     if gates is not None:
-        arrays.append(jnp.asarray(gates, jnp.float32)[:, None])
+        arrays.append(np.float32(gates)[:, None])
 
     def results(module, arrays, cotangents, keys):
         def attend(query, key, value, *gates):
@@ -328,7 +329,7 @@ def problem_error(
         return function if num_trials is None else jax.vmap(function)
 
     def wanted():
-        exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangents))
+        exact = jax.tree.map(np.float32, (arrays, cotangents))
         on_gpu = jax.default_backend() == "gpu"  # where tuning products takes seconds
         run = jax.jit(
             program(reference),
@@ -364,7 +365,8 @@ def timed_programs(module, dtype) -> tuple[list, list]:
     blockwise = importlib.import_module("headcount.attention.kernels.blockwise")
     B, T, N, H = LONG
     random = np.random.default_rng(0)
-    arrays = [jnp.asarray(random.normal(size=(B, T, N, H)), dtype) for _ in range(4)]
+    arrays = [random.normal(size=(B, T, N, H)) for _ in range(4)]
+    arrays = [jax.device_put(x.astype(jnp.dtype(dtype))) for x in arrays]
     return [long_program(x.attend, arrays) for x in (module, blockwise)], arrays
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from headcount import attention
@@ -125,8 +126,8 @@ def single_example(fields: dict[str, list[int]]) -> dict[str, jax.Array]:
     """Build a batch of one example from the token ids of its fields."""
     batch = {}
     for name, ids in fields.items():
-        tokens = jnp.asarray([ids], jnp.int32)
+        tokens = np.int32([ids])
         batch[name] = tokens
-        batch[f"{name}_segments"] = jnp.ones_like(tokens)
-        batch[f"{name}_positions"] = jnp.arange(tokens.size)[None]
-    return batch
+        batch[f"{name}_segments"] = np.ones_like(tokens)
+        batch[f"{name}_positions"] = np.arange(tokens.size, dtype=np.int32)[None]
+    return jax.device_put(batch)  # jnp.asarray would compile a program per length

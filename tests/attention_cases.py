@@ -40,7 +40,7 @@ SHAPES = {
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jax.device_put(np.float32(rng.normal(size=shape)))
 
 
 def allowed(rng, *shape):

@@ -321,8 +321,9 @@ def test_long_rows_where_python_numbers_are_int64(monkeypatch):
         check(differentiate("blockwise", inputs, {}), want)
 
 
-QUERY = jnp.zeros((2, 5, 4, 8))
-KEY = jnp.zeros((2, 7, 2, 8))
+# NumPy's, here and below: JAX would compile programs while this file is imported
+QUERY = np.zeros((2, 5, 4, 8), np.float32)
+KEY = np.zeros((2, 7, 2, 8), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ KEY = jnp.zeros((2, 7, 2, 8))
         ({"query": QUERY[..., :0], "key": KEY[..., :0]}, "heads of size 0"),
         ({"value": KEY[..., :0]}, "value has no heads or heads of size 0"),
         (
-            {"alibi_slopes": jnp.ones(3)},
+            {"alibi_slopes": np.ones(3)},
             "alibi_slopes must have one real number per head",
         ),
         ({"dropout_rate": 1.0}, "dropout_rate must be a number from 0 to below 1"),
@@ -364,18 +365,18 @@ KEY = jnp.zeros((2, 7, 2, 8))
             | {"key_value_segment_ids": jnp.ones((2, 7), jnp.uint32)},
             "query_segment_ids must be of a type that int32 holds, got uint32",
         ),
-        ({"mask": jnp.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
-        ({"mask": jnp.ones((5, 7))}, "an additive mask is a bias"),
-        ({"bias": jnp.ones((5, 7), bool)}, "bias must be floating"),
-        ({"scale": jnp.ones(8)}, "scale must be one real number, got "),
+        ({"mask": np.ones((5, 6), bool)}, "mask must broadcast to B N T S"),
+        ({"mask": np.ones((5, 7), np.float32)}, "an additive mask is a bias"),
+        ({"bias": np.ones((5, 7), bool)}, "bias must be floating"),
+        ({"scale": np.ones(8, np.float32)}, "scale must be one real number, got "),
         (
             {"local_window_size": (1, -1)},
             "whole numbers >= 0, known when compiling; got (1, -1)",
         ),
         ({"local_window_size": (1, 2, 3)}, "one or two whole numbers"),
-        ({"query_segment_ids": jnp.ones((2, 5), int)}, "must be given together"),
-        ({"query_seq_lengths": jnp.ones(2)}, "must be integers of shape (2,)"),
-        ({"head_gate": jnp.ones(3)}, "head_gate must have one number per head"),
+        ({"query_segment_ids": np.ones((2, 5), np.int32)}, "must be given together"),
+        ({"query_seq_lengths": np.ones(2)}, "must be integers of shape (2,)"),
+        ({"head_gate": np.ones(3)}, "head_gate must have one number per head"),
         ({"implementation": "flash"}, "implementation must be one of reference"),
         ({"implementation": ""}, "implementation must be one of reference"),
     ],
@@ -471,7 +472,7 @@ def test_a_tpu_mesh_whose_axes_the_kernel_does_not_know_gets_blockwise():
             assert attention.resolve_implementation(*arrays, platform="tpu") == "tpu"
 
 
-EYE = jnp.eye(4)
+EYE = np.eye(4, dtype=np.float32)
 TALKING = functools.partial(
     attention.talking_heads_attention, logits_mix=EYE, weights_mix=EYE
 )
@@ -494,22 +495,25 @@ def test_an_argument_that_a_function_does_not_take_is_named(function, argument):
         function(*inputs, casual=True)
 
 
-HALF, IDS = jnp.ones((1, 8, 2, 16), "bfloat16"), jnp.ones((1, 8), int)
+HALF, IDS = np.ones((1, 8, 2, 16), jnp.bfloat16), np.ones((1, 8), np.int32)
 
 
 @pytest.mark.parametrize(
     "name, change",
     [
         ("cudnn", {}),
-        ("cudnn", {"is_causal": True, "scale": 0.5, "head_gate": jnp.ones(2)}),
+        (
+            "cudnn",
+            {"is_causal": True, "scale": 0.5, "head_gate": np.ones(2, np.float32)},
+        ),
         ("blockwise", {"is_causal": True, "local_window_size": 4}),
-        ("blockwise", {"query_seq_lengths": jnp.array([3])}),
+        ("blockwise", {"query_seq_lengths": np.array([3], np.int32)}),
         ("blockwise", {"query_segment_ids": IDS, "key_value_segment_ids": IDS}),
-        ("blockwise", {"mask": jnp.ones((8, 8), bool)}),
-        ("blockwise", {"bias": jnp.ones((8, 8))}),
-        ("blockwise", {"alibi_slopes": jnp.ones(2)}),
+        ("blockwise", {"mask": np.ones((8, 8), bool)}),
+        ("blockwise", {"bias": np.ones((8, 8), np.float32)}),
+        ("blockwise", {"alibi_slopes": np.ones(2, np.float32)}),
         ("blockwise", {"dropout_rate": 0.1, "dropout_seed": 0}),
-        ("blockwise", {"sink": jnp.zeros(2)}),
+        ("blockwise", {"sink": np.zeros(2, np.float32)}),
         ("blockwise", {"return_residual": True}),
         ("blockwise", {"return_statistics": True}),
         ("blockwise", {"value": HALF[..., :8]}),

@@ -17,7 +17,7 @@ NAMES = "reference", "blockwise", "tpu_interpret"
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape)))
 
 
 ARRAYS = normal(0, B, T, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)

@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 def normal(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape)))
 
 
 def parameters(rule):

@@ -12,7 +12,7 @@ from tests.processes import ROOT
 
 TEXT = (ROOT / "attention" / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 16)), jnp.float32)
+X = jax.device_put(np.float32(np.random.default_rng(0).normal(size=(2, 9, 16))))
 CAUSAL = linen.make_causal_mask(X[..., 0])
 
 

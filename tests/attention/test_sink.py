@@ -18,7 +18,7 @@ B, T, S, N, K = 2, 5, 6, 4, 2
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape)))
 
 
 ARRAYS = normal(0, B, T, N, 3), normal(1, B, S, K, 3), normal(2, B, S, K, 7)

@@ -16,7 +16,7 @@ EYE = {"logits_mix": jnp.eye(N), "weights_mix": jnp.eye(N)}
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape)))
 
 
 ARRAYS = normal(0, 2, 3, N, 5), normal(1, 2, 4, N, 5), normal(2, 2, 4, N, 5)
