@@ -64,6 +64,7 @@ def test_attention_imports_no_other_room_and_no_flax():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, late", LATE.items())
 def test_scripts_start_without_what_only_some_verbs_need(script, late):
     """Each of these takes a second or more to import."""

@@ -148,6 +148,7 @@ def test_query_that_sees_nothing(implementation):
     assert not any(x.any() for x in jax.jit(jax.grad(residual))(inputs))
 
 
+@pytest.mark.slow
 def test_transformations(monkeypatch):
     """vmap, checkpoint and a missing batch change nothing; lax.scan neither."""
     monkeypatch.setattr(blockwise, "SHORT", 0)

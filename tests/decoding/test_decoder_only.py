@@ -166,6 +166,7 @@ def test_stream_gives_what_generate_does():
         assert list(pieces) == whole
 
 
+@pytest.mark.slow
 def test_texts_have_no_more_rows_than_prompts(monkeypatch):
     """20 prompts in two lanes have 16 rows each, not the batch_size of 128."""
     graph, params = make_model(KINDS["relative, one key head"])

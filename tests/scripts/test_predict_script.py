@@ -66,6 +66,7 @@ def test_a_line_that_is_not_utf8_is_named_by_its_number(trained):
     fails(ran, "Line 2", "UTF-8")
 
 
+@pytest.mark.slow
 def test_lines_are_answered_as_they_come(trained):
     """A program that waits for each answer before it asks again is not kept waiting."""
     process = subprocess.Popen(

@@ -73,6 +73,7 @@ def test_score_equals_the_log_probability_of_the_logits(run, task, monkeypatch):
             assert found[i][0] == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_translation_scores_what_the_search_gives_it(task):
     """With a head gate, in the n-best lists of a search of several batches."""
     gates = {"decoder": np.array([[[1, 0]]], np.float32)}
