@@ -50,7 +50,7 @@ GQA = Anchor(
     "kv_heads",
     "translation",
     "Ainslie et al. 2023, Table 1, T5-XXL; 8 groups of 8 heads",
-    "mean over summarisation, translation and question answering",
+    "mean score, over summarisation, translation and question answering",
     sharing,
     {"multi-head": 47.2, "multi-query": 46.6, 8: 47.1},
 )

@@ -478,8 +478,9 @@ def scores_table(
         verdicts = {row["arm"]: row["verdict"] for row in report.verdicts}
     header += ["verdict"] if verdicts else []
     header += [f"seeds to see {margin_text(metric)}"] if metric.margin else []
-    names = [f"published, {anchor.source.split(',')[0]}" for anchor in anchors]
-    header += names if len(names) > 1 else ["published"] * len(names)
+    for anchor in anchors:  # in a unit of their own, which need not be the metric's
+        source = f", {anchor.source.split(',')[0]}" if len(anchors) > 1 else ""
+        header.append(f"published{source} ({anchor.unit.split(',')[0]})")
     has_claims = any(c.arm.claim for c in comparisons)
     header += ["claimed by its authors"] if has_claims else []
     spec, rows = metric.format, []

@@ -391,7 +391,7 @@ def test_published_scores_stand_in_a_column_per_source_with_their_own_digits():
     report = edit_arm(report, 1, published={"A, Table 1": 1.849})
     report = report._replace(anchors=[paper("A, Table 1", ".3f"), paper("B")])
     header, *rows = scores_table(report, BLEU, compare(report, BLEU))
-    assert header[-2:] == ["published, A", "published, B"]
+    assert header[-2:] == ["published, A (BLEU)", "published, B (BLEU)"]
     assert [row[-2:] for row in rows] == [["1.846", "47.2"], ["1.849", NOTHING]]
     assert "Published: A, Table 1, BLEU; B, BLEU." in write_markdown(report, {})
 

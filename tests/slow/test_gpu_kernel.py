@@ -5,11 +5,12 @@ import pytest
 from tests import attention_cases, gpu_cases
 from tests.attention.test_gpu import CASES, check
 
-FEW_BLOCKS = ("nothing", "K < N", "causal", "causal window", "lengths", "segments")
-OTHERS = [  # the kernels take no mask and no bias, and `blocks` has its own of some
+# Features that cases of many blocks cover.
+COVERED = ("nothing", "K < N", "causal", "causal window", "lengths", "segments")
+OTHERS = [
     f"feature:{name}"
     for name in attention_cases.KERNEL_FEATURES
-    if not name.startswith(("mask", "bias")) and name not in FEW_BLOCKS
+    if not name.startswith(("mask", "bias")) and name not in COVERED
 ]
 OTHERS += [f"blocks:{name}" for name in gpu_cases.CASES]
 OTHERS += [f"bfloat16:{size}" for size in ("8x8", "48x96", "64x128", "128x128")]
