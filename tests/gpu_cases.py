@@ -99,10 +99,10 @@ CASES = {
         },
     ),
     "causal segments": (
-        inputs(200, 200, K=2),
+        inputs(300, 300, K=2),
         {
-            "query_segment_ids": packed(6, 2, 200),
-            "key_value_segment_ids": packed(6, 2, 200),
+            "query_segment_ids": packed(6, 2, 300),
+            "key_value_segment_ids": packed(6, 2, 300),
             "is_causal": True,
         },
     ),
