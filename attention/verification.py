@@ -276,7 +276,7 @@ def problem_error(
     random = np.random.default_rng(0)
     trials = () if num_trials is None else (num_trials,)
 
-    # jnp.asarray would compile a small program for each shape: seconds on a GPU
+    # jnp.asarray would compile a small program for each shape
     put = jax.device_put
 
     def normal(*shape):
