@@ -38,6 +38,7 @@ from headcount.configs import shakespeare
 from headcount.data.windows import WindowBatches
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
+from headcount.exchange.importing import import_checkpoint, load_model
 from headcount.tasks import make_task
 
 PEERS = ("torch", "torch.compile", "transformers", "transformers, compiled")
@@ -174,9 +175,8 @@ def ours(folder: Path, eos: int):
     The model is imported from transformers' checkpoint in `folder/theirs`.
     """
     run = folder / "run"
-    weights = importlib.import_module("headcount.weights")  # a script: defines flags
-    weights.import_checkpoint(folder / "theirs", run)
-    graph, params = nnx.split(weights.load_model(run))
+    import_checkpoint(folder / "theirs", run)
+    graph, params = nnx.split(load_model(run))
     vocabulary = Vocabulary(eos=eos, banned=())
 
     def side(prompts, new_tokens):

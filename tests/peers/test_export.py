@@ -1,6 +1,5 @@
 """Trained runs and random models, written for other libraries and loaded by them."""
 
-import importlib
 import json
 import re
 import subprocess
@@ -18,17 +17,18 @@ from flax import nnx
 from packaging.requirements import Requirement
 from tokenizers import Tokenizer
 
-from headcount import weights
-from headcount.analysis import export_usage
 from headcount.configs.base import get_config
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
-from headcount.models import (
+from headcount.exchange import (
     ctranslate2_format,
+    exporting,
     folding,
     huggingface,
     huggingface_export,
+    usage_examples,
 )
+from headcount.exchange.files import save_tensors
 from headcount.models.transformer import Transformer
 from headcount.training.run import load
 from tests.runs import arguments, read, succeed, training, write_corpus
@@ -184,12 +184,8 @@ def saved(config, params, folder, gates=None, labels=None):
     (folder / "config.json").write_text(json.dumps(settings))
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    huggingface_export_save(tensors, folder)
+    save_tensors(tensors, folder)
     return family, tensors
-
-
-def huggingface_export_save(tensors, folder):
-    importlib.import_module("headcount.weights").save_tensors(tensors, folder)
 
 
 def side(name, tokens):
@@ -295,8 +291,8 @@ def test_the_card_of_a_tagger_prints_what_predict_says(tmp_path, monkeypatch, ca
     task = test_tagging.make_task(tmp_path, "words", **keys)
     run, out = untrained_run(task, num_trials=1, scale=3.0), tmp_path / "out"
     out.mkdir()
-    facts = weights.facts_of(run)
-    card = export_usage.section(weights.to_huggingface(run, 0, out), facts)
+    facts = exporting.facts_of(run)
+    card = usage_examples.section(exporting.to_huggingface(run, 0, out), facts)
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(out)
     exec(code, {})
@@ -325,8 +321,8 @@ def test_the_card_of_a_language_model_continues_as_predict_does(
     table[...] = table[...].at[:, jnp.array(task.vocabulary.banned)].set(0.0)
     out = tmp_path / "out"
     out.mkdir()
-    facts = weights.facts_of(run)
-    card = export_usage.section(weights.to_huggingface(run, 0, out), facts)
+    facts = exporting.facts_of(run)
+    card = usage_examples.section(exporting.to_huggingface(run, 0, out), facts)
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(out)
     exec(code, {})
@@ -406,17 +402,17 @@ def test_ctranslate2_knows_the_tokens_that_prompts_consist_of(
     task = test_language_model.make_task(tmp_path, kind)
     written = []
     monkeypatch.setattr(
-        weights.ctranslate2_format, "write", lambda *given: written.append(given)
+        ctranslate2_format, "write", lambda *given: written.append(given)
     )
     (tmp_path / "out").mkdir()
     run = untrained_run(task, num_trials=1)
-    weights.to_ctranslate2(run, 0, tmp_path / "out")
+    exporting.to_ctranslate2(run, 0, tmp_path / "out")
     ((_, _, (names,), _, _),) = written
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     text = test_language_model.VAL[0]
     ids = [names.index(token) for token in tokenizer.encode(text).tokens]
     assert ids == task.tokenizer.encode([text], eos=False)[0].tolist()
-    assert names[run.config.model.bos] == weights.facts_of(run)["separator"]
+    assert names[run.config.model.bos] == exporting.facts_of(run)["separator"]
 
 
 KINDS = ("ctranslate2", "ctranslate2_int8", "huggingface", "stablehlo")

@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 
-from headcount.analysis import export_usage
 from headcount.configs.run import load_config
 from headcount.configs.validation import flat
 from headcount.data.batches import unpacked_batches
 from headcount.data.encoder_tokenizers import WordPieceTokenizer
-from headcount.models import huggingface
+from headcount.exchange import huggingface, usage_examples
+from headcount.exchange.exporting import export, facts_of, to_huggingface
+from headcount.exchange.importing import import_checkpoint, load_model
 from headcount.models.cost import abstract
 from headcount.tasks import make_task
 from headcount.training.restore import (
@@ -25,13 +26,6 @@ from headcount.training.restore import (
 )
 from headcount.training.step import init, make_static, train_steps
 from headcount.training.trials import hyperparameters, make_trials
-from headcount.weights import (
-    export,
-    facts_of,
-    import_checkpoint,
-    load_model,
-    to_huggingface,
-)
 from tests.tasks.untrained import untrained_run
 
 LABELS = ["B", "I", "O"]
@@ -261,7 +255,7 @@ def test_a_tagger_on_pretrained_weights_is_exported(
     run, out = untrained_run(task, num_trials=1, scale=3.0), tmp_path / "out"
     out.mkdir()
     facts = facts_of(run)
-    card = export_usage.section(to_huggingface(run, 0, out), facts)
+    card = usage_examples.section(to_huggingface(run, 0, out), facts)
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(out)
     exec(code, {})

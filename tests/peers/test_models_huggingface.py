@@ -1,6 +1,6 @@
 """Whole models of transformers, with random weights, brought in as a user would.
 
-transformers saves them into a folder, `weights.import_checkpoint` makes a run of it,
+transformers saves them into a folder, `import_checkpoint` makes a run of it,
 and both models get the same tokens. Everything is made here: no network.
 """
 
@@ -14,13 +14,9 @@ import transformers
 
 from headcount.configs.presets import get_config as preset
 from headcount.data import tokenizers
+from headcount.exchange.exporting import export
+from headcount.exchange.importing import import_checkpoint, load_model, split
 from headcount.models.cost import parameters
-from headcount.weights import (
-    export,
-    import_checkpoint,
-    load_model,
-    split,
-)
 from tests.decoding_cases import decode
 
 TOLERANCE = 1e-4

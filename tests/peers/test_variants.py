@@ -27,8 +27,8 @@ from x_transformers.x_transformers import Attention as XAttention
 
 from headcount.attention import variants
 from headcount.configs.base import get_config
+from headcount.exchange.huggingface import named, unnamed
 from headcount.models.attention import Attention
-from headcount.models.huggingface import named, unnamed
 from headcount.models.positions import alibi_slopes
 from headcount.training.optimizer import make_optimizer
 

@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 from jax import export
 
-from headcount.analysis import export_usage
 from headcount.configs.base import get_config
-from headcount.decoding import stablehlo
 from headcount.decoding.generate import generate
-from headcount.models.huggingface import named
+from headcount.exchange import stablehlo, usage_examples
+from headcount.exchange.exporting import facts_of, to_stablehlo
+from headcount.exchange.huggingface import named
 from headcount.models.transformer import Transformer
-from headcount.weights import facts_of, to_stablehlo
 from tests.tasks import test_classification, test_language_model, test_tagging
 from tests.tasks.untrained import untrained_run
 
@@ -86,7 +85,7 @@ def card_run(run, folder, monkeypatch, capsys) -> tuple[dict, str]:
     out = folder / "out"
     out.mkdir()
     usage = to_stablehlo(run, 0, out)
-    card = export_usage.section(usage, facts_of(run))
+    card = usage_examples.section(usage, facts_of(run))
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(out)
     names = {}

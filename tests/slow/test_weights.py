@@ -15,18 +15,12 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headcount.data import tokenizers
-from headcount.models import huggingface
-from headcount.models.huggingface_config import settings_of
+from headcount.exchange import huggingface
+from headcount.exchange.exporting import export, facts_of
+from headcount.exchange.huggingface_config import settings_of
+from headcount.exchange.importing import config_of, import_checkpoint, load_model, split
+from headcount.exchange.marian import vocabulary_order
 from headcount.training.run import load as load_run
-from headcount.weights import (
-    config_of,
-    export,
-    facts_of,
-    import_checkpoint,
-    load_model,
-    split,
-    vocabulary_order,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {

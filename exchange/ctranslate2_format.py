@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headcount.models import folding
+from headcount.exchange import folding
 from headcount.models.positions import FARTHEST
 
 TARGET = "CTranslate2"

@@ -19,9 +19,9 @@ from flax import nnx
 from jax import export
 
 from headcount.decoding import step as decoding
-from headcount.models import folding
+from headcount.exchange import folding
+from headcount.exchange.huggingface import unnamed
 from headcount.models.cost import abstract
-from headcount.models.huggingface import unnamed
 from headcount.models.transformer import Transformer
 
 PLATFORMS = ("cpu", "tpu", "cuda")

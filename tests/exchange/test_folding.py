@@ -9,8 +9,8 @@ from flax import nnx
 from headcount.attention import variants
 from headcount.attention.merge import MERGE_RULES
 from headcount.configs.base import get_config
-from headcount.models import folding
-from headcount.models.huggingface import named, unnamed
+from headcount.exchange import folding
+from headcount.exchange.huggingface import named, unnamed
 from headcount.models.transformer import Transformer
 
 N, V, D = 4, 3, 12

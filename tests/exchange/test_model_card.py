@@ -2,7 +2,7 @@
 
 import json
 
-from headcount.analysis.model_card import scores
+from headcount.exchange.model_card import scores
 from headcount.tasks.base import Metric
 
 METRICS = Metric("bleu", "BLEU"), Metric("exact", "exact match", "%", format=".1f")

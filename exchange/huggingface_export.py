@@ -10,9 +10,9 @@ import re
 import numpy as np
 
 from headcount.data.tokenizers import BOS, EOS, PAD
-from headcount.models import folding
-from headcount.models.huggingface import to_huggingface
-from headcount.models.huggingface_config import ACTIVATIONS
+from headcount.exchange import folding
+from headcount.exchange.huggingface import to_huggingface
+from headcount.exchange.huggingface_config import ACTIVATIONS
 
 POSITION_ROWS = 1024  # minimum for computed position tables; longer texts fail
 MARIAN_EPSILON = 1e-5  # PyTorch's default, which Marian's layer norms use
