@@ -262,20 +262,23 @@ def by_setting(setting: str, claim: Claim, sweep: Results) -> dict[Any, tuple]:
 def diverges_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
     """Test whether fewer trials of the arms diverge, over all values of a setting.
 
-    Seeds are paired, and compared by a sign test of the number of values at which they
-    diverged. Without any divergence there is no effect.
+    Seeds that both were trained with are paired, and compared by a sign test of the
+    number of values at which they diverged, with an equal share of the error rate for
+    each look. Without any divergence there is no effect.
     """
-    pairs = by_setting(setting, claim, sweep).values()
-    own = [seed for arm, _ in pairs for seed in arm.diverged]
-    base = [seed for _, reference in pairs for seed in reference.diverged]
+    pairs, own, base, total = by_setting(setting, claim, sweep).values(), [], [], 0
+    for arm, reference in pairs:
+        both = {*arm.loss, *arm.diverged} & {*reference.loss, *reference.diverged}
+        own += both & arm.diverged
+        base += both & reference.diverged
+        total += len(both)
     if not own and not base:
         return []
     more = [own.count(seed) - base.count(seed) for seed in {*own, *base}]
     fewer, decided = sum(x < 0 for x in more), sum(x != 0 for x in more)
     p = scipy.stats.binomtest(fewer, decided).pvalue if decided else 1.0
-    total = sum(len(arm.loss) + arm.lost for arm, _ in pairs)
     text = f"diverged: {len(own)} of {total}, instead of {len(base)}, p = {p:.2g}"
-    is_clear = p <= 1 - CONFIDENCE
+    is_clear = p <= (1 - CONFIDENCE) / len(sweep.looks or (1,))
     verdict = verdict_of(is_clear and 2 * fewer > decided, is_clear)
     return [Effect(sweep.corpus, text, verdict, max(len(x.loss) for x, _ in pairs))]
 
@@ -356,7 +359,7 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
     """
     arms, reference = chosen(claim, sweep)
     comparisons = len(arms) * len(sweep.looks or (1,))
-    found = []
+    level, found = (1 - CONFIDENCE) / max(1, comparisons), []
     for arm in arms:
         seeds = sorted(arm.loss.keys() & reference.loss.keys())
         if len(seeds) < 4:
@@ -366,8 +369,7 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
             continue
         ratio, low, high = ratio_of_spreads(np.array(x), np.array(y), comparisons)
         # the interval assumes normal scores, so ranks have to agree
-        ranks = scipy.stats.spearmanr(np.add(x, y), np.subtract(x, y))
-        agree = ranks.pvalue <= (1 - CONFIDENCE) / comparisons
+        agree = rank_p_value(np.add(x, y), np.subtract(x, y)) <= level
         verdict = verdict_of(agree and high < 1, agree and low > 1, arm, reference)
         text = f"sd of {arm.name} / {reference.name}: {number(ratio)} "
         text += f"({interval(low, high)})"
@@ -390,6 +392,22 @@ def ratio_of_spreads(
     K = 1 + 2 * (1 - correlation**2) * t**2 / (count - 2)
     root = math.sqrt(K**2 - 1)
     return ratio, ratio * math.sqrt(K - root), ratio * math.sqrt(K + root)
+
+
+def rank_p_value(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the p-value of Spearman's rank correlation, by permutations of the pairs.
+
+    It is exact for up to eight pairs; with more, random permutations are tried.
+    """
+    centred = scipy.stats.rankdata(y) - (len(y) + 1) / 2
+    return scipy.stats.permutation_test(
+        (scipy.stats.rankdata(x),),
+        lambda ranks, axis: ranks @ centred,  # rises with the correlation
+        permutation_type="pairings",
+        vectorized=True,
+        n_resamples=50_000,
+        rng=np.random.default_rng(0),
+    ).pvalue
 
 
 def heads_have(

@@ -116,7 +116,7 @@ class Report(NamedTuple):
     @property
     def is_planned(self) -> bool:
         """Whether seeds were added in stages, by planned looks."""
-        return any(row["looks"] for row in self.verdicts)
+        return not self.earlier_seeds and any(row["looks"] for row in self.verdicts)
 
     @property
     def outcomes(self) -> list[Metric]:
@@ -391,9 +391,11 @@ def added_seeds_warning(report: Report) -> list[str]:
         return []
     numbers = ", then ".join(map(str, report.earlier_seeds))
     return [
-        f"The sweep was started with {numbers} seeds, and more were added later. If "
-        f"the results were the reason, wrong verdicts are more frequent than "
-        f"{LEVEL:.0%}; --seeds=FIRST:LAST plans looks, whose verdicts hold."
+        f"The sweep was started with {numbers} seeds, and more were added later. The "
+        f"verdicts' intervals are as wide as if looks at these numbers had been "
+        f"planned, but other intervals and p-values are not. If a result was the "
+        f"reason to add seeds, none of them hold strictly; --seeds=FIRST:LAST plans "
+        f"looks."
     ]
 
 

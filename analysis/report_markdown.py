@@ -125,6 +125,9 @@ def verdicts(report: Report) -> list[str]:
         f"seeds once they were decided, or once more were unlikely to decide them. The "
         f"boundaries spend the error rate over the looks (Lan and DeMets 1983), and "
         f"the intervals hold at all looks at once (Jennison and Turnbull 1989)."
+        if report.is_planned
+        else f"Seeds were added without a plan, so the intervals are those of looks "
+        f"after {looks.replace(',', ', ')} seeds."
         if looks
         else "This holds only if the number of seeds was fixed before any result was "
         "seen. Holm's correction of p-values is a little less strict, so an arm with a "

@@ -11,6 +11,7 @@ import math
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from headcount.models.attention import Attention
 
@@ -82,7 +83,7 @@ def products_of(module, *arguments, method=None) -> int:
 
 
 def products(jaxpr) -> int:
-    """Count multiply-adds of all matrix products in a jaxpr without loops.
+    """Count multiply-adds of all matrix products in a jaxpr, those of every branch.
 
     Raises:
         ValueError: it has a loop, whose iterations are not counted.
@@ -94,11 +95,9 @@ def products(jaxpr) -> int:
             left = equation.invars[0].aval.shape
             size = math.prod(left[axis] for axis in contracted)
             total += size * math.prod(equation.outvars[0].aval.shape)
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                found = products(inner)
-                if found and equation.primitive.name in ("scan", "while"):
-                    raise ValueError("Matrix products in a loop can't be counted.")
-                total += found
+        for inner in jaxprs_in_params(equation.params):
+            found = products(inner)
+            if found and equation.primitive.name in ("scan", "while"):
+                raise ValueError("Matrix products in a loop can't be counted.")
+            total += found
     return total

@@ -202,12 +202,13 @@ def verdict_rows(
     With planned looks, verdicts are based on dev scores, otherwise on test scores of
     the seeds available. Numbers are in the unit in which scores are shown. An arm that
     lost a trial is undecided, because the remaining seeds are a biased sample. What was
-    decided at an earlier look stays so.
+    decided at an earlier planned look stays so. If seeds were added without a plan, the
+    intervals are those of looks at the numbers of seeds before, and at the last.
 
     Args:
         rows: rows of the sweep's table.
     """
-    looks = make_looks(settings, plan, metric)
+    looks, earlier = make_looks(settings, plan, metric), settings["earlier_seeds"] or []
     side = "test" if looks is None else "dev"
     scores: dict[str, dict] = {arm.name: {} for arm in plan.arms}
     lost: dict[str, set] = {arm.name: set() for arm in plan.arms}
@@ -229,9 +230,10 @@ def verdict_rows(
         differences = [own[seed] - base[seed] for seed in both]
         planned = looks
         if planned is None:
-            seeds = (max(2, len(differences)),)
+            last = max(2, len(differences))
+            seeds = (*(n for n in earlier if 2 <= n < last), last)
             planned = Looks(seeds, margin_of(settings, metric), others(plan))
-        verdict = judge(differences, planned, metric.higher_is_better)
+        verdict = judge(differences, planned, metric.higher_is_better, looks is None)
         seeds = set(arm.seeds)
         if looks is not None and not verdict.is_open:
             seeds = set(arm.seeds[: verdict.num_seeds])
@@ -251,7 +253,7 @@ def verdict_rows(
             "margin": planned.margin,
             "bound": None if math.isnan(verdict.bound) else verdict.bound,
             "seeds": verdict.num_seeds,
-            "looks": "" if looks is None else ",".join(map(str, looks.seeds)),
+            "looks": ",".join(map(str, planned.seeds)) if looks or earlier else "",
             "lost": missing,
             "chance": None if unknown else verdict.chance,
         }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headcount.runtime.files import locked, write
 from headcount.runtime.logging import say
-from headcount.runtime.workdir import FORMAT_VERSION, with_digest
+from headcount.runtime.workdir import FORMAT_VERSION, with_digest, write_json
 from headcount.sweeps.plan import Group
 from headcount.sweeps.store import Sweep, group_name, write_group
 from headcount.sweeps.table import LOGGED, column_names
@@ -40,6 +40,11 @@ def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
         OSError: it can't be read.
     """
     rows, count = read_rows(sweep, path), 0
+    row = next(iter(rows.values()), {})
+    earlier = {"earlier_seeds": earlier_seeds(sweep, path, row)}
+    if sweep.settings != sweep.settings | earlier:
+        sweep = sweep._replace(settings=sweep.settings | earlier)
+        write_json(sweep.workdir / "sweep.json", sweep.settings)
     with locked(sweep.workdir / ".restore"):  # other hosts may do the same
         sweep = sweep.extended(proposes)
         while new := [g for g in split_groups(sweep, rows) if g.trials[0].id in rows]:
@@ -91,7 +96,7 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
     except (csv.Error, UnicodeError) as error:
         raise ValueError(f"--finished={path} is not a CSV file: {error}.") from None
     # an older table may lack metrics that are new
-    if missing := {*column_names((sweep.metric,))} - names - {*LOGGED}:
+    if missing := {*column_names((sweep.metric,))} - names - {*LOGGED, "plan"}:
         raise ValueError(
             f"--finished={path} has no column {min(missing)}; it must be the sweep.csv "
             f"of this sweep in another workdir."
@@ -118,6 +123,36 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
             f"had other keys or values."
         )
     return ended
+
+
+def earlier_seeds(sweep: Sweep, path: Path, row: dict) -> list[int] | None:
+    """Return the numbers of seeds before some were added, as in sweep.json.
+
+    Args:
+        row: any row of the table; older tables don't say how they were planned.
+
+    Raises:
+        ValueError: the table's sweep had another plan than this one, which would have
+            been chosen after its results were seen.
+    """
+    now, there = sweep.settings, json.loads(row.get("plan") or "null")
+    if there is None:
+        return now["earlier_seeds"]
+    fixed = ["metric", "looks", "margin", *["seeds"] * (now["seeds"] < there["seeds"])]
+    changed = [
+        f"{name} (there {there[name]}, now {now[name]})"
+        for name in fixed
+        if there[name] != now[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"--finished={path} is of a sweep with another plan: {', '.join(changed)}; "
+            f"use its plan. Without looks, seeds may be added, not removed."
+        )
+    found = {*(now["earlier_seeds"] or ()), *(there["earlier_seeds"] or ())}
+    if there["seeds"] < now["seeds"]:
+        found.add(there["seeds"])
+    return sorted(found) or None
 
 
 def write_files(sweep: Sweep, group: Group, rows: list[dict]) -> None:

@@ -26,6 +26,8 @@ from headcount.sweeps.store import (
 from headcount.tasks import Metric
 from headcount.training.metrics import read_metrics
 
+# Settings that must be fixed before any score is seen.
+PLAN = "metric", "seeds", "looks", "margin", "earlier_seeds"
 # Columns about training, from metrics.jsonl; older tables may lack them.
 LOGGED = "gradient_norm", "largest_gradient_norm", "train_loss", "generalization_gap"
 VERDICT_COLUMNS = [
@@ -44,6 +46,7 @@ def column_names(metrics: tuple[Metric, ...]) -> list[str]:
         *(f"{split}_{metric.name}" for split in ("dev", "test") for metric in metrics),
         *("test_split", "checkpoint", "open_heads", "options", "signatures"),
         *("device", "attention", "versions", "python", "commit", "folder", "error"),
+        "plan",
     ]
 
 
@@ -118,6 +121,7 @@ def group_rows(
             "tokens_per_second": tokens_per_second,
             "test_split": sweep.settings["test_split"],
             "folder": f"groups/{group.name}",
+            "plan": json.dumps({name: sweep.settings[name] for name in PLAN}),
         }
         warmup = trial.config["optimizer"]["warmup_steps"]
         row |= logged([m for m in metrics if m["trial"] == index], warmup)

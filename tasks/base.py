@@ -117,7 +117,8 @@ class Run(NamedTuple):
 
     def evaluate(self, split: str, **options) -> list[dict]:
         """Score every trial on a split; see `Task.evaluate`."""
-        return self.task.evaluate(self, self.task.load(split), **options)
+        with sharding.using(self.mesh):
+            return self.task.evaluate(self, self.task.load(split), **options)
 
     def attention(
         self,

@@ -426,6 +426,10 @@ def test_divergence_at_high_rates_counts_and_is_left_out_of_the_losses(
     p = stats.binomtest(lost, lost).pvalue
     assert divergence.text == f"diverged: 0 of 18, instead of {lost}, p = {p:.2g}"
     assert divergence.verdict == verdict
+    # a seed that only one side was trained with tells nothing
+    other = arms[5]._replace(loss=dict.fromkeys(range(lost, 6), 2.0))
+    found = find_effects(about, [sweep._replace(arms=[*arms[:5], other])])
+    assert [each.text for each in found if "diverged" in each.text] == []
     swapped = about._replace(arms=about.reference, reference=about.arms)
     opposite = find_effects(swapped, [sweep._replace(arms=arms)])[1]
     assert opposite.text.startswith(f"diverged: {lost} of 18, instead of 0")

@@ -151,6 +151,9 @@ def test_seeds_added_without_planned_looks_are_said_to_be_so():
     assert "added later" not in summary_of(make_report(arms=arms))
     text = summary_of(make_report(arms=arms, earlier_seeds=[4, 8]))
     assert "started with 4, then 8 seeds, and more were added later" in text
+    rows = [{"looks": "4,8,12"}]
+    assert make_report(arms=arms, verdicts=rows).is_planned
+    assert not make_report(arms=arms, verdicts=rows, earlier_seeds=[4, 8]).is_planned
 
 
 def test_arms_without_spread_are_not_tested_or_counted():

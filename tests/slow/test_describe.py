@@ -118,6 +118,13 @@ def test_products_in_a_loop_raise_an_error():
         products(jax.make_jaxpr(looped)(jnp.ones((2, 2))).jaxpr)
 
 
+def test_products_of_every_branch_are_counted():
+    def branched(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x @ x, x)
+
+    assert products(jax.make_jaxpr(branched)(jnp.ones((2, 2))).jaxpr) == 3 * 2**3
+
+
 def test_describe_prints_parts_and_heads():
     command = [sys.executable, "-m", "headcount.models.describe"]
     command += ["--config=configs/presets.py:bert_base"]

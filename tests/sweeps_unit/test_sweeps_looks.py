@@ -247,6 +247,31 @@ def test_seeds_that_survive_decide_nothing_without_looks_either(tmp_path, corpus
     assert verdicts == [("worse", 0), ("undecided", 1)]
 
 
+def test_seeds_added_without_a_plan_widen_the_intervals(tmp_path, corpus):
+    """They are then those of looks at the numbers of seeds before, and at the last."""
+    found = []
+
+    def odd(row):
+        return row | {"bleu": row["bleu"] + row["bleu"] % 2}
+
+    for name, counts in (("fixed", [4]), ("added", [2, 4])):
+        for seeds in counts:
+            sweep = open_sweep(options(tmp_path / name, corpus, seeds=seeds))
+            for index, group in enumerate(sweep.groups):
+                finish(sweep, index)
+                if group.trials[0].arm == "K=2":
+                    edit_results(sweep, index, odd)
+        rows = verdict_rows(sweep.plan, sweep.settings, sweep.metric, collect(sweep))
+        found += [row for row in rows if row["arm"] == "K=2"]
+    assert [row["looks"] for row in found] == ["", "2,4"]
+    assert [row["seeds"] for row in found] == [4, 4]
+    assert found[0]["difference"] == found[1]["difference"] == 0.5
+    fixed, added = (row["high"] - row["low"] for row in found)
+    critical = [sequential.boundaries(n, 0.05 / 2)[-1] for n in ((4,), (2, 4))]
+    assert added / fixed == pytest.approx(critical[1] / critical[0])
+    assert added > 1.05 * fixed
+
+
 def test_tuned_arms_choose_first_and_are_looked_at_with_their_own_setting(tmp_path):
     """The search of every arm ends before any look, and its seeds are not reported."""
     given = options(

@@ -61,11 +61,47 @@ def test_a_table_of_before_something_was_logged_is_restored(tmp_path, corpus):
     with table.open() as file:
         rows = list(csv.DictReader(file))
     with table.open("w") as file:
-        writer = csv.DictWriter(file, rows[0].keys() - {*LOGGED})
+        writer = csv.DictWriter(file, rows[0].keys() - {*LOGGED, "plan"})
         writer.writeheader()
         writer.writerows({k: row[k] for k in writer.fieldnames} for row in rows)
     second = open_sweep(options(tmp_path / "b", corpus))
     assert collect(restore(second, table)) == before
+
+
+@pytest.mark.parametrize(
+    "changed, culprit",
+    [
+        ({"looks": [2, 3], "seeds": 3}, r"looks \(there None, now \[2, 3\]\)"),
+        ({"metric": "loss"}, r"metric \(there bleu, now loss\)"),
+        ({"margin": "0.02"}, r"margin \(there None, now 0.02\)"),
+    ],
+)
+def test_a_plan_can_t_be_changed_once_results_are_known(
+    tmp_path, corpus, changed, culprit
+):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    collect(first)
+    second = open_sweep(options(tmp_path / "b", corpus, **changed))
+    with pytest.raises(ValueError, match=f"--finished=.*another plan: {culprit}"):
+        restore(second, tmp_path / "a/sweep.csv")
+    assert not list(tmp_path.glob("b/groups/*/run.json")), "nothing was taken over"
+
+
+def test_seeds_added_to_a_restored_sweep_are_said_to_be_so(tmp_path, corpus):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    collect(first)
+    counts = {"b": 4, "c": 5}
+    for (name, seeds), source in zip(counts.items(), "ab", strict=True):
+        sweep = open_sweep(options(tmp_path / name, corpus, seeds=seeds))
+        sweep = restore(sweep, tmp_path / source / "sweep.csv")
+        collect(sweep)
+    again = open_sweep(options(tmp_path / "c", corpus, seeds=5))
+    assert again.settings["earlier_seeds"] == [2, 4]
+    fewer = open_sweep(options(tmp_path / "d", corpus))
+    with pytest.raises(ValueError, match=r"seeds \(there 5, now 2\)"):
+        restore(fewer, tmp_path / "c/sweep.csv")
 
 
 def test_what_follows_a_restored_search_is_restored_too(tmp_path, corpus):

@@ -50,6 +50,14 @@ def test_a_loaded_run_gives_the_dev_scores_of_its_training(trained, mesh):
         assert row["dev_bleu"] == pytest.approx(found["bleu"])
 
 
+def test_a_loaded_run_is_evaluated_on_its_own_mesh(trained, mesh):
+    """Another run may have been loaded since."""
+    run = load(trained, "last")
+    wanted = run.evaluate("val", quick=True)
+    with jax.set_mesh(jax.make_mesh((1,), ("after",))):
+        assert run.evaluate("val", quick=True) == wanted
+
+
 def test_a_trial_of_a_loaded_run_has_its_own_parameters(trained, mesh):
     run = load(trained)
     for trial in (0, 1):
