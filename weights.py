@@ -43,8 +43,7 @@ FROM = flags.DEFINE_string("from", None, "Folder of a Hugging Face checkpoint to
 TO = flags.DEFINE_string(
     "to",
     None,
-    "FORMAT:FOLDER to export to; the formats are ctranslate2, ctranslate2_int8, "
-    "huggingface, stablehlo.",
+    f"FORMAT:FOLDER to export to; the formats are {', '.join(FORMATS)}.",
 )
 TRIAL = flags.DEFINE_integer(
     "trial", 0, "Which trial to export (needed if there are several) or prune.", 0

@@ -225,7 +225,7 @@ def generate_trials(
         seed: seed for sampling.
         sample_numbers: numbers of the prompts, which make samples of equal prompts
             differ. Defaults to their indices.
-        head_gates: see `models.Transformer.__call__`, with shape R L N.
+        head_gates: see `Transformer.__call__`, with shape R L N.
         n_best: N, the number of finished hypotheses to return, ordered by score, or
             None for only the best. With n_best, the search continues until no live
             hypothesis can be among the N best, or until it would end without n_best.

@@ -323,7 +323,7 @@ def next_hidden(
     rotation = positions if model.positions == "rotary" else None
     past = rows.visible.reshape(B, W, L * W)
     bias = None
-    if model.has_bias:  # all rows' slots have the same age
+    if model.positions in ("relative", "alibi"):  # all rows' slots have the same age
         age = (clock - jnp.arange(L)) % L
         bias = jnp.repeat(model.position_bias(-age, is_source=False), W, axis=1)
         if not model.encoder:

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from headcount.data import tokenizer_json
 from headcount.data.tokenizers import MarianTokenizer, marian_order, pair_vocab_sizes
 from headcount.decoding.search import DEFAULT_VOCABULARY
 from headcount.exchange import (
@@ -24,6 +23,7 @@ from headcount.exchange import (
     huggingface,
     huggingface_export,
     stablehlo,
+    tokenizer_json,
     usage_examples,
 )
 from headcount.exchange.files import (

@@ -2,7 +2,7 @@
 
 Factors that are linear in the heads are folded into the output kernel, in float64. A
 setting that a format can't express raises an error that names the config key.
-Parameters are NumPy arrays by path, as returned by `models.huggingface.named`.
+Parameters are NumPy arrays by path, as returned by `huggingface.named`.
 """
 
 import jax.numpy as jnp

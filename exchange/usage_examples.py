@@ -1,6 +1,6 @@
 """Usage examples for the README.md of an export: packages to install, and code.
 
-Placeholders in braces are replaced by the values from `weights.facts_of`.
+Placeholders in braces are replaced by the values from `exporting.facts_of`.
 """
 
 CTRANSLATE2_PAIRS = """\

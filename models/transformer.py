@@ -307,11 +307,6 @@ class Transformer(nnx.Module):
         layers = [x for site in self.sites().values() for x in site.attentions]
         return any(attention.needs_penalty_or_logits for attention in layers)
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether positions are added to the logits of self-attention."""
-        return self.positions in ("relative", "alibi")
-
     def num_heads(self, *, is_source: bool) -> int:
         """Return the number of heads N of self-attention."""
         layer = (self.encoder if is_source else self.decoder)[0]

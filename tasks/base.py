@@ -310,7 +310,7 @@ class Task:
 
         Args:
             rngs: for the initial values.
-            options: further arguments of `models.Transformer`.
+            options: further arguments of `Transformer`.
         """
         size = tokenizers.max_vocab_size(self.config.data)
         if self.folder is not None:
@@ -369,7 +369,7 @@ class Task:
             model: model of one trial, in its compute dtype.
             batch: batch of one trial, arrays B ... A row whose segments are all 0 fills
                 the batch, and must add neither loss nor weight.
-            options: `label_smoothing`, and options of `models.Transformer.hidden`.
+            options: `label_smoothing`, and options of `Transformer.hidden`.
         """
         raise NotImplementedError
 
@@ -491,7 +491,7 @@ def token_loss(
     """Return the summed cross-entropy of the scored tokens, and their number.
 
     Args:
-        model: a `models.Transformer`.
+        model: a `Transformer`.
         hidden: output of `model.hidden`.
         labels: tokens to predict.
         scored: which tokens count.

@@ -84,6 +84,21 @@ def heldout_sums(run, function: Callable, batches: Iterable[dict]) -> list[np.nd
     return [np.sum(column, axis=0, dtype=np.float64) for column in columns]
 
 
+def loss_and_share(
+    run, function: Callable, batches: Iterable[dict], trials: Iterable[int], name: str
+) -> list[dict]:
+    """Return the mean loss of trials, and their share of exact predictions as `name`.
+
+    Args:
+        function: like `Task.loss`, but also returns the number of exact predictions.
+    """
+    loss, weight, exact = heldout_sums(run, function, batches)
+    return [
+        {"loss": float(loss[i] / weight[i]), name: float(exact[i] / weight[i])}
+        for i in trials
+    ]
+
+
 def heldout_loss(run, batches: Iterable[dict]) -> np.ndarray:
     """Return the mean loss of every trial over batches, of shape R."""
     loss, weight = heldout_sums(run, run.task.loss, batches)

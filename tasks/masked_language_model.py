@@ -17,7 +17,7 @@ from headcount.models.dropout import random_bits
 from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, token_loss
 from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
-from headcount.tasks.heldout_loss import heldout_sums, logits_of
+from headcount.tasks.heldout_loss import logits_of, loss_and_share
 
 ACCURACY = Metric(
     *("masked_accuracy", "accuracy of masked tokens", "%"),
@@ -120,14 +120,7 @@ class MaskedLanguageModel(EncoderTask):
         """Score the loss and accuracy on 15% of the tokens; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         batches = self.evaluation_batches(examples)
-        loss, weight, correct = heldout_sums(run, self.scores, batches)
-        return [
-            {
-                "loss": float(loss[trial] / weight[trial]),
-                "masked_accuracy": float(correct[trial] / weight[trial]),
-            }
-            for trial in trials
-        ]
+        return loss_and_share(run, self.scores, batches, trials, "masked_accuracy")
 
     def scores(self, model, batch: dict, **options) -> tuple[jax.Array, ...]:
         """Return the summed loss, its weight, and the number of exact predictions."""

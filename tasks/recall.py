@@ -14,7 +14,7 @@ import numpy as np
 from headcount.data import recall
 from headcount.data.examples import Examples, Ragged
 from headcount.tasks.base import LOSS, Metric, Run, Task
-from headcount.tasks.heldout_loss import heldout_sums
+from headcount.tasks.heldout_loss import loss_and_share
 from headcount.tasks.language_model import LanguageModel, scored_tokens
 
 RECALL = Metric("recall", "recall", "%", bounds=(0, 100), margin=1.0)
@@ -88,8 +88,4 @@ class Recall(LanguageModel):
         """Score the loss and the share of recalled values; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         batches = self.evaluation_batches(examples)
-        loss, weight, exact = heldout_sums(run, self.scores, batches)
-        return [
-            {"loss": float(loss[i] / weight[i]), "recall": float(exact[i] / weight[i])}
-            for i in trials
-        ]
+        return loss_and_share(run, self.scores, batches, trials, "recall")

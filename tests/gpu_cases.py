@@ -8,19 +8,12 @@ import numpy as np
 
 from headcount.attention import masks, reference
 from headcount.attention.kernels import gpu
+from headcount.attention.verification import NOTHING
 
 # Largest difference from the float32 reference, relative to its largest value. bfloat16
 # has 8 bits; the weights are rounded to it before they meet the values.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
-NOTHING = {
-    "is_causal": False,
-    "local_window_size": None,
-    "query_seq_lengths": None,
-    "key_value_seq_lengths": None,
-    "query_segment_ids": None,
-    "key_value_segment_ids": None,
-}
 attend = functools.partial(gpu.attend, interpret=True)
 
 

@@ -205,7 +205,7 @@ def make_optimizer(
     )
 
 
-# Parts of models.Transformer below its layers.
+# Parts of models.transformer.Transformer below its layers.
 BELOW_LAYERS = re.compile(r"types|.*embedding|.*embedding_norm|.*positions")
 
 

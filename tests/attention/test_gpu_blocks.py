@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from headcount.attention import masks
 from headcount.attention.kernels.gpu_blocks import TILES, Tiles, choose_tiles, visits
-from tests.gpu_cases import NOTHING, packed
+from headcount.attention.verification import NOTHING
+from tests.gpu_cases import packed
 
 
 @pytest.mark.slow

@@ -15,20 +15,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from headcount import attention
 from headcount.attention.kernels import blockwise, gpu
+from headcount.attention.verification import NOTHING
 from headcount.runtime import topology as targets
 
 T = 16384  # a map of one head in float32 is 1 GiB
 MIB = 2**20
 LIMIT = 32 * MIB
-NOTHING = {
-    "scale": 0.125,
-    "is_causal": False,
-    "local_window_size": None,
-    "query_seq_lengths": None,
-    "key_value_seq_lengths": None,
-    "query_segment_ids": None,
-    "key_value_segment_ids": None,
-}
+SCALED = NOTHING | {"scale": 0.125}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +63,7 @@ def forward_and_backward(**structure):
     """Output, log-sum-exp and the gradients through both."""
 
     def function(query, key, value, out_gradient, extra):
-        options = {**NOTHING, **structure, **extra}
+        options = {**SCALED, **structure, **extra}
 
         def attend(query, key, value):
             return gpu.attend(query, key, value, None, None, **options)
@@ -84,7 +77,7 @@ def forward_and_backward(**structure):
 def statistics(query, key, value, out_gradient, extra):
     """Beside the output, from the same kernel."""
     del out_gradient
-    options = {**NOTHING, **extra, "statistics": True}
+    options = {**SCALED, **extra, "statistics": True}
     return gpu.attend(query, key, value, None, None, **options)
 
 
@@ -203,9 +196,9 @@ def test_registers_hold_the_blocks(width, packed, one, tmp_path, monkeypatch):
     """And the tensor cores multiply. Too much shared memory does not compile."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     T = 4096
-    segments = {name: ids(T) for name in NOTHING if packed and "segment" in name}
+    segments = {name: ids(T) for name in SCALED if packed and "segment" in name}
     arrays = shapes(T=T, H=width, V=width, **segments)
-    options = {**NOTHING, "is_causal": True, "statistics": True}
+    options = {**SCALED, "is_causal": True, "statistics": True}
 
     def everything(*arrays):
         query, key, value, _, extra = arrays
@@ -226,7 +219,7 @@ def test_registers_hold_the_blocks(width, packed, one, tmp_path, monkeypatch):
 def test_every_feature_compiles(one, tmp_path, monkeypatch):
     """Dropout, slopes, gates, statistics; and the gradients, also by the gates."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    extra = {name: ids(512) for name in NOTHING if "segment" in name}
+    extra = {name: ids(512) for name in SCALED if "segment" in name}
     floats = {"alibi_slopes": ((4,), jnp.float32), "head_gate": ((4,), jnp.float32)}
 
     def function(query, key, value, out_gradient, extra):
@@ -261,7 +254,7 @@ def collectives(program):
 
 
 def sharded(K):
-    extra = {name: ids(512, B=4) for name in NOTHING if "segment" in name}
+    extra = {name: ids(512, B=4) for name in SCALED if "segment" in name}
     arrays = shapes(B=4, T=512, N=8, K=K, **extra)
     heads = PartitionSpec("data", None, "model")
     keys = heads if K > 1 else PartitionSpec("data")
@@ -303,7 +296,7 @@ def test_inside_shard_map(four):
 
 
 def test_a_trial_axis_is_one_kernel(one):
-    extra = {name: ids(512) for name in NOTHING if "segment" in name}
+    extra = {name: ids(512) for name in SCALED if "segment" in name}
     arrays = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shapes(T=512, **extra)
     )
@@ -316,7 +309,7 @@ def test_blockwise_updates_its_sums_in_place(one):
     """Known blocks are a loop of known length; rows of a batch share its indices."""
 
     def function(query, key, value, out_gradient, extra):
-        options = {**NOTHING, "is_causal": True, **extra}
+        options = {**SCALED, "is_causal": True, **extra}
 
         def attend(query, key, value):
             return blockwise.attend(query, key, value, None, None, **options)[0]
@@ -327,14 +320,14 @@ def test_blockwise_updates_its_sums_in_place(one):
     arrays = shapes(B=2, T=1024)
     text = compiled(function, arrays, one).as_text()
     assert 0 < text.count(" while(") == text.count("known_trip_count")
-    extra = {name: ids(1024, B=2) for name in NOTHING if "segment" in name}
+    extra = {name: ids(1024, B=2) for name in SCALED if "segment" in name}
     text = compiled(function, shapes(B=2, T=1024, **extra), one).as_text()
     assert not re.search(r"= (bf16|f32)\[\S+ (gather|scatter)\(", text)
 
 
 def test_x64_mode(one):
     with jax.enable_x64(True):
-        extra = {name: ids(512) for name in NOTHING if "segment" in name}
+        extra = {name: ids(512) for name in SCALED if "segment" in name}
         arrays = shapes(T=512, N=4, K=2, **extra)
         program = compiled(forward_and_backward(is_causal=True), arrays, one)
     assert kernels(program) == BACKWARD

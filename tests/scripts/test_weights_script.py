@@ -6,7 +6,7 @@ import pytest
 
 from headcount.data import tokenizers
 from headcount.data.encoder_tokenizers import AffixTokenizer
-from headcount.data.tokenizer_json import tokenizer_json
+from headcount.exchange.tokenizer_json import tokenizer_json
 from headcount.runtime.workdir import read_json, write_json
 from tests.runs import fails
 

@@ -2,6 +2,15 @@
 
 import json
 
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+
 from headcount.data import tokenizers as ours
 from headcount.data.tokenizers import SPECIAL
 
@@ -27,8 +36,6 @@ def tokenizer_json(tokenizer) -> str:
 
 
 def _table(tokenizer: ours.TableTokenizer):
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
     doubled = set(SPECIAL) & set(tokenizer.units)
     if doubled:
         raise NotImplementedError(
@@ -47,8 +54,6 @@ def _table(tokenizer: ours.TableTokenizer):
 
 
 def _bytes(tokenizer: ours.ByteTokenizer):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     vocabulary = {name: i for i, name in enumerate(SPECIAL)}
     for value, letter in enumerate(_letters()):
         vocabulary[letter] = ours.NUM_SPECIAL + value
@@ -72,7 +77,6 @@ def _letters() -> list[str]:
 
 def _sentencepiece(tokenizer: ours.SentencePieceTokenizer):
     from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.vocabulary)
     names = [piece.piece for piece in proto.pieces]
@@ -91,18 +95,12 @@ def _sentencepiece(tokenizer: ours.SentencePieceTokenizer):
     charsmap = spec.precompiled_charsmap
     steps = [normalizers.Precompiled(charsmap)] if charsmap else []
     if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(_blanks(), " ")]
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     made.normalizer = normalizers.Sequence(steps)
     scheme = "always" if spec.add_dummy_prefix else "never"
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     made.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return made
-
-
-def _blanks():
-    from tokenizers import Regex
-
-    return Regex(" {2,}")
 
 
 MAKERS = {
