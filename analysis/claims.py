@@ -103,14 +103,18 @@ def bad_heads_cost_less(claim: Claim, sweep: Results) -> list[Effect]:
     ]
 
 
-def none_better_at_any_width(claim: Claim, sweep: Results) -> list[Effect]:
-    """Compare the arms of each width with the arm that the claim chooses there."""
-    by_width = {}
+def at_each(setting: str, test, claim: Claim, sweep: Results) -> list[Effect]:
+    """Compare the arms with each value of a setting with the claim's reference there.
+
+    Args:
+        test: a `compare` with a rule, values and a quantity.
+    """
+    arms_of = {}
     for arm in sweep.arms:
-        by_width.setdefault(arm.settings["width"], []).append(arm)
-    each = [sweep._replace(arms=arms) for _, arms in sorted(by_width.items())]
-    comparisons = sum(len(chosen(claim, of_width)[0]) for of_width in each)
-    return [x for of_width in each for x in no_lower(claim, of_width, comparisons)]
+        arms_of.setdefault(arm.settings[setting], []).append(arm)
+    each = [sweep._replace(arms=arms) for _, arms in sorted(arms_of.items())]
+    comparisons = sum(len(chosen(claim, some)[0]) for some in each)
+    return [effect for some in each for effect in test(claim, some, comparisons)]
 
 
 def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
@@ -189,7 +193,7 @@ CLAIMS = (
         "common practice; Kaplan et al. 2020, Figure 5",
         "sizes 16 to 300 move the loss by at most 1.9% at D = 256, 0.8% at 1024",
         "width_heads",
-        none_better_at_any_width,
+        partial(at_each, "width", no_lower),
         None,
         has(head_dim=64),
     ),
@@ -352,7 +356,7 @@ CLAIMS = (
         has(positions="none"),
     ),
     Claim(
-        "Positions are needed most at long distance.",
+        "Positions are needed most where much context precedes.",
         "common belief",
         NOTHING,
         "positions",
@@ -433,6 +437,15 @@ CLAIMS = (
         lower,
         smaller_start,
         has(merge="concat", merge_gain=1.0),
+    ),
+    Claim(
+        "Logits should be divided by H instead of √H.",
+        "Yang et al. 2022",
+        NOTHING,
+        "scale",
+        partial(at_each, "head_dim", lower),
+        None,
+        has(scale=None),
     ),
 )
 
