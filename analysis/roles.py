@@ -81,7 +81,7 @@ def measure_roles(
 
     Roles with fewer than `MIN_EXAMPLES` sentences are left out. A row has `weight` with
     its 95% interval over sentences (`low`, `high`), the norm-weighted score
-    (`norm_weight`; None where `models.attention.norm_weighted_map` is NaN), the
+    (`norm_weight`; None where `models.maps.norm_weighted_map` is NaN), the
     controls (`chance`, `offset_weight` at `offset`, `untrained` with its
     `untrained_sd`), `p` and `p_holm`, and `has_role`.
 

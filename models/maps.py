@@ -1,4 +1,4 @@
-"""A model's full attention maps, for plots, roles and the explorer."""
+"""What heads attend to: maps for plots, roles and the explorer, and summaries."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from headcount import attention
+from headcount.attention import variants
 from headcount.models import precision
-from headcount.models.attention import (
-    Intermediates,
-    attention_map,
-    norm_weighted_map,
-)
+from headcount.models.attention import Intermediates
 from headcount.models.trial_axis import over_trials
 
 
@@ -37,6 +34,40 @@ def of_layers(model, batch: dict, head_gates: dict, function: Callable) -> dict:
         site: jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
         for site, layers in found.items()
     }
+
+
+def attention_map(layer: Intermediates) -> Float[Array, "B N T S"]:
+    """Compute every head's attention weights, or differences if differential."""
+    weights = attention.attention_weights
+    if layer.is_talking:
+        weights = attention.talking_heads_weights
+    maps = weights(layer.query, layer.key, **layer.masks, **layer.parameters)
+    if layer.difference is None:
+        return maps
+    return variants.difference(maps.swapaxes(1, 2), layer.difference).swapaxes(1, 2)
+
+
+def norm_weighted_map(layer: Intermediates) -> Float[Array, "B N T S"]:
+    """Compute each key's share of the norms ‖α f(x)‖ that a head adds to the output.
+
+    α is the weight, and f(x) is the key's value times the head's merge kernel
+    (Kobayashi et al. 2020). Rows sum to 1, so a merge rule's factors on whole heads
+    cancel. A token with a large weight but a small value has a small share. Everything
+    is NaN if f differs between queries: with exclusive heads, or with gates on the
+    elements of the output.
+    """
+    kernel, weights = layer.arguments["kernel"], attention_map(layer)
+    value = layer.value
+    if layer.difference is not None:  # one joint value per pair
+        value = variants.paired(value)[:, :, : value.shape[2] // 2]
+    value = jnp.repeat(value, weights.shape[1] // value.shape[2], axis=2)
+    value = value * layer.factors
+    kernel = jnp.broadcast_to(kernel, (*value.shape[2:], kernel.shape[-1]))
+    added = jnp.einsum("BSNV,NVD->BSND", value, kernel).astype(jnp.float32)
+    norms = jnp.linalg.norm(added, axis=-1).transpose(0, 2, 1)[:, :, None]
+    shares = jnp.abs(weights) * norms
+    total = shares.sum(-1, keepdims=True)
+    return shares / jnp.where(total > 0, total, 1.0)
 
 
 @partial(jax.jit, static_argnames="graph")

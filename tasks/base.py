@@ -185,7 +185,7 @@ class Attention(NamedTuple):
     """Attention weights of the heads of a site for one text."""
 
     weights: np.ndarray  # L N T S
-    norm_weights: np.ndarray  # L N T S, or NaN; see models.attention.norm_weighted_map
+    norm_weights: np.ndarray  # L N T S, or NaN; see models.maps.norm_weighted_map
     queries: list[str]  # T tokens
     keys: list[str]  # S tokens
 

@@ -28,8 +28,8 @@ from headcount.attention import (
 )
 from headcount.configs.base import get_config
 from headcount.data.examples import Examples, Ragged
-from headcount.models.attention import Intermediates, attention_map
-from headcount.models.maps import attention_maps, single_example
+from headcount.models.attention import Intermediates
+from headcount.models.maps import attention_map, attention_maps, single_example
 from headcount.models.transformer import Transformer
 from headcount.tasks import LOSS, Run, make_task
 from tests.marks import slow_but

@@ -7,8 +7,14 @@ import pytest
 from flax import nnx
 
 from headcount.configs.base import get_config
-from headcount.models.attention import Attention, attention_map, norm_weighted_map
-from headcount.models.maps import attention_maps, head_summaries, single_example
+from headcount.models.attention import Attention
+from headcount.models.maps import (
+    attention_map,
+    attention_maps,
+    head_summaries,
+    norm_weighted_map,
+    single_example,
+)
 from headcount.models.transformer import Transformer
 
 SOURCE, TARGET = [4, 9, 8, 7, 2], [7, 5, 2]

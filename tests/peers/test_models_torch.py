@@ -15,9 +15,10 @@ from flax import nnx
 
 from benchmarks.peers_training import Model
 from headcount.configs import multi30k
-from headcount.models.attention import Attention, attention_map
+from headcount.models.attention import Attention
 from headcount.models.cost import abstract, parameters
 from headcount.models.layers import Layer, make_norm
+from headcount.models.maps import attention_map
 from headcount.models.positions import bucket, rotate
 from headcount.models.transformer import Transformer
 

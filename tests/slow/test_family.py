@@ -11,8 +11,8 @@ from flax import nnx
 from headcount.configs.base import get_config
 from headcount.configs.presets import PRESETS
 from headcount.configs.presets import get_config as preset
-from headcount.models.attention import attention_map
 from headcount.models.cost import abstract, parameters
+from headcount.models.maps import attention_map
 from headcount.models.transformer import Transformer, implementations
 from headcount.tasks.translation import Translation
 from tests.model_cases import ALONE, PACKED, VOCAB, config_of, side
