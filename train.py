@@ -457,7 +457,7 @@ def report_end(trainer: Trainer, stop: StopSignal) -> None:
     if stop.number is not None and not trainer.is_done:
         finish(workdir, "stopped")
         say(f"Saved step {step}; rerun the same command to resume.")
-        sys.exit(stop.exit_code)
+        sys.exit(128 + stop.number)
     finish(workdir, "finished")
     early = "; no trial is left to train" if step < trainer.num_steps else ""
     command = next_command("eval.py", workdir=workdir, split="val")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headcount.configs.sites import layers_of
 from headcount.exchange import folding
 from headcount.models.positions import FARTHEST
 
@@ -31,7 +32,7 @@ def check(config) -> None:
     folding.require(config, TARGET, positions=POSITIONS)
     if not config.model.num_decoder_layers:
         folding.refuse(TARGET, "model.num_decoder_layers", "at least 1", 0)
-    sizes = {site: folding.head_sizes(config, site) for site in folding.sites(config)}
+    sizes = {x: folding.head_sizes(config, x) for x in layers_of(config.model)}
     for site, (N, K, H, V) in sizes.items():
         path = folding.site_settings(config, site)["path"]
         if V != H:
@@ -88,7 +89,7 @@ def write(
         # its cross-attention doesn't support groups, so repeat keys and values per head
         grouped = K != N and not cross
         shape = {"num_heads_kv": K if grouped else None, "head_dim": H}
-        count = folding.num_layers(config, site)
+        count = layers_of(config.model).get(site, 0)
         return kind(count, N, qk_norm=qk_norm, **shape, **options, **more)
 
     decoder = stack(

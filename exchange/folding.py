@@ -38,10 +38,10 @@ def plain_heads(config, params: dict, gates: dict) -> dict:
         ValueError: the merge rule of a layer is not linear in the heads.
     """
     params = dict(params)
-    for site, (stack, name) in STACKS.items():
-        settings = site_settings(config, site)
+    for site, num_layers in layers_of(config.model).items():
+        (stack, name), settings = STACKS[site], site_settings(config, site)
         path = settings["path"]
-        for index in range(num_layers(config, site)):
+        for index in range(num_layers):
             layer = f"{stack}.{index}.{name}"
             key = f"{layer}.merge.kernel"
             num_heads = params[f"{layer}.query"].shape[1]
@@ -139,16 +139,6 @@ def site_settings(config, site: str) -> dict:
     return attention_arguments(site, model["attention"], model[f"{site}_attention"])
 
 
-def num_layers(config, site: str) -> int:
-    """Return the number of layers at a site."""
-    return layers_of(config.model).get(site, 0)
-
-
-def sites(config) -> list[str]:
-    """Return the sites that a model has."""
-    return list(layers_of(config.model))
-
-
 def head_sizes(config, site: str) -> tuple[int, int, int, int]:
     """Return N, K, H and V of a site."""
     of = site_settings(config, site)
@@ -177,7 +167,7 @@ def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
     for key, value in mine.items():
         if key not in known | sections and value != defaults[key]:
             refuse(target, f"model.{key}", defaults[key], value)
-    for site in sites(config):
+    for site in layers_of(config.model):
         settings = site_settings(config, site)
         path = settings.pop("path")
         if settings["gate"] == LEARNED:  # `plain_heads` folds it

@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 
+from headcount.configs.sites import layers_of
 from headcount.data.tokenizers import BOS, EOS, PAD
 from headcount.exchange import folding
 from headcount.exchange.huggingface import to_huggingface
@@ -61,7 +62,7 @@ def family_of(config) -> str:
         folding.check_plain(config, title, (*PLAIN, *NORMS, "tie_embeddings"), SHAPE)
         wanted = {"positions": ("learned", *TABLES), "norm": ("pre",), **LAYERS}
         folding.require(config, title, **wanted)
-    for site in folding.sites(config):
+    for site in layers_of(config.model):
         check_shape(config, site, title, free=family in ("llama", "qwen3"))
     return family
 

@@ -33,11 +33,6 @@ class StopSignal:
                 continue  # started with nohup, so it must outlive the terminal
             signal.signal(number, self.receive)
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the process after it has saved everything."""
-        return 128 + self.number
-
     def acknowledge(self, pipe: int) -> None:
         """Wait for the first signal, and answer it."""
         while number := os.read(pipe, 1):
