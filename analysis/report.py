@@ -172,16 +172,24 @@ def difference_to_baseline(
     report: Report, arm: ArmResult, metric: Metric
 ) -> Difference | None:
     """Return an arm's difference from the baseline over their common seeds."""
-    baseline = report.baseline
-    known = dict(zip(baseline.seeds, baseline.test[metric.name], strict=True))
-    pairs = [
-        (score, known[seed])
-        for seed, score in zip(arm.seeds, arm.test[metric.name], strict=True)
-        if seed in known
-    ]
-    if arm.is_baseline or not pairs:
-        return None
-    return difference(*np.transpose(pairs))
+    pairs = paired_scores(report, arm, metric, "test")
+    return None if arm.is_baseline or not pairs.size else difference(*pairs)
+
+
+def paired_scores(
+    report: Report, arm: ArmResult, metric: Metric, side: str
+) -> np.ndarray:
+    """Return an arm's and the baseline's scores, of shape 2 R, for common seeds R.
+
+    Args:
+        side: "dev" or "test".
+    """
+    own, base = (
+        dict(zip(of.seeds, getattr(of, side)[metric.name], strict=True))
+        for of in (arm, report.baseline)
+    )
+    both = [seed for seed in arm.seeds if seed in base]
+    return np.array([[of[seed] for seed in both] for of in (own, base)])
 
 
 def loss_trend(report: Report) -> Trend | None:
@@ -296,7 +304,8 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
         side = "dev, after planned looks" if report.is_planned else "test"
         sentences.append(f"Verdicts on the other arms, on {side}: {counts}.")
-        sentences += spread_warning(report) + added_seeds_warning(report)
+        sentences += spread_warning(report) + text_warning(report)
+        sentences += added_seeds_warning(report)
     elif others:
         sentences.append(
             "No arm can be tested: a test needs at least two seeds whose differences "
@@ -382,6 +391,40 @@ def spread_warning(report: Report) -> list[str]:
         f"The spread over seeds differs from the baseline's by a factor of more than "
         f"{UNEVEN}: {'; '.join(uneven)}. Wrong verdicts on such arms can be far more "
         f"frequent than {LEVEL:.0%}; look at every seed in the figure."
+    ]
+
+
+def text_warning(report: Report) -> list[str]:
+    """Return a sentence on arms whose difference on dev is not that on test.
+
+    All seeds are scored on the same texts, so intervals over seeds don't cover another
+    text. An arm is named if its differences on the two differ by more than the margin,
+    and by more than the seeds explain (a paired t-test, Holm's correction over arms).
+    """
+    metric, names, found = report.metric, [], []
+    for arm in report.arms:
+        dev, test = (paired_scores(report, arm, metric, x) for x in ("dev", "test"))
+        if not arm.is_baseline and dev.size:
+            names.append(arm.name)
+            found.append((dev[0] - dev[1], test[0] - test[1]))
+    p = holm([difference(*sides).p for sides in found])
+    apart = {
+        name: [side.mean() for side in sides]
+        for name, sides, each in zip(names, found, p, strict=True)
+        if each <= LEVEL and abs(np.subtract(*sides).mean()) > (metric.margin or 0)
+    }
+    if not apart:
+        return []
+    largest = sorted(apart, key=lambda name: -abs(np.subtract(*apart[name])))[:3]
+    shown = [
+        f"{name} ({' and '.join(signed(x, metric.format) for x in apart[name])})"
+        for name in largest
+    ]
+    more = f"; and {len(apart) - 3} more" if len(apart) > 3 else ""
+    return [
+        f"The difference from the baseline depends on the text: dev and test differ by "
+        f"more than seeds explain, for {'; '.join(shown)}{more}. Intervals are about "
+        f"seeds, so expect changes of this size on other texts."
     ]
 
 

@@ -17,6 +17,7 @@ from headcount.analysis.report import (
     scores_table,
     spread_warning,
     summary_sentences,
+    text_warning,
     verdict_sentence,
 )
 from headcount.analysis.report_figures import arm_styles, make_figures, plt, to_svg
@@ -144,6 +145,20 @@ def test_arms_that_lost_trials_have_no_p_value():
     report = edit_arm(report, 0, lost=1)
     assert all(np.isnan(c.p) for c in compare(report, BLEU))
     assert "no trial that diverged or failed" in summary_of(report)
+
+
+def test_differences_that_depend_on_the_text_are_named():
+    arms = {"a": [1, 2, 3, 4], "b": [3.1, 4, 5, 6.1], "c": [3.1, 4, 5, 6.1]}
+    report = make_report(arms=arms)
+    assert text_warning(report) == [], "dev and test are the same"
+    dev = {"bleu": np.array([6.1, 7, 8.1, 9])}  # 5 more than the baseline, not 2
+    report = edit_arm(report, 1, dev=dev)
+    (text,) = text_warning(report)
+    assert "for b (+5.05 and +2.05). " in text and text in summary_of(report)
+    report = edit_arm(report, 2, dev={"bleu": np.array([3.3, 4.2, 5.2, 6.2])})
+    assert text_warning(report) == [text], "c differs by less than the margin"
+    lacking = edit_arm(report, 1, seeds=[9, 10, 11, 12])
+    assert text_warning(lacking) == [], "no common seed"
 
 
 def test_seeds_added_without_planned_looks_are_said_to_be_so():
