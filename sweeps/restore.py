@@ -15,7 +15,7 @@ from headcount.runtime.logging import say
 from headcount.runtime.workdir import FORMAT_VERSION, with_digest, write_json
 from headcount.sweeps.plan import Group
 from headcount.sweeps.store import Sweep, group_name, write_group
-from headcount.sweeps.table import LOGGED, column_names
+from headcount.sweeps.table import LOGGED, PLAN, column_names
 
 ENDED = ("done", "diverged")
 
@@ -133,11 +133,17 @@ def earlier_seeds(sweep: Sweep, path: Path, row: dict) -> list[int] | None:
 
     Raises:
         ValueError: the table's sweep had another plan than this one, which would have
-            been chosen after its results were seen.
+            been chosen after its results were seen, or its plan can't be read.
     """
-    now, there = sweep.settings, json.loads(row.get("plan") or "null")
-    if there is None:
+    now = sweep.settings
+    if not row.get("plan"):
         return now["earlier_seeds"]
+    try:
+        there = {name: json.loads(row["plan"])[name] for name in PLAN}
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"--finished={path} is damaged: its column plan can't be read."
+        ) from None
     fixed = ["metric", "looks", "margin", *["seeds"] * (now["seeds"] < there["seeds"])]
     changed = [
         f"{name} (there {there[name]}, now {now[name]})"

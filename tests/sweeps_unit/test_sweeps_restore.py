@@ -17,7 +17,7 @@ from sweep_fakes import (
 
 from headcount.sweeps.restore import restore
 from headcount.sweeps.settings import open_sweep
-from headcount.sweeps.table import LOGGED, collect
+from headcount.sweeps.table import LOGGED, collect, write_csv
 
 
 def test_a_restored_sweep_has_the_same_table_and_report(tmp_path, corpus):
@@ -86,6 +86,17 @@ def test_a_plan_can_t_be_changed_once_results_are_known(
     with pytest.raises(ValueError, match=f"--finished=.*another plan: {culprit}"):
         restore(second, tmp_path / "a/sweep.csv")
     assert not list(tmp_path.glob("b/groups/*/run.json")), "nothing was taken over"
+
+
+@pytest.mark.parametrize("plan", ["{", "3", '{"seeds": 2}'])
+def test_a_damaged_plan_is_named(tmp_path, corpus, plan):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    rows = [row | {"plan": plan} for row in collect(first)]
+    write_csv(tmp_path / "a/sweep.csv", list(rows[0]), rows)
+    second = open_sweep(options(tmp_path / "b", corpus))
+    with pytest.raises(ValueError, match="is damaged: its column plan can't be read"):
+        restore(second, tmp_path / "a/sweep.csv")
 
 
 def test_seeds_added_to_a_restored_sweep_are_said_to_be_so(tmp_path, corpus):
