@@ -16,6 +16,7 @@ from headcount.analysis.sequential import (
     default_looks,
     judge,
 )
+from headcount.analysis.significance import MAX_SEEDS
 from headcount.sweeps.plan import Plan, Trial
 from headcount.sweeps.search import DevScore, Search, next_trials
 from headcount.tasks import Metric
@@ -50,6 +51,8 @@ def parse_seeds(
             f"at, as in --seeds=4:32; got {seeds}."
         )
     first, last = (int(x) if x else None for x in found.groups())
+    if max(first, last or 0) > MAX_SEEDS:
+        raise ValueError(f"--seeds must be at most {MAX_SEEDS:,}, got {seeds}.")
     if last is None:
         return first, None
     if last <= first:

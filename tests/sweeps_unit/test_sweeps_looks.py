@@ -347,6 +347,8 @@ def test_seeds_are_a_number_or_a_range(seeds, looks, wanted):
         ("8", ["4", "8"], "--looks"),
         ("4:8", ["4", "x"], "--looks"),
         ("4:8", ["2", "8"], "--looks"),
+        ("99999999999", [], "--seeds must be at most 10,000, got 99999999999"),
+        ("4:99999999999", [], "--seeds must be at most 10,000"),
     ],
 )
 def test_bad_ranges_name_their_flag(seeds, looks, culprit):
