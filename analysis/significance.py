@@ -58,8 +58,17 @@ def difference(
     Scores must be in the same order of seeds. If all seeds differ by exactly the same
     amount, as may happen with few examples, the spread can't be estimated, and
     everything but the mean is NaN.
+
+    Raises:
+        ValueError: the numbers of seeds differ.
     """
-    each = np.asarray(arm, float) - np.asarray(baseline, float)
+    arm, baseline = np.asarray(arm, float), np.asarray(baseline, float)
+    if arm.shape[-1:] != baseline.shape[-1:]:
+        raise ValueError(
+            f"The arm and the baseline need scores of the same seeds, got the shapes "
+            f"{arm.shape} and {baseline.shape}."
+        )
+    each = arm - baseline
     mean, sd, low, high = summary(each)
     varies = sd > 1e-9 * (1 + np.abs(mean))  # False for NaN
     each = np.where(varies[..., None], each, np.nan)

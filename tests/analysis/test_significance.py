@@ -55,6 +55,11 @@ def test_pairing_removes_what_seeds_share():
     assert np.mean(paired <= 0.05) > np.mean(unpaired <= 0.05) + 0.1
 
 
+def test_scores_of_unequal_numbers_of_seeds_are_refused():
+    with pytest.raises(ValueError, match=r"\(3,\) and \(1,\)"):
+        difference([1, 2, 3], [2])  # NumPy would broadcast
+
+
 def test_seeds_needed_give_the_promised_power():
     sd = NOISE * np.sqrt(2)
     seeds = seeds_needed(sd, MARGIN)
