@@ -8,6 +8,7 @@ rule.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -286,8 +287,25 @@ def entry(function: Callable, shapes: dict[str, str], **others) -> MergeRule:
     Otherwise an axis of size 1 would be broadcast, and silently turn a mean into a sum.
 
     Raises:
-      ValueError: from the rule's function, if a parameter has another shape.
+      ValueError: the shapes do not fit the function, or there is no kernel; from the
+        rule's function, if a parameter or the output has another shape.
     """
+    rule = f"The merge rule {function.__name__}"
+    for name, letters in shapes.items():
+        if not set(letters.split()) <= {"N", "V", "D"}:
+            raise ValueError(
+                f"{rule}: the shape of {name} must be letters N, V and D separated by "
+                f"blanks, got {letters!r}"
+            )
+    if shapes.get("kernel") not in ("N V D", "V D"):
+        raise ValueError(f"{rule} needs a parameter kernel of shape N V D or V D")
+    try:
+        names = dict.fromkeys((*shapes, *others.get("settings", ())))
+        inspect.signature(function).bind(None, None, **names)
+    except TypeError as error:
+        raise ValueError(
+            f"{rule} must take (heads, x, *, {', '.join(names)}): {error}"
+        ) from None
 
     @functools.wraps(function)
     def checked(heads, x, **arguments):
@@ -300,7 +318,15 @@ def entry(function: Callable, shapes: dict[str, str], **others) -> MergeRule:
                     f"{name} of {function.__name__} must have the shape {letters} = "
                     f"{wanted}, got {np.shape(arguments[name])}"
                 )
-        return function(heads, x, **arguments)
+        merged, wanted = (
+            function(heads, x, **arguments),
+            (*heads.shape[:-2], x.shape[-1]),
+        )
+        if np.shape(merged) != wanted:
+            raise ValueError(
+                f"{rule} must return the shape B T D = {wanted}, got {np.shape(merged)}"
+            )
+        return merged
 
     return MergeRule(checked, shapes, **others)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from headcount.attention.merge import MERGE_RULES
+from headcount.attention.merge import MERGE_RULES, entry
 
 B, T, N, V, D = 2, 3, 4, 5, 6
 SIZES = {"N": N, "V": V, "D": D}
@@ -197,6 +197,29 @@ def test_parameters_of_another_shape_are_refused(rule):
                 match = rf"{name} of {rule} must .* = {re.escape(str(array.shape))}, "
                 with pytest.raises(ValueError, match=match):
                     merge(rule, **{name: other})
+
+
+def own(heads, x, *, kernel):
+    return heads.max(2)  # B T V, not projected
+
+
+@pytest.mark.parametrize(
+    "shapes, match",
+    [
+        ({"kernel": "V D", "gate": "V Q"}, "rule own: the shape of gate .* 'V Q'"),
+        ({"kernel": "VD"}, "rule own: the shape of kernel .* blanks, got 'VD'"),
+        ({"weight": "V D"}, "rule own needs a parameter kernel"),
+        ({"kernel": "V D", "gate": "N"}, "rule own must take .* argument 'gate'"),
+    ],
+)
+def test_a_row_that_does_not_fit_its_function_is_refused(shapes, match):
+    with pytest.raises(ValueError, match=match):
+        entry(own, shapes)
+
+
+def test_an_output_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"rule own must return .*\(2, 3, 6\).*3, 5"):
+        entry(own, {"kernel": "V D"}).function(HEADS, X, kernel=SHARED)
 
 
 @pytest.mark.parametrize("k", [-1, 0, N + 1])
