@@ -6,7 +6,7 @@
 
     python weights.py --from=opus-mt-en-de --workdir=runs/opus
     python predict.py --workdir=runs/opus < source.txt
-    python weights.py --workdir=runs/numbers --prune=runs/pruned --heads=cross.0.2
+    python weights.py --workdir=runs/numbers --prune=less --heads=cross.0.2,cross.1.0
 
 An export has a README.md that describes the model and how to load it. An import reads a
 local folder of Marian, BERT or GPT-2 with config.json and model.safetensors and, for

@@ -12,6 +12,7 @@ from headcount.analysis.heads import all_gates
 from headcount.configs.base import get_config
 from headcount.data import tokenizers
 from headcount.runtime.files import new_folder
+from headcount.runtime.logging import say
 from headcount.tasks import Run, make_task
 from headcount.training.run import write_finished
 
@@ -71,6 +72,12 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
         if first.value_residual:  # heads use values of the same head in the first layer
             kept[:] = kept.any(0)
         N = max(1, kept.sum(1).max())
+        if kept.shape[1] == N and not gates[site].all():
+            which = "the same head" if first.value_residual else "a head"
+            say(
+                f"Every layer of {site} still has {N} heads, as many as the layer that "
+                f"keeps most; to make {site} smaller, remove {which} from each layer."
+            )
         for layer, attention in enumerate(about.attentions):
             chosen = np.sort(np.argsort(~kept[layer], stable=True)[:N])
             slice_heads(attention, chosen, is_kept=gates[site][layer, chosen] > 0)

@@ -111,6 +111,12 @@ def test_learned_gates_are_folded_and_those_that_closed_removed():
     assert open_heads(made(), 0) is None
 
 
+def test_a_site_that_gets_no_smaller_is_named(capsys):
+    smaller(made(), 0, [("cross", 0, 2), ("decoder", 0, 1), ("decoder", 1, 0)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cross still has 4 heads" in line
+
+
 @pytest.mark.parametrize(
     "attention, removed, culprit",
     [
