@@ -1,5 +1,6 @@
 """Classification: one label per text, or per pair of texts, with an encoder."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,9 @@ from headcount.data.examples import Examples, Ragged
 from headcount.tasks.base import LOSS, Run
 from headcount.tasks.classes import ACCURACY, MACRO_F1, UNKNOWN_CLASS, ClassTask
 
+# per text: the vocabulary does not change what it measures
+TEXT_LOSS = dataclasses.replace(LOSS, unit="nats per text", per_token=False)
+
 
 class Classification(ClassTask):
     """Predicts one label per text, at the text's first token.
@@ -19,7 +23,7 @@ class Classification(ClassTask):
     """
 
     corpus_keys = ("name", "directory", "fold")
-    metrics = (ACCURACY, MACRO_F1, LOSS)
+    metrics = (ACCURACY, MACRO_F1, TEXT_LOSS)
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)

@@ -97,6 +97,11 @@ def test_loss_and_labels_are_those_of_each_text_alone(tmp_path, pooling):
 
 
 @pytest.mark.slow
+def test_the_loss_is_shown_per_text_and_comparable_between_vocabularies(tmp_path):
+    (loss,) = [m for m in make_task(tmp_path).metrics if m.name == "loss"]
+    assert (loss.unit, loss.per_token) == ("nats per text", False)
+
+
 def test_kinds_of_pooling_differ(tmp_path):
     """So that the test above would notice one in place of another."""
     tasks = {}
