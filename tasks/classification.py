@@ -23,6 +23,7 @@ class Classification(ClassTask):
     """
 
     corpus_keys = ("name", "directory", "fold")
+    text_fields = ("source", "label")
     metrics = (ACCURACY, MACRO_F1, TEXT_LOSS)
 
     def __init__(self, config, folder=None):
@@ -38,7 +39,7 @@ class Classification(ClassTask):
 
     def load(self, split: str) -> Examples:
         """See `Task.load`."""
-        text = self.read(split)
+        text = self.read_fields(split)
         if split == "train":
             lines = [part for line in text["source"] for part in line.split("\t")]
             self.make_vocabulary(lines, text["label"])

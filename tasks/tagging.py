@@ -24,6 +24,7 @@ class Tagging(ClassTask):
     """Predicts one tag per word of sentences from CoNLL or CoNLL-U files."""
 
     corpus_keys = ("name", "directory", "tag")
+    text_fields = ("source", "tags")
     eos_after_each, splits_words = False, True
 
     def __init__(self, config, folder=None):
@@ -46,7 +47,7 @@ class Tagging(ClassTask):
 
     def load(self, split: str) -> Examples:
         """See `Task.load`."""
-        text = self.read(split)
+        text = self.read_fields(split)
         tags = [line.split(" ") for line in text["tags"]]
         flat = [tag for line in tags for tag in line]
         if split == "train":

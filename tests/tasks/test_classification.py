@@ -165,6 +165,22 @@ def test_batches_have_the_arrays_of_the_spec_and_one_label_per_text(tmp_path):
     assert (batch["source"][first] == BOS).all()
 
 
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ({"source": ["a", "b"], "labels": ["x", "y"]}, r"source \(2\), labels \(2\)"),
+        ({"source": ["a", "b"], "label": ["x"]}, r"source \(2\), label \(1\)"),
+        ({"source": [], "label": []}, r"source \(0\), label \(0\)"),
+    ],
+)
+def test_a_task_that_reads_other_fields_or_lengths_is_named(tmp_path, text, found):
+    task = make_task(tmp_path)
+    task.read = lambda split: text
+    match = f"task classification .* source and label, .* 'val' it returns {found}"
+    with pytest.raises(ValueError, match=match):
+        task.load("val")
+
+
 def test_an_unknown_pooling_raises_with_the_key(tmp_path):
     task = make_task(tmp_path, "max")
     with pytest.raises(ValueError, match="task.pooling .* attention, got 'max'"):
