@@ -56,9 +56,10 @@ def _tsv(path: Path) -> Labelled:
     for number, line in enumerate(read_lines(path), 1):
         fields = line.split("\t")
         if not 2 <= len(fields) <= 3 or not fields[0].strip():
+            has = f"{len(fields)} columns" if fields[0].strip() else "no label"
             raise ValueError(
-                f"{path}, line {number}, has {len(fields)} columns; it needs a label, "
-                f"a tab and a text (or two texts)."
+                f"{path}, line {number}, has {has}; it needs a label, a tab and a text "
+                f"(or two texts)."
             )
         labels.append(fields[0].strip())
         texts.append(tuple(fields[1:]))

@@ -144,6 +144,7 @@ def load(
     loader = LOADERS.get(name, _catalogue)
     sources, targets = loader(name, source, target, split, directory)
     if not sources:
-        raise ValueError(f"The split {split!r} of {name} has no sentences.")
+        place = "" if directory is None else f" in {directory}"
+        raise ValueError(f"The split {split!r} of {name}{place} has no sentences.")
     logging.info("%s %s: %d pairs %s-%s", name, split, len(sources), source, target)
     return sources, targets

@@ -73,7 +73,7 @@ def rows(builder, split: str) -> list[dict]:
         split = {"train": "train[:95%]", "val": "train[95%:]"}.get(split, split)
     if known and split.split("[")[0] not in known:
         raise ValueError(
-            f"{builder.info.full_name} has no split {split!r}; it has "
+            f"{builder.info.full_name} has no split {split!r}; --split can be "
             f"{', '.join(known)}."
         )
     source = builder.as_data_source(split)

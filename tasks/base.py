@@ -110,13 +110,16 @@ class Run(NamedTuple):
             TypeError: `lines` is a single string, or the task has no such option.
         """
         check_lines("lines", lines)
-        known = "trial", "first", *self.task.options
-        for name in options.keys() - {*known}:
-            raise TypeError(f"There is no option {name}; there are {', '.join(known)}.")
+        check_names(options, ("trial", "first", *self.task.options))
         return list(self.task.predict(self, lines, **options))
 
     def evaluate(self, split: str, **options) -> list[dict]:
-        """Score every trial on a split; see `Task.evaluate`."""
+        """Score every trial on a split; see `Task.evaluate`.
+
+        Raises:
+            TypeError: the task has no such option.
+        """
+        check_names(options, ("trials", "quick", *self.task.evaluation_options))
         with sharding.using(self.mesh):
             return self.task.evaluate(self, self.task.load(split), **options)
 
@@ -155,6 +158,12 @@ def check_lines(name: str, lines: Sequence[str]) -> None:
     """Raise a TypeError if `lines` is a single string instead of a list."""
     if isinstance(lines, str):
         raise TypeError(f"{name} must be a list of strings, as in [{lines!r}]")
+
+
+def check_names(options: dict, known: tuple[str, ...]) -> None:
+    """Raise a TypeError for an option whose name is not known."""
+    for name in options.keys() - {*known}:
+        raise TypeError(f"There is no option {name}; there are {', '.join(known)}.")
 
 
 def warn_of_lines(

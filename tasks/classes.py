@@ -85,7 +85,9 @@ class ClassTask(EncoderTask):
         if len(classes) == 1:
             raise ValueError(
                 f"The training examples have only one class, {classes[0]!r}, so there "
-                f"is nothing to learn; check the files in data.directory and data.tag."
+                f"is nothing to learn; check "
+                + ", ".join(f"data.{key}" for key in self.corpus_keys)
+                + "."
             )
         self.tokenizer = make_tokenizer(self.config, self.folder, texts)
         path = self.folder / CLASSES

@@ -45,7 +45,7 @@ def test_a_tsv_file_may_have_pairs_of_texts(tmp_path):
         ("a\tb\nc\n", "train.tsv, line 2, has 1 "),
         ("a\tb\n\nc\td\n", "train.tsv, line 2, "),
         ("a\tb\tc\td\n", "train.tsv, line 1, has 4 "),
-        ("\tb\n", "train.tsv, line 1, "),
+        ("\tb\n", "train.tsv, line 1, has no label"),
         ("a\tb\na\tb\tc\n", "train.tsv has lines with one text and lines with two"),
         ("", "'train' of labelled"),
     ],

@@ -61,6 +61,13 @@ class TinyTranslate(tfds.core.GeneratorBasedBuilder):
             yield i, {"en": f"café {i}", "de": f"Größe {i}"}
 
 
+def test_files_without_sentences_are_named_by_their_folder(tmp_path):
+    for name in ("val.en", "val.de"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"'val' of text in {tmp_path} has no"):
+        pairs.load("text", "en", "de", "val", str(tmp_path))
+
+
 def test_no_number_is_in_two_splits():
     splits = numbers.numbers()
     assert {name: len(values) for name, values in splits.items()} == numbers.SIZES
@@ -301,7 +308,7 @@ def test_a_tfds_set_is_prepared_and_its_splits_loaded():
     assert len(load("en", "de", "train[:3]")[0]) == 3
     with pytest.raises(ValueError, match="'fr'.*de, en"):
         load("en", "fr", "train")
-    with pytest.raises(ValueError, match="'test'.*train, validation"):
+    with pytest.raises(ValueError, match="'test'; --split .* train, validation"):
         load("en", "de", "test")
 
 

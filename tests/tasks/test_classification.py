@@ -181,6 +181,23 @@ def test_a_task_that_reads_other_fields_or_lengths_is_named(tmp_path, text, foun
         task.load("val")
 
 
+def test_one_class_only_names_the_keys_of_the_corpus(tmp_path):
+    (tmp_path / "train.tsv").write_text("pos\tgood\npos\tfine\n")
+    keys = {"task.name": "classification", "data.name": "labelled"}
+    keys |= {"data.directory": str(tmp_path)}
+    task = small_task(tmp_path / "tokenizer", **ENCODER_ONLY | keys)
+    with pytest.raises(
+        ValueError, match=r"one class, 'pos'.*data.directory, data.fold"
+    ):
+        task.load("train")
+
+
+def test_evaluate_names_an_option_that_does_not_exist(tmp_path):
+    run = untrained_run(make_task(tmp_path))
+    with pytest.raises(TypeError, match="no option beam; there are trials, quick"):
+        run.evaluate("val", beam=3)
+
+
 def test_an_unknown_pooling_raises_with_the_key(tmp_path):
     task = make_task(tmp_path, "max")
     with pytest.raises(ValueError, match="task.pooling .* attention, got 'max'"):
