@@ -28,7 +28,6 @@ import sys
 from pathlib import Path
 
 from absl import flags
-from matplotlib.backend_bases import FigureCanvasBase
 
 from headcount.analysis.explorer import explore, page
 from headcount.analysis.heads import describe, importance, output_file
@@ -83,8 +82,8 @@ OUTPUT = flags.DEFINE_string(
 EXAMPLES = flags.DEFINE_integer(
     "examples",
     200,
-    "roles, similarity, interactions, explore: how many examples to use.",
-    20,
+    f"roles, similarity, interactions, explore: how many examples to use, at least "
+    f"{MIN_EXAMPLES}.",
 )
 SENTENCES = flags.DEFINE_integer(
     "sentences", 50, "explore: number of sentences on the page.", 1
@@ -320,7 +319,7 @@ def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
 
 
 def check_flags(verb: str) -> None:
-    """Raise a ValueError for a flag that the verb would ignore."""
+    """Raise a ValueError for a flag that the verb would ignore, or too few examples."""
     for name, verbs in OF_VERBS.items():
         if flags.FLAGS[name].present and verb not in verbs:
             raise ValueError(
@@ -329,6 +328,10 @@ def check_flags(verb: str) -> None:
     for name in decoding.options():
         if verb not in ("prune", "plot"):
             raise ValueError(f"--{name} has no meaning for {verb}; it decodes nothing.")
+    if EXAMPLES.value < MIN_EXAMPLES:
+        raise ValueError(
+            f"--examples must be at least {MIN_EXAMPLES}, got {EXAMPLES.value}."
+        )
     if INPUT.value is None:
         return
     unused = [*decoding.options(), "split"] if verb == "plot" else ["sentences"]
@@ -354,7 +357,7 @@ def check_output(verb: str) -> None:
 
 # of --output; an error message suggests the first
 SUFFIXES = {
-    "plot": [".png", *(f".{x}" for x in FigureCanvasBase.filetypes if x != "png")],
+    "plot": [".png", ".pdf", ".svg"],
     "explore": [".html", ".htm"],
 }
 OF_VERBS = {

@@ -144,6 +144,8 @@ def test_attention_of_a_text_of_ones_own(trained, call, tmp_path, monkeypatch):
             {"output": "x.html", "input": "x", "sentences": 2},
             ["--sentences"],
         ),
+        ("plot", {"output": "x.gif"}, ["--output=x.gif", ".png, .pdf, .svg"]),
+        ("roles", {"examples": 10}, ["--examples must be at least 20, got 10"]),
         ("roles", {"trial": 2}, ["--trial", "2"]),
         ("roles", {"input": "x.txt"}, ["--input", "roles", "plot, explore"]),
         ("roles", {"beam_size": 2}, ["--beam_size", "roles", "decodes nothing"]),
