@@ -8,7 +8,7 @@ import numpy as np
 
 from headcount.data import labelled
 from headcount.data.examples import Examples, Ragged
-from headcount.tasks.base import LOSS, Run
+from headcount.tasks.base import LOSS, Run, warn_of_lines
 from headcount.tasks.classes import ACCURACY, MACRO_F1, UNKNOWN_CLASS, ClassTask
 
 # per text: the vocabulary does not change what it measures
@@ -67,6 +67,8 @@ class Classification(ClassTask):
             return
         unknown = [UNKNOWN_CLASS] * len(lines)
         examples = self.encode("input", {"source": list(lines)}, unknown)
+        longest = self.config.data.max_length
+        warn_of_lines(examples.fields["source"], first, self.tokenizer.unk, longest)
         for probs in self.probabilities(run, examples, trial):
             each = zip(self.classes, probs[0], strict=True)
             row = {"label": self.classes[int(probs[0].argmax())]}

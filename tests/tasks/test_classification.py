@@ -154,6 +154,13 @@ def test_predict_has_the_label_and_every_probability(tmp_path):
             assert answer["label"] == task.classes[probs.argmax()]
 
 
+def test_words_that_training_never_saw_are_logged_with_their_line(tmp_path, capsys):
+    run = untrained_run(make_task(tmp_path, **{"data.tokenizer": "words"}))
+    list(run.task.predict(run, ["good film", "good kazoo zebra"], first=6))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("Line 8 ") and "never saw: 2" in line
+
+
 def test_batches_have_the_arrays_of_the_spec_and_one_label_per_text(tmp_path):
     task = make_task(tmp_path)
     examples = task.load("train")
