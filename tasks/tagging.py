@@ -49,6 +49,13 @@ class Tagging(ClassTask):
         """See `Task.load`."""
         text = self.read_fields(split)
         tags = [line.split(" ") for line in text["tags"]]
+        for number, (line, own) in enumerate(zip(text["source"], tags, strict=True), 1):
+            if len(words := line.split(" ")) != len(own):
+                raise ValueError(
+                    f"`read` of the task {self.config.task.name} must return a tag per "
+                    f"word; sentence {number} of the split {split!r} has {len(words)} "
+                    f"words and {len(own)} tags."
+                )
         flat = [tag for line in tags for tag in line]
         if split == "train":
             self.make_vocabulary(text["source"], flat)

@@ -256,6 +256,14 @@ def test_tags_that_cannot_be_learned_or_scored_are_named(
         task.load(split)
 
 
+def test_a_task_that_reads_a_sentence_with_a_tag_too_few_is_named(tmp_path):
+    task = make_task(tmp_path)
+    task.read = lambda split: {"source": ["a b", "c d"], "tags": ["O O", "O"]}
+    match = "task tagging .* sentence 2 of the split 'val' has 2 words and 1 tags"
+    with pytest.raises(ValueError, match=match):
+        task.load("val")
+
+
 def test_a_word_without_a_token_is_one_unknown_token(tmp_path):
     """Normalisation may leave nothing of a word, as of a zero-width space."""
     task = make_task(tmp_path)
