@@ -318,10 +318,8 @@ def entry(function: Callable, shapes: dict[str, str], **others) -> MergeRule:
                     f"{name} of {function.__name__} must have the shape {letters} = "
                     f"{wanted}, got {np.shape(arguments[name])}"
                 )
-        merged, wanted = (
-            function(heads, x, **arguments),
-            (*heads.shape[:-2], x.shape[-1]),
-        )
+        merged = function(heads, x, **arguments)
+        wanted = (*heads.shape[:-2], x.shape[-1])
         if np.shape(merged) != wanted:
             raise ValueError(
                 f"{rule} must return the shape B T D = {wanted}, got {np.shape(merged)}"

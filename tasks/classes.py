@@ -83,11 +83,10 @@ class ClassTask(EncoderTask):
         """
         classes = sorted(set(labels))
         if len(classes) == 1:
+            keys = ", ".join(f"data.{key}" for key in self.corpus_keys)
             raise ValueError(
                 f"The training examples have only one class, {classes[0]!r}, so there "
-                f"is nothing to learn; check "
-                + ", ".join(f"data.{key}" for key in self.corpus_keys)
-                + "."
+                f"is nothing to learn; check {keys}."
             )
         self.tokenizer = make_tokenizer(self.config, self.folder, texts)
         path = self.folder / CLASSES
