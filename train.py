@@ -193,7 +193,8 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
             status = "finished" if trainer.is_done else "stopped"
             status = "diverged" if diverged(trainer).all() else status
         except KeyboardInterrupt:
-            status = "stopped"
+            # nothing is saved now; without a checkpoint, the run will start over
+            status = "stopped" if trainer.checkpoints.steps() else "failed"
             raise
         finally:
             finish(workdir, status)
