@@ -129,6 +129,8 @@ def main(verb: str) -> None:
         examples = found.task.load(SPLIT.value) if uses_corpus else None
         shown = SPLIT.value, SITE.value, f"trial_{TRIAL.value}" * TRIAL.present
         path = output_file(workdir, verb, *shown, which=CHECKPOINT.value)
+        if verb not in SUFFIXES:
+            check_file(f"--workdir={WORKDIR.value}", path)
         VERBS[verb](path, found, examples, options)
 
 
@@ -154,8 +156,9 @@ def measure_sweep(verb: str, workdir: Path) -> None:
         found = open_run(folder, which)
         return found, found.task.load(SPLIT.value)
 
-    rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
     path = output_file(workdir, verb, SPLIT.value, which=which)
+    check_file(f"--workdir={WORKDIR.value}", path)
+    rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
     write_json(path, rows)
     tables, legend = arm_tables(rows, design(sweep, make_rows(sweep)))
     print_arms(tables, legend, SPLIT.value, path)
