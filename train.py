@@ -470,7 +470,8 @@ def task_file() -> dict[str, str]:
     known = *TASKS.values(), *(rule.function for rule in MERGE_RULES.values())
     if all(each.__module__.startswith("headcount.") for each in known):
         return {}
-    return {"task_file": config_flags.get_config_filename(flags.FLAGS["config"])}
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    return {"task_file": file.split(":")[0]}  # without the argument of get_config
 
 
 def diverged(trainer: Trainer) -> np.ndarray:
