@@ -283,8 +283,8 @@ def explore_heads(path, found, examples, options) -> None:
     data = explore(runs, splits, sentences, trials, EXAMPLES.value)
     output = path_of(OUTPUT)
     write(output, page(data))
-    size = output.stat().st_size / 1e6
-    print(f"Wrote {output} ({size:.1f} MB): open it in a browser.")
+    size = output.stat().st_size / 1e3
+    print(f"Wrote {output} ({size:,.0f} kB): open it in a browser.")
 
 
 def each_trial(found, measure, data, **options) -> list[dict]:
