@@ -86,6 +86,9 @@ def main():
                 examples = [found.task.load(name) for name in names]
                 for name in names:
                     found.task.check_references(name)
+                    files.check_output(
+                        f"--workdir={WORKDIR.value}", result_path(workdir, name)
+                    )
             for split in examples:
                 evaluate(workdir, found, split, options)
             distributed.gather(None)  # process 0 may score for longer than SHUTDOWN
@@ -166,7 +169,7 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
         )
         if trial == TRIAL.value and "report" in row:
             print_report(row["report"], row["confusions"], row.get("entities"))
-    path = workdir / f"result-{examples.split}.json"
+    path = result_path(workdir, examples.split)
     keep_other(path, rows[0])
     write_json(path, [with_digest(row) for row in rows])
     settings, selects = list(found.trials[0]), best_metric(found.task)
@@ -180,6 +183,11 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
             lists = itertools.groupby(shown, lambda line: line.split(" ||| ")[0])
             shown = ["\n".join(lines) for _, lines in lists]
         print_examples(examples.text, shown, SHOW.value)
+
+
+def result_path(workdir: Path, split: str) -> Path:
+    """Return the file for the scores of a split."""
+    return workdir / f"result-{split}.json"
 
 
 def keep_other(path: Path, row: dict) -> None:

@@ -128,6 +128,8 @@ def main(verb: str) -> None:
         examples = found.task.load(SPLIT.value) if uses_corpus else None
         shown = SPLIT.value, SITE.value, f"trial_{TRIAL.value}" * TRIAL.present
         path = output_file(workdir, verb, *shown, which=CHECKPOINT.value)
+        if verb not in SUFFIXES:
+            check_file(f"--workdir={WORKDIR.value}", path)
         VERBS[verb](path, found, examples, options)
 
 
@@ -153,8 +155,9 @@ def measure_sweep(verb: str, workdir: Path) -> None:
         found = open_run(folder, which)
         return found, found.task.load(SPLIT.value)
 
-    rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
     path = output_file(workdir, verb, SPLIT.value, which=which)
+    check_file(f"--workdir={WORKDIR.value}", path)
+    rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
     write_json(path, rows)
     tables, legend = arm_tables(rows, design(sweep, make_rows(sweep)))
     print_arms(tables, legend, SPLIT.value, path)
@@ -279,8 +282,8 @@ def explore_heads(path, found, examples, options) -> None:
     data = explore(runs, splits, sentences, trials, EXAMPLES.value)
     output = path_of(OUTPUT)
     write(output, page(data))
-    size = output.stat().st_size / 1e6
-    print(f"Wrote {output} ({size:.1f} MB): open it in a browser.")
+    size = output.stat().st_size / 1e3
+    print(f"Wrote {output} ({size:,.0f} kB): open it in a browser.")
 
 
 def each_trial(found, measure, data, **options) -> list[dict]:

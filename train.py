@@ -25,7 +25,7 @@ from flax import nnx
 from ml_collections import config_flags
 
 from headcount.analysis.tables import print_pairs
-from headcount.attention import cpu_kernel_unavailable, verification
+from headcount.attention import MERGE_RULES, cpu_kernel_unavailable, verification
 from headcount.configs.commandline import (
     TASK_FILE,
     WORKDIR,
@@ -52,7 +52,7 @@ from headcount.runtime.workdir import (
     record,
     set_status,
 )
-from headcount.tasks import Run, import_file, make_task
+from headcount.tasks import TASKS, Run, import_file, make_task
 from headcount.training import dry_run
 from headcount.training.checkpoint import Checkpoints
 from headcount.training.checks import check_config, check_memory
@@ -193,7 +193,8 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
             status = "finished" if trainer.is_done else "stopped"
             status = "diverged" if diverged(trainer).all() else status
         except KeyboardInterrupt:
-            status = "stopped"
+            # nothing is saved now; without a checkpoint, the run will start over
+            status = "stopped" if trainer.checkpoints.steps() else "failed"
             raise
         finally:
             finish(workdir, status)
@@ -460,8 +461,17 @@ def report_end(trainer: Trainer, stop: StopSignal) -> None:
         sys.exit(128 + stop.number)
     finish(workdir, "finished")
     early = "; no trial is left to train" if step < trainer.num_steps else ""
-    command = next_command("eval.py", workdir=workdir, split="val")
+    command = next_command("eval.py", workdir=workdir, split="val", **task_file())
     say(f"Trained {step} steps{early}. Next: {command}")
+
+
+def task_file() -> dict[str, str]:
+    """Return the config file as --task_file if it adds a task or a merge rule."""
+    known = *TASKS.values(), *(rule.function for rule in MERGE_RULES.values())
+    if all(each.__module__.startswith("headcount.") for each in known):
+        return {}
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    return {"task_file": file.split(":")[0]}  # without the argument of get_config
 
 
 def diverged(trainer: Trainer) -> np.ndarray:

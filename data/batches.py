@@ -51,6 +51,11 @@ def batch_spec(
     return spec
 
 
+def _count(chosen) -> str:
+    number = int(chosen.sum())
+    return f"{number} example{'s' * (number != 1)}"
+
+
 def _select(fields, aligned, max_length, min_length):
     """Drop examples with a side that is too short or too long.
 
@@ -61,14 +66,12 @@ def _select(fields, aligned, max_length, min_length):
     empty = lengths.min(0) < min_length
     keep = ~empty
     if empty.any():
-        logging.info("Skipped %d examples with an empty side.", empty.sum())
+        logging.info("Skipped %s with an empty side.", _count(empty))
     if max_length is not None:
         long = keep & (lengths.max(0) > max_length)
         keep &= ~long
         if long.any():
-            logging.info(
-                "Skipped %d examples of over %d tokens.", long.sum(), max_length
-            )
+            logging.info("Skipped %s of over %d tokens.", _count(long), max_length)
     if not keep.any():
         raise ValueError(
             f"no training example is left of {keep.size}: {empty.sum()} have an empty "

@@ -1,6 +1,7 @@
 """Write files safely: in spite of kills, full disks and planted symlinks."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
@@ -47,24 +48,25 @@ def check_output(name: str, path: Path) -> None:
     """Raise a ValueError unless a file can be written, before long work starts.
 
     Args:
-        name: what the user typed, as in --output=FILE.
+        name: what the user typed, as in --output=FILE or --workdir=FOLDER.
         path: the file.
     """
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{name} must be a file in an existing folder.")
+        raise ValueError(f"{name}: {path} must be a file in an existing folder.")
     # The file would be replaced, which is not intended for /dev/null, /dev/stdout.
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ValueError(f"{name} must be a regular file, or a new one.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{name}: {path} can't be written.")
-    try:  # for root, every folder is writable, by the permissions alone
-        part, number = _create_part(path)
+        raise ValueError(f"{name}: {path} must be a regular file, or a new one.")
+    try:
+        part, number = _create_part(path)  # for root, permissions alone allow all
+        part.unlink()
+        os.close(number)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ValueError(
-            f"{name}: {path} can't be written: {error.strerror}."
+            f"{name}: {path} can't be written ({error.strerror}); change that, or use "
+            f"another folder."
         ) from None
-    part.unlink()
-    os.close(number)
 
 
 def remove_parts(folder: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -123,6 +124,9 @@ def clock(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened to fit into a sentence."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300].rstrip(".")
+    """Return the first line of an error's message, shortened to fit into a sentence.
+
+    Words stay whole: part of a path would name another file.
+    """
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return textwrap.shorten(line.rstrip("."), 300, placeholder=" ...")

@@ -21,6 +21,7 @@ from headcount.runtime.schema import Number, matches, violation
 
 FORMAT_VERSION = 1  # of the files in a workdir; increase it when their meaning changes
 STATUSES = ("running", "stopped", "finished", "diverged", "failed")
+SAVED = ("stopped", "finished", "diverged")  # a run with such a status has a checkpoint
 # Config keys that a resumed run may change, because they don't affect what is learned;
 # `train.num_steps` does if the learning rate decays until then, which train.py says.
 MAY_CHANGE = (
@@ -73,6 +74,12 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
             f"{workdir} has checkpoints or metrics, but lacks config.json or "
             f"trials.json; restore them, or choose another --workdir."
         )
+    if status(workdir) in SAVED and not has_checkpoint(workdir):
+        raise ValueError(
+            f"{workdir / 'checkpoints'} holds no checkpoint, but run.json says that "
+            f"the run is {status(workdir)}; restore the checkpoints, or choose another "
+            f"--workdir."
+        )
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
     with locked(workdir / ".lock", wait=False) as lock:
@@ -110,9 +117,12 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
 def has_started(workdir: Path) -> bool:
     """Return whether anything was trained; if not, another run may use the folder."""
     metrics = workdir / "metrics.jsonl"  # made, empty, before the first step
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(
-        path.name.isdigit() for path in workdir.glob("checkpoints/*")
-    )
+    return (metrics.exists() and metrics.stat().st_size > 0) or has_checkpoint(workdir)
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    """Return whether the folder of the checkpoints has any."""
+    return any(path.name.isdigit() for path in workdir.glob("checkpoints/*"))
 
 
 def recorded(workdir: Path) -> dict:
@@ -144,6 +154,12 @@ def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
     head = {"format_version": FORMAT_VERSION, "status": "running", "started": started}
     write_json(path, head | facts)
     return changed
+
+
+def status(workdir: Path) -> str | None:
+    """Return the status of a run; None if the folder has none."""
+    path = workdir / "run.json"
+    return read_json(path)["status"] if path.exists() else None
 
 
 def set_status(workdir: Path, status: str) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from headcount.analysis.formatting import count
 from headcount.analysis.report import margin_text
 from headcount.analysis.sequential import detectable
 from headcount.analysis.significance import POWER
@@ -34,8 +35,9 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     table = Table(
         *("arm", "seeds", *(["search"] if searches else [])),
         *("parameters", "F", "multiply-adds per token", "baseline"),
-        title=f"{len(sweep.plan.arms)} arms, {sweep.num_trials()} trials, "
-        f"{len(sweep.groups)} groups{' at first' * sweep.grows}",
+        title=f"{count(len(sweep.plan.arms), 'arm')}, "
+        f"{count(sweep.num_trials(), 'trial')}, "
+        f"{count(len(sweep.groups), 'group')}{' at first' * sweep.grows}",
     )
     for arm in sweep.plan.arms:
         table.add_row(
@@ -49,7 +51,7 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
     console = print_table(table)
     for index, group in enumerate(sweep.groups):
         arms = " and ".join(dict.fromkeys(trial.arm for trial in group.trials))
-        console.print(f"group {index}: {arms}, {len(group.trials)} trials")
+        console.print(f"group {index}: {arms}, {count(len(group.trials), 'trial')}")
     if sweep.looks:
         margin = "without a margin"
         if sweep.looks.margin is not None:

@@ -334,6 +334,8 @@ class Cost(NamedTuple):
         runs, flops = count(self.runs, "training run"), f"{self.flops:.3g} FLOP"
         if math.isnan(self.minutes):
             return f"{runs} and {flops}"
+        if self.minutes < 1:
+            return f"{runs}, {flops} and {60 * self.minutes:.2g} seconds of updates"
         return f"{runs}, {flops} and {self.minutes:.3g} minutes of updates"
 
 

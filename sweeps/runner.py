@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headcount.analysis.formatting import count
 from headcount.runtime.files import locked, open_append
 from headcount.runtime.logging import Progress, say
 from headcount.runtime.workdir import commit, write_json
@@ -332,7 +333,7 @@ class Runner:
             Stopped: a signal stopped the sweep or the process.
         """
         command = self.command(group, splits)
-        name = f"{group.trials[0].arm}, {len(group.trials)} trials"
+        name = f"{group.trials[0].arm}, {count(len(group.trials), 'trial')}"
         say(f"{name}: {shlex.join(['python', *command[1:]])}")
         log = self.sweep.folder(group) / "log.txt"
         with open_append(log) as file:

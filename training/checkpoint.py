@@ -125,7 +125,7 @@ class Checkpoints:
         for name in ("asyncio", "concurrent.futures"):
             # else a failed save may print a traceback before `wait` raises its error
             logging.getLogger(name).disabled = True
-        self.directory, self.keep = (workdir / "checkpoints").absolute(), keep
+        self.directory = (workdir / "checkpoints").absolute()
         self.damaged = self.directory.parent / "damaged"
         if self.directory.is_file():  # Orbax would only notice at the first save
             raise ValueError(
@@ -255,19 +255,18 @@ class Checkpoints:
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
         """Read the newest intact checkpoint; return its step and items, or None.
 
-        Newer, damaged checkpoints are logged and, unless read-only, moved to
-        WORKDIR/damaged.
+        Newer, damaged checkpoints are logged and moved to WORKDIR/damaged.
 
         Raises:
-            ValueError: all checkpoints are damaged, and this is not read-only. Training
-                must not silently start over. The files stay where they are, because
-                another program may have written them.
+            ValueError: all checkpoints are damaged. Training must not silently start
+                over. The files stay where they are, because another program may have
+                written them.
         """
         damaged = []
         for step in reversed(self.steps_of_all()):
             items, damage = self.read_all(step, **abstract)
             if damage is None:
-                for other in damaged if self.keep is not None else ():
+                for other in damaged:
                     self.set_aside(other)
                 return step, items
             damaged.append(step)
@@ -276,7 +275,7 @@ class Checkpoints:
                 f"before it."
             )
         with distributed.fail_together():
-            if self.keep is not None and (damaged or self.damaged.exists()):
+            if damaged or self.damaged.exists():
                 where = self.directory if damaged else self.damaged
                 raise ValueError(
                     f"{self.directory} holds no sound checkpoint to resume from; those "

@@ -36,8 +36,8 @@ def restore_parameters(workdir: Path, which: str, num_trials: int, abstract):
     )
     checkpoints = Checkpoints(workdir)
     like = np.zeros(num_trials)
-    items = checkpoints.restore_last(trials={"step": like, "diverged_at": like})
-    trials = _required(items, checkpoints)[1]["trials"]
+    _, items = _newest(checkpoints, trials={"step": like, "diverged_at": like})
+    trials = items["trials"]
     found = READERS[which](checkpoints, abstract, trials)
     checkpoints.close()
     return found
@@ -139,7 +139,7 @@ def run_folder(workdir: str) -> Path:
 def _read_best(checkpoints, abstract, trials: dict):
     like = np.zeros(len(trials["step"]))
     best = {"params": abstract, "score": like, "step": like}
-    best = _required(checkpoints.restore_last(best=best), checkpoints)[1]["best"]
+    best = _newest(checkpoints, best=best)[1]["best"]
     # without a finite score at any evaluation, a trial's best are its initial values
     without = ~np.isfinite(best["score"]) & (trials["diverged_at"] == 0)
     if without.any() and not np.isfinite(best["score"]).any():
@@ -152,7 +152,7 @@ def _read_best(checkpoints, abstract, trials: dict):
 
 
 def _read_last(checkpoints, abstract, trials: dict):
-    step, items = _required(checkpoints.restore_last(params=abstract), checkpoints)
+    step, items = _newest(checkpoints, params=abstract)
     return items["params"], np.minimum(step, trials["step"]), trials["diverged_at"]
 
 
@@ -164,15 +164,12 @@ def _read_average(checkpoints, abstract, trials: dict):
     """
     total, before = None, -1
     for step in checkpoints.steps_of_all():
-        items, damage = checkpoints.read_all(step, params=abstract)
-        if damage is not None:
-            say(f"Left out the checkpoint of step {step}, which is damaged: {damage}.")
-            continue
+        items = _intact(checkpoints, step, params=abstract)
         counts = np.float64((step <= trials["step"]) | (before < trials["step"]))
         add = {"params": jax.tree.map(partial(_scale, counts), items["params"])}
         add["counts"], before = counts, step
         total = add if total is None else jax.tree.map(np.add, total, add)
-    counts = _required(total, checkpoints)["counts"]
+    counts = total["counts"]
     mean = jax.tree.map(partial(_scale, 1 / counts), total["params"])
     say(f"Averaged {counts.max():g} checkpoints, the last one from step {before}.")
     for trial in np.flatnonzero(counts < counts.max()):
@@ -192,10 +189,27 @@ def _scale(factors, leaf):
 READERS = {"best": _read_best, "last": _read_last, "average": _read_average}
 
 
-def _required(value, checkpoints):
-    if value is None:
+def _newest(checkpoints, **abstract) -> tuple[int, dict]:
+    """Return the step and the items of the newest checkpoint."""
+    steps = checkpoints.steps_of_all()
+    if not steps:
         raise FileNotFoundError(
-            f"{checkpoints.directory} holds no checkpoint that can be read; let "
-            f"train.py run until it has saved one."
+            f"{checkpoints.directory} holds no checkpoint; restore it, or let train.py "
+            f"run until it has saved one."
         )
-    return value
+    return steps[-1], _intact(checkpoints, steps[-1], **abstract)
+
+
+def _intact(checkpoints, step: int, **abstract) -> dict:
+    """Return the items of a checkpoint; don't replace a damaged one by another.
+
+    Scores of another checkpoint would pass for those of the one that was asked for.
+    """
+    items, damage = checkpoints.read_all(step, **abstract)
+    if damage is not None:
+        raise ValueError(
+            f"{checkpoints.directory / str(step)} is damaged ({damage}). Restore it "
+            f"from a copy or, if another checkpoint is intact, move it to "
+            f"{checkpoints.damaged} to use that one; train.py does so when it resumes."
+        )
+    return items

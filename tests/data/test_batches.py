@@ -167,7 +167,7 @@ def test_examples_that_are_empty_or_too_long_are_skipped_and_logged(caplog):
     with caplog.at_level(logging.INFO):
         batches = PackedBatches(fields, batch_tokens=64, seeds=[0], max_length=4)
     assert "Skipped 2 examples with an empty side" in caplog.text
-    assert "Skipped 1 examples of over 4 tokens" in caplog.text
+    assert "Skipped 1 example of over 4 tokens" in caplog.text
     assert set(np.unique(batches[0]["source"])) - {0} == {2, 5, 8}
 
 

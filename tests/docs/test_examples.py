@@ -1,6 +1,7 @@
 """Examples of the documents that are whole programs run."""
 
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -29,6 +30,20 @@ def test_the_task_in_one_file_trains(tmp_path):
     assert status(tmp_path / "run") == "finished"
     (line,) = [x for x in ran.stderr.splitlines() if "Next: python eval.py" in x]
     assert flag in line.split()
+
+
+@pytest.mark.slow
+def test_a_run_of_a_task_in_its_config_file_is_scored_by_the_command_shown(tmp_path):
+    task, config = example("contributing.md", "TASKS["), tmp_path / "repeats.py"
+    config.write_text(
+        f"{task}\nfrom headcount.configs import ewt\n"
+        "def get_config(size):\n    return ewt.get_config()\n"
+    )
+    changes = {"task.name": "repeats", "data.tokenizer": "words", "train.num_steps": 2}
+    changes |= {"model.num_decoder_layers": 0, "train.eval_every_steps": 2}
+    ran = succeed(training(tmp_path / "run", config=f"{config}:small", **changes))
+    (line,) = [x for x in ran.stderr.splitlines() if "Next: python eval.py" in x]
+    succeed(shlex.split(line.partition("Next: python ")[2]))
 
 
 RULE = """

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from headcount.runtime.logging import ROOT, SayHandler
+from headcount.runtime.logging import ROOT, SayHandler, first_line
 
 
 @pytest.mark.parametrize("room, shown", [("data", 1), ("attention", 1), ("models", 0)])
@@ -15,3 +15,10 @@ def test_only_data_and_attention_inform_the_user(capsys, room, shown):
         SayHandler().emit(logging.makeLogRecord(record))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"at {logging.INFO}"] * shown + [f"at {logging.WARNING}"]
+
+
+def test_a_shortened_message_names_no_part_of_a_path():
+    path = f"/{'run' * 30}/checkpoints/20"
+    error = OSError(f"{'can not be read, ' * 15}at {path}")
+    assert len(str(error)) > 300 > len(first_line(error))
+    assert "/" not in first_line(error) and first_line(OSError(path)) == path

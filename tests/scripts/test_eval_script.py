@@ -153,6 +153,13 @@ def test_output_may_not_be_a_file_of_the_run(name, trained, call):
     assert (path.read_bytes() if path.exists() else None) == before
 
 
+def test_scores_that_can_not_be_written_fail_before_scoring(workdir, call, monkeypatch):
+    (workdir / "result-val.json").mkdir()
+    monkeypatch.setattr(load_script("eval.py")[0], "evaluate", None)
+    ran = call("eval.py", workdir=workdir, split="val")
+    fails(ran, f"--workdir={workdir}", "result-val.json")
+
+
 @pytest.mark.parametrize("name", ["pipe", "link", "", "/"])
 def test_output_is_a_regular_file(name, trained, call, tmp_path):
     """A device would be replaced by a file, such as /dev/null by root."""

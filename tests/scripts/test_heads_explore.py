@@ -46,6 +46,7 @@ def test_a_page_has_every_head_and_sentence_and_no_template_marks(
     ran = call("heads.py", "explore", **options, **LAST)
     assert ran.returncode == 0, ran.stderr
     text = path.read_text()
+    assert f"({len(text.encode()) / 1e3:,.0f} kB)" in ran.stdout
     assert PLACE in TEMPLATE.read_text() and PLACE not in text
     assert not re.search(r"(src|href)=|https?://", text)  # nothing to fetch
     found = re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)

@@ -67,6 +67,15 @@ def test_diverged_trials_are_left_out_unless_named(
     assert {row["diverged_at"] for row in rows} == {7 if trials == [1] else None}
 
 
+def test_rows_that_can_not_be_written_fail_before_measuring(workdir, call, monkeypatch):
+    from tests.conftest import load_script
+
+    (workdir / "heads-describe-val.json").mkdir()
+    monkeypatch.setitem(load_script("heads.py")[0].VERBS, "describe", None)
+    ran = call("heads.py", "describe", workdir=workdir)
+    fails(ran, f"--workdir={workdir}", "heads-describe-val.json")
+
+
 def test_attention_is_drawn_of_the_example_and_the_site(
     trained, call, tmp_path, monkeypatch
 ):

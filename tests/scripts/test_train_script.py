@@ -169,6 +169,21 @@ def test_a_finished_run_stays_as_it_is(workdir, corpus):
     assert (checksums(workdir), read(workdir, "run.json")) == before
 
 
+@pytest.mark.parametrize("status", ["finished", "stopped", "running"])
+def test_a_run_that_lost_its_checkpoints_does_not_start_over(workdir, status, corpus):
+    """Unless it was killed, maybe before the first one."""
+    shutil.rmtree(workdir / "checkpoints")
+    path = workdir / "run.json"
+    path.write_text(json.dumps(read(workdir, "run.json") | {"status": status}))
+    before = logged(workdir)
+    args = training(workdir, **corpus, **{"train.num_steps": 2})
+    if status == "running":
+        succeed(args)
+    else:
+        fails(run(args), workdir / "checkpoints", status)
+        assert logged(workdir) == before
+
+
 @pytest.mark.slow
 def test_num_steps_lowered_to_a_stop_says_that_it_was_not_evaluated(workdir, corpus):
     shutil.rmtree(workdir / "checkpoints" / "60")

@@ -27,6 +27,12 @@ def test_arms_and_groups_are_listed(tmp_path, corpus, capsys):
     assert "group 2: K=1, 2 trials" in printed
 
 
+def test_one_trial_is_listed_in_the_singular(tmp_path, corpus, capsys):
+    sweep = open_sweep(options(tmp_path / "s", corpus, verb="list", seeds=1))
+    preview.print_list(sweep, calibrate=False)
+    assert "group 2: K=1, 1 trial\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "cores, gpus, is_shown", [(2, [], True), (1, [], False), (2, [{}], False)]
 )

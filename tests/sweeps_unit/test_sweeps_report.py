@@ -487,3 +487,10 @@ def test_sweeps_of_other_corpora_or_metrics_cannot_share_a_page(tmp_path, corpus
         given = {"workdir": tmp_path / name, "corpus": corpus} | change
         with pytest.raises(ValueError, match=f"differ in {name} "):
             report.write_joined([first, open_sweep(options(**given))], 2)
+
+
+@pytest.mark.parametrize(
+    "minutes, text", [(0.005, "0.3 seconds"), (2.5, "2.5 minutes")]
+)
+def test_short_training_is_reported_in_seconds(minutes, text):
+    assert f" and {text} of updates" in str(report.Cost(1, 1e9, minutes))

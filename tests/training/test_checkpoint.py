@@ -287,6 +287,22 @@ def test_a_damaged_checkpoint_is_logged_and_the_one_before_restored(
     assert (saved / "damaged" / "3").is_dir(), "nothing on disk may be lost"
 
 
+@pytest.mark.parametrize(
+    "which, item, step",
+    [("best", "best", 20), ("last", "params", 20), ("average", "params", 10)],
+)
+def test_scores_are_not_of_another_checkpoint_than_a_damaged_one(
+    tmp_path, which, item, step
+):
+    trained(tmp_path, [7, 8])
+    cut_short(largest_file(tmp_path, step, item))
+    one = {"kernel": jax.ShapeDtypeStruct((3,), np.float32)}
+    folder = tmp_path / "checkpoints" / str(step)
+    with pytest.raises(ValueError, match=f"^{folder} is damaged .* Restore it .*train"):
+        restore_parameters(tmp_path, which, 2, one)
+    assert folder.is_dir() and not (tmp_path / "damaged").exists()
+
+
 def test_training_does_not_start_over_if_all_checkpoints_are_damaged(saved):
     """Not at the next start either, which would drop the metrics so far.
 
