@@ -27,7 +27,6 @@ from absl import flags
 from ml_collections import config_flags
 
 from headcount.analysis.budget import BUDGETS
-from headcount.analysis.formatting import count
 from headcount.analysis.report_markdown import CHECKPOINTS
 from headcount.configs.commandline import (
     TASK_FILE,
@@ -288,10 +287,12 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
         arguments = cluster.arguments()
         if arguments and LAUNCHER.value == "local":
             part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
-            rows = multihost.run(sweep, groups, part, cluster.process(), arguments)
+            multihost.run(sweep, groups, part, cluster.process(), arguments)
         else:
             launch = launchers.LAUNCHERS[LAUNCHER.value]
-            rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
+            launch(sweep, groups, ADDRESS.value, RESOURCES.value)
+        now = sweep.extended(propose=False)  # with what the last groups have added
+        rows = collect(now)
     except Stopped as stopped:
         print(
             f"sweep.py: {stopped}. Rerun the same command to resume.", file=sys.stderr
@@ -304,13 +305,10 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
             f"{describe(error)} What is done in {sweep.workdir} is safe; fix this and "
             f"rerun the same command."
         )
-    # include trials that a search has added: the rows contain them
-    now = sweep.extended(propose=False)
     status.print_status(now, rows)
     left = count_unfinished(now.plan, rows)
-    if SHARD.value and left:
-        more = " Rerun this when the other shards are done: more groups may follow."
-        print(f"Not done yet in the sweep: {count(left, 'trial')}.{more * sweep.grows}")
+    if SHARD.value and left and sweep.grows:
+        print("Rerun this when the other shards are done: more groups may follow.")
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)
     is_whole = SHARD.value is None and GROUP.value is None

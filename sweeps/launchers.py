@@ -24,14 +24,13 @@ from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.runner import ROOT, Runner, Stopped, task_flags
 from headcount.sweeps.search import optional_package
 from headcount.sweeps.store import Sweep
-from headcount.sweeps.table import collect
 from headcount.sweeps.workers import local_workers
 
 RETRIES = 3  # per Ray task, if its worker is lost
 
 
-def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
-    """Run groups on the devices of this machine; return the table's rows.
+def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> None:
+    """Run groups on the devices of this machine.
 
     On a machine without GPUs, `resources` may set the number of `cores` per group.
 
@@ -42,7 +41,7 @@ def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list
     del address
     with one_sentence():
         workers = local_workers(**parse_resources(resources))
-    return Runner(sweep, groups, workers).run()
+    Runner(sweep, groups, workers).run()
 
 
 def group_call(sweep: Sweep, group: Group) -> list[str]:
@@ -80,7 +79,7 @@ def run_call(command: list[str], folder: str, platform: str | None = None) -> in
         raise
 
 
-def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
+def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> None:
     """Run groups as tasks of a Ray cluster; without an address, start a cluster here.
 
     By default, a task takes a GPU if the cluster has any, else a host's TPU chips, else
@@ -119,7 +118,6 @@ def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> lis
         raise Stopped("SIGINT", signal.SIGINT) from None
     finally:
         ray.shutdown()
-    return collect(sweep.extended())
 
 
 def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
@@ -190,9 +188,7 @@ class SlurmJob:
         return optional_package("submitit").helpers.DelayedSubmission(self)
 
 
-def on_slurm(
-    sweep: Sweep, groups: list[Group] | Shard, address, resources
-) -> list[dict]:
+def on_slurm(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> None:
     """Run groups as a Slurm array through submitit; address `local` runs them here.
 
     `resources` are submitit's parameters: timeout_min, gpus_per_node, cpus_per_task,
@@ -226,7 +222,6 @@ def on_slurm(
             log_end(group.name, job.result)
             progress.update(done)
         progress.close()
-    return collect(sweep.extended())
 
 
 def parse_resources(resources: list[str]) -> dict:

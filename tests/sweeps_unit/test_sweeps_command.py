@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from sweep_fakes import ROOT, edit_results, finish_all, only_workdir, options
+from sweep_fakes import ROOT, edit_results, finish, finish_all, only_workdir, options
 
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.status import print_status
@@ -119,8 +119,7 @@ CANCELLED = """
 import runpy
 import sys
 from headcount.sweeps import launchers
-from headcount.sweeps.table import collect
-launchers.LAUNCHERS["slurm"] = lambda sweep, *_: collect(sweep)
+launchers.LAUNCHERS["slurm"] = lambda *_: None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -140,6 +139,53 @@ def test_a_sweep_whose_jobs_are_cancelled_exits_with_1(tmp_path, corpus):
     )
     assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
     assert "6 trials are not done" in found.stderr.splitlines()[-1]
+
+
+LAST_GROUP_OF_A_LOOK = """
+import runpy
+import sys
+sys.path.append("tests/sweeps_unit")
+from sweep_fakes import finish
+from headcount.sweeps import launchers
+launchers.LAUNCHERS["local"] = lambda sweep, groups, *_: finish(sweep, 2)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_last_group_of_a_look_does_not_end_the_sweep(tmp_path, corpus):
+    workdir = tmp_path / "s"
+    sweep = open_sweep(options(workdir, corpus, seeds=4, looks=[2, 4]))
+    for index in (0, 1):
+        finish(sweep, index, dev=30.0 + index)
+    flags = ("run", f"--workdir={workdir}", "--group=2")
+    found = subprocess.run(
+        [sys.executable, "-c", LAST_GROUP_OF_A_LOOK, "sweep.py", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "Everything is done" not in found.stdout
+    assert "Not done yet: " in found.stdout
+    assert f"sweep.py run --workdir={workdir}" in found.stdout
+
+
+def test_what_is_printed_last_can_be_run_next(tmp_path, corpus, capsys):
+    file = tmp_path / "rules.py"
+    given = options(tmp_path / "s", corpus, task_file=file)
+    sweep = open_sweep(given)
+    finish_all(sweep)
+    print_status(sweep, collect(sweep))
+    last = f"--task_file={file} --workdir={sweep.workdir}"
+    assert f"done: python sweep.py report {last}" in capsys.readouterr().out
+    damaged = sweep.folder(sweep.groups[0]) / "result-test.json"
+    damaged.write_text("[{}]")
+    print_status(sweep, collect(sweep))
+    printed = capsys.readouterr().out
+    assert "Everything is done" not in printed
+    assert f"Not done yet: 2 trials. To resume: python sweep.py run {last}" in printed
 
 
 def test_status_counts_trials_by_status_and_lists_what_diverged(

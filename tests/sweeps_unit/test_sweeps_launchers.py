@@ -35,11 +35,11 @@ def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch, capsys):
     monkeypatch.setattr(launchers, "optional_package", lambda name: submitit)
     monkeypatch.chdir(tmp_path)
     sweep = open_sweep(options(Path("s"), corpus, task_file=tmp_path / "task.py"))
-    rows = launchers.on_slurm(sweep, sweep.groups[:1], "local", [])
+    launchers.on_slurm(sweep, sweep.groups[:1], "local", [])
     name = sweep.groups[0].name
     assert f"The task of {name} ended with exit code 2." in capsys.readouterr().err
     (command,) = submitted
-    assert f"--workdir={tmp_path / 's'}" in command and len(rows) == 6
+    assert f"--workdir={tmp_path / 's'}" in command
     assert f"--task_file={tmp_path / 'task.py'}" in command
     assert Path(command[1]).is_absolute() and Path(command[1]).name == "sweep.py"
 
