@@ -17,9 +17,12 @@ later calls need only --workdir.
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
+import contextlib
+import io
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -40,7 +43,7 @@ from headcount.configs.commandline import (
 from headcount.runtime import cluster, distributed
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
 from headcount.sweeps.looks import parse_seeds
-from headcount.sweeps.plan import Shard
+from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.restore import restore
 from headcount.sweeps.runner import Stopped
 from headcount.sweeps.store import Sweep
@@ -170,15 +173,15 @@ def main(verb: str, more_workdirs: list[str]) -> None:
         check_flags(verb)
         workdir = choose_workdir(verb, Path(temporary))
         task_file = import_task()
-        is_new = CONFIG.value and ABLATION.value and not FINISHED.value
-        if GROUP.value is not None and is_new and not (workdir / "sweep.json").exists():
-            # a wrong --group must not start a sweep, which then has fixed settings
-            draft = settings.open_sweep(options(verb, Path(temporary), task_file))
-            settings.select_groups(draft, GROUP.value, None)
-        sweep = settings.open_sweep(options(verb, workdir, task_file))
-        if verb == "run" and FINISHED.value is not None:
-            sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
-        groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
+        if verb == "run":
+            launcher = launchers.LAUNCHERS[LAUNCHER.value]
+            launch = launcher(workdir, ADDRESS.value, RESOURCES.value)
+            is_new = CONFIG.value and ABLATION.value
+            if is_new and not (workdir / "sweep.json").exists():
+                # bad input must not start a sweep, which then has fixed settings
+                with contextlib.redirect_stderr(io.StringIO()):  # it is logged below
+                    open_groups(verb, Path(temporary), task_file)
+        sweep, groups = open_groups(verb, workdir, task_file)
         if verb == "list":
             preview.print_list(sweep, CALIBRATE.value)
         elif verb == "status":
@@ -194,7 +197,17 @@ def main(verb: str, more_workdirs: list[str]) -> None:
             else:
                 report.write(sweep, collect(sweep), EXAMPLES.value)
     if verb == "run":
-        run_groups(sweep, groups)
+        run_groups(sweep, groups, launch)
+
+
+def open_groups(
+    verb: str, workdir: Path, task_file: Path | None
+) -> tuple[Sweep, list[Group] | Shard]:
+    """Open or start the sweep in a workdir; return it and the groups to run."""
+    sweep = settings.open_sweep(options(verb, workdir, task_file))
+    if FINISHED.value is not None:
+        sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
+    return sweep, settings.select_groups(sweep, GROUP.value, SHARD.value)
 
 
 def check_flags(verb: str) -> None:
@@ -277,8 +290,8 @@ def options(verb: str, workdir: Path, task_file: Path | None) -> settings.Option
     return settings.Options(verb, workdir, task_file, proposes, **given)
 
 
-def run_groups(sweep: Sweep, groups: list | Shard) -> None:
-    """Run groups, and print the status.
+def run_groups(sweep: Sweep, groups: list[Group] | Shard, launch: Callable) -> None:
+    """Run groups with a launcher, and print the status.
 
     Exit with code 1 if a group failed or was cancelled, and with 128 + signal number if
     a signal stopped the sweep; see `sweeps.runner`.
@@ -289,8 +302,7 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
             part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
             multihost.run(sweep, groups, part, cluster.process(), arguments)
         else:
-            launch = launchers.LAUNCHERS[LAUNCHER.value]
-            launch(sweep, groups, ADDRESS.value, RESOURCES.value)
+            launch(sweep, groups)
         now = sweep.extended(propose=False)  # with what the last groups have added
         rows = collect(now)
     except Stopped as stopped:

@@ -1,5 +1,6 @@
 """sweep.py itself: its flags, exit codes and messages."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -72,11 +73,22 @@ def test_bad_flags_are_named_in_one_line_with_exit_code_2(arguments, named):
 
 
 @pytest.mark.slow
-def test_a_group_that_does_not_exist_starts_no_sweep(tmp_path):
+@pytest.mark.parametrize(
+    "flag, named",
+    [
+        ("--group=99", "--group must be the name"),
+        ("--finished=pyproject.toml", "--finished=pyproject.toml has no column"),
+        ("--resources=cores=0", "--resources=cores must be"),
+        ("--launcher=slurm", "package submitit is needed"),
+    ],
+)
+def test_bad_input_starts_no_sweep(tmp_path, flag, named):
+    if "submitit" in named and importlib.util.find_spec("submitit"):
+        pytest.skip("submitit is installed")
     workdir = tmp_path / "s"
     new = ("--config=configs/numbers.py", "--ablation=heads", "--seeds=4:8")
-    found = call("run", *new, f"--workdir={workdir}", "--group=99")
-    assert found.returncode == 2 and "--group must be the name" in found.stderr
+    found = call("run", *new, f"--workdir={workdir}", flag)
+    assert found.returncode == 2 and named in found.stderr
     assert not workdir.exists()
 
 
@@ -119,7 +131,7 @@ CANCELLED = """
 import runpy
 import sys
 from headcount.sweeps import launchers
-launchers.LAUNCHERS["slurm"] = lambda *_: None
+launchers.LAUNCHERS["slurm"] = lambda *_: lambda sweep, groups: None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -147,7 +159,7 @@ import sys
 sys.path.append("tests/sweeps_unit")
 from sweep_fakes import finish
 from headcount.sweeps import launchers
-launchers.LAUNCHERS["local"] = lambda sweep, groups, *_: finish(sweep, 2)
+launchers.LAUNCHERS["local"] = lambda *_: lambda sweep, groups: finish(sweep, 2)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
