@@ -1,8 +1,11 @@
 """Ablations: finding them, their docstrings, and what they yield."""
 
+from pathlib import Path
+
 import pytest
 from sweep_fakes import TINY, options, write_ablation
 
+from headcount import attention, tasks
 from headcount.configs import ablations, base
 from headcount.configs.variants import VARIANTS
 from headcount.sweeps import ablation
@@ -30,6 +33,25 @@ OF_PAIRS = "differential", "shared and routed"  # need two heads at least
 def test_an_ablation_that_is_not_found_is_named(name, named):
     with pytest.raises(ValueError, match=rf"^--ablation.*{named}"):
         find_ablation(name)
+
+
+@pytest.mark.parametrize(
+    "table", ["headcount.tasks.TASKS", "headcount.attention.MERGE_RULES"]
+)
+def test_a_file_that_adds_a_task_or_a_rule_must_be_the_task_file(
+    tmp_path, monkeypatch, table
+):
+    name = write_ablation(tmp_path, "yield {}")
+    file, (module, rules) = name.removesuffix(":sizes"), table.rsplit(".", 1)
+    for each in (tasks.TASKS, attention.MERGE_RULES):
+        monkeypatch.setitem(each, "own", None)  # to be removed again
+        del each["own"]
+    with open(file, "a") as text:
+        text.write(f"from {module} import {rules}\n{rules}['own'] = None\n")
+    with pytest.raises(ValueError, match=f"adds own, .* add --task_file={file}"):
+        find_ablation(name)
+    tasks.import_file(Path(file))  # as --task_file
+    assert find_ablation(name).__name__ == "sizes"
 
 
 def test_functions_with_a_scientific_line_are_ablations():
