@@ -223,8 +223,9 @@ def check_flags(verb: str) -> None:
         raise ValueError("--workdir is needed: the folder of the sweep.")
     for flag, verbs in OF_VERBS:
         if flag.present and verb not in verbs:
+            no = "no" if flag.value is False else ""  # as in --nocalibrate
             raise ValueError(
-                f"--{flag.name} has no meaning for {verb}; it is for "
+                f"--{no}{flag.name} has no meaning for {verb}; it is for "
                 f"{' and '.join(verbs)}."
             )
     if GROUP.value is not None and SHARD.value is not None:

@@ -33,7 +33,7 @@ def call(*arguments):
         (["report", "--workdir="], "--workdir needs the folder"),
         (["report", "--workdir=x", "--finished=x.csv"], "--finished has no meaning"),
         (["status", "--workdir=x", "--shard=0/2"], "--shard has no meaning"),
-        (["run", "--workdir=x", "--nocalibrate"], "--calibrate has no meaning for run"),
+        (["run", "--workdir=x", "--nocalibrate"], "--nocalibrate has no meaning"),
         (
             ["report", "--workdir=x", "--resources=cores=1"],
             "--resources has no meaning",
