@@ -27,6 +27,17 @@ def test_arms_and_groups_are_listed(tmp_path, corpus, capsys):
     assert "group 2: K=1, 2 trials" in printed
 
 
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "bytes"])
+def test_a_vocabulary_that_the_corpus_decides_is_said_to_be_assumed(
+    tmp_path, corpus, capsys, tokenizer
+):
+    given = options(tmp_path / "s", corpus, verb="list")
+    given.config.data.tokenizer = tokenizer
+    preview.print_list(open_sweep(given), calibrate=False)
+    is_said = "assume a vocabulary of data.vocab_size=80" in capsys.readouterr().out
+    assert is_said == (tokenizer != "bytes")
+
+
 @pytest.mark.parametrize(
     "cores, gpus, is_shown", [(2, [], True), (1, [], False), (2, [{}], False)]
 )
