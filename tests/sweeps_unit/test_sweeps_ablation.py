@@ -61,6 +61,27 @@ def test_functions_with_a_scientific_line_are_ablations():
 
 
 @pytest.mark.parametrize(
+    "values, named",
+    [
+        # two learning rates are nuisance settings of one arm
+        ("(32, 0.1), (32, 0.2), (48, 0.1)", []),
+        ("(32, 0.1), (48, 0.1), (48, 0.1)", ["mlp_dim=48, learning_rate=0.1"]),
+        # the second spells out what the base config has
+        ("(None, 0.1), (32, 0.1), (48, 0.1)", ["mlp_dim=32, learning_rate=0.1"]),
+    ],
+)
+def test_arms_that_repeat_others_are_named(tmp_path, corpus, capsys, values, named):
+    body = f"""for F, rate in ({values}):
+        width = {{}} if F is None else {{"model.mlp_dim": F}}
+        yield width | {{"optimizer.learning_rate": rate}}"""
+    given = options(tmp_path / "s", corpus, ablation=write_ablation(tmp_path, body))
+    open_sweep(given)
+    logged = [x for x in capsys.readouterr().err.splitlines() if "left out" in x]
+    assert len(logged) == len(named)
+    assert all(name in line for name, line in zip(named, logged, strict=True))
+
+
+@pytest.mark.parametrize(
     "N, heads, key_heads",
     [
         (4, [1, 2, 4, 8, 16, 32], [4, 2, 1]),
