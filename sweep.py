@@ -17,9 +17,12 @@ later calls need only --workdir.
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
+import contextlib
+import io
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -27,7 +30,6 @@ from absl import flags
 from ml_collections import config_flags
 
 from headcount.analysis.budget import BUDGETS
-from headcount.analysis.formatting import count
 from headcount.analysis.report_markdown import CHECKPOINTS
 from headcount.configs.commandline import (
     TASK_FILE,
@@ -41,7 +43,7 @@ from headcount.configs.commandline import (
 from headcount.runtime import cluster, distributed
 from headcount.sweeps import launchers, multihost, preview, report, settings, status
 from headcount.sweeps.looks import parse_seeds
-from headcount.sweeps.plan import Shard
+from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.restore import restore
 from headcount.sweeps.runner import Stopped
 from headcount.sweeps.store import Sweep
@@ -171,15 +173,15 @@ def main(verb: str, more_workdirs: list[str]) -> None:
         check_flags(verb)
         workdir = choose_workdir(verb, Path(temporary))
         task_file = import_task()
-        is_new = CONFIG.value and ABLATION.value and not FINISHED.value
-        if GROUP.value is not None and is_new and not (workdir / "sweep.json").exists():
-            # a wrong --group must not start a sweep, which then has fixed settings
-            draft = settings.open_sweep(options(verb, Path(temporary), task_file))
-            settings.select_groups(draft, GROUP.value, None)
-        sweep = settings.open_sweep(options(verb, workdir, task_file))
-        if verb == "run" and FINISHED.value is not None:
-            sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
-        groups = settings.select_groups(sweep, GROUP.value, SHARD.value)
+        if verb == "run":
+            launcher = launchers.LAUNCHERS[LAUNCHER.value]
+            launch = launcher(workdir, ADDRESS.value, RESOURCES.value)
+            is_new = CONFIG.value and ABLATION.value
+            if is_new and not (workdir / "sweep.json").exists():
+                # bad input must not start a sweep, which then has fixed settings
+                with contextlib.redirect_stderr(io.StringIO()):  # it is logged below
+                    open_groups(verb, Path(temporary), task_file)
+        sweep, groups = open_groups(verb, workdir, task_file)
         if verb == "list":
             preview.print_list(sweep, CALIBRATE.value)
         elif verb == "status":
@@ -195,7 +197,17 @@ def main(verb: str, more_workdirs: list[str]) -> None:
             else:
                 report.write(sweep, collect(sweep), EXAMPLES.value)
     if verb == "run":
-        run_groups(sweep, groups)
+        run_groups(sweep, groups, launch)
+
+
+def open_groups(
+    verb: str, workdir: Path, task_file: Path | None
+) -> tuple[Sweep, list[Group] | Shard]:
+    """Open or start the sweep in a workdir; return it and the groups to run."""
+    sweep = settings.open_sweep(options(verb, workdir, task_file))
+    if FINISHED.value is not None:
+        sweep = restore(sweep, path_of(FINISHED), GROUP.value is None)
+    return sweep, settings.select_groups(sweep, GROUP.value, SHARD.value)
 
 
 def check_flags(verb: str) -> None:
@@ -211,8 +223,9 @@ def check_flags(verb: str) -> None:
         raise ValueError("--workdir is needed: the folder of the sweep.")
     for flag, verbs in OF_VERBS:
         if flag.present and verb not in verbs:
+            no = "no" if flag.value is False else ""  # as in --nocalibrate
             raise ValueError(
-                f"--{flag.name} has no meaning for {verb}; it is for "
+                f"--{no}{flag.name} has no meaning for {verb}; it is for "
                 f"{' and '.join(verbs)}."
             )
     if GROUP.value is not None and SHARD.value is not None:
@@ -278,8 +291,8 @@ def options(verb: str, workdir: Path, task_file: Path | None) -> settings.Option
     return settings.Options(verb, workdir, task_file, proposes, **given)
 
 
-def run_groups(sweep: Sweep, groups: list | Shard) -> None:
-    """Run groups, and print the status.
+def run_groups(sweep: Sweep, groups: list[Group] | Shard, launch: Callable) -> None:
+    """Run groups with a launcher, and print the status.
 
     Exit with code 1 if a group failed or was cancelled, and with 128 + signal number if
     a signal stopped the sweep; see `sweeps.runner`.
@@ -288,10 +301,11 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
         arguments = cluster.arguments()
         if arguments and LAUNCHER.value == "local":
             part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
-            rows = multihost.run(sweep, groups, part, cluster.process(), arguments)
+            multihost.run(sweep, groups, part, cluster.process(), arguments)
         else:
-            launch = launchers.LAUNCHERS[LAUNCHER.value]
-            rows = launch(sweep, groups, ADDRESS.value, RESOURCES.value)
+            launch(sweep, groups)
+        now = sweep.extended(propose=False)  # with what the last groups have added
+        rows = collect(now)
     except Stopped as stopped:
         print(
             f"sweep.py: {stopped}. Rerun the same command to resume.", file=sys.stderr
@@ -304,13 +318,10 @@ def run_groups(sweep: Sweep, groups: list | Shard) -> None:
             f"{describe(error)} What is done in {sweep.workdir} is safe; fix this and "
             f"rerun the same command."
         )
-    # include trials that a search has added: the rows contain them
-    now = sweep.extended(propose=False)
     status.print_status(now, rows)
     left = count_unfinished(now.plan, rows)
-    if SHARD.value and left:
-        more = " Rerun this when the other shards are done: more groups may follow."
-        print(f"Not done yet in the sweep: {count(left, 'trial')}.{more * sweep.grows}")
+    if SHARD.value and left and sweep.grows:
+        print("Rerun this when the other shards are done: more groups may follow.")
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)
     is_whole = SHARD.value is None and GROUP.value is None

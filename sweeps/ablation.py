@@ -17,6 +17,7 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
+from headcount.attention import MERGE_RULES
 from headcount.configs import ablations
 from headcount.configs.commandline import describe
 from headcount.configs.validation import known_keys, near_miss
@@ -24,6 +25,7 @@ from headcount.runtime.logging import say
 from headcount.sweeps.labels import MATCH, name_arms
 from headcount.sweeps.plan import apply_overrides, name_arm_in_errors
 from headcount.sweeps.search import unique
+from headcount.tasks import TASKS
 from headcount.training.checks import check_config
 
 
@@ -79,13 +81,23 @@ def find_ablation(name: str) -> Callable:
 
 
 def _import(file: str, function: str) -> ModuleType:
-    """Execute a file that the user named on the command line."""
+    """Execute a file that the user named on the command line.
+
+    Raises:
+        ValueError: this fails, or adds a task or a merge rule that --task_file has not.
+    """
     if not Path(file).is_file() or Path(file).suffix != ".py":
         raise ValueError(f"--ablation: there is no Python file {file}.")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
+    known = {*TASKS, *MERGE_RULES}
     with name_in_errors(f"{file}:{function}"):
         spec.loader.exec_module(module)
+    if added := {*TASKS, *MERGE_RULES} - known:
+        raise ValueError(
+            f"--ablation={file}:{function} adds {', '.join(sorted(added))}, which the "
+            f"processes that train would not know; add --task_file={file}."
+        )
     return module
 
 

@@ -8,6 +8,7 @@ from headcount.data.examples import Examples
 from headcount.runtime.logging import Progress, say
 from headcount.sweeps.looks import others
 from headcount.sweeps.plan import Group
+from headcount.sweeps.runner import is_trained, next_command
 from headcount.sweeps.store import Sweep, read_run
 from headcount.sweeps.table import is_lost
 from headcount.tasks import Run
@@ -43,9 +44,9 @@ def measure_arms(
 ) -> list[dict]:
     """Return the rows that `measure` finds for the reported trials of all arms.
 
-    Trials that diverged, are not trained yet or can't be loaded are left out; the last
-    are logged with the error. Rows have the additional columns arm and seed, and are in
-    the order of the plan.
+    Trials that diverged, are not trained yet, have no checkpoint or can't be loaded are
+    left out. The last are logged with the error, as are arms of which none is left.
+    Rows have the additional columns arm and seed, and are in the order of the plan.
 
     Args:
         load: returns the run in a folder, and examples.
@@ -76,8 +77,17 @@ def measure_arms(
     if not found and failure is not None:
         raise failure
     if not found:
+        fix = f"{next_command(sweep, 'run')} resumes it."
+        if all(is_trained(sweep.folder(group)) for group in sweep.groups):
+            fix = (
+                "trials that --finished took over have none, so use the workdir that "
+                "trained them."
+            )
         raise ValueError(
             f"{sweep.workdir} has no checkpoint of a reported trial that has finished "
-            f"training; python sweep.py run --workdir={sweep.workdir} resumes it."
+            f"training; {fix}"
         )
+    measured = {arms[key] for key in found}
+    if left_out := [a.name for a in sweep.plan.arms if a.name not in measured]:
+        say(f"Left out, without a checkpoint to load: {', '.join(left_out)}.")
     return [row for key in arms for row in found.get(key, ())]

@@ -3,6 +3,9 @@
 Other machines run a group with `sweep.py run --workdir=... --group=NAME`, on a file
 system that all machines share. Ray and submitit are optional; see
 requirements-sweeps.txt.
+
+A launcher checks its flags, before a sweep is started in the workdir; then it returns a
+function of a sweep and its groups (or a shard), which runs them.
 """
 
 import ast
@@ -17,32 +20,29 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from headcount.configs.commandline import describe, one_sentence
+from headcount.configs.commandline import describe
 from headcount.runtime import cluster
 from headcount.runtime.logging import Progress, say
 from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.runner import ROOT, Runner, Stopped, task_flags
 from headcount.sweeps.search import optional_package
 from headcount.sweeps.store import Sweep
-from headcount.sweeps.table import collect
 from headcount.sweeps.workers import local_workers
 
 RETRIES = 3  # per Ray task, if its worker is lost
 
 
-def local(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
-    """Run groups on the devices of this machine; return the table's rows.
+def local(workdir: Path, address, resources: list[str]) -> Callable:
+    """Run groups on the devices of this machine.
 
     On a machine without GPUs, `resources` may set the number of `cores` per group.
 
     Raises:
         ValueError: the machine has fewer cores.
-        Stopped: a signal was received.
     """
-    del address
-    with one_sentence():
-        workers = local_workers(**parse_resources(resources))
-    return Runner(sweep, groups, workers).run()
+    del workdir, address
+    workers = local_workers(**parse_resources(resources))
+    return lambda sweep, groups: Runner(sweep, groups, workers).run()
 
 
 def group_call(sweep: Sweep, group: Group) -> list[str]:
@@ -80,7 +80,7 @@ def run_call(command: list[str], folder: str, platform: str | None = None) -> in
         raise
 
 
-def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> list[dict]:
+def on_ray(workdir: Path, address: str | None, resources: list[str]) -> Callable:
     """Run groups as tasks of a Ray cluster; without an address, start a cluster here.
 
     By default, a task takes a GPU if the cluster has any, else a host's TPU chips, else
@@ -89,16 +89,26 @@ def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> lis
 
     Raises:
         ValueError: nothing answers at the address, or Ray rejects `resources`.
+    """
+    del workdir
+    ray = optional_package("ray")
+    if address is not None:
+        check_address(address)
+    ray.init(address=address, log_to_driver=False, logging_level="warning")
+    needs = default_needs(ray) | parse_resources(resources)
+    with name_resources_in_errors(resources, "Ray"):
+        task = ray.remote(max_retries=RETRIES, **needs)(run_call)
+    return partial(run_on_ray, ray, task, needs)
+
+
+def run_on_ray(
+    ray, task, needs: dict, sweep: Sweep, groups: list[Group] | Shard
+) -> None:
+    """Run groups as Ray tasks with these needs.
+
+    Raises:
         Stopped: Ctrl-C was pressed.
     """
-    with one_sentence():
-        ray = optional_package("ray")
-        if address is not None:
-            check_address(address)
-        ray.init(address=address, log_to_driver=False, logging_level="warning")
-        needs = default_needs(ray) | parse_resources(resources)
-        with name_resources_in_errors(resources, "Ray"):
-            task = ray.remote(max_retries=RETRIES, **needs)(run_call)
     platform = None if needs.get("num_gpus") or "resources" in needs else "cpu"
     try:
         for wave in waves(sweep, groups):
@@ -119,7 +129,6 @@ def on_ray(sweep: Sweep, groups: list[Group] | Shard, address, resources) -> lis
         raise Stopped("SIGINT", signal.SIGINT) from None
     finally:
         ray.shutdown()
-    return collect(sweep.extended())
 
 
 def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
@@ -190,9 +199,7 @@ class SlurmJob:
         return optional_package("submitit").helpers.DelayedSubmission(self)
 
 
-def on_slurm(
-    sweep: Sweep, groups: list[Group] | Shard, address, resources
-) -> list[dict]:
+def on_slurm(workdir: Path, address: str | None, resources: list[str]) -> Callable:
     """Run groups as a Slurm array through submitit; address `local` runs them here.
 
     `resources` are submitit's parameters: timeout_min, gpus_per_node, cpus_per_task,
@@ -201,22 +208,25 @@ def on_slurm(
     Raises:
         ValueError: Slurm is not available, or submitit rejects `resources`.
     """
-    with one_sentence():
-        submitit = optional_package("submitit")
-        if address not in (None, "local"):
-            raise ValueError(
-                f"--address={address} is for Ray; with --launcher=slurm it is `local` "
-                f"(to try it without Slurm) or left out."
-            )
-        if address is None and shutil.which("sbatch") is None:
-            raise ValueError(
-                "--launcher=slurm: sbatch was not found; run it on a login node of "
-                "Slurm."
-            )
-        folder = Path(sweep.workdir).resolve() / "slurm"
-        executor = submitit.AutoExecutor(folder, cluster=address or "slurm")
-        with name_resources_in_errors(resources, "submitit"):
-            executor.update_parameters(name="headcount", **parse_resources(resources))
+    submitit = optional_package("submitit")
+    if address not in (None, "local"):
+        raise ValueError(
+            f"--address={address} is for Ray; with --launcher=slurm it is `local` "
+            f"(to try it without Slurm) or left out."
+        )
+    if address is None and shutil.which("sbatch") is None:
+        raise ValueError(
+            "--launcher=slurm: sbatch was not found; run it on a login node of Slurm."
+        )
+    folder = workdir.resolve() / "slurm"
+    executor = submitit.AutoExecutor(folder, cluster=address or "slurm")
+    with name_resources_in_errors(resources, "submitit"):
+        executor.update_parameters(name="headcount", **parse_resources(resources))
+    return partial(run_on_slurm, executor)
+
+
+def run_on_slurm(executor, sweep: Sweep, groups: list[Group] | Shard) -> None:
+    """Run groups as Slurm arrays of a submitit executor."""
     for wave in waves(sweep, groups):
         with executor.batch():  # as one array
             jobs = [executor.submit(SlurmJob(group_call(sweep, g))) for g in wave]
@@ -226,7 +236,6 @@ def on_slurm(
             log_end(group.name, job.result)
             progress.update(done)
         progress.close()
-    return collect(sweep.extended())
 
 
 def parse_resources(resources: list[str]) -> dict:

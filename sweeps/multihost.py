@@ -22,7 +22,6 @@ from headcount.runtime.workdir import write_json
 from headcount.sweeps.plan import Group, Shard
 from headcount.sweeps.runner import POLL, SIGNALS, Runner, Stopped, group_command
 from headcount.sweeps.store import Sweep, read_group, read_optional_json
-from headcount.sweeps.table import collect
 from headcount.sweeps.workers import Worker
 
 # An order names a group, not a command: followers must run only our own scripts.
@@ -47,8 +46,8 @@ def run(
     part: str,
     process: str,
     arguments: list[str],
-) -> list[dict]:
-    """Lead the sweep, or follow its leader; return the table's rows.
+) -> None:
+    """Lead the sweep, or follow its leader.
 
     Args:
         sweep, groups: see `sweeps.runner.Runner`.
@@ -68,13 +67,12 @@ def run(
                 write_json(meeting.order, None)
                 announce = partial(write_order, meeting, "run")
                 runner = Runner(sweep, groups, [Worker({})], arguments, announce)
-                rows = runner.run()
+                runner.run()
                 write_order(meeting, "end")
-                return rows
+                return
         time.sleep(POLL)
     claim = sweep.workdir / f".{socket.gethostname()}.{process}"
     follow(sweep, meeting, claim, arguments)
-    return collect(sweep.extended(propose=False))
 
 
 def write_order(

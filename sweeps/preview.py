@@ -49,6 +49,13 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
             "baseline" if arm.is_baseline else "",
         )
     console = print_table(table)
+    data = sweep.settings["base"]["data"]
+    if data["tokenizer"] != "bytes" and data["name"] != "recall":
+        console.print(
+            f"Parameters and multiply-adds assume a vocabulary of "
+            f"data.vocab_size={data['vocab_size']} entries; the corpus may have fewer.",
+            soft_wrap=True,
+        )
     for index, group in enumerate(sweep.groups):
         arms = " and ".join(dict.fromkeys(trial.arm for trial in group.trials))
         console.print(f"group {index}: {arms}, {count(len(group.trials), 'trial')}")

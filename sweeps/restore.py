@@ -7,6 +7,7 @@ trains only what is missing. Checkpoints, predictions and curves stay behind.
 
 import csv
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from headcount.runtime.workdir import FORMAT_VERSION, with_digest, write_json
 from headcount.sweeps.plan import Group
 from headcount.sweeps.store import Sweep, group_name, write_group
 from headcount.sweeps.table import LOGGED, PLAN, column_names
+from headcount.tasks import Metric
 
 ENDED = ("done", "diverged")
 
@@ -90,17 +92,26 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
     empty = dict.fromkeys(column_names(sweep.task.metrics))
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, strict=True)
             names = {*(reader.fieldnames or ())}
-            rows = [empty | {k: v or None for k, v in row.items()} for row in reader]
+            table = list(reader)
     except (csv.Error, UnicodeError) as error:
-        raise ValueError(f"--finished={path} is not a CSV file: {error}.") from None
+        raise ValueError(
+            f"--finished={path} is not a complete CSV file: {error}; copy it again."
+        ) from None
     # an older table may lack metrics that are new
     if missing := {*column_names((sweep.metric,))} - names - {*LOGGED, "plan"}:
         raise ValueError(
             f"--finished={path} has no column {min(missing)}; it must be the sweep.csv "
             f"of this sweep in another workdir."
         )
+    for number, row in enumerate(table, start=1):
+        if None in row.values():  # an empty cell is ""
+            raise ValueError(
+                f"--finished={path} is not a complete CSV file: row {number} of "
+                f"{len(table)} ends early; copy the file again."
+            )
+    rows = [empty | {k: v or None for k, v in row.items()} for row in table]
     arms = {json.dumps(arm.overrides) for arm in sweep.plan.arms}
     if not {row["overrides"] for row in rows} <= arms:
         raise ValueError(
@@ -109,6 +120,7 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
         )
     ended = {row["id"]: row for row in rows if row["status"] in ENDED}
     for row in ended.values():
+        check_scores(path, row, sweep.task.metrics)
         for name in ("checkpoint", "test_split"):
             wanted = sweep.settings[name]
             if row[name] not in (wanted, None):
@@ -123,6 +135,28 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
             f"had other keys or values."
         )
     return ended
+
+
+def check_scores(path: Path, row: dict, metrics: tuple[Metric, ...]) -> None:
+    """Raise a ValueError unless all scores of a row are finite and within bounds."""
+    for metric in metrics:
+        for name in (f"dev_{metric.name}", f"test_{metric.name}"):
+            if row[name] is None:
+                continue
+            try:
+                value = metric.scale * float(row[name])
+            except ValueError:
+                value = math.nan
+            # a perfect score may exceed its bound by a rounding error
+            is_within = all(
+                math.isclose(value, end, abs_tol=1e-6)
+                for end in metric.clip(value, value)
+            )
+            if not (math.isfinite(value) and is_within):
+                raise ValueError(
+                    f"--finished={path} is damaged: {name} of arm {row['arm']}, seed "
+                    f"{row['seed']}, can't be {row[name]}; restore the file."
+                )
 
 
 def earlier_seeds(sweep: Sweep, path: Path, row: dict) -> list[int] | None:

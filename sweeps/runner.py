@@ -115,6 +115,12 @@ def task_flags(sweep: Sweep) -> list[str]:
     return [] if sweep.task_file is None else [f"--task_file={sweep.task_file}"]
 
 
+def next_command(sweep: Sweep, verb: str) -> str:
+    """Return the command by which the user executes a verb of sweep.py on a sweep."""
+    words = ["python", "sweep.py", verb, *task_flags(sweep)]
+    return shlex.join([*words, f"--workdir={sweep.workdir}"])
+
+
 class Runner:
     """Runs groups of a sweep; each worker runs one group at a time.
 
@@ -150,8 +156,8 @@ class Runner:
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
 
-    def run(self) -> list[dict]:
-        """Run until no group is left; return the table's rows.
+    def run(self) -> None:
+        """Run until no group is left.
 
         Raises:
             Stopped: a signal was received, and the processes have saved their state.
@@ -181,13 +187,12 @@ class Runner:
                 signal.signal(number, handler)
         if self.errors:
             raise self.errors[0]
-        rows = collect(self.sweep)
+        collect(self.sweep)
         if self.signal is not None:
             raise Stopped(signal.Signals(self.signal).name, self.signal)
         if self.child_signal is not None:
             name = signal.Signals(self.child_signal).name
             raise Stopped(f"{name} in one of its processes")
-        return rows
 
     def receive(self, number, frame) -> None:
         """Record the first signal, which the workers forward to their processes."""

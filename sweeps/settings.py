@@ -13,9 +13,11 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from headcount.analysis.budget import BUDGETS
+from headcount.analysis.formatting import format_settings
 from headcount.analysis.report_markdown import CHECKPOINTS
 from headcount.configs.validation import choose, flat, read_config
 from headcount.runtime.files import locked
+from headcount.runtime.logging import say
 from headcount.runtime.schema import Number, Optional, violation
 from headcount.runtime.workdir import FORMAT_VERSION, differences, summarize, write_json
 from headcount.sweeps.ablation import (
@@ -141,6 +143,8 @@ def open_sweep(options: Options) -> Sweep:
             "only one arm; give a single number."
         )
     search, plan = make_plan(settings)
+    if options.ablation is not None:
+        log_repeated(settings, plan)
     if stored is not None and any(
         stored[key] != settings[key] for key in ("arms", "docstring")
     ):
@@ -375,6 +379,20 @@ def make_plan(settings: dict) -> tuple[Search, Plan]:
             match=settings["match"],
         )
     return search, plan
+
+
+def log_repeated(settings: dict, plan: Plan) -> None:
+    """Log the arms of an ablation that are left out because they repeat others."""
+    free = ("seed", *nuisance_keys(settings["docstring"]))
+    kept, arms = [arm.overrides for arm in plan.arms], settings["arms"]
+    repeated = [
+        format_settings(arm)
+        for index, arm in enumerate(arms)
+        if arm in arms[:index]
+        or {k: v for k, v in arm.items() if k not in free} not in kept
+    ]
+    if repeated:
+        say(f"Arms that repeat others are left out: {'; '.join(repeated)}.")
 
 
 def select_groups(

@@ -4,10 +4,11 @@ import json
 
 from rich.table import Table
 
-from headcount.analysis.formatting import format_settings
+from headcount.analysis.formatting import count, format_settings
 from headcount.analysis.sequential import FUTILITY
 from headcount.analysis.tables import print_table
 from headcount.sweeps.looks import verdict_rows
+from headcount.sweeps.runner import next_command
 from headcount.sweeps.store import Sweep
 from headcount.sweeps.table import count_unfinished
 
@@ -28,7 +29,10 @@ def verdict_cell(row: dict) -> str:
 
 
 def print_status(sweep: Sweep, rows: list[dict]) -> None:
-    """Print each arm's trials by status, steps and mean dev score, then all errors."""
+    """Print each arm's trials by status, steps and mean dev score, then all errors.
+
+    The last line is the command to run next.
+    """
     metric = sweep.metric
     present = [s for s in STATUSES if any(row["status"] == s for row in rows)]
     table = Table(
@@ -42,7 +46,7 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
         verdicts = {row["arm"]: verdict_cell(row) for row in found}
     for arm in sweep.plan.arms:
         of_arm = [row for row in rows if row["arm"] == arm.name]
-        counts = [sum(row["status"] == s for row in of_arm) for s in present]
+        numbers = [sum(row["status"] == s for row in of_arm) for s in present]
         reported = [row for row in of_arm if row["stage"] == "report"]
         scores = [row[f"dev_{metric.name}"] for row in reported]
         scores = [score for score in scores if score is not None]
@@ -53,7 +57,7 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
             chosen = format_settings(json.loads(reported[0]["nuisance"]))
         table.add_row(
             arm.name,
-            *(str(count or "") for count in counts),
+            *(str(number or "") for number in numbers),
             f"{sum(row['steps'] for row in of_arm)}/{steps}",
             metric.show(sum(scores) / len(scores)) if scores else "",
             *([chosen] if sweep.has_search else []),
@@ -73,8 +77,14 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
                 soft_wrap=True,
             )
     done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
-    if done and not count_unfinished(sweep.plan, rows):
+    failed = sum(row["status"] == "failed" for row in rows)
+    if left := count_unfinished(sweep.plan, rows) + failed:
         console.print(
-            f"Everything is done: python sweep.py report --workdir={sweep.workdir}",
+            f"Not done yet: {count(left, 'trial')}. To resume: "
+            f"{next_command(sweep, 'run')}",
             soft_wrap=True,
+        )
+    elif done:
+        console.print(
+            f"Everything is done: {next_command(sweep, 'report')}", soft_wrap=True
         )

@@ -74,4 +74,4 @@ def test_a_sweep_without_checkpoints_fails_with_an_error(uninterrupted, tmp_path
     copy = tmp_path / "sweep"
     shutil.copytree(uninterrupted, copy, ignore=shutil.ignore_patterns("checkpoints"))
     ran = run(["heads.py", "describe", f"--workdir={copy}"])
-    fails(ran, f"{copy} has no checkpoint", "resumes it")
+    fails(ran, f"{copy} has no checkpoint", "--finished")

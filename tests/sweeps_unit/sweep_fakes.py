@@ -95,8 +95,8 @@ def write_run(folder, status: str = "finished", **changes) -> None:
 def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "test")):
     """Leave in a group's folder what train.py and eval.py would.
 
-    A trial's score is `dev` or `test`, plus its seed, plus 100 times its learning rate
-    if that is tuned.
+    A trial's score is `dev` or `test`, plus its seed (that of a search less 1,000,000),
+    plus 100 times its learning rate if that is tuned.
     """
     group = sweep.groups[index]
     folder = sweep.folder(group)
@@ -114,7 +114,8 @@ def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "tes
         rows = []
         for i, trial in enumerate(group.trials):
             rate = trial.nuisance.get(RATE, 0)
-            score = (dev if split == "val" else test) + trial.seed + 100 * rate
+            seed = trial.seed % 1_000_000
+            score = (dev if split == "val" else test) + seed + 100 * rate
             rows.append(
                 {
                     "trial": i,
@@ -128,7 +129,7 @@ def finish(sweep: Sweep, index: int, *, dev=30.0, test=40.0, splits=("val", "tes
                     "bleu": score,
                     "chrf": score + 10,
                     "exact_match": 0.5,
-                    "loss": 2 - score / 100 + index * trial.seed / 100,
+                    "loss": 2 - score / 100 + index * seed / 100,
                 }
             )
             suffix = f"-{i}" if len(group.trials) > 1 else ""

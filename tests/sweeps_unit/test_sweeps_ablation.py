@@ -1,8 +1,11 @@
 """Ablations: finding them, their docstrings, and what they yield."""
 
+from pathlib import Path
+
 import pytest
 from sweep_fakes import TINY, options, write_ablation
 
+from headcount import attention, tasks
 from headcount.configs import ablations, base
 from headcount.configs.variants import VARIANTS
 from headcount.sweeps import ablation
@@ -32,10 +35,50 @@ def test_an_ablation_that_is_not_found_is_named(name, named):
         find_ablation(name)
 
 
+@pytest.mark.parametrize(
+    "table", ["headcount.tasks.TASKS", "headcount.attention.MERGE_RULES"]
+)
+def test_a_file_that_adds_a_task_or_a_rule_must_be_the_task_file(
+    tmp_path, monkeypatch, table
+):
+    name = write_ablation(tmp_path, "yield {}")
+    file, (module, rules) = name.removesuffix(":sizes"), table.rsplit(".", 1)
+    for each in (tasks.TASKS, attention.MERGE_RULES):
+        monkeypatch.setitem(each, "own", None)  # to be removed again
+        del each["own"]
+    with open(file, "a") as text:
+        text.write(f"from {module} import {rules}\n{rules}['own'] = None\n")
+    with pytest.raises(ValueError, match=f"adds own, .* add --task_file={file}"):
+        find_ablation(name)
+    tasks.import_file(Path(file))  # as --task_file
+    assert find_ablation(name).__name__ == "sizes"
+
+
 def test_functions_with_a_scientific_line_are_ablations():
     names = ablation_names(ablations)
     assert {"heads", "merge", "shazeer"} <= set(names)
     assert not {"over", "grid", "heads_of"} & set(names)
+
+
+@pytest.mark.parametrize(
+    "values, named",
+    [
+        # two learning rates are nuisance settings of one arm
+        ("(32, 0.1), (32, 0.2), (48, 0.1)", []),
+        ("(32, 0.1), (48, 0.1), (48, 0.1)", ["mlp_dim=48, learning_rate=0.1"]),
+        # the second spells out what the base config has
+        ("(None, 0.1), (32, 0.1), (48, 0.1)", ["mlp_dim=32, learning_rate=0.1"]),
+    ],
+)
+def test_arms_that_repeat_others_are_named(tmp_path, corpus, capsys, values, named):
+    body = f"""for F, rate in ({values}):
+        width = {{}} if F is None else {{"model.mlp_dim": F}}
+        yield width | {{"optimizer.learning_rate": rate}}"""
+    given = options(tmp_path / "s", corpus, ablation=write_ablation(tmp_path, body))
+    open_sweep(given)
+    logged = [x for x in capsys.readouterr().err.splitlines() if "left out" in x]
+    assert len(logged) == len(named)
+    assert all(name in line for name, line in zip(named, logged, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """sweep.py itself: its flags, exit codes and messages."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
-from sweep_fakes import ROOT, edit_results, finish_all, only_workdir, options
+from sweep_fakes import ROOT, edit_results, finish, finish_all, only_workdir, options
 
 from headcount.sweeps.settings import open_sweep
 from headcount.sweeps.status import print_status
@@ -32,7 +33,7 @@ def call(*arguments):
         (["report", "--workdir="], "--workdir needs the folder"),
         (["report", "--workdir=x", "--finished=x.csv"], "--finished has no meaning"),
         (["status", "--workdir=x", "--shard=0/2"], "--shard has no meaning"),
-        (["run", "--workdir=x", "--nocalibrate"], "--calibrate has no meaning for run"),
+        (["run", "--workdir=x", "--nocalibrate"], "--nocalibrate has no meaning"),
         (
             ["report", "--workdir=x", "--resources=cores=1"],
             "--resources has no meaning",
@@ -72,11 +73,22 @@ def test_bad_flags_are_named_in_one_line_with_exit_code_2(arguments, named):
 
 
 @pytest.mark.slow
-def test_a_group_that_does_not_exist_starts_no_sweep(tmp_path):
+@pytest.mark.parametrize(
+    "flag, named",
+    [
+        ("--group=99", "--group must be the name"),
+        ("--finished=pyproject.toml", "--finished=pyproject.toml has no column"),
+        ("--resources=cores=0", "--resources=cores must be"),
+        ("--launcher=slurm", "package submitit is needed"),
+    ],
+)
+def test_bad_input_starts_no_sweep(tmp_path, flag, named):
+    if "submitit" in named and importlib.util.find_spec("submitit"):
+        pytest.skip("submitit is installed")
     workdir = tmp_path / "s"
     new = ("--config=configs/numbers.py", "--ablation=heads", "--seeds=4:8")
-    found = call("run", *new, f"--workdir={workdir}", "--group=99")
-    assert found.returncode == 2 and "--group must be the name" in found.stderr
+    found = call("run", *new, f"--workdir={workdir}", flag)
+    assert found.returncode == 2 and named in found.stderr
     assert not workdir.exists()
 
 
@@ -119,8 +131,7 @@ CANCELLED = """
 import runpy
 import sys
 from headcount.sweeps import launchers
-from headcount.sweeps.table import collect
-launchers.LAUNCHERS["slurm"] = lambda sweep, *_: collect(sweep)
+launchers.LAUNCHERS["slurm"] = lambda *_: lambda sweep, groups: None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -140,6 +151,53 @@ def test_a_sweep_whose_jobs_are_cancelled_exits_with_1(tmp_path, corpus):
     )
     assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
     assert "6 trials are not done" in found.stderr.splitlines()[-1]
+
+
+LAST_GROUP_OF_A_LOOK = """
+import runpy
+import sys
+sys.path.append("tests/sweeps_unit")
+from sweep_fakes import finish
+from headcount.sweeps import launchers
+launchers.LAUNCHERS["local"] = lambda *_: lambda sweep, groups: finish(sweep, 2)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_last_group_of_a_look_does_not_end_the_sweep(tmp_path, corpus):
+    workdir = tmp_path / "s"
+    sweep = open_sweep(options(workdir, corpus, seeds=4, looks=[2, 4]))
+    for index in (0, 1):
+        finish(sweep, index, dev=30.0 + index)
+    flags = ("run", f"--workdir={workdir}", "--group=2")
+    found = subprocess.run(
+        [sys.executable, "-c", LAST_GROUP_OF_A_LOOK, "sweep.py", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "Everything is done" not in found.stdout
+    assert "Not done yet: " in found.stdout
+    assert f"sweep.py run --workdir={workdir}" in found.stdout
+
+
+def test_what_is_printed_last_can_be_run_next(tmp_path, corpus, capsys):
+    file = tmp_path / "rules.py"
+    given = options(tmp_path / "s", corpus, task_file=file)
+    sweep = open_sweep(given)
+    finish_all(sweep)
+    print_status(sweep, collect(sweep))
+    last = f"--task_file={file} --workdir={sweep.workdir}"
+    assert f"done: python sweep.py report {last}" in capsys.readouterr().out
+    damaged = sweep.folder(sweep.groups[0]) / "result-test.json"
+    damaged.write_text("[{}]")
+    print_status(sweep, collect(sweep))
+    printed = capsys.readouterr().out
+    assert "Everything is done" not in printed
+    assert f"Not done yet: 2 trials. To resume: python sweep.py run {last}" in printed
 
 
 def test_status_counts_trials_by_status_and_lists_what_diverged(

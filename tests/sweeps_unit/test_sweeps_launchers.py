@@ -35,11 +35,11 @@ def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch, capsys):
     monkeypatch.setattr(launchers, "optional_package", lambda name: submitit)
     monkeypatch.chdir(tmp_path)
     sweep = open_sweep(options(Path("s"), corpus, task_file=tmp_path / "task.py"))
-    rows = launchers.on_slurm(sweep, sweep.groups[:1], "local", [])
+    launchers.on_slurm(sweep.workdir, "local", [])(sweep, sweep.groups[:1])
     name = sweep.groups[0].name
     assert f"The task of {name} ended with exit code 2." in capsys.readouterr().err
     (command,) = submitted
-    assert f"--workdir={tmp_path / 's'}" in command and len(rows) == 6
+    assert f"--workdir={tmp_path / 's'}" in command
     assert f"--task_file={tmp_path / 'task.py'}" in command
     assert Path(command[1]).is_absolute() and Path(command[1]).name == "sweep.py"
 
@@ -54,7 +54,7 @@ def test_slurm_jobs_get_absolute_paths(tmp_path, corpus, monkeypatch, capsys):
     ],
 )
 def test_resources_that_a_launcher_rejects_are_named(
-    tmp_path, corpus, monkeypatch, capsys, launcher, pair, error
+    tmp_path, monkeypatch, launcher, pair, error
 ):
     def reject(**parameters):
         assert pair.split("=")[0] in parameters
@@ -69,27 +69,19 @@ def test_resources_that_a_launcher_rejects_are_named(
     )
     monkeypatch.setattr(launchers, "optional_package", lambda name: module)
     monkeypatch.setattr(launchers, "default_needs", lambda ray: {"num_cpus": 1})
-    sweep = open_sweep(options(tmp_path / "s", corpus))
     address = {"ray": None, "slurm": "local"}[launcher]
-    with pytest.raises(SystemExit) as left:
-        launchers.LAUNCHERS[launcher](sweep, sweep.groups, address, [pair])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert f"--resources={pair}: " in last
+    with pytest.raises(ValueError, match=f"--resources={pair}: ") as raised:
+        launchers.LAUNCHERS[launcher](tmp_path / "s", address, [pair])
+    last = str(raised.value)
     assert last.endswith(" ".join(str(error).split()) or "AssertionError")
-    assert left.value.code == 2
 
 
 @pytest.mark.parametrize("launcher", ["ray", "slurm"])
-def test_a_package_that_is_not_installed_is_named(
-    tmp_path, corpus, monkeypatch, capsys, launcher
-):
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, launcher):
     package = {"ray": "ray", "slurm": "submitit"}[launcher]
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    sweep = open_sweep(options(tmp_path / "s", corpus))
-    with pytest.raises(SystemExit) as left:
-        launchers.LAUNCHERS[launcher](sweep, sweep.groups, None, [])
-    assert left.value.code == 2
-    assert f"package {package} is needed" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"package {package} is needed"):
+        launchers.LAUNCHERS[launcher](tmp_path / "s", None, [])
 
 
 def test_a_head_node_without_cores_does_not_count():

@@ -33,6 +33,17 @@ def test_one_trial_is_listed_in_the_singular(tmp_path, corpus, capsys):
     assert "group 2: K=1, 1 trial\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "bytes"])
+def test_a_vocabulary_that_the_corpus_decides_is_said_to_be_assumed(
+    tmp_path, corpus, capsys, tokenizer
+):
+    given = options(tmp_path / "s", corpus, verb="list")
+    given.config.data.tokenizer = tokenizer
+    preview.print_list(open_sweep(given), calibrate=False)
+    is_said = "assume a vocabulary of data.vocab_size=80" in capsys.readouterr().out
+    assert is_said == (tokenizer != "bytes")
+
+
 @pytest.mark.parametrize(
     "cores, gpus, is_shown", [(2, [], True), (1, [], False), (2, [{}], False)]
 )

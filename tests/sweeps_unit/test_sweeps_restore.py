@@ -205,13 +205,18 @@ def test_a_table_of_another_config_is_named(tmp_path, corpus):
         (",is_baseline,", ",is_base,", "has no column is_baseline"),
         ('kv_heads"": 2', 'kv_heads"": 3', "arms that this sweep does not have"),
         (",best,", ",last,", "--checkpoint=last"),
-        (",done,", ",fertig für heute,", "is not a CSV file: 'utf-8'"),
+        (",done,", ",fertig für heute,", "is not a complete CSV file: 'utf-8'"),
         (
             ",40.0,",
             ",,",
             "is damaged: a row of arm K=4 can't be read .it has no scores",
         ),
         (",9000,", ",many,", "is damaged: a row of arm K=4"),
+        (",40.0,", ",nan,", "other.csv is damaged: test_bleu of arm K=4, seed 0"),
+        (",40.0,", ",inf,", "test_bleu of arm K=4, seed 0, can't be inf"),
+        (",40.0,", ",140.0,", "test_bleu of arm K=4, seed 0, can't be 140"),
+        (",40.0,0.5,", ",40.0,x,", "damaged: .* of arm K=4, seed 0, can't be x"),
+        (",40.0,50.0,0.5,", ",40.0,50.0,7.5,", "test_exact_match of arm K=4, seed 0"),
         ('"{""beam_size"": 5}"', "beams", "is damaged: a row of arm K=4"),
     ],
 )
@@ -226,6 +231,19 @@ def test_another_table_is_named_and_nothing_written(tmp_path, corpus, old, new, 
     with pytest.raises(ValueError, match=named):
         restore(sweep, tmp_path / "other.csv")
     assert not list((tmp_path / "b/groups").glob("*/run.json"))
+
+
+@pytest.mark.parametrize("left", [0.2, 0.5, 0.8])
+def test_a_table_that_was_cut_off_is_said_to_be_so(tmp_path, corpus, left):
+    first = open_sweep(options(tmp_path / "a", corpus))
+    finish_all(first)
+    collect(first)
+    lines = (tmp_path / "a/sweep.csv").read_text().splitlines(keepends=True)
+    lines[3] = lines[3][: int(left * len(lines[3]))]
+    (tmp_path / "cut.csv").write_text("".join(lines[:4]))
+    sweep = open_sweep(options(tmp_path / "b", corpus))
+    with pytest.raises(ValueError, match="cut.csv is not a complete CSV file"):
+        restore(sweep, tmp_path / "cut.csv")
 
 
 def test_a_table_from_before_a_metric_existed_is_taken_over(tmp_path, corpus):

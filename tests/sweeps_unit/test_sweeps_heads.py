@@ -1,0 +1,35 @@
+"""Which arms of a sweep have models to measure."""
+
+from types import SimpleNamespace
+
+import pytest
+from sweep_fakes import finish, finish_all, options
+
+from headcount.sweeps.heads import measure_arms
+from headcount.sweeps.settings import open_sweep
+
+
+def measure(sweep):
+    """Return the arms that have rows; every model can be loaded."""
+    run = SimpleNamespace(diverged_at=[None, None])
+    rows = measure_arms(sweep, lambda folder: (run, None), lambda *_: [{}])
+    return list(dict.fromkeys(row["arm"] for row in rows))
+
+
+def test_arms_without_checkpoints_are_named(tmp_path, corpus, capsys):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish_all(sweep)
+    (sweep.folder(sweep.groups[1]) / "checkpoints").mkdir()
+    assert measure(sweep) == ["K=2"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "Left out, without a checkpoint to load: K=4, K=1."
+
+
+def test_a_sweep_without_checkpoints_says_what_to_do(tmp_path, corpus):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    finish(sweep, 0)
+    with pytest.raises(ValueError, match=f"run --workdir={sweep.workdir} resumes it"):
+        measure(sweep)
+    finish_all(sweep)
+    with pytest.raises(ValueError, match="that --finished took over have none"):
+        measure(sweep)
