@@ -403,6 +403,8 @@ def text_warning(report: Report) -> list[str]:
     """
     metric, names, found = report.metric, [], []
     for arm in report.arms:
+        if not arm.seeds:
+            continue
         dev, test = (paired_scores(report, arm, metric, x) for x in ("dev", "test"))
         if not arm.is_baseline and dev.size:
             names.append(arm.name)

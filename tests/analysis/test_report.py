@@ -159,6 +159,8 @@ def test_differences_that_depend_on_the_text_are_named():
     assert text_warning(report) == [text], "c differs by less than the margin"
     lacking = edit_arm(report, 1, seeds=[9, 10, 11, 12])
     assert text_warning(lacking) == [], "no common seed"
+    waiting = edit_arm(report, 2, seeds=[], test={}, dev={})
+    assert text_warning(waiting) == [text], "c has no score yet"
 
 
 def test_seeds_added_without_planned_looks_are_said_to_be_so():
