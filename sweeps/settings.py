@@ -26,6 +26,7 @@ from headcount.sweeps.ablation import (
     name_in_errors,
     nuisance_keys,
 )
+from headcount.sweeps.labels import MATCH
 from headcount.sweeps.looks import margin_of, parse_margin
 from headcount.sweeps.plan import IGNORED, Group, Plan, Shard, expand
 from headcount.sweeps.search import Search, make_search, optional_package
@@ -382,14 +383,20 @@ def make_plan(settings: dict) -> tuple[Search, Plan]:
 
 
 def log_repeated(settings: dict, plan: Plan) -> None:
-    """Log the arms of an ablation that are left out because they repeat others."""
+    """Log the arms of an ablation that are left out because they repeat others.
+
+    Those with --match are not named: that they may equal others is known.
+    """
     free = ("seed", *nuisance_keys(settings["docstring"]))
     kept, arms = [arm.overrides for arm in plan.arms], settings["arms"]
     repeated = [
         format_settings(arm)
         for index, arm in enumerate(arms)
-        if arm in arms[:index]
-        or {k: v for k, v in arm.items() if k not in free} not in kept
+        if MATCH not in arm
+        and (
+            arm in arms[:index]
+            or {k: v for k, v in arm.items() if k not in free} not in kept
+        )
     ]
     if repeated:
         say(f"Arms that repeat others are left out: {'; '.join(repeated)}.")
