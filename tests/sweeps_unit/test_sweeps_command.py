@@ -77,7 +77,7 @@ def test_bad_flags_are_named_in_one_line_with_exit_code_2(arguments, named):
     "flag, named",
     [
         ("--group=99", "--group must be the name"),
-        ("--finished=pyproject.toml", "--finished=pyproject.toml has no column"),
+        ("--finished=pyproject.toml", "is not a complete CSV file"),
         ("--resources=cores=0", "--resources=cores must be"),
         ("--launcher=slurm", "package submitit is needed"),
     ],
