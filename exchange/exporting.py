@@ -43,7 +43,7 @@ from headcount.exchange.marian import (
 from headcount.exchange.model_card import model_card
 from headcount.runtime.files import new_folder
 from headcount.runtime.logging import say
-from headcount.runtime.workdir import read_json, write_json
+from headcount.runtime.workdir import read_json, status_of, write_json
 from headcount.tasks import Run
 from headcount.training.run import load, read_config
 
@@ -70,7 +70,7 @@ def export(
             this trial or checkpoint. In these cases nothing is written.
     """
     config = read_config(workdir)
-    status = read_json(workdir / "run.json")["status"]
+    status = status_of(workdir)
     if status != "finished" and which is None:
         raise ValueError(
             f"{workdir} is not finished (its status is {status}); add "

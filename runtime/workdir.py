@@ -74,11 +74,11 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
             f"{workdir} has checkpoints or metrics, but lacks config.json or "
             f"trials.json; restore them, or choose another --workdir."
         )
-    if status(workdir) in SAVED and not has_checkpoint(workdir):
+    if status_of(workdir) in SAVED and not has_checkpoint(workdir):
         raise ValueError(
             f"{workdir / 'checkpoints'} holds no checkpoint, but run.json says that "
-            f"the run is {status(workdir)}; restore the checkpoints, or choose another "
-            f"--workdir."
+            f"the run is {status_of(workdir)}; restore the checkpoints, or choose "
+            f"another --workdir."
         )
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def record(workdir: Path, config: dict, trials: list[dict], facts: dict) -> str:
     return changed
 
 
-def status(workdir: Path) -> str | None:
+def status_of(workdir: Path) -> str | None:
     """Return the status of a run; None if the folder has none."""
     path = workdir / "run.json"
     return read_json(path)["status"] if path.exists() else None
