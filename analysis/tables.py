@@ -218,7 +218,7 @@ class Design(NamedTuple):
 
     baseline: str
     num_arms: int  # other arms, finished or not
-    looks: tuple[int, ...] | None  # numbers of seeds at planned looks; None: no looks
+    looks: tuple[int, ...] | None  # numbers of seeds at each look; None: one look
     lost: set[str]  # arms with trials that diverged or failed
 
 

@@ -197,6 +197,15 @@ def needs_seeds(
     return verdict.is_open or (has_more and verdict.kind == "undecided")
 
 
+def unplanned_looks(settings: dict, count: int) -> tuple[int, ...]:
+    """Return the numbers of seeds at which results could be seen, the last at `count`.
+
+    There are several if seeds were added without planned looks.
+    """
+    last = max(2, count)
+    return (*(n for n in settings["earlier_seeds"] or () if 2 <= n < last), last)
+
+
 def verdict_rows(
     plan: Plan, settings: dict, metric: Metric, rows: list[dict]
 ) -> list[dict]:
@@ -211,7 +220,7 @@ def verdict_rows(
     Args:
         rows: rows of the sweep's table.
     """
-    looks, earlier = make_looks(settings, plan, metric), settings["earlier_seeds"] or []
+    looks, earlier = make_looks(settings, plan, metric), settings["earlier_seeds"]
     side = "test" if looks is None else "dev"
     scores: dict[str, dict] = {arm.name: {} for arm in plan.arms}
     lost: dict[str, set] = {arm.name: set() for arm in plan.arms}
@@ -233,8 +242,7 @@ def verdict_rows(
         differences = [own[seed] - base[seed] for seed in both]
         planned = looks
         if planned is None:
-            last = max(2, len(differences))
-            seeds = (*(n for n in earlier if 2 <= n < last), last)
+            seeds = unplanned_looks(settings, len(differences))
             planned = Looks(seeds, margin_of(settings, metric), others(plan))
         verdict = judge(differences, planned, metric.higher_is_better, looks is None)
         seeds = set(arm.seeds)

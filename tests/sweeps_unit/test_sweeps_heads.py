@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from sweep_fakes import finish, finish_all, options
+from sweep_fakes import finish, finish_all, only_workdir, options
 
-from headcount.sweeps.heads import measure_arms
+from headcount.analysis.tables import arrow_of
+from headcount.sweeps.heads import design, measure_arms
 from headcount.sweeps.settings import open_sweep
 
 
@@ -33,3 +35,16 @@ def test_a_sweep_without_checkpoints_says_what_to_do(tmp_path, corpus):
     finish_all(sweep)
     with pytest.raises(ValueError, match="that --finished took over have none"):
         measure(sweep)
+
+
+def test_seeds_added_without_a_plan_make_arrows_rarer(tmp_path, corpus):
+    planned = open_sweep(options(tmp_path / "planned", corpus, seeds=8))
+    given = options(tmp_path / "added", corpus, seeds=4)
+    open_sweep(given)
+    added = open_sweep(only_workdir(given, seeds=8))
+    base = dict.fromkeys(range(8), 0.0)
+    arrows = []
+    for effect in np.linspace(0, 1, 50):
+        means = {seed: effect + (-1) ** seed / 2 for seed in base}
+        arrows.append([arrow_of(means, base, design(s, [])) for s in (planned, added)])
+    assert ["↑", ""] in arrows and ["", "↑"] not in arrows and ["↑", "↑"] in arrows
