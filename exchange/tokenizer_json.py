@@ -23,9 +23,9 @@ def tokenizer_json(tokenizer) -> str:
     Raises:
         NotImplementedError: the tokenizer can't be converted.
     """
-    if isinstance(tokenizer, ours.JsonTokenizer):  # imported, and is one
+    if isinstance(tokenizer, ours.JsonTokenizer):  # imported as a tokenizer.json
         return tokenizer.vocabulary
-    make = MAKERS.get(type(tokenizer))  # not of a subclass, whose ids mean more
+    make = MAKERS.get(type(tokenizer))  # exact type: a subclass also has other ids
     if make is None:
         raise NotImplementedError(
             f"{type(tokenizer).__name__} has no form in a tokenizer.json."
