@@ -5,8 +5,8 @@ each, and cut into windows of `data.max_length` tokens (see `data.windows`).
 
 The loss is in nats per predicted token. The separator before a document counts as a
 predicted token, too: it ends the previous document. Bits per byte divide the same sum
-by the number of UTF-8 bytes of the documents, and are comparable between tokenizers
-that lose nothing. Every token of a split is scored exactly once, in windows that start
+by the number of UTF-8 bytes of the documents, and are comparable between lossless
+tokenizers. Every token of a split is scored exactly once, in windows that start
 `data.stride` tokens apart.
 """
 
@@ -74,8 +74,8 @@ class LanguageModel(Task):
         self.check_stride("data.stride", self.stride)
         if config.train.best_metric == CONTEXT_GAIN.name:
             raise ValueError(
-                "train.best_metric can't be context_gain, which says nothing of the "
-                "loss with much context; choose loss."
+                "train.best_metric can't be context_gain: it is a difference of two "
+                "losses, which does not measure quality; choose loss."
             )
         self.corpus_keys = documents.corpus_keys(data)
         self.test_split = documents.test_split(data)
