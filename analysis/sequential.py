@@ -143,8 +143,8 @@ def chance_of_verdict(means, sd, counts, looks: Looks) -> np.ndarray:
 
     The mean of all seeds is predicted from the mean and the spread so far by Student's
     t, without any prior belief about the difference (predictive power; Spiegelhalter,
-    Freedman and Blackburn 1986). The spread itself is taken to stay as it is, so with
-    few seeds the prediction is too high, and an arm gets more seeds than it should.
+    Freedman and Blackburn 1986). The spread is assumed not to change, so with few seeds
+    the prediction is too high, and an arm gets more seeds than it should.
 
     Args:
         means, sd: of the differences so far.

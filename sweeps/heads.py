@@ -48,8 +48,8 @@ def measure_arms(
     """Return the rows that `measure` finds for the reported trials of all arms.
 
     Trials that diverged, are not trained yet, have no checkpoint or can't be loaded are
-    left out. The last are logged with the error, as are arms of which none is left.
-    Rows have the additional columns arm and seed, and are in the order of the plan.
+    left out. Errors from loading are logged, and so are arms that lose all trials. Rows
+    have the additional columns arm and seed, and are in the order of the plan.
 
     Args:
         load: returns the run in a folder, and examples.

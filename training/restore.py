@@ -66,8 +66,8 @@ def parameters_to_start_from(
     """
     with distributed.fail_together():  # a relative path may exist on some hosts only
         folder = run_folder(workdir)
-        source_trials = read_json(folder / "trials.json")
-        count, num_trials = len(source_trials), len(trials)
+        other_trials = read_json(folder / "trials.json")
+        count, num_trials = len(other_trials), len(trials)
         if count not in (1, num_trials):
             raise ValueError(
                 f"train.init_from={workdir} has {count} trials and this run has "
@@ -101,7 +101,7 @@ def parameters_to_start_from(
             f"{model_differences}."
         )
     for index, trial in enumerate(trials):
-        for key, gate in source_trials[index % count].items():
+        for key, gate in other_trials[index % count].items():
             if key.startswith("head_gates.") and gate != trial.get(key, 1):
                 say(
                     f"Trial {index} starts from parameters that were trained with "
