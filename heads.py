@@ -272,13 +272,13 @@ def explore_heads(path, trained, examples, options) -> None:
         splits[name] = runs[name].task.load(examples.split)
     lines = None if INPUT.value is None else input_lines()
     sentences, trials = {}, {}
-    for name, each in runs.items():
-        trials[name] = choose_trials(each, TRIAL)
+    for name, shown in runs.items():
+        trials[name] = choose_trials(shown, TRIAL)
         if lines is None:
-            sentences[name] = first_sentences(each, splits[name], SENTENCES.value)
+            sentences[name] = first_sentences(shown, splits[name], SENTENCES.value)
         else:
             trial = trials[name][0]
-            sentences[name] = [fields_of_line(each, line, trial) for line in lines]
+            sentences[name] = [fields_of_line(shown, line, trial) for line in lines]
     data = explore(runs, splits, sentences, trials, EXAMPLES.value)
     output = path_of(OUTPUT)
     write(output, page(data))

@@ -553,8 +553,8 @@ def fill(page: str, text: str) -> str:
     start, end = MARKS
     if page.count(start) != 1 or page.count(end) != 1:
         raise ValueError(f"The page must have the lines {start} and {end} once.")
-    before, rest = page.split(start)
-    return f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    head, tail = page.split(start)
+    return f"{head}{start}\n\n{text}\n\n{end}{tail.split(end)[1]}"
 
 
 def main() -> None:
@@ -576,7 +576,7 @@ def main() -> None:
     folders = sorted(path for path in arguments.results.iterdir() if path.is_dir())
     readers = read_results, read_analyses
     try:
-        contents = [read(folder) for folder in folders for read in readers]
+        contents = [reader(folder) for folder in folders for reader in readers]
         sweeps = [results for results in contents if results is not None]
         tested = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
     except ValueError as error:

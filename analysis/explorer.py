@@ -154,10 +154,12 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
                 pair = maps[site]
                 T = len(fields["source" if site == "encoder" else "target"])
                 S = len(fields["target" if site == "decoder" else "source"])
-                stacked = np.stack([each[:, row, :, :T, :S] for each in pair], axis=2)
+                stacked = np.stack(
+                    [kind_maps[:, row, :, :T, :S] for kind_maps in pair], axis=2
+                )
                 stacked = np.nan_to_num(np.clip(stacked, 0, 1))
                 arrays.append(np.rint(255 * stacked).astype(np.uint8))
-            parts[index] = b"".join(each.tobytes() for each in arrays)
+            parts[index] = b"".join(array.tobytes() for array in arrays)
     return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
 
 

@@ -201,14 +201,14 @@ def usage(module) -> str:
     for name, defined in flags.FLAGS.flags_by_module_dict().items():
         if name.startswith("headcount.") or name == sys.argv[0]:
             shared = name == __name__  # each script uses some of these
-            found = [f for f in defined if f.name in used or not shared]
-            groups[name.endswith("runtime.cluster")] += found
+            shown = [f for f in defined if f.name in used or not shared]
+            groups[name.endswith("runtime.cluster")] += shown
     lines = [(module.__doc__ or "").strip()]
     for is_cluster, title in titles.items():
-        found = {f.name: f for f in groups[is_cluster] if "." not in f.name}
-        lines += ["", title] if found else []
-        for name in sorted(found):
-            flag = found[name]
+        by_name = {f.name: f for f in groups[is_cluster] if "." not in f.name}
+        lines += ["", title] if by_name else []
+        for name in sorted(by_name):
+            flag = by_name[name]
             default = "" if flag.default in (None, []) else f" [{flag.default}]"
             text = " ".join(flag.help.split(";\n")[0].split())  # the rest is absl's
             lines += [f"  --{name}: {text}{default}"]
@@ -316,8 +316,8 @@ def flag_error(error: BaseException, argv: list[str]) -> str | None:
         original, line = raised
         place = f"{path}, line {line}"
         if isinstance(original, SyntaxError):
-            where = f"{original.filename}, line {original.lineno}"
-            return f"{where}, is not Python: {original.msg}."
+            location = f"{original.filename}, line {original.lineno}"
+            return f"{location}, is not Python: {original.msg}."
         if isinstance(original, KeyError | AttributeError) and is_of_config(original):
             key = unknown_key(original)
             return f"{place}, uses {key}, not a config key.{near_miss(key)}"
@@ -385,12 +385,12 @@ def unknown_key(error: KeyError | AttributeError) -> str:
 def bad_flag(text: str) -> str:
     """Rephrase absl's message about a flag that it can't parse."""
     for words, kind in WANTED.items():
-        flag, found, _ = text.partition(f": {words}")
-        if found and "\n" not in flag:
+        flag, separator, _ = text.partition(f": {words}")
+        if separator and "\n" not in flag:
             name, value = flag.removeprefix("flag ").split("=", 1)
             return f"{name} must be {kind}, got {value!r}."
-    if found := re.fullmatch(r"Unknown command line flag '(\w+)'.*", text, re.DOTALL):
-        name = found[1]
+    if match := re.fullmatch(r"Unknown command line flag '(\w+)'.*", text, re.DOTALL):
+        name = match[1]
         near = get_close_matches(name, own_names(), n=1)
         if near:
             return f"There is no flag --{name}. Did you mean --{near[0]}?"

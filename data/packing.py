@@ -185,11 +185,11 @@ def fill_rows(
     tokens, segments, positions = np.zeros((3, num_rows * width), np.int32)
     if len(indices):
         lengths = field.offsets[indices + 1] - field.offsets[indices]
-        before = np.cumsum(lengths) - lengths
+        preceding = np.cumsum(lengths) - lengths
         first = np.cumsum(sizes) - sizes  # each row's first example
         # An example starts where the one before it in its row ends.
-        starts = before + np.repeat(
-            np.arange(len(sizes)) * width - before[first], sizes
+        starts = preceding + np.repeat(
+            np.arange(len(sizes)) * width - preceding[first], sizes
         )
         place = _spans(starts, lengths)
         tokens[place] = field.tokens[_spans(field.offsets[indices], lengths)]

@@ -63,7 +63,7 @@ def _multi30k(name, source, target, split, directory):
     languages = source, target
     for language in languages:
         multi30k.check(language, split)  # before any is downloaded
-    return tuple(multi30k.sentences(each, split, directory) for each in languages)
+    return tuple(multi30k.sentences(code, split, directory) for code in languages)
 
 
 def _existing(folder: Path, name: str) -> Path | None:

@@ -176,9 +176,9 @@ def class_tokens(task, text: str) -> tuple[list[int], list[int], list[int]]:
     """Return a text's token ids, positions of tokens with a class, and token types."""
     parts = task.parts_of_text(text)
     fields, firsts = task.encode_parts("input", [parts])
-    whole = task.config.task.name == "classification"
+    is_per_text = task.config.task.name == "classification"
     types = fields["source_types"][0].tolist() if "source_types" in fields else []
-    return fields["source"][0].tolist(), [0] if whole else firsts[0], types
+    return fields["source"][0].tolist(), [0] if is_per_text else firsts[0], types
 
 
 def has_pairs(run: Run) -> bool:

@@ -125,14 +125,14 @@ class LanguageModel(Task):
         self.tokenizer = tokenizers.load_or_make(
             self.folder, data.tokenizer, texts, data.vocab_size
         )
-        found = self.tokenizer.vocab_size
-        check_bos(self.config.model.bos, found)
+        vocab_size = self.tokenizer.vocab_size
+        check_bos(self.config.model.bos, vocab_size)
         is_copied = self.config.train.init_from is not None  # it may be smaller
         is_own = data.tokenizer == "sentencepiece" and not is_copied
-        if is_own and found < data.vocab_size:
+        if is_own and vocab_size < data.vocab_size:
             raise ValueError(
                 f"data.vocab_size={data.vocab_size} is more than the training "
-                f"split supports; set it to {found} or less."
+                f"split supports; set it to {vocab_size} or less."
             )
 
     def check_tokens(self, split: str, tokens: np.ndarray) -> None:
@@ -405,11 +405,11 @@ class LanguageModel(Task):
     ) -> Iterator[str]:
         """See `Task.score_tokens`; a line is a document."""
         for ids, log_probabilities in self.log_probabilities(run, lines, trial, first):
-            found = {
+            row = {
                 "tokens": self.tokenizer.pieces(ids),
                 "log_probabilities": log_probabilities.round(4).tolist(),
             }
-            yield json.dumps(found, ensure_ascii=False)
+            yield json.dumps(row, ensure_ascii=False)
 
     def log_probabilities(
         self, run: Run, lines: Sequence[str], trial: int, first: int

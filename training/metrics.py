@@ -45,10 +45,10 @@ class MetricsWriter:
         self.path = workdir / "metrics.jsonl"
         text = self.path.read_text(errors="replace") if self.path.exists() else ""
         lines = text.splitlines()
-        kept = [x for x in lines if (row := parse_row(x)) and row["step"] <= step]
-        kept = "".join(line + "\n" for line in kept)
-        if kept != text:
-            write(self.path, kept)
+        complete = [x for x in lines if (row := parse_row(x)) and row["step"] <= step]
+        complete = "".join(line + "\n" for line in complete)
+        if complete != text:
+            write(self.path, complete)
         self.file = open_append(self.path)
         self.workdir, self.step = workdir, step
 

@@ -145,8 +145,9 @@ def muon(*, muon_beta, muon_per_head, **adam) -> optax.GradientTransformation:
 
     def dimensions(params):
         def of(names, axes):
-            found = is_orthogonalized(names, axes)
-            return matrix_axes(axes, muon_per_head) if found else optax.MaskedNode()
+            if not is_orthogonalized(names, axes):
+                return optax.MaskedNode()
+            return matrix_axes(axes, muon_per_head)
 
         return by_parameter(of, params)
 
