@@ -75,23 +75,24 @@ def main():
             check_output(names)
             cluster.connect()
             workdir = path_of(WORKDIR)
-            found = load(workdir, CHECKPOINT.value)
-            choose_trial(found, TRIAL)
-            found.task.check_options(options, evaluates=True)
-            check_predictions(found.task)
+            trained = load(workdir, CHECKPOINT.value)
+            choose_trial(trained, TRIAL)
+            trained.task.check_options(options, evaluates=True)
+            check_predictions(trained.task)
             if DIRECTORY.value is not None:
-                found.task.set_directory(DIRECTORY.value)
+                trained.task.set_directory(DIRECTORY.value)
             with distributed.fail_together():
                 # load everything first, to fail before the first split is decoded
-                examples = [found.task.load(name) for name in names]
+                examples = [trained.task.load(name) for name in names]
                 for name in names:
-                    found.task.check_references(name)
+                    trained.task.check_references(name)
                     files.check_output(
                         f"--workdir={WORKDIR.value}", result_path(workdir, name)
                     )
             for split in examples:
-                evaluate(workdir, found, split, options)
-            distributed.gather(None)  # process 0 may score for longer than SHUTDOWN
+                evaluate(workdir, trained, split, options)
+            # wait for process 0, which may take longer than SHUTDOWN to finish
+            distributed.gather(None)
 
 
 def split_names() -> list[str]:
@@ -120,10 +121,13 @@ def check_output(names: list[str]) -> None:
     for name in names if OUTPUT.value is not None else ():
         path = output_path(name)
         files.check_output(f"--output={OUTPUT.value}", path)
-        # a run's own files: its JSON, its log, locks, and all in its folders
-        own = path.suffix in (".json", ".jsonl") or path.name.startswith((".", "log."))
-        folder = path.resolve().parent
-        if folder.is_relative_to(workdir) and (own or folder != workdir):
+        folder, in_run = path.resolve().parent, path.resolve().is_relative_to(workdir)
+        is_run_file = (
+            folder != workdir  # in checkpoints/, tokenizer/, ...
+            or path.suffix in (".json", ".jsonl")
+            or path.name.startswith((".", "log."))  # locks and the log
+        )
+        if in_run and is_run_file:
             raise ValueError(
                 f"--output={OUTPUT.value} may overwrite a file of the run; choose "
                 f"another name, such as predictions.txt."
@@ -141,25 +145,25 @@ def check_predictions(task: Task) -> None:
             )
 
 
-def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
+def evaluate(workdir: Path, trained: Run, examples, options: dict) -> None:
     """Score every trial, print a table, and write result-SPLIT.json."""
     with heartbeat(f"Still scoring {len(examples)} examples of {examples.split}"):
-        scores = found.task.evaluate(found, examples, **options)
-    # in every process: a trial's parameters may be sharded over all of them
-    heads = [open_heads(found, trial) for trial in range(len(found.trials))]
+        scores = trained.task.evaluate(trained, examples, **options)
+    # in every process, because a trial's parameters may be sharded over all of them
+    heads = [open_heads(trained, trial) for trial in range(len(trained.trials))]
     if not distributed.is_first():
         return
-    rows, made = [], []
+    rows, outputs = [], []
     for trial, row in enumerate(scores):
-        made.append(row.pop("predictions", None))
+        outputs.append(row.pop("predictions", None))
         rows.append(
             {
                 "trial": trial,
-                **found.trials[trial],
+                **trained.trials[trial],
                 "split": examples.split,
                 "checkpoint": CHECKPOINT.value,
-                "step": found.step[trial],
-                "diverged_at": found.diverged_at[trial],
+                "step": trained.step[trial],
+                "diverged_at": trained.diverged_at[trial],
                 "examples": len(examples),
                 **({} if heads[trial] is None else {"open_heads": heads[trial]}),
                 "options": row.pop("options", {}),
@@ -172,12 +176,12 @@ def evaluate(workdir: Path, found: Run, examples, options: dict) -> None:
     path = result_path(workdir, examples.split)
     keep_other(path, rows[0])
     write_json(path, [with_digest(row) for row in rows])
-    settings, selects = list(found.trials[0]), best_metric(found.task)
-    print_scores(rows, found.task.metrics, settings, path, selects)
-    for trial, predictions in enumerate(made):
+    settings, selects = list(trained.trials[0]), best_metric(trained.task)
+    print_scores(rows, trained.task.metrics, settings, path, selects)
+    for trial, predictions in enumerate(outputs):
         if predictions is not None:
-            write_predictions(predictions, examples.split, trial, len(made))
-    shown = made[TRIAL.value]
+            write_predictions(predictions, examples.split, trial, len(outputs))
+    shown = outputs[TRIAL.value]
     if shown is not None:
         if options.get("n_best"):  # lines of lists, each with the number of its example
             lists = itertools.groupby(shown, lambda line: line.split(" ||| ")[0])
@@ -193,22 +197,22 @@ def result_path(workdir: Path, split: str) -> Path:
 def keep_other(path: Path, row: dict) -> None:
     """Rename result-SPLIT.json if its scores are of another checkpoint or search.
 
-    Otherwise they would be overwritten.
+    This keeps them from being overwritten by the new scores.
 
     Args:
         path: result-SPLIT.json.
         row: one of the rows to be written there.
     """
     try:
-        before = read_json(path)[0]
-        made = {"checkpoint": before["checkpoint"], **before["options"]}
+        old_row = read_json(path)[0]
+        old_settings = {"checkpoint": old_row["checkpoint"], **old_row["options"]}
     except (OSError, ValueError, LookupError, TypeError):
         return  # there are no readable scores
-    if made != {"checkpoint": row["checkpoint"], **row["options"]}:
-        how = ",".join(f"{name}={value}" for name, value in made.items())
-        other = path.with_name(f"{path.stem}-{how}{path.suffix}")
-        path.replace(other)
-        say(f"Kept the scores of other settings in {other}.")
+    if old_settings != {"checkpoint": row["checkpoint"], **row["options"]}:
+        suffix = ",".join(f"{name}={value}" for name, value in old_settings.items())
+        backup = path.with_name(f"{path.stem}-{suffix}{path.suffix}")
+        path.replace(backup)
+        say(f"Kept the scores of other settings in {backup}.")
 
 
 def output_path(split: str) -> Path:

@@ -96,7 +96,7 @@ INPUT = flags.DEFINE_string(
     "standard input); in translation source, or source, tab, target.",
 )
 TRIAL = flags.DEFINE_integer(
-    "trial", 0, "Analyse this trial alone; if not given, all (plot: the first).", 0
+    "trial", 0, "Analyse only this trial. Default: all trials (plot: the first).", 0
 )
 
 
@@ -115,121 +115,121 @@ def main(verb: str) -> None:
         if verb in SUFFIXES:
             check_output(verb)
         workdir = path_of(WORKDIR)
-        if verb in OF_SWEEPS and (workdir / "sweep.json").exists():
+        if verb in SWEEP_VERBS and (workdir / "sweep.json").exists():
             measure_sweep(verb, workdir)
             return
-        found = open_run(workdir, CHECKPOINT.value)
-        found.task.check_options(options, evaluates=True)
-        sites = list(layers_of(found.config.model))
+        trained = open_run(workdir, CHECKPOINT.value)
+        trained.task.check_options(options, evaluates=True)
+        sites = list(layers_of(trained.config.model))
         if SITE.value is not None:
             choose("--site", SITE.value, sites)
         # a plot of the user's own text needs no corpus
         uses_corpus = verb != "plot" or INPUT.value is None
-        examples = found.task.load(SPLIT.value) if uses_corpus else None
+        examples = trained.task.load(SPLIT.value) if uses_corpus else None
         shown = SPLIT.value, SITE.value, f"trial_{TRIAL.value}" * TRIAL.present
         path = output_file(workdir, verb, *shown, which=CHECKPOINT.value)
         if verb not in SUFFIXES:
             check_file(f"--workdir={WORKDIR.value}", path)
-        VERBS[verb](path, found, examples, options)
+        VERBS[verb](path, trained, examples, options)
 
 
 def open_run(folder: Path, which: str):
     """Load a run whose task reads its data from --directory, if given."""
-    found = load(folder, which)
+    trained = load(folder, which)
     if DIRECTORY.value is not None:
-        found.task.set_directory(DIRECTORY.value)
-    return found
+        trained.task.set_directory(DIRECTORY.value)
+    return trained
 
 
 def measure_sweep(verb: str, workdir: Path) -> None:
     """Print and write the measurements of the heads of every arm of a sweep."""
     if TRIAL.present:
         raise ValueError(
-            f"--trial={TRIAL.value}: {workdir} holds a sweep, of which all trials are "
-            f"measured; for one, name the folder of its group in --workdir."
+            f"--trial={TRIAL.value}: {workdir} holds a sweep, and {verb} measures all "
+            f"its trials; for one, set --workdir to the folder of its group."
         )
     sweep = open_sweep(Options("report", workdir))
     which = CHECKPOINT.value if CHECKPOINT.present else sweep.settings["checkpoint"]
 
     def load_group(folder: Path):
-        found = open_run(folder, which)
-        return found, found.task.load(SPLIT.value)
+        trained = open_run(folder, which)
+        return trained, trained.task.load(SPLIT.value)
 
     path = output_file(workdir, verb, SPLIT.value, which=which)
     check_file(f"--workdir={WORKDIR.value}", path)
-    rows = measure_arms(sweep, load_group, OF_SWEEPS[verb])
+    rows = measure_arms(sweep, load_group, SWEEP_VERBS[verb])
     write_json(path, rows)
     tables, legend = arm_tables(rows, design(sweep, make_rows(sweep)))
     print_arms(tables, legend, SPLIT.value, path)
 
 
-def describe_heads(path, found, examples, options) -> None:
+def describe_heads(path, trained, examples, options) -> None:
     """Print and write the statistics of every head."""
-    rows = each_trial(found, describe, examples)
+    rows = each_trial(trained, describe, examples)
     write_json(path, rows)
     print_heads(rows, examples.split, "entropy", path)
-    more = next_command("heads.py explore", workdir=path.parent, output="FILE.html")
-    print(f"A page of pictures: {more}")
+    command = next_command("heads.py explore", workdir=path.parent, output="FILE.html")
+    print(f"A page of pictures: {command}")
 
 
-def rank_heads(path, found, examples, options) -> None:
+def rank_heads(path, trained, examples, options) -> None:
     """Print and write the importance of every head."""
-    rows = each_trial(found, importance, examples)
+    rows = each_trial(trained, importance, examples)
     write_json(path, rows)
     print_heads(rows, examples.split, "added_loss", path)
 
 
-def prune(path, found, examples, options) -> None:
+def prune(path, trained, examples, options) -> None:
     """Print, write and plot scores while removing heads, which are ranked on val."""
-    dev, trials = found.task.load("val"), choose_trials(found, TRIAL)
-    about = {"split": examples.split, "ranked_on": dev.split}
-    about["checkpoint"] = CHECKPOINT.value
+    dev, trials = trained.task.load("val"), choose_trials(trained, TRIAL)
+    common = {"split": examples.split, "ranked_on": dev.split}
+    common["checkpoint"] = CHECKPOINT.value
     of_trials = [
-        {**about, **settings, "step": step, "diverged_at": at}
+        {**common, **settings, "step": step, "diverged_at": at}
         for settings, step, at in zip(
-            found.trials, found.step, found.diverged_at, strict=True
+            trained.trials, trained.step, trained.diverged_at, strict=True
         )
     ]
     rows = [
         of_trials[row["trial"]] | row
-        for row in curve(found, dev, examples, trials, SITE.value, **options)
+        for row in curve(trained, dev, examples, trials, SITE.value, **options)
     ]
     write_json(path, rows)
-    metric = best_metric(found.task)
+    metric = best_metric(trained.task)
     print_pruning(rows, metric, path)
     plot_pruning(rows, metric, path.with_suffix(".png"))
     print(f"Wrote {path.with_suffix('.png')}")
 
 
-def plot(_, found, examples, options) -> None:
+def plot(_, trained, examples, options) -> None:
     """Plot the attention maps of one example with the model's own output."""
-    sites = list(layers_of(found.config.model))
+    sites = list(layers_of(trained.config.model))
     site = SITE.value or ("cross" if "cross" in sites else sites[0])
-    trial, output, index = choose_trial(found, TRIAL), path_of(OUTPUT), EXAMPLE.value
+    trial, output, index = choose_trial(trained, TRIAL), path_of(OUTPUT), EXAMPLE.value
     lines = None if INPUT.value is None else input_lines()
     if lines is None:
-        where, count = examples.split, len(examples)
+        origin, count = examples.split, len(examples)
     else:
-        where, count = f"--input={INPUT.value}", len(lines)
+        origin, count = f"--input={INPUT.value}", len(lines)
     if index >= count:
         raise ValueError(
-            f"--example={index} is not in {where}, whose last example is number "
+            f"--example={index} is not in {origin}, whose last example is number "
             f"{count - 1}."
         )
     if lines is None:
-        fields = found.task.fields_to_plot(found, examples, index, trial, **options)
+        fields = trained.task.fields_to_plot(trained, examples, index, trial, **options)
     else:
-        fields = fields_of_line(found, lines[index], trial)
-    plot_example(found, trial, fields, site, output)
-    print(f"Wrote the attention ({site}) in example {index} of {where} to {output}")
+        fields = fields_of_line(trained, lines[index], trial)
+    plot_example(trained, trial, fields, site, output)
+    print(f"Wrote the attention ({site}) in example {index} of {origin} to {output}")
 
 
-def find_roles(path, found, examples, options) -> None:
+def find_roles(path, trained, examples, options) -> None:
     """Print and write the roles of heads."""
-    trials = choose_trials(found, TRIAL)
+    trials = choose_trials(trained, TRIAL)
     rows = [
         row
-        for row in measure_roles(found, examples, trials, EXAMPLES.value)
+        for row in measure_roles(trained, examples, trials, EXAMPLES.value)
         if SITE.value in (None, row["site"])
     ]
     if not rows:
@@ -241,44 +241,44 @@ def find_roles(path, found, examples, options) -> None:
     print_roles(rows, examples.split, path)
 
 
-def compare_heads(path, found, examples, options) -> None:
+def compare_heads(path, trained, examples, options) -> None:
     """Print and write the similarity of every pair of heads of a site."""
-    sentences = first_sentences(found, examples, EXAMPLES.value)
+    sentences = first_sentences(trained, examples, EXAMPLES.value)
     rows = [
         row
-        for row in each_trial(found, similarity, sentences)
+        for row in each_trial(trained, similarity, sentences)
         if SITE.value in (None, row["site"])
     ]
     write_json(path, rows)
     print_pairs_of_heads(rows, examples.split, "cka", path)
 
 
-def find_interactions(path, found, examples, options) -> None:
+def find_interactions(path, trained, examples, options) -> None:
     """Print and write how the removal of every pair of heads of a site interacts."""
-    some = examples.take(range(len(examples))[: EXAMPLES.value])
-    rows = each_trial(found, interactions, some, site=SITE.value)
+    sample = examples.take(range(len(examples))[: EXAMPLES.value])
+    rows = each_trial(trained, interactions, sample, site=SITE.value)
     write_json(path, rows)
     print_pairs_of_heads(rows, examples.split, "interaction", path)
 
 
-def explore_heads(path, found, examples, options) -> None:
+def explore_heads(path, trained, examples, options) -> None:
     """Write a page to explore the heads of one or two runs."""
     first = path.parent.name
-    runs, splits = {first: found}, {first: examples}
+    runs, splits = {first: trained}, {first: examples}
     if COMPARE.value is not None:
-        other = path_of(COMPARE)
-        name = other.name if other.name != first else f"{other.name} (2)"
-        runs[name] = open_run(other, CHECKPOINT.value)
+        folder = path_of(COMPARE)
+        name = folder.name if folder.name != first else f"{folder.name} (2)"
+        runs[name] = open_run(folder, CHECKPOINT.value)
         splits[name] = runs[name].task.load(examples.split)
     lines = None if INPUT.value is None else input_lines()
     sentences, trials = {}, {}
-    for name, each in runs.items():
-        trials[name] = choose_trials(each, TRIAL)
+    for name, shown in runs.items():
+        trials[name] = choose_trials(shown, TRIAL)
         if lines is None:
-            sentences[name] = first_sentences(each, splits[name], SENTENCES.value)
+            sentences[name] = first_sentences(shown, splits[name], SENTENCES.value)
         else:
             trial = trials[name][0]
-            sentences[name] = [fields_of_line(each, line, trial) for line in lines]
+            sentences[name] = [fields_of_line(shown, line, trial) for line in lines]
     data = explore(runs, splits, sentences, trials, EXAMPLES.value)
     output = path_of(OUTPUT)
     write(output, page(data))
@@ -286,12 +286,12 @@ def explore_heads(path, found, examples, options) -> None:
     print(f"Wrote {output} ({size:,.0f} kB): open it in a browser.")
 
 
-def each_trial(found, measure, data, **options) -> list[dict]:
+def each_trial(trained, measure, data, **options) -> list[dict]:
     """Return the rows that `measure` finds for each chosen trial."""
     return [
         {"trial": trial} | row
-        for trial in choose_trials(found, TRIAL)
-        for row in measure(found, data, trial, **options)
+        for trial in choose_trials(trained, TRIAL)
+        for row in measure(trained, data, trial, **options)
     ]
 
 
@@ -323,7 +323,7 @@ def fields_of_line(run, line: str, trial: int) -> dict[str, list[int]]:
 
 def check_flags(verb: str) -> None:
     """Raise a ValueError for a flag that the verb would ignore, or too few examples."""
-    for name, verbs in OF_VERBS.items():
+    for name, verbs in FLAG_VERBS.items():
         if flags.FLAGS[name].present and verb not in verbs:
             raise ValueError(
                 f"--{name} has no meaning for {verb}; it is for {', '.join(verbs)}."
@@ -358,12 +358,12 @@ def check_output(verb: str) -> None:
     check_file(f"--output={OUTPUT.value}", path)
 
 
-# of --output; an error message suggests the first
+# file types of --output, by verb; an error message suggests the first
 SUFFIXES = {
     "plot": [".png", ".pdf", ".svg"],
     "explore": [".html", ".htm"],
 }
-OF_VERBS = {
+FLAG_VERBS = {  # flags that not all verbs use, and those that do
     "site": ("prune", "plot", "roles", "similarity", "interactions"),
     "example": ("plot",),
     "output": ("plot", "explore"),
@@ -372,7 +372,7 @@ OF_VERBS = {
     "compare": ("explore",),
     "input": ("plot", "explore"),
 }
-OF_SWEEPS = {"describe": describe, "importance": importance}
+SWEEP_VERBS = {"describe": describe, "importance": importance}
 VERBS = {
     "describe": describe_heads,
     "importance": rank_heads,

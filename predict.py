@@ -61,11 +61,11 @@ TRIAL = flags.DEFINE_integer("trial", 0, "Which trial of the run to use.", 0)
 
 
 def decode_prompts(lines: list[str], first: int) -> list[str]:
-    """Return the texts of lines of JSON strings.
+    """Parse lines that are JSON strings.
 
     Args:
         lines: the lines.
-        first: number of lines before them.
+        first: number of input lines before these, for error messages.
 
     Raises:
         ValueError: a line is not a JSON string.
@@ -83,8 +83,8 @@ def decode_prompts(lines: list[str], first: int) -> list[str]:
     return prompts
 
 
-def given_options() -> dict:
-    """Return the options of `Task.predict` that were given on the command line.
+def prediction_options() -> dict:
+    """Return the options of `Task.predict` from the command line.
 
     Raises:
         ValueError: flags contradict each other.
@@ -118,34 +118,34 @@ def main():
     with one_sentence():
         if TASK_FILE.value is not None:
             import_file(path_of(TASK_FILE))
-        options, scores = given_options(), SCORE.value or SCORE_TOKENS.value
-        found = load(path_of(WORKDIR), CHECKPOINT.value)
-        found.task.check_options(options)
-        task, can_stream = found.task, hasattr(found.task, "stream")
+        options, scores = prediction_options(), SCORE.value or SCORE_TOKENS.value
+        trained = load(path_of(WORKDIR), CHECKPOINT.value)
+        trained.task.check_options(options)
+        task, can_stream = trained.task, hasattr(trained.task, "stream")
         if JSON.value and not can_stream:
             raise ValueError("--json is for language models; leave it out.")
-        trial, answer = choose_trial(found, TRIAL), task.predict
+        trial, predict = choose_trial(trained, TRIAL), task.predict
         if scores:
-            answer = task.score_lines if SCORE.value else task.score_tokens
+            predict = task.score_lines if SCORE.value else task.score_tokens
         number, size = 0, decoding.BATCH_SIZE.value
         samples = options.get("samples", 1)
-        # the tokens of a beam are not known before its end
+        # beam search has no final tokens to stream until it ends
         is_single = samples == options.get("beam_size", 1) == 1
         streams = is_single and can_stream and not (scores or JSON.value)
         for lines in stdin.available_lines(sys.stdin.fileno(), size):
-            about = {"trial": trial, "first": number}
-            about |= {} if scores else options
+            arguments = {"trial": trial, "first": number}
+            arguments |= {} if scores else options
             if JSON.value:
                 lines = decode_prompts(lines, number)
             if streams and len(lines) == 1:
-                pieces = task.stream(found, lines[0], **about)
+                pieces = task.stream(trained, lines[0], **arguments)
                 first = next(pieces, "")  # fails for a bad line, before it is printed
                 print(lines[0], end=first, flush=True)
                 for piece in pieces:
                     print(piece, end="", flush=True)
                 print()
             else:
-                for i, line in enumerate(answer(found, lines, **about)):
+                for i, line in enumerate(predict(trained, lines, **arguments)):
                     if JSON.value and not scores:
                         prompt = lines[i // samples]
                         result = {"prompt": prompt, "text": line[len(prompt) :]}

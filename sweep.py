@@ -62,8 +62,8 @@ ABLATION = flags.DEFINE_string(
 SEEDS = flags.DEFINE_string(
     "seeds",
     None,
-    "Seeds per arm. Default: the config's seeds. FIRST:LAST, as in 4:32: add seeds in "
-    "stages, and stop arms that are decided.",
+    "Number of seeds per arm. Default: the config's seeds. With FIRST:LAST, as in "
+    "4:32, seeds are added in stages, to undecided arms only.",
 )
 LOOKS = flags.DEFINE_list(
     "looks",
@@ -152,9 +152,9 @@ EXAMPLES = flags.DEFINE_integer(
 CALIBRATE = flags.DEFINE_bool(
     "calibrate", True, "With `list`: train a few steps to estimate the time."
 )
-OF_VERBS = (
+FLAG_VERBS = (  # flags that not all verbs use, and those that do
     (FINISHED, ("run",)),
-    # in `list` some have no effect, but one replaces `run` by `list` to see the costs
+    # `list` ignores some of these, but takes any command line of `run` to show its cost
     *((flag, ("list", "run")) for flag in (GROUP, SHARD, LAUNCHER, ADDRESS, RESOURCES)),
     (EXAMPLES, ("report",)),
     (CALIBRATE, ("list",)),
@@ -178,7 +178,8 @@ def main(verb: str, more_workdirs: list[str]) -> None:
             launch = launcher(workdir, ADDRESS.value, RESOURCES.value)
             is_new = CONFIG.value and ABLATION.value
             if is_new and not (workdir / "sweep.json").exists():
-                # bad input must not start a sweep, which then has fixed settings
+                # try it in another folder first: a sweep's settings are fixed once it
+                # has started, so bad input must not start one
                 with contextlib.redirect_stderr(io.StringIO()):  # it is logged below
                     open_groups(verb, Path(temporary), task_file)
         sweep, groups = open_groups(verb, workdir, task_file)
@@ -187,12 +188,12 @@ def main(verb: str, more_workdirs: list[str]) -> None:
         elif verb == "status":
             status.print_status(sweep, make_rows(sweep))
         elif verb == "report":
-            others = [
+            joined = [
                 settings.Options(verb, Path(path).expanduser(), sweep.task_file)
                 for path in more_workdirs
             ]
-            if others:
-                sweeps = [sweep, *map(settings.open_sweep, others)]
+            if joined:
+                sweeps = [sweep, *map(settings.open_sweep, joined)]
                 report.write_joined(sweeps, EXAMPLES.value)
             else:
                 report.write(sweep, collect(sweep), EXAMPLES.value)
@@ -221,7 +222,7 @@ def check_flags(verb: str) -> None:
         )
     if WORKDIR.value is None and verb != "list":
         raise ValueError("--workdir is needed: the folder of the sweep.")
-    for flag, verbs in OF_VERBS:
+    for flag, verbs in FLAG_VERBS:
         if flag.present and verb not in verbs:
             no = "no" if flag.value is False else ""  # as in --nocalibrate
             raise ValueError(
@@ -281,14 +282,14 @@ def choose_workdir(verb: str, temporary: Path) -> Path:
 
 def options(verb: str, workdir: Path, task_file: Path | None) -> settings.Options:
     """Return the flags that specify the sweep."""
-    given = {name: flags.FLAGS[name].value for name in settings.FLAGS}
-    given["seeds"], given["looks"] = parse_seeds(SEEDS.value, LOOKS.value)
+    specified = {name: flags.FLAGS[name].value for name in settings.FLAGS}
+    specified["seeds"], specified["looks"] = parse_seeds(SEEDS.value, LOOKS.value)
     if CONFIG.value is not None:
-        given["config"], given["config_file"] = CONFIG.value, config_file()
+        specified["config"], specified["config_file"] = CONFIG.value, config_file()
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
-        given["overrides"] = dict(overrides)
+        specified["overrides"] = dict(overrides)
     proposes = verb in ("list", "run") and GROUP.value is None
-    return settings.Options(verb, workdir, task_file, proposes, **given)
+    return settings.Options(verb, workdir, task_file, proposes, **specified)
 
 
 def run_groups(sweep: Sweep, groups: list[Group] | Shard, launch: Callable) -> None:
@@ -300,12 +301,14 @@ def run_groups(sweep: Sweep, groups: list[Group] | Shard, launch: Callable) -> N
     try:
         arguments = cluster.arguments()
         if arguments and LAUNCHER.value == "local":
-            part = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
-            multihost.run(sweep, groups, part, cluster.process(), arguments)
+            part_name = re.sub(r"\W+", "_", GROUP.value or SHARD.value or "all")
+            multihost.run(sweep, groups, part_name, cluster.process(), arguments)
         else:
             launch(sweep, groups)
-        now = sweep.extended(propose=False)  # with what the last groups have added
-        rows = collect(now)
+        grown = sweep.extended(
+            propose=False
+        )  # with groups that follow from new results
+        rows = collect(grown)
     except Stopped as stopped:
         print(
             f"sweep.py: {stopped}. Rerun the same command to resume.", file=sys.stderr
@@ -318,16 +321,16 @@ def run_groups(sweep: Sweep, groups: list[Group] | Shard, launch: Callable) -> N
             f"{describe(error)} What is done in {sweep.workdir} is safe; fix this and "
             f"rerun the same command."
         )
-    status.print_status(now, rows)
-    left = count_unfinished(now.plan, rows)
-    if SHARD.value and left and sweep.grows:
+    status.print_status(grown, rows)
+    num_left = count_unfinished(grown.plan, rows)
+    if SHARD.value and num_left and sweep.grows:
         print("Rerun this when the other shards are done: more groups may follow.")
     if any(row["status"] == "failed" for row in rows):
         sys.exit(1)
     is_whole = SHARD.value is None and GROUP.value is None
-    if left and is_whole and LAUNCHER.value != "local":
+    if num_left and is_whole and LAUNCHER.value != "local":
         print(
-            f"sweep.py: {left} trials are not done; the lines above say how their "
+            f"sweep.py: {num_left} trials are not done; the lines above say how their "
             f"tasks ended. Rerun the same command to resume.",
             file=sys.stderr,
         )
@@ -340,18 +343,18 @@ def take_workdirs(words: list[str]) -> tuple[list[str], list[str]]:
     Returns:
         The remaining command line, and the values of the removed flags.
     """
-    kept, found, rest = [], [], iter(words)
-    for word in rest:
+    kept, workdirs, words_left = [], [], iter(words)
+    for word in words_left:
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name == "workdir":
-            found.append(value if equals else next(rest, ""))
-            if not found[-1]:
+            workdirs.append(value if equals else next(words_left, ""))
+            if not workdirs[-1]:
                 fail(
                     "--workdir needs the folder of a sweep, as in --workdir=runs/heads."
                 )
         else:
             kept.append(word)
-    return [*(f"--workdir={each}" for each in found[:1]), *kept], found[1:]
+    return [*(f"--workdir={workdir}" for workdir in workdirs[:1]), *kept], workdirs[1:]
 
 
 def cli() -> None:

@@ -208,10 +208,10 @@ def train_config(config, workdir: Path | str, callbacks: Sequence[Hook] = ()) ->
 
 def best_run(trainer: Trainer) -> Run:
     """Return the run with its best parameters; without scores, the current ones."""
-    best, now = trainer.best, trainer.run()
+    best, current = trainer.best, trainer.run()
     if not np.isfinite(best["score"]).any():
-        return now
-    return now._replace(
+        return current
+    return current._replace(
         params=best["params"],
         step=[int(step) for step in best["step"]],
         diverged_at=[int(step) or None for step in diverged(trainer)],
@@ -249,16 +249,16 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
     items = checkpoint_items(abstract, initial_best(abstract.params, R))
     last = checkpoints.restore_last(**items)
     if last is None:
-        step, other = 0, config.train.init_from
-        if other is not None:  # before anything is compiled, to fail early
+        step, init_from = 0, config.train.init_from
+        if init_from is not None:  # before anything is compiled, to fail early
             with distributed.fail_together():  # some hosts may lack the folder
-                new = task.new_parameters(run_folder(other) / "tokenizer")
+                new_parts = task.new_parameters(run_folder(init_from) / "tokenizer")
             params = parameters_to_start_from(
-                other, config, trials, abstract.params, new
+                init_from, config, trials, abstract.params, new_parts
             )
         k = config.train.steps_per_dispatch
         state = init_while_compiling(make_state, arrays, k, spec, static)
-        if other is not None:
+        if init_from is not None:
             state = with_parameters(state, params)
         best = initial_best(jax.tree.map(lambda x: x.copy(), state.params), R)
     else:
@@ -271,16 +271,17 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
                 f"more, or choose another --workdir."
             )
         state = sharding.place(state_from_items(items), mesh, config.mesh.shard)
-        where = jax.tree.map(lambda x: x.sharding, state.params)
+        shardings = jax.tree.map(lambda x: x.sharding, state.params)
         best = items["best"]
-        best["params"] = jax.tree.map(sharding.put, best["params"], where)
+        best["params"] = jax.tree.map(sharding.put, best["params"], shardings)
         say(f"Resuming {workdir} from step {step}.")
         warn_of_new_decay(read_json(workdir / "config.json"), config, trials)
 
     attention = implementations(model, spec)
     distributed.check_same("choice of attention kernels", attention)
     done = step >= config.train.num_steps or sharding.fetch(state.frozen).all()
-    if distributed.is_first() and not done:  # else, run.json is of what trained it
+    # run.json describes the process that trains, so resuming a finished run keeps it
+    if distributed.is_first() and not done:
         facts = {
             "task": {
                 "name": config.task.name,
@@ -288,7 +289,7 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
             },
             "attention": attention,
             "no_cpu_kernel": cpu_kernel_unavailable(),
-            "kernel_verdicts": [vars(found) for found in verification.verdicts()],
+            "kernel_verdicts": [vars(verdict) for verdict in verification.verdicts()],
             "trials": R,
             "dtype": model.dtype,
             "mesh": dict(mesh.shape),
@@ -333,17 +334,20 @@ def make_trainer(config, workdir: Path, trials: list[dict]) -> Trainer:
 def verify_kernels(model, spec: dict) -> None:
     """Verify attention kernels in process 0, and adopt its verdicts in all processes.
 
-    Another process would measure other times, and might choose other kernels.
+    A verdict depends on measured times, so processes that verify for themselves might
+    choose different kernels.
     """
     with distributed.fail_together():
         if distributed.is_first():
             implementations(model, spec)
-    found = distributed.gather([vars(each) for each in verification.verdicts()])[0]
-    verification.adopt([verification.Verdict(**each) for each in found])
+    verdicts = distributed.gather(
+        [vars(verdict) for verdict in verification.verdicts()]
+    )[0]
+    verification.adopt([verification.Verdict(**verdict) for verdict in verdicts])
 
 
 def warn_of_other_bits(changed: str, xla_flags: str) -> None:
-    """Log why a resumed run will differ from an uninterrupted one, if it will.
+    """If a resumed run will not be bit-identical to an uninterrupted one, log why.
 
     Args:
         changed: what changed since the run was started; see `workdir.record`.
@@ -352,28 +356,32 @@ def warn_of_other_bits(changed: str, xla_flags: str) -> None:
     deterministic = "xla_gpu_deterministic_ops=true" in xla_flags
     if jax.default_backend() == "gpu" and not deterministic and not changed:
         changed = (
-            "on a GPU the gradients of embeddings are summed in no fixed order, except "
-            "with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+            "on a GPU the gradients of embeddings are summed in no fixed order, unless "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true is set"
         )
     if changed:
         say(f"The result will not be bit-identical to an uninterrupted run: {changed}.")
 
 
-def warn_of_new_decay(before: dict, config, trials: list[dict]) -> None:
-    """Log that a resumed run decays its learning rate until another step than before.
+def warn_of_new_decay(recorded: dict, config, trials: list[dict]) -> None:
+    """Log if a resumed run's learning rate decays until another step than before.
 
     Args:
-        before: the recorded config.
-        config: the config now.
+        recorded: the config in the workdir, with which the run started.
+        config: the current config.
         trials: hyperparameters of each trial.
     """
-    then, now = before["train"]["num_steps"], config.train.num_steps
+    old_end, new_end = recorded["train"]["num_steps"], config.train.num_steps
     default = config.optimizer.decay_steps
     steps = [trial.get("optimizer.decay_steps", default) for trial in trials]
-    if config.optimizer.schedule in NEED_DECAY_STEPS and then != now and 0 in steps:
+    if (
+        config.optimizer.schedule in NEED_DECAY_STEPS
+        and old_end != new_end
+        and 0 in steps
+    ):
         say(
-            f"The learning rate now decays until step {now} instead of {then}, because "
-            f"optimizer.decay_steps=0 stands for train.num_steps."
+            f"The learning rate now decays until step {new_end} instead of {old_end}, "
+            f"because optimizer.decay_steps=0 stands for train.num_steps."
         )
 
 
@@ -390,19 +398,21 @@ def read_data(task, workdir: Path):
 def _read_data(task, workdir: Path):
     with distributed.fail_together():
         if distributed.is_first():
-            other = None if has_started(workdir) else task.config.train.init_from
+            init_from = None if has_started(workdir) else task.config.train.init_from
             if not has_started(workdir):
                 tokenizers.remove(task.folder)  # left over from a failed start
-            if other is not None:
-                tokenizers.copy(run_folder(other) / "tokenizer", task.folder)
+            if init_from is not None:
+                tokenizers.copy(run_folder(init_from) / "tokenizer", task.folder)
             copied = tokenizers.checksums(task.folder).keys()
             examples = task.load("train")
-            if other is not None and tokenizers.checksums(task.folder).keys() != copied:
+            made = tokenizers.checksums(task.folder).keys() - copied
+            if init_from is not None and made:
+                folder = run_folder(init_from) / "tokenizer"
                 raise ValueError(
-                    f"train.init_from={other}: {run_folder(other) / 'tokenizer'} has "
-                    f"no vocabulary of data.tokenizer={task.config.data.tokenizer}; "
-                    f"its parameters are useless with another one. Set data.tokenizer "
-                    f"as there, or restore that folder."
+                    f"train.init_from={init_from}: {folder} has no vocabulary of "
+                    f"data.tokenizer={task.config.data.tokenizer}, and its parameters "
+                    f"only fit its own vocabulary. Set data.tokenizer to that run's "
+                    f"value, or restore that folder."
                 )
     with distributed.fail_together():
         if not distributed.is_first():
@@ -434,7 +444,7 @@ def report_trained(trainer: Trainer) -> None:
     if not trainer.frozen.all() and step not in scored:
         say(
             f"Step {step} was saved without an evaluation: score it with eval.py "
-            f"--checkpoint=last, or set train.num_steps to more."
+            f"--checkpoint=last, or raise train.num_steps to train further."
         )
     finish(workdir, "diverged" if diverged_at.all() else "finished")
     if diverged_at.all():
@@ -467,8 +477,8 @@ def report_end(trainer: Trainer, stop: StopSignal) -> None:
 
 def task_file() -> dict[str, str]:
     """Return the config file as --task_file if it adds a task or a merge rule."""
-    known = *TASKS.values(), *(rule.function for rule in MERGE_RULES.values())
-    if all(each.__module__.startswith("headcount.") for each in known):
+    registered = *TASKS.values(), *(rule.function for rule in MERGE_RULES.values())
+    if all(item.__module__.startswith("headcount.") for item in registered):
         return {}
     file = config_flags.get_config_filename(flags.FLAGS["config"])
     return {"task_file": file.split(":")[0]}  # without the argument of get_config
@@ -494,11 +504,11 @@ def plan(config, target: str, trials_file: Path | None) -> None:
         trials = make_trials(flat(config.to_dict()), trials_file)
         arrays = hyperparameters(flat(config.to_dict()), trials)
         task = make_task(config)
-        found = dry_run.plan(config, task, arrays, target)
+        step_plan = dry_run.plan(config, task, arrays, target)
     params = nnx.state(cost.abstract(task.build))
-    sharding.warn_of_undivided(params, flat(config.to_dict()), found.mesh)
-    print_pairs(f"{target}, per chip", dry_run.rows(found))
-    if advice := dry_run.advice(found, config):
+    sharding.warn_of_undivided(params, flat(config.to_dict()), step_plan.mesh)
+    print_pairs(f"{target}, per chip", dry_run.rows(step_plan))
+    if advice := dry_run.advice(step_plan, config):
         print(advice)
 
 

@@ -60,8 +60,8 @@ HEADS = flags.DEFINE_list(
 
 def main():
     """Check the flags, then import, export or prune."""
-    given = [flag.value is not None for flag in (FROM, TO, PRUNE)]
-    if WORKDIR.value is None or sum(given) != 1:
+    chosen = [flag.value is not None for flag in (FROM, TO, PRUNE)]
+    if WORKDIR.value is None or sum(chosen) != 1:
         fail(
             "--workdir and one of --from, --to and --prune are needed, as in "
             "python weights.py --from=opus-mt-en-de --workdir=runs/opus"
@@ -99,8 +99,8 @@ def prune(workdir: Path, folder: Path, which: str) -> None:
     Raises:
         ValueError, OSError: see `analysis.removal.write_smaller`.
     """
-    found = load(workdir, which)
-    trial, heads = choose_trial(found, TRIAL), []
+    trained = load(workdir, which)
+    trial, heads = choose_trial(trained, TRIAL), []
     for name in HEADS.value:
         parts = name.split(".")
         if len(parts) != 3 or not all(part.isdecimal() for part in parts[1:]):
@@ -108,7 +108,7 @@ def prune(workdir: Path, folder: Path, which: str) -> None:
                 f"--heads must be SITE.LAYER.HEAD, as in cross.0.2, got {name!r}."
             )
         heads.append((parts[0], int(parts[1]), int(parts[2])))
-    sizes = write_smaller(found, workdir, folder, trial, heads)
+    sizes = write_smaller(trained, workdir, folder, trial, heads)
     say(
         f"Wrote {sizes['parameters']:,} of {sizes['before']:,} parameters of trial "
         f"{trial} to {folder}."

@@ -132,5 +132,7 @@ def find_anchors(ablation: str, task: str) -> list[Anchor]:
 
 def published_scores(anchors: list[Anchor], model: dict) -> dict[str, float]:
     """Return the published scores of an arm with this `model` section, by source."""
-    found = {anchor.source: anchor.scores.get(anchor.key(model)) for anchor in anchors}
-    return {source: score for source, score in found.items() if score is not None}
+    by_source = {
+        anchor.source: anchor.scores.get(anchor.key(model)) for anchor in anchors
+    }
+    return {source: score for source, score in by_source.items() if score is not None}

@@ -16,18 +16,21 @@ MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)  # of mlp_dim, most hardware-friendly 
 
 
 def of_model(function):
-    """Cache a function of a config by what its model depends on."""
-    found = {}
+    """Cache a function of a config, keyed by the settings that its model depends on."""
+    cache = {}
 
     @functools.wraps(function)
     def cached(config: dict):
         # no corpus is read, and dropout changes neither sizes nor products
-        own = {"task": config["task"], "data": config["data"] | {"directory": None}}
-        own["model"] = config["model"] | {"dropout": 0.0}
-        key = json.dumps(own, sort_keys=True)
-        if key not in found:
-            found[key] = function(config | own)
-        return found[key]
+        relevant = {
+            "task": config["task"],
+            "data": config["data"] | {"directory": None},
+        }
+        relevant["model"] = config["model"] | {"dropout": 0.0}
+        key = json.dumps(relevant, sort_keys=True)
+        if key not in cache:
+            cache[key] = function(config | relevant)
+        return cache[key]
 
     return cached
 
@@ -88,16 +91,16 @@ def solve_mlp_dim(config: dict, baseline: dict, budget: str) -> int:
         return BUDGETS[budget](of | {"model": of["model"] | {"mlp_dim": F}})
 
     near = baseline["model"]["mlp_dim"]
-    goal, here = count(baseline, near), count(config, near)
-    if goal == here:
+    goal, current = count(baseline, near), count(config, near)
+    if goal == current:
         return near
-    slope = count(config, near + 1) - here  # cost is linear in F
-    exact = near + (goal - here) / slope
+    slope = count(config, near + 1) - current  # cost is linear in F
+    exact = near + (goal - current) / slope
     for multiple in MULTIPLES:
         F = multiple * round(exact / multiple)
         if F > 0 and abs(slope * (F - exact)) <= TOLERANCE * goal:
             return F
     raise ValueError(
-        f"model.mlp_dim can't give it the baseline's {goal:,} {budget} within "
+        f"model.mlp_dim can't give this arm the baseline's {goal:,} {budget} within "
         f"{TOLERANCE:.1%}: it would have to be {exact:,.0f}."
     )

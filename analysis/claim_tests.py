@@ -87,7 +87,7 @@ class Effect(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """A number of each trial that arms are compared by."""
+    """A number per trial by which arms are compared."""
 
     name: str
     format: str
@@ -138,14 +138,14 @@ def one_of(*choices: Chooses) -> Chooses:
 
 def smaller_keys(settings: dict, baseline: dict) -> bool:
     """Choose arms with the baseline's value size, but smaller keys."""
-    same = settings["value_dim"] == baseline["value_dim"]
-    return same and settings["head_dim"] < baseline["head_dim"]
+    same_values = settings["value_dim"] == baseline["value_dim"]
+    return same_values and settings["head_dim"] < baseline["head_dim"]
 
 
 def smaller_start(settings: dict, baseline: dict) -> bool:
     """Choose arms with the baseline's merge rule that start at a smaller scale."""
-    same = settings["merge"] == baseline["merge"]
-    return same and settings["merge_gain"] < baseline["merge_gain"]
+    same_rule = settings["merge"] == baseline["merge"]
+    return same_rule and settings["merge_gain"] < baseline["merge_gain"]
 
 
 # Tests: functions from a claim and a sweep to effects.
@@ -156,16 +156,16 @@ def chosen(claim: Claim, sweep: Results) -> tuple[list[Arm], Arm | None]:
     reference = sweep.baseline
     base = {} if reference is None else reference.settings
     if claim.reference is not None:
-        found = [arm for arm in sweep.arms if claim.reference(arm.settings, base)]
-        if not found:
+        matching = [arm for arm in sweep.arms if claim.reference(arm.settings, base)]
+        if not matching:
             return [], None
-        reference = found[0]
+        reference = matching[0]
     if reference is None:
         return [], None
-    others = [arm for arm in sweep.arms if arm is not reference]
+    arms = [arm for arm in sweep.arms if arm is not reference]
     if claim.arms is not None:
-        others = [arm for arm in others if claim.arms(arm.settings, base)]
-    return others, reference
+        arms = [arm for arm in arms if claim.arms(arm.settings, base)]
+    return arms, reference
 
 
 # By rule: from the interval of the difference and the margin to whether a claim is
@@ -195,11 +195,14 @@ def compare(
         comparisons: how many share the error rate; default: the chosen arms.
     """
     arms, reference = chosen(claim, sweep)
-    found = []
+    effects = []
     for arm in arms:
-        own, base = values(arm), values(reference)
-        each = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        result = judge_at_last(each, sweep.looks, comparisons or len(arms))
+        arm_values, base = values(arm), values(reference)
+        differences = [
+            arm_values[seed] - base[seed]
+            for seed in sorted(arm_values.keys() & base.keys())
+        ]
+        result = judge_at_last(differences, sweep.looks, comparisons or len(arms))
         if math.isnan(result.low):
             continue
         text = f"{quantity.name} of {arm.name} − {reference.name}: "
@@ -208,8 +211,8 @@ def compare(
         verdict = verdict_of(is_so, is_not, arm, reference)
         estimate, seeds = (result.mean, result.low, result.high), result.num_seeds
         effect = Effect(sweep.corpus, text, verdict, seeds, estimate, quantity.unit)
-        found.append(effect)
-    return found
+        effects.append(effect)
+    return effects
 
 
 def loses_less(
@@ -228,22 +231,22 @@ def loses_less(
     }
     if len(pairs) < 2:
         return []
-    many, few = pairs[max(pairs)], pairs[min(pairs)]
+    highest, lowest = pairs[max(pairs)], pairs[min(pairs)]
     if from_best:
         sides = zip(*pairs.values(), strict=True)
-        few = [min(side, key=lambda arm: arm.dev) for side in sides]
-    four = [many[0], few[0], many[1], few[1]]
+        lowest = [min(side, key=lambda arm: arm.dev) for side in sides]
+    four = [highest[0], lowest[0], highest[1], lowest[1]]
     seeds = sorted(set.intersection(*(set(arm.loss) for arm in four)))
     losses = ([arm.loss[seed] for seed in seeds] for arm in four)
-    each = [x - y - (z - w) for x, y, z, w in zip(*losses, strict=True)]
-    found = judge_at_last(each, sweep.looks, 1)
-    if math.isnan(found.low):
+    differences = [x - y - (z - w) for x, y, z, w in zip(*losses, strict=True)]
+    result = judge_at_last(differences, sweep.looks, 1)
+    if math.isnan(result.low):
         return []
-    verdict = verdict_of(found.high < 0, found.low > -LOSS.margin, *four)
+    verdict = verdict_of(result.high < 0, result.low > -LOSS.margin, *four)
     text = f"loss of ({four[0].name} − {four[1].name}) − ({four[2].name} − "
-    text += f"{four[3].name}): {shown(found, LOSS.format)}"
-    estimate = (found.mean, found.low, found.high)
-    return [Effect(sweep.corpus, text, verdict, found.num_seeds, estimate)]
+    text += f"{four[3].name}): {shown(result, LOSS.format)}"
+    estimate = (result.mean, result.low, result.high)
+    return [Effect(sweep.corpus, text, verdict, result.num_seeds, estimate)]
 
 
 def by_setting(setting: str, claim: Claim, sweep: Results) -> dict[Any, tuple]:
@@ -266,18 +269,23 @@ def diverges_less(setting: str, claim: Claim, sweep: Results) -> list[Effect]:
     number of values at which they diverged, with an equal share of the error rate for
     each look. Without any divergence there is no effect.
     """
-    pairs, own, base, total = by_setting(setting, claim, sweep).values(), [], [], 0
+    pairs = by_setting(setting, claim, sweep).values()
+    diverged, reference_diverged, total = [], [], 0
     for arm, reference in pairs:
-        both = {*arm.loss, *arm.diverged} & {*reference.loss, *reference.diverged}
-        own += both & arm.diverged
-        base += both & reference.diverged
-        total += len(both)
-    if not own and not base:
+        shared = {*arm.loss, *arm.diverged} & {*reference.loss, *reference.diverged}
+        diverged += shared & arm.diverged
+        reference_diverged += shared & reference.diverged
+        total += len(shared)
+    if not diverged and not reference_diverged:
         return []
-    more = [own.count(seed) - base.count(seed) for seed in {*own, *base}]
-    fewer, decided = sum(x < 0 for x in more), sum(x != 0 for x in more)
+    excess = [
+        diverged.count(seed) - reference_diverged.count(seed)
+        for seed in {*diverged, *reference_diverged}
+    ]
+    fewer, decided = sum(x < 0 for x in excess), sum(x != 0 for x in excess)
     p = scipy.stats.binomtest(fewer, decided).pvalue if decided else 1.0
-    text = f"diverged: {len(own)} of {total}, instead of {len(base)}, p = {p:.2g}"
+    text = f"diverged: {len(diverged)} of {total}, instead of "
+    text += f"{len(reference_diverged)}, p = {p:.2g}"
     is_clear = p <= (1 - CONFIDENCE) / len(sweep.looks or (1,))
     verdict = verdict_of(is_clear and 2 * fewer > decided, is_clear)
     return [Effect(sweep.corpus, text, verdict, max(len(x.loss) for x, _ in pairs))]
@@ -326,7 +334,7 @@ def same_parameters(claim: Claim, sweep: Results) -> list[Effect]:
 def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
     """Test whether an arm has fewer parameters, and needs no more operations."""
     arms, reference = chosen(claim, sweep)
-    found = []
+    effects = []
     for arm in arms:
         parameters = arm.parameters / reference.parameters
         flops = arm.flops / reference.flops
@@ -334,8 +342,8 @@ def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
         text += f"{flops:.3f}"
         is_so = parameters < 1 and flops <= 1
         verdict = SUPPORTED if is_so else CONTRADICTED
-        found.append(Effect(sweep.corpus, text, verdict, len(arm.loss)))
-    return found
+        effects.append(Effect(sweep.corpus, text, verdict, len(arm.loss)))
+    return effects
 
 
 def no_slower(claim: Claim, sweep: Results) -> list[Effect]:
@@ -359,7 +367,7 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
     """
     arms, reference = chosen(claim, sweep)
     comparisons = len(arms) * len(sweep.looks or (1,))
-    level, found = (1 - CONFIDENCE) / max(1, comparisons), []
+    level, effects = (1 - CONFIDENCE) / max(1, comparisons), []
     for arm in arms:
         seeds = sorted(arm.loss.keys() & reference.loss.keys())
         if len(seeds) < 4:
@@ -375,8 +383,8 @@ def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
         text += f"({interval(low, high)})"
         estimate, unit = (ratio, low, high), "ratio of standard deviations"
         effect = Effect(sweep.corpus, text, verdict, len(seeds), estimate, unit)
-        found.append(effect)
-    return found
+        effects.append(effect)
+    return effects
 
 
 def ratio_of_spreads(
@@ -411,102 +419,110 @@ def rank_p_value(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def heads_have(
-    counts: Callable[[str], bool], claim: Claim, found: Analyses
+    counts: Callable[[str], bool], claim: Claim, analyses: Analyses
 ) -> list[Effect]:
     """Test whether most trials have a head with a role; see `analysis.roles`.
 
     Args:
         counts: whether a role counts, given its name.
     """
-    rows = [row for row in found.rows.get("roles", ()) if counts(row["role"])]
+    rows = [row for row in analyses.rows.get("roles", ()) if counts(row["role"])]
     if not rows:
         return []
     trials = grouped(rows, "trial").values()
-    having = [any(row["has_role"] for row in each) for each in trials]
+    having = [any(row["has_role"] for row in trial_rows) for trial_rows in trials]
     share = scipy.stats.binomtest(sum(having), len(having)).proportion_ci(CONFIDENCE)
-    heads = [{head_of(row) for row in each if row["has_role"]} for each in trials]
+    heads = [
+        {head_of(row) for row in trial_rows if row["has_role"]} for trial_rows in trials
+    ]
     count, total = np.mean([len(x) for x in heads]), len({head_of(x) for x in rows})
     text = f"{sum(having)} of {len(having)} seeds have such a head "
     text += f"({interval(100 * share.low, 100 * share.high)}%), on average "
     text += f"{count:.1f} of {total} heads"
     verdict = verdict_of(share.low > 0.5, share.high < 0.5)
     estimate, unit = (np.mean(having), share.low, share.high), "share of seeds"
-    return [Effect(found.corpus, text, verdict, len(having), estimate, unit)]
+    return [Effect(analyses.corpus, text, verdict, len(having), estimate, unit)]
 
 
-def deeper_is_wider(claim: Claim, found: Analyses) -> list[Effect]:
+def deeper_is_wider(claim: Claim, analyses: Analyses) -> list[Effect]:
     """Test whether heads of the last layer attend further than those of the first."""
-    effects, rows = [], found.rows.get("describe", ())
+    effects, rows = [], analyses.rows.get("describe", ())
     sites = dict.fromkeys(row["site"] for row in rows if row["site"] != "cross")
     for site in sites:
-        own = [row for row in rows if row["site"] == site]
-        last = max(row["layer"] for row in own)
+        site_rows = [row for row in rows if row["site"] == site]
+        last = max(row["layer"] for row in site_rows)
         first_and_last = [
             [
-                np.mean([x["distance"] for x in each if x["layer"] == layer])
+                np.mean([x["distance"] for x in trial_rows if x["layer"] == layer])
                 for layer in (0, last)
             ]
-            for each in grouped(own, "trial").values()
+            for trial_rows in grouped(site_rows, "trial").values()
         ]
         if last:
             name = f"distance in layer {last + 1} − layer 1, {site}, tokens"
             quantity = Quantity(name, "+.2f", "difference in distance, tokens")
-            each = np.diff(first_and_last)[:, 0]
-            effects += mean_is("above", 0, each, quantity, found, len(sites))
+            differences = np.diff(first_and_last)[:, 0]
+            effects += mean_is("above", 0, differences, quantity, analyses, len(sites))
     return effects
 
 
-def most_can_go(claim: Claim, found: Analyses) -> list[Effect]:
+def most_can_go(claim: Claim, analyses: Analyses) -> list[Effect]:
     """Test whether removing more than half the heads keeps the loss within the margin.
 
     Heads are removed in ascending order of their added loss.
     """
-    rows = found.rows.get("prune", ())
+    rows = analyses.rows.get("prune", ())
     rows = [row for row in rows if row["order"] == "added_loss"]
     added, shares = [], set()
-    for each in grouped(rows, "trial").values():
-        whole = next(row for row in each if not row["removed"])
+    for trial_rows in grouped(rows, "trial").values():
+        all_heads = next(row for row in trial_rows if not row["removed"])
         half = min(
-            (row for row in each if row["removed"] > row["heads"] / 2),
+            (row for row in trial_rows if row["removed"] > row["heads"] / 2),
             key=lambda row: row["removed"],
         )
-        added.append(half["loss"] - whole["loss"])
+        added.append(half["loss"] - all_heads["loss"])
         shares.add(f"{half['removed']} of {half['heads']}")
     name = f"loss without {', '.join(sorted(shares))} heads − with all"
     quantity = Quantity(name, f"+{LOSS.format}", NATS)
-    return mean_is("below", LOSS.margin, added, quantity, found)
+    return mean_is("below", LOSS.margin, added, quantity, analyses)
 
 
-def heads_differ(claim: Claim, found: Analyses) -> list[Effect]:
+def heads_differ(claim: Claim, analyses: Analyses) -> list[Effect]:
     """Test whether outputs of two heads of a layer have a linear CKA below 0.5.
 
     CKA (Kornblith et al. 2019) is 0 for outputs that share nothing, and 1 for outputs
     that are equal up to a rotation.
     """
-    rows = found.rows.get("similarity", ())
+    rows = analyses.rows.get("similarity", ())
     rows = [row for row in rows if row["layer"] == row["other_layer"]]
     trials = grouped(rows, "trial").values()
-    each = [np.mean([row["cka"] for row in own]) for own in trials]
+    means = [np.mean([row["cka"] for row in trial_rows]) for trial_rows in trials]
     quantity = Quantity("CKA of two heads of a layer", ".2f", "linear CKA")
-    return mean_is("below", 0.5, each, quantity, found)
+    return mean_is("below", 0.5, means, quantity, analyses)
 
 
-def heads_interact(claim: Claim, found: Analyses) -> list[Effect]:
+def heads_interact(claim: Claim, analyses: Analyses) -> list[Effect]:
     """Test whether removing two heads costs more or less than the sum of each alone.
 
     The sizes of the interactions are averaged: with their signs they would cancel.
     """
-    each = [
-        np.mean([abs(row["interaction"]) for row in own])
-        for own in grouped(found.rows.get("interactions", ()), "trial").values()
+    rows = analyses.rows.get("interactions", ())
+    means = [
+        np.mean([abs(row["interaction"]) for row in trial_rows])
+        for trial_rows in grouped(rows, "trial").values()
     ]
     name = "size of (added loss without two heads − the sum of each alone), mean over "
     quantity = Quantity(name + "pairs", LOSS.format, NATS)
-    return mean_is("above", LOSS.margin, each, quantity, found)
+    return mean_is("above", LOSS.margin, means, quantity, analyses)
 
 
 def mean_is(
-    side: str, limit: float, values, quantity: Quantity, found: Analyses, comparisons=1
+    side: str,
+    limit: float,
+    values,
+    quantity: Quantity,
+    analyses: Analyses,
+    comparisons=1,
 ) -> list[Effect]:
     """Test whether the mean of the trials' values is "above" or "below" a limit."""
     mean, low, high = interval_of(values, comparisons)
@@ -518,7 +534,7 @@ def mean_is(
     is_so, is_not = (is_above, is_below) if side == "above" else (is_below, is_above)
     verdict = verdict_of(is_so, is_not)
     estimate, unit = (mean, low, high), quantity.unit
-    return [Effect(found.corpus, text, verdict, len(values), estimate, unit)]
+    return [Effect(analyses.corpus, text, verdict, len(values), estimate, unit)]
 
 
 def shown(result: Verdict, spec: str) -> str:
@@ -574,10 +590,10 @@ def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
     rows = {}
     for path in sorted(folder.glob(f"heads-*-{split}.json")):
         with damaged_file(path):
-            found = json.loads(path.read_text())
-            if not all(isinstance(row, dict) for row in found):
+            content = json.loads(path.read_text())
+            if not all(isinstance(row, dict) for row in content):
                 raise ValueError("its rows are not objects")
-            rows[path.name.split("-")[1]] = found
+            rows[path.name.split("-")[1]] = content
     return rows
 
 
@@ -603,14 +619,14 @@ def read_results(folder: Path) -> Results | None:
         ValueError: the table is damaged, or a file that belongs to it.
     """
     table = folder / "sweep.csv"
-    known = [
+    candidates = [
         name
         for name in dir(ablations)
         if folder.name.startswith(f"{name}_") and callable(getattr(ablations, name))
     ]
-    if not table.exists() or not known:
+    if not table.exists() or not candidates:
         return None
-    ablation = max(known, key=len)
+    ablation = max(candidates, key=len)
     rows = read_rows(table)
     names = dict.fromkeys(row["arm"] for row in rows)
     with damaged_file(table):

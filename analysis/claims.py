@@ -90,8 +90,8 @@ SPIKE = Quantity(
 
 def sink_and_loss_lower(claim: Claim, sweep: Results) -> list[Effect]:
     """Test both halves of a claim about sinks and loss."""
-    found = sink_lower(claim, sweep)
-    return found and found + lower(claim, sweep)
+    effects = sink_lower(claim, sweep)
+    return effects and effects + lower(claim, sweep)
 
 
 def bad_heads_cost_less(claim: Claim, sweep: Results) -> list[Effect]:
@@ -112,9 +112,9 @@ def at_each(setting: str, test, claim: Claim, sweep: Results) -> list[Effect]:
     arms_of = {}
     for arm in sweep.arms:
         arms_of.setdefault(arm.settings[setting], []).append(arm)
-    each = [sweep._replace(arms=arms) for _, arms in sorted(arms_of.items())]
-    comparisons = sum(len(chosen(claim, some)[0]) for some in each)
-    return [effect for some in each for effect in test(claim, some, comparisons)]
+    subsets = [sweep._replace(arms=arms) for _, arms in sorted(arms_of.items())]
+    comparisons = sum(len(chosen(claim, subset)[0]) for subset in subsets)
+    return [effect for subset in subsets for effect in test(claim, subset, comparisons)]
 
 
 def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
@@ -124,17 +124,19 @@ def tolerates_rates(claim: Claim, sweep: Results) -> list[Effect]:
     by the logarithm of the largest gradient norm of a training over the median.
     """
     rate = "learning_rate"
-    found = loses_less(rate, True, claim, sweep) + diverges_less(rate, claim, sweep)
-    kept = {
+    effects = loses_less(rate, True, claim, sweep) + diverges_less(rate, claim, sweep)
+    settings_at = {
         value: [arm.settings for arm in pair]
         for value, pair in by_setting(rate, claim, sweep).items()
         if not any(arm.lost for arm in pair)
     }
-    if not kept:
-        return found
-    own, reference = kept[max(kept)]
-    about = claim._replace(arms=exactly(**own), reference=exactly(**reference))
-    return found + compare("lower", attrgetter("spike"), SPIKE, about, sweep)
+    if not settings_at:
+        return effects
+    arm_settings, reference = settings_at[max(settings_at)]
+    narrowed = claim._replace(
+        arms=exactly(**arm_settings), reference=exactly(**reference)
+    )
+    return effects + compare("lower", attrgetter("spike"), SPIKE, narrowed, sweep)
 
 
 EQUAL_STARTS = "merge_start", "merge_rules"
@@ -450,43 +452,43 @@ CLAIMS = (
 )
 
 
-def make_rows(found: list[tuple[Claim, list[Effect]]]) -> list[tuple[str, ...]]:
+def make_rows(results: list[tuple[Claim, list[Effect]]]) -> list[tuple[str, ...]]:
     """Return the rows of the table: one per effect or, without any, what is needed."""
     rows = []
-    for index, (claim, effects) in enumerate(found, start=1):
-        about = (str(index), claim.sentence, claim.who, claim.published)
+    for index, (claim, effects) in enumerate(results, start=1):
+        claim_cells = (str(index), claim.sentence, claim.who, claim.published)
         for effect in effects:
             cells = (effect.corpus, str(effect.seeds), effect.text, effect.verdict)
-            rows.append((*about, *cells))
-            about = ("",) * len(about)  # once per claim
+            rows.append((*claim_cells, *cells))
+            claim_cells = ("",) * len(claim_cells)  # once per claim
         if not effects:
             needed = f"needs: {' or '.join(ablations_of(claim))}"
-            rows.append((*about, NOTHING, NOTHING, needed, UNTESTED))
+            rows.append((*claim_cells, NOTHING, NOTHING, needed, UNTESTED))
     return rows
 
 
-def summarize(found: list[tuple[Claim, list[Effect]]]) -> str:
+def summarize(results: list[tuple[Claim, list[Effect]]]) -> str:
     """Count the tested claims, and the comparisons by verdict, in a sentence."""
-    tested = [effects for _, effects in found if effects]
-    each = [effect.verdict for effects in tested for effect in effects]
-    counts = ", ".join(f"{each.count(v)} {v}" for v in COLOURS)
+    tested = [effects for _, effects in results if effects]
+    verdicts = [effect.verdict for effects in tested for effect in effects]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in COLOURS)
     return (
-        f"{len(tested)} of {len(found)} claims are tested, by {len(each)} comparisons: "
-        f"{counts}."
+        f"{len(tested)} of {len(results)} claims are tested, by {len(verdicts)} "
+        f"comparisons: {counts}."
     )
 
 
-def to_markdown(found: list[tuple[Claim, list[Effect]]]) -> str:
+def to_markdown(results: list[tuple[Claim, list[Effect]]]) -> str:
     """Format the summary and the table as Markdown."""
-    rows = [HEADER, ("---:", *["---"] * (len(HEADER) - 1)), *make_rows(found)]
+    rows = [HEADER, ("---:", *["---"] * (len(HEADER) - 1)), *make_rows(results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n\n".join([summarize(found), "\n".join(lines)])
+    return "\n\n".join([summarize(results), "\n".join(lines)])
 
 
-def draw(found: list[tuple[Claim, list[Effect]]], path: Path) -> None:
+def draw(results: list[tuple[Claim, list[Effect]]], path: Path) -> None:
     """Save a forest plot: estimates with intervals by unit, coloured by verdict."""
     panels = {}
-    for index, (_, effects) in enumerate(found, start=1):
+    for index, (_, effects) in enumerate(results, start=1):
         for effect in effects:
             if effect.estimate is not None:
                 panels.setdefault(effect.unit, []).append((index, effect))
@@ -551,8 +553,8 @@ def fill(page: str, text: str) -> str:
     start, end = MARKS
     if page.count(start) != 1 or page.count(end) != 1:
         raise ValueError(f"The page must have the lines {start} and {end} once.")
-    before, rest = page.split(start)
-    return f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    head, tail = page.split(start)
+    return f"{head}{start}\n\n{text}\n\n{end}{tail.split(end)[1]}"
 
 
 def main() -> None:
@@ -574,21 +576,21 @@ def main() -> None:
     folders = sorted(path for path in arguments.results.iterdir() if path.is_dir())
     readers = read_results, read_analyses
     try:
-        found = [read(folder) for folder in folders for read in readers]
-        sweeps = [results for results in found if results is not None]
-        found = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
+        contents = [reader(folder) for folder in folders for reader in readers]
+        sweeps = [results for results in contents if results is not None]
+        tested = [(claim, find_effects(claim, sweeps)) for claim in CLAIMS]
     except ValueError as error:
         parser.error(str(error))
-    if not any(effects for _, effects in found):
+    if not any(effects for _, effects in tested):
         parser.error(f"--results={arguments.results} has no results for any claim.")
-    text = to_markdown(found)
-    draw(found, arguments.results / "claims.png")
+    text = to_markdown(tested)
+    draw(tested, arguments.results / "claims.png")
     title = "# Claims about heads\n\nWritten by `python -m analysis.claims`."
     title += " [Rules and limits](../docs/research/claims.md)."
     title += "\n\n![Estimates with their intervals, by verdict](claims.png)"
     (arguments.results / "claims.md").write_text(f"{title}\n\n{text}\n")
     arguments.page.write_text(fill(page, text))
-    print(summarize(found))
+    print(summarize(tested))
 
 
 if __name__ == "__main__":

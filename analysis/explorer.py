@@ -75,21 +75,21 @@ def one_run(name, run, examples, sentences, trials, limit) -> dict:
     sites = [
         {
             "name": site,
-            "layers": len(about.attentions),
-            "heads": about.attentions[0].num_merged_heads,
-            "queries": READ.get(about.queries, about.queries),
-            "keys": READ.get(about.keys, about.keys),
+            "layers": len(attention_site.attentions),
+            "heads": attention_site.attentions[0].num_merged_heads,
+            "queries": READ.get(attention_site.queries, attention_site.queries),
+            "keys": READ.get(attention_site.keys, attention_site.keys),
         }
-        for site, about in model.sites().items()
+        for site, attention_site in model.sites().items()
     ]
     roles = measure_roles(run, examples, trials, limit)
-    some = examples.take(range(len(examples))[:limit])
+    sample = examples.take(range(len(examples))[:limit])
     of_trials = []
     for trial in trials:
         mine = [row for row in roles if row["trial"] == trial and row["has_role"]]
         rows = zip(
-            describe(run, some, trial),
-            importance(run, some, trial, is_full=False),
+            describe(run, sample, trial),
+            importance(run, sample, trial, is_full=False),
             strict=True,
         )
         of_trials.append(
@@ -114,22 +114,22 @@ def head_data(statistics: dict, importance: dict, roles: list[dict]) -> dict:
     mine = [row for row in roles if all(row[name] == at[name] for name in at)]
     mine = sorted(mine, key=lambda row: -row["weight"])[:ROLES_SHOWN]
     names = ("role", "weight", "norm_weight", "chance", "offset", "offset_weight")
-    kept = [{name: row[name] for name in (*names, "untrained")} for row in mine]
+    shown_roles = [{name: row[name] for name in (*names, "untrained")} for row in mine]
     values = {
         name: statistics[name] for name in ("entropy", "distance", "sink", "confidence")
     }
     values["added_loss"] = importance["added_loss"]
     rounded = {k: None if x is None else round(x, 5) for k, x in values.items()}
-    return at | rounded | {"roles": kept}
+    return at | rounded | {"roles": shown_roles}
 
 
 def shown_sentence(run: Run, fields: dict[str, list[int]]) -> dict:
     """Return a sentence's tokens as the model reads them, and the sinks' indices."""
-    read = dict(fields)
+    inputs = dict(fields)
     if "target" in fields:
-        read["read"] = run.task.decoder_input(fields["target"])
+        inputs["read"] = run.task.decoder_input(fields["target"])
     shown, special = {}, special_tokens(run)
-    for name, ids in read.items():
+    for name, ids in inputs.items():
         field = "target" if name == "read" else name
         shown[name] = strings_of(run, field, ids)
         shown[f"{name}_sinks"] = [i for i, x in enumerate(ids) if x in special]
@@ -149,15 +149,17 @@ def packed_maps(run: Run, trial: int, sentences: list[dict]) -> str:
     for indices, batch in batched(sentences):
         maps = jax.device_get(attention_maps(run.graph, *run.of(trial), batch))
         for row, index in enumerate(indices):
-            fields, own = sentences[index], []
+            fields, arrays = sentences[index], []
             for site in filter(maps.__contains__, SIDES):  # jit sorts dicts by key
                 pair = maps[site]
                 T = len(fields["source" if site == "encoder" else "target"])
                 S = len(fields["target" if site == "decoder" else "source"])
-                both = np.stack([each[:, row, :, :T, :S] for each in pair], axis=2)
-                both = np.nan_to_num(np.clip(both, 0, 1))
-                own.append(np.rint(255 * both).astype(np.uint8))
-            parts[index] = b"".join(each.tobytes() for each in own)
+                stacked = np.stack(
+                    [kind_maps[:, row, :, :T, :S] for kind_maps in pair], axis=2
+                )
+                stacked = np.nan_to_num(np.clip(stacked, 0, 1))
+                arrays.append(np.rint(255 * stacked).astype(np.uint8))
+            parts[index] = b"".join(array.tobytes() for array in arrays)
     return base64.b64encode(zlib.compress(b"".join(parts), 9)).decode()
 
 
@@ -180,7 +182,7 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
     gates = all_gates(run, params, gates)
     field = list(sentences[0])[-1]
     has_classes = nnx.merge(run.graph, params).classifier is not None
-    found = [None] * len(sentences)
+    results = [None] * len(sentences)
 
     def strings(ids):
         if has_classes:
@@ -191,19 +193,21 @@ def predictions(run: Run, trial: int, sentences: list[dict]) -> list[dict]:
         return np.asarray(logits_of(run.graph, params, gates, batch).argmax(-1))
 
     for indices, batch in batched(sentences):
-        whole = predicted(gates, batch)
+        with_all = predicted(gates, batch)
         lengths = [len(sentences[index][field]) for index in indices]
         for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
-            found[index] = {"tokens": strings(whole[row, :length]), "without": {}}
+            results[index] = {"tokens": strings(with_all[row, :length]), "without": {}}
         for site, layer, head in heads_of(gates):
             fewer = gates | {site: gates[site].at[layer, head].set(0)}
-            now = predicted(fewer, batch)
+            without_head = predicted(fewer, batch)
             for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
-                places = np.flatnonzero(now[row, :length] != whole[row, :length])
+                places = np.flatnonzero(
+                    without_head[row, :length] != with_all[row, :length]
+                )
                 if len(places):
-                    changed = strings(now[row, places])
+                    changed = strings(without_head[row, places])
                     key = f"{site}.{layer}.{head}"
-                    found[index]["without"][key] = dict(
+                    results[index]["without"][key] = dict(
                         zip(places.tolist(), changed, strict=True)
                     )
-    return found
+    return results

@@ -60,13 +60,13 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
     sums = None
     with sharding.using(run.mesh):
         for batch in run.task.evaluation_batches(examples, packed=False):
-            found = observe(run.graph, run.task.loss, params, gates, batch)
-            found = jax.device_get(found)
-            sums = found if sums is None else added(sums, found)
-    seen, counts = sums
+            batch_sums = observe(run.graph, run.task.loss, params, gates, batch)
+            batch_sums = jax.device_get(batch_sums)
+            sums = batch_sums if sums is None else added(sums, batch_sums)
+    totals_by_site, counts = sums
     rows = []
     for site, layer, head in heads_of(gates):
-        totals = seen[site][layer]
+        totals = totals_by_site[site][layer]
         means = {
             name: float(x[head] / counts[SIDES[site]]) for name, x in totals.items()
         }
@@ -86,14 +86,14 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
     return rows
 
 
-def added(sums, found):
+def added(sums, batch_sums):
     """Add results of `observe` for two batches; take the maximum of max_logit."""
 
     def one(path, x, y):
         largest = path[-1] == jax.tree_util.DictKey("max_logit")
         return np.maximum(x, y) if largest else np.add(x, y)
 
-    return jax.tree_util.tree_map_with_path(one, sums, found)
+    return jax.tree_util.tree_map_with_path(one, sums, batch_sums)
 
 
 def importance(
@@ -127,10 +127,14 @@ def importance(
     with sharding.using(run.mesh):
         one_per_row = list(run.task.evaluation_batches(examples, packed=False))
         for batch in one_per_row:
-            found = slopes_of(run.graph, run.task.loss, params, gates, batch)
-            found, of_batch = jax.device_get(found)
+            batch_slopes = slopes_of(run.graph, run.task.loss, params, gates, batch)
+            batch_slopes, of_batch = jax.device_get(batch_slopes)
             weight += float(of_batch)
-            slopes = found if slopes is None else jax.tree.map(np.add, slopes, found)
+            slopes = (
+                batch_slopes
+                if slopes is None
+                else jax.tree.map(np.add, slopes, batch_slopes)
+            )
         batches = run.task.evaluation_batches(examples)
         batches = [sharding.over_data(batch) for batch in batches]
 
@@ -142,27 +146,29 @@ def importance(
         def added_by_noise(site, layer, head):
             rng, total = np.random.default_rng(0), 0.0
             for batch in one_per_row:
-                own = for_each_row(gates[site], batch)
-                noise = rng.normal(1, 1, own.shape[1])
-                noisy = {site: own.at[layer, :, head].multiply(noise)}
+                site_gates = for_each_row(gates[site], batch)
+                noise = rng.normal(1, 1, site_gates.shape[1])
+                noisy = {site: site_gates.at[layer, :, head].multiply(noise)}
                 total += summed_loss(run, params, gates | noisy, [batch])[0]
             return (total - without_noise) / weight
 
-        whole, rows = loss({}), []
+        loss_with_all, rows = loss({}), []
         if is_full:
             without_noise, _ = summed_loss(run, params, gates, one_per_row)
         for site, layer, head in with_progress(heads_of(gates)):
             row = {"site": site, "layer": layer, "head": head}
-            own = gates[site]
-            row["gate"] = float(own[layer, head])
+            site_gates = gates[site]
+            row["gate"] = float(site_gates[layer, head])
             row["importance"] = float(slopes[site][layer, head] / weight)
             row |= {"added_loss": 0.0, "noise_loss": None, "alone": None}
             if row["gate"]:
-                row["added_loss"] = loss({site: own.at[layer, head].set(0)}) - whole
+                row["added_loss"] = (
+                    loss({site: site_gates.at[layer, head].set(0)}) - loss_with_all
+                )
             if row["gate"] and is_full:
                 row["noise_loss"] = added_by_noise(site, layer, head)
-                only = own.at[layer].set(0).at[layer, head].set(row["gate"])
-                row["alone"] = loss({site: only}) - whole
+                only = site_gates.at[layer].set(0).at[layer, head].set(row["gate"])
+                row["alone"] = loss({site: only}) - loss_with_all
             rows.append(row)
     return rows
 
@@ -181,7 +187,7 @@ def summed_loss(
 def all_gates(run: Run, params, gates: dict) -> dict:
     """Return the gates of all heads of one trial, of shape L N by site."""
     ones = nnx.merge(run.graph, params).head_gates()
-    return ones | {site: jnp.asarray(own) for site, own in gates.items()}
+    return ones | {site: jnp.asarray(values) for site, values in gates.items()}
 
 
 def open_heads(run: Run, trial: int) -> int | None:
@@ -191,9 +197,11 @@ def open_heads(run: Run, trial: int) -> int | None:
     """
     params, gates = run.of(trial)
     gates, count, is_learned = all_gates(run, params, gates), 0, False
-    for site, about in nnx.merge(run.graph, params).sites().items():
-        for own, layer in zip(gates[site], about.attentions, strict=True):
-            is_open, learned = sharding.fetch(own) > 0, layer.learned_gates()
+    for site, attention_site in nnx.merge(run.graph, params).sites().items():
+        for layer_gates, layer in zip(
+            gates[site], attention_site.attentions, strict=True
+        ):
+            is_open, learned = sharding.fetch(layer_gates) > 0, layer.learned_gates()
             if learned is not None:
                 is_open, is_learned = is_open & (sharding.fetch(learned) > 0), True
             count += is_open.sum()
@@ -202,7 +210,7 @@ def open_heads(run: Run, trial: int) -> int | None:
 
 def heads_of(gates: dict) -> list[tuple[str, int, int]]:
     """List the site, layer and index of every head."""
-    return [(s, *at) for s, own in gates.items() for at in np.ndindex(own.shape)]
+    return [(s, *at) for s, values in gates.items() for at in np.ndindex(values.shape)]
 
 
 def by_rank(rows: list[dict], key: str) -> dict[tuple, list[list[dict]]]:
@@ -218,22 +226,22 @@ def by_rank(rows: list[dict], key: str) -> dict[tuple, list[list[dict]]]:
     Returns:
         For each site, layer and rank, the heads of each trial.
     """
-    found = {}
-    for at, own in grouped(rows, "site", "layer").items():
+    ranks = {}
+    for at, layer_rows in grouped(rows, "site", "layer").items():
         ranked = [
             sorted(heads, key=lambda row: (row["gate"] == 0, -(row[key] or 0)))
-            for heads in grouped(own, "trial").values()
+            for heads in grouped(layer_rows, "trial").values()
         ]
         for rank, heads in enumerate(zip(*ranked, strict=True), 1):
-            found[*at, rank] = [[head] for head in heads]
-        found[*at, "all"] = ranked
-    return found
+            ranks[*at, rank] = [[head] for head in heads]
+        ranks[*at, "all"] = ranked
+    return ranks
 
 
 def mean_per_trial(trials: list[list[dict]], name: str) -> np.ndarray:
     """Return each trial's mean over its heads, ignoring heads without a value."""
     values = [[row[name] for row in heads if row[name] is not None] for heads in trials]
-    return np.array([np.mean(each) for each in values if each])
+    return np.array([np.mean(numbers) for numbers in values if numbers])
 
 
 def with_progress(heads: list) -> Iterator:
@@ -253,13 +261,13 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
         and `contributions`, each of shape N; and the number of tokens by side.
     """
     counts = {side: (array > 0).sum(1) for side, array in segments_of(batch).items()}
-    seen = {site: [] for site in head_gates}
+    by_site = {site: [] for site in head_gates}
 
     def add(site, layer):
         real = batch[f"{SIDES[site]}_segments"] > 0
         sums = {
-            name: jnp.where(real[..., None], each, 0).sum((0, 1))
-            for name, each in contributions(layer).items()
+            name: jnp.where(real[..., None], values, 0).sum((0, 1))
+            for name, values in contributions(layer).items()
         }
         sink = layer.parameters.get("sink")
         if layer.is_distribution:
@@ -274,12 +282,12 @@ def observe(graph, loss, params, head_gates: dict, batch: dict):
             if sink is not None:
                 shares = weight_on_learned_sink(*arrays, sink, **masks)
                 sums["learned_sink"] = shares.sum((0, 1))
-        seen[site].append(sums)
+        by_site[site].append(sums)
 
     observers = {site: partial(add, site) for site in head_gates}
     model = precision.model_of(graph, params)
     loss(model, batch, head_gates=head_gates, observe=observers)
-    return seen, {side: count.sum() for side, count in counts.items()}
+    return by_site, {side: count.sum() for side, count in counts.items()}
 
 
 @partial(jax.jit, static_argnames=("graph", "loss"))
@@ -297,7 +305,9 @@ def slopes_of(graph, loss, params, head_gates: dict, batch: dict):
         return loss(model, batch, head_gates=gates)
 
     # separate gates for each row, so that one backward pass gives per-example gradients
-    repeated = {site: for_each_row(own, batch) for site, own in head_gates.items()}
+    repeated = {
+        site: for_each_row(site_gates, batch) for site, site_gates in head_gates.items()
+    }
     slopes, weight = jax.grad(total, has_aux=True)(repeated)
     return {site: jnp.abs(slope).sum(1) for site, slope in slopes.items()}, weight
 
@@ -329,15 +339,15 @@ def contributions(layer: Intermediates) -> dict[str, Float[Array, "B T N"]]:
         added = rule.function(alone, x, **arguments).astype(jnp.float32)
         return jnp.linalg.norm(added, axis=-1)
 
-    found = {"norm": jnp.moveaxis(jax.lax.map(norm, jnp.arange(N)), 0, -1)}
+    results = {"norm": jnp.moveaxis(jax.lax.map(norm, jnp.arange(N)), 0, -1)}
     if rule.weights is not None:
         arguments = {k: value for k, value in arguments.items() if k != "kernel"}
         weights = rule.weights(x, **arguments).astype(jnp.float32)
         weights = weights.mean(-1) if weights.ndim == 4 else weights
-        found["weight"] = jnp.broadcast_to(weights, (B, T, N))
+        results["weight"] = jnp.broadcast_to(weights, (B, T, N))
         if weights.ndim == 3:
-            found["weight_square"] = weights**2
-    return found
+            results["weight_square"] = weights**2
+    return results
 
 
 def weight_on_learned_sink(

@@ -26,8 +26,8 @@ def plot_example(run: Run, trial: int, fields: dict, site: str, path: Path) -> N
     """
     with sharding.using(run.mesh):
         batch = single_example(fields)
-        found = attention_maps(run.graph, *run.of(trial), batch)
-    maps, labels = np.asarray(found[site][0][:, 0]), run.task.labels(fields)
+        maps_by_site = attention_maps(run.graph, *run.of(trial), batch)
+    maps, labels = np.asarray(maps_by_site[site][0][:, 0]), run.task.labels(fields)
     axes = {
         "encoder": ("source", "source"),
         "decoder": ("target", "decoder input"),

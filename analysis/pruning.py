@@ -59,7 +59,7 @@ def without(head_gates: dict, removed: dict[int, list[tuple]]) -> dict:
         head_gates: gates of all trials, of shape R L N by site.
         removed: heads to remove, by trial.
     """
-    gates = {site: np.array(each) for site, each in head_gates.items()}
+    gates = {site: np.array(values) for site, values in head_gates.items()}
     for trial, heads in removed.items():
         for site, layer, head in heads:
             gates[site][trial, layer, head] = 0
@@ -105,19 +105,19 @@ def curve(
         for name in ORDERS
         for draw in range(draws if name == "random" else 1)
     ]
-    same = {}  # scores with none or all heads removed, which don't depend on the order
+    order_free = {}  # scores that no order changes: with none or all heads removed
     for count, name, draw in with_progress(todo):
         removed = {trial: ranked[trial, draw][name][:count] for trial in trials}
-        found = same.get(count)
-        if found is None:
+        scores_by_trial = order_free.get(count)
+        if scores_by_trial is None:
             fewer = run._replace(head_gates=without(gates, removed))
             with sharding.using(run.mesh):
                 scores = run.task.evaluate(fewer, examples, trials=trials, **options)
-            found = dict(zip(trials, scores, strict=True))
+            scores_by_trial = dict(zip(trials, scores, strict=True))
             for row in scores:
                 row.pop("predictions", None)
             if count in (0, num_heads):
-                same[count] = found
+                order_free[count] = scores_by_trial
         for trial in trials:
             row = {
                 "trial": trial,
@@ -127,4 +127,4 @@ def curve(
                 "heads": num_heads,
                 "removed_heads": [".".join(map(str, head)) for head in removed[trial]],
             }
-            yield row | found[trial] | {"site": site}
+            yield row | scores_by_trial[trial] | {"site": site}

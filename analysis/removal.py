@@ -37,7 +37,7 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             or the model's heads can't be removed individually.
     """
     params, gates = run.of(trial)
-    gates = {s: np.array(own) for s, own in all_gates(run, params, gates).items()}
+    gates = {s: np.array(values) for s, values in all_gates(run, params, gates).items()}
     for site, layer, head in removed:
         shape = gates[site].shape if site in gates else None
         if shape is None or not (0 <= layer < shape[0] and 0 <= head < shape[1]):
@@ -58,28 +58,28 @@ def smaller(run: Run, trial: int, removed: list[tuple[str, int, int]]) -> tuple:
             "model.positions=alibi has slopes that depend on the number of heads; its "
             "heads can't be removed."
         )
-    for site, about in model.sites().items():
-        check(about.attentions[0], site, gates[site])
+    for site, attention_site in model.sites().items():
+        check(attention_site.attentions[0], site, gates[site])
     learned = fold_learned(model, gates)
-    if not learned and all(own.all() for own in gates.values()):
+    if not learned and all(values.all() for values in gates.values()):
         raise ValueError(
             "No head is to be removed; name some with --heads=SITE.LAYER.HEAD."
         )
     config = ConfigDict(run.config.to_dict())
-    for site, about in model.sites().items():
-        first = about.attentions[0]
-        kept = gates[site] > 0
+    for site, attention_site in model.sites().items():
+        first = attention_site.attentions[0]
+        keeps = gates[site] > 0
         if first.value_residual:  # heads use values of the same head in the first layer
-            kept[:] = kept.any(0)
-        N = max(1, kept.sum(1).max())
-        if kept.shape[1] == N and not gates[site].all():
-            which = "the same head" if first.value_residual else "a head"
+            keeps[:] = keeps.any(0)
+        N = max(1, keeps.sum(1).max())
+        if keeps.shape[1] == N and not gates[site].all():
+            choice = "the same head" if first.value_residual else "a head"
             say(
                 f"Every layer of {site} still has {N} heads, as many as the layer that "
-                f"keeps most; to make {site} smaller, remove {which} from each layer."
+                f"keeps most; to make {site} smaller, remove {choice} from each layer."
             )
-        for layer, attention in enumerate(about.attentions):
-            chosen = np.sort(np.argsort(~kept[layer], stable=True)[:N])
+        for layer, attention in enumerate(attention_site.attentions):
+            chosen = np.sort(np.argsort(~keeps[layer], stable=True)[:N])
             slice_heads(attention, chosen, is_kept=gates[site][layer, chosen] > 0)
         section = config.model[f"{site}_attention"]
         if site in learned:
@@ -100,17 +100,17 @@ def fold_learned(model, gates: dict[str, np.ndarray]) -> set[str]:
     Returns:
         The sites that had learned gates, which are now removed.
     """
-    found = set()
-    for site, about in model.sites().items():
-        for layer, attention in enumerate(about.attentions):
+    folded_sites = set()
+    for site, attention_site in model.sites().items():
+        for layer, attention in enumerate(attention_site.attentions):
             learned = attention.learned_gates()
             if learned is not None:
                 kernel = attention.merge["kernel"]
                 kernel[...] = kernel[...] * learned[:, None, None]
                 gates[site][layer] *= np.asarray(learned) > 0
                 attention.output_gate = None
-                found.add(site)
-    return found
+                folded_sites.add(site)
+    return folded_sites
 
 
 def check(attention, site: str, gates: np.ndarray) -> None:
@@ -158,8 +158,8 @@ def slice_heads(attention, chosen: np.ndarray, is_kept: np.ndarray) -> None:
     for _, param in parameters(attention):
         for axis, letter in enumerate(param.axes.split()):
             if letter in ("N", "K", "heads"):
-                each = np.arange(param.shape[axis]).reshape(-1, merged)[:, chosen]
-                param.set_value(jnp.take(param[...], each.ravel(), axis))
+                indices = np.arange(param.shape[axis]).reshape(-1, merged)[:, chosen]
+                param.set_value(jnp.take(param[...], indices.ravel(), axis))
     kernel = attention.merge["kernel"]
     kernel[...] = kernel[...] * is_kept[:, None, None]
 
@@ -175,7 +175,7 @@ def write_smaller(
     with new_folder(to) as folder:
         config, params = smaller(run, trial, removed)
         tokenizers.copy(workdir / "tokenizer", folder / "tokenizer")
-        before = sum(leaf[0].size for leaf in jax.tree.leaves(run.params))
+        old_count = sum(leaf[0].size for leaf in jax.tree.leaves(run.params))
         settings = {
             key: value
             for key, value in run.trials[trial].items()
@@ -184,4 +184,4 @@ def write_smaller(
         step = int(run.step[trial])
         count = write_finished(folder, config.to_dict(), settings, params, step)
         make_task(config, folder / "tokenizer")  # check that the run can be opened
-    return {"parameters": count, "before": before}
+    return {"parameters": count, "before": old_count}

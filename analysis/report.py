@@ -145,12 +145,12 @@ class Comparison(NamedTuple):
 def compare(report: Report, metric: Metric) -> list[Comparison]:
     """Compare every arm that has scores with the baseline, paired by seed."""
     arms = [arm for arm in report.arms if arm.seeds]
-    found = [difference_to_baseline(report, arm, metric) for arm in arms]
+    differences = [difference_to_baseline(report, arm, metric) for arm in arms]
     # the remaining seeds of an arm that lost trials are a biased sample
     p = holm(
         [
             math.nan if paired is None or arm.lost or report.baseline.lost else paired.p
-            for arm, paired in zip(arms, found, strict=True)
+            for arm, paired in zip(arms, differences, strict=True)
         ]
     )
     tested = max(1, np.sum(~np.isnan(p)))
@@ -164,7 +164,7 @@ def compare(report: Report, metric: Metric) -> list[Comparison]:
             if paired is None or metric.margin is None
             else seeds_needed(float(paired.sd), metric.margin, tested),
         )
-        for arm, paired, corrected in zip(arms, found, p, strict=True)
+        for arm, paired, corrected in zip(arms, differences, p, strict=True)
     ]
 
 
@@ -184,12 +184,12 @@ def paired_scores(
     Args:
         side: "dev" or "test".
     """
-    own, base = (
+    arm_scores, base = (
         dict(zip(of.seeds, getattr(of, side)[metric.name], strict=True))
         for of in (arm, report.baseline)
     )
-    both = [seed for seed in arm.seeds if seed in base]
-    return np.array([[of[seed] for seed in both] for of in (own, base)])
+    common = [seed for seed in arm.seeds if seed in base]
+    return np.array([[of[seed] for seed in common] for of in (arm_scores, base)])
 
 
 def loss_trend(report: Report) -> Trend | None:
@@ -290,15 +290,15 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
     first = next(c for c in comparisons if c.arm.name == winners[0])
     runs = sum(len(c.arm.seeds) for c in comparisons)
     base = next(c for c in comparisons if c.arm.is_baseline)
-    how = "" if set(first.arm.seeds) == set(base.arm.seeds) else PAIRED
+    pairing_note = "" if set(first.arm.seeds) == set(base.arm.seeds) else PAIRED
     sentences = [
         f"{count(runs, 'training run')} of {count(len(comparisons), 'arm')}. The best "
         f"mean test score is {number(best, metric.format)} ({label}), with "
-        f"{'; '.join(winners)}{how}."
+        f"{'; '.join(winners)}{pairing_note}."
     ]
-    others = [c for c in comparisons if c.difference is not None]
-    tested = [c for c in others if not math.isnan(c.p)]
-    untested = [c.arm.name for c in others if math.isnan(c.p)]
+    compared = [c for c in comparisons if c.difference is not None]
+    tested = [c for c in compared if not math.isnan(c.p)]
+    untested = [c.arm.name for c in compared if math.isnan(c.p)]
     kinds = [row["verdict"] for row in report.verdicts]
     if tested or report.is_planned:
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS)
@@ -306,7 +306,7 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
         sentences.append(f"Verdicts on the other arms, on {side}: {counts}.")
         sentences += spread_warning(report) + text_warning(report)
         sentences += added_seeds_warning(report)
-    elif others:
+    elif compared:
         sentences.append(
             "No arm can be tested: a test needs at least two seeds whose differences "
             "to the baseline are not equal, and no trial that diverged or failed."
@@ -326,8 +326,10 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
             f"Not tested, because trials were lost, there is only one common seed, or "
             f"the difference is the same for all seeds: {'; '.join(untested)}."
         )
-    known = set(report.baseline.seeds)
-    paired = {c.arm.name: len(known.intersection(c.arm.seeds)) for c in comparisons}
+    baseline_seeds = set(report.baseline.seeds)
+    paired = {
+        c.arm.name: len(baseline_seeds.intersection(c.arm.seeds)) for c in comparisons
+    }
     uneven = [c.arm.name for c in comparisons if c.arm.seeds != report.baseline.seeds]
     if uneven:
         counts = "; ".join(f"{name}: {paired[name]}" for name in uneven)
@@ -335,7 +337,7 @@ def summary_sentences(report: Report, comparisons: list[Comparison]) -> list[str
             f"Some arms lack seeds of the baseline; their differences are over the "
             f"common seeds ({counts})."
         )
-    needed, names = seeds_by_outcome(report), [c.arm.name for c in others]
+    needed, names = seeds_by_outcome(report), [c.arm.name for c in compared]
     if needed:
         fewest = min(seeds for seeds in map(paired.get, names) if seeds > 1)
         texts = [
@@ -378,12 +380,12 @@ def spread_warning(report: Report) -> list[str]:
     free = {arm.name: len(arm.seeds) - 1 for arm in report.arms}
     base, level = free[report.baseline.name], LEVEL / max(1, len(spreads) - 1)
     uneven = []
-    for name, own in spreads.items():
+    for name, arm_sd in spreads.items():
         above, below = (
             scipy.stats.f.isf(level / 2, *of) ** 0.5
             for of in ((free[name], base), (base, free[name]))
         )
-        if own > sd * max(UNEVEN, above) or own < sd / max(UNEVEN, below):
+        if arm_sd > sd * max(UNEVEN, above) or arm_sd < sd / max(UNEVEN, below):
             uneven.append(name)
     if not uneven:
         return []
@@ -395,25 +397,26 @@ def spread_warning(report: Report) -> list[str]:
 
 
 def text_warning(report: Report) -> list[str]:
-    """Return a sentence on arms whose difference on dev is not that on test.
+    """Return a sentence on arms whose difference from the baseline depends on the text.
 
-    All seeds are scored on the same texts, so intervals over seeds don't cover another
-    text. An arm is named if its differences on the two differ by more than the margin,
-    and by more than the seeds explain (a paired t-test, Holm's correction over arms).
+    All seeds are scored on the same texts, so intervals over seeds don't cover the
+    choice of texts. An arm is named if its differences on dev and on test are apart by
+    more than the margin, and by more than the seeds explain (a paired t-test, Holm's
+    correction over arms).
     """
-    metric, names, found = report.metric, [], []
+    metric, names, pairs = report.metric, [], []
     for arm in report.arms:
         if not arm.seeds:
             continue
         dev, test = (paired_scores(report, arm, metric, x) for x in ("dev", "test"))
         if not arm.is_baseline and dev.size:
             names.append(arm.name)
-            found.append((dev[0] - dev[1], test[0] - test[1]))
-    p = holm([difference(*sides).p for sides in found])
+            pairs.append((dev[0] - dev[1], test[0] - test[1]))
+    p = holm([difference(*sides).p for sides in pairs])
     apart = {
         name: [side.mean() for side in sides]
-        for name, sides, each in zip(names, found, p, strict=True)
-        if each <= LEVEL and abs(np.subtract(*sides).mean()) > (metric.margin or 0)
+        for name, sides, corrected in zip(names, pairs, p, strict=True)
+        if corrected <= LEVEL and abs(np.subtract(*sides).mean()) > (metric.margin or 0)
     }
     if not apart:
         return []
@@ -422,11 +425,11 @@ def text_warning(report: Report) -> list[str]:
         f"{name} ({' and '.join(signed(x, metric.format) for x in apart[name])})"
         for name in largest
     ]
-    more = f"; and {len(apart) - 3} more" if len(apart) > 3 else ""
+    omitted = f"; and {len(apart) - 3} more" if len(apart) > 3 else ""
     return [
         f"The difference from the baseline depends on the text: dev and test differ by "
-        f"more than seeds explain, for {'; '.join(shown)}{more}. Intervals are about "
-        f"seeds, so expect changes of this size on other texts."
+        f"more than seeds explain, for {'; '.join(shown)}{omitted}. Intervals are "
+        f"about seeds, so expect changes of this size on other texts."
     ]
 
 
@@ -450,13 +453,13 @@ def seeds_by_outcome(report: Report) -> dict[str, str]:
     This is the number for the arm that needs the most. Outcomes without a margin or a
     spread are left out.
     """
-    found = {}
+    texts = {}
     for metric in report.outcomes:
         needed = [c.seeds_needed for c in compare(report, metric)]
-        needed = [each for each in needed if each is not None]
+        needed = [seeds for seeds in needed if seeds is not None]
         if needed:
-            found[margin_text(metric)] = format_seeds(max(needed))
-    return found
+            texts[margin_text(metric)] = format_seeds(max(needed))
+    return texts
 
 
 VERDICTS_HEADER = ["arm", "verdict", "difference", "simultaneous interval", "seeds"]
@@ -576,9 +579,9 @@ def others_table(report: Report, comparisons: list[Comparison]) -> list[list[str
             mean, sd, *_ = summary(arm.test[metric.name])
             row.append(f"{form(mean)} ± {form(sd)}")
         if bootstrap:
-            found = arm.bootstrap
-            row.append(number(found and found.half_width, bootstrap.format))
-            row.append(p_value(found and found.p))
+            resampled = arm.bootstrap
+            row.append(number(resampled and resampled.half_width, bootstrap.format))
+            row.append(p_value(resampled and resampled.p))
         rows.append(row)
     return rows
 

@@ -77,16 +77,16 @@ def make_figures(report: Report) -> dict[str, tuple]:
     """Return the report's figures and their captions, by name."""
     draw_scores = scores_by_value if report.axis else scores_by_arm
     with plt.rc_context(RC):
-        made = {
+        figures = {
             f"test_{metric.name}": draw_scores(report, metric)
             for metric in report.outcomes
         }
         for metric in curve_metrics(report):
-            made[f"dev_{metric.name}"] = learning_curves(report, metric)
-        made["heads"] = head_curves(report)
-        made["heads_left"] = scores_by_heads(report)
-        made["costs"] = costs(report)
-    return {name: figure for name, figure in made.items() if figure is not None}
+            figures[f"dev_{metric.name}"] = learning_curves(report, metric)
+        figures["heads"] = head_curves(report)
+        figures["heads_left"] = scores_by_heads(report)
+        figures["costs"] = costs(report)
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def arm_styles(arms: list[ArmResult]) -> dict[str, tuple]:
@@ -97,8 +97,8 @@ def arm_styles(arms: list[ArmResult]) -> dict[str, tuple]:
     """
     families = {arm.name: arm.name.split(", ")[0] for arm in arms}
     neutral = {families[arm.name] for arm in arms if arm.is_baseline}
-    others = list(dict.fromkeys(f for f in families.values() if f not in neutral))
-    colours = {family: COLOURS[i % len(COLOURS)] for i, family in enumerate(others)}
+    coloured = dict.fromkeys(f for f in families.values() if f not in neutral)
+    colours = {family: COLOURS[i % len(COLOURS)] for i, family in enumerate(coloured)}
     styles, used = {}, []
     for name, family in families.items():
         colour = colours.get(family, INK)

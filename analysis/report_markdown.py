@@ -42,13 +42,14 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
     """
     by_outcome = {m.name: compare(report, m) for m in report.outcomes}
     comparisons = by_outcome[report.metric.name]
-    others = others_table(report, comparisons)
+    other_scores = others_table(report, comparisons)
     parts = [
         f"# {escape(report.question)}",
         f"*{escape(report.title)}*",
         *map(escape, paragraphs(report.details)),
         "\n".join(
-            f"> {escape(each)}\n>" for each in summary_sentences(report, comparisons)
+            f"> {escape(sentence)}\n>"
+            for sentence in summary_sentences(report, comparisons)
         ),
         escape(report.note or ""),
         *(figure(figures, f"test_{metric.name}") for metric in report.outcomes),
@@ -73,8 +74,8 @@ def write_markdown(report: Report, figures: dict[str, tuple[str, str]]) -> str:
     curves = [figure(figures, f"dev_{m.name}") for m in curve_metrics(report)]
     parts += ["## Learning curves" if any(curves) else "", *curves]
     parts += heads(report, figure(figures, "heads"))
-    if others:
-        parts += ["## Other scores", table(others, report.baseline.name)]
+    if other_scores:
+        parts += ["## Other scores", table(other_scores, report.baseline.name)]
         parts.append(escape(explain_others(report)))
     parts += ["## Cost", table(costs_table(comparisons), report.baseline.name), COSTS]
     parts += [figure(figures, "heads_left")]
@@ -109,8 +110,8 @@ def join_markdown(
         "The error rate of 5% holds for each sweep, not for all of them together. Each "
         "sweep has its own baseline."
     )
-    found = [f"# {escape(title)}", "## All verdicts", table(rows), note]
-    return "\n\n".join([*found, *(part.strip() for part in parts)]) + "\n"
+    head = [f"# {escape(title)}", "## All verdicts", table(rows), note]
+    return "\n\n".join([*head, *(part.strip() for part in parts)]) + "\n"
 
 
 def verdicts(report: Report) -> list[str]:
@@ -120,7 +121,7 @@ def verdicts(report: Report) -> list[str]:
     first = report.verdicts[0]
     label, split = with_unit(report.metric.label, report.metric), first["split"]
     looks = first["looks"]
-    how = (
+    procedure = (
         f"Looks were planned after {looks.replace(',', ', ')} seeds. Arms got no more "
         f"seeds once they were decided, or once more were unlikely to decide them. The "
         f"boundaries spend the error rate over the looks (Lan and DeMets 1983), and "
@@ -144,7 +145,7 @@ def verdicts(report: Report) -> list[str]:
     explained = (
         f"By {label} on {split}, paired by seed. The probability of any false verdict "
         f"over all arms is at most {LEVEL:.0%}: each arm has an equal share of it, so "
-        f"the intervals are wider than single 95% intervals. {how} {equivalent} "
+        f"the intervals are wider than single 95% intervals. {procedure} {equivalent} "
         f"{report.cost}"
     )
     sentences = "\n".join(f"- {escape(row['sentence'])}" for row in report.verdicts)
@@ -205,8 +206,8 @@ def table(
         if row[0] == bold:
             cells[0] = f"**{cells[0]}**"
         lines.append(f"| {' | '.join(cells)} |")
-    rest = len(rows[0]) - 1
-    rule = f"| --- |{(' ---: |' if is_numbers else ' --- |') * rest}"
+    num_columns = len(rows[0]) - 1
+    rule = f"| --- |{(' ---: |' if is_numbers else ' --- |') * num_columns}"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 

@@ -115,26 +115,26 @@ def rows_of(scores: dict, untrained: list[dict], names: dict) -> list[dict]:
     rows = []
     for site, roles in names.items():
         for name in roles:
-            own = scores[site, name]
+            role_scores = scores[site, name]
             heads = np.stack([of[site, name].weight.mean(0) for of in untrained])
-            _, L, N = own.weight.shape
+            _, L, N = role_scores.weight.shape
             for layer, head in np.ndindex(L, N):
-                weight = own.weight[:, layer, head]
+                weight = role_scores.weight[:, layer, head]
                 mean, _, low, high = summary(weight)
-                others, offset = own.offset(layer, head)
+                at_offset, offset = role_scores.offset(layer, head)
                 beaten = heads[:, layer].ravel()
                 p = max(
-                    one_sided(weight - own.chance),
-                    one_sided(weight - others),
+                    one_sided(weight - role_scores.chance),
+                    one_sided(weight - at_offset),
                     outlier(mean, beaten),
                 )
                 row = {"site": site, "layer": layer, "head": head, "role": name}
                 row |= {"examples": len(weight), "weight": float(mean)}
                 row |= {"low": float(low), "high": float(high)}
-                shares = own.norm_weight[:, layer, head].mean()
+                shares = role_scores.norm_weight[:, layer, head].mean()
                 row["norm_weight"] = None if np.isnan(shares) else float(shares)
-                row["chance"] = float(own.chance.mean())
-                row |= {"offset": offset, "offset_weight": float(others.mean())}
+                row["chance"] = float(role_scores.chance.mean())
+                row |= {"offset": offset, "offset_weight": float(at_offset.mean())}
                 row["untrained"] = float(beaten.mean())
                 row["untrained_sd"] = float(beaten.std(ddof=1))
                 rows.append(row | {"p": p})
@@ -151,18 +151,18 @@ def one_sided(differences: np.ndarray) -> float:
     return float(scipy.stats.t.sf(differences.mean() / sd * n**0.5, n - 1))
 
 
-def outlier(value: float, others: np.ndarray) -> float:
+def outlier(value: float, sample: np.ndarray) -> float:
     """Return the p-value of a one-sided test whether a fraction exceeds a sample.
 
     Under the null hypothesis it is one more draw from the same distribution, which is
     normal in log-odds.
     """
-    value, others = (
+    value, sample = (
         np.log(x / (1 - x))
-        for x in (np.clip(x, 1e-6, 1 - 1e-6) for x in (value, others))
+        for x in (np.clip(x, 1e-6, 1 - 1e-6) for x in (value, sample))
     )
-    n, sd = len(others), max(others.std(ddof=1), 1e-6)
-    t = (value - others.mean()) / sd / (1 + 1 / n) ** 0.5
+    n, sd = len(sample), max(sample.std(ddof=1), 1e-6)
+    t = (value - sample.mean()) / sd / (1 + 1 / n) ** 0.5
     return float(scipy.stats.t.sf(t, n - 1))
 
 
@@ -178,11 +178,11 @@ class Scores(NamedTuple):
 
     def offset(self, layer: int, head: int) -> tuple[np.ndarray, int]:
         """Return the scores at the best offset for this role, E, and the offset."""
-        each = {
+        by_offset = {
             k: x if x.ndim == 1 else x[:, layer, head] for k, x in self.fixed.items()
         }
-        best = max(each, key=lambda k: each[k].mean())
-        return each[best], int(best)
+        best = max(by_offset, key=lambda k: by_offset[k].mean())
+        return by_offset[best], int(best)
 
 
 def batched(sentences: list[dict]) -> list[tuple[np.ndarray, dict]]:
@@ -213,13 +213,15 @@ def score(run: Run, params, gates: dict, cases: list[Case], names: dict) -> dict
                     )
     return {
         at: Scores(
-            *(np.stack([part[i] for part in found]) for i in range(3)),
+            *(np.stack([part[i] for part in parts_of_role]) for i in range(3)),
             {
-                k: np.stack([part[3].get(k, np.zeros_like(part[2])) for part in found])
-                for k in sorted(set().union(*(part[3] for part in found)))
+                k: np.stack(
+                    [part[3].get(k, np.zeros_like(part[2])) for part in parts_of_role]
+                )
+                for k in sorted(set().union(*(part[3] for part in parts_of_role)))
             },
         )
-        for at, found in parts.items()
+        for at, parts_of_role in parts.items()
     }
 
 
@@ -280,12 +282,12 @@ def make_cases(run: Run, examples: Examples, limit: int) -> Iterator[Case]:
     if links is not None and len(links) != len(examples):
         links = None  # masked language models cut long documents into several examples
     for index, fields in enumerate(first_sentences(run, examples, limit)):
-        found = None
+        word_links = None
         if links is not None and index < len(links):
             text = next(iter(examples.text.values()))[index]
             words = words_of_tokens(run, text, next(iter(fields.values())))
-            found = words, links[index]
-        yield Case(fields, gold_of(run, sites, fields, found))
+            word_links = words, links[index]
+        yield Case(fields, gold_of(run, sites, fields, word_links))
     if list(sites) == ["decoder"]:
         yield from repeated_cases(run)
 
@@ -301,7 +303,7 @@ def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
     """
     if "source" not in examples.fields:
         return first_windows(examples, run.config.data.max_length, count)
-    found = []
+    sentences = []
     for index in range(min(count, len(examples))):
         fields = {
             name: examples.fields[name][index].tolist()
@@ -309,8 +311,8 @@ def first_sentences(run: Run, examples: Examples, count: int) -> list[dict]:
             if name.startswith(("source", "target"))  # with features and types
         }
         run.task.check_length(fields, f"Example {index} of {examples.split}")
-        found.append(fields)
-    return found
+        sentences.append(fields)
+    return sentences
 
 
 def first_windows(examples: Examples, length: int, count: int) -> list[dict]:
@@ -354,8 +356,9 @@ def repeated_cases(run: Run) -> Iterator[Case]:
 
 def special_tokens(run: Run) -> tuple[int, int]:
     """Return the ids of BOS and EOS, which imported vocabularies have elsewhere."""
-    own = getattr(run.task, "tokenizer", None)  # translators have two, with our ids
-    return (BOS, EOS) if own is None else (own.bos, own.eos)
+    # a translation task has two tokenizers instead of one, both with our ids
+    tokenizer = getattr(run.task, "tokenizer", None)
+    return (BOS, EOS) if tokenizer is None else (tokenizer.bos, tokenizer.eos)
 
 
 def after_same(reads: np.ndarray, special: tuple[int, int]) -> np.ndarray:
@@ -396,27 +399,29 @@ def gold_of(run: Run, sites: dict, fields: dict, links: tuple | None) -> dict:
     Args:
         links: the words of the tokens, and the gold links; see `by_link`.
     """
-    read = {"source": fields.get("source")}
+    inputs = {"source": fields.get("source")}
     if "target" in fields:
-        read["target"] = run.task.decoder_input(fields["target"])
+        inputs["target"] = run.task.decoder_input(fields["target"])
     labels = {
         field: run.task.token_strings(field, ids)
-        for field, ids in read.items()
+        for field, ids in inputs.items()
         if ids is not None
     }
-    found = {}
-    for site, about in sites.items():
-        queries, keys = (np.array(read[f]) for f in (about.queries, about.keys))
-        key_labels = labels[about.keys]
+    by_site = {}
+    for site, attention_site in sites.items():
+        queries, keys = (
+            np.array(inputs[f]) for f in (attention_site.queries, attention_site.keys)
+        )
+        key_labels = labels[attention_site.keys]
         gold = by_token(site, queries, keys, key_labels, special_tokens(run))
         if links is not None and site != "cross":
             gold |= by_link(*links, is_causal=site == "decoder")
         if site == "cross":
-            gold["same word"] = same_word(labels[about.queries], key_labels)
+            gold["same word"] = same_word(labels[attention_site.queries], key_labels)
         if site == "decoder":
-            gold = {name: np.tril(each) for name, each in gold.items()}
-        found[site] = gold
-    return found
+            gold = {name: np.tril(right) for name, right in gold.items()}
+        by_site[site] = gold
+    return by_site
 
 
 def by_token(site: str, queries, keys, key_labels, special: tuple[int, int]) -> dict:
@@ -483,15 +488,15 @@ def by_link(words: np.ndarray, links: list, *, is_causal: bool) -> dict:
     for name, word, other in name_links(links):
         query, key = words == word, words == other
         if is_causal:
-            read = np.concatenate([[False], key[:-1]])
+            reads = np.concatenate([[False], key[:-1]])
             pairs = [(f"before the {name}", query)]
             pairs.append((name, np.concatenate([[False], query[:-1]])))
-            key = read
+            key = reads
         else:
             pairs = [(name, query)]
-        for each, at in pairs:
+        for role, at in pairs:
             right = at[:, None] & key
-            gold[each] = gold.get(each, False) | right
+            gold[role] = gold.get(role, False) | right
     return gold
 
 
@@ -526,9 +531,9 @@ def by_role(rows: list[dict]) -> list[dict]:
         over trials (with one trial, over sentences); the controls; and the best head of
         each trial.
     """
-    found = []
-    for (site, role), own in grouped(rows, "site", "role").items():
-        trials = grouped(own, "trial").values()
+    matched = []
+    for (site, role), role_rows in grouped(rows, "site", "role").items():
+        trials = grouped(role_rows, "trial").values()
         best = [max(heads, key=lambda row: row["weight"]) for heads in trials]
         mean, _, low, high = summary([row["weight"] for row in best])
         if len(best) == 1:
@@ -537,8 +542,8 @@ def by_role(rows: list[dict]) -> list[dict]:
         row = {"site": site, "role": role, "trials": len(best), "having": sum(having)}
         row |= {"weight": float(mean), "low": float(low), "high": float(high)}
         for name in ("norm_weight", "chance", "offset_weight", "untrained"):
-            values = [each[name] for each in best]
+            values = [head[name] for head in best]
             row[name] = None if None in values else float(np.mean(values))
-        heads = [f"{each['layer']}.{each['head']}" for each in best]
-        found.append(row | {"best": heads})
-    return found
+        heads = [f"{head['layer']}.{head['head']}" for head in best]
+        matched.append(row | {"best": heads})
+    return matched

@@ -100,7 +100,7 @@ def boundaries(
     statistics = mean / error
     if two_sided:
         statistics = np.abs(statistics)
-    found, alive = [], np.ones(len(statistics), bool)
+    critical_values, alive = [], np.ones(len(statistics), bool)
     tail = steps[0] / 2 if two_sided else steps[0]
     for look, step in enumerate(steps):
         if look == 0:  # exactly
@@ -109,9 +109,9 @@ def boundaries(
             column = statistics[alive, look]
             cross = round(step * len(statistics))
             critical = float(np.partition(column, -cross - 1)[-cross - 1])
-        found.append(critical)
+        critical_values.append(critical)
         alive &= statistics[:, look] <= critical
-    return tuple(found)
+    return tuple(critical_values)
 
 
 @lru_cache(maxsize=4)
@@ -124,14 +124,14 @@ def _null_moments(seeds: tuple[int, ...], draws: int) -> tuple[np.ndarray, np.nd
     rng = np.random.default_rng(1983)
     total, squares = np.zeros(draws), np.zeros(draws)
     mean, error = (np.empty((draws, len(seeds)), np.float32) for _ in range(2))
-    for look, (count, new) in enumerate(
+    for look, (count, num_new) in enumerate(
         zip(seeds, np.diff(seeds, prepend=0), strict=True)
     ):
-        added = np.sqrt(new) * rng.standard_normal(draws)
+        added = np.sqrt(num_new) * rng.standard_normal(draws)
         total += added
-        squares += added**2 / new
-        if new > 1:
-            squares += rng.chisquare(new - 1, draws)
+        squares += added**2 / num_new
+        if num_new > 1:
+            squares += rng.chisquare(num_new - 1, draws)
         mean[:, look] = total / count
         variance = (squares - total**2 / count) / (count - 1)
         error[:, look] = np.sqrt(np.maximum(variance, 1e-300) / count)
@@ -143,8 +143,8 @@ def chance_of_verdict(means, sd, counts, looks: Looks) -> np.ndarray:
 
     The mean of all seeds is predicted from the mean and the spread so far by Student's
     t, without any prior belief about the difference (predictive power; Spiegelhalter,
-    Freedman and Blackburn 1986). The spread itself is taken to stay as it is, so with
-    few seeds the prediction is too high, and an arm gets more seeds than it should.
+    Freedman and Blackburn 1986). The spread is assumed not to change, so with few seeds
+    the prediction is too high, and an arm gets more seeds than it should.
 
     Args:
         means, sd: of the differences so far.
@@ -239,12 +239,14 @@ def judge(
     if len(differences) < looks.seeds[0]:
         mean = float(differences.mean()) if len(differences) else np.nan
         return Verdict("undecided", mean, np.nan, np.nan, len(differences))
-    found = decide(differences[None], looks, higher_is_better, last)
-    count = int(found.seeds[0])
+    decisions = decide(differences[None], looks, higher_is_better, last)
+    count = int(decisions.seeds[0])
     look = looks.seeds.index(count)
-    numbers = (float(x[0, look]) for x in (found.means, found.low, found.high))
-    kind = VERDICTS[found.kinds[0]]
-    chance, bound = (float(x[0, look]) for x in (found.chances, found.bounds))
+    numbers = (
+        float(x[0, look]) for x in (decisions.means, decisions.low, decisions.high)
+    )
+    kind = VERDICTS[decisions.kinds[0]]
+    chance, bound = (float(x[0, look]) for x in (decisions.chances, decisions.bounds))
     return Verdict(kind, *numbers, count, chance, bound)
 
 
@@ -290,9 +292,9 @@ def decide(
             `FUTILITY`, as sweeps do. This can't add false verdicts.
     """
     counts = np.array([n for n in looks.seeds if n <= differences.shape[1]])
-    some = [differences[:, :count] for count in counts]
-    means = np.stack([each.mean(1) for each in some], 1)
-    sd = np.stack([each.std(1, ddof=1) for each in some], 1)
+    prefixes = [differences[:, :count] for count in counts]
+    means = np.stack([prefix.mean(1) for prefix in prefixes], 1)
+    sd = np.stack([prefix.std(1, ddof=1) for prefix in prefixes], 1)
     # NaN where the spread can't be estimated: no comparison below holds
     sd = np.where(sd <= 1e-12 * (1 + np.abs(means)), np.nan, sd)
     two_sided, one_sided = (

@@ -68,11 +68,15 @@ def difference(
             f"The arm and the baseline need scores of the same seeds, got the shapes "
             f"{arm.shape} and {baseline.shape}."
         )
-    each = arm - baseline
-    mean, sd, low, high = summary(each)
+    differences = arm - baseline
+    mean, sd, low, high = summary(differences)
     varies = sd > 1e-9 * (1 + np.abs(mean))  # False for NaN
-    each = np.where(varies[..., None], each, np.nan)
-    p = scipy.stats.ttest_1samp(each, 0, axis=-1).pvalue if each.shape[-1] > 1 else sd
+    differences = np.where(varies[..., None], differences, np.nan)
+    p = (
+        scipy.stats.ttest_1samp(differences, 0, axis=-1).pvalue
+        if differences.shape[-1] > 1
+        else sd
+    )
     return Difference(mean, *(np.where(varies, x, np.nan) for x in (sd, low, high, p)))
 
 

@@ -48,9 +48,10 @@ def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
                 rows = np.moveaxis(rows, 2, 1).reshape(-1, real.sum(), rows.shape[-1])
                 sums[site] = sums.get(site, 0) + divergences(rows)
                 count[site] = count.get(site, 0) + real.sum()
-                own = heads[site][:, real].transpose(0, 2, 1, 3).astype(np.float64)
-                outputs.setdefault(site, []).append(own.reshape(-1, *own.shape[2:]))
-    found = []
+                vectors = heads[site][:, real].transpose(0, 2, 1, 3).astype(np.float64)
+                vectors = vectors.reshape(-1, *vectors.shape[2:])
+                outputs.setdefault(site, []).append(vectors)
+    results = []
     for site, total in sums.items():
         pairs = total / count[site]
         alike = alignments(np.concatenate(outputs[site], axis=1))
@@ -64,8 +65,8 @@ def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
             row |= {"other_layer": at[j][0], "other_head": at[j][1]}
             share = float(pairs[i, j])
             row["divergence"] = share if np.isfinite(share) else None
-            found.append(row | {"cka": float(alike[i, j])})
-    return found
+            results.append(row | {"cka": float(alike[i, j])})
+    return results
 
 
 def divergences(maps: np.ndarray) -> np.ndarray:
@@ -77,15 +78,17 @@ def divergences(maps: np.ndarray) -> np.ndarray:
         maps: attention weights, heads x queries x keys.
     """
     count, proper = len(maps), np.allclose(maps.sum(-1), 1, atol=1e-3)
-    found = np.zeros((count, count))
+    totals = np.zeros((count, count))
     if not proper:
-        return found * np.nan
-    own = xlogy(maps, maps).sum(-1)
+        return totals * np.nan
+    negative_entropy = xlogy(maps, maps).sum(-1)
     for i, j in combinations(range(count), 2):
         mean = (maps[i] + maps[j]) / 2
-        bits = ((own[i] + own[j]) / 2 - xlogy(mean, mean).sum(-1)) / np.log(2)
-        found[i, j] = found[j, i] = np.maximum(bits, 0).sum()
-    return found
+        nats = (negative_entropy[i] + negative_entropy[j]) / 2
+        nats = nats - xlogy(mean, mean).sum(-1)
+        bits = nats / np.log(2)
+        totals[i, j] = totals[j, i] = np.maximum(bits, 0).sum()
+    return totals
 
 
 def alignments(outputs: np.ndarray) -> np.ndarray:
@@ -93,8 +96,8 @@ def alignments(outputs: np.ndarray) -> np.ndarray:
     centred = outputs - outputs.mean(1, keepdims=True)
     products = np.einsum("itv,jtw->ijvw", centred, centred, optimize=True)
     squares = (products**2).sum((2, 3))
-    own = np.sqrt(np.diag(squares))
-    scale = np.outer(own, own)
+    norms = np.sqrt(np.diag(squares))
+    scale = np.outer(norms, norms)
     return squares / np.where(scale > 0, scale, 1.0)
 
 
@@ -125,24 +128,24 @@ def interactions(
         batches = [sharding.over_data(batch) for batch in batches]
 
         def without(*heads):
-            now = dict(gates)
+            changed = dict(gates)
             for at, layer, head in heads:
-                now[at] = now[at].at[layer, head].set(0)
-            return summed_loss(run, params, now, batches)
+                changed[at] = changed[at].at[layer, head].set(0)
+            return summed_loss(run, params, changed, batches)
 
-        whole, weight = without()
+        loss_with_all, weight = without()
         heads = [
             (s, layer, head)
             for s, layer, head in heads_of(gates)
             if site in (None, s) and gates[s][layer, head]
         ]
-        alone = {head: (without(head)[0] - whole) / weight for head in heads}
-        found = []
+        alone = {head: (without(head)[0] - loss_with_all) / weight for head in heads}
+        results = []
         pairs = [(a, b) for a, b in combinations(heads, 2) if a[0] == b[0]]
         for first, second in with_progress(pairs):
-            added = (without(first, second)[0] - whole) / weight
+            added = (without(first, second)[0] - loss_with_all) / weight
             row = {"site": first[0], "layer": first[1], "head": first[2]}
             row |= {"other_layer": second[1], "other_head": second[2]}
             row["added_loss"] = added
-            found.append(row | {"interaction": added - alone[first] - alone[second]})
-    return found
+            results.append(row | {"interaction": added - alone[first] - alone[second]})
+    return results

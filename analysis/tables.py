@@ -67,15 +67,15 @@ def print_scores(
         cells = ["" if row[name] is None else number(row[name]) for name in columns]
         table.add_row(*cells, *(metric.show(row[metric.name]) for metric in metrics))
     arms = {}
-    own = [name for name in settings if name != "seed"]
+    arm_keys = [name for name in settings if name != "seed"]
     for row in rows:
         if row["diverged_at"] is None:
-            arms.setdefault(tuple(row[name] for name in own), []).append(row)
+            arms.setdefault(tuple(row[name] for name in arm_keys), []).append(row)
     for values, sound in arms.items():
         if len(sound) == 1:
             continue
         table.add_section()
-        shown = dict(zip(own, map(number, values), strict=True))
+        shown = dict(zip(arm_keys, map(number, values), strict=True))
         of_arm = [shown.get(name, "") for name in columns[1:]]
         sd = partial(np.std, ddof=1)
         for name, of in ((f"mean of {len(sound)}", np.mean), ("sd", sd)):
@@ -179,15 +179,15 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
     if all(row["gate"] == 1 for row in rows):
         names.remove("gate")
     trials = list(dict.fromkeys(row["trial"] for row in rows))
-    one = len(trials) == 1
-    whose = f"trial {trials[0]}" if one else f"mean of {len(trials)} trials"
+    is_single = len(trials) == 1
+    whose = f"trial {trials[0]}" if is_single else f"mean of {len(trials)} trials"
     shown = set()
     for site in dict.fromkeys(row["site"] for row in rows):
         of_site = [row for row in rows if row["site"] == site]
         columns = [n for n in names if any(row[n] is not None for row in of_site)]
         shown |= set(columns)
         table = Table(
-            "head" if one else "layer,\nrank",
+            "head" if is_single else "layer,\nrank",
             box=box.SIMPLE,
             title=f"{site}, {whose}, {split}",
             padding=0,
@@ -195,7 +195,9 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
         for name in columns:
             table.add_column(SHORT.get(name, heading(name)), justify="right")
         lines = (
-            each_head(of_site, columns) if one else each_rank(of_site, columns, rank_by)
+            each_head(of_site, columns)
+            if is_single
+            else each_rank(of_site, columns, rank_by)
         )
         for label, values in lines:
             cells = (
@@ -207,7 +209,7 @@ def print_heads(rows: list[dict], split: str, rank_by: str, path: Path) -> None:
     for name, text in LEGEND.items():
         if name in shown:
             console.print(text, soft_wrap=True)
-    if not one:
+    if not is_single:
         ranked = f"rank: by {heading(rank_by)} within each trial and layer"
         console.print(f"{ranked}; sd: over the trials", soft_wrap=True)
     console.print(f"Wrote {path}", soft_wrap=True)
@@ -271,10 +273,10 @@ def arm_tables(
             cells = [arm, str(len(seeds))]
             for name in columns:
                 means = means_by_seed(of_site, arm, name)
-                others = means_by_seed(of_site, baseline, name)
+                baseline_means = means_by_seed(of_site, baseline, name)
                 cell = cell_of_arm(means, FORMATS.get(name, "{:.2f}"))
                 if arm != baseline and not {arm, baseline} & design.lost:
-                    cell += arrow_of(means, others, design)
+                    cell += arrow_of(means, baseline_means, design)
                 cells.append(cell)
             tables[site].append(cells)
     return tables, arms_legend(rows, baseline)
@@ -282,8 +284,8 @@ def arm_tables(
 
 def columns_of_arms(rows: list[dict]) -> list[str]:
     """Return the measurements of heads whose means can differ between arms."""
-    other = ("arm", "seed", "site", "layer", "head", "gate", "share")
-    names = [name for name in rows[0] if name not in other]
+    excluded = ("arm", "seed", "site", "layer", "head", "gate", "share")
+    names = [name for name in rows[0] if name not in excluded]
     return [name for name in names if any(row[name] is not None for row in rows)]
 
 
@@ -310,18 +312,22 @@ def cell_of_arm(means: dict[int, float], form: str) -> str:
     """Format the mean over seeds, with half the width of its interval if it has one."""
     if not means:
         return "–"
-    found = summary(list(means.values()))
-    cell = form.format(found.mean)
-    if np.isfinite(found.high):
-        cell += f" ± {form.format(found.high - found.mean)}"
+    stats = summary(list(means.values()))
+    cell = form.format(stats.mean)
+    if np.isfinite(stats.high):
+        cell += f" ± {form.format(stats.high - stats.mean)}"
     return cell
 
 
-def arrow_of(means: dict[int, float], others: dict[int, float], design: Design) -> str:
+def arrow_of(
+    means: dict[int, float], baseline_means: dict[int, float], design: Design
+) -> str:
     """Return ↑ or ↓ if an arm's means differ from the baseline's, else nothing."""
-    differences = [means[seed] - others[seed] for seed in means if seed in others]
-    found = judge_at_last(differences, design.looks, design.num_arms)
-    return "↑" if found.low > 0 else "↓" if found.high < 0 else ""
+    differences = [
+        means[seed] - baseline_means[seed] for seed in means if seed in baseline_means
+    ]
+    verdict = judge_at_last(differences, design.looks, design.num_arms)
+    return "↑" if verdict.low > 0 else "↓" if verdict.high < 0 else ""
 
 
 def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:
@@ -333,9 +339,9 @@ def each_head(rows: list[dict], names) -> Iterator[tuple[str, list]]:
 def each_rank(rows: list[dict], names, rank_by: str) -> Iterator[tuple[str, list]]:
     """Yield two lines per rank: mean and standard deviation over the trials."""
     for (_, layer, rank), trials in by_rank(rows, rank_by).items():
-        found = [mean_per_trial(trials, name) for name in names]
-        yield f"{layer}, {rank}", [x.mean() if len(x) else None for x in found]
-        yield "sd", [x.std(ddof=1) if len(x) > 1 else None for x in found]
+        means = [mean_per_trial(trials, name) for name in names]
+        yield f"{layer}, {rank}", [x.mean() if len(x) else None for x in means]
+        yield "sd", [x.std(ddof=1) if len(x) > 1 else None for x in means]
 
 
 def print_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
@@ -345,25 +351,25 @@ def print_pruning(rows: list[dict], metric: Metric, path: Path) -> None:
     with one trial, over its random orders.
     """
     trials = list(dict.fromkeys(row["trial"] for row in rows))
-    one = len(trials) == 1
-    whose = f"trial {trials[0]}" if one else f"mean of {len(trials)} trials"
+    is_single = len(trials) == 1
+    whose = f"trial {trials[0]}" if is_single else f"mean of {len(trials)} trials"
     split, ranked_on = rows[0]["split"], rows[0]["ranked_on"]
     title = f"{heads_label(rows)} removed, {whose}, {split} (ranked on {ranked_on})"
     table = Table("\nremoved", title=title)
     orders = dict.fromkeys(row["order"] for row in rows)
     metrics = [metric] if metric.name == LOSS.name else [metric, LOSS]
     for order in orders:
-        for each in metrics:
-            above = heading(order) if each == metrics[0] else ""
-            table.add_column(f"{above}\n{each.label}", justify="right")
+        for shown_metric in metrics:
+            above = heading(order) if shown_metric == metrics[0] else ""
+            table.add_column(f"{above}\n{shown_metric.label}", justify="right")
     for count in dict.fromkeys(row["removed"] for row in rows):
         cells = [f"{count} of {rows[0]['heads']}"]
         for order in orders:
-            for each in metrics:
-                found = summary(scores_without(rows, order, count, each))
-                cells.append(format(found.mean, each.format))
-                if np.isfinite(found.high):
-                    cells[-1] += f" ± {found.high - found.mean:{each.format}}"
+            for shown_metric in metrics:
+                stats = summary(scores_without(rows, order, count, shown_metric))
+                cells.append(format(stats.mean, shown_metric.format))
+                if np.isfinite(stats.high):
+                    cells[-1] += f" ± {stats.high - stats.mean:{shown_metric.format}}"
         table.add_row(*cells)
     print_table(table).print(f"Wrote {path}", soft_wrap=True)
 
@@ -381,9 +387,9 @@ def scores_without(
     """
     rows = [row for row in rows if (row["order"], row["removed"]) == (order, removed)]
     trials = grouped(rows, "trial").values()
-    values = [[row[metric.name] for row in each] for each in trials]
-    found = metric.scale * np.array(values, float)
-    return found[0] if len(found) == 1 else found.mean(1)
+    values = [[row[metric.name] for row in trial_rows] for trial_rows in trials]
+    scores = metric.scale * np.array(values, float)
+    return scores[0] if len(scores) == 1 else scores.mean(1)
 
 
 def print_roles(rows: list[dict], split: str, path: Path) -> None:
@@ -393,8 +399,8 @@ def print_roles(rows: list[dict], split: str, path: Path) -> None:
     below the tables names the heads that have a role.
     """
     trials = list(dict.fromkeys(row["trial"] for row in rows))
-    one = len(trials) == 1
-    whose = f"trial {trials[0]}" if one else f"{len(trials)} trials"
+    is_single = len(trials) == 1
+    whose = f"trial {trials[0]}" if is_single else f"{len(trials)} trials"
     matched = by_role(rows)
     columns = ("role", "trials", "best head", "weight", "95%", "by norm", "chance")
     columns += ("fixed\noffset", "untrained")

@@ -69,13 +69,13 @@ def fit_trend(
     t, z = (of.ppf(QUANTILES[1]) for of in (scipy.stats.t(seeds - 1), scipy.stats.norm))
     expansion = t / z * (seeds / (seeds - 1)) ** 0.5
     means[1:] = means[0] + expansion * (means[1:] - means[0])
-    found = least_squares(values, means)
-    lows, highs = np.quantile(found[1:], QUANTILES, axis=0)
-    a, b, c = zip(found[0].tolist(), lows.tolist(), highs.tolist(), strict=True)
+    parameters = least_squares(values, means)
+    lows, highs = np.quantile(parameters[1:], QUANTILES, axis=0)
+    a, b, c = zip(parameters[0].tolist(), lows.tolist(), highs.tolist(), strict=True)
     residuals = np.abs(a[0] * values ** b[0] + c[0] - means[0])
     half = t * scipy.stats.sem(scores, axis=1) + 1e-9  # without spread: for rounding
     fits = bool((residuals <= half).all())
-    return Trend(a, b, c, float(residuals.max()), fits, found[1:])
+    return Trend(a, b, c, float(residuals.max()), fits, parameters[1:])
 
 
 def least_squares(
@@ -83,7 +83,7 @@ def least_squares(
 ) -> Float[np.ndarray, "M 3"]:
     """Return a, b and c of the best-fitting curve for each row of means."""
     best = np.full(len(means), np.inf)
-    found = np.zeros((len(means), 3))
+    parameters = np.zeros((len(means), 3))
     center = np.exp(np.log(values).mean())  # keeps powers near 1
     for b in EXPONENTS:
         design = np.stack([(values / center) ** b, np.ones_like(values)], 1)
@@ -92,5 +92,6 @@ def least_squares(
         better = errors < best
         best[better] = errors[better]
         a = solution[:, 0] * center**-b
-        found[better] = np.stack([a, np.full_like(a, b), solution[:, 1]], 1)[better]
-    return found
+        fitted = np.stack([a, np.full_like(a, b), solution[:, 1]], 1)
+        parameters[better] = fitted[better]
+    return parameters

@@ -73,16 +73,16 @@ def why(name: str, dtype: str) -> tuple[str, str, str]:
     reason = kernel.unsupported_device() or kernel.unsupported(x, x, None, None)
     if reason is not None:
         return "", "", reason
-    found = verification.verdict(name, dtype)
-    if found is None:
+    verdict = verification.verdict(name, dtype)
+    if verdict is None:
         return "", "", "not verified"
-    error = "" if found.error is None else f"{found.error:.1e}"
-    ratio = "" if found.relative_time is None else f"{found.relative_time:.2f}"
-    took = "" if found.seconds is None else f" in {found.seconds:.0f} s"
-    why = found.reason or f"verified on {found.device}{took}"
-    if found.relative_to_cudnn is not None:
-        why += f"; {found.relative_to_cudnn:.2f} times cuDNN's time"
-    return error, ratio, why
+    error = "" if verdict.error is None else f"{verdict.error:.1e}"
+    ratio = "" if verdict.relative_time is None else f"{verdict.relative_time:.2f}"
+    took = "" if verdict.seconds is None else f" in {verdict.seconds:.0f} s"
+    text = verdict.reason or f"verified on {verdict.device}{took}"
+    if verdict.relative_to_cudnn is not None:
+        text += f"; {verdict.relative_to_cudnn:.2f} times cuDNN's time"
+    return error, ratio, text
 
 
 if __name__ == "__main__":

@@ -356,14 +356,19 @@ def resolve_implementation(
 ) -> str:
     """Return the name that `implementation=None` stands for.
 
-    On a CPU: "cpu" for every dtype but float64, if its kernels can be compiled, which
-    takes a few seconds on the first call on a machine. On a GPU or TPU: the fused
-    kernel "gpu" or "tpu", if it supports the arrays and the device, and `verification`
-    has accepted it on this device. Otherwise, or if `verification` found it to be
-    faster, on an NVIDIA GPU that is present, "cudnn" for plain calls that it supports.
-    Otherwise "blockwise", also if the kernel cannot tell what an axis of the current
-    mesh divides (see `kernels.partition`). When compiling for a device that is not
-    present, verification is skipped.
+    On a CPU, this is "cpu" for every dtype but float64, if its kernels can be compiled,
+    which takes a few seconds on the first call on a machine; else "blockwise". On a GPU
+    or TPU, it is the first of these that is possible:
+
+    - the fused kernel "gpu" or "tpu", if it supports the arrays and the device, and
+      `verification` has accepted it here. When compiling for a device that is not
+      present, verification is skipped;
+    - "cudnn", on an NVIDIA GPU that is present, for plain calls that it supports. It
+      goes before "gpu" if `verification` found it to be faster;
+    - "blockwise".
+
+    If the current mesh has an axis of which kernels can't tell what it divides (see
+    `kernels.partition`), the result is "blockwise" on any platform.
 
     Args:
       query, key, value, bias, mask: arrays or `jax.ShapeDtypeStruct`s, of any rank that
@@ -384,10 +389,10 @@ def resolve_implementation(
     if platform == "cpu":
         if jnp.dtype(query.dtype).itemsize > 4:
             return "blockwise"
-        why = cpu_build.unavailable()
-        if why is not None:
-            verification.log_unused("cpu", why)
-        return "cpu" if why is None else "blockwise"
+        reason = cpu_build.unavailable()
+        if reason is not None:
+            verification.log_unused("cpu", reason)
+        return "cpu" if reason is None else "blockwise"
     kernel = importlib.import_module(f"{KERNELS}.{platform}")
     query, value = (
         jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in (query, value)
@@ -399,17 +404,17 @@ def resolve_implementation(
         and platform == "gpu"
         and jax_nn.cudnn_fits(query, value, bias, mask)
     )
-    other = "cudnn" if fits_cudnn else "blockwise"
+    fallback = "cudnn" if fits_cudnn else "blockwise"
     if (
         bias is not None
         or kernel.unsupported(query, value, bias, mask)
         or (is_target and kernel.unsupported_device())
     ):
-        return other
+        return fallback
     is_picked = not is_here or verification.is_accepted(
         platform, query.dtype.name, beside_cudnn=fits_cudnn
     )
-    return platform if is_picked else other
+    return platform if is_picked else fallback
 
 
 def head_gated(out: Array, head_gate: Numbers | None, batched: bool = True) -> Array:
@@ -445,8 +450,8 @@ def beside_sink(
     """
     B, _, N = lse.shape
     sink = _of_heads("sink", sink, B, N, batched).astype(lse.dtype)
-    both = jnp.where(lse > masks.EMPTY, jnp.logaddexp(lse, sink), lse)
-    return jax.nn.sigmoid(lse - sink), both
+    lse_with_sink = jnp.where(lse > masks.EMPTY, jnp.logaddexp(lse, sink), lse)
+    return jax.nn.sigmoid(lse - sink), lse_with_sink
 
 
 def _of_heads(name, array, B, N, batched):

@@ -71,11 +71,11 @@ def merged(heads, output, query, key, value):
     show("times W_O", out, "T D")
     apart = sum(heads[:, head] @ output[head] for head in range(N))
     same("the sum over heads of head n times rows n of W_O", apart, out)
-    arrays = (jnp.asarray(each)[None] for each in (query, key, value))
-    ours = attention.dot_product_attention(*arrays)
+    arrays = (jnp.asarray(array)[None] for array in (query, key, value))
+    result = attention.dot_product_attention(*arrays)
     rule = attention.MERGE_RULES["concat"].function
-    ours = rule(ours, jnp.zeros((1, T, D)), kernel=jnp.asarray(output))
-    same("attention.dot_product_attention and the rule concat", ours[0], out)
+    result = rule(result, jnp.zeros((1, T, D)), kernel=jnp.asarray(output))
+    same("attention.dot_product_attention and the rule concat", result[0], out)
 
 
 def masks(query, key, value):
@@ -84,7 +84,7 @@ def masks(query, key, value):
     causal = np.tril(np.ones((T, T), bool))
     real = np.broadcast_to(np.arange(T) < 3, (T, T))
     logits = np.einsum("tnh,snh->nts", query, key) / H**0.5
-    arrays = [jnp.asarray(each)[None] for each in (query, key, value)]
+    arrays = [jnp.asarray(array)[None] for array in (query, key, value)]
     options = {
         "causal: no later token": (causal, {"is_causal": True}),
         "padding: only the first 3 are real": (
@@ -96,9 +96,9 @@ def masks(query, key, value):
         weights = softmax(np.where(mask, logits, -np.inf))
         show(f"{name}, head 0", weights[0], "T S")
         heads = np.einsum("nts,snv->tnv", weights, value)
-        ours = attention.dot_product_attention(*arrays, **arguments)
+        result = attention.dot_product_attention(*arrays, **arguments)
         (argument,) = arguments
-        same(f"attention.dot_product_attention with {argument}", ours[0], heads)
+        same(f"attention.dot_product_attention with {argument}", result[0], heads)
 
 
 def parameters() -> None:
@@ -130,10 +130,10 @@ def show(name: str, array, letters: str, values: bool = True) -> None:
         print("  " + " ".join(f"{number:6.2f}" for number in row))
 
 
-def same(name: str, ours, wanted) -> None:
+def same(name: str, result, expected) -> None:
     """Print whether two results are equal up to float32 rounding."""
-    found = np.abs(np.asarray(ours) - wanted).max() < 1e-5
-    print(f"{name}: {'the same' if found else 'NOT the same'}")
+    is_same = np.abs(np.asarray(result) - expected).max() < 1e-5
+    print(f"{name}: {'the same' if is_same else 'NOT the same'}")
 
 
 if __name__ == "__main__":

@@ -260,8 +260,8 @@ def shared_mixture_routes(
             f"mixture_shared and mixture_heads must be at least 1 and their sum at "
             f"most N = {N}, got {mixture_shared} and {mixture_heads}"
         )
-    own = router[:, mixture_shared:]
-    return mixture_routes(x, router=own, mixture_heads=mixture_heads)
+    routed_columns = router[:, mixture_shared:]
+    return mixture_routes(x, router=routed_columns, mixture_heads=mixture_heads)
 
 
 def wide(x: Array) -> Array:
@@ -312,17 +312,17 @@ def entry(function: Callable, shapes: dict[str, str], **others) -> MergeRule:
         N, V = heads.shape[-2:]
         sizes = {"N": N, "V": V, "D": x.shape[-1]}
         for name, letters in shapes.items():
-            wanted = tuple(sizes[letter] for letter in letters.split())
-            if name in arguments and np.shape(arguments[name]) != wanted:
+            shape = tuple(sizes[letter] for letter in letters.split())
+            if name in arguments and np.shape(arguments[name]) != shape:
                 raise ValueError(
                     f"{name} of {function.__name__} must have the shape {letters} = "
-                    f"{wanted}, got {np.shape(arguments[name])}"
+                    f"{shape}, got {np.shape(arguments[name])}"
                 )
         merged = function(heads, x, **arguments)
-        wanted = (*heads.shape[:-2], x.shape[-1])
-        if np.shape(merged) != wanted:
+        shape = (*heads.shape[:-2], x.shape[-1])
+        if np.shape(merged) != shape:
             raise ValueError(
-                f"{rule} must return the shape B T D = {wanted}, got {np.shape(merged)}"
+                f"{rule} must return the shape B T D = {shape}, got {np.shape(merged)}"
             )
         return merged
 

@@ -110,8 +110,8 @@ def part(maps, rows: slice, columns: slice):
     if maps is None:
         return None
     T, S = maps.shape[-2:]
-    whole = slice(None)
-    return maps[..., rows if T > 1 else whole, columns if S > 1 else whole]
+    everything = slice(None)
+    return maps[..., rows if T > 1 else everything, columns if S > 1 else everything]
 
 
 def talking_heads_weights(
@@ -175,8 +175,8 @@ def mix(maps: Float[Array, "B N *X"], mixture: ArrayLike) -> Array:
     B, N, *rest = maps.shape
     # One matrix product per example, which needs no transpose. XLA's CPU backend would
     # transpose all maps to contract the second of four axes.
-    each = jnp.broadcast_to(mixture.T, (B, *mixture.T.shape))
+    per_example = jnp.broadcast_to(mixture.T, (B, *mixture.T.shape))
     # by default, a TPU would round float32 logits to bfloat16
     maps = maps.reshape(B, N, math.prod(rest))  # not -1, for an empty batch
-    mixed = jnp.matmul(each, maps, precision=jax.lax.Precision.HIGHEST)
+    mixed = jnp.matmul(per_example, maps, precision=jax.lax.Precision.HIGHEST)
     return mixed.reshape(B, mixture.shape[1], *rest)

@@ -45,9 +45,9 @@ def gate(
         size: a name in `GATE_SIZES`; "shared" is one gate per element for all heads.
         key: for the noise of `hard_concrete` in training.
     """
-    own = GATE_SIZES[size].split()
+    axes = GATE_SIZES[size].split()
     logits = kernel
-    if kernel.ndim > len(own):
+    if kernel.ndim > len(axes):
         logits = jnp.einsum("BTD,D...->BT...", x[..., : len(kernel)], kernel)
     if activation == LEARNED:
         gates = hard_concrete(logits, key)

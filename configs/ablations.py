@@ -63,7 +63,7 @@ def matched(arms: Arms, budget: str = "parameters") -> list[dict]:
 
 def merged(dicts: Iterable[dict]) -> dict:
     """Merge dicts; later ones win."""
-    return {key: value for each in dicts for key, value in each.items()}
+    return {key: value for arm in dicts for key, value in arm.items()}
 
 
 def leaves_out(ablation):
@@ -86,8 +86,10 @@ def heads(base) -> Iterator[dict]:
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the rest.
     """
-    own = base.model.attention.num_heads
-    for num_heads in sorted({*HEADS, own}) if base.model.width % own == 0 else HEADS:
+    numbers, base_heads = {*HEADS}, base.model.attention.num_heads
+    if base.model.width % base_heads == 0:
+        numbers.add(base_heads)
+    for num_heads in sorted(numbers):
         yield heads_of("model.attention", num_heads, share(base, num_heads))
 
 
@@ -101,7 +103,7 @@ def head_rates(base) -> list[dict]:
     Fixed: the rest.
     """
     rate = base.optimizer.learning_rate
-    lower = [float(f"{rate * part:.3g}") for part in (1 / 3, 1 / 2, 2 / 3)]
+    lower = [float(f"{rate * fraction:.3g}") for fraction in (1 / 3, 1 / 2, 2 / 3)]
     return grid(heads(base), over("optimizer.learning_rate", *lower, rate))
 
 
@@ -163,8 +165,8 @@ def merge_start(base) -> list[dict]:
 def small_start(base) -> list[dict]:
     """Does concatenating heads gain by starting at the scale of averaging them?
 
-    If averaging is better as it is, and worse at equal starts, this tells whether its
-    scale is all that it gains by.
+    If averaging wins with its default initialisation but loses at equal starts, this
+    shows whether its smaller initial scale explains the win.
 
     Scientific: model.attention.merge_gain.
     Nuisance: optimizer.learning_rate, model.dropout.
@@ -248,7 +250,7 @@ def equal_gain(
     shares = powers / powers.sum(-1, keepdims=True)
     ranked = np.sort(powers)[:, N - mixture_heads :]
     gates = powers / (1 + powers)
-    known = {
+    weights = {
         "concat": np.ones(N),
         "scaled": np.ones(N),
         "mean": np.ones(N) / N,
@@ -258,12 +260,12 @@ def equal_gain(
         "gated_elementwise": gates,
         "mixture": ranked / ranked.sum(-1, keepdims=True),
     }
-    if rule not in known:
+    if rule not in weights:
         raise ValueError(
             f"The initial gain of the merge rule {rule!r} is not known; add it to "
             f"equal_gain, or set model.attention.merge_gain."
         )
-    squares = np.square(known[rule]).sum(-1).mean()
+    squares = np.square(weights[rule]).sum(-1).mean()
     # three digits, so that a sweep's arms are the same on every machine
     return float(f"{(N / fan(N * V, D) * fan(into, D) / squares) ** 0.5:.3g}")
 
@@ -309,11 +311,11 @@ def scale(base) -> Iterator[dict]:
     Fixed: the rest.
     """
     attention = base.model.attention
-    own = attention.head_dim or share(base, attention.num_heads)
+    base_dim = attention.head_dim or share(base, attention.num_heads)
     value_dim = attention.value_dim or share(base, attention.num_heads)
-    for size in sorted({*SIZES, own}):
-        by_size = float(f"{own**0.5 / size:.4g}")
-        for number in (None,) if size == own else (None, by_size):  # None: 1 / √H
+    for size in sorted({*SIZES, base_dim}):
+        by_size = float(f"{base_dim**0.5 / size:.4g}")
+        for number in (None,) if size == base_dim else (None, by_size):  # None: 1 / √H
             yield {
                 "model.attention.head_dim": size,
                 "model.attention.value_dim": value_dim,
@@ -476,11 +478,11 @@ def sites(base) -> list[dict]:
     Nuisance: optimizer.learning_rate, model.dropout.
     Fixed: the heads of the other sites, and the rest.
     """
-    others = [N for N in (1, 4, 16) if base.model.attention.num_heads != N]
+    numbers = [N for N in (1, 4, 16) if base.model.attention.num_heads != N]
     arms = (
         heads_of(f"model.{site}_attention", N, share(base, N))
         for site in layers_of(base.model)
-        for N in others
+        for N in numbers
     )
     return chain([{}], arms)
 

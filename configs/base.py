@@ -11,7 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
     """The original Transformer, small, on the embedded number phrases."""
     config = ml_collections.ConfigDict()
     config.seed = 0  # of the initial values, the data order and dropout
-    config.seeds = 1  # trials, which train as one program: seed, seed + 1, and so on
+    config.seeds = 1  # number of trials, with seeds seed, seed + 1, ...; one program
 
     config.task = task = ml_collections.ConfigDict()
     task.name = "translation"  # a name in headcount.tasks.TASKS
@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.tokenizer = "sentencepiece"
     data.tag = "upos"  # conllu: upos, xpos, relation, or feature:NAME
     data.fold = 0  # movie_reviews: the tenth that is the test split; the next is val
-    data.num_classes = 16  # assumed where no data is read, as by --dry_run
+    data.num_classes = 16  # assumed if no data is read (--dry_run), else counted
     data.vocab_size = 8000  # maximum; bytes, characters and words have their own
     data.joint_vocabulary = True  # translation: one for both languages; else one each
     # Tokens. Pairs with a longer side are left out; documents are cut into windows.
@@ -47,7 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.cross_documents = True  # windows: attend to earlier documents, too
     # Tokens from the start of an evaluation window to the next; None: max_length.
     data.stride = placeholder(int)
-    data.test_share = 0.0  # shakespeare: share of its last 10% that is the split test
+    data.test_share = 0.0  # shakespeare: share of its last 10% that is the test split
     data.batch_tokens = 4096  # tokens per update; translation: target tokens
 
     config.model = model = ml_collections.ConfigDict()
@@ -58,11 +58,11 @@ def get_config() -> ml_collections.ConfigDict:
     model.dropout = 0.1  # rate, after the embeddings and after each sublayer
     # sinusoidal, sinusoidal_paper, learned, rotary, relative, alibi, none
     model.positions = "sinusoidal"
-    model.max_positions = 512  # tokens that learned positions tell apart
+    model.max_positions = 512  # learned positions; later tokens share the last one
     model.norm = "post"  # "post": after the residual sum; "pre": before the sublayer
     model.norm_type = "layer_norm"  # or rms_norm
     model.norm_epsilon = 1e-6  # of norms over D, and of queries, keys, latents
-    model.use_bias = True  # in feed-forwards and norms; attention has its own
+    model.use_bias = True  # in feed-forwards and norms; see also attention.use_bias
     model.mlp = "plain"  # or "gated": times another linear map (SwiGLU with silu)
     model.activation = "relu"  # of the feed-forward; or gelu, gelu_tanh, silu
     model.scale_embeddings = True  # multiply embeddings by sqrt(D)
@@ -94,7 +94,7 @@ def get_config() -> ml_collections.ConfigDict:
     attention.gate_size = "head"  # a gate per head or element, or shared by all heads
     attention.gate_features = placeholder(int)  # features that gates read; None: all
     attention.gate_on = "output"  # gate the output of the heads, or the values
-    attention.gate_penalty = 0.0  # hard_concrete: nats per token and head left open
+    attention.gate_penalty = 0.0  # hard_concrete: nats per token for each open head
     attention.exclusive = False  # remove the part of o along the token's own value
     attention.differential = False  # pairs of heads: one map minus λ times the other
     attention.value_residual = False  # mix values with those of the first layer
@@ -105,24 +105,27 @@ def get_config() -> ml_collections.ConfigDict:
     attention.mixture_balance = 0.0  # factor on the load-balancing loss of mixtures
     attention.rotary_dim = placeholder(int)  # elements that rotary turns; None: all
     attention.latent_dim = placeholder(int)  # size of the latent c; None: no latent
-    # Size of the key with positions that all heads of latent attention share; None:
-    # half of H with rotary positions, else 0.
+    # Size of the rotary key part that all heads of latent attention share; None: H / 2
+    # with rotary positions, else 0.
     attention.latent_rotary_dim = placeholder(int)
     attention.latent_norm = True  # RMS-normalise the latent
-    attention.qk_clip = placeholder(float)  # scale kernels down if logits exceed it
+    attention.qk_clip = placeholder(
+        float
+    )  # largest logit; above, scale W_q and W_k down
     attention.use_bias = True  # in the query, key, value and merge projections
     attention.implementation = placeholder(str)  # kernel; None: automatic
     for site in ("encoder", "decoder", "cross"):  # None: as in model.attention
-        model[f"{site}_attention"] = own = ml_collections.ConfigDict()
+        model[f"{site}_attention"] = site_section = ml_collections.ConfigDict()
         for key in attention:
-            own[key] = placeholder(attention.get_type(key))
+            site_section[key] = placeholder(attention.get_type(key))
 
-    # Axes of the device mesh. One may be -1: all devices that the others leave.
+    # Axes of the device mesh. One may be -1: all remaining devices.
     config.mesh = mesh = ml_collections.ConfigDict()
-    mesh.trial = placeholder(int)  # divides the trials; None: as far as it can
-    mesh.data = -1  # divides the rows of a batch
-    mesh.model = 1  # divides heads and the feed-forward
-    mesh.shard = "none"  # over data: "optimizer" (ZeRO-1), "parameters" (FSDP)
+    mesh.trial = placeholder(int)  # shards the trials; None: as many ways as possible
+    mesh.data = -1  # shards the rows of a batch
+    mesh.model = 1  # shards heads and the feed-forward
+    # What to shard over the data axis: none, optimizer (ZeRO-1), parameters (FSDP).
+    mesh.shard = "none"
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     # adamw; or muon: Muon for the matrices of the layers, AdamW for the rest
@@ -148,14 +151,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.train = train = ml_collections.ConfigDict()
     train.init_from = placeholder(str)  # start from the best parameters of this workdir
     train.num_steps = 1000  # updates
-    train.steps_per_dispatch = 8  # maximum number of updates per call of the device
+    train.steps_per_dispatch = 8  # maximum number of updates per device call
     train.accumulate_steps = 1  # split each batch into parts, to save memory
     # What records metrics besides metrics.jsonl: tensorboard, wandb, both with a comma
     # between them, or none.
     train.tracker = "tensorboard"
     # none, block, dots: what to recompute in the backward pass, to save memory
     train.remat = "none"
-    # Write training metrics to metrics.jsonl. The console shows progress by itself.
+    # Write training metrics to metrics.jsonl; the console then updates, at most every
+    # ten seconds unless it is a terminal.
     train.log_every_steps = 50
     train.eval_every_steps = 250  # score dev, keep the best parameters
     # At each evaluation, also log the loss on about as much of the training split.

@@ -32,16 +32,16 @@ TASK_FILE = flags.DEFINE_string(
 )
 
 
-def next_command(script: str, **given) -> str:
+def next_command(script: str, **values) -> str:
     """Return a command for the user to run next, with this one's --task_file.
 
     Args:
         script: script, and verb if it has any.
-        given: values of flags.
+        values: values of flags.
     """
     if TASK_FILE.value is not None:
-        given["task_file"] = TASK_FILE.value
-    words = [f"--{name}={value}" for name, value in given.items()]
+        values["task_file"] = TASK_FILE.value
+    words = [f"--{name}={value}" for name, value in values.items()]
     return shlex.join(["python", *script.split(), *words])
 
 
@@ -91,9 +91,10 @@ def one_sentence(kinds=(ValueError, OSError, NotImplementedError)):
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not EXHAUSTED.search(str(error)):
             raise
-        why = str(error).removeprefix("RESOURCE_EXHAUSTED: ").split("\n")[0].rstrip(".")
+        message = str(error).removeprefix("RESOURCE_EXHAUSTED: ")
+        cause = message.split("\n")[0].rstrip(".")
         less = LESS_MEMORY.get(script(), "A smaller model needs")
-        fail(f"Out of memory ({why or 'on the host'}). {less} less.")
+        fail(f"Out of memory ({cause or 'on the host'}). {less} less.")
 
 
 def script() -> str:
@@ -111,7 +112,8 @@ def describe(error: BaseException) -> str:
     """Return an error's message in one line."""
     if isinstance(error, FileExistsError | NotADirectoryError):
         path = Path(error.filename)
-        file = next((each for each in (path, *path.parents) if each.is_file()), path)
+        ancestors = (path, *path.parents)
+        file = next((part for part in ancestors if part.is_file()), path)
         return f"{file} is a file where a folder is needed; choose another."
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
@@ -140,7 +142,7 @@ def run(main) -> None:
         return
     take_none()
     try:
-        rest = flags.FLAGS(sys.argv)[1:]
+        unexpected = flags.FLAGS(sys.argv)[1:]
         if "config" in flags.FLAGS and flags.FLAGS["config"].present:
             check_config_flag(flags.FLAGS.config)
     except (Exception, SystemExit) as error:
@@ -152,10 +154,10 @@ def run(main) -> None:
     for flag in (WORKDIR, DIRECTORY, TASK_FILE):
         if flag.present and flag.name not in used:
             fail(f"--{flag.name} has no meaning for {script()}.")
-    if rest:
-        how = ", and give texts as standard input: < FILE" * (script() == "predict.py")
+    if unexpected:
+        hint = ", and give texts as standard input: < FILE" * (script() == "predict.py")
         fail(
-            f"Don't know what to do with {rest[0]!r}; write flags as --name=value{how}."
+            f"Unexpected argument {unexpected[0]!r}; write flags as --name=value{hint}."
         )
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of runtime.bootstrap
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -193,20 +195,20 @@ def usage(module) -> str:
 
     Flags for distributed runs are listed separately.
     """
-    own = own_flags(module)
+    used = own_flags(module)
     titles = {False: "Flags:", True: "Flags of runs of several processes:"}
     groups = {is_cluster: [] for is_cluster in titles}
     for name, defined in flags.FLAGS.flags_by_module_dict().items():
         if name.startswith("headcount.") or name == sys.argv[0]:
             shared = name == __name__  # each script uses some of these
-            found = [f for f in defined if f.name in own or not shared]
-            groups[name.endswith("runtime.cluster")] += found
+            shown = [f for f in defined if f.name in used or not shared]
+            groups[name.endswith("runtime.cluster")] += shown
     lines = [(module.__doc__ or "").strip()]
     for is_cluster, title in titles.items():
-        found = {f.name: f for f in groups[is_cluster] if "." not in f.name}
-        lines += ["", title] if found else []
-        for name in sorted(found):
-            flag = found[name]
+        by_name = {f.name: f for f in groups[is_cluster] if "." not in f.name}
+        lines += ["", title] if by_name else []
+        for name in sorted(by_name):
+            flag = by_name[name]
             default = "" if flag.default in (None, []) else f" [{flag.default}]"
             text = " ".join(flag.help.split(";\n")[0].split())  # the rest is absl's
             lines += [f"  --{name}: {text}{default}"]
@@ -220,7 +222,7 @@ def usage(module) -> str:
 
 
 def join_config(argv: list[str]) -> list[str]:
-    """Write `--config FILE` as one argument, `--config=FILE`."""
+    """Join `--config FILE` into one argument, `--config=FILE`."""
     words = iter(argv)
     return [
         f"--config={next(words, '')}" if word in ("--config", "-config") else word
@@ -230,11 +232,11 @@ def join_config(argv: list[str]) -> list[str]:
 
 def find_config(argument: str) -> str:
     """Resolve --config=configs/X.py to the package's file if there is no local one."""
-    found = re.fullmatch(r"(--?config=)(configs/\w+\.py)(:.*)?", argument)
-    ours = Path(__file__).parent.parent
-    if found is None or Path(found[2]).exists() or not (ours / found[2]).exists():
+    match = re.fullmatch(r"(--?config=)(configs/\w+\.py)(:.*)?", argument)
+    package = Path(__file__).parent.parent
+    if match is None or Path(match[2]).exists() or not (package / match[2]).exists():
         return argument
-    return f"{found[1]}{ours / found[2]}{found[3] or ''}"
+    return f"{match[1]}{package / match[2]}{match[3] or ''}"
 
 
 def replace_closed() -> None:
@@ -291,16 +293,16 @@ def check_config_flag(config) -> None:
             f"The config file's get_config() must return a ConfigDict, got {kind}; "
             f"start from get_config() of configs/base.py."
         )
-    given, known = flat_config(config.to_dict()), known_keys()
-    for key in given.keys() - known.keys():
+    values, types = flat_config(config.to_dict()), known_keys()
+    for key in values.keys() - types.keys():
         raise ValueError(
             f"The config file sets {key}, which is not a config key.{near_miss(key)}"
         )
-    for key in known.keys() - given.keys():
+    for key in types.keys() - values.keys():
         raise ValueError(
             f"The config file lacks {key}; start from get_config() of configs/base.py."
         )
-    check_values(given)
+    check_values(values)
 
 
 def flag_error(error: BaseException, argv: list[str]) -> str | None:
@@ -309,20 +311,20 @@ def flag_error(error: BaseException, argv: list[str]) -> str | None:
     Return None if the error does not come from the command line or the config file.
     """
     path = config_path(argv)
-    found = error_in_file(error, path) if path else None
-    if found is not None:
-        original, line = found
+    raised = error_in_file(error, path) if path else None
+    if raised is not None:
+        original, line = raised
         place = f"{path}, line {line}"
         if isinstance(original, SyntaxError):
-            where = f"{original.filename}, line {original.lineno}"
-            return f"{where}, is not Python: {original.msg}."
+            location = f"{original.filename}, line {original.lineno}"
+            return f"{location}, is not Python: {original.msg}."
         if isinstance(original, KeyError | AttributeError) and is_of_config(original):
             key = unknown_key(original)
             return f"{place}, uses {key}, not a config key.{near_miss(key)}"
-        what = describe(original)
-        if not isinstance(original, ValueError) or not what:
-            what = f"{type(original).__name__}: {what}".removesuffix(": ")
-        return f"{place}: {what}"
+        message = describe(original)
+        if not isinstance(original, ValueError) or not message:
+            message = f"{type(original).__name__}: {message}".removesuffix(": ")
+        return f"{place}: {message}"
     text = str(error)
     if isinstance(error, SyntaxError):
         return f"{path} is not Python: {error.msg}."
@@ -345,9 +347,9 @@ def flag_error(error: BaseException, argv: list[str]) -> str | None:
 
 def config_path(argv: list[str]) -> str | None:
     """Return the config file's path on a command line, or None."""
-    found = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
-    found += [a.split("=", 1)[1] for a in argv if re.match("--?config=", a)]
-    return found[-1].split(":")[0] if found else None
+    paths = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config"]
+    paths += [a.split("=", 1)[1] for a in argv if re.match("--?config=", a)]
+    return paths[-1].split(":")[0] if paths else None
 
 
 def error_in_file(error: BaseException, path: str) -> tuple | None:
@@ -355,11 +357,11 @@ def error_in_file(error: BaseException, path: str) -> tuple | None:
 
     Libraries wrap errors in other errors, so search all causes.
     """
-    seen = []
-    while error is not None and error not in seen:
-        seen.append(error)
+    chain = []
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__cause__ or error.__context__
-    for error in reversed(seen):  # from the one that was raised first
+    for error in reversed(chain):  # from the one that was raised first
         if isinstance(error, SyntaxError) and error.filename == path:
             return error, error.lineno
         frames = traceback.extract_tb(error.__traceback__)
@@ -383,12 +385,12 @@ def unknown_key(error: KeyError | AttributeError) -> str:
 def bad_flag(text: str) -> str:
     """Rephrase absl's message about a flag that it can't parse."""
     for words, kind in WANTED.items():
-        flag, found, _ = text.partition(f": {words}")
-        if found and "\n" not in flag:
+        flag, separator, _ = text.partition(f": {words}")
+        if separator and "\n" not in flag:
             name, value = flag.removeprefix("flag ").split("=", 1)
             return f"{name} must be {kind}, got {value!r}."
-    if found := re.fullmatch(r"Unknown command line flag '(\w+)'.*", text, re.DOTALL):
-        name = found[1]
+    if match := re.fullmatch(r"Unknown command line flag '(\w+)'.*", text, re.DOTALL):
+        name = match[1]
         near = get_close_matches(name, own_names(), n=1)
         if near:
             return f"There is no flag --{name}. Did you mean --{near[0]}?"

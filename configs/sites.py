@@ -14,11 +14,11 @@ def layers_of(model) -> dict[str, int]:
     return {site: n for site, n in zip(SITES, counts, strict=True) if n}
 
 
-def at_site(general: dict, own: dict | None) -> dict:
+def at_site(general: dict, overrides: dict | None) -> dict:
     """Return the settings of a site: its own or, where they are None, the general ones.
 
     Args:
         general: the section model.attention.
-        own: the site's section, of which keys may be missing.
+        overrides: the site's section, of which keys may be missing.
     """
-    return general | {k: v for k, v in (own or {}).items() if v is not None}
+    return general | {k: v for k, v in (overrides or {}).items() if v is not None}

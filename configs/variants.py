@@ -41,10 +41,10 @@ def exclusive(base) -> dict:
 
 def latent(base) -> dict:
     """Return a latent of half the width; DeepSeek-V2's is 4 heads wide, out of 128."""
-    own = base.model.attention
-    is_grouped = own.num_kv_heads not in (None, own.num_heads)
-    whole = {"num_kv_heads": own.num_heads} if is_grouped else {}
-    return without_norm(base, latent_dim=max(1, base.model.width // 2), **whole)
+    attention = base.model.attention
+    is_grouped = attention.num_kv_heads not in (None, attention.num_heads)
+    ungrouped = {"num_kv_heads": attention.num_heads} if is_grouped else {}
+    return without_norm(base, latent_dim=max(1, base.model.width // 2), **ungrouped)
 
 
 def clip(base) -> dict:
@@ -189,7 +189,7 @@ def claim_of(overrides: dict, base: dict) -> str | None:
         overrides: the arm's values by config key; "match" is ignored.
         base: the base config, nested.
     """
-    own = {key: value for key, value in overrides.items() if key != "match"}
-    found = (v for v in VARIANTS.values() if v.settings(ConfigDict(base)) == own)
-    variant = next(found, None)
+    settings = {key: value for key, value in overrides.items() if key != "match"}
+    matches = (v for v in VARIANTS.values() if v.settings(ConfigDict(base)) == settings)
+    variant = next(matches, None)
     return variant and variant.claim

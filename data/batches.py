@@ -75,7 +75,7 @@ def _select(fields, aligned, max_length, min_length):
     if not keep.any():
         raise ValueError(
             f"no training example is left of {keep.size}: {empty.sum()} have an empty "
-            f"side, the others more than data.max_length={max_length} tokens"
+            f"side, and the others have more than data.max_length={max_length} tokens"
         )
     if keep.all():
         return fields
@@ -288,8 +288,8 @@ def packed_in_order(
     """
     (lengths,) = (f.lengths for name, f in fields.items() if name not in aligned)
     T = max(1, -(-lengths.max() // ROW_TOKENS)) * ROW_TOKENS
-    layout, found = _packed(fields, aligned, T, T, batch_tokens, power=True)
-    return layout.slots, found
+    layout, batches = _packed(fields, aligned, T, T, batch_tokens, power=True)
+    return layout.slots, batches
 
 
 def _packed(fields, aligned, S: int, T: int, batch_tokens: int, power: bool = False):

@@ -88,7 +88,7 @@ def dependencies(directory: str | None, split: str) -> list[list[Dependency]]:
         ValueError, OSError: there is no such file, or a line is malformed.
     """
     path = find_file(folder_of("conllu", directory), split)
-    found = []
+    by_sentence = []
     for sentence in conllu_rows(path):
         links = []
         for dependent, (number, fields) in enumerate(sentence):
@@ -101,8 +101,8 @@ def dependencies(directory: str | None, split: str) -> list[list[Dependency]]:
             if int(head):
                 relation = fields[CONLLU["relation"]].partition(":")[0]
                 links.append(Dependency(relation, dependent, int(head) - 1))
-        found.append(links)
-    return found
+        by_sentence.append(links)
+    return by_sentence
 
 
 def conllu_rows(path: Path) -> Iterator[list[tuple[int, list[str]]]]:

@@ -53,8 +53,8 @@ def load(data, split: str) -> list[str]:
 
 def corpus_keys(data) -> tuple[str, ...]:
     """Return the keys of the config's section `data` that determine the corpus."""
-    made_of = ("max_length", "vocab_size") if data.name == "recall" else ()
-    return "name", "directory", "test_share", *made_of
+    generator_keys = ("max_length", "vocab_size") if data.name == "recall" else ()
+    return "name", "directory", "test_share", *generator_keys
 
 
 def test_split(data) -> str:
@@ -129,8 +129,8 @@ def _text(data, split) -> list[str]:
     folder = folder_of(data.name, data.directory)
     paths = _paths(folder, split)
     if not paths:
-        there = [name for name in ("train", "val", "test") if _paths(folder, name)]
-        has = f" It has the splits {', '.join(there)}." if there else ""
+        existing = [name for name in ("train", "val", "test") if _paths(folder, name)]
+        has = f" It has the splits {', '.join(existing)}." if existing else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.txt nor {split}.jsonl (each "
             f"may be gzipped), nor a folder {split}/ of such files.{has}"
@@ -144,14 +144,14 @@ def _text(data, split) -> list[str]:
     if path.is_file():
         return _documents_of(path, one_per_file=False)
     every = sorted(path.iterdir())
-    files = [each for each in every if each.name.endswith(SUFFIXES)]
-    if others := [each.name for each in every if each not in files]:
+    files = [file for file in every if file.name.endswith(SUFFIXES)]
+    if ignored := [file.name for file in every if file not in files]:
         logging.warning(
             "%s has %d files or folders that are not read, such as %s: their names do "
             "not end in %s.",
-            *(path, len(others), others[0], ", ".join(SUFFIXES)),
+            *(path, len(ignored), ignored[0], ", ".join(SUFFIXES)),
         )
-    return [text for each in files for text in _documents_of(each, one_per_file=True)]
+    return [text for file in files for text in _documents_of(file, one_per_file=True)]
 
 
 def _paths(folder: Path, split: str) -> list[Path]:

@@ -70,9 +70,9 @@ class AffixTokenizer(TableTokenizer):
     def features(self, texts: list[str]) -> np.ndarray:
         """Return the features of all texts' tokens, concatenated; none for EOS."""
         words = [word for text in texts for word in text.split()]
-        known = {word: self._features(word) for word in set(words)}
-        found = np.array([known[word] for word in words], np.int32)
-        return found.reshape(-1, self.num_features)
+        features_of = {word: self._features(word) for word in set(words)}
+        table = np.array([features_of[word] for word in words], np.int32)
+        return table.reshape(-1, self.num_features)
 
     def _features(self, word: str) -> list[int]:
         return [self._ids.get(part, UNK) for part in parts_of(word)[1:]]
@@ -102,8 +102,8 @@ def make_affixes(texts: list[str], vocab_size: int) -> bytes:
         raise ValueError(
             "There is no text to make a vocabulary of: every line is empty."
         )
-    kept = sorted(counts, key=lambda part: (-counts[part], part))
-    return json.dumps(kept[: vocab_size - NUM_SPECIAL], ensure_ascii=False).encode()
+    units = sorted(counts, key=lambda part: (-counts[part], part))
+    return json.dumps(units[: vocab_size - NUM_SPECIAL], ensure_ascii=False).encode()
 
 
 def read_affixes(path: Path) -> AffixTokenizer:

@@ -37,20 +37,20 @@ def find_file(folder: Path, split: str) -> Path:
     files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
     # at the start of a word, so that an evaluation set is not "val"
     pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, names))})", re.I)
-    found = [path for path in files if pattern.search(path.name)]
-    if not found:
+    matching = [path for path in files if pattern.search(path.name)]
+    if not matching:
         listed = ", ".join(path.name for path in files) or "no such file"
         raise FileNotFoundError(
             f"The folder {folder} has no file for the split {split!r}: a word in its "
             f"name must start with {' or '.join(names)}, and the name must end in "
             f"{', '.join(SUFFIXES)}. It holds {listed}."
         )
-    if len(found) > 1:
-        listed = ", ".join(path.name for path in found)
+    if len(matching) > 1:
+        listed = ", ".join(path.name for path in matching)
         raise ValueError(
             f"{folder} has several files for the split {split!r}: {listed}."
         )
-    return found[0]
+    return matching[0]
 
 
 def read_bytes(path: Path) -> bytes:

@@ -42,13 +42,13 @@ def load(name: str, split: str, directory: str | None, fold: int) -> Labelled:
         )
     folder = folder_of(name, directory)
     if name == "movie_reviews":
-        found = _movie_reviews(folder, split, fold)
+        corpus = _movie_reviews(folder, split, fold)
     else:
-        found = _tsv(find_file(folder, split))
-    if not found.labels:
+        corpus = _tsv(find_file(folder, split))
+    if not corpus.labels:
         raise ValueError(f"The split {split!r} of {name} has no texts.")
-    logging.info("%s %s: %d texts", name, split, len(found.labels))
-    return found
+    logging.info("%s %s: %d texts", name, split, len(corpus.labels))
+    return corpus
 
 
 def _tsv(path: Path) -> Labelled:

@@ -80,9 +80,9 @@ def _completion(counts: np.ndarray) -> tuple[int, int] | None:
     """
     for slack in ((0, 0), (1, 0), (0, 1), (1, 1)):
         fitting = counts[: counts.shape[0] - slack[0], : counts.shape[1] - slack[1]]
-        both = fitting * fitting[::-1, ::-1]
-        best = int(both.argmax()) if both.size else 0
-        if both.size and both.flat[best]:
+        pairs = fitting * fitting[::-1, ::-1]
+        best = int(pairs.argmax()) if pairs.size else 0
+        if pairs.size and pairs.flat[best]:
             return divmod(best, fitting.shape[1])
     return None
 
@@ -106,8 +106,8 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
     order = np.argsort(-np.maximum(s / S, t / T), kind="stable")
     s, t = s[order], t[order]
     size, imbalance = s / S + t / T, s / S - t / T
-    mean, left, first = target_lengths.mean(), len(target_lengths), 0
-    while left:
+    mean, num_left, first = target_lengths.mean(), len(target_lengths), 0
+    while num_left:
         while not counts[s[first], t[first]]:
             first += 1
         pair, room, row = (int(s[first]), int(t[first])), (S, T), []
@@ -137,7 +137,7 @@ def _rows_of_lengths(source_lengths, target_lengths, S: int, T: int):
         spare = min(counts[pair] // row.count(pair) for pair in row) // 64
         for pair in row:
             counts[pair] -= spare
-        left -= len(row) * (1 + spare)
+        num_left -= len(row) * (1 + spare)
         yield row, 1 + int(spare)
 
 
@@ -185,11 +185,11 @@ def fill_rows(
     tokens, segments, positions = np.zeros((3, num_rows * width), np.int32)
     if len(indices):
         lengths = field.offsets[indices + 1] - field.offsets[indices]
-        before = np.cumsum(lengths) - lengths
+        preceding = np.cumsum(lengths) - lengths
         first = np.cumsum(sizes) - sizes  # each row's first example
         # An example starts where the one before it in its row ends.
-        starts = before + np.repeat(
-            np.arange(len(sizes)) * width - before[first], sizes
+        starts = preceding + np.repeat(
+            np.arange(len(sizes)) * width - preceding[first], sizes
         )
         place = _spans(starts, lengths)
         tokens[place] = field.tokens[_spans(field.offsets[indices], lengths)]

@@ -63,7 +63,7 @@ def _multi30k(name, source, target, split, directory):
     languages = source, target
     for language in languages:
         multi30k.check(language, split)  # before any is downloaded
-    return tuple(multi30k.sentences(each, split, directory) for each in languages)
+    return tuple(multi30k.sentences(code, split, directory) for code in languages)
 
 
 def _existing(folder: Path, name: str) -> Path | None:
@@ -91,8 +91,10 @@ def _text_files(name, source, target, split, directory):
             raise ValueError(f"{counts}; line i of one must translate line i.")
         return tuple(texts)
     if not paths:
-        there = [name for name in USUAL_SPLITS if _files(folder, name, source, target)]
-        has = f" It has the splits {', '.join(there)}." if there else ""
+        existing = [
+            name for name in USUAL_SPLITS if _files(folder, name, source, target)
+        ]
+        has = f" It has the splits {', '.join(existing)}." if existing else ""
         raise FileNotFoundError(
             f"The folder {folder} holds neither {split}.{source} and {split}.{target} "
             f"nor {split}.tsv (each may be gzipped).{has}"

@@ -44,9 +44,9 @@ def documents(split: str, length: int, vocab_size: int) -> list[str]:
     keys = np.argsort(rng.random((count, words)), axis=1)[:, :pairs]
     values = rng.integers(words, size=(count, pairs))
     order = np.argsort(rng.random((count, pairs)), axis=1)
-    asked = [np.take_along_axis(x, order, axis=1) for x in (keys, values)]
+    queried = [np.take_along_axis(x, order, axis=1) for x in (keys, values)]
     halves = [
-        np.stack(half, axis=-1).reshape(count, -1) for half in ((keys, values), asked)
+        np.stack(half, axis=-1).reshape(count, -1) for half in ((keys, values), queried)
     ]
     letters = np.array(["a", "b"] * (length // 2), dtype=object)
     table = np.concatenate(halves, axis=1)

@@ -152,9 +152,9 @@ def _noun_phrase(rng, story: Story, noun: str, adjective: float) -> int:
     chosen = []
     if rng.random() < adjective:
         chosen = rng.permutation(ADJECTIVES)[: _one(rng, (1, 1, 2))].tolist()
-    places = [_add(story, each) for each in chosen]
+    indices = [_add(story, word) for word in chosen]
     place = _add(story, noun)
-    story.links.extend(Link("modifier", place, each) for each in places)
+    story.links.extend(Link("modifier", place, index) for index in indices)
     return place
 
 

@@ -66,15 +66,15 @@ def rows(builder, split: str) -> list[dict]:
     Raises:
         ValueError: there is no such split.
     """
-    known = list(builder.info.splits)
-    if "val" not in known and "validation" in known:
+    splits = list(builder.info.splits)
+    if "val" not in splits and "validation" in splits:
         split = {"val": "validation"}.get(split, split)
-    elif "val" not in known and "train" in known:
+    elif "val" not in splits and "train" in splits:
         split = {"train": "train[:95%]", "val": "train[95%:]"}.get(split, split)
-    if known and split.split("[")[0] not in known:
+    if splits and split.split("[")[0] not in splits:
         raise ValueError(
             f"{builder.info.full_name} has no split {split!r}; --split can be "
-            f"{', '.join(known)}."
+            f"{', '.join(splits)}."
         )
     source = builder.as_data_source(split)
     return source.__getitems__(range(len(source)))  # twice as fast as one by one

@@ -146,9 +146,11 @@ def evaluation_windows(
         batch = cut_windows(padded, np.minimum(chosen, total), length, separator, cross)
         place = chosen[:, None] + np.arange(length)
         ends = np.minimum(chosen + length, total)
-        before = np.concatenate([[reached], np.maximum.accumulate(ends)[:-1]])
+        scored_to = np.concatenate([[reached], np.maximum.accumulate(ends)[:-1]])
         real = place < total
-        batch["target_weights"] = (real & (place >= before[:, None])).astype(np.int32)
+        batch["target_weights"] = (real & (place >= scored_to[:, None])).astype(
+            np.int32
+        )
         batch["target_segments"] = batch["target_segments"] * real
         reached = max(reached, int(ends.max()))
         yield batch

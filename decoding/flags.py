@@ -55,7 +55,7 @@ def options() -> dict:
     for flag in (LENGTH_PENALTY, TEMPERATURE, TOP_P):
         if not math.isfinite(flag.value):
             raise ValueError(f"--{flag.name} must be finite, got {flag.value}.")
-    given = {
+    selected = {
         flag.name: flag.value
         for flag in (*SEARCH, *SAMPLING, BATCH_SIZE)
         if flag.present
@@ -77,4 +77,4 @@ def options() -> dict:
             f"--n_best must be at most --beam_size={BEAM_SIZE.value}, got "
             f"{N_BEST.value}."
         )
-    return given
+    return selected

@@ -130,15 +130,15 @@ def _serve(
         return advance(model, state, head_gates=head_gates, **options)
 
     def all_steps(params, head_gates, state, queue, seeds, enough):
-        each = jax.vmap if enough.ndim else lambda function, *_: function
-        steps = each(step, (0, 0, TRIAL_AXES), TRIAL_AXES)
+        map_trials = jax.vmap if enough.ndim else lambda function, *_: function
+        steps = map_trials(step, (0, 0, TRIAL_AXES), TRIAL_AXES)
         steps = partial(steps, params, head_gates)
-        return serve(steps, each, state, queue, seeds, enough)
+        return serve(steps, map_trials, state, queue, seeds, enough)
 
     state = state._replace(clock=state.clock[0])
     arrays = params, head_gates, state, queue, seeds, enough
-    state, *found = squeeze_trials(all_steps, lambda function: function)(*arrays)
-    return state._replace(clock=state.clock[None]), *found
+    state, *results = squeeze_trials(all_steps, lambda function: function)(*arrays)
+    return state._replace(clock=state.clock[None]), *results
 
 
 def generate(
@@ -261,27 +261,27 @@ def generate_trials(
     count = max(map(len, chosen))
     # few prompts don't fill the rows of a large batch
     most = max(1, min(batch_size // beam_size, max(128, 1 << count.bit_length())))
-    few = count <= 16
+    has_few = count <= 16
     # with many prompts, a program for the last row saves less time than compiling takes
-    sizes = sorted({1, min(16, most)} if few else {max(1, most // 8), most})
+    sizes = sorted({1, min(16, most)} if has_few else {max(1, most // 8), most})
     seeds = np.full(len(chosen), seed, np.int32)
     if sample_numbers is None:
         sample_numbers = range(len(prompts))
-    known = np.array(sample_numbers, np.int32)
+    sample_ids = np.array(sample_numbers, np.int32)
     make_idle, prefill, serve = programs(graph, structure, tuple(options.items()))
-    parts = (
+    bound_programs = (
         partial(make_idle, leaves, n_best=n_best),
         partial(prefill, leaves, head_gates),
         lambda state, queue, enough: serve(
             state,
             leaves,
             head_gates,
-            queue._replace(numbers=known[queue.numbers]),
+            queue._replace(numbers=sample_ids[queue.numbers]),
             seeds,
             enough,
         ),
     )
-    found: list[dict] = [{} for _ in chosen]
+    results: list[dict] = [{} for _ in chosen]
     # Translations are rarely longer than their source by more than a third. Longer ones
     # come back unfinished and are restarted with more slots. The length of a text does
     # not predict that of its continuation, which gets all slots at once.
@@ -289,7 +289,7 @@ def generate_trials(
     while True:
         waiting = [
             sorted(set(numbers) - done.keys(), key=lambda i: len(prompts[i]))
-            for numbers, done in zip(chosen, found, strict=True)
+            for numbers, done in zip(chosen, results, strict=True)
         ]
         if not any(waiting):
             break
@@ -305,17 +305,21 @@ def generate_trials(
                 factor = longest if count <= most else factor
         room = partial(slots, factor=factor, longest=longest)
         finished = decode_in_lanes(
-            parts, prompts, limits, waiting, sizes, room, batch_size
+            bound_programs, prompts, limits, waiting, sizes, room, batch_size
         )
-        for done, new in zip(found, finished, strict=True):
-            done |= new
+        for done, finished_now in zip(results, finished, strict=True):
+            done |= finished_now
         factor *= 3
-    each = [
-        [done[i] for i in numbers] for numbers, done in zip(chosen, found, strict=True)
+    ordered = [
+        [done[i] for i in numbers]
+        for numbers, done in zip(chosen, results, strict=True)
     ]
     if n_best is not None:
-        return each
-    return [([ids for ids, _ in some], [score for _, score in some]) for some in each]
+        return ordered
+    return [
+        ([ids for ids, _ in hypotheses], [score for _, score in hypotheses])
+        for hypotheses in ordered
+    ]
 
 
 def stream(

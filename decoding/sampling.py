@@ -35,9 +35,10 @@ def sample(
     if top_p < 1:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = probabilities.cumsum(-1) - probabilities
-        before = before.at[:, 0].set(-1.0)  # keep the most probable token at any top_p
-        least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+        mass_before = probabilities.cumsum(-1) - probabilities
+        # keep the most probable token at any top_p
+        mass_before = mass_before.at[:, 0].set(-1.0)
+        least = jnp.where(mass_before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     # one uniform number per row, not Gumbel noise per token: random bits are slow
     cumulative = jax.nn.softmax(logits, axis=-1).cumsum(-1)

@@ -45,14 +45,14 @@ class Queue(NamedTuple):
 class Served(NamedTuple):
     """Results of the B prompts that had rows at first, then of the Q in the queue."""
 
-    places: Int[Array, "B"]  # index in `found` of each row's result
+    places: Int[Array, "B"]  # index in `results` of each row's result
     begun: Int[Array, ""]  # how many prompts of the queue have started
-    found: Decoded  # B + Q results
+    results: Decoded  # B + Q
     done: Bool[Array, " B+Q"]
 
 
 def serve(
-    step, each, state: State, queue: Queue, seeds, enough
+    step, map_trials, state: State, queue: Queue, seeds, enough
 ) -> tuple[State, Decoded, Array, Array, Array]:
     """Decode until every prompt of the queue has started, and enough rows are done.
 
@@ -60,7 +60,7 @@ def serve(
 
     Args:
         step: function for one decoding step of all trials.
-        each: function that maps a function over trials.
+        map_trials: function that maps a function over trials.
         state: the state of all trials. The following arguments are for all trials, too.
         queue: waiting prompts, which start in order, whenever an eighth of the rows (at
             least one) is done in every trial that has prompts left.
@@ -73,26 +73,26 @@ def serve(
     """
     B, Q = state.rows.done.shape[-1], queue.numbers.shape[-1]
 
-    def refill_and_run(both):
-        state, served = both
-        take = each(partial(refill, clock=state.clock))
+    def refill_and_run(carry):
+        state, served = carry
+        take = map_trials(partial(refill, clock=state.clock))
         rows, served = take(state.rows, served, queue, seeds)
         waiting = served.begun < queue.count
         fills = waiting & rows.done.any(-1)  # whether rows are still free
-        few = jnp.where(fills.any(), 0, jnp.where(waiting, refill_size(B), 0))
-        few = jnp.where(waiting.any(), few, enough)
-        return run_until(step, state._replace(rows=rows), few), served
+        num_done = jnp.where(fills.any(), 0, jnp.where(waiting, refill_size(B), 0))
+        num_done = jnp.where(waiting.any(), num_done, enough)
+        return run_until(step, state._replace(rows=rows), num_done), served
 
-    def unfinished(both):
-        state, served = both
+    def unfinished(carry):
+        state, served = carry
         waiting = (served.begun < queue.count).any()
         return waiting | (state.rows.done.sum(-1) < enough).any()
 
-    served = each(partial(nothing_served, Q=Q))(state.rows)
+    served = map_trials(partial(nothing_served, Q=Q))(state.rows)
     state, served = jax.lax.while_loop(unfinished, refill_and_run, (state, served))
-    served = each(save_results)(state.rows, served)
+    served = map_trials(save_results)(state.rows, served)
     age = state.clock - state.rows.begin
-    return state, served.found, served.done, served.places, age
+    return state, served.results, served.done, served.places, age
 
 
 def refill_size(rows: int) -> int:
@@ -102,21 +102,21 @@ def refill_size(rows: int) -> int:
 
 def nothing_served(rows: Rows, Q: int) -> Served:
     """Return the initial results, before any of Q prompts has started."""
-    found = jax.tree.map(
+    results = jax.tree.map(
         lambda x: jnp.pad(x, [(0, Q)] + [(0, 0)] * (x.ndim - 1)), decoded(rows)
     )
     places = jnp.arange(len(rows.done))
-    return Served(places, jnp.zeros((), jnp.int32), found, jnp.pad(rows.done, (0, Q)))
+    return Served(places, jnp.zeros((), jnp.int32), results, jnp.pad(rows.done, (0, Q)))
 
 
 def save_results(rows: Rows, served: Served) -> Served:
     """Save the rows' results so far."""
-    found, done = jax.tree.map(
+    results, done = jax.tree.map(
         lambda old, new: old.at[served.places].set(new),
-        (served.found, served.done),
+        (served.results, served.done),
         (decoded(rows), rows.done),
     )
-    return served._replace(found=found, done=done)
+    return served._replace(results=results, done=done)
 
 
 def refill(
@@ -202,8 +202,8 @@ def decode_in_lanes(programs, prompts, limits, waiting, sizes, room, most):
     with ThreadPoolExecutor(count) as pool:
         lanes = [pool.submit(lane, share) for share in shares]
         try:  # in order of completion, so that a failing lane stops the others
-            each = [lane.result() for lane in as_completed(lanes)]
-            return [{n: x for some in each for n, x in some.items()}]
+            by_lane = [lane.result() for lane in as_completed(lanes)]
+            return [{n: x for lane_results in by_lane for n, x in lane_results.items()}]
         except BaseException:  # also Ctrl-C: let the other lanes end soon
             for share in shares:
                 share.clear()
@@ -242,7 +242,7 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
         For each trial, (tokens, score) by prompt number, or a list of the n best.
         Results that do not fit the cache are missing.
     """
-    make_idle, prefill, go_on = programs
+    make_idle, prefill, run_queue = programs
     one_size = compiles_slowly()
     sizes = sizes[-1:] if one_size else sizes
     R, longest = len(waiting), max(map(len, waiting))
@@ -254,7 +254,7 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
     state = make_idle(shape=(B, S), max_length=room(S))
     running: list[dict[int, int]] = [{} for _ in range(R)]  # numbers by row
     finished: list[dict] = [{} for _ in range(R)]
-    age, prefilled, rest = np.zeros((R, B), int), None, ()  # of the last queue
+    age, prefilled, queue_arrays = np.zeros((R, B), int), None, ()  # of the last queue
     num_too_long = 0  # results that do not fit the cache
     while any(waiting) or any(running):
         narrower = S
@@ -278,46 +278,52 @@ def decode_all(programs, prompts, limits, waiting, *, sizes, room, most) -> list
         remaining = [len(w) + len(r) for w, r in zip(waiting, running, strict=True)]
         fewer = at_least(max(remaining), sizes)
         if fewer < B or narrower < S:
-            kept = [[*r, *(row for row in range(B) if row not in r)] for r in running]
-            kept = np.array(kept, np.int32)[:, :fewer]
+            kept_rows = [
+                [*r, *(row for row in range(B) if row not in r)] for r in running
+            ]
+            kept_rows = np.array(kept_rows, np.int32)[:, :fewer]
             running = [
                 {new: r[old] for new, old in enumerate(rows) if old in r}
-                for r, rows in zip(running, kept.tolist(), strict=True)
+                for r, rows in zip(running, kept_rows.tolist(), strict=True)
             ]
             B, S = fewer, narrower
             count = np.array([len(rows) for rows in running], np.int32)
-            state = keep(state, kept, count, shape=(S, room(S)))
+            state = keep(state, kept_rows, count, shape=(S, room(S)))
 
-        new = [last(w, Q) for w in waiting]
-        for numbers, sent in zip(waiting, new, strict=True):
+        next_prompts = [last(w, Q) for w in waiting]
+        for numbers, sent in zip(waiting, next_prompts, strict=True):
             del numbers[len(numbers) - len(sent) :]
-        if any(new):
-            shape = R, Q, width(longest_of(prompts, new))
-            tokens, lengths, *rest = to_arrays(new, prompts, limits, shape)
+        if any(next_prompts):
+            shape = R, Q, width(longest_of(prompts, next_prompts))
+            tokens, lengths, *queue_arrays = to_arrays(
+                next_prompts, prompts, limits, shape
+            )
             prefilled = prefill(tokens, lengths)
             if shape[2] < S:
                 prefilled = widen(prefilled, S)
-        count = np.array([len(numbers) for numbers in new], np.int32)
+        count = np.array([len(numbers) for numbers in next_prompts], np.int32)
         # the last rows run until a smaller program can take over
         smaller = max((size for size in sizes if size < B), default=0)
         enough = np.full(R, 0 if any(waiting) else B - smaller, np.int32)
-        state, *out = go_on(state, Queue(prefilled, *rest, count), enough)
+        state, *out = run_queue(state, Queue(prefilled, *queue_arrays, count), enough)
         (tokens, lengths, scores, ended), done, places, age = jax.device_get(out)
         for r in range(R):
-            held = running[r] | {B + place: n for place, n in enumerate(new[r])}
-            for place, number in held.items():
+            number_at = running[r] | {
+                B + place: n for place, n in enumerate(next_prompts[r])
+            }
+            for place, number in number_at.items():
                 if not done[r, place]:
                     continue
                 if ended[r, place]:
-                    each = (x[r, place] for x in (tokens, lengths, scores))
-                    finished[r][number] = as_lists(*each)
+                    hypothesis = (x[r, place] for x in (tokens, lengths, scores))
+                    finished[r][number] = as_lists(*hypothesis)
                 elif limits[number] <= room(S):
                     lost = [], float("nan")
                     finished[r][number] = lost if tokens.ndim == 3 else [lost]
                 else:
                     num_too_long += 1
             running[r] = {
-                row: held[place]
+                row: number_at[place]
                 for row, place in enumerate(places[r].tolist())
                 if not done[r, place]
             }
@@ -330,7 +336,7 @@ def as_lists(tokens: np.ndarray, length, score):
     """Return token ids without EOS and the score, or a list for n hypotheses."""
     if tokens.ndim == 2:
         hypotheses = zip(tokens, length, score, strict=True)
-        return [as_lists(*each) for each in hypotheses if each[1] > 0]
+        return [as_lists(*hypothesis) for hypothesis in hypotheses if hypothesis[1] > 0]
     return tokens[: length - 1].tolist(), float(score)
 
 
@@ -338,15 +344,15 @@ def to_arrays(numbers, prompts, limits, shape) -> tuple[np.ndarray, ...]:
     """Build arrays of prompts, R Q S, and of lengths, numbers and limits, R Q."""
     R, Q, S = shape
     tokens = np.zeros((R, Q, S), np.int32)
-    lengths, known = np.zeros((2, R, Q), np.int32)
+    lengths, prompt_numbers = np.zeros((2, R, Q), np.int32)
     bounds = np.ones((R, Q), np.int32)
-    for r, each in enumerate(numbers):
-        for place, number in enumerate(each):
+    for r, row in enumerate(numbers):
+        for place, number in enumerate(row):
             prompt = prompts[number]
             tokens[r, place, : len(prompt)] = prompt
             lengths[r, place] = len(prompt)
-            known[r, place], bounds[r, place] = number, limits[number]
-    return tokens, lengths, known, bounds
+            prompt_numbers[r, place], bounds[r, place] = number, limits[number]
+    return tokens, lengths, prompt_numbers, bounds
 
 
 def last(numbers: list[int], count: int) -> list[int]:
@@ -404,26 +410,26 @@ def keep(
 def keep_of_one(state, rows, count, *, shape):
     """Apply `keep` to one trial."""
     S, L = shape
-    goes_on = jnp.arange(len(rows)) < count
+    continues = jnp.arange(len(rows)) < count
     clock, rows, cache = jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
-    old = rows.tokens.shape[2]
+    old_slots = rows.tokens.shape[2]
     # new slot j takes the entry of the latest clock that is j modulo L
-    latest = (clock - 1 - (clock - 1 - jnp.arange(L)) % L) % old
+    latest = (clock - 1 - (clock - 1 - jnp.arange(L)) % L) % old_slots
 
     def moved(x, axis):
-        apart = x.reshape(*x.shape[:axis], old, -1, *x.shape[axis + 1 :])
+        apart = x.reshape(*x.shape[:axis], old_slots, -1, *x.shape[axis + 1 :])
         return apart[(slice(None),) * axis + (latest,)].reshape(
             *x.shape[:axis], -1, *x.shape[axis + 1 :]
         )
 
     rows = rows._replace(
-        done=rows.done | ~goes_on,
+        done=rows.done | ~continues,
         tokens=rows.tokens[..., latest],
         visible=see_own_slot(rows.visible[:, :, latest], clock),
         best=rows.best._replace(tokens=rows.best.tokens[..., latest]),
         prompt=fit_width(rows.prompt, S),
     )
-    cache = [tuple(map(moved, kept, SLOTS)) for kept in cache]
+    cache = [tuple(map(moved, arrays, SLOTS)) for arrays in cache]
     return State(clock, rows, cache)
 
 

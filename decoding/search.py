@@ -49,7 +49,7 @@ def check_options(
         ValueError: an option is out of range.
     """
     options = dict(locals())
-    for name, valid, wanted in (
+    for name, valid, requirement in (
         ("beam_size", beam_size >= 1, "at least 1"),
         ("length_penalty", length_penalty >= 0, "at least 0"),
         ("temperature", temperature >= 0, "at least 0"),
@@ -57,7 +57,7 @@ def check_options(
         ("top_p", 0 < top_p <= 1, "above 0 and at most 1"),
     ):
         if not valid:
-            raise ValueError(f"{name} must be {wanted}, got {options[name]}.")
+            raise ValueError(f"{name} must be {requirement}, got {options[name]}.")
     if temperature and beam_size > 1:
         raise ValueError(f"Sampling needs beam_size 1, got {beam_size}.")
     return options
@@ -134,9 +134,9 @@ def continue_hypotheses(
             eos_log_probs=eos_log_probs,
         )
 
-    others = jnp.maximum(log_probs[..., None] + ranked - log_total[..., None], NEVER)
-    others = jnp.where(last[:, None, None], NEVER, others).reshape(B, -1)
-    best, choice = jax.lax.top_k(others, W)
+    extended = jnp.maximum(log_probs[..., None] + ranked - log_total[..., None], NEVER)
+    extended = jnp.where(last[:, None, None], NEVER, extended).reshape(B, -1)
+    best, choice = jax.lax.top_k(extended, W)
     parents = choice // ranked.shape[-1]
     tokens = jnp.take_along_axis(tokens.reshape(B, -1), choice, axis=1)
     # A hypothesis ends if fewer than W continuations, EOS or not, are better.
@@ -170,11 +170,11 @@ def top_tokens(
     members = jnp.take_along_axis(blocked, blocks[:, None], axis=2)
     top = jnp.where(blocks < first, -jnp.inf, members[:, 0])
     members = members.at[:, 0].set(top).reshape(-1, BLOCK * count)
-    rest = logits[:, num_blocks * BLOCK :]
-    candidates = jnp.concatenate([members, rest], axis=1)
+    remainder = logits[:, num_blocks * BLOCK :]
+    candidates = jnp.concatenate([members, remainder], axis=1)
     values, places = jax.lax.top_k(candidates, count)
     block = jnp.take_along_axis(blocks, places % count, axis=1)
     tokens = places // count * num_blocks + block
-    in_rest = places - BLOCK * count
-    tokens = jnp.where(in_rest >= 0, num_blocks * BLOCK + in_rest, tokens)
+    in_remainder = places - BLOCK * count
+    tokens = jnp.where(in_remainder >= 0, num_blocks * BLOCK + in_remainder, tokens)
     return values.reshape(*shape, count), tokens.reshape(*shape, count)

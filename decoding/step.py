@@ -120,11 +120,11 @@ def prefill(
         hidden = model.encode(
             prompts, real.astype(jnp.int32), positions, head_gates=head_gates
         )
-        memory, own = [], None
+        memory, first_value = [], None
         for layer in model.decoder:
-            kept, value = entries(layer.cross_attention, hidden, first=own)
-            own = value if own is None else own
-            memory.append(kept)
+            cached, value = entries(layer.cross_attention, hidden, first=first_value)
+            first_value = value if first_value is None else first_value
+            memory.append(cached)
         first = jnp.full(prompts.shape[0], model.bos, jnp.int32)
         offset = jnp.zeros(prompts.shape[0], jnp.int32)
         return Prompt(memory, real[:, None], first, offset, lengths > 0)
@@ -146,8 +146,8 @@ def decoder_memory(model, tokens, segments, head_gates=None) -> list:
 
         def to_self(x, attention=layer.self_attention, gates=gates):
             first = values[0] if values else None
-            kept, value = entries(attention, x, arguments.get("positions"), first)
-            memory.append(kept)
+            cached, value = entries(attention, x, arguments.get("positions"), first)
+            memory.append(cached)
             values.append(value)
             return attention(
                 x,
@@ -173,8 +173,8 @@ def fit_width(prompt: Prompt, S: int) -> Prompt:
         return jax.lax.slice_in_dim(jnp.pad(x, missing), 0, S, axis=axis)
 
     memory = [
-        tuple(fit(x, axis) for x, axis in zip(kept, SLOTS, strict=False))
-        for kept in prompt.memory
+        tuple(fit(x, axis) for x, axis in zip(arrays, SLOTS, strict=False))
+        for arrays in prompt.memory
     ]
     return prompt._replace(memory=memory, mask=fit(prompt.mask, 2))
 
@@ -184,7 +184,7 @@ def start(
 ) -> Rows:
     """Return rows in which prompts start at the clock; padding rows are done."""
     B, L, W = len(prompt.mask), max_length, beam_size
-    kept = (B,) if n_best is None else (B, n_best)
+    shape = (B,) if n_best is None else (B, n_best)
     return Rows(
         begin=jnp.full(B, clock, jnp.int32),
         limit=limits,
@@ -196,9 +196,9 @@ def start(
         log_probs=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (B, W)),
         num_finished=jnp.zeros(B, jnp.int32),
         best=Best(
-            tokens=jnp.zeros((*kept, L), jnp.int32),
-            length=jnp.zeros(kept, jnp.int32),
-            score=jnp.full(kept, -jnp.inf),
+            tokens=jnp.zeros((*shape, L), jnp.int32),
+            length=jnp.zeros(shape, jnp.int32),
+            score=jnp.full(shape, -jnp.inf),
         ),
         prompt=prompt,
     )
@@ -223,7 +223,7 @@ def advance(
     hidden, cache = next_hidden(model, state, head_gates)
     length = clock - rows.begin + 1  # including the token decoded now
     is_slot = jnp.arange(L) == clock % L
-    found = continue_hypotheses(
+    continuations = continue_hypotheses(
         model.logits(hidden).astype(jnp.float32),
         rows.log_probs,
         length,
@@ -233,38 +233,40 @@ def advance(
         **options,
     )
 
-    score = jnp.where(found.ends, found.eos_log_probs, -jnp.inf)
+    score = jnp.where(continuations.ends, continuations.eos_log_probs, -jnp.inf)
     score /= length_penalty_at(length, length_penalty)[:, None]
-    several = rows.best.score.ndim == 2
-    update = update_n_best if several else update_best
+    is_n_best = rows.best.score.ndim == 2
+    update = update_n_best if is_n_best else update_best
     best = update(rows, score, length, is_slot, vocabulary.eos)
-    num_finished = rows.num_finished + found.ends.sum(1, dtype=jnp.int32)
-    live = found.log_probs.max(1)
+    num_finished = rows.num_finished + continuations.ends.sum(1, dtype=jnp.int32)
+    live = continuations.log_probs.max(1)
     first, last = best.score, best.score
-    if several:
+    if is_n_best:
         first = best.score[:, 0]
         # if no hypothesis continues, accept fewer than n finished ones
         last = jnp.where(live > NEVER / 2, best.score[:, -1], jnp.inf)
-    hope = live / length_penalty_at(rows.limit, length_penalty)
+    attainable = live / length_penalty_at(rows.limit, length_penalty)
     # W poor hypotheses can finish before a better one: also consider live ones
-    now = live / length_penalty_at(length, length_penalty)
-    settled = (num_finished >= W) & (now <= first)
-    settled |= hope <= last
+    current = live / length_penalty_at(length, length_penalty)
+    settled = (num_finished >= W) & (current <= first)
+    settled |= attainable <= last
     cut = ~settled & ~rows.done & (length >= L)  # a better one may be longer than L
 
-    tokens = pick(rows.tokens, found.parents)
-    tokens = jnp.where(is_slot, found.tokens[..., None], tokens)
-    visible = pick(rows.visible.reshape(B, W, -1), found.parents).reshape(B, W, L, W)
-    written = found.parents[:, :, None, None] == jnp.arange(W)
+    tokens = pick(rows.tokens, continuations.parents)
+    tokens = jnp.where(is_slot, continuations.tokens[..., None], tokens)
+    visible = pick(rows.visible.reshape(B, W, -1), continuations.parents).reshape(
+        B, W, L, W
+    )
+    written = continuations.parents[:, :, None, None] == jnp.arange(W)
     visible = jnp.where(is_slot[:, None], written, visible)
     rows = rows._replace(
         done=rows.done | settled | (length >= L),
         tokens=tokens,
         visible=see_own_slot(visible, clock + 1),
-        log_probs=found.log_probs,
+        log_probs=continuations.log_probs,
         num_finished=num_finished,
         best=best._replace(
-            length=jnp.where(cut[:, None] if several else cut, 0, best.length)
+            length=jnp.where(cut[:, None] if is_n_best else cut, 0, best.length)
         ),
     )
     return State(clock + 1, rows, cache)
@@ -292,10 +294,10 @@ def update_n_best(
     score = jnp.where(rows.done[:, None], -jnp.inf, score)
     length = jnp.broadcast_to(length[:, None], score.shape)
     ended = Best(jnp.where(is_slot, eos, rows.tokens), length, score)
-    both = jax.tree.map(lambda *x: jnp.concatenate(x, 1), rows.best, ended)
-    score, choice = jax.lax.top_k(both.score, rows.best.score.shape[1])
-    length = jnp.take_along_axis(both.length, choice, axis=1)
-    return Best(pick(both.tokens, choice), length, score)
+    candidates = jax.tree.map(lambda *x: jnp.concatenate(x, 1), rows.best, ended)
+    score, choice = jax.lax.top_k(candidates.score, rows.best.score.shape[1])
+    length = jnp.take_along_axis(candidates.length, choice, axis=1)
+    return Best(pick(candidates.tokens, choice), length, score)
 
 
 def see_own_slot(visible: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W"]:
@@ -312,14 +314,14 @@ def next_hidden(
     clock, rows = state.clock, state.rows
     B, W, L = rows.tokens.shape
     step = jnp.minimum(clock - rows.begin, L - 1)[:, None]  # done rows may exceed L
-    before = jax.lax.dynamic_index_in_dim(
+    previous = jax.lax.dynamic_index_in_dim(
         rows.tokens, (clock - 1) % L, axis=2, keepdims=False
     )
     first = rows.prompt.first[:, None]
     offset = 0 if model.encoder else rows.prompt.offset[:, None]
     positions = jnp.broadcast_to(offset + step, (B, W))
     longest = L if model.encoder else L + rows.prompt.mask.shape[-1]
-    x = model.embed(jnp.where(step == 0, first, before), positions, longest)
+    x = model.embed(jnp.where(step == 0, first, previous), positions, longest)
     rotation = positions if model.positions == "rotary" else None
     past = rows.visible.reshape(B, W, L * W)
     bias = None
@@ -329,12 +331,16 @@ def next_hidden(
         if not model.encoder:
             place = jnp.arange(rows.prompt.mask.shape[-1])
             distance = place - positions[:, :1]  # B S, equal for all hypotheses
-            far = jnp.moveaxis(model.position_bias(distance, is_source=False), 0, 1)
-            near = jnp.broadcast_to(bias, (B, *bias.shape))
-            bias = jnp.concatenate([far, near], axis=-1)
+            prompt_bias = jnp.moveaxis(
+                model.position_bias(distance, is_source=False), 0, 1
+            )
+            generated_bias = jnp.broadcast_to(bias, (B, *bias.shape))
+            bias = jnp.concatenate([prompt_bias, generated_bias], axis=-1)
     if not model.encoder:
-        seen = jnp.broadcast_to(rows.prompt.mask, (B, W, rows.prompt.mask.shape[-1]))
-        past = jnp.concatenate([seen, past], axis=-1)
+        prompt_mask = jnp.broadcast_to(
+            rows.prompt.mask, (B, W, rows.prompt.mask.shape[-1])
+        )
+        past = jnp.concatenate([prompt_mask, past], axis=-1)
     cache, values = [], []
     for index, (layer, grown, memory) in enumerate(
         zip(model.decoder, state.cache, rows.prompt.memory, strict=True)
@@ -345,20 +351,22 @@ def next_hidden(
             x, attention=layer.self_attention, grown=grown, memory=memory, gates=gates
         ):
             first = values[0] if values else None
-            query, *new = attention.queries_keys_values(x, rotation, first)
-            values.append(new[1])
-            kept = zip(grown, attention.cache(x, *new, rotation), SLOTS, strict=False)
+            query, *key_value = attention.queries_keys_values(x, rotation, first)
+            values.append(key_value[1])
+            updates = zip(
+                grown, attention.cache(x, *key_value, rotation), SLOTS, strict=False
+            )
             at = clock % L * W
             grown = tuple(
                 jax.lax.dynamic_update_slice_in_dim(old, x, at, axis)
-                for old, x, axis in kept
+                for old, x, axis in updates
             )
             cache.append(grown)
             parts = [grown] if model.encoder else [memory, grown]
             if B == 1:  # XLA drops the axis, and would update two copies of the cache
                 parts = [tuple(map(jnp.concatenate, zip(*parts, strict=True), SLOTS))]
             heads = attention.attend_cached(query, parts, past, bias)
-            heads = attention.transform_heads(heads, x, new[1])
+            heads = attention.transform_heads(heads, x, key_value[1])
             return attention.merged(heads, x, gates.get("self"))
 
         def to_memory(x, attention=layer.cross_attention, memory=memory, gates=gates):

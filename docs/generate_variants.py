@@ -222,7 +222,10 @@ def render() -> str:
         settings = variant.settings(base)
         keys = [f"`{k.removeprefix('model.')}={v}`" for k, v in settings.items()]
         cells = variant.formula, ", ".join(keys), variant.source, variant.claim
-        verdicts = (found.get(name, "not measured") for found in (on_text, on_recall))
+        verdicts = (
+            verdicts_on.get(name, "not measured")
+            for verdicts_on in (on_text, on_recall)
+        )
         rows.append([name, *cells, *verdicts])
         costs.append([name, *show(costs_of(base, settings), plain_costs)])
     header = "variant", "formula", "keys", "source", "claim"
@@ -246,11 +249,11 @@ def render() -> str:
 def others() -> list[tuple[str, ...]]:
     """Return the rows of what other ablations than `variants` compare."""
     rows = []
-    for ablation, arm, *about in OF_OTHERS:
+    for ablation, arm, *columns in OF_OTHERS:
         path = ROOT / "results" / f"{ablation}_shakespeare" / "verdicts.csv"
         with path.open() as file:
             (row,) = [row for row in csv.DictReader(file) if row["arm"] == arm]
-        rows.append((arm, *about, verdict_text(row)))
+        rows.append((arm, *columns, verdict_text(row)))
     return rows
 
 
@@ -279,8 +282,8 @@ def costs_of(base, settings: dict) -> tuple[int, int, int, str]:
         layer = nnx.merge(graph, params)
         return layer.cache(x, *layer.keys_values(x, jnp.zeros((1, 1), jnp.int32)))
 
-    kept = jax.eval_shape(cached, params, token)
-    size = sum(2 * leaf.size for leaf in jax.tree.leaves(kept))
+    cache = jax.eval_shape(cached, params, token)
+    size = sum(2 * leaf.size for leaf in jax.tree.leaves(cache))
     return parameters(nnx.state(layer)), adds // LENGTH, size, kernels(layer)
 
 
@@ -293,12 +296,12 @@ def kernels(layer: Attention) -> str:
         jax.ShapeDtypeStruct((1, LENGTH, N, size), jnp.dtype("bfloat16"))
         for size in (H, V)
     )
-    found = [
+    names = [
         module.__name__.rsplit(".", 1)[-1]
         for module in (gpu, tpu)
         if module.unsupported(query, value, None, None) is None
     ]
-    return ", ".join(["cpu", *found])
+    return ", ".join(["cpu", *names])
 
 
 def show(costs: tuple, of: tuple) -> list[str]:
@@ -325,17 +328,17 @@ def read_verdicts(sweep: str, base) -> dict[str, str]:
                 return row
         return None
 
-    found, without_norm = {}, row_of(WITHOUT_NORM)
+    verdicts, without_norm = {}, row_of(WITHOUT_NORM)
     for name, variant in VARIANTS.items():
         settings = variant.settings(base)
         if (row := row_of(settings)) is not None:
-            found[name] = verdict_text(row)
+            verdicts[name] = verdict_text(row)
             if without_norm is not None and settings.items() > WITHOUT_NORM.items():
                 difference = difference_of(row, without_norm, trials, len(rows))
-                found[name] += f"; {difference} from the arm without QK norm"
+                verdicts[name] += f"; {difference} from the arm without QK norm"
         elif (row := row_of(dict.fromkeys(settings, False))) is not None:
-            found[name] = f"{verdict_text(row, -1)}, from the arm without it"
-    return found
+            verdicts[name] = f"{verdict_text(row, -1)}, from the arm without it"
+    return verdicts
 
 
 def verdict_text(row: dict, sign: int = 1) -> str:
@@ -363,7 +366,7 @@ def difference_of(row: dict, other: dict, trials: list[dict], num_arms: int) -> 
         num_arms: number of arms that share the error rate.
     """
     column = f"{row['split']}_{row['metric']}"
-    own, base = (
+    arm_scores, base = (
         {
             trial["seed"]: float(trial[column])
             for trial in trials
@@ -373,9 +376,9 @@ def difference_of(row: dict, other: dict, trials: list[dict], num_arms: int) -> 
         }
         for arm in (row, other)
     )
-    each = [own[seed] - base[seed] for seed in own if seed in base]
+    differences = [arm_scores[seed] - base[seed] for seed in arm_scores if seed in base]
     looks = tuple(int(look) for look in row["looks"].split(",") if look)
-    result = judge_at_last(each, looks, num_arms)
+    result = judge_at_last(differences, looks, num_arms)
     return estimate(row, result.mean, result.low, result.high)
 
 

@@ -176,9 +176,9 @@ def class_tokens(task, text: str) -> tuple[list[int], list[int], list[int]]:
     """Return a text's token ids, positions of tokens with a class, and token types."""
     parts = task.parts_of_text(text)
     fields, firsts = task.encode_parts("input", [parts])
-    whole = task.config.task.name == "classification"
+    is_per_text = task.config.task.name == "classification"
     types = fields["source_types"][0].tolist() if "source_types" in fields else []
-    return fields["source"][0].tolist(), [0] if whole else firsts[0], types
+    return fields["source"][0].tolist(), [0] if is_per_text else firsts[0], types
 
 
 def has_pairs(run: Run) -> bool:
@@ -227,7 +227,7 @@ def to_huggingface(run: Run, trial: int, folder: Path) -> str:
     settings, generation, tensors = huggingface_export.convert(
         run.config, family, params, labels
     )
-    is_imported = has_marian_ids(run)  # and trained further, or pruned
+    is_imported = has_marian_ids(run)  # imported, then trained further or pruned
     if is_imported:
         ids = run.task.tokenizers[0].vocabulary
         tensors = to_marian_order(tensors, marian_order(ids))
@@ -281,11 +281,11 @@ def to_stablehlo(run: Run, trial: int, folder: Path) -> str:
 
 def check_stablehlo(config) -> None:
     """Raise a NotImplementedError unless a model maps tokens to tokens or classes."""
-    for key, own, value in (
+    for key, actual, value in (
         ("task.name", config.task.name, "masked_language_model"),
         ("data.tokenizer", config.data.tokenizer, "affixes"),
     ):
-        if own == value:
+        if actual == value:
             raise NotImplementedError(
                 f"stablehlo has no program for {key}={value}: its programs read token "
                 f"ids alone and give tokens or classes."
@@ -324,6 +324,6 @@ def export_imported(workdir: Path, folder: Path, which: str) -> None:
         if (workdir / "tokenizer" / ours).exists():
             shutil.copyfile(workdir / "tokenizer" / ours, folder / theirs)
     write_json(folder / "config.json", original)
-    if (kept := workdir / ("original_" + GENERATION)).exists():
-        shutil.copyfile(kept, folder / GENERATION)
+    if (generation_file := workdir / ("original_" + GENERATION)).exists():
+        shutil.copyfile(generation_file, folder / GENERATION)
     save_tensors(tensors, folder)

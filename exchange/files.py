@@ -28,12 +28,12 @@ def read_object(path: Path) -> dict:
         ValueError, OSError: there is no such file, or it does not contain an object.
     """
     try:
-        found = parse_json(path.read_text())
+        content = parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} can't be read as JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object, got {type(found).__name__}.")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, got {type(content).__name__}.")
+    return content
 
 
 def read_tensors(folder: Path) -> dict:

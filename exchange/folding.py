@@ -45,8 +45,10 @@ def plain_heads(config, params: dict, gates: dict) -> dict:
             layer = f"{stack}.{index}.{name}"
             key = f"{layer}.merge.kernel"
             num_heads = params[f"{layer}.query"].shape[1]
-            own = [x for x in params if x.startswith(f"{layer}.merge.")]
-            extra = {x.rsplit(".", 1)[1]: np.float64(params.pop(x)) for x in own}
+            merge_names = [x for x in params if x.startswith(f"{layer}.merge.")]
+            extra = {
+                x.rsplit(".", 1)[1]: np.float64(params.pop(x)) for x in merge_names
+            }
             kernel = concat_kernel(settings["merge"], extra, num_heads, path)
             if site in gates:
                 kernel = kernel * np.float64(gates[site][index])[:, None, None]
@@ -120,17 +122,17 @@ def position_tables(config, params: dict, rows: int) -> dict[str, np.ndarray]:
         params: parameters by path.
         rows: number of positions, except for learned tables.
     """
-    found, width = {}, config.model.width
+    tables, width = {}, config.model.width
     for stack in ("encoder", "decoder"):
         if not config.model[f"num_{stack}_layers"]:
             continue
         if config.model.positions == "learned":
-            found[stack] = params[f"{stack}_positions"]
+            tables[stack] = params[f"{stack}_positions"]
         elif config.model.positions in SINUSOIDAL:
-            found[stack] = sinusoidal(rows, width, config.model.positions)
+            tables[stack] = sinusoidal(rows, width, config.model.positions)
         else:
-            found[stack] = np.zeros((rows, width), np.float32)
-    return found
+            tables[stack] = np.zeros((rows, width), np.float32)
+    return tables
 
 
 def site_settings(config, site: str) -> dict:
@@ -179,10 +181,11 @@ def check_plain(config, target: str, model: tuple, heads: tuple) -> None:
                 refuse(target, f"{path}.{key}", default, value)
 
 
-def refuse(target: str, key: str, wanted, got) -> None:
+def refuse(target: str, key: str, supported, got) -> None:
     """Raise a ValueError that says which value a format needs for a config key."""
     raise ValueError(
-        f"{key} must be {wanted} for {target}, which supports nothing else; got {got}."
+        f"{key} must be {supported} for {target}, which supports nothing else; got "
+        f"{got}."
     )
 
 

@@ -217,14 +217,14 @@ HEADS = ("lm_head.", "cls.", "classifier.", "final_logits_bias")
 def rows_of(family: str, ours) -> list[tuple[str, tuple[str, ...], str]]:
     """Return rows (their name, our names, form) for a model with these parameters."""
     layers = {int(n) for name in ours for n in re.findall(r"coder\.(\d+)\.", name)}
-    found = []
+    rows = []
     for theirs, names, form in FAMILIES[family].rows:
         names = (names,) if isinstance(names, str) else names
         for i in sorted(layers) if "{i}" in theirs else [0]:
             mine = tuple(name.format(i=i) for name in names)
             if mine[0] in ours:
-                found.append((theirs.format(i=i), mine, form))
-    return found
+                rows.append((theirs.format(i=i), mine, form))
+    return rows
 
 
 def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -249,38 +249,38 @@ def to_huggingface(family: str, params: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def from_huggingface(
-    family: str, tensors: dict[str, np.ndarray], like: dict
+    family: str, tensors: dict[str, np.ndarray], expected: dict
 ) -> dict[str, np.ndarray]:
     """Convert Hugging Face tensors to our parameters by path, float32.
 
     Args:
         family: a name in `FAMILIES`.
         tensors: tensors by name, from `full_names`.
-        like: the expected parameters by path, or their shapes.
+        expected: the expected parameters by path, or their shapes.
 
     Raises:
         ValueError: a tensor is missing, has another shape, or the model lacks it.
     """
     outputs_first = FAMILIES[family].outputs_first
     params, used = {}, set()
-    for theirs, names, form in rows_of(family, like):
+    for theirs, names, form in rows_of(family, expected):
         if theirs not in tensors:
             raise ValueError(f"the checkpoint has no {theirs}: it is not of {family}.")
-        shapes = [flat_shape(like[name].shape, form) for name in names]
-        *rest, _ = shapes[0]
-        wanted = (*rest, sum(shape[-1] for shape in shapes))
+        shapes = [flat_shape(expected[name].shape, form) for name in names]
+        *leading, _ = shapes[0]
+        tensor_shape = (*leading, sum(shape[-1] for shape in shapes))
         matrix = form in ("kernel", "merge")
-        wanted = wanted[::-1] if matrix and outputs_first else wanted
+        tensor_shape = tensor_shape[::-1] if matrix and outputs_first else tensor_shape
         tensor = tensors[theirs]
-        if tensor.shape != wanted:
+        if tensor.shape != tensor_shape:
             raise ValueError(
-                f"{theirs} must have the shape {wanted} by its config.json, got "
+                f"{theirs} must have the shape {tensor_shape} by its config.json, got "
                 f"{tensor.shape}."
             )
         tensor = tensor.T if matrix and outputs_first else tensor
         ends = np.cumsum([shape[-1] for shape in shapes])[:-1]
         for name, part in zip(names, np.split(tensor, ends, axis=-1), strict=True):
-            part = part.reshape(like[name].shape)
+            part = part.reshape(expected[name].shape)
             params[name] = np.ascontiguousarray(part, dtype=np.float32)
         used.add(theirs)
     for theirs in tensors:
@@ -307,24 +307,24 @@ def settings_of(family: str, tensors: dict, is_tagger: bool = False) -> dict:
     if family != "bert":
         return {}
     transform = "cls.predictions.transform.dense.weight" in tensors
-    found = {
+    settings = {
         "model.pooler": "bert.pooler.dense.weight" in tensors,
         "model.output_transform": transform,
         "model.output_bias": transform,
     }
     if "classifier.weight" in tensors:
         # a text classifier reads the pooler's output; a token classifier has no pooler
-        found |= {"task.name": "tagging", "data.name": "conll"}
-        if found["model.pooler"] and not is_tagger:
-            found |= {"task.name": "classification", "task.pooling": "first"}
-            found["data.name"] = "labelled"
-        found["data.num_classes"] = len(tensors["classifier.weight"])
-        if found["data.num_classes"] < 2:
+        settings |= {"task.name": "tagging", "data.name": "conll"}
+        if settings["model.pooler"] and not is_tagger:
+            settings |= {"task.name": "classification", "task.pooling": "first"}
+            settings["data.name"] = "labelled"
+        settings["data.num_classes"] = len(tensors["classifier.weight"])
+        if settings["data.num_classes"] < 2:
             raise ValueError(
                 "classifier.weight has one row: models that predict a number are not "
                 "supported."
             )
-    return found
+    return settings
 
 
 def named(params) -> dict:

@@ -54,10 +54,10 @@ def settings_of(theirs: dict) -> dict:
         raise ValueError(
             f"config.json must be of model_type {', '.join(READERS)}, got {family!r}."
         )
-    for key, wanted in REQUIRED[family].items():
-        if theirs.get(key) not in (wanted, None):
+    for key, required in REQUIRED[family].items():
+        if theirs.get(key) not in (required, None):
             raise ValueError(
-                f"config.json: {key} must be {wanted!r} for {family} here, got "
+                f"config.json: {key} must be {required!r} for {family} here, got "
                 f"{theirs[key]!r}."
             )
     try:

@@ -41,8 +41,8 @@ def family_of(config) -> str:
     elif model.num_encoder_layers:
         family, title = "bert", "Hugging Face's BERT"
         folding.check_plain(config, title, (*PLAIN, *NORMS, *BERT_KEYS), SHAPE)
-        wanted = {"positions": ("learned", *TABLES), "norm": ("post",), **LAYERS}
-        folding.require(config, title, **wanted, embedding_norm=(True,))
+        required = {"positions": ("learned", *TABLES), "norm": ("post",), **LAYERS}
+        folding.require(config, title, **required, embedding_norm=(True,))
         if config.task.name != "tagging":
             folding.refuse(title, "task.name", "tagging", config.task.name)
         if config.data.tokenizer == "affixes":
@@ -53,15 +53,15 @@ def family_of(config) -> str:
         title = f"Hugging Face's {'Qwen 3' if of['qk_norm'] else 'Llama'}"
         keys = (*PLAIN, *NORMS, "tie_embeddings")
         folding.check_plain(config, title, keys, (*SHAPE, "qk_norm"))
-        wanted = {"norm": ("pre",), "norm_type": ("rms_norm",), "mlp": ("gated",)}
-        folding.require(config, title, **wanted)
+        required = {"norm": ("pre",), "norm_type": ("rms_norm",), "mlp": ("gated",)}
+        folding.require(config, title, **required)
         if family == "qwen3":
             folding.require(config, title, use_bias=(False,))
     else:
         family, title = "gpt2", "Hugging Face's GPT-2"
         folding.check_plain(config, title, (*PLAIN, *NORMS, "tie_embeddings"), SHAPE)
-        wanted = {"positions": ("learned", *TABLES), "norm": ("pre",), **LAYERS}
-        folding.require(config, title, **wanted)
+        required = {"positions": ("learned", *TABLES), "norm": ("pre",), **LAYERS}
+        folding.require(config, title, **required)
     for site in layers_of(config.model):
         check_shape(config, site, title, free=family in ("llama", "qwen3"))
     return family
@@ -84,9 +84,11 @@ def check_shape(config, site: str, title: str, free: bool) -> None:
     if not free and K != N:
         folding.refuse(title, f"{path}.num_kv_heads", f"num_heads = {N}", K)
     if site == "cross":
-        here = folding.head_sizes(config, "decoder")[0]
-        if here != N:
-            folding.refuse(title, f"{path}.num_heads", f"the decoder's {here}", N)
+        decoder_heads = folding.head_sizes(config, "decoder")[0]
+        if decoder_heads != N:
+            folding.refuse(
+                title, f"{path}.num_heads", f"the decoder's {decoder_heads}", N
+            )
 
 
 def convert(config, family: str, params: dict, labels: list[str] | None = None):
@@ -183,16 +185,16 @@ def rescaled(params: dict, factor: float, last_norm: str) -> dict:
     if factor == 1:
         return params
     written = r"embedding|.*\.(merge\.kernel|merge_bias|mlp\.down\.\w+|\w+_norm\.\w+)"
-    read = r".*\.(query|key|value|mlp\.up\.kernel)"
-    found = {}
+    reads = r".*\.(query|key|value|mlp\.up\.kernel)"
+    scaled = {}
     for name, array in params.items():
         wide = array.astype(np.float64)
-        if name.startswith(last_norm) or re.fullmatch(read, name):
+        if name.startswith(last_norm) or re.fullmatch(reads, name):
             wide = wide / factor
         elif re.fullmatch(written, name):
             wide = wide * factor
-        found[name] = wide.astype(np.float32)
-    return found
+        scaled[name] = wide.astype(np.float32)
+    return scaled
 
 
 def fill(params: dict) -> None:

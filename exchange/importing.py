@@ -71,8 +71,8 @@ def import_checkpoint(folder: Path, workdir: Path) -> None:
         if family == "marian":
             order = vocabulary_order(folder / "vocab.json", original)
             tensors = to_our_order(tensors, order)
-        like = huggingface.named(params)
-        arrays = huggingface.from_huggingface(family, tensors, like)
+        expected = huggingface.named(params)
+        arrays = huggingface.from_huggingface(family, tensors, expected)
     params = huggingface.unnamed(arrays, params)
 
     if family in JSON_TOKENIZERS and (folder / "tokenizer.json").exists():
@@ -126,8 +126,12 @@ def write_bert_files(folder: Path, to: Path, config, original: dict) -> None:
         to.mkdir(exist_ok=True)
         write_json(to / CLASSES, [names[str(i)] for i in numbers])
     if (folder / "vocab.txt").exists() and not (folder / "tokenizer.json").exists():
-        about = folder / "tokenizer_config.json"
-        lowercase = read_object(about).get("do_lower_case") if about.exists() else None
+        tokenizer_config = folder / "tokenizer_config.json"
+        lowercase = (
+            read_object(tokenizer_config).get("do_lower_case")
+            if tokenizer_config.exists()
+            else None
+        )
         content = wordpiece_of(folder / "vocab.txt", lowercase is not False)
         to.mkdir(exist_ok=True)
         (to / "wordpiece.json").write_text(content)

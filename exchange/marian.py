@@ -65,8 +65,8 @@ def with_marian_ids(ids: dict[str, int], settings: dict, generation: dict):
     sizes = {"vocab_size": len(ids), "decoder_vocab_size": len(ids)}
     settings = settings | sizes | special
     generation = generation | special | {"suppress_tokens": [pad]}
-    for each in (settings, generation):
-        each.pop("bos_token_id", None)
+    for config in (settings, generation):
+        config.pop("bos_token_id", None)
     return settings, generation
 
 

@@ -26,7 +26,7 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
     of_trial = read_json(workdir / "trials.json")[trial]
     settings = changed(config) | of_trial
     data = facts.get("data", {})
-    where = {
+    rows = {
         "task": config.task.name,
         "data": data_of(config),
         "training examples": data.get("examples", "unknown"),
@@ -42,7 +42,7 @@ def model_card(workdir: Path, config, trial: int, which: str, usage: str) -> str
         "| | |",
         "| --- | --- |",
     ]
-    lines += [f"| {name} | {value} |" for name, value in where.items()]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
     metrics = make_task(config).metrics
     lines += ["", "## Scores", "", *scores(workdir, metrics, trial, of_trial)]
     lines += ["", "## Use", "", usage]
@@ -79,15 +79,16 @@ def scores(workdir: Path, metrics, trial: int, of_trial: dict) -> list[str]:
     for path in sorted(workdir.glob("result-*.json")):
         rows = read_json(path)
         mine = next(row for row in rows if row["trial"] == trial)
-        own = {key: value for key, value in of_trial.items() if key != "seed"}
-        same = [
+        fixed = {key: value for key, value in of_trial.items() if key != "seed"}
+        siblings = [
             row
             for row in rows
-            if row["diverged_at"] is None and own == {key: row.get(key) for key in own}
+            if row["diverged_at"] is None
+            and fixed == {key: row.get(key) for key in fixed}
         ]
         decoding = "".join(f", {k} {v}" for k, v in mine["options"].items())
         for metric in metrics:
-            values = [row.get(metric.name) for row in same]
+            values = [row.get(metric.name) for row in siblings]
             if mine.get(metric.name) is None:
                 continue
             values = [value * metric.scale for value in values if value is not None]
@@ -107,8 +108,8 @@ def interval(values: list[float], form: str) -> str:
     """Format the mean over trials with its interval, or "one seed" without several."""
     if not values:
         return "–"
-    found = summary(values)
-    if not np.isfinite(found.low):
+    stats = summary(values)
+    if not np.isfinite(stats.low):
         return "one seed"
-    low, high = format(found.low, form), format(found.high, form)
-    return f"{format(found.mean, form)}, {low} to {high}, {len(values)} trials"
+    low, high = format(stats.low, form), format(stats.high, form)
+    return f"{format(stats.mean, form)}, {low} to {high}, {len(values)} trials"

@@ -100,8 +100,8 @@ def programs(
 def serialized(arguments: dict) -> dict[str, bytes]:
     """Export and serialise functions, given as (function, *abstract arguments)."""
     return {
-        name: export.export(jax.jit(function), platforms=PLATFORMS)(*given).serialize()
-        for name, (function, *given) in arguments.items()
+        name: export.export(jax.jit(function), platforms=PLATFORMS)(*inputs).serialize()
+        for name, (function, *inputs) in arguments.items()
     }
 
 
@@ -139,10 +139,10 @@ def score_program(build, gates, params, *texts):
     for side, tokens, lengths in zip(sides, texts[::2], texts[1::2], strict=True):
         batch |= as_batch(side, tokens, lengths)
     logits = model(batch, head_gates=gates)
-    found = jnp.take_along_axis(
+    log_probs = jnp.take_along_axis(
         jax.nn.log_softmax(logits), batch["target"][..., None], axis=-1
     )
-    return jnp.where(batch["target_segments"] > 0, found[..., 0], 0.0)
+    return jnp.where(batch["target_segments"] > 0, log_probs[..., 0], 0.0)
 
 
 def prefill_program(build, gates, params, prompts, lengths) -> dict:
@@ -156,7 +156,10 @@ def empty_cache(build, params, slots) -> list:
     B, L = slots.shape
     x = jnp.zeros((B, L, model.width))
     return [
-        [jnp.zeros_like(each) for each in decoding.entries(layer.self_attention, x)[0]]
+        [
+            jnp.zeros_like(array)
+            for array in decoding.entries(layer.self_attention, x)[0]
+        ]
         for layer in model.decoder
     ]
 
@@ -186,6 +189,6 @@ def step_program(build, gates, params, prompt, cache, token, number):
         best=None,
         prompt=prompt,
     )
-    state = decoding.State(number, rows, [tuple(each) for each in cache])
+    state = decoding.State(number, rows, [tuple(arrays) for arrays in cache])
     hidden, cache = decoding.next_hidden(model, state, gates)
-    return model.logits(hidden)[:, 0], [list(each) for each in cache]
+    return model.logits(hidden)[:, 0], [list(arrays) for arrays in cache]

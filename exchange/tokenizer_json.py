@@ -23,16 +23,16 @@ def tokenizer_json(tokenizer) -> str:
     Raises:
         NotImplementedError: the tokenizer can't be converted.
     """
-    if isinstance(tokenizer, ours.JsonTokenizer):  # imported, and is one
+    if isinstance(tokenizer, ours.JsonTokenizer):  # imported as a tokenizer.json
         return tokenizer.vocabulary
-    make = MAKERS.get(type(tokenizer))  # not of a subclass, whose ids mean more
+    make = MAKERS.get(type(tokenizer))  # exact type: a subclass also has other ids
     if make is None:
         raise NotImplementedError(
             f"{type(tokenizer).__name__} has no form in a tokenizer.json."
         )
-    made = make(tokenizer)
-    made.add_special_tokens(SPECIAL)
-    return made.to_str()
+    converted = make(tokenizer)
+    converted.add_special_tokens(SPECIAL)
+    return converted.to_str()
 
 
 def _table(tokenizer: ours.TableTokenizer):
@@ -44,24 +44,24 @@ def _table(tokenizer: ours.TableTokenizer):
         )
     names = [*SPECIAL, *tokenizer.units]
     vocabulary = {name: i for i, name in enumerate(names)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    converted = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     if tokenizer.separator:
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        converted.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     else:
-        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)|\n"), "isolated")
-        made.decoder = decoders.Fuse()
-    return made
+        converted.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)|\n"), "isolated")
+        converted.decoder = decoders.Fuse()
+    return converted
 
 
 def _bytes(tokenizer: ours.ByteTokenizer):
     vocabulary = {name: i for i, name in enumerate(SPECIAL)}
     for value, letter in enumerate(_letters()):
         vocabulary[letter] = ours.NUM_SPECIAL + value
-    made = Tokenizer(models.BPE(vocabulary, []))
+    converted = Tokenizer(models.BPE(vocabulary, []))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = byte_level
-    made.decoder = decoders.ByteLevel()
-    return made
+    converted.pre_tokenizer = byte_level
+    converted.decoder = decoders.ByteLevel()
+    return converted
 
 
 def _letters() -> list[str]:
@@ -89,18 +89,22 @@ def _sentencepiece(tokenizer: ours.SentencePieceTokenizer):
             if left in vocabulary and right in vocabulary:
                 merges.append((-scores[name], vocabulary[left], vocabulary[right]))
     merges = [(names[left], names[right]) for _, left, right in sorted(merges)]
-    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
-    made.add_tokens([p.piece for p in proto.pieces if p.type == p.USER_DEFINED])
+    converted = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True)
+    )
+    converted.add_tokens([p.piece for p in proto.pieces if p.type == p.USER_DEFINED])
     spec = proto.normalizer_spec
     charsmap = spec.precompiled_charsmap
     steps = [normalizers.Precompiled(charsmap)] if charsmap else []
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    made.normalizer = normalizers.Sequence(steps)
+    converted.normalizer = normalizers.Sequence(steps)
     scheme = "always" if spec.add_dummy_prefix else "never"
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    return made
+    converted.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme=scheme, split=False
+    )
+    converted.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return converted
 
 
 MAKERS = {

@@ -143,12 +143,12 @@ class Attention(nnx.Module):
         path: str = "model.attention",
         rngs: nnx.Rngs,
     ):
-        given = dict(locals())  # all arguments, for `check_variants`
+        arguments = dict(locals())  # all arguments, for `check_variants`
         num_kv_heads, head_dim, value_dim = head_shape(
             width, num_heads, num_kv_heads, head_dim, value_dim, path=path
         )
-        own = "; a rule of your own needs --task_file=FILE.py"
-        choose(f"{path}.merge", merge, attention.MERGE_RULES, own)
+        hint = "; add a rule of your own with --task_file=FILE.py"
+        choose(f"{path}.merge", merge, attention.MERGE_RULES, hint)
         choose(f"{path}.init", init, INITS)
         if implementation is not None:
             choose(f"{path}.implementation", implementation, IMPLEMENTATIONS)
@@ -161,7 +161,7 @@ class Attention(nnx.Module):
         choose(f"{path}.gate_size", gate_size, variants.GATE_SIZES)
         choose(f"{path}.gate_on", gate_on, GATE_PLACES)
         choose(f"{path}.knocking", knocking, KNOCKING)
-        check_variants(given | {"num_kv_heads": num_kv_heads, "head_dim": head_dim})
+        check_variants(arguments | {"num_kv_heads": num_kv_heads, "head_dim": head_dim})
         self.merge_rule = merge
         self.mixture_heads = mixture_heads
         self.mixture_shared = mixture_shared
@@ -180,7 +180,7 @@ class Attention(nnx.Module):
 
         key = rngs.params()
         # separate keys, so that variants don't change other initial values
-        own = nnx.Rngs(jax.random.fold_in(key, 1))
+        variant_rngs = nnx.Rngs(jax.random.fold_in(key, 1))
 
         def projection(heads, size, axes, key=None):
             key = rngs.params() if key is None else key
@@ -199,9 +199,14 @@ class Attention(nnx.Module):
             self.key = self.key_bias = self.value = self.value_bias = None
             sizes = num_heads, head_dim, value_dim
             epsilon = norm_epsilon if latent_norm else None
-            settings = {"norm_epsilon": epsilon, "initial": initial, "rngs": own}
+            settings = {
+                "norm_epsilon": epsilon,
+                "initial": initial,
+                "rngs": variant_rngs,
+            }
             self.latent = Latent(width, latent_dim, rotary_size, *sizes, **settings)
-            rngs.params(), rngs.params()  # plain heads' keys and values draw these
+            # skip the keys that plain heads would draw, to keep later initial values
+            rngs.params(), rngs.params()
 
         pairs = 2 if differential else 1
         merged = num_heads // pairs, value_dim * pairs
@@ -213,7 +218,7 @@ class Attention(nnx.Module):
             if len(shape) == 1:  # vectors are zero, which has no effect at first
                 return nnx.Param(jnp.zeros(shape), axes=axes)
             num_inputs = 1 if axes.startswith("D") else len(shape) - 1
-            gain, keys = (merge_gain, rngs) if name == "kernel" else (1.0, own)
+            gain, keys = (merge_gain, rngs) if name == "kernel" else (1.0, variant_rngs)
             values = initial(num_inputs, len(shape), gain)(keys.params(), shape)
             return nnx.Param(values, axes=axes)
 
@@ -230,21 +235,25 @@ class Attention(nnx.Module):
         )
         self.sink = nnx.Param(jnp.zeros(num_heads), axes="N") if sink else None
 
-        norm = partial(rms_norm, head_dim, "H", epsilon=norm_epsilon, rngs=own)
+        norm = partial(rms_norm, head_dim, "H", epsilon=norm_epsilon, rngs=variant_rngs)
         self.query_norm, self.key_norm = (norm(), norm()) if qk_norm else (None, None)
         # Attention divides logits by sqrt(H): this factor gives another scale.
         self.query_factor = None if scale is None else scale * query_dim**0.5
 
-        def gated(where, sizes):
-            if gate == "none" or gate_on != where:
+        def gated(place, sizes):
+            if gate == "none" or gate_on != place:
                 return None
-            return Gate(sizes, gate, gate_size, gate_features, initial, rngs=own)
+            return Gate(
+                sizes, gate, gate_size, gate_features, initial, rngs=variant_rngs
+            )
 
         of_values = {"N": num_kv_heads, "V": value_dim, "D": width}
         self.value_gate = gated("values", of_values)
         self.output_gate = gated("output", sizes)
         self.difference = (
-            Difference(head_dim, merged[1], layer, rngs=own) if differential else None
+            Difference(head_dim, merged[1], layer, rngs=variant_rngs)
+            if differential
+            else None
         )
         self.knocking = (
             None
@@ -290,11 +299,11 @@ class Attention(nnx.Module):
         return key, self.transform_values(value, x, first)
 
     def transform_keys(self, key: Float[Array, "B S K H"], positions):
-        """Turn projections into keys: knock, normalise and rotate."""
+        """Turn projections into keys: apply knocking, normalise and rotate."""
         return self.rotated(self.apply_knocking(key, "key"), self.key_norm, positions)
 
     def transform_values(self, value: Float[Array, "B S K V"], x, first):
-        """Turn projections into values: knock, gate, and mix with the first layer's."""
+        """Turn projections into values: apply knocking, gates, the value residual."""
         value = self.apply_knocking(value, "value")
         if self.value_gate is not None:
             value = self.value_gate(value, x)
@@ -317,12 +326,12 @@ class Attention(nnx.Module):
         if positions is None:
             return heads
         if self.latent is not None:  # its rotary part comes last
-            plain, part = jnp.split(heads, [self.latent.key.shape[2]], axis=-1)
-            return jnp.concatenate([plain, rotate(part, positions)], axis=-1)
+            plain, rotary = jnp.split(heads, [self.latent.key.shape[2]], axis=-1)
+            return jnp.concatenate([plain, rotate(rotary, positions)], axis=-1)
         if self.rotary_dim is None:
             return rotate(heads, positions)
-        part, plain = jnp.split(heads, [self.rotary_dim], axis=-1)
-        return jnp.concatenate([rotate(part, positions), plain], axis=-1)
+        rotary, plain = jnp.split(heads, [self.rotary_dim], axis=-1)
+        return jnp.concatenate([rotate(rotary, positions), plain], axis=-1)
 
     def queries_keys_values(
         self,
@@ -383,15 +392,15 @@ class Attention(nnx.Module):
         self, query: Float[Array, "B W N H"], parts: list[tuple], mask, bias=None
     ) -> Float[Array, "B W N V"]:
         """Attend to what calls of `cache` returned; see `cached_attention`."""
-        given = self.softmax_parameters()
+        parameters = self.softmax_parameters()
         if self.latent is not None:
-            return self.latent.attend_cached(query, parts, mask, bias, **given)
+            return self.latent.attend_cached(query, parts, mask, bias, **parameters)
         if self.difference is not None:
             parts = [
                 (key, variants.paired(value.swapaxes(1, 2)).swapaxes(1, 2))
                 for key, value in parts
             ]
-        return cached_attention(query, parts, mask, bias, **given)
+        return cached_attention(query, parts, mask, bias, **parameters)
 
     def transform_heads(
         self,
@@ -448,10 +457,10 @@ class Attention(nnx.Module):
 
     def softmax_parameters(self) -> dict[str, Float[Array, "N ..."]]:
         """Return the mixes of talking heads, or the sink, by argument name."""
-        given = dict(self.talking_heads or {})
+        parameters = dict(self.talking_heads or {})
         if self.sink is not None:
-            given["sink"] = self.sink
-        return {name: param[...] for name, param in given.items()}
+            parameters["sink"] = self.sink
+        return {name: param[...] for name, param in parameters.items()}
 
     def dropout_arguments(self, key: Key[Array, ""] | None) -> dict:
         """Return arguments for dropout of weights; empty without a key or a rate."""
@@ -517,14 +526,14 @@ class Attention(nnx.Module):
             if self.qk_clip is not None:
                 heads, statistics = heads
                 largest = statistics.max_logit.max(0)
-        own = value if memory is None else None
+        own_value = value if memory is None else None
         noise = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
-        heads = self.transform_heads(heads, x, own, noise)
+        heads = self.transform_heads(heads, x, own_value, noise)
         if observe is not None:
             gated = attention.head_gated(heads, gate)
             factor = None if self.difference is None else self.difference.factor()
             rule, rule_arguments = self.rule()
-            seen = Intermediates(
+            intermediates = Intermediates(
                 query=query,
                 key=key,
                 masks=masks,
@@ -538,7 +547,7 @@ class Attention(nnx.Module):
                 largest=largest,
                 factors=self.element_factors(),
             )
-            observe(seen)
+            observe(intermediates)
         return self.merged(heads, x, gate)
 
     def element_factors(self) -> Float[Array, "*V"] | float:
@@ -568,7 +577,7 @@ class Attention(nnx.Module):
         penalty = self.mixture_balance or self.gate_penalty
         return bool(penalty) or self.qk_clip is not None
 
-    def auxiliary(self, seen: "Intermediates") -> dict:
+    def auxiliary(self, intermediates: "Intermediates") -> dict:
         """Return what training needs from a layer in addition to its output.
 
         Returns:
@@ -577,21 +586,23 @@ class Attention(nnx.Module):
             load-balancing loss and the expected number of open gates, times their
             factors. largest: each head's largest logit.
         """
-        found = {}
+        results = {}
         if self.value_residual and self.value_share is None:
-            found["value"] = seen.value
+            results["value"] = intermediates.value
         if self.mixture_balance:
-            arguments = {k: v for k, v in seen.arguments.items() if k != "kernel"}
-            shares, chosen = seen.rule.routes(seen.x, **arguments)
-            real = seen.masks["query_segment_ids"]
+            arguments = {
+                k: v for k, v in intermediates.arguments.items() if k != "kernel"
+            }
+            shares, chosen = intermediates.rule.routes(intermediates.x, **arguments)
+            real = intermediates.masks["query_segment_ids"]
             loss = variants.balance_loss(shares, chosen, real)
-            found["penalty"] = self.mixture_balance * loss
+            results["penalty"] = self.mixture_balance * loss
         if self.gate_penalty:
             count = variants.expected_heads(self.output_gate.kernel[...])
-            found["penalty"] = found.get("penalty", 0) + self.gate_penalty * count
+            results["penalty"] = results.get("penalty", 0) + self.gate_penalty * count
         if self.qk_clip is not None:
-            found["largest"] = seen.largest
-        return found
+            results["largest"] = intermediates.largest
+        return results
 
     def learned_gates(self) -> Float[Array, "N"] | None:
         """Return the values of "hard_concrete" gates, or None if there are none."""
@@ -610,17 +621,17 @@ class Attention(nnx.Module):
         factor = variants.clip_factor(largest, self.qk_clip)
         key = self.key if self.latent is None else self.latent.key
         N, H, shared = self.query.shape[1], key.shape[2], key.shape[1] < len(factor)
-        own = factor if shared else jnp.sqrt(factor)
+        content_factor = factor if shared else jnp.sqrt(factor)
         # with a latent, only the first H elements of a query meet the head's own key
-        is_own = jnp.arange(self.query.shape[2]) < H
-        of_query = jnp.where(is_own, own[:, None], factor[:, None])
+        is_content = jnp.arange(self.query.shape[2]) < H
+        of_query = jnp.where(is_content, content_factor[:, None], factor[:, None])
         changes = [(self.query, of_query), (self.query_bias, of_query)]
         if not shared:
-            of_key = jnp.broadcast_to(own[:, None], (N, H))
+            of_key = jnp.broadcast_to(content_factor[:, None], (N, H))
             changes += [(key, of_key), (self.key_bias, of_key)]
-        for param, by in changes:
+        for param, scale in changes:
             if param is not None:
-                param[...] = (param[...] * by).astype(param.dtype)
+                param[...] = (param[...] * scale).astype(param.dtype)
 
 
 def initializer(name: str, num_inputs: int, rank: int, gain: float = 1.0):

@@ -92,12 +92,12 @@ def products(jaxpr) -> int:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            size = math.prod(left[axis] for axis in contracted)
+            left_shape = equation.invars[0].aval.shape
+            size = math.prod(left_shape[axis] for axis in contracted)
             total += size * math.prod(equation.outvars[0].aval.shape)
         for inner in jaxprs_in_params(equation.params):
-            found = products(inner)
-            if found and equation.primitive.name in ("scan", "while"):
+            inner_total = products(inner)
+            if inner_total and equation.primitive.name in ("scan", "while"):
                 raise ValueError("Matrix products in a loop can't be counted.")
-            total += found
+            total += inner_total
     return total

@@ -74,27 +74,27 @@ def parts(model: Transformer, S: int = LENGTH, T: int = LENGTH) -> list[Part]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         name = name.removesuffix(".value")
         arrays.setdefault(part_of(name), []).append((name, leaf))
-    found = []
+    rows = []
     for name in sorted(arrays | work, key=place):
         named = arrays.get(name, [])
         kernels = {x.shape for path, x in named if x.ndim > 1 and path[-4:] != "bias"}
         stack = name.split(".")[0]
         layers = len(getattr(model, stack)) if stack in ("encoder", "decoder") else 1
         count = parameters([leaf for _, leaf in named])
-        found.append(Part(name, layers, sorted(kernels), count, work.get(name, 0)))
-    return found
+        rows.append(Part(name, layers, sorted(kernels), count, work.get(name, 0)))
+    return rows
 
 
 def part_of(path: str) -> str:
     """Return a parameter's part, such as decoder.cross_attention.key."""
-    first, *rest = path.split(".")
+    first, *inner = path.split(".")
     if first.startswith("output"):
         return "output"
     if first not in ("encoder", "decoder"):
         return first
-    inside = rest[1]
+    inside = inner[1]
     if inside.endswith("attention"):
-        head = re.sub("_(bias|norm)", "", rest[2])
+        head = re.sub("_(bias|norm)", "", inner[2])
         head = head if head in OF_HEADS else "maps"  # parameters of variants
         return f"{first}.{inside}.{head}"
     return f"{first}.{'norms' if inside.endswith('norm') else inside}"
@@ -119,14 +119,14 @@ def products_by_part(model: Transformer, S: int, T: int) -> dict[str, int]:
         if not layers:
             continue
         layer, count = layers[0], len(layers)
-        found = {"mlp": products_of(layer.mlp, like(length, D))}
+        of_layer = {"mlp": products_of(layer.mlp, like(length, D))}
         for site in ("self_attention", "cross_attention"):
             attention = getattr(layer, site)
             if attention is not None:
                 memory = [like(S, D)] if site == "cross_attention" else []
                 by_part = of_attention(attention, like(length, D), *memory)
-                found |= {f"{site}.{name}": n for name, n in by_part.items()}
-        work |= {f"{stack}.{name}": count * n for name, n in found.items()}
+                of_layer |= {f"{site}.{name}": n for name, n in by_part.items()}
+        work |= {f"{stack}.{name}": count * n for name, n in of_layer.items()}
     hidden = like(T if model.decoder else S, D)
     if model.classifier:
         ids = jax.ShapeDtypeStruct((1, S), jnp.int32)
@@ -157,16 +157,16 @@ def of_attention(attention: Attention, x, memory=None) -> dict[str, int]:
 
     sizes = attention.num_merged_heads, attention.sizes()[3]
     heads = jax.ShapeDtypeStruct((*x.shape[:2], *sizes), x.dtype)
-    found = {
+    counts = {
         "query": projected("query", x),
         "key": projected("key", memory),
         "value": projected("value", memory),
         "merge": products_of(attention, heads, x, method=Attention.merged),
     }
     if attention.latent is not None:
-        found["latent"] = products_of(attention, memory, method=latent)
-    whole = products_of(attention, *inputs)
-    return found | {"maps": whole - sum(found.values())}
+        counts["latent"] = products_of(attention, memory, method=latent)
+    total = products_of(attention, *inputs)
+    return counts | {"maps": total - sum(counts.values())}
 
 
 def print_parts(model: Transformer) -> None:

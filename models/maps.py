@@ -23,16 +23,16 @@ def of_layers(model, batch: dict, head_gates: dict, function: Callable) -> dict:
         batch, head_gates: see there.
         function: function of a site and a layer's `Intermediates`.
     """
-    found = {site: [] for site in model.sites()}
+    results = {site: [] for site in model.sites()}
 
     def observe(site, layer):
-        found[site].append(function(site, layer))
+        results[site].append(function(site, layer))
 
-    observers = {site: partial(observe, site) for site in found}
+    observers = {site: partial(observe, site) for site in results}
     model.hidden(batch, head_gates=head_gates, observe=observers)
     return {
         site: jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
-        for site, layers in found.items()
+        for site, layers in results.items()
     }
 
 

@@ -42,14 +42,14 @@ class Classifier(nnx.Module):
         """Replace every token's vector by the pooled vector of its segment."""
         if self.pooling is None:
             return hidden
-        same = segments[:, :, None] == segments[:, None, :]
+        same_segment = segments[:, :, None] == segments[:, None, :]
         if self.pooling == "first":
-            weights = jax.nn.one_hot(same.argmax(-1), same.shape[-1])
+            weights = jax.nn.one_hot(same_segment.argmax(-1), same_segment.shape[-1])
         else:
             scores = jnp.zeros(hidden.shape[:2])
             if self.scores is not None:
                 scores = self.scores(hidden)[..., 0].astype(jnp.float32)
-            scores = jnp.where(same, scores[:, None, :], -jnp.inf)
+            scores = jnp.where(same_segment, scores[:, None, :], -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1)
         return jnp.einsum("BTS,BSD->BTD", weights.astype(hidden.dtype), hidden)
 

@@ -69,8 +69,8 @@ def alibi_slopes(num_heads: int) -> Float[np.ndarray, "N"]:
     def slopes(count):
         return 2.0 ** (-8.0 * np.arange(1, count + 1, dtype=np.float32) / count)
 
-    more = slopes(2 * below)[::2]
-    return np.concatenate([slopes(below), more[: num_heads - below]])
+    finer = slopes(2 * below)[::2]
+    return np.concatenate([slopes(below), finer[: num_heads - below]])
 
 
 def alibi_bias(num_heads: int, distance: Int[Array, "*X"]) -> Float[Array, "N *X"]:

@@ -64,8 +64,8 @@ def _lookup_forward(table, indices):
     return table[indices], (table, indices)
 
 
-def _lookup_backward(kept, gradient):
-    table, indices = kept
+def _lookup_backward(residuals, gradient):
+    table, indices = residuals
     wide = jnp.promote_types(table.dtype, jnp.float32)
     total = jnp.zeros(table.shape, wide).at[indices].add(gradient.astype(wide))
     return total.astype(table.dtype), None

@@ -130,12 +130,12 @@ class Transformer(nnx.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"model.dropout must be from 0 to below 1, got {dropout}.")
         encoder_only = {"token_types": token_types, "pooler": pooler}
-        own = {
+        overrides = {
             "encoder": encoder_attention,
             "decoder": decoder_attention,
             "cross": cross_attention,
         }
-        check_layers(num_encoder_layers, num_decoder_layers, encoder_only, own)
+        check_layers(num_encoder_layers, num_decoder_layers, encoder_only, overrides)
         self.dropout = dropout
         self.width = width
         self.bos = bos
@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
         )
 
         arguments = {
-            site: attention_arguments(site, attention, own[site])
+            site: attention_arguments(site, attention, overrides[site])
             | {"rotary": positions == "rotary" and site != "cross"}
             | {"is_cross": site == "cross", "norm_epsilon": norm_epsilon}
             for site in SITES
@@ -181,10 +181,10 @@ class Transformer(nnx.Module):
 
         self.encoder = layers("encoder", None)
         self.decoder = layers("decoder", arguments["cross"] if self.encoder else None)
-        for site, about in self.sites().items():
+        for site, attention_site in self.sites().items():
             if arguments[site].get("knocking_shared"):
-                for later in about.attentions[1:]:
-                    later.knocking = about.attentions[0].knocking
+                for later in attention_site.attentions[1:]:
+                    later.knocking = attention_site.attentions[0].knocking
 
         def position_table(site):
             if positions == "learned":
@@ -194,9 +194,9 @@ class Transformer(nnx.Module):
                 return nnx.Param(jnp.zeros(shape), axes="buckets heads")
             return None
 
-        def norms(wanted):
+        def norms(enabled):
             return [
-                a_norm(rngs=rngs) if wanted and count else None
+                a_norm(rngs=rngs) if enabled and count else None
                 for count in stacks.values()
             ]
 
@@ -223,17 +223,17 @@ class Transformer(nnx.Module):
 
     def sites(self) -> dict[str, Site]:
         """Return the model's attention sites by name."""
-        found = {}
+        sites = {}
         if self.encoder:
             layers = [layer.self_attention for layer in self.encoder]
-            found["encoder"] = Site(layers, "source", "source", False)
+            sites["encoder"] = Site(layers, "source", "source", False)
         if self.decoder:
             layers = [layer.self_attention for layer in self.decoder]
-            found["decoder"] = Site(layers, "target", "target", True)
+            sites["decoder"] = Site(layers, "target", "target", True)
         if self.encoder and self.decoder:
             layers = [layer.cross_attention for layer in self.decoder]
-            found["cross"] = Site(layers, "target", "source", False)
-        return found
+            sites["cross"] = Site(layers, "target", "source", False)
+        return sites
 
     def embed(
         self,
@@ -347,7 +347,7 @@ class Transformer(nnx.Module):
         arguments = self.position_arguments(positions, is_source=True)
         first = {}
         for index, layer in enumerate(self.encoder):
-            x, found = rematerialize(
+            x, layer_auxiliary = rematerialize(
                 remat,
                 layer,
                 x,
@@ -358,8 +358,8 @@ class Transformer(nnx.Module):
                 observe=select(observe, self="encoder"),
                 first=first,
             )
-            first = first or first_values(found)
-            collect(auxiliary, found, self="encoder")
+            first = first or first_values(layer_auxiliary)
+            collect(auxiliary, layer_auxiliary, self="encoder")
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def decode(
@@ -388,7 +388,7 @@ class Transformer(nnx.Module):
         arguments = self.position_arguments(positions, is_source=False)
         first = {}
         for index, layer in enumerate(self.decoder):
-            x, found = rematerialize(
+            x, layer_auxiliary = rematerialize(
                 remat,
                 layer,
                 x,
@@ -402,8 +402,8 @@ class Transformer(nnx.Module):
                 observe=select(observe, self="decoder", cross="cross"),
                 first=first,
             )
-            first = first or first_values(found)
-            collect(auxiliary, found, self="decoder", cross="cross")
+            first = first or first_values(layer_auxiliary)
+            collect(auxiliary, layer_auxiliary, self="decoder", cross="cross")
         return x if self.decoder_norm is None else self.decoder_norm(x)
 
     def output(
@@ -418,8 +418,8 @@ class Transformer(nnx.Module):
         if self.output_transform is not None:
             hidden = self.output_transform(hidden)
         if self.output_bias is not None:
-            one = jnp.ones_like(hidden[..., :1])
-            hidden = jnp.concatenate([hidden, one], axis=-1)
+            ones = jnp.ones_like(hidden[..., :1])
+            hidden = jnp.concatenate([hidden, ones], axis=-1)
             table = jnp.concatenate([table, self.output_bias[...][:, None]], axis=1)
         return hidden, table
 
@@ -543,11 +543,11 @@ class Transformer(nnx.Module):
         )
 
 
-def attention_arguments(site: str, attention: dict, own: dict | None) -> dict:
+def attention_arguments(site: str, attention: dict, overrides: dict | None) -> dict:
     """Return a site's arguments of `Attention`; its own override the shared ones."""
-    has_own = any(value is not None for value in (own or {}).values())
+    has_own = any(value is not None for value in (overrides or {}).values())
     path = f"model.{site}_attention" if has_own else "model.attention"
-    return at_site(attention, own) | {"path": path}
+    return at_site(attention, overrides) | {"path": path}
 
 
 def layer_gates(head_gates: dict | None, layer: int, **sites: str) -> dict:
@@ -561,30 +561,34 @@ def select(by_site: dict | None, **sites: str) -> dict:
     return {name: by_site[site] for name, site in sites.items() if site in by_site}
 
 
-def first_values(found: dict) -> dict:
+def first_values(by_place: dict) -> dict:
     """Return the first layer's values by place, from its auxiliary results."""
-    return {place: own["value"] for place, own in found.items() if "value" in own}
+    return {
+        place: results["value"]
+        for place, results in by_place.items()
+        if "value" in results
+    }
 
 
-def collect(auxiliary: dict | None, found: dict, **sites: str) -> None:
+def collect(auxiliary: dict | None, by_place: dict, **sites: str) -> None:
     """Append a layer's auxiliary results by place to lists by site, except values."""
-    for place, own in found.items():
-        own = {name: value for name, value in own.items() if name != "value"}
-        if auxiliary is not None and own:
-            auxiliary.setdefault(sites[place], []).append(own)
+    for place, results in by_place.items():
+        results = {name: value for name, value in results.items() if name != "value"}
+        if auxiliary is not None and results:
+            auxiliary.setdefault(sites[place], []).append(results)
 
 
 def implementations(model: Transformer, spec: dict) -> dict[str, str]:
     """Return the attention implementation that each site runs for a batch spec."""
-    found = {}
+    chosen = {}
     for name, site in model.sites().items():
         B, T = spec[site.queries].shape
         S = spec[site.keys].shape[1]
         positions = None if name == "cross" else model.positions
-        found[name] = site.attentions[0].resolve(
+        chosen[name] = site.attentions[0].resolve(
             B, T, S, dtype=model.dtype, positions=positions
         )
-    return found
+    return chosen
 
 
 def shift_right(

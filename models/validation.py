@@ -5,14 +5,17 @@ from headcount.configs.sites import at_site, layers_of
 
 
 def check_layers(
-    num_encoder_layers: int, num_decoder_layers: int, encoder_only: dict, own: dict
+    num_encoder_layers: int,
+    num_decoder_layers: int,
+    encoder_only: dict,
+    overrides: dict,
 ) -> None:
     """Raise a ValueError if the numbers of layers are invalid or don't fit settings.
 
     Args:
         num_encoder_layers, num_decoder_layers: numbers of layers.
         encoder_only: settings by name that only encoder-only models may use.
-        own: arguments of attention by site, of those that differ there.
+        overrides: arguments of attention by site, of those that differ there.
     """
     counts = num_encoder_layers, num_decoder_layers
     if min(counts) < 0 or counts == (0, 0):
@@ -30,7 +33,7 @@ def check_layers(
             )
     stacks = {"num_encoder_layers": counts[0], "num_decoder_layers": counts[1]}
     sites = layers_of(stacks)
-    for site, settings in own.items():
+    for site, settings in overrides.items():
         for key, value in (settings or {}).items():
             if value is not None and site not in sites:
                 raise ValueError(
@@ -74,9 +77,11 @@ def check_variants(s: dict) -> None:
     require(s["scale"] is None or 0 <= s["scale"] <= 1e6, "scale", "from 0 to 1e6")
     require(0 <= s["dropout"] < 1, "dropout", "from 0 to below 1")
     if s["implementation"] in ("xla", "cudnn"):
-        there = f"with implementation={s['implementation']!r}"
-        require(not s["dropout"], "dropout", f"0 {there}, which has none")
-        require(s["qk_clip"] is None, "qk_clip", f"None {there}, without statistics")
+        condition = f"with implementation={s['implementation']!r}"
+        require(not s["dropout"], "dropout", f"0 {condition}, which has none")
+        require(
+            s["qk_clip"] is None, "qk_clip", f"None {condition}, without statistics"
+        )
     check_mixture(s)
     features, width = s["gate_features"], s["width"]
     require(
@@ -181,12 +186,14 @@ def check_mixture(s: dict) -> None:
         )
 
 
-def check_gates(head_gates: dict | None, like: dict) -> None:
-    """Raise a ValueError if gates don't match the sites, layers and heads of `like`."""
+def check_gates(head_gates: dict | None, expected: dict) -> None:
+    """Raise a ValueError if gates don't match the sites and shapes of `expected`."""
     for site, gates in (head_gates or {}).items():
-        if site not in like:
-            raise ValueError(f"head_gates may have {', '.join(like)}, got {site!r}.")
-        L, N = like[site].shape
+        if site not in expected:
+            raise ValueError(
+                f"head_gates may have {', '.join(expected)}, got {site!r}."
+            )
+        L, N = expected[site].shape
         if gates.ndim not in (2, 3) or (gates.shape[0], gates.shape[-1]) != (L, N):
             raise ValueError(
                 f"head_gates[{site!r}] must be {L} layers by {N} heads, or layers by "
@@ -196,11 +203,11 @@ def check_gates(head_gates: dict | None, like: dict) -> None:
 
 def check_positions(model: dict, max_length: int) -> None:
     """Raise a ValueError if examples can be longer than the learned positions."""
-    there = model["max_positions"]
-    if model["positions"] == "learned" and max_length > there:
+    max_positions = model["max_positions"]
+    if model["positions"] == "learned" and max_length > max_positions:
         raise ValueError(
             f"model.max_positions must be at least data.max_length = {max_length} with "
-            f"model.positions='learned', got {there}."
+            f"model.positions='learned', got {max_positions}."
         )
 
 
@@ -224,15 +231,18 @@ def check_unused(model: dict, defaults: dict) -> None:
     """
     sections = [f"{site}_attention" for site in layers_of(model)]
     settings = {name: at_site(model["attention"], model[name]) for name in sections}
-    for key, (other, values) in NEEDS.items():
-        used = {name: own[other] in values for name, own in settings.items()}
+    for key, (needed, values) in NEEDS.items():
+        used = {
+            name: site_settings[needed] in values
+            for name, site_settings in settings.items()
+        }
         used["attention"] = any(used.values())
         for section, is_used in used.items():
             value = model[section][key]
             if not is_used and value not in (None, defaults[key]):
                 raise ValueError(
                     f"model.{section}.{key}={value} has no effect without "
-                    f"model.{section}.{other}={' or '.join(values)}."
+                    f"model.{section}.{needed}={' or '.join(values)}."
                 )
     for key in ("rotary_dim", "latent_rotary_dim"):
         if value := model["cross_attention"][key]:
@@ -247,9 +257,9 @@ def check_residual(model: dict) -> None:
     """Raise a ValueError if value residuals are on where no stack has two layers."""
     on = {}  # number of layers, by section that turns them on
     for site, count in layers_of(model).items():
-        own = model[f"{site}_attention"]
-        if at_site(model["attention"], own)["value_residual"]:
-            is_own = own["value_residual"] is not None
+        site_settings = model[f"{site}_attention"]
+        if at_site(model["attention"], site_settings)["value_residual"]:
+            is_own = site_settings["value_residual"] is not None
             section = f"{site}_attention" if is_own else "attention"
             on[section] = max(count, on.get(section, 0))
     for section, count in on.items():

@@ -131,8 +131,8 @@ class Knocking(nnx.Module):
         if kernel is None:
             return heads
         if of == "value" and self.gate is not None:
-            rest = self.gate[...], self.down[...]
-            return variants.knock_gated(heads, kernel[...], *rest)
+            gate_and_down = self.gate[...], self.down[...]
+            return variants.knock_gated(heads, kernel[...], *gate_and_down)
         return variants.knock(heads, kernel[...])
 
 
@@ -185,8 +185,8 @@ class Latent(nnx.Module):
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"] | None
     ) -> Float[Array, "B S C"]:
         """Compute each token's latent and rotated shared key part, concatenated."""
-        both = linear(x, self.down[...])
-        latent, shared = jnp.split(both, [self.latent_dim], axis=-1)
+        projected = linear(x, self.down[...])
+        latent, shared = jnp.split(projected, [self.latent_dim], axis=-1)
         latent = latent if self.norm is None else self.norm(latent)
         if positions is not None:
             shared = rotate(shared[:, :, None], positions)[:, :, 0]

@@ -36,14 +36,14 @@ def connect() -> None:
 
 
 def arguments() -> list[str]:
-    """Return the flags for scripts that this process starts on its host.
+    """Return the connection flags to pass to scripts that this process starts.
 
-    These are the flags that were given. On a TPU pod that lists its hosts,
+    These are this process's own flags. On a TPU pod that lists its hosts,
     --coordinator=auto is added, so that the hosts of a sweep work on the same group.
     """
-    given = [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
+    own_flags = [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
     is_found = not COORDINATOR.present and distributed.lists_hosts()
-    return [*given, f"--{COORDINATOR.name}=auto"] if is_found else given
+    return [*own_flags, f"--{COORDINATOR.name}=auto"] if is_found else own_flags
 
 
 def process() -> str:

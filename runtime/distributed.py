@@ -33,12 +33,12 @@ def check_flags(
 ) -> None:
     """Raise a ValueError unless the three flags are consistent."""
     counts = {"--num_processes": num_processes, "--process_id": process_id}
-    given = [name for name, value in counts.items() if value is not None]
+    provided = [name for name, value in counts.items() if value is not None]
     if coordinator is None or coordinator == "auto":
-        if given:
+        if provided:
             raise ValueError(
-                f"{' and '.join(given)} needs --coordinator=HOST:PORT, the address of "
-                f"process 0."
+                f"{' and '.join(provided)} needs --coordinator=HOST:PORT, the address "
+                f"of process 0."
             )
         return
     host, _, port = coordinator.rpartition(":")
@@ -47,7 +47,7 @@ def check_flags(
             f"--coordinator must be HOST:PORT, as in 10.0.0.1:8476, or auto, got "
             f"{coordinator!r}."
         )
-    if len(given) < len(counts):
+    if len(provided) < len(counts):
         raise ValueError(
             f"--coordinator={coordinator} needs --num_processes, and in each process "
             f"its own --process_id from 0 on."
@@ -112,7 +112,7 @@ def connect(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     on_abort(
         f"Not all processes of the run connected to {coordinator or 'process 0'} "
-        f"within {seconds} seconds, or something else answers at that address.",
+        f"within {seconds} seconds, or another program listens at that address.",
         status=2,
     )
     try:
@@ -127,13 +127,13 @@ def connect(
         )
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         why = str(error).splitlines()[0].rstrip(".")
-        mend = (
+        fix = (
             "give --coordinator=HOST:PORT, --num_processes and --process_id"
             if is_auto
             else "choose another port"
         )
         raise ValueError(
-            f"--coordinator={coordinator or 'auto'} can't be used here ({why}); {mend}."
+            f"--coordinator={coordinator or 'auto'} can't be used here ({why}); {fix}."
         ) from error
     on_abort(
         "Another process of this run stopped (its log says why), so this one stops "
@@ -150,8 +150,12 @@ def check_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin
-        told = os.environ.get("JAX_PLATFORMS")
-        fix = f"change JAX_PLATFORMS={told}" if told else "set JAX_PLATFORMS=cpu"
+        platforms = os.environ.get("JAX_PLATFORMS")
+        fix = (
+            f"change JAX_PLATFORMS={platforms}"
+            if platforms
+            else "set JAX_PLATFORMS=cpu"
+        )
         reason = str(error).split("\n")[0].rstrip(".") or "no plugin is installed"
         raise ValueError(f"JAX finds no device ({reason}); {fix}.") from None
 
@@ -222,19 +226,19 @@ def fail_together():
     Raises:
         ValueError: the block failed in another process; the message includes its error.
     """
-    own = None
+    own_error = None
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
-        own = error
-    said = gather(None if own is None else str(own))
-    bad = [index for index, sentence in enumerate(said) if sentence is not None]
+        own_error = error
+    messages = gather(None if own_error is None else str(own_error))
+    bad = [index for index, sentence in enumerate(messages) if sentence is not None]
     if not bad:
         return
     leave()
-    if own is None:
-        own = ValueError(f"Process {bad[0]} failed: {said[bad[0]]}")
-    raise own
+    if own_error is None:
+        own_error = ValueError(f"Process {bad[0]} failed: {messages[bad[0]]}")
+    raise own_error
 
 
 def check_same_run(
@@ -246,9 +250,9 @@ def check_same_run(
         no_cpu_kernel: reason why this process can't use the CPU attention kernels, or
             None.
     """
-    here = environment()
-    software = here["versions"] | {"commit": here["commit"]}
-    has_commits = None not in gather(here["commit"])  # None where git is missing
+    facts = environment()
+    software = facts["versions"] | {"commit": facts["commit"]}
+    has_commits = None not in gather(facts["commit"])  # None where git is missing
     check_same("software", software, may_differ=() if has_commits else ("commit",))
     reasons = gather(no_cpu_kernel)
     without = [index for index, reason in enumerate(reasons) if reason is not None]

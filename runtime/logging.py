@@ -46,8 +46,8 @@ class Progress:
         if now - self.last_line >= self.seconds or done == self.total:
             self.last_line = now
             rate = (done - self.first) / max(now - self.start, 1e-9)
-            left = f"  {clock((self.total - done) / rate)} left" if rate else ""
-            say(f"{self.unit} {done}/{self.total}  {text}{left}")
+            remaining = f"  {clock((self.total - done) / rate)} left" if rate else ""
+            say(f"{self.unit} {done}/{self.total}  {text}{remaining}")
 
     def close(self) -> None:
         """Stop the bar, leaving it on the screen."""
@@ -98,8 +98,10 @@ class SayHandler(logging.Handler):
     """Show all records from the packages `data` and `attention`, and warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.pathname.startswith((str(ROOT / "data"), str(ROOT / "attention")))
-        if ours or record.levelno >= logging.WARNING:
+        is_ours = record.pathname.startswith(
+            (str(ROOT / "data"), str(ROOT / "attention"))
+        )
+        if is_ours or record.levelno >= logging.WARNING:
             say(record.getMessage())
 
 

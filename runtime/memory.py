@@ -27,8 +27,8 @@ def host_memory() -> int | None:
     if not info.exists():  # not Linux
         return None
     rows = (line.split() for line in info.read_text().splitlines())
-    found = {row[0]: 1024 * int(row[1]) for row in rows if len(row) == 3}
-    total = found["MemTotal:"] + found["SwapTotal:"]
+    sizes = {row[0]: 1024 * int(row[1]) for row in rows if len(row) == 3}
+    total = sizes["MemTotal:"] + sizes["SwapTotal:"]
     with contextlib.suppress(OSError, ValueError):  # "max", or no such file
-        total = min(total, int(CGROUP.read_text()) + found["SwapTotal:"])
+        total = min(total, int(CGROUP.read_text()) + sizes["SwapTotal:"])
     return total

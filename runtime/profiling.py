@@ -30,9 +30,11 @@ def measured_flops() -> float:
     """Measure float32 matrix products on all local devices; return the best of five."""
     devices = jax.local_devices()
     mesh = Mesh(devices, ("data",))
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*of)) for of in (["data"], []))
+    rows, replicated = (
+        NamedSharding(mesh, PartitionSpec(*of)) for of in (["data"], [])
+    )
     x = jax.device_put(np.ones((len(devices) * SIZE, SIZE), np.float32), rows)
-    y = jax.device_put(np.ones((SIZE, SIZE), np.float32), whole)
+    y = jax.device_put(np.ones((SIZE, SIZE), np.float32), replicated)
     product = jax.jit(jnp.matmul)
     seconds = []
     with jax.set_mesh(mesh):  # the training mesh may have devices of other processes

@@ -74,18 +74,18 @@ def _in_list(value, schema, name: str) -> str | None:
     if not isinstance(value, list) or not value:
         return f"{name} must be a list that is not empty, got {shown(value)}"
     of = "" if name == "it" else name
-    found = (violation(each, schema, f"{of}[{i}]") for i, each in enumerate(value))
-    return next((wrong for wrong in found if wrong), None)
+    violations = (violation(item, schema, f"{of}[{i}]") for i, item in enumerate(value))
+    return next((wrong for wrong in violations if wrong), None)
 
 
 def _in_object(value, schema: dict, name: str) -> str | None:
     if not isinstance(value, dict):
         return f"{name} must be an object, got {shown(value)}"
     of = "" if name == "it" else f"{name}."
-    for key, each in schema.items():
+    for key, subschema in schema.items():
         if key not in value:
             return f"{of}{key} is missing"
-        if wrong := violation(value[key], each, f"{of}{key}"):
+        if wrong := violation(value[key], subschema, f"{of}{key}"):
             return wrong
     return None
 

@@ -401,15 +401,15 @@ def gathered(params, shard: str):
     From the sharding of the parameters alone (see `specs`), the compiler would shard
     activations the same way, which moves far more data.
     """
-    return params if shard == "none" else _lying(params, "none")
+    return params if shard == "none" else _constrained(params, "none")
 
 
 def scattered(gradient, shard: str):
     """Shard one trial's gradient along `data`, like the optimizer's state."""
-    return gradient if shard == "none" else _lying(gradient, shard)
+    return gradient if shard == "none" else _constrained(gradient, shard)
 
 
-def _lying(tree, shard: str):
+def _constrained(tree, shard: str):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1 or not mesh.axis_names:
         return tree

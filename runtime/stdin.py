@@ -16,13 +16,15 @@ def available_lines(file: int, most: int) -> Iterator[list[str]]:
     Raises:
         ValueError: a line is not UTF-8, or the file is a folder.
     """
-    rest, number = b"", 0
+    unfinished, number = b"", 0
     while True:
         try:
             chunk = os.read(file, 1 << 16)  # returns as soon as anything is available
         except IsADirectoryError:
             raise ValueError("The input is a folder; name a file: < FILE.") from None
-        *lines, rest = (rest + chunk).split(b"\n") if chunk else (rest, b"")
+        *lines, unfinished = (
+            (unfinished + chunk).split(b"\n") if chunk else (unfinished, b"")
+        )
         if not chunk and lines == [b""]:
             return
         for start in range(0, len(lines), most):

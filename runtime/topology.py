@@ -99,10 +99,10 @@ def devices(target: str) -> np.ndarray:
         name = chip.upper()
         major = int(GPUS[chip].capability)
         features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
-        known = {"gpu": GPUS[chip], "chip": CHIPS[chip], "name": name}
+        fields = {"gpu": GPUS[chip], "chip": CHIPS[chip], "name": name}
         options = {
             "target_config": DESCRIPTION.format(
-                **known, major=major, features=features
+                **fields, major=major, features=features
             ),
             "topology": f"1x1x{shape}",  # a single host
         }
@@ -115,7 +115,7 @@ def devices(target: str) -> np.ndarray:
         if chip == "v4":  # its two cores form one device
             options["chip_config_name"] = "megacore"
     try:
-        found = topologies.get_topology_desc(name, platform, **options)
+        topology = topologies.get_topology_desc(name, platform, **options)
     except Exception as error:
         if "lockfile" in str(error):
             raise ValueError(
@@ -123,14 +123,14 @@ def devices(target: str) -> np.ndarray:
                 f"TPU's compiler on this machine; retry when it is done."
             ) from error
         package = "jax_cuda13_plugin" if chip in GPUS else "libtpu"
-        mend = "pip install -r requirements-compilers.txt brings the compilers"
+        fix = "pip install -r requirements-compilers.txt brings the compilers"
         if importlib.util.find_spec(package):
-            mend = "choose an existing topology, such as v5e:16x16 or h200:8"
+            fix = "choose an existing topology, such as v5e:16x16 or h200:8"
         raise ValueError(
             f"{target} can't be compiled for here: {str(error).splitlines()[0]} "
-            f"({mend})."
+            f"({fix})."
         ) from error
-    return np.array(found.devices)
+    return np.array(topology.devices)
 
 
 def compile_for(devices: np.ndarray, function, *arguments, **options):
@@ -144,9 +144,9 @@ def compile_for(devices: np.ndarray, function, *arguments, **options):
     """
     device = devices.flat[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("data",))
-    here = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), arguments
     )
     platform = "tpu" if device.platform == "tpu" else "cuda"
     with jax.set_mesh(mesh):

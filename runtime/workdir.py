@@ -22,8 +22,9 @@ from headcount.runtime.schema import Number, matches, violation
 FORMAT_VERSION = 1  # of the files in a workdir; increase it when their meaning changes
 STATUSES = ("running", "stopped", "finished", "diverged", "failed")
 SAVED = ("stopped", "finished", "diverged")  # a run with such a status has a checkpoint
-# Config keys that a resumed run may change, because they don't affect what is learned;
-# `train.num_steps` does if the learning rate decays until then, which train.py says.
+# Config keys that a resumed run may change, because they don't affect what is learned.
+# Exception: `train.num_steps` does if the learning rate decays until then; train.py
+# logs a warning.
 MAY_CHANGE = (
     "train.num_steps",
     "train.log_every_steps",
@@ -59,8 +60,8 @@ DATA = dict.fromkeys(("examples", "crc32", "dev_crc32"), Number(0))  # in run.js
 def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
     """Lock the workdir for training a config with trials; write only the lock file.
 
-    If the block fails before it has recorded anything, the lock is removed; what else
-    it wrote is replaced by the next start.
+    If the block fails before it has recorded a run, the lock file is removed. The next
+    start replaces any other files that the block wrote.
 
     Raises:
         ValueError: the folder holds another run or incomplete files, or another process
@@ -116,7 +117,7 @@ def claim(workdir: Path, config: dict, trials: list[dict]) -> Iterator[None]:
 
 def has_started(workdir: Path) -> bool:
     """Return whether anything was trained; if not, another run may use the folder."""
-    metrics = workdir / "metrics.jsonl"  # made, empty, before the first step
+    metrics = workdir / "metrics.jsonl"  # an empty one is created before the first step
     return (metrics.exists() and metrics.stat().st_size > 0) or has_checkpoint(workdir)
 
 
@@ -288,7 +289,7 @@ def _finite(value):
 
 
 def environment() -> dict:
-    """Return what results depend on besides the config: versions, devices, commit."""
+    """Return what affects results besides the config: versions, devices, commit."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
     on_cpu = jax.default_backend() == "cpu"
     return {

@@ -90,10 +90,10 @@ def _import(file: str, function: str) -> ModuleType:
         raise ValueError(f"--ablation: there is no Python file {file}.")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
-    known = {*TASKS, *MERGE_RULES}
+    registered = {*TASKS, *MERGE_RULES}
     with name_in_errors(f"{file}:{function}"):
         spec.loader.exec_module(module)
-    if added := {*TASKS, *MERGE_RULES} - known:
+    if added := {*TASKS, *MERGE_RULES} - registered:
         raise ValueError(
             f"--ablation={file}:{function} adds {', '.join(sorted(added))}, which the "
             f"processes that train would not know; add --task_file={file}."
@@ -113,8 +113,8 @@ def ablation_names(module: ModuleType) -> list[str]:
 def nuisance_keys(docstring: str) -> list[str]:
     """List the config keys after "Nuisance:" in an ablation's docstring."""
     end = r"Fixed:|Scientific:|\n\s*\n|$"
-    found = re.search(f"Nuisance:(.*?)(?:{end})", docstring, re.DOTALL)
-    return re.findall(r"\b[a-z]\w*(?:\.\w+)+", found.group(1)) if found else []
+    match = re.search(f"Nuisance:(.*?)(?:{end})", docstring, re.DOTALL)
+    return re.findall(r"\b[a-z]\w*(?:\.\w+)+", match.group(1)) if match else []
 
 
 def arms_of(function: Callable, name: str, base: dict) -> list[dict]:
@@ -167,16 +167,16 @@ def without_excluded(arms: list[dict], base: ConfigDict) -> list[dict]:
             except ValueError as error:
                 return f"Arm {name} can't be built: {error}"
 
-    if error_of({}, "baseline"):  # what is wrong is no arm
+    if error_of({}, "baseline"):  # the base config itself is invalid: blame no arm
         return arms
     settings = [{k: v for k, v in arm.items() if k != MATCH} for arm in arms]
     distinct, excluded = unique(settings), []
-    for own, name in zip(distinct, name_arms(distinct)[0], strict=True):
-        if error := error_of(own, name):
+    for arm_settings, name in zip(distinct, name_arms(distinct)[0], strict=True):
+        if error := error_of(arm_settings, name):
             say(f"{error} It is left out.")
-            excluded.append(own)
+            excluded.append(arm_settings)
     pairs = zip(arms, settings, strict=True)
-    return [arm for arm, own in pairs if own not in excluded]
+    return [arm for arm, arm_settings in pairs if arm_settings not in excluded]
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def measure_arms(
     """Return the rows that `measure` finds for the reported trials of all arms.
 
     Trials that diverged, are not trained yet, have no checkpoint or can't be loaded are
-    left out. The last are logged with the error, as are arms of which none is left.
-    Rows have the additional columns arm and seed, and are in the order of the plan.
+    left out. Errors from loading are logged, and so are arms that lose all trials. Rows
+    have the additional columns arm and seed, and are in the order of the plan.
 
     Args:
         load: returns the run in a folder, and examples.
@@ -58,7 +58,7 @@ def measure_arms(
     Raises:
         ValueError, OSError: no trial is left.
     """
-    arms, found = {trial.id: trial.arm for trial in sweep.plan.trials}, {}
+    arms, rows_by_trial = {trial.id: trial.arm for trial in sweep.plan.trials}, {}
     failure = None
     progress = Progress(len(sweep.groups), unit="group")
     for done, group in enumerate(sweep.groups):
@@ -73,13 +73,13 @@ def measure_arms(
             continue
         for index, trial in enumerate(group.trials):
             if trial.id in arms and run.diverged_at[index] is None:
-                about = {"arm": arms[trial.id], "seed": trial.seed}
+                columns = {"arm": arms[trial.id], "seed": trial.seed}
                 rows = measure(run, examples, index)
-                found[trial.id] = [about | row for row in rows]
+                rows_by_trial[trial.id] = [columns | row for row in rows]
     progress.close()
-    if not found and failure is not None:
+    if not rows_by_trial and failure is not None:
         raise failure
-    if not found:
+    if not rows_by_trial:
         fix = f"{next_command(sweep, 'run')} resumes it."
         if all(is_trained(sweep.folder(group)) for group in sweep.groups):
             fix = (
@@ -90,7 +90,7 @@ def measure_arms(
             f"{sweep.workdir} has no checkpoint of a reported trial that has finished "
             f"training; {fix}"
         )
-    measured = {arms[key] for key in found}
+    measured = {arms[key] for key in rows_by_trial}
     if left_out := [a.name for a in sweep.plan.arms if a.name not in measured]:
         say(f"Left out, without a checkpoint to load: {', '.join(left_out)}.")
-    return [row for key in arms for row in found.get(key, ())]
+    return [row for key in arms for row in rows_by_trial.get(key, ())]

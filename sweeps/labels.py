@@ -66,5 +66,5 @@ def symbol(key: str) -> str:
 
 def site_prefix(key: str) -> str:
     """Return "encoder " for model.encoder_attention.*, and so on; else ""."""
-    found = re.search(r"\b(\w+)_attention\.", key)
-    return f"{found.group(1)} " if found else ""
+    match = re.search(r"\b(\w+)_attention\.", key)
+    return f"{match.group(1)} " if match else ""

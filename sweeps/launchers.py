@@ -139,8 +139,8 @@ def waves(sweep: Sweep, groups: list[Group] | Shard) -> Iterator[list[Group]]:
     while wave:
         yield wave
         started |= {group.name for group in wave}
-        found = sweep.extended().shard(*groups) if is_shard else []
-        wave = [group for group in found if group.name not in started]
+        extended = sweep.extended().shard(*groups) if is_shard else []
+        wave = [group for group in extended if group.name not in started]
 
 
 def log_end(group: str, result: Callable[[], int]) -> None:
@@ -244,16 +244,16 @@ def parse_resources(resources: list[str]) -> dict:
     Raises:
         ValueError: a pair has no "=".
     """
-    found = {}
+    parsed = {}
     for pair in resources:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--resources must be KEY=VALUE, got {pair!r}.")
         try:
-            found[key] = ast.literal_eval(value)
+            parsed[key] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            found[key] = value
-    return found
+            parsed[key] = value
+    return parsed
 
 
 @contextlib.contextmanager

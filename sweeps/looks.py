@@ -44,13 +44,13 @@ def parse_seeds(
         raise ValueError(f"--looks needs the range of seeds, as in --seeds={example}.")
     if seeds is None:
         return None, None
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", seeds)
-    if found is None or (found.group(2) is None and int(found.group(1)) < 1):
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", seeds)
+    if match is None or (match.group(2) is None and int(match.group(1)) < 1):
         raise ValueError(
             f"--seeds must be a number, or the first and last number of seeds to look "
             f"at, as in --seeds=4:32; got {seeds}."
         )
-    first, last = (int(x) if x else None for x in found.groups())
+    first, last = (int(x) if x else None for x in match.groups())
     if max(first, last or 0) > MAX_SEEDS:
         raise ValueError(f"--seeds must be at most {MAX_SEEDS:,}, got {seeds}.")
     if last is None:
@@ -76,9 +76,9 @@ def parse_margin(text: str, metric: Metric) -> float:
     Raises:
         ValueError: it is not a positive number, has another unit, or is implausible.
     """
-    found = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*(\S.*)?", text)
+    match = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*(\S.*)?", text)
     try:
-        margin = float(found.group(1)) if found else math.nan
+        margin = float(match.group(1)) if match else math.nan
     except ValueError:
         margin = math.nan
     unit = metric.unit or metric.label
@@ -91,7 +91,7 @@ def parse_margin(text: str, metric: Metric) -> float:
     units.add(metric.unit.replace("%", "percentage points"))  # as margins are shown
     units |= {re.sub(r"s\b", "", unit, count=1) for unit in units}  # 1 point
     units |= {f"{unit} of {metric.label}" for unit in units}
-    if (found.group(2) or "").casefold() not in {each.casefold() for each in units}:
+    if (match.group(2) or "").casefold() not in {name.casefold() for name in units}:
         raise ValueError(
             f"--margin={text} must be in the unit of {metric.label}, {unit}, as in "
             f"{example}."
@@ -182,14 +182,18 @@ def staged_trials(
 
 
 def needs_seeds(
-    own: dict, base: dict, looks: Looks, scale: float, has_more: bool
+    arm_scores: dict, baseline_scores: dict, looks: Looks, scale: float, has_more: bool
 ) -> bool:
     """Return whether an arm gets the seeds of the next look.
 
-    It does not if a trial has diverged, if the arm is decided, or if a verdict is
-    unlikely; except in the last case if it has trials of the next look already.
+    It gets none if a trial has diverged or the arm is decided. It also gets none if a
+    verdict is unlikely, unless it already has trials of the next look.
     """
-    pairs = [(own[seed], base[seed]) for seed in own if seed in base]
+    pairs = [
+        (arm_scores[seed], baseline_scores[seed])
+        for seed in arm_scores
+        if seed in baseline_scores
+    ]
     differences = [scale * (x[0] - y[0]) for x, y in pairs]
     if not differences or not all(map(math.isfinite, differences)):
         return False
@@ -233,13 +237,13 @@ def verdict_rows(
         if row["status"] in ("diverged", "failed"):
             lost[row["arm"]].add(row["seed"])
     baseline = plan.baseline.name
-    base, found = scores[baseline], []
+    base, verdicts = scores[baseline], []
     for arm in plan.arms:
         if arm.is_baseline:
             continue
-        own = scores[arm.name]
-        both = [seed for seed in arm.seeds if seed in own and seed in base]
-        differences = [own[seed] - base[seed] for seed in both]
+        arm_scores = scores[arm.name]
+        common = [seed for seed in arm.seeds if seed in arm_scores and seed in base]
+        differences = [arm_scores[seed] - base[seed] for seed in common]
         planned = looks
         if planned is None:
             seeds = unplanned_looks(settings, len(differences))
@@ -268,5 +272,5 @@ def verdict_rows(
             "lost": missing,
             "chance": None if unknown else verdict.chance,
         }
-        found.append(row | {"sentence": verdict_sentence(row, metric, baseline)})
-    return found
+        verdicts.append(row | {"sentence": verdict_sentence(row, metric, baseline)})
+    return verdicts

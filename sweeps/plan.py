@@ -135,9 +135,9 @@ def expand(
             f"must be at least 1."
         )
     scientific, candidates, own_seeds = [], [], []
-    for each in grid(arms, tuned):
-        varied = {k: v for k, v in each.items() if k == "seed" or k in nuisance}
-        compared = {k: v for k, v in each.items() if k not in varied}
+    for combination in grid(arms, tuned):
+        varied = {k: v for k, v in combination.items() if k == "seed" or k in nuisance}
+        compared = {k: v for k, v in combination.items() if k not in varied}
         if compared not in scientific:
             scientific.append(compared)
             candidates.append([])
@@ -147,7 +147,7 @@ def expand(
         for values, value in ((candidates, varied), (own_seeds, seed)):
             if value not in values[index]:
                 values[index].append(value)
-    if not any("seed" in each for each in arms):
+    if not any("seed" in combination for combination in arms):
         own_seeds = [[base.seed + i for i in range(num_seeds)]] * len(scientific)
     names, axis = name_arms(scientific)
     resolved = [
@@ -159,39 +159,39 @@ def expand(
             strict=True,
         )
     ]
-    kept, ids, in_float32 = [], set(), {}
+    kept_names, ids, in_float32 = [], set(), {}
     for arm in sorted(resolved, key=lambda arm: not arm.is_baseline):
         trials = make_trials(arm, arm.candidates, arm.seeds)
-        own = {trial.id for trial in trials}
+        trial_ids = {trial.id for trial in trials}
         for trial in trials:
-            same = in_float32.setdefault(float32_id(trial.config), trial)
-            if same.id != trial.id:
+            twin = in_float32.setdefault(float32_id(trial.config), trial)
+            if twin.id != trial.id:
                 raise ValueError(
-                    f"Arm {same.arm} with {same.nuisance} and arm {trial.arm} with "
+                    f"Arm {twin.arm} with {twin.nuisance} and arm {trial.arm} with "
                     f"{trial.nuisance} are the same in float32, in which trials are "
                     f"trained; leave one of them out."
                 )
         # an arm whose mlp_dim needed no change to match repeats its unmatched version
-        if not own <= ids:
-            kept.append(arm.name)
-        ids |= own
-    return Plan([arm for arm in resolved if arm.name in kept], [], axis)
+        if not trial_ids <= ids:
+            kept_names.append(arm.name)
+        ids |= trial_ids
+    return Plan([arm for arm in resolved if arm.name in kept_names], [], axis)
 
 
 def distinct(arm: Arm, settings: list[dict], seed: int) -> list[dict]:
     """Drop nuisance settings that resolve to the same config as an earlier one."""
-    found = {}
+    by_id = {}
     for trial in make_trials(arm, settings, [seed]):
         if not trial.nuisance.keys() <= set(trial_keys(flat(trial.config))):
             with name_arm_in_errors(arm.name):
                 check_config(ConfigDict(trial.config))
-        found.setdefault(trial.id, trial.nuisance)
-    return list(found.values())
+        by_id.setdefault(trial.id, trial.nuisance)
+    return list(by_id.values())
 
 
 def make_trials(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
     """Return an arm's trials, one per combination of nuisance setting and seed."""
-    found = []
+    trials = []
     for nuisance in settings:
         changes = nuisance | {"seeds": 1}
         settled = apply_overrides(ConfigDict(arm.config), changes, arm.name)
@@ -199,8 +199,8 @@ def make_trials(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]
             config = settled | {"seed": seed}
             with name_arm_in_errors(arm.name):
                 check_numbers(flat(config))
-            found.append(Trial(trial_id(config), arm.name, nuisance, seed, config))
-    return found
+            trials.append(Trial(trial_id(config), arm.name, nuisance, seed, config))
+    return trials
 
 
 def resolve_arms(base, scientific: list[dict], names: list[str], match) -> list[Arm]:
@@ -251,7 +251,7 @@ def is_same_model(config: dict, other: dict) -> bool:
     ):
         return False
     (graph, params), (other_graph, other_params) = (
-        nnx.split(abstract_model(each)) for each in (config, other)
+        nnx.split(abstract_model(tree)) for tree in (config, other)
     )
     shapes, other_shapes = (
         [leaf.shape for _, leaf in nnx.to_flat_state(state)]
@@ -284,9 +284,9 @@ def apply_overrides(base: ConfigDict, overrides: dict, name: str) -> dict:
             another task or corpus: scores on different examples can't be compared.
     """
     config = copy.deepcopy(base)
-    known = flat(config.to_dict())
+    keys = flat(config.to_dict())
     for key, value in overrides.items():
-        if key not in known:
+        if key not in keys:
             raise ValueError(
                 f"Arm {name} sets {key}, which is not a config key.{near_miss(key)}"
             )
@@ -313,8 +313,9 @@ def apply_overrides(base: ConfigDict, overrides: dict, name: str) -> dict:
 
 def trial_id(config: dict) -> str:
     """Hash everything in a trial's config that its result depends on."""
-    kept = {k: v for k, v in flat(config).items() if k not in IGNORED}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+    relevant = {k: v for k, v in flat(config).items() if k not in IGNORED}
+    text = json.dumps(relevant, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def float32_id(config: dict) -> str:
@@ -335,9 +336,9 @@ def group_trials(trials: list[Trial], size: int) -> list[list[Trial]]:
         key = json.dumps([trial.is_search, fixed], sort_keys=True)
         programs.setdefault(key, []).append(trial)
     return [
-        same[start : start + size]
-        for same in programs.values()
-        for start in range(0, len(same), size)
+        members[start : start + size]
+        for members in programs.values()
+        for start in range(0, len(members), size)
     ]
 
 

@@ -67,9 +67,9 @@ def print_list(sweep: Sweep, calibrate: bool) -> None:
         console.print(f"Looks after {looks} seeds, {margin}.", soft_wrap=True)
     if searches and sweep.grows:
         console.print("More groups follow once dev has chosen the nuisance settings.")
-    about = "at most" if sweep.grows else "about"
+    bound = "at most" if sweep.grows else "about"
     console.print(
-        f"Training takes {about} {total_flops(sweep):.3g} floating-point operations."
+        f"Training takes {bound} {total_flops(sweep):.3g} floating-point operations."
     )
     if sweep.looks:
         effect = detectable(sweep.looks)
@@ -132,8 +132,8 @@ def expected_seconds(sweep: Sweep, measured: Measured) -> float:
     steps = config["train"]["num_steps"]
     evaluations = steps // config["train"]["eval_every_steps"] + 2
     training = steps * measured.step + evaluations * measured.evaluation
-    known = sum(len(group.trials) for group in sweep.groups)
-    groups = len(sweep.groups) * sweep.num_trials() / known
+    num_known = sum(len(group.trials) for group in sweep.groups)
+    groups = len(sweep.groups) * sweep.num_trials() / num_known
     share = total_flops(sweep) / (arm.training_flops * len(group.trials))
     return 2 * groups * measured.start + share * training
 
@@ -187,7 +187,7 @@ def measure(sweep: Sweep) -> Measured:
             f"The calibration failed: {output[-1] if output else 'no output'} "
             f"(--nocalibrate skips it)"
         )
-    each = 1 / rates[-1]
-    start = max(0.0, first[1] - begin - first[0] * each)
-    evaluation = max(0.0, end - begin - start - steps * each)
-    return Measured(start, each, evaluation, is_least, group.trials[0].arm)
+    step_seconds = 1 / rates[-1]
+    start = max(0.0, first[1] - begin - first[0] * step_seconds)
+    evaluation = max(0.0, end - begin - start - steps * step_seconds)
+    return Measured(start, step_seconds, evaluation, is_least, group.trials[0].arm)

@@ -87,8 +87,8 @@ def track(sweep: Sweep, rows: list[dict], report: Report) -> None:
     names = ["report.html", "report.md", "sweep.csv", "verdicts.csv"]
     names += [f"report/{path.name}" for path in pictures]
     tables = {"trials": rows, "verdicts": report.verdicts}
-    about = ("ablation", "metric", "checkpoint", "test_split", "note")
-    settings = {name: sweep.settings[name] for name in about} | {"base": base}
+    shown = ("ablation", "metric", "checkpoint", "test_split", "note")
+    settings = {name: sweep.settings[name] for name in shown} | {"base": base}
     settings["command"] = report.command
     record_report(sweep.workdir, names, tables, settings)
 
@@ -130,29 +130,30 @@ def check_comparable(first: Sweep, other: Sweep) -> None:
     """Raise a ValueError unless the scores of two sweeps can share a report."""
     a, b = first.settings, other.settings
     names = ["task.name", *(f"data.{key}" for key in first.task.corpus_keys)]
-    one, two = flat(a["base"]), flat(b["base"])
-    pairs = {name: (one[name], two.get(name)) for name in names}
+    first_config, other_config = flat(a["base"]), flat(b["base"])
+    pairs = {name: (first_config[name], other_config.get(name)) for name in names}
     pairs |= {key: (a[key], b[key]) for key in ("metric", "test_split")}
     texts = read_corpora(first), read_corpora(other)
     is_same = bool(texts[0] & texts[1])
-    for name, (here, there) in pairs.items():
+    for name, (first_value, other_value) in pairs.items():
         if name == "data.directory" and is_same:
-            continue  # in two places
-        if here != there:
+            continue  # the same text in two folders
+        if first_value != other_value:
             raise ValueError(
-                f"{first.workdir} and {other.workdir} differ in {name} ({here} and "
-                f"{there}), so their scores can't share a page; report them apart."
+                f"{first.workdir} and {other.workdir} differ in {name} ({first_value} "
+                f"and {other_value}), so their scores can't share a page; report them "
+                f"separately."
             )
     is_encoded_alike = all(
-        value == two.get(name)
-        for name, value in one.items()
+        value == other_config.get(name)
+        for name, value in first_config.items()
         if name.startswith("data.")
     )
     if all(texts) and not is_same and is_encoded_alike:
         raise ValueError(
             f"{first.workdir} and {other.workdir} were trained on different text (see "
             f"data in their run.json), so their scores can't share a page; report them "
-            f"apart."
+            f"separately."
         )
 
 
@@ -280,14 +281,14 @@ def head_tables(sweep: Sweep, rows: list[dict]) -> list[tuple]:
     Returns:
         The result of `analysis.tables.arm_tables` for each verb that was run.
     """
-    split, which = (sweep.settings[key] for key in ("test_split", "checkpoint"))
-    found = []
+    split, checkpoint = (sweep.settings[key] for key in ("test_split", "checkpoint"))
+    tables = []
     for verb in ("describe", "importance"):
-        path = output_file(sweep.workdir, verb, split, which=which)
+        path = output_file(sweep.workdir, verb, split, which=checkpoint)
         measured = read_record(path, [HEAD], f"run heads.py {verb} again.")
         if measured is not None:
-            found.append(arm_tables(measured, design(sweep, rows)))
-    return found
+            tables.append(arm_tables(measured, design(sweep, rows)))
+    return tables
 
 
 def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
@@ -305,11 +306,11 @@ def cost_of_verdicts(sweep: Sweep, rows: list[dict]) -> str:
         return text
     fixed = Cost.of(searched)
     for arm in sweep.plan.arms:
-        own = [row for row in started if row["arm"] == arm.name]
-        minutes = Cost.of(own).minutes / max(1, len(own))
+        arm_rows = [row for row in started if row["arm"] == arm.name]
+        minutes = Cost.of(arm_rows).minutes / max(1, len(arm_rows))
         number = len(arm.seeds)
-        more = (number, number * arm.training_flops, number * minutes)
-        fixed = Cost(*(a + b for a, b in zip(fixed, more, strict=True)))
+        arm_cost = (number, number * arm.training_flops, number * minutes)
+        fixed = Cost(*(a + b for a, b in zip(fixed, arm_cost, strict=True)))
     share = used.flops / fixed.flops
     return (
         f"{text} {sweep.looks.seeds[-1]} seeds for every arm would take {fixed}: the "
@@ -342,10 +343,12 @@ class Cost(NamedTuple):
 def title(settings: dict, corpus_keys: tuple[str, ...]) -> str:
     """Return the report's title: ablation, task and corpus."""
     data = settings["base"]["data"]
-    given = {key: data[key] for key in corpus_keys if key != "directory" and data[key]}
+    corpus_settings = {
+        key: data[key] for key in corpus_keys if key != "directory" and data[key]
+    }
     corpus = " ".join(
         value if isinstance(value, str) else f"{key} {value}"
-        for key, value in given.items()
+        for key, value in corpus_settings.items()
     )
     ablation = settings["ablation"].rsplit(":", 1)[-1]
     return f"Headcount sweep: {ablation}, {settings['base']['task']['name']}, {corpus}"
@@ -380,13 +383,13 @@ def read_predictions(
     Raises:
         ValueError: a file's number of lines differs from the number of examples.
     """
-    split, wanted = sweep.settings["test_split"], {row["id"] for row in done}
-    found = {}
+    split, trial_ids = sweep.settings["test_split"], {row["id"] for row in done}
+    predictions = {}
     for group in sweep.groups:
         for index, trial in enumerate(group.trials):
             suffix = f"-{index}" if len(group.trials) > 1 else ""
             path = sweep.folder(group) / f"{split}{suffix}.txt"
-            if trial.id not in wanted or not path.exists():
+            if trial.id not in trial_ids or not path.exists():
                 continue
             # not str.splitlines: it also splits at characters other than "\n"
             text = path.read_bytes().decode(errors="replace")
@@ -397,8 +400,8 @@ def read_predictions(
                     f"{num_examples} examples; move result-{split}.json beside it "
                     f"away, and sweep.py run scores its group again."
                 )
-            found[trial.id] = lines
-    return found
+            predictions[trial.id] = lines
+    return predictions
 
 
 def run_bootstrap(
@@ -415,13 +418,13 @@ def run_bootstrap(
     """
     if sweep.plan.baseline.name not in systems:
         return {}, None
-    others = [m for m in sweep.task.metrics if m != sweep.metric]
-    for metric in (sweep.metric, *others):
-        found = sweep.task.bootstrap(metric, systems, text)
-        if found is not None:
+    other_metrics = [m for m in sweep.task.metrics if m != sweep.metric]
+    for metric in (sweep.metric, *other_metrics):
+        results = sweep.task.bootstrap(metric, systems, text)
+        if results is not None:
             return {
                 name: Bootstrap(half_width * metric.scale, p)
-                for name, (_, half_width, p) in found.items()
+                for name, (_, half_width, p) in results.items()
             }, metric
     return {}, None
 
@@ -430,15 +433,15 @@ def arm_result(
     sweep: Sweep, arm: Arm, rows: list[dict], done: list[dict], bootstrap, anchors
 ) -> ArmResult:
     """Collect an arm's results from the rows of the table."""
-    own = sorted(
+    arm_rows = sorted(
         (row for row in done if row["arm"] == arm.name), key=lambda row: row["seed"]
     )
     lost = [row for row in rows if row["arm"] == arm.name and is_lost(row)]
-    metrics, trials = comparable_metrics(sweep), logged(sweep, own)
+    metrics, trials = comparable_metrics(sweep), logged(sweep, arm_rows)
     axis = sweep.plan.axis
 
     def scores(side):
-        columns = {m: [row[f"{side}_{m.name}"] for row in own] for m in metrics}
+        columns = {m: [row[f"{side}_{m.name}"] for row in arm_rows] for m in metrics}
         return {
             metric.name: metric.scale * np.array(values)
             for metric, values in columns.items()
@@ -446,7 +449,7 @@ def arm_result(
         }
 
     def mean(column):
-        values = [row[column] for row in own if row[column] is not None]
+        values = [row[column] for row in arm_rows if row[column] is not None]
         return float(np.mean(values)) if values else None
 
     return ArmResult(
@@ -454,14 +457,16 @@ def arm_result(
         is_baseline=arm.is_baseline,
         value=arm.overrides[axis] if axis else None,
         mlp_dim=arm.config["model"]["mlp_dim"],
-        parameters=own[0]["parameters"] if own else arm.parameters,
+        parameters=arm_rows[0]["parameters"] if arm_rows else arm.parameters,
         flops=arm.flops,
-        seeds=[row["seed"] for row in own],
+        seeds=[row["seed"] for row in arm_rows],
         test=scores("test"),
         dev=scores("dev"),
         lost=len(lost),
-        open_heads=[row["open_heads"] for row in own if row["open_heads"] is not None],
-        nuisance=json.loads(own[0]["nuisance"]) if own else {},
+        open_heads=[
+            row["open_heads"] for row in arm_rows if row["open_heads"] is not None
+        ],
+        nuisance=json.loads(arm_rows[0]["nuisance"]) if arm_rows else {},
         seconds=mean("seconds"),
         tokens_per_second=mean("tokens_per_second"),
         published=published_scores(anchors, arm.config["model"]),
@@ -511,11 +516,11 @@ def logged(sweep: Sweep, rows: list[dict]) -> list[list[dict]]:
     }
     groups = {group.name: group for group, _ in (places[row["id"]] for row in rows)}
     metrics = {key: read_metrics(sweep.folder(group)) for key, group in groups.items()}
-    found = []
+    logs = []
     for row in rows:
         group, index = places[row["id"]]
-        found.append([m for m in metrics[group.name] if m["trial"] == index])
-    return found
+        logs.append([m for m in metrics[group.name] if m["trial"] == index])
+    return logs
 
 
 def curve(
@@ -540,8 +545,8 @@ def curve(
         for rows in trials
     ]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    found = np.array([[one[step] for step in steps] for one in curves], float)
-    return np.array(steps), found
+    scores = np.array([[by_step[step] for step in steps] for by_step in curves], float)
+    return np.array(steps), scores
 
 
 def choose_examples(
@@ -568,11 +573,13 @@ def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, s
         return ", ".join(sorted({str(row[column]) for row in done if row[column]}))
 
     def by_name(column):
-        found = {}
+        values_by_name = {}
         for row in done:
             for name, value in json.loads(row[column] or "{}").items():
-                found.setdefault(name, set()).add(str(value))
-        return {name: " and ".join(sorted(each)) for name, each in found.items()}
+                values_by_name.setdefault(name, set()).add(str(value))
+        return {
+            name: " and ".join(sorted(texts)) for name, texts in values_by_name.items()
+        }
 
     reported = [row for row in rows if row["stage"] == "report"]
     trials = f"{len(done)} of {len(reported)} in the tables"
@@ -582,7 +589,7 @@ def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, s
     shown = ("data.batch_tokens", "train.num_steps", "optimizer.learning_rate")
     commits = {row["commit"] for row in done} - {None}
     mixed = " (several, so differences may come from the code)" * (len(commits) > 1)
-    found = {
+    entries = {
         "config": settings["config"],
         "changed in it": ", ".join(f"{k}={v}" for k, v in settings["overrides"].items())
         or "nothing",
@@ -605,7 +612,7 @@ def environment(sweep: Sweep, rows: list[dict], done: list[dict]) -> dict[str, s
         "python": values("python"),
         "trials": trials,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in entries.items() if value}
 
 
 def chosen_ends(sweep: Sweep, done: list[dict]) -> str | None:
@@ -613,15 +620,15 @@ def chosen_ends(sweep: Sweep, done: list[dict]) -> str | None:
 
     Their best value may lie beyond it.
     """
-    found = []
+    descriptions = []
     for arm in sweep.plan.arms:
         rows = (row for row in done if row["arm"] == arm.name)
         chosen = json.loads(next(rows, {"nuisance": "{}"})["nuisance"])
         for key, value in chosen.items():
-            tried = {each[key] for each in arm.candidates if key in each}
+            tried = {candidate[key] for candidate in arm.candidates if key in candidate}
             if len(tried) > 2 and value in (min(tried), max(tried)):
-                found.append(f"{arm.name} ({label(key, value)})")
-    return "; ".join(found) or None
+                descriptions.append(f"{arm.name} ({label(key, value)})")
+    return "; ".join(descriptions) or None
 
 
 def search_text(sweep: Sweep) -> str | None:

@@ -49,8 +49,10 @@ def restore(sweep: Sweep, path: Path, proposes: bool = True) -> Sweep:
         write_json(sweep.workdir / "sweep.json", sweep.settings)
     with locked(sweep.workdir / ".restore"):  # other hosts may do the same
         sweep = sweep.extended(proposes)
-        while new := [g for g in split_groups(sweep, rows) if g.trials[0].id in rows]:
-            for group in new:
+        while new_groups := [
+            g for g in split_groups(sweep, rows) if g.trials[0].id in rows
+        ]:
+            for group in new_groups:
                 write_files(sweep, group, [rows[trial.id] for trial in group.trials])
                 count += len(group.trials)
             sweep = sweep.extended(proposes)
@@ -64,7 +66,7 @@ def split_groups(sweep: Sweep, rows: dict[str, dict]) -> list[Group]:
     A group's trials must all be unfinished, all have scores, or all have diverged
     without scores, because a group is marked as finished as a whole.
     """
-    found = []
+    groups = []
     for group in sweep.groups:
         folder = sweep.folder(group)
         if any((folder / name).exists() for name in ("run.json", "log.txt")):
@@ -74,14 +76,14 @@ def split_groups(sweep: Sweep, rows: dict[str, dict]) -> list[Group]:
             row = rows.get(trial.id)
             parts.setdefault(row and row["options"] is not None, []).append(trial)
         if len(parts) == 1:
-            found.append(group)
+            groups.append(group)
             continue
         shutil.rmtree(folder)
         for trials in parts.values():
             part = Group(group_name(trials), trials)
             write_group(sweep, part)
-            found.append(part)
-    return found
+            groups.append(part)
+    return groups
 
 
 def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
@@ -122,14 +124,14 @@ def read_rows(sweep: Sweep, path: Path) -> dict[str, dict]:
     for row in ended.values():
         check_scores(path, row, sweep.task.metrics)
         for name in ("checkpoint", "test_split"):
-            wanted = sweep.settings[name]
-            if row[name] not in (wanted, None):
+            expected = sweep.settings[name]
+            if row[name] not in (expected, None):
                 raise ValueError(
                     f"--finished={path} has scores with --{name}={row[name]}, and "
-                    f"this sweep has {wanted}; use the same."
+                    f"this sweep has {expected}; use the same."
                 )
-    known = {trial.id for trial in sweep.plan.trials}
-    if ended and known.isdisjoint(row["id"] for row in rows):
+    trial_ids = {trial.id for trial in sweep.plan.trials}
+    if ended and trial_ids.isdisjoint(row["id"] for row in rows):
         raise ValueError(
             f"--finished={path} has no training of this sweep: its config or its code "
             f"had other keys or values."
@@ -169,30 +171,35 @@ def earlier_seeds(sweep: Sweep, path: Path, row: dict) -> list[int] | None:
         ValueError: the table's sweep had another plan than this one, which would have
             been chosen after its results were seen, or its plan can't be read.
     """
-    now = sweep.settings
+    settings = sweep.settings
     if not row.get("plan"):
-        return now["earlier_seeds"]
+        return settings["earlier_seeds"]
     try:
-        there = {name: json.loads(row["plan"])[name] for name in PLAN}
+        recorded = {name: json.loads(row["plan"])[name] for name in PLAN}
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"--finished={path} is damaged: its column plan can't be read."
         ) from None
-    fixed = ["metric", "looks", "margin", *["seeds"] * (now["seeds"] < there["seeds"])]
+    fixed = [
+        "metric",
+        "looks",
+        "margin",
+        *["seeds"] * (settings["seeds"] < recorded["seeds"]),
+    ]
     changed = [
-        f"{name} (there {there[name]}, now {now[name]})"
+        f"{name} (there {recorded[name]}, now {settings[name]})"
         for name in fixed
-        if there[name] != now[name]
+        if recorded[name] != settings[name]
     ]
     if changed:
         raise ValueError(
             f"--finished={path} is of a sweep with another plan: {', '.join(changed)}; "
             f"use its plan. Without looks, seeds may be added, not removed."
         )
-    found = {*(now["earlier_seeds"] or ()), *(there["earlier_seeds"] or ())}
-    if there["seeds"] < now["seeds"]:
-        found.add(there["seeds"])
-    return sorted(found) or None
+    numbers = {*(settings["earlier_seeds"] or ()), *(recorded["earlier_seeds"] or ())}
+    if recorded["seeds"] < settings["seeds"]:
+        numbers.add(recorded["seeds"])
+    return sorted(numbers) or None
 
 
 def write_files(sweep: Sweep, group: Group, rows: list[dict]) -> None:
@@ -255,7 +262,7 @@ def score(sweep: Sweep, side: str, index: int, row: dict) -> dict | None:
         return None
     names = [metric.name for metric in sweep.task.metrics]
     cells = {name: row[f"{side}_{name}"] for name in names}
-    found = {
+    result = {
         "trial": index,
         "step": int(row["best_step"]),
         "checkpoint": row["checkpoint"],
@@ -263,7 +270,7 @@ def score(sweep: Sweep, side: str, index: int, row: dict) -> dict | None:
         "options": json.loads(row["options"]),
         "signatures": json.loads(row["signatures"]),
     }
-    found |= {name: None if x is None else float(x) for name, x in cells.items()}
+    result |= {name: None if x is None else float(x) for name, x in cells.items()}
     if row["open_heads"] is not None:
-        found["open_heads"] = int(row["open_heads"])
-    return with_digest(found)
+        result["open_heads"] = int(row["open_heads"])
+    return with_digest(result)

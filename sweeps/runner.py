@@ -201,12 +201,12 @@ class Runner:
 
     def warn_of_changed_code(self, rows: list[dict]) -> None:
         """Log a warning if existing trials were run at another commit."""
-        now = commit()
-        others = {row["commit"] for row in rows} - {None, now}
-        if others and self.left and now:
+        current = commit()
+        other_commits = {row["commit"] for row in rows} - {None, current}
+        if other_commits and self.left and current:
             say(
-                f"The code has changed: new trials are of {now}, those so far of "
-                f"{', '.join(sorted(others))}. Differences may come from that."
+                f"The code has changed: new trials are of {current}, those so far of "
+                f"{', '.join(sorted(other_commits))}. Differences may come from that."
             )
 
     def show_progress(self, threads) -> None:
@@ -261,14 +261,14 @@ class Runner:
                 return bool(self.left)
             self.sweep = self.sweep.extended()
             names = {group.name for group in self.groups}
-            new = [g for g in self.sweep.shard(*self.shard) if g.name not in names]
-            self.groups += new
-            self.left += new
+            added = [g for g in self.sweep.shard(*self.shard) if g.name not in names]
+            self.groups += added
+            self.left += added
             if self.left or self.shard.count == 1:
                 return bool(self.left)
-            names |= {group.name for group in new}
-            others = [group for group in self.sweep.groups if group.name not in names]
-            return any(map(self.is_claimed, others))
+            names |= {group.name for group in added}
+            foreign = [group for group in self.sweep.groups if group.name not in names]
+            return any(map(self.is_claimed, foreign))
 
     def is_claimed(self, group: Group) -> bool:
         """Return whether another process works on a group."""

@@ -102,7 +102,7 @@ def make_search(
     """
     seeds = [base.seed + FIRST_SEED + i for i in range(num_seeds)]
     values = flat(base.to_dict())
-    space = dict(parse_tune(each, values, nuisance) for each in tune)
+    space = dict(parse_tune(flag, values, nuisance) for flag in tune)
     if len(space) < len(tune):
         raise ValueError("--tune names a key twice; list all its values in one flag.")
     if text is None:
@@ -113,8 +113,8 @@ def make_search(
                 f"--search=optuna:30; otherwise list values separated by commas."
             )
         return Search(None, {}, seeds), grid(*(over(k, *v) for k, v in space.items()))
-    found = re.fullmatch(r"optuna:(\d+)", text)
-    if found is None or int(found.group(1)) < 1:
+    match = re.fullmatch(r"optuna:(\d+)", text)
+    if match is None or int(match.group(1)) < 1:
         raise ValueError(
             f"--search must be optuna:N for N settings per arm, as in optuna:30; got "
             f"{text!r}."
@@ -128,7 +128,7 @@ def make_search(
             f"--tune={missing[0]}=LOW:HIGH."
         )
     space = space or {key: DEFAULT_RANGES[key](values[key]) for key in nuisance}
-    return Search(int(found.group(1)), space, seeds), [{}]
+    return Search(int(match.group(1)), space, seeds), [{}]
 
 
 def parse_tune(text: str, base: dict, nuisance: list[str]) -> tuple:
@@ -148,18 +148,18 @@ def parse_tune(text: str, base: dict, nuisance: list[str]) -> tuple:
         )
     kind, separator = (tuple, ":") if ":" in values else (list, ",")
     try:
-        found = kind(map(ast.literal_eval, values.split(separator)))
+        parsed = kind(map(ast.literal_eval, values.split(separator)))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise ValueError(
             f"--tune={text} needs numbers separated by commas, as in "
             f"--tune={key}=0.002,0.005, or for a search a range, as in "
             f"--tune={key}=0.001:0.01"
         ) from None
-    for value in found:
+    for value in parsed:
         check_value(f"--tune={text}: {key}", key, value)
-    if kind is tuple and (len(found) != 2 or not found[0] < found[1]):
+    if kind is tuple and (len(parsed) != 2 or not parsed[0] < parsed[1]):
         raise ValueError(f"--tune={text}: a range is LOW:HIGH, with LOW below HIGH.")
-    return key, found
+    return key, parsed
 
 
 def next_trials(
@@ -177,13 +177,13 @@ def next_trials(
             have none yet.
         propose: whether Optuna may start another round.
     """
-    found = []
+    trials = []
     for arm in arms:
         if search.has_choice(arm):
-            found += search_trials(arm, search, existing, propose)
+            trials += search_trials(arm, search, existing, propose)
         else:
-            found += make_trials(arm, arm.candidates, arm.seeds)
-    return found
+            trials += make_trials(arm, arm.candidates, arm.seeds)
+    return trials
 
 
 def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Trial]:
@@ -191,12 +191,12 @@ def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Tri
     scores = {trial.id: score for trial, score in existing}
     settings = arm.candidates
     if search.count is not None:
-        own = [t for t, _ in existing if t.is_search]
-        own.sort(key=lambda trial: trial.attempt)
+        attempted = [t for t, _ in existing if t.is_search]
+        attempted.sort(key=lambda trial: trial.attempt)
         settings = unique(
             [
                 trial.nuisance
-                for trial in own
+                for trial in attempted
                 if make_trials(arm, [trial.nuisance], [trial.seed])[0].id == trial.id
             ]
         )
@@ -204,8 +204,8 @@ def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Tri
     if any(scores.get(trial.id) is None for trial in tried):
         return tried
     means = [
-        mean_score([scores[t.id] for t in tried if t.nuisance == each])
-        for each in settings
+        mean_score([scores[t.id] for t in tried if t.nuisance == setting])
+        for setting in settings
     ]
     best = max(means, default=DIVERGED)
     chosen = []
@@ -214,9 +214,9 @@ def search_trials(arm: Arm, search: Search, existing, propose: bool) -> list[Tri
     # if the chosen trials are on disk, an earlier call exhausted the search space
     is_over = any(trial.id in scores for trial in chosen)
     if search.count is not None and len(settings) < search.count and not is_over:
-        new = propose_settings(arm, search, settings, means) if propose else []
-        if new or not propose:
-            return attempts(arm, settings + new, search.seeds)
+        proposals = propose_settings(arm, search, settings, means) if propose else []
+        if proposals or not propose:
+            return attempts(arm, settings + proposals, search.seeds)
     return tried + chosen
 
 
@@ -224,8 +224,8 @@ def attempts(arm: Arm, settings: list[dict], seeds: list[int]) -> list[Trial]:
     """Return the search trials of settings, which are numbered from 1."""
     return [
         trial._replace(attempt=number)
-        for number, each in enumerate(settings, start=1)
-        for trial in make_trials(arm, [each], seeds)
+        for number, setting in enumerate(settings, start=1)
+        for trial in make_trials(arm, [setting], seeds)
     ]
 
 
@@ -258,32 +258,36 @@ def propose_settings(
     study = optuna.create_study(direction="maximize", sampler=sampler)
     # TPE uses only the order of the values, so ranks let the loss break ties
     order = sorted(set(scores))
-    for each, score in zip(settings, scores, strict=True):
+    for setting, score in zip(settings, scores, strict=True):
         study.add_trial(
             optuna.trial.create_trial(
-                params=each, distributions=space, value=float(order.index(score))
+                params=setting, distributions=space, value=float(order.index(score))
             )
         )
     config = flat(arm.config)
-    own = {key: config[key] for key in space}
-    in_space = all(is_inside(value, search.space[key]) for key, value in own.items())
-    found = [own] if in_space else []
+    default = {key: config[key] for key in space}
+    in_space = all(
+        is_inside(value, search.space[key]) for key, value in default.items()
+    )
+    candidates = [default] if in_space else []
     for _ in range(20 * size):  # TPE may propose the same setting repeatedly
-        if len(new := [s for s in unique(found) if s not in settings]) >= size:
+        if len(fresh := [s for s in unique(candidates) if s not in settings]) >= size:
             break
         params = study.ask(space).params
-        found.append(
+        candidates.append(
             {
                 key: round_like(value, search.space[key], config[key])
                 for key, value in params.items()
             }
         )
-    return new[:size]
+    return fresh[:size]
 
 
 def unique(settings: list[dict]) -> list[dict]:
     """Drop repeated settings, and keep the order."""
-    return [each for i, each in enumerate(settings) if each not in settings[:i]]
+    return [
+        setting for i, setting in enumerate(settings) if setting not in settings[:i]
+    ]
 
 
 def is_inside(value, values: list | tuple) -> bool:

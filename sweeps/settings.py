@@ -164,10 +164,10 @@ def open_sweep(options: Options) -> Sweep:
         return sweep.extended(propose=False, write=False)
     sweep = sweep.extended(options.proposes)
     with locked(workdir / ".plan"):
-        now = read_settings(path)
-        if options.verb != "run" or now == settings:
+        on_disk = read_settings(path)
+        if options.verb != "run" or on_disk == settings:
             return sweep
-        if now == stored:
+        if on_disk == stored:
             write_json(path, settings)
             return sweep
     return open_sweep(options)  # retry: another process has written sweep.json
@@ -206,15 +206,15 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
     Settings without a flag keep their stored values. With --config, however, the flags
     describe the whole sweep, so most settings without a flag get their defaults.
     """
-    given = {name: getattr(options, name) for name in FLAGS}
-    given = {name: v for name, v in given.items() if v is not None and v != []}
+    changes = {name: getattr(options, name) for name in FLAGS}
+    changes = {name: v for name, v in changes.items() if v is not None and v != []}
     settings = stored or {"earlier_seeds": None}
     if stored and options.config and options.config.seeds != stored["base"]["seeds"]:
-        given = {"seeds": options.config.seeds} | given
+        changes = {"seeds": options.config.seeds} | changes
     if options.config is not None:
         config = options.config.to_dict()
-        kept = {name: settings[name] for name in KEPT if name in settings}
-        settings = settings | defaults(task) | {"seeds": config["seeds"]} | kept
+        carried = {name: settings[name] for name in KEPT if name in settings}
+        settings = settings | defaults(task) | {"seeds": config["seeds"]} | carried
         settings |= {
             "format_version": FORMAT_VERSION,
             "config": options.config_file,
@@ -222,16 +222,16 @@ def merge(options: Options, stored: dict | None, task: Task) -> dict:
             "base": config,
         }
     metrics = {metric.name: metric for metric in task.metrics}
-    name = given.get("metric", settings["metric"])
-    source = "--metric" if "metric" in given or not stored else "metric in sweep.json"
+    name = changes.get("metric", settings["metric"])
+    source = "--metric" if "metric" in changes or not stored else "metric in sweep.json"
     choose(source, name, metrics)
     metric = metrics[name]
-    if "margin" in given:
-        margin = parse_margin(given["margin"], metric)
-        given["margin"] = None if margin == metric.margin else margin
-    if "seeds" in given:  # --seeds without a range turns looks off
-        given = {"looks": None} | given
-    return settings | given
+    if "margin" in changes:
+        margin = parse_margin(changes["margin"], metric)
+        changes["margin"] = None if margin == metric.margin else margin
+    if "seeds" in changes:  # --seeds without a range turns looks off
+        changes = {"looks": None} | changes
+    return settings | changes
 
 
 def defaults(task: Task) -> dict:
@@ -254,24 +254,29 @@ def defaults(task: Task) -> dict:
 
 def command_of(sweep: Sweep) -> str:
     """Return the command that starts the sweep, without flags for where it runs."""
-    now, default, looks = sweep.settings, defaults(sweep.task), sweep.settings["looks"]
-    given = {"config": now["config"]}
-    given |= {f"config.{key}": value for key, value in now["overrides"].items()}
-    given |= {"ablation": now["ablation"], "seeds": now["seeds"]}
-    given |= {name: now[name] for name in default if now[name] != default[name]}
+    settings, default = sweep.settings, defaults(sweep.task)
+    looks = settings["looks"]
+    flags = {"config": settings["config"]}
+    flags |= {f"config.{key}": value for key, value in settings["overrides"].items()}
+    flags |= {"ablation": settings["ablation"], "seeds": settings["seeds"]}
+    flags |= {
+        name: settings[name] for name in default if settings[name] != default[name]
+    }
     if looks:
-        given["seeds"] = f"{looks[0]}:{looks[-1]}"
-        given["looks"] = ",".join(map(str, looks))
+        flags["seeds"] = f"{looks[0]}:{looks[-1]}"
+        flags["looks"] = ",".join(map(str, looks))
     if sweep.task_file is not None:
-        given["task_file"] = sweep.task_file
-    given["workdir"] = sweep.workdir
-    tune = given.pop("tune", [])
-    words = [f"--{name}={value}" for name, value in given.items()]
+        flags["task_file"] = sweep.task_file
+    flags["workdir"] = sweep.workdir
+    tune = flags.pop("tune", [])
+    words = [f"--{name}={value}" for name, value in flags.items()]
     words += [f"--tune={setting}" for setting in tune]
     return shlex.join(["python", "sweep.py", "run", *words])
 
 
-def check_same_sweep(options: Options, stored: dict, now: dict, task: Task) -> None:
+def check_same_sweep(
+    options: Options, stored: dict, settings: dict, task: Task
+) -> None:
     """Raise a ValueError if settings differ from the sweep in the workdir.
 
     Only `run` may add seeds; seeds can't be removed.
@@ -279,18 +284,20 @@ def check_same_sweep(options: Options, stored: dict, now: dict, task: Task) -> N
     runs = options.verb == "run"
     free = CHANGEABLE if runs else ("note",)
     keys = ["base", *(name for name in FLAGS if name not in free)]
-    old, new = (flat({key: of[key] for key in keys}) for of in (stored, now))
-    if stored["metric"] == now["metric"]:  # report a default margin as a number
-        metric = next(m for m in task.metrics if m.name == now["metric"])
-        old["margin"], new["margin"] = (margin_of(of, metric) for of in (stored, now))
+    old, new = (flat({key: of[key] for key in keys}) for of in (stored, settings))
+    if stored["metric"] == settings["metric"]:  # report a default margin as a number
+        metric = next(m for m in task.metrics if m.name == settings["metric"])
+        old["margin"], new["margin"] = (
+            margin_of(of, metric) for of in (stored, settings)
+        )
     ignored = [f"base.{key}" for key in (*IGNORED, "seeds")]
     changed = [
         f"{key.removeprefix('base.')} (there {old.get(key)!r}, now {new.get(key)!r})"
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in ignored
     ]
-    if runs and now["seeds"] < stored["seeds"]:
-        changed.append(f"seeds (there {stored['seeds']}, now {now['seeds']})")
+    if runs and settings["seeds"] < stored["seeds"]:
+        changed.append(f"seeds (there {stored['seeds']}, now {settings['seeds']})")
     if changed:
         seeds = (
             "its looks and seeds are planned once"
@@ -308,7 +315,7 @@ def check_same_sweep(options: Options, stored: dict, now: dict, task: Task) -> N
         )
 
 
-def check_same_arms(workdir: Path, stored: Plan, now: Plan) -> None:
+def check_same_arms(workdir: Path, stored: Plan, current: Plan) -> None:
     """Raise a ValueError if an ablation no longer yields the arms of the sweep.
 
     Otherwise an arm could vanish from the report after its results were seen, and the
@@ -320,9 +327,9 @@ def check_same_arms(workdir: Path, stored: Plan, now: Plan) -> None:
             | {"nuisance": json.dumps(arm.candidates), "baseline": arm.is_baseline}
             for arm in plan.arms
         }
-        for plan in (stored, now)
+        for plan in (stored, current)
     )
-    seeds = {arm.name: arm.seeds for arm in now.arms}
+    seeds = {arm.name: arm.seeds for arm in current.arms}
     changed = differences(old, new) + [
         f"arm {arm.name}.seeds (there {arm.seeds}, now {seeds[arm.name]})"
         for arm in stored.arms
@@ -350,9 +357,9 @@ def check_splits(settings: dict, task: Task) -> None:
         for flag, value in chooses.items():
             if value:
                 raise ValueError(
-                    f"{flag} chooses on val, which is the only split of this corpus "
-                    f"that models are not trained on, so it is what scores are of; "
-                    f"leave it out, or choose a corpus with a test split."
+                    f"{flag} selects on val, but this corpus has no test split, so val "
+                    f"also gives the final scores; leave {flag} out, or choose a "
+                    f"corpus with a test split."
                 )
     elif parts & {"train", "val", "validation"}:
         raise ValueError(
@@ -385,17 +392,17 @@ def make_plan(settings: dict) -> tuple[Search, Plan]:
 def log_repeated(settings: dict, plan: Plan) -> None:
     """Log the arms of an ablation that are left out because they repeat others.
 
-    Those with --match are not named: that they may equal others is known.
+    Matched arms are not named: it is expected that some of them equal others.
     """
     free = ("seed", *nuisance_keys(settings["docstring"]))
-    kept, arms = [arm.overrides for arm in plan.arms], settings["arms"]
+    kept_overrides, arms = [arm.overrides for arm in plan.arms], settings["arms"]
     repeated = [
         format_settings(arm)
         for index, arm in enumerate(arms)
         if MATCH not in arm
         and (
             arm in arms[:index]
-            or {k: v for k, v in arm.items() if k not in free} not in kept
+            or {k: v for k, v in arm.items() if k not in free} not in kept_overrides
         )
     ]
     if repeated:
@@ -411,9 +418,9 @@ def select_groups(
         ValueError: there is no such group or shard.
     """
     if group is not None:
-        for index, each in enumerate(sweep.groups):
-            if group in (str(index), each.name):
-                return [each]
+        for index, candidate in enumerate(sweep.groups):
+            if group in (str(index), candidate.name):
+                return [candidate]
         raise ValueError(
             f"--group must be the name of a group or its number, below "
             f"{len(sweep.groups)}; got {group}."
@@ -423,8 +430,8 @@ def select_groups(
 
 def parse_shard(shard: str) -> Shard:
     """Parse --shard; raise a ValueError unless it is i/n with i below n."""
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    index, count = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    index, count = map(int, match.groups()) if match else (0, 0)
     if not index < count:
         raise ValueError(
             f"--shard must be i/n with i from 0 to n - 1, as in 0/4; got {shard}."

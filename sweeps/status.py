@@ -42,8 +42,8 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
     )
     verdicts = {}
     if sweep.looks:
-        found = verdict_rows(sweep.plan, sweep.settings, metric, rows)
-        verdicts = {row["arm"]: verdict_cell(row) for row in found}
+        judged = verdict_rows(sweep.plan, sweep.settings, metric, rows)
+        verdicts = {row["arm"]: verdict_cell(row) for row in judged}
     for arm in sweep.plan.arms:
         of_arm = [row for row in rows if row["arm"] == arm.name]
         numbers = [sum(row["status"] == s for row in of_arm) for s in present]
@@ -78,9 +78,9 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
             )
     done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
     failed = sum(row["status"] == "failed" for row in rows)
-    if left := count_unfinished(sweep.plan, rows) + failed:
+    if num_left := count_unfinished(sweep.plan, rows) + failed:
         console.print(
-            f"Not done yet: {count(left, 'trial')}. To resume: "
+            f"Not done yet: {count(num_left, 'trial')}. To resume: "
             f"{next_command(sweep, 'run')}",
             soft_wrap=True,
         )

@@ -131,8 +131,8 @@ class Sweep(NamedTuple):
     def splits(self, group: Group) -> list[str]:
         """Return the splits to score a group on; for search trials, only dev."""
         is_search = group.trials[0].is_search
-        wanted = ["val"] if is_search else ["val", self.settings["test_split"]]
-        return list(dict.fromkeys(wanted))
+        names = ["val"] if is_search else ["val", self.settings["test_split"]]
+        return list(dict.fromkeys(names))
 
     def extended(self, propose: bool = True, write: bool = True) -> "Sweep":
         """Return the sweep with all trials that follow from the results on disk.
@@ -164,9 +164,9 @@ class Sweep(NamedTuple):
             order = {trial.id: index for index, trial in enumerate(trials)}
             groups = [g for g in groups if any(t.id in order for t in g.trials)]
             placed = {trial.id for group in groups for trial in group.trials}
-            left = [trial for trial in trials if trial.id not in placed]
-            for new in group_trials(left, self.settings["group_size"]):
-                group = Group(group_name(new), new)
+            unplaced = [trial for trial in trials if trial.id not in placed]
+            for members in group_trials(unplaced, self.settings["group_size"]):
+                group = Group(group_name(members), members)
                 groups.append(group)
                 if write:
                     write_group(self, group)
@@ -180,7 +180,7 @@ class Sweep(NamedTuple):
         A trial that diverged, or whose group failed, is `DIVERGED`.
         """
         results, _ = self.read_results("val")
-        found = []
+        scored = []
         for group in self.groups:
             rows = results.get(group.name)
             for index, trial in enumerate(group.trials):
@@ -193,8 +193,8 @@ class Sweep(NamedTuple):
                     is_lost = not trial.is_search and (folder / "failed.json").exists()
                     if is_lost or diverged_at(read_metrics(folder), index) is not None:
                         score = DIVERGED
-                found.append((trial, score))
-        return found
+                scored.append((trial, score))
+        return scored
 
     def read_results(self, split: str) -> tuple[dict[str, list], dict[str, str]]:
         """Read the result-SPLIT.json of all groups that have one, by group name.
@@ -203,26 +203,28 @@ class Sweep(NamedTuple):
             The rows by group name, and error messages by group name. An error is a
             damaged file, or one made with other options than most groups.
         """
-        found, errors = {}, {}
+        by_group, errors = {}, {}
         for group in self.groups:
             try:
                 rows = read_result(self, group, split)
             except ValueError as error:
                 errors[group.name] = str(error)
             else:
-                found |= {} if rows is None else {group.name: rows}
-        made = {name: json.dumps(rows[0]["options"]) for name, rows in found.items()}
-        if made:
-            usual = json.loads(Counter(made.values()).most_common(1)[0][0])
+                by_group |= {} if rows is None else {group.name: rows}
+        options_of = {
+            name: json.dumps(rows[0]["options"]) for name, rows in by_group.items()
+        }
+        if options_of:
+            usual = json.loads(Counter(options_of.values()).most_common(1)[0][0])
             for group in self.groups:
-                if group.name not in found:
+                if group.name not in by_group:
                     continue
-                own = found[group.name][0]["options"]
-                if changed := differences(usual, own, "options", (), SIDES):
+                options = by_group[group.name][0]["options"]
+                if changed := differences(usual, options, "options", (), SIDES):
                     path = self.folder(group) / f"result-{split}.json"
                     errors[group.name] = other_settings(path, changed)
-                    del found[group.name]
-        return found, errors
+                    del by_group[group.name]
+        return by_group, errors
 
 
 def read_optional_json(path: Path):
@@ -250,10 +252,10 @@ def read_group(path: Path) -> Group:
     Raises:
         ValueError: the file is damaged.
     """
-    found = read_json(path)
-    wrong = violation(found, [TRIAL])
+    rows = read_json(path)
+    wrong = violation(rows, [TRIAL])
     if wrong is None:
-        for index, trial in enumerate(found):
+        for index, trial in enumerate(rows):
             if trial.keys() != TRIAL.keys() or trial_id(trial["config"]) != trial["id"]:
                 wrong = wrong or f"[{index}] was edited: its id is of another config"
     if wrong:
@@ -261,7 +263,7 @@ def read_group(path: Path) -> Group:
             f"{path} is damaged ({wrong}); restore it, or move its folder away and "
             f"sweep.py run trains its trials again."
         )
-    return Group(path.parent.name, [Trial(**trial) for trial in found])
+    return Group(path.parent.name, [Trial(**trial) for trial in rows])
 
 
 def read_run(folder: Path) -> dict | None:
@@ -291,15 +293,15 @@ def read_record(path: Path, schema, hint: str):
         ValueError: it violates the schema; the message ends with the hint.
     """
     try:
-        found = parse_json(path.read_text())
-        wrong = violation(found, schema)
+        content = parse_json(path.read_text())
+        wrong = violation(content, schema)
     except FileNotFoundError:
         return None
     except ValueError as error:
         wrong = error
     if wrong:
         raise ValueError(f"{path} is damaged ({wrong}); {hint}")
-    return found
+    return content
 
 
 def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
@@ -310,16 +312,16 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
     """
     path, metrics = sweep.folder(group) / f"result-{split}.json", sweep.task.metrics
     hint = "move it away, and sweep.py run scores its group again."
-    found, wrong = read_record(path, [RESULT], hint), None
-    if found is None:
+    rows, wrong = read_record(path, [RESULT], hint), None
+    if rows is None:
         return None
-    if [row["trial"] for row in found] != [*range(len(group.trials))]:
+    if [row["trial"] for row in rows] != [*range(len(group.trials))]:
         wrong = "it needs a row per trial"
-    elif not all(map(has_digest, found)):
+    elif not all(map(has_digest, rows)):
         wrong = "it was changed since eval.py wrote it"
     if wrong:
         raise ValueError(f"{path} is damaged ({wrong}); {hint}")
-    for row in found:
+    for row in rows:
         if row.get("diverged_at") is None and row.get(sweep.metric.name) is None:
             raise ValueError(
                 f"{path} is damaged ({sweep.metric.name} is missing or not finite); "
@@ -329,11 +331,11 @@ def read_result(sweep: Sweep, group: Group, split: str) -> list[dict] | None:
             value = row.setdefault(name, None)  # an older file may lack a new metric
             if value is not None and type(value) not in (int, float):
                 raise ValueError(f"{path} is damaged ({name} is {value}); {hint}")
-    wanted = {"checkpoint": sweep.settings["checkpoint"]}
-    made = {"checkpoint": found[0]["checkpoint"]}
-    if changed := differences(wanted, made, "", (), SIDES):
+    expected = {"checkpoint": sweep.settings["checkpoint"]}
+    actual = {"checkpoint": rows[0]["checkpoint"]}
+    if changed := differences(expected, actual, "", (), SIDES):
         raise ValueError(other_settings(path, changed))
-    return found
+    return rows
 
 
 def other_settings(path: Path, changed: list[str]) -> str:

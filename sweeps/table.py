@@ -72,9 +72,13 @@ def make_rows(sweep: Sweep) -> list[dict]:
     results = {side: sweep.read_results(split) for side, split in splits.items()}
     rows = []
     for group in sweep.groups:
-        found = {side: rows.get(group.name) for side, (rows, _) in results.items()}
+        group_results = {
+            side: rows.get(group.name) for side, (rows, _) in results.items()
+        }
         errors = [errors.get(group.name) for _, errors in results.values()]
-        rows += group_rows(sweep, group, found, next(filter(None, errors), None))
+        rows += group_rows(
+            sweep, group, group_results, next(filter(None, errors), None)
+        )
     mark_selected(rows)
     order = {trial.id: index for index, trial in enumerate(sweep.plan.trials)}
     return sorted(rows, key=lambda row: order[row["id"]])
@@ -105,7 +109,7 @@ def group_rows(
     for index, trial in enumerate(group.trials):
         if trial.id not in arm_names:
             continue
-        scores = {side: found and found[index] for side, found in results.items()}
+        scores = {side: result and result[index] for side, result in results.items()}
         row = dict.fromkeys(column_names(sweep.task.metrics))
         row |= arm_columns(plan.arm(arm_names[trial.id]))
         row |= {
@@ -134,8 +138,8 @@ def group_rows(
                 "python": run["python"],
                 "commit": run["commit"],
             }
-        for side, found in scores.items():
-            row |= score_columns(side, found, sweep.task.metrics) if found else {}
+        for side, result in scores.items():
+            row |= score_columns(side, result, sweep.task.metrics) if result else {}
         row["status"] = trial_status(row, run, scores)
         if failure is not None and row["status"] not in ("done", "diverged"):
             row |= {"status": "failed", "error": failure["error"]}
@@ -189,12 +193,12 @@ def throughput(metrics: list[dict]) -> tuple[float | None, float]:
     """
     rates = "steps_per_second", "tokens_per_second"
     logged = {m["step"]: m for m in metrics if all(m.get(rate) for rate in rates)}
-    seconds, tokens, before = 0.0, 0.0, 0
+    seconds, tokens, previous = 0.0, 0.0, 0
     for step, row in sorted(logged.items()):
-        duration = (step - before) / row["steps_per_second"]
+        duration = (step - previous) / row["steps_per_second"]
         seconds += duration
         tokens += duration * row["tokens_per_second"]
-        before = step
+        previous = step
     return (tokens / seconds if seconds else None), seconds
 
 
@@ -205,7 +209,7 @@ def logged(metrics: list[dict], warmup: int) -> dict:
     before clipping after the warm-up, in rows that don't begin within it. The others
     are of the last evaluation.
     """
-    found = {}
+    columns = {}
     for name in LOGGED:
         rows = [m for m in metrics if m.get(name) is not None]
         values = [m[name] for m in rows]
@@ -219,10 +223,10 @@ def logged(metrics: list[dict], warmup: int) -> dict:
             ]
             if values:
                 of = max if name.startswith("largest") else statistics.median
-                found[name] = of(values)
+                columns[name] = of(values)
         elif values:
-            found[name] = values[-1]
-    return found
+            columns[name] = values[-1]
+    return columns
 
 
 def is_lost(row: dict) -> bool:
@@ -239,8 +243,8 @@ def count_unfinished(plan: Plan, rows: list[dict]) -> int:
     lost = {(r["arm"], r["nuisance"]) for r in rows if r["status"] == "diverged"}
     reported = {row["arm"] for row in rows if row["stage"] == "report"}
     running = {arm for arm, _ in tried - lost}
-    known = reported | ({row["arm"] for row in rows} - running)
-    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in known]
+    decided = reported | ({row["arm"] for row in rows} - running)
+    waiting = [len(arm.seeds) for arm in plan.arms if arm.name not in decided]
     ended = ("done", "diverged", "failed")
     return sum(waiting) + sum(row["status"] not in ended for row in rows)
 
@@ -266,11 +270,11 @@ def write_sqlite(path: Path, tables: dict[str, tuple[list[str], list[dict]]]) ->
         for table, (columns, rows) in tables.items():
             names = ", ".join(f'"{name}"' for name in columns)
             values = ", ".join("?" * len(columns))
-            found = [[row[name] for name in columns] for row in rows]
+            cells = [[row[name] for name in columns] for row in rows]
             key = f"PRIMARY KEY ({columns[0]})"
             database.execute(f"CREATE TABLE {table} ({names}, {key})")
             database.executemany(
-                f"INSERT INTO {table} ({names}) VALUES ({values})", found
+                f"INSERT INTO {table} ({names}) VALUES ({values})", cells
             )
         database.commit()
         content = database.serialize()

@@ -18,10 +18,10 @@ def local_workers(cores: int | None = None) -> list[Worker]:
     Raises:
         ValueError: `cores` is given, but there are fewer cores, or there are GPUs.
     """
-    found = [Worker(environment) for environment in visible_gpus() or [{}]]
+    workers = [Worker(environment) for environment in visible_gpus() or [{}]]
     if cores is None:
-        return found
-    if any(worker.environment for worker in found):
+        return workers
+    if any(worker.environment for worker in workers):
         raise ValueError(
             "--resources=cores is for machines without GPUs; set JAX_PLATFORMS=cpu to "
             "leave the GPUs alone."

@@ -23,7 +23,7 @@ TASKS: dict[str, type[Task]] = {
     "tagging": Tagging,
     "classification": Classification,
 }
-# Instead of the above, by names of task and corpus.
+# Classes that replace the above for one corpus, by (task.name, data.name).
 OF_CORPUS: dict[tuple[str, str], type[Task]] = {("language_model", "recall"): Recall}
 
 
@@ -36,8 +36,8 @@ def make_task(config, folder: Path | None = None) -> Task:
     name = config.task.name
     if name not in TASKS:
         raise ValueError(
-            f"task.name must be one of {', '.join(TASKS)}, got {name!r}; a task of "
-            f"your own needs --task_file=FILE.py."
+            f"task.name must be one of {', '.join(TASKS)}, got {name!r}; add a task of "
+            f"your own with --task_file=FILE.py."
         )
     kind = OF_CORPUS.get((name, config.data.name), TASKS[name])
     task = kind(config, folder)

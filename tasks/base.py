@@ -420,15 +420,15 @@ class Task:
 
     def labels(self, fields: dict[str, list[int]]) -> dict[str, list[str]]:
         """Return the text of each token by field, including the decoder's input."""
-        found = {
+        labels = {
             name: self.token_strings(name, ids)
             for name, ids in fields.items()
             if name not in self.aligned  # such as tags, which are no tokens
         }
         if "target" in fields:
-            read = self.decoder_input(fields["target"])
-            found["decoder input"] = self.token_strings("target", read)
-        return found
+            inputs = self.decoder_input(fields["target"])
+            labels["decoder input"] = self.token_strings("target", inputs)
+        return labels
 
     def decoder_input(self, target: list[int]) -> list[int]:
         """Return the tokens that the decoder reads to predict a target."""

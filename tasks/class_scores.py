@@ -52,14 +52,14 @@ def entity_report(true: list[list[str]], predicted: list[list[str]]) -> list[dic
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of types that are never predicted
-        found = classification_report(
+        by_type = classification_report(
             true, predicted, output_dict=True, zero_division=0
         )
     names = {"precision": "precision", "recall": "recall", "f1-score": "f1"}
     names |= {"support": "support"}
     return [
         {"class": kind} | {ours: float(row[theirs]) for theirs, ours in names.items()}
-        for kind, row in found.items()
+        for kind, row in by_type.items()
         if not kind.endswith(" avg")
     ]
 

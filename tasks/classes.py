@@ -60,14 +60,14 @@ class ClassTask(EncoderTask):
         Raises:
             ValueError: a field is missing, empty, or shorter than another.
         """
-        text, wanted = self.read(split), self.text_fields
+        text, required = self.read(split), self.text_fields
         counts = [len(lines) for lines in text.values()]
-        if not (set(wanted) <= set(text) and len(set(counts)) == 1 and counts[0]):
-            found = ", ".join(f"{name} ({len(x)})" for name, x in text.items())
+        if not (set(required) <= set(text) and len(set(counts)) == 1 and counts[0]):
+            received = ", ".join(f"{name} ({len(x)})" for name, x in text.items())
             raise ValueError(
                 f"`read` of the task {self.config.task.name} must return the fields "
-                f"{' and '.join(wanted)}, of the same length and not empty; for the "
-                f"split {split!r} it returns {found or 'none'}."
+                f"{' and '.join(required)}, of the same length and not empty; for the "
+                f"split {split!r} it returns {received or 'none'}."
             )
         return text
 

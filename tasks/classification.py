@@ -33,9 +33,9 @@ class Classification(ClassTask):
     def read(self, split: str) -> dict[str, list[str]]:
         """Return the texts (pairs are joined by a tab) and labels of a split."""
         data = self.config.data
-        found = labelled.load(data.name, split, data.directory, data.fold)
-        texts = ["\t".join(text) for text in found.texts]
-        return {"source": texts, "label": found.labels}
+        corpus = labelled.load(data.name, split, data.directory, data.fold)
+        texts = ["\t".join(text) for text in corpus.texts]
+        return {"source": texts, "label": corpus.labels}
 
     def load(self, split: str) -> Examples:
         """See `Task.load`."""
@@ -70,7 +70,7 @@ class Classification(ClassTask):
         longest = self.config.data.max_length
         warn_of_lines(examples.fields["source"], first, self.tokenizer.unk, longest)
         for probs in self.probabilities(run, examples, trial):
-            each = zip(self.classes, probs[0], strict=True)
+            pairs = zip(self.classes, probs[0], strict=True)
             row = {"label": self.classes[int(probs[0].argmax())]}
-            row["probabilities"] = {name: round(float(p), 4) for name, p in each}
+            row["probabilities"] = {name: round(float(p), 4) for name, p in pairs}
             yield json.dumps(row, ensure_ascii=False)

@@ -73,9 +73,11 @@ class EncoderTask(Task):
                 end = start + int(lengths[at])
                 places.append(len(source))
                 # a part that normalisation leaves empty becomes one unknown token
-                own = ids[start:end] or ([] if self.eos_after_each else [tokenizer.unk])
-                source += own
-                origin += range(start, end) if end > start else [-1] * len(own)
+                part_ids = ids[start:end] or (
+                    [] if self.eos_after_each else [tokenizer.unk]
+                )
+                source += part_ids
+                origin += range(start, end) if end > start else [-1] * len(part_ids)
                 if self.eos_after_each or number == len(parts) - 1:
                     source.append(tokenizer.eos)
                     origin.append(-1)

@@ -5,8 +5,8 @@ each, and cut into windows of `data.max_length` tokens (see `data.windows`).
 
 The loss is in nats per predicted token. The separator before a document counts as a
 predicted token, too: it ends the previous document. Bits per byte divide the same sum
-by the number of UTF-8 bytes of the documents, and are comparable between tokenizers
-that lose nothing. Every token of a split is scored exactly once, in windows that start
+by the number of UTF-8 bytes of the documents, and are comparable between lossless
+tokenizers. Every token of a split is scored exactly once, in windows that start
 `data.stride` tokens apart.
 """
 
@@ -74,8 +74,8 @@ class LanguageModel(Task):
         self.check_stride("data.stride", self.stride)
         if config.train.best_metric == CONTEXT_GAIN.name:
             raise ValueError(
-                "train.best_metric can't be context_gain, which says nothing of the "
-                "loss with much context; choose loss."
+                "train.best_metric can't be context_gain: it is a difference of two "
+                "losses, which does not measure quality; choose loss."
             )
         self.corpus_keys = documents.corpus_keys(data)
         self.test_split = documents.test_split(data)
@@ -125,14 +125,14 @@ class LanguageModel(Task):
         self.tokenizer = tokenizers.load_or_make(
             self.folder, data.tokenizer, texts, data.vocab_size
         )
-        found = self.tokenizer.vocab_size
-        check_bos(self.config.model.bos, found)
+        vocab_size = self.tokenizer.vocab_size
+        check_bos(self.config.model.bos, vocab_size)
         is_copied = self.config.train.init_from is not None  # it may be smaller
         is_own = data.tokenizer == "sentencepiece" and not is_copied
-        if is_own and found < data.vocab_size:
+        if is_own and vocab_size < data.vocab_size:
             raise ValueError(
                 f"data.vocab_size={data.vocab_size} is more than the training "
-                f"split supports; set it to {found} or less."
+                f"split supports; set it to {vocab_size} or less."
             )
 
     def check_tokens(self, split: str, tokens: np.ndarray) -> None:
@@ -405,11 +405,11 @@ class LanguageModel(Task):
     ) -> Iterator[str]:
         """See `Task.score_tokens`; a line is a document."""
         for ids, log_probabilities in self.log_probabilities(run, lines, trial, first):
-            found = {
+            row = {
                 "tokens": self.tokenizer.pieces(ids),
                 "log_probabilities": log_probabilities.round(4).tolist(),
             }
-            yield json.dumps(found, ensure_ascii=False)
+            yield json.dumps(row, ensure_ascii=False)
 
     def log_probabilities(
         self, run: Run, lines: Sequence[str], trial: int, first: int

@@ -69,12 +69,12 @@ class MaskedLanguageModel(EncoderTask):
         # include the blank before each word, which may be a separate token
         sizes = self.tokenizer.encode([f" {w}" for w in words], eos=False).lengths
         pieces, size = [[]], 0
-        for word, own in zip(words, sizes, strict=True):
-            if pieces[-1] and size + own > room:
+        for word, word_size in zip(words, sizes, strict=True):
+            if pieces[-1] and size + word_size > room:
                 pieces.append([])
                 size = 0
             pieces[-1].append(word)
-            size += own
+            size += word_size
         return [" ".join(piece) for piece in pieces if piece]
 
     def loss(self, model, batch: dict, label_smoothing=0.0, **options):
@@ -100,10 +100,11 @@ class MaskedLanguageModel(EncoderTask):
         chosen = jnp.where(chosen.any(), chosen, text)  # in a batch of few tokens
         masked = chosen & below(MASKED, 1)
         replaced = chosen & ~masked & below(RANDOM / (1 - MASKED), 2)
-        other = random_bits(jax.random.fold_in(key, 3), shape)
-        other = (other % jnp.uint32(model.embedding.shape[0])).astype(source.dtype)
+        vocab_size = jnp.uint32(model.embedding.shape[0])
+        random_ids = random_bits(jax.random.fold_in(key, 3), shape) % vocab_size
+        random_ids = random_ids.astype(source.dtype)
         inputs = jnp.where(masked, self.special.mask, source)
-        inputs = batch | {"source": jnp.where(replaced, other, inputs)}
+        inputs = batch | {"source": jnp.where(replaced, random_ids, inputs)}
         for name in batch:  # features would reveal the hidden tokens
             if name.startswith("source_features_"):
                 hidden = masked | replaced

@@ -49,12 +49,14 @@ class Tagging(ClassTask):
         """See `Task.load`."""
         text = self.read_fields(split)
         tags = [line.split(" ") for line in text["tags"]]
-        for number, (line, own) in enumerate(zip(text["source"], tags, strict=True), 1):
-            if len(words := line.split(" ")) != len(own):
+        for number, (line, line_tags) in enumerate(
+            zip(text["source"], tags, strict=True), 1
+        ):
+            if len(words := line.split(" ")) != len(line_tags):
                 raise ValueError(
                     f"`read` of the task {self.config.task.name} must return a tag per "
                     f"word; sentence {number} of the split {split!r} has {len(words)} "
-                    f"words and {len(own)} tags."
+                    f"words and {len(line_tags)} tags."
                 )
         flat = [tag for line in tags for tag in line]
         if split == "train":
@@ -90,16 +92,18 @@ class Tagging(ClassTask):
         probability), then an empty line.
         """
         words = [line.split() for line in lines]
-        full = {"source": [" ".join(each) for each in words if each]}
+        full = {"source": [" ".join(sentence) for sentence in words if sentence]}
         if full["source"]:
-            unknown = [[UNKNOWN_CLASS] * len(each) for each in words if each]
+            unknown = [
+                [UNKNOWN_CLASS] * len(sentence) for sentence in words if sentence
+            ]
             examples = self.encode("input", full, unknown)
-            found = iter(self.probabilities(run, examples, trial))
+            probabilities = iter(self.probabilities(run, examples, trial))
             tags = iter(examples.fields["tags"])
-        for each in words:
-            if each:
-                probs = next(found)[next(tags) != 0]
-                for word, of_word in zip(each, probs, strict=True):
+        for sentence in words:
+            if sentence:
+                probs = next(probabilities)[next(tags) != 0]
+                for word, of_word in zip(sentence, probs, strict=True):
                     best = int(of_word.argmax())
                     yield f"{word}\t{self.classes[best]}\t{of_word[best]:.4f}"
             yield ""
@@ -107,9 +111,9 @@ class Tagging(ClassTask):
 
 def check_entities(tags: set[str], split: str) -> None:
     """Raise a ValueError unless all tags are entity tags: B-NAME, I-NAME, O."""
-    others = [tag for tag in tags if not BIO.fullmatch(tag)]
-    if others:
+    invalid = [tag for tag in tags if not BIO.fullmatch(tag)]
+    if invalid:
         raise ValueError(
             f"task.entities needs tags like B-NAME, I-NAME and O, and the split "
-            f"{split!r} has {listed(others)}; fix them, or set task.entities=False."
+            f"{split!r} has {listed(invalid)}; fix them, or set task.entities=False."
         )

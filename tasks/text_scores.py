@@ -71,8 +71,11 @@ def rouge_scores(
     from rouge_score.rouge_scorer import RougeScorer  # slow to import
 
     scorer = RougeScorer(list(names), use_stemmer=False)
-    each = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
-    return {name: sum(row[name].fmeasure for row in each) / len(each) for name in names}
+    results = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
+    return {
+        name: sum(row[name].fmeasure for row in results) / len(results)
+        for name in names
+    }
 
 
 def squad_scores(hypothesis: str, reference: str) -> tuple[float, float]:
@@ -87,8 +90,8 @@ def squad_scores(hypothesis: str, reference: str) -> tuple[float, float]:
 
 def squad_words(text: str) -> list[str]:
     """Return the words of an answer: lower case, no punctuation, no articles."""
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    letters = "".join(c for c in text.lower() if c not in string.punctuation)
+    return [word for word in letters.split() if word not in ("a", "an", "the")]
 
 
 @lru_cache(maxsize=4)
@@ -160,10 +163,10 @@ def paired_bootstrap(
         named.append((named[0][0] + " again", named[0][1]))
     name, of = {"bleu": ("BLEU", BLEU), "chrf": ("chrF2", CHRF)}[metric]
     test = PairedTest(named, {name: of()}, [list(references)], "bs", n_samples=samples)
-    found = test()[1]
+    by_metric = test()[1]
     results = {
         system: (result.score, float(result.ci), result.p_value)
-        for system, result in zip(systems, found[name], strict=False)
+        for system, result in zip(systems, by_metric[name], strict=False)
     }
     baseline = results[named[0][0]][0]
     # sacreBLEU calls equal scores different, as no resampled difference exceeds 0

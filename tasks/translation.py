@@ -276,11 +276,11 @@ class Translation(Task):
             raise ValueError(
                 f"each source needs a target, got {len(sources)} and {len(targets)}."
             )
-        both = self.prefixed(sources), targets
-        texts = zip(SIDES, self.tokenizers, both, strict=True)
+        sides = self.prefixed(sources), targets
+        texts = zip(SIDES, self.tokenizers, sides, strict=True)
         fields = {side: of.encode(lines) for side, of, lines in texts}
-        found = token_log_probabilities(run, fields, trial)
-        return [(float(of_tokens.sum()), len(of_tokens)) for of_tokens in found]
+        log_probs = token_log_probabilities(run, fields, trial)
+        return [(float(of_tokens.sum()), len(of_tokens)) for of_tokens in log_probs]
 
     def warn(self, lines: Sequence[str], first: int, side: int = 0) -> None:
         """Log lines unlike those of training; see `warn_of_lines`."""

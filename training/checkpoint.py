@@ -24,10 +24,10 @@ from headcount.runtime.logging import first_line, say
 CHECKSUMS = "checksums"
 
 
-def is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Return whether to keep a record of absl's log: drop Orbax's.
+def is_not_from_orbax(record: logging.LogRecord) -> bool:
+    """Return whether to keep a record of absl's log, which also has Orbax's records.
 
-    This module raises or logs everything that Orbax logs as a warning or an error.
+    They are redundant: this module raises or logs Orbax's warnings and errors itself.
     """
     return "orbax" not in record.pathname
 
@@ -72,14 +72,14 @@ def unflatten(arrays: dict[str, np.ndarray], abstract):
         ValueError: a leaf is missing or has another shape.
     """
 
-    def leaf(path, like):
+    def leaf(path, expected):
         name = path_name(path)
         if name not in arrays:
             raise ValueError(f"The checkpoint has no {name}: it is of another model.")
-        if arrays[name].shape != like.shape:
+        if arrays[name].shape != expected.shape:
             raise ValueError(
                 f"The checkpoint's {name} has shape {arrays[name].shape}, "
-                f"the config's {like.shape}: it is of another model."
+                f"the config's {expected.shape}: it is of another model."
             )
         return arrays[name]
 
@@ -121,7 +121,7 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, keep: int | None = None, every: int = 1):
         sys.unraisablehook = ignore_closed_event_loops(sys.unraisablehook)
-        logging.getLogger("absl").addFilter(is_not_of_orbax)
+        logging.getLogger("absl").addFilter(is_not_from_orbax)
         for name in ("asyncio", "concurrent.futures"):
             # else a failed save may print a traceback before `wait` raises its error
             logging.getLogger(name).disabled = True
@@ -141,10 +141,10 @@ class Checkpoints:
                 create=keep is not None,
             ),
         )
-        here = jax.process_index()  # processes read without waiting for each other
+        process = jax.process_index()  # processes read without waiting for each other
         self.reader = ocp.PyTreeCheckpointHandler(
             multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=here, active_processes={here}
+                primary_host=process, active_processes={process}
             )
         )
 
@@ -163,9 +163,9 @@ class Checkpoints:
         flat = {name: flatten(tree) for name, tree in items.items()}
         args = {name: ocp.args.StandardSave(arrays) for name, arrays in flat.items()}
         sums = {name: checksums(arrays) for name, arrays in flat.items()}
-        for others in distributed.gather(sums):
-            for name, more in others.items():
-                sums[name] |= more
+        for process_sums in distributed.gather(sums):
+            for name, item_sums in process_sums.items():
+                sums[name] |= item_sums
         args[CHECKSUMS] = ocp.args.JsonSave(sums)
         try:
             self.manager.save(step, args=ocp.args.Composite(**args))
@@ -231,8 +231,8 @@ class Checkpoints:
 
         Processes may see different steps if the run is still training and saving.
         """
-        seen = distributed.gather(self.steps())
-        return sorted(set(seen[0]).intersection(*seen))
+        steps = distributed.gather(self.steps())
+        return sorted(set(steps[0]).intersection(*steps))
 
     def read_all(self, step: int, **abstract) -> tuple[dict, str | None]:
         """Read items of a checkpoint in every process.
@@ -249,7 +249,7 @@ class Checkpoints:
                     items[item] = self.read(step, item, like)
             except Damaged as error:
                 damage = str(error)
-        damages = [found for found in distributed.gather(damage) if found is not None]
+        damages = [x for x in distributed.gather(damage) if x is not None]
         return items, next(iter(damages), None)
 
     def restore_last(self, **abstract) -> tuple[int, dict] | None:
@@ -266,8 +266,8 @@ class Checkpoints:
         for step in reversed(self.steps_of_all()):
             items, damage = self.read_all(step, **abstract)
             if damage is None:
-                for other in damaged:
-                    self.set_aside(other)
+                for damaged_step in damaged:
+                    self.set_aside(damaged_step)
                 return step, items
             damaged.append(step)
             say(
@@ -276,10 +276,11 @@ class Checkpoints:
             )
         with distributed.fail_together():
             if damaged or self.damaged.exists():
-                where = self.directory if damaged else self.damaged
+                folder = self.directory if damaged else self.damaged
                 raise ValueError(
-                    f"{self.directory} holds no sound checkpoint to resume from; those "
-                    f"in {where} are damaged. Restore one, or choose another --workdir."
+                    f"{self.directory} holds no intact checkpoint to resume from; "
+                    f"those in {folder} are damaged. Restore one, or choose another "
+                    f"--workdir."
                 )
         return None
 
@@ -339,7 +340,7 @@ def checksums(arrays: dict[str, np.ndarray | jax.Array]) -> dict[str, int]:
 
 def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     """Format the index of a shard, such as `[0:2,4:8]`; empty for a whole array."""
-    ends = [each.indices(n)[:2] for each, n in zip(index, shape, strict=True)]
+    ends = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
     if all(end == (0, n) for end, n in zip(ends, shape, strict=True)):
         return ""
     return f"[{','.join(f'{start}:{stop}' for start, stop in ends)}]"

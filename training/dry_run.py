@@ -74,37 +74,37 @@ def plan(config, task, arrays: dict, target: str) -> Plan:
         model = cost.abstract(task.build)
         static = make_static(model, config, task.loss)
         state = jax.eval_shape(partial(init, arrays, static=static, build=task.build))
-        lie = sharding.state_shardings(state, mesh, config.mesh.shard)
+        shardings = sharding.state_shardings(state, mesh, config.mesh.shard)
         of_trials = sharding.named(mesh, "trial")
         arguments = (
-            sharding.abstract(state, lie),
+            sharding.abstract(state, shardings),
             sharding.abstract(arrays, jax.tree.map(lambda _: of_trials, arrays)),
             sharding.abstract_batches(mesh, num_trials, 1, spec),
             1,
         )
-        chip = target.split(":")[0]
-        platform = "cuda" if chip in topology.GPUS else "tpu"
+        chip_name = target.split(":")[0]
+        platform = "cuda" if chip_name in topology.GPUS else "tpu"
         traced = train_steps.trace(*arguments, static=static)
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
-    known = topology.CHIPS[chip]
+    chip = topology.CHIPS[chip_name]
     memory, program = compiled.memory_analysis(), Program(compiled.as_text())
     traffic, operations = program.traffic()
-    parameters = _bytes_of(state.params, lie.params)
+    parameters = _bytes_of(state.params, shardings.params)
     return Plan(
         parameters=parameters,
-        optimizer=_bytes_of(state.opt_state, lie.opt_state),
+        optimizer=_bytes_of(state.opt_state, shardings.opt_state),
         activations=memory.temp_size_in_bytes,
         peak=memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
         + parameters,  # the best parameters so far stay on the chip, too
-        capacity=int(known.memory * (GPU_MEMORY if platform == "cuda" else 1)),
+        capacity=int(chip.memory * (GPU_MEMORY if platform == "cuda" else 1)),
         collectives=program.collectives(),
         traffic=traffic,
         operations=operations,
         flops=cost.update_flops(model, spec) * num_trials / mesh.size,
-        chip=known,
+        chip=chip,
         num_trials=num_trials // mesh.shape["trial"],
         mesh=dict(mesh.shape),
         batch=spec,

@@ -60,15 +60,15 @@ class Program:
         self.computations: dict[str, dict[str, Operation]] = {}
         self.entry = None
         # "" collects operations outside of any computation
-        here = self.computations.setdefault("", {})
+        computation = self.computations.setdefault("", {})
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
                 name = line.removeprefix("ENTRY ").lstrip("%").split()[0]
-                here = self.computations[name] = {}
+                computation = self.computations[name] = {}
                 self.entry = name if line.startswith("ENTRY") else self.entry
             elif match := OPERATION.match(line):
                 operands = NAME.findall(match["rest"].split(")", 1)[0])
-                here[match["name"]] = Operation(
+                computation[match["name"]] = Operation(
                     *match.group("name", "shapes", "kind"),
                     operands,
                     match["rest"],
@@ -96,8 +96,8 @@ class Program:
             kinds = ["body", *BRANCHES, *["to_apply"] * (operation.kind == "call")]
             inside = operation.called(*kinds, *["condition", "calls"] * fused)
             for name in inside:
-                for within, where, times in self.executed(name, fused):
-                    yield within, where, times * self._rounds(operation)
+                for within, inner_computation, times in self.executed(name, fused):
+                    yield within, inner_computation, times * self._rounds(operation)
             if not inside and operation.kind not in FREE:
                 yield operation, computation, 1
 
@@ -105,11 +105,11 @@ class Program:
         """Return a loop's trip count, from its annotation or its condition."""
         if operation.kind != "while":
             return 1
-        if known := re.search(r"known_trip_count\D*(\d+)", operation.rest):
-            return int(known[1])
+        if annotation := re.search(r"known_trip_count\D*(\d+)", operation.rest):
+            return int(annotation[1])
         for name in operation.called("condition"):
             condition = self.computations[name]
-            root = next(each for each in condition.values() if each.is_root)
+            root = next(x for x in condition.values() if x.is_root)
             last = condition.get(root.operands[-1], root)
             number = last.rest.split(")")[0]
             if "direction=LT" in root.rest and last.kind == "constant":
@@ -129,7 +129,7 @@ class Program:
             total += times * self._bytes(operation, self.computations[computation])
         return total, number
 
-    def _bytes(self, operation: Operation, beside: dict[str, Operation]) -> int:
+    def _bytes(self, operation: Operation, computation: dict[str, Operation]) -> int:
         kind = operation.kind
         if kind.endswith("-done"):
             return 0
@@ -142,7 +142,7 @@ class Program:
             return 2 * array_bytes(operation.shapes)
         reads, writes = {}, array_bytes(operation.shapes)
         if kind == "dynamic-update-slice":  # in place
-            update = beside.get(operation.operands[1], operation)
+            update = computation.get(operation.operands[1], operation)
             reads, writes = {0: 0}, min(writes, array_bytes(update.shapes))
         if kind == "fusion":
             (fused,) = operation.called("calls")
@@ -151,8 +151,8 @@ class Program:
         # reversed: a repeated operand is read once; keep its first index
         indices = {name: i for i, name in reversed([*enumerate(operation.operands)])}
         for name, index in indices.items():
-            whole = array_bytes(beside[name].shapes) if name in beside else 0
-            writes += min(whole, reads.get(index, whole))
+            size = array_bytes(computation[name].shapes) if name in computation else 0
+            writes += min(size, reads.get(index, size))
         return writes
 
     def _part_of(self, fused: str) -> tuple[dict[int, int], int]:
@@ -187,28 +187,28 @@ class Program:
         Operations of the same kind and channel count once: the TPU compiler splits one
         collective into several operations.
         """
-        found, seen = {}, set()
+        totals, counted = {}, set()
         for operation, _, times in self.executed(self.entry, fused=True):
             kind = operation.kind.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
             channel = re.search(r"channel_id=(\d+)", operation.rest)
-            if channel and (kind, channel[1]) in seen:
+            if channel and (kind, channel[1]) in counted:
                 continue
-            seen.add((kind, channel and channel[1]))
+            counted.add((kind, channel and channel[1]))
             arrays = list(ARRAY.finditer(operation.shapes))
             if operation.kind.endswith("-start") and kind in WITH_OPERANDS:
                 # drop scalars, which are context, and then the operands
                 arrays = [array for array in arrays if array["sizes"]]
                 arrays = arrays[len(arrays) // 2 :]
-            count, size = found.get(kind, (0, 0))
+            count, size = totals.get(kind, (0, 0))
             size += times * sum(_bytes_of(array, tiled=False) for array in arrays)
-            found[kind] = (count + times, size)
-        return found
+            totals[kind] = (count + times, size)
+        return totals
 
 
 def _used(user: Operation, index: int) -> int | None:
-    """Return the bytes that an operation uses of an operand; None means all of it."""
+    """Return how many bytes of an operand an operation uses; None means all."""
     if index == 0 and user.kind in PARTS:
         return array_bytes(user.shapes)
     return 0 if index == 0 and user.kind == "dynamic-update-slice" else None

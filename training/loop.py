@@ -96,15 +96,17 @@ class Trainer:
             for index in range(number):
                 of_step = jax.tree.map(lambda x, i=index: x[:, i], metrics)
                 diverged, at = self.window.add(of_step), first + index + 1
-                why = "diverged: its loss or gradient is not finite"
-                self.freeze(diverged, at, why, diverged_at=at)
+                reason = "diverged: its loss or gradient is not finite"
+                self.freeze(diverged, at, reason, diverged_at=at)
 
-    def freeze(self, trials, at: int, why: str, **row) -> None:
+    def freeze(self, trials, at: int, reason: str, **row) -> None:
         """Mark trials as frozen, and log why."""
         for trial in trials.tolist():
             self.frozen[trial] = True
             self.writer.write(at, trial, **row)
-            say(f"step {at}: {describe_trial(self.trials, trial)} {why}; now frozen.")
+            say(
+                f"step {at}: {describe_trial(self.trials, trial)} {reason}; now frozen."
+            )
 
     @contextlib.contextmanager
     def paused(self):
@@ -141,13 +143,14 @@ class Hook(NamedTuple):
 def fit(
     trainer: Trainer, hooks: list[Hook], stop: StopSignal | None, profile: Profile
 ) -> None:
-    """Train until num_steps, a signal, a hook's True or all trials are frozen.
+    """Train until num_steps, then save.
 
-    Then save.
+    Training ends early at a signal, if a hook returns True, or if all trials are
+    frozen.
     """
     settings = trainer.config.train
     k, ends = settings.steps_per_dispatch, profile.ends(trainer.step)
-    # run the first step on its own, so that errors show early
+    # dispatch the first step on its own, so that errors show early
     once, intervals = {trainer.step + 1, *ends}, [hook.every for hook in hooks]
     spans = dispatch_spans(trainer.step, trainer.num_steps, k, intervals, once)
     mesh, R = jax.sharding.get_mesh(), len(trainer.trials)
@@ -207,7 +210,7 @@ def evaluate(trainer: Trainer) -> None:
             rows = trainer.task.evaluate(
                 trainer.run(), trainer.dev, trials=alive, quick=True
             )
-            known = trainer.train_sample and heldout_loss(
+            train_loss = trainer.train_sample and heldout_loss(
                 trainer.run(), trainer.train_sample
             )
         rows = dict(zip(alive, rows, strict=True))
@@ -217,7 +220,7 @@ def evaluate(trainer: Trainer) -> None:
         for trial, row in rows.items():
             scores = {f"dev_{m.name}": row[m.name] for m in metrics}
             if trainer.train_sample:
-                scores["train_loss"] = float(known[trial])
+                scores["train_loss"] = float(train_loss[trial])
                 scores["generalization_gap"] = row["loss"] - scores["train_loss"]
             trainer.writer.write(step, trial, **scores)
         if config.log_heads and rows:
@@ -239,8 +242,8 @@ def evaluate(trainer: Trainer) -> None:
             trainer.state, late = selection.stop_without_progress(
                 trainer.state, trainer.best, step - since, step
             )
-            why = f"had no better dev {metric.label} in {since} steps"
-            trainer.freeze(late, step, why, stopped_at=step)
+            reason = f"had no better dev {metric.label} in {since} steps"
+            trainer.freeze(late, step, reason, stopped_at=step)
 
 
 def take_sample(task: Task, examples: Examples, dev: Examples) -> list[dict]:
@@ -249,10 +252,10 @@ def take_sample(task: Task, examples: Examples, dev: Examples) -> list[dict]:
     There are at most as many batches as dev has. Dev may have fewer examples that are
     longer, as a language model's documents are.
     """
-    tokens, wanted = (
+    tokens, dev_tokens = (
         max(f.tokens.size for f in x.fields.values()) for x in (examples, dev)
     )
-    count = max(len(dev), -(-wanted * len(examples) // tokens))
+    count = max(len(dev), -(-dev_tokens * len(examples) // tokens))
     chosen = examples.take(evenly_spaced(len(examples), count))
     batches = [*task.evaluation_batches(chosen)]
     count = sum(1 for _ in task.evaluation_batches(dev))
@@ -268,15 +271,17 @@ def log_heads(trainer: Trainer, trials: list[int]) -> None:
     """Log statistics per head on a few dev rows; see `head_summaries`."""
     run = trainer.run()
     batch = next(iter(trainer.task.evaluation_batches(trainer.dev)))
-    few = {name: array[:ROWS_OF_HEADS] for name, array in batch.items()}
-    found = sharding.fetch(head_summaries(run.graph, run.params, run.head_gates, few))
+    first_rows = {name: array[:ROWS_OF_HEADS] for name, array in batch.items()}
+    summaries = sharding.fetch(
+        head_summaries(run.graph, run.params, run.head_gates, first_rows)
+    )
     for trial in trials:
         trainer.writer.write(
             trainer.step,
             trial,
             **{
                 f"{name}/{site}.{layer}.{head}": float(values[trial, layer, head])
-                for site, numbers in found.items()
+                for site, numbers in summaries.items()
                 for name, values in numbers.items()
                 for layer, head in np.ndindex(values.shape[1:])
             },

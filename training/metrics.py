@@ -45,10 +45,10 @@ class MetricsWriter:
         self.path = workdir / "metrics.jsonl"
         text = self.path.read_text(errors="replace") if self.path.exists() else ""
         lines = text.splitlines()
-        kept = [x for x in lines if (row := parse_row(x)) and row["step"] <= step]
-        kept = "".join(line + "\n" for line in kept)
-        if kept != text:
-            write(self.path, kept)
+        complete = [x for x in lines if (row := parse_row(x)) and row["step"] <= step]
+        complete = "".join(line + "\n" for line in complete)
+        if complete != text:
+            write(self.path, complete)
         self.file = open_append(self.path)
         self.workdir, self.step = workdir, step
 
@@ -169,29 +169,29 @@ class Window:
 
     def rows(self) -> dict[int, dict]:
         """Return a row for every trial that was updated, and start a new window."""
-        of = {
+        stacked = {
             name: np.stack([m[name] for m in self.metrics])
             for name in self.metrics[0]
             if name != "tokens"
         }
-        updated = of["updated"]
+        updated = stacked["updated"]
         tokens = {
             field: np.stack([m["tokens"][field] for m in self.metrics]) * updated
             for field in self.capacity
         }
         steps, pace = np.maximum(updated.sum(0), 1), self.throughput(tokens, updated)
-        weight = of["weight"].astype(float) * updated
-        loss = (np.where(updated, of["loss"], 0.0) * weight).sum(0)
+        weight = stacked["weight"].astype(float) * updated
+        loss = (np.where(updated, stacked["loss"], 0.0) * weight).sum(0)
         loss /= np.maximum(weight.sum(0), 1)
-        largest = np.where(updated, of["gradient_norm"], 0.0).max(0)
+        largest = np.where(updated, stacked["gradient_norm"], 0.0).max(0)
         rows = {}
         for trial in np.flatnonzero(updated.any(0)).tolist():
             last = np.flatnonzero(updated[:, trial])[-1]
             rows[trial] = {
                 "loss": float(loss[trial]),
-                "gradient_norm": float(of["gradient_norm"][last, trial]),
+                "gradient_norm": float(stacked["gradient_norm"][last, trial]),
                 "largest_gradient_norm": float(largest[trial]),
-                "learning_rate": float(of["learning_rate"][last, trial]),
+                "learning_rate": float(stacked["learning_rate"][last, trial]),
                 **{
                     f"{field}_fill": float(
                         tokens[field].sum(0)[trial] / (steps[trial] * capacity)
@@ -216,7 +216,7 @@ class Window:
         steps = len(self.metrics) - self.untimed
         if steps == 0:
             return {}
-        count = sum(each[self.untimed :].sum() for each in tokens.values())
+        count = sum(counts[self.untimed :].sum() for counts in tokens.values())
         rates = {
             "tokens_per_second": float(count / seconds),
             "steps_per_second": steps / seconds,

@@ -1,4 +1,7 @@
-"""Optimizers and learning-rate schedules, whose numbers may differ between trials."""
+"""Optimizers and learning-rate schedules.
+
+Hyperparameters may be traced, so that trials of one program can have different ones.
+"""
 
 import math
 import re
@@ -92,8 +95,8 @@ def by_parameter(function: Callable, params):
     def of_variable(path, variable):
         names = tuple(str(getattr(key, "key", key)) for key in path)
         axes = variable.get_metadata().get("axes", "").split()
-        found = function(names, axes)
-        return jax.tree.map(lambda _: found, variable)
+        value = function(names, axes)
+        return jax.tree.map(lambda _: value, variable)
 
     return jax.tree_util.tree_map_with_path(
         of_variable, params, is_leaf=lambda node: isinstance(node, nnx.Variable)
@@ -118,12 +121,12 @@ def matrix_axes(axes: list[str], per_head: bool) -> MuonDimensionNumbers:
         per_head: whether to treat the matrix of each head separately.
     """
     num_inputs = len(axes) - 1 if axes[-1] == "D" else 1
-    own = range(len(axes))
+    places = range(len(axes))
     if per_head and len(axes) > 2:
-        own = [place for place in own if axes[place] not in ("N", "K")]
+        places = [place for place in places if axes[place] not in ("N", "K")]
     return MuonDimensionNumbers(
-        tuple(place for place in own if place < num_inputs),
-        tuple(place for place in own if place >= num_inputs),
+        tuple(place for place in places if place < num_inputs),
+        tuple(place for place in places if place >= num_inputs),
     )
 
 
@@ -142,8 +145,9 @@ def muon(*, muon_beta, muon_per_head, **adam) -> optax.GradientTransformation:
 
     def dimensions(params):
         def of(names, axes):
-            found = is_orthogonalized(names, axes)
-            return matrix_axes(axes, muon_per_head) if found else optax.MaskedNode()
+            if not is_orthogonalized(names, axes):
+                return optax.MaskedNode()
+            return matrix_axes(axes, muon_per_head)
 
         return by_parameter(of, params)
 
@@ -230,8 +234,8 @@ def layers_above(params):
             return counts["decoder"]
         if names[0] not in counts:
             return 0
-        own = counts[names[0]] - int(names[1])
-        return own + (counts["decoder"] if names[0] == "encoder" else 0)
+        above_in_stack = counts[names[0]] - int(names[1])
+        return above_in_stack + (counts["decoder"] if names[0] == "encoder" else 0)
 
     by_parameter(count, params)
     return by_parameter(above, params)

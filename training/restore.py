@@ -35,12 +35,14 @@ def restore_parameters(workdir: Path, which: str, num_trials: int, abstract):
         abstract,
     )
     checkpoints = Checkpoints(workdir)
-    like = np.zeros(num_trials)
-    _, items = _newest(checkpoints, trials={"step": like, "diverged_at": like})
+    per_trial = np.zeros(num_trials)
+    _, items = _newest(
+        checkpoints, trials={"step": per_trial, "diverged_at": per_trial}
+    )
     trials = items["trials"]
-    found = READERS[which](checkpoints, abstract, trials)
+    restored = READERS[which](checkpoints, abstract, trials)
     checkpoints.close()
-    return found
+    return restored
 
 
 def parameters_to_start_from(
@@ -63,25 +65,29 @@ def parameters_to_start_from(
         ValueError, OSError: there is no such run, or its parameters don't fit.
     """
     with distributed.fail_together():  # a relative path may exist on some hosts only
-        there = run_folder(workdir)
-        theirs = read_json(there / "trials.json")
-        count, num_trials = len(theirs), len(trials)
+        folder = run_folder(workdir)
+        other_trials = read_json(folder / "trials.json")
+        count, num_trials = len(other_trials), len(trials)
         if count not in (1, num_trials):
             raise ValueError(
                 f"train.init_from={workdir} has {count} trials and this run has "
                 f"{num_trials}; it must have 1 or as many."
             )
-        settings = read_json(there / "config.json")
-    other = summarize(differences(settings["model"], config.model.to_dict(), "model"))
+        settings = read_json(folder / "config.json")
+    model_differences = summarize(
+        differences(settings["model"], config.model.to_dict(), "model")
+    )
     abstract = {
         path_name(path): jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if path_name(path).split(".")[0] not in new
     }
     try:
-        found, steps, diverged = restore_parameters(there, "best", count, abstract)
+        restored, steps, diverged = restore_parameters(folder, "best", count, abstract)
     except ValueError as error:
-        differs = f" Its config differs in {other}." if other else ""
+        differs = (
+            f" Its config differs in {model_differences}." if model_differences else ""
+        )
         raise ValueError(f"train.init_from={workdir}: {error}{differs}") from None
     lost = [i for i in range(count) if diverged[i] and not steps[i]]
     if lost:
@@ -89,10 +95,13 @@ def parameters_to_start_from(
             f"train.init_from={workdir}: its trials {', '.join(map(str, lost))} "
             f"diverged before an evaluation; they have no parameters to start from."
         )
-    if other:
-        say(f"The model of {workdir}, whose parameters this starts from, has {other}.")
+    if model_differences:
+        say(
+            f"The model of {workdir}, whose parameters this run starts from, differs: "
+            f"{model_differences}."
+        )
     for index, trial in enumerate(trials):
-        for key, gate in theirs[index % count].items():
+        for key, gate in other_trials[index % count].items():
             if key.startswith("head_gates.") and gate != trial.get(key, 1):
                 say(
                     f"Trial {index} starts from parameters that were trained with "
@@ -100,8 +109,8 @@ def parameters_to_start_from(
                 )
     say(f"Starting from {workdir}, step {', '.join(f'{step:g}' for step in steps)}.")
     if new:
-        say(f"New, because {workdir} has none that fits: {', '.join(new)}.")
-    return found
+        say(f"Newly initialised, as {workdir} has none that fits: {', '.join(new)}.")
+    return restored
 
 
 def with_parameters(state: TrainState, params: dict) -> TrainState:
@@ -112,11 +121,11 @@ def with_parameters(state: TrainState, params: dict) -> TrainState:
             Parameters that are not in it stay unchanged.
     """
 
-    def put(path, ours):
-        theirs = params.get(path_name(path))
-        if theirs is None:
-            return ours
-        return sharding.put(np.broadcast_to(theirs, ours.shape), ours.sharding)
+    def put(path, leaf):
+        replacement = params.get(path_name(path))
+        if replacement is None:
+            return leaf
+        return sharding.put(np.broadcast_to(replacement, leaf.shape), leaf.sharding)
 
     changed = jax.tree_util.tree_map_with_path(put, state.params)
     return state._replace(params=changed)
@@ -137,8 +146,8 @@ def run_folder(workdir: str) -> Path:
 
 
 def _read_best(checkpoints, abstract, trials: dict):
-    like = np.zeros(len(trials["step"]))
-    best = {"params": abstract, "score": like, "step": like}
+    per_trial = np.zeros(len(trials["step"]))
+    best = {"params": abstract, "score": per_trial, "step": per_trial}
     best = _newest(checkpoints, best=best)[1]["best"]
     # without a finite score at any evaluation, a trial's best are its initial values
     without = ~np.isfinite(best["score"]) & (trials["diverged_at"] == 0)
@@ -162,22 +171,22 @@ def _read_average(checkpoints, abstract, trials: dict):
     A trial that stopped early repeats its final parameters in all later checkpoints;
     they count once.
     """
-    total, before = None, -1
+    total, previous = None, -1
     for step in checkpoints.steps_of_all():
         items = _intact(checkpoints, step, params=abstract)
-        counts = np.float64((step <= trials["step"]) | (before < trials["step"]))
+        counts = np.float64((step <= trials["step"]) | (previous < trials["step"]))
         add = {"params": jax.tree.map(partial(_scale, counts), items["params"])}
-        add["counts"], before = counts, step
+        add["counts"], previous = counts, step
         total = add if total is None else jax.tree.map(np.add, total, add)
     counts = total["counts"]
     mean = jax.tree.map(partial(_scale, 1 / counts), total["params"])
-    say(f"Averaged {counts.max():g} checkpoints, the last one from step {before}.")
+    say(f"Averaged {counts.max():g} checkpoints, the last one from step {previous}.")
     for trial in np.flatnonzero(counts < counts.max()):
         say(
-            f"Trial {trial} ended at step {trials['step'][trial]:g}: its average is "
-            f"over the {counts[trial]:g} checkpoints that are left of it."
+            f"Trial {trial} ended at step {trials['step'][trial]:g}: only "
+            f"{counts[trial]:g} of these checkpoints count for it."
         )
-    steps = np.minimum(before, trials["step"])
+    steps = np.minimum(previous, trials["step"])
     return jax.tree.map(np.float32, mean), steps, trials["diverged_at"]
 
 

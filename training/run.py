@@ -47,20 +47,22 @@ def load(workdir: Path | str, which: str = "best") -> Run:
     config = read_config(workdir)
     task = make_task(config, workdir / "tokenizer")
     model = cost.abstract(task.build)
-    graph, like = nnx.split(model)
+    graph, abstract_params = nnx.split(model)
     path = workdir / "trials.json"
     trials = read_json(path)
     check_trials(path, trials, flat(config.to_dict()))
     check_trained(workdir, config.task.name, len(trials), cost.parameters(model))
-    params, steps, diverged_at = restore_parameters(workdir, which, len(trials), like)
+    params, steps, diverged_at = restore_parameters(
+        workdir, which, len(trials), abstract_params
+    )
     axes = {"trial": None, "data": -1, "model": 1}
     mesh = sharding.make_mesh(axes, len(trials), jax.device_count())
     jax.set_mesh(mesh)
-    where = sharding.named(mesh, "trial")
+    by_trial = sharding.named(mesh, "trial")
     return Run(
         config=config,
         graph=graph,
-        params=jax.tree.map(lambda leaf: sharding.put(leaf, where), params),
+        params=jax.tree.map(lambda leaf: sharding.put(leaf, by_trial), params),
         trials=trials,
         head_gates=head_gates(flat(config.to_dict()), trials),
         step=[int(step) for step in steps],
@@ -106,18 +108,18 @@ def check_trained(workdir: Path, task: str, trials: int, num_parameters: int) ->
         facts["task"] = facts["task"].get("name")
     config, folder = workdir / "config.json", workdir / "tokenizer"
     model = f"are of a model of {num_parameters:,} parameters"
-    for text, key, here in (
+    for text, key, actual in (
         (f"{config} has task.name={task}", "task", task),
         (f"{workdir / 'trials.json'} lists {trials} trials", "trials", trials),
         (f"{config} and {folder} {model}", "num_parameters", num_parameters),
         (f"{folder} has other vocabularies", "tokenizer", tokenizers.checksums(folder)),
     ):
-        there = facts.get(key, here)
-        if there != here:
-            there = "other checksums" if key == "tokenizer" else there
+        recorded = facts.get(key, actual)
+        if recorded != actual:
+            recorded = "other checksums" if key == "tokenizer" else recorded
             raise ValueError(
-                f"{text}, and {path} says {key}: {there}, as the run was trained; "
-                f"restore the one that was edited."
+                f"{text}, but {path} says {key}: {recorded}, recorded in training; "
+                f"restore the file that was edited."
             )
 
 

@@ -25,10 +25,10 @@ def rank(value: float, loss: float, metric: Metric) -> float:
 
 def ranks(rows: dict[int, dict], metric: Metric, num_trials: int) -> np.ndarray:
     """Return the `rank` of every trial, of shape R; -inf for trials without a row."""
-    found = np.full(num_trials, -np.inf)
+    scores = np.full(num_trials, -np.inf)
     for trial, row in rows.items():
-        found[trial] = rank(row[metric.name], row[LOSS.name], metric)
-    return found
+        scores[trial] = rank(row[metric.name], row[LOSS.name], metric)
+    return scores
 
 
 def initial_best(params: nnx.State, num_trials: int) -> dict:

@@ -103,13 +103,13 @@ def init_while_compiling(
     """
     mesh = jax.sharding.get_mesh()
     state = jax.eval_shape(make, trials)
-    where = sharding.state_shardings(state, mesh, static.shard)
-    abstract = sharding.abstract(state, where)
+    shardings = sharding.state_shardings(state, mesh, static.shard)
+    abstract = sharding.abstract(state, shardings)
     batches = sharding.abstract_batches(mesh, len(trials["seed"]), k, spec)
     with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(sharding.initial, make, trials, mesh, static.shard)
+        state_future = thread.submit(sharding.initial, make, trials, mesh, static.shard)
         train_steps.lower(abstract, trials, batches, k, static=static).compile()
-        return made.result()
+        return state_future.result()
 
 
 @partial(jax.jit, static_argnames="static", donate_argnames="state")
@@ -135,14 +135,18 @@ def train_steps(
         def step(index, carry):
             state, metrics = carry
             batch = jax.tree.map(lambda x: x[index], batches)
-            state, now = update(state, trial, batch, static)
-            write = jax.tree.map(lambda x, new: x.at[index].set(new), metrics, now)
+            state, step_metrics = update(state, trial, batch, static)
+            write = jax.tree.map(
+                lambda x, new: x.at[index].set(new), metrics, step_metrics
+            )
             return state, write
 
         first = jax.tree.map(lambda x: x[0], batches)
-        like = jax.eval_shape(lambda: update(state, trial, first, static)[1])
+        metric_shapes = jax.eval_shape(lambda: update(state, trial, first, static)[1])
         k = len(jax.tree.leaves(batches)[0])
-        metrics = jax.tree.map(lambda x: jnp.zeros((k, *x.shape), x.dtype), like)
+        metrics = jax.tree.map(
+            lambda x: jnp.zeros((k, *x.shape), x.dtype), metric_shapes
+        )
         # Vectorized trials can't skip steps, and checking would cost communication.
         steps = jnp.where(state.frozen, 0, num_steps) if in_turn() else num_steps
         return jax.lax.fori_loop(0, steps, step, (state, metrics))
@@ -201,9 +205,9 @@ def loss_and_gradient(params, trial: dict, batch: dict, key, static: Static):
 
     def accumulate(total, indexed_part):
         index, part = indexed_part
-        own = jax.random.fold_in(key, index)
-        *found, largest = part_gradient(part, own, lambda _: 1.0)
-        sums = jax.tree.map(jnp.add, total, tuple(found))
+        part_key = jax.random.fold_in(key, index)
+        *part_sums, largest = part_gradient(part, part_key, lambda _: 1.0)
+        sums = jax.tree.map(jnp.add, total, tuple(part_sums))
         return sums, largest
 
     def split(x):  # strided, so that every device has rows of each microbatch
@@ -227,9 +231,9 @@ def penalty_and_largest(auxiliary: dict) -> tuple[jax.Array | float, dict]:
     layers = [layer for site in auxiliary.values() for layer in site]
     penalty = sum(layer["penalty"] for layer in layers if "penalty" in layer)
     largest = {
-        site: [layer["largest"] for layer in own]
-        for site, own in auxiliary.items()
-        if "largest" in own[0]
+        site: [layer["largest"] for layer in site_layers]
+        for site, site_layers in auxiliary.items()
+        if "largest" in site_layers[0]
     }
     return penalty, largest
 
@@ -247,14 +251,16 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updated, diverged = finite & ~state.frozen, ~finite & ~state.frozen
-    new = state._replace(
+    new_state = state._replace(
         step=state.step + 1,
         params=clipped(
             optax.apply_updates(state.params, change), largest, static.graph
         ),
         opt_state=opt_state,
     )
-    new = jax.tree.map(lambda new, old: jnp.where(updated, new, old), new, state)
+    new_state = jax.tree.map(
+        lambda new, old: jnp.where(updated, new, old), new_state, state
+    )
     diverged_at = jnp.where(diverged, state.step + 1, state.diverged_at)
     metrics = {
         "loss": loss,
@@ -270,7 +276,7 @@ def update(state: TrainState, trial: dict, batch: dict, static: Static):
         "updated": updated,
         "diverged": diverged,
     }
-    return new._replace(diverged_at=diverged_at), metrics
+    return new_state._replace(diverged_at=diverged_at), metrics
 
 
 def clipped(params, largest: dict, graph):
@@ -283,8 +289,10 @@ def clipped(params, largest: dict, graph):
         return params
     model = nnx.merge(graph, params)
     for site, logits in largest.items():
-        for layer, own in zip(model.sites()[site].attentions, logits, strict=True):
-            layer.clip(own)
+        for layer, layer_logits in zip(
+            model.sites()[site].attentions, logits, strict=True
+        ):
+            layer.clip(layer_logits)
     return nnx.split(model)[1]
 
 

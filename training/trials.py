@@ -78,15 +78,15 @@ def read_trials(path: Path, config: dict) -> list[dict]:
     The seed is the first key.
     """
     try:
-        found = parse_json(path.read_text())
+        listed = parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} can't be read as JSON: {error}.") from None
-    if not isinstance(found, list) or not found:
+    if not isinstance(listed, list) or not listed:
         raise ValueError(f"{path} must contain a list of at least one trial.")
-    check_trials(path, found, config)
-    keys = dict.fromkeys(["seed", *(key for trial in found for key in trial)])
+    check_trials(path, listed, config)
+    keys = dict.fromkeys(["seed", *(key for trial in listed for key in trial)])
     default = {key: 1 if GATE.fullmatch(key) else config[key] for key in keys}
-    trials, first = [default | trial for trial in found], {}
+    trials, first = [default | trial for trial in listed], {}
     for index, trial in enumerate(trials):
         values = tuple(np.float32(v) if k != "seed" else v for k, v in trial.items())
         if values in first:
@@ -130,8 +130,8 @@ def check_trials(path: Path, trials: list, config: dict) -> None:
 
 def setting_at(config: dict, site: str, name: str):
     """Return an attention setting of a site, which defaults to model.attention's."""
-    own = config[f"model.{site}_attention.{name}"]
-    return config[f"model.attention.{name}"] if own is None else own
+    site_value = config[f"model.{site}_attention.{name}"]
+    return config[f"model.attention.{name}"] if site_value is None else site_value
 
 
 def heads_at(config: dict, site: str) -> tuple[int, int]:

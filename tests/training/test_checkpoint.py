@@ -149,7 +149,7 @@ def test_average_of_a_trial_that_ended_early_counts_its_end_once(tmp_path, capsy
     assert "Averaged 4 checkpoints" in said
     for trial, end, count in ((1, 25, 3), (2, 5, 1)):
         assert f"Trial {trial} ended at step {end}: " in said
-        assert f"over the {count} checkpoints" in said
+        assert f"only {count} of these checkpoints count" in said
 
 
 def trained(workdir, best, score=None, diverged_at=0):
@@ -311,7 +311,7 @@ def test_training_does_not_start_over_if_all_checkpoints_are_damaged(saved):
     for step in (1, 2, 3):
         cut_short(largest_file(saved, step))
     for _ in range(2):
-        with pytest.raises(ValueError, match="no sound checkpoint .*damaged"):
+        with pytest.raises(ValueError, match="no intact checkpoint .*damaged"):
             reopen(saved, params=TREE)
     assert {"1", "2", "3"} <= {p.name for p in (saved / "checkpoints").iterdir()}
     assert not (saved / "damaged").exists()
