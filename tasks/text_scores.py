@@ -1,6 +1,7 @@
 """Scores of generated text against references, with the signatures that define them."""
 
 import logging
+import re
 import string
 import unicodedata
 from collections import Counter
@@ -13,6 +14,7 @@ from sacrebleu.significance import PairedTest
 
 ROUGE = {"rouge1", "rouge2", "rougeL"}
 SQUAD = {"squad_exact_match", "squad_f1"}
+ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 def score(
@@ -89,9 +91,13 @@ def squad_scores(hypothesis: str, reference: str) -> tuple[float, float]:
 
 
 def squad_words(text: str) -> list[str]:
-    """Return the words of an answer: lower case, no punctuation, no articles."""
+    """Return the words of an answer: lower case, no punctuation, no articles.
+
+    As in SQuAD's script, only ASCII punctuation is removed. An article next to any
+    other, as in "the–end", is removed from the middle of a word, which leaves two.
+    """
     letters = "".join(c for c in text.lower() if c not in string.punctuation)
-    return [word for word in letters.split() if word not in ("a", "an", "the")]
+    return ARTICLE.sub(" ", letters).split()
 
 
 @lru_cache(maxsize=4)

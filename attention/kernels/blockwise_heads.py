@@ -211,7 +211,10 @@ def backward(problem, head):
 
 
 def _logits(problem, head, i, j):
-    """Compute a block of logits, `(G queries) keys`; `masks.EMPTY` where masked."""
+    """Compute a block of logits, `(G queries) keys`.
+
+    Masked ones are `masks.EMPTY`, or -inf in a short problem.
+    """
     query = _rows(problem, head, "query", i)
     key = _slice(head["key"], 0, j, problem.keys)
     exact = query.dtype == _dtype(head)
@@ -260,8 +263,9 @@ def _logits(problem, head, i, j):
     if allowed is None:
         return logits
     if problem.short:
-        # XLA's CPU compiler fuses an addition with the product, but not a select.
-        return logits + rows(jnp.where(allowed, 0, masks.EMPTY).astype(logits.dtype))
+        # XLA's CPU compiler fuses an addition with the product, but not a select. Add
+        # -inf: with `masks.EMPTY`, a logit of 3e38 would stay above the others.
+        return logits + rows(jnp.where(allowed, 0, -jnp.inf).astype(logits.dtype))
     return jnp.where(rows(allowed), logits, masks.EMPTY)
 
 

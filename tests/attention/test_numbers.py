@@ -41,6 +41,33 @@ def test_a_high_bias_that_padded_queries_share(dtype, height):
     assert np.isfinite(found[3]).all()  # a sum of what cancels: it is all rounding
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "cpu"])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"is_causal": True},
+        {"key_value_seq_lengths": [1]},
+        {"mask": np.tri(2, dtype=bool)},
+    ],
+    ids=lambda hidden: next(iter(hidden)),
+)
+def test_a_hidden_logit_of_almost_the_largest_number_has_no_weight(
+    implementation, hidden
+):
+    """The first query sees only the first key; its logit with the second is 3e38."""
+    query = jnp.zeros((1, 2, 1, 2)).at[0, 0, 0, 0].set(1e19)
+    key = jnp.zeros((1, 2, 1, 2)).at[0, 1, 0, 0].set(3e19)
+    value = jnp.array([1.0, 5.0]).reshape(1, 2, 1, 1)
+    out, lse = dot_product_attention(
+        *(query, key, value),
+        scale=1.0,
+        implementation=implementation,
+        return_residual=True,
+        **hidden,
+    )
+    assert (out[0, 0, 0, 0], lse[0, 0, 0]) == (1, 0)
+
+
 def test_float16_gradients_of_long_rows():
     """A cotangent of 1e-4 over 1,024 keys: each has less than float16 holds well."""
     arrays = inputs(1024, jnp.float16)

@@ -172,6 +172,9 @@ def test_rouge_of_sentences_by_hand():
         ("an", "", 1, 1),
         ("Bonn", "the", 0, 0),
         ("Bonn", "Cologne", 0, 0),
+        # as SQuAD's script has it, where words end at any punctuation
+        ("Rhine–the Ruhr", "Rhine– Ruhr", 1, 1),
+        ("theatre", "atre", 0, 0),
     ],
 )
 def test_squad_scores_by_hand(hypothesis, reference, exact, f1):
