@@ -122,13 +122,19 @@ def check_value(key: str, value, kind: type, is_optional: bool) -> None:
         raise ValueError(f"{key} must be above 0, got {value}.")
 
 
-def check_keys(config: dict) -> None:
-    """Raise a ValueError if a flat config lacks a key, or has an unknown one."""
+def check_keys(config: dict, owner: str = "It") -> None:
+    """Raise a ValueError if a flat config lacks a key, or has an unknown one.
+
+    Args:
+        config: values by dotted key.
+        owner: what the config is in a sentence.
+    """
     known = known_keys()
     for key in config.keys() - known.keys():
-        raise ValueError(f"It sets {key}, which is not a config key.")
+        hint = near_miss(key)
+        raise ValueError(f"{owner} sets {key}, which is not a config key.{hint}")
     for key in known.keys() - config.keys():
-        raise ValueError(f"It lacks {key}.")
+        raise ValueError(f"{owner} lacks {key}.")
 
 
 def read_config(tree) -> ConfigDict:

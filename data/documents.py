@@ -57,19 +57,20 @@ def corpus_keys(data) -> tuple[str, ...]:
     return "name", "directory", "test_share", *generator_keys
 
 
+def check_test_share(data) -> None:
+    """Raise a ValueError if data.test_share is out of range."""
+    if not 0 <= data.test_share < 1:
+        raise ValueError(
+            f"data.test_share must be at least 0 and below 1, got {data.test_share}."
+        )
+
+
 def test_split(data) -> str:
     """Return the split of final scores: test, or val if the corpus has no test split.
 
     Args:
         data: the config's section `data`.
-
-    Raises:
-        ValueError: data.test_share is out of range.
     """
-    if not 0 <= data.test_share < 1:
-        raise ValueError(
-            f"data.test_share must be at least 0 and below 1, got {data.test_share}."
-        )
     return "val" if data.name == "shakespeare" and not data.test_share else "test"
 
 

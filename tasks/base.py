@@ -235,6 +235,7 @@ class Task:
     options: tuple[str, ...] = ()  # decoding flags of `predict`
     evaluation_options: tuple[str, ...] = ()  # decoding flags of `evaluate`
     stacks: tuple[bool, bool] | None = None  # encoder and decoder needed; None: any
+    text_fields: tuple[str, ...]  # that `read` returns; for `read_fields`
     fields: tuple[str, ...] = ("source",)  # of a batch
     aligned: dict[str, str] = {}  # other fields: the side that each is aligned with
     splits_words: bool = False  # whether each word of a text is encoded by itself
@@ -259,6 +260,24 @@ class Task:
             ValueError, OSError: there is no such split.
         """
         raise NotImplementedError
+
+    def read_fields(self, split: str) -> dict[str, list[str]]:
+        """Return what `read` returns; a task of one's own may return anything.
+
+        Raises:
+            ValueError: a field is missing, empty, or shorter than another.
+        """
+        text, required = self.read(split), self.text_fields
+        fields = text if isinstance(text, dict) else {}
+        counts = [len(lines) for lines in fields.values()]
+        if not (set(required) <= set(fields) and len(set(counts)) == 1 and counts[0]):
+            received = ", ".join(f"{name} ({len(x)})" for name, x in fields.items())
+            raise ValueError(
+                f"`read` of the task {self.config.task.name} must return a dict with "
+                f"{' and '.join(required)}, lists of the same length and not empty; "
+                f"for the split {split!r} it returns {received or type(text).__name__}."
+            )
+        return text
 
     def load(self, split: str) -> Examples:
         """Return a tokenised split; "train" builds the vocabulary if there is none."""

@@ -43,7 +43,6 @@ class ClassTask(EncoderTask):
     """
 
     own_fields = ("tags",)
-    text_fields: tuple[str, str]  # that `read` returns: texts, and their labels
     pooling: str | None = None  # see models.output_heads
 
     def __init__(self, config, folder=None):
@@ -53,23 +52,6 @@ class ClassTask(EncoderTask):
                 f"task.token_dropout must be from 0 to below 1, got "
                 f"{config.task.token_dropout}."
             )
-
-    def read_fields(self, split: str) -> dict[str, list[str]]:
-        """Return what `read` returns; a task of one's own may return anything.
-
-        Raises:
-            ValueError: a field is missing, empty, or shorter than another.
-        """
-        text, required = self.read(split), self.text_fields
-        counts = [len(lines) for lines in text.values()]
-        if not (set(required) <= set(text) and len(set(counts)) == 1 and counts[0]):
-            received = ", ".join(f"{name} ({len(x)})" for name, x in text.items())
-            raise ValueError(
-                f"`read` of the task {self.config.task.name} must return the fields "
-                f"{' and '.join(required)}, of the same length and not empty; for the "
-                f"split {split!r} it returns {received or 'none'}."
-            )
-        return text
 
     @cached_property
     def classes(self) -> list[str]:

@@ -63,6 +63,7 @@ class LanguageModel(Task):
     evaluation_options = ("stride",)
     metrics = (LOSS, BITS_PER_BYTE, PERPLEXITY, CONTEXT_GAIN)
     stacks = (False, True)
+    text_fields = ("text",)
     fields = ("target",)
     has_predictions = False
 
@@ -77,8 +78,17 @@ class LanguageModel(Task):
                 "train.best_metric can't be context_gain: it is a difference of two "
                 "losses, which does not measure quality; choose loss."
             )
-        self.corpus_keys = documents.corpus_keys(data)
-        self.test_split = documents.test_split(data)
+        documents.check_test_share(data)
+
+    @property
+    def corpus_keys(self) -> tuple[str, ...]:
+        """See `Task`; a property, so that a subclass can replace it."""
+        return documents.corpus_keys(self.config.data)
+
+    @property
+    def test_split(self) -> str:
+        """See `Task`; a property, so that a subclass can replace it."""
+        return documents.test_split(self.config.data)
 
     def check_stride(self, name: str, stride: int) -> None:
         """Raise a ValueError if windows at this stride would not cover all tokens."""
@@ -105,7 +115,7 @@ class LanguageModel(Task):
 
     def load(self, split: str) -> Examples:
         """See `Task.load`."""
-        text = self.read(split)
+        text = self.read_fields(split)
         if split == "train":
             self.make_tokenizer(text["text"])
         tokens = self.tokenizer.encode(text["text"], eos=False)

@@ -39,11 +39,21 @@ class MaskedLanguageModel(EncoderTask):
 
     metrics = (LOSS, ACCURACY)
     has_predictions = False
+    text_fields = ("text",)
 
     def __init__(self, config, folder=None):
         super().__init__(config, folder)
-        self.corpus_keys = documents.corpus_keys(config.data)
-        self.test_split = documents.test_split(config.data)
+        documents.check_test_share(config.data)
+
+    @property
+    def corpus_keys(self) -> tuple[str, ...]:
+        """See `Task`; a property, so that a subclass can replace it."""
+        return documents.corpus_keys(self.config.data)
+
+    @property
+    def test_split(self) -> str:
+        """See `Task`; a property, so that a subclass can replace it."""
+        return documents.test_split(self.config.data)
 
     def read(self, split: str) -> dict[str, list[str]]:
         """See `Task.read`."""
@@ -51,7 +61,7 @@ class MaskedLanguageModel(EncoderTask):
 
     def load(self, split: str) -> Examples:
         """See `Task.load`; an example is a piece of a document."""
-        texts = self.read(split)["text"]
+        texts = self.read_fields(split)["text"]
         if split == "train":
             self.tokenizer = make_tokenizer(self.config, self.folder, texts)
         pieces = [piece for text in texts for piece in self.cut(text)]

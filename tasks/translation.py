@@ -54,7 +54,7 @@ class Translation(Task):
     """Predicts a text, `target`, from another, `source`."""
 
     stacks = (True, True)
-    fields = SIDES
+    text_fields = fields = SIDES
     corpus_keys = ("name", "source", "target", "directory")
     has_targets = True
     options = (
@@ -97,7 +97,7 @@ class Translation(Task):
 
     def load(self, split: str) -> Examples:
         """See `Task.load`."""
-        text, data = self.read(split), self.config.data
+        text, data = self.read_fields(split), self.config.data
         if split == "train":
             self.tokenizers = tokenizers.load_or_train_pair(
                 self.folder,

@@ -3,7 +3,12 @@
 import json
 
 from headcount.configs import base
-from headcount.configs.validation import check_values, choose, flat_config
+from headcount.configs.validation import (
+    check_keys,
+    check_values,
+    choose,
+    flat_config,
+)
 from headcount.models.cost import abstract
 from headcount.models.precision import REMAT
 from headcount.models.validation import check_positions, check_residual, check_unused
@@ -19,7 +24,9 @@ _built: set[str] = set()  # sections of configs whose model can be built
 def check_config(config) -> None:
     """Raise a ValueError that names the offending key if a config can't be trained."""
     model = config.model.to_dict()
-    check_values(flat_config(config.to_dict()))
+    values = flat_config(config.to_dict())
+    check_keys(values, "The config")
+    check_values(values)
     make_task(config)
     choose("optimizer.name", config.optimizer.name, OPTIMIZERS)
     choose("optimizer.schedule", config.optimizer.schedule, SCHEDULES)

@@ -17,6 +17,14 @@ def test_muon_per_head_needs_muon():
     check_config(config)
 
 
+def test_a_misspelt_key_of_a_config_made_in_python_is_named():
+    """Or else it would do nothing, and the trained run could not be loaded."""
+    config = get_config()
+    config.train.num_step = 5
+    with pytest.raises(ValueError, match="train.num_step, .* mean train.num_steps"):
+        check_config(config)
+
+
 @pytest.mark.parametrize(
     "section, layers, is_wrong",
     [

@@ -1,0 +1,44 @@
+"""What all tasks share: checks of what a task of one's own returns."""
+
+import pytest
+
+from headcount.tasks.language_model import LanguageModel
+from headcount.tasks.masked_language_model import MaskedLanguageModel
+from headcount.tasks.translation import Translation
+from tests.tasks.untrained import DECODER_ONLY, ENCODER_ONLY, small_task
+
+MASKED = ENCODER_ONLY | {"task.name": "masked_language_model"}
+STACKS = {LanguageModel: DECODER_ONLY, MaskedLanguageModel: MASKED}
+
+
+def own_task(base, folder, **members):
+    """Return a task of a subclass, which is not in the table of tasks."""
+    config = small_task(folder, **STACKS.get(base, {})).config
+    return type("Own", (base,), members)(config, folder)
+
+
+@pytest.mark.parametrize(
+    "base, wanted, text, found",
+    [
+        (LanguageModel, "text", {"target": ["a", "b"]}, r"target \(2\)"),
+        (LanguageModel, "text", ["a", "b"], "list"),
+        (MaskedLanguageModel, "text", {"source": ["a"]}, r"source \(1\)"),
+        (
+            *(Translation, "source and target", {"source": ["a"], "target": []}),
+            r"source \(1\), target \(0\)",
+        ),
+    ],
+)
+def test_a_task_whose_read_returns_something_else_is_named(
+    tmp_path, base, wanted, text, found
+):
+    task = own_task(base, tmp_path, read=lambda self, split: text)
+    match = f"`read` of the task .* {wanted}, .* 'train' it returns {found}"
+    with pytest.raises(ValueError, match=match):
+        task.load("train")
+
+
+@pytest.mark.parametrize("base", [LanguageModel, MaskedLanguageModel])
+def test_a_subclass_sets_corpus_keys_and_test_split(tmp_path, base):
+    task = own_task(base, tmp_path, corpus_keys=("name", "fold"), test_split="val")
+    assert (task.corpus_keys, task.test_split) == (("name", "fold"), "val")
