@@ -110,21 +110,15 @@ def softmax(
 
 def scaled_logits(query, key, scale: float) -> Float[Array, "B N T S"]:
     """Compute scaled products of queries and keys in float32 (float64 for float64)."""
+    B, T, N, _ = query.shape
+    S, K = key.shape[1:3]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     # Scale queries, not logits: XLA would fuse scaling with subtracting the softmax's
     # maximum, without rounding in between. See `of_two_features`.
-    query, key = scale * query.astype(dtype), key.astype(dtype)
-    if query.shape[-1] == 1:
-        return products_of_one_feature(query, key)
-    return products_of_features(query, key)
-
-
-def products_of_features(query, key) -> Float[Array, "B N T S"]:
-    """Compute the dot product of every query and key of a head."""
-    B, T, N, H = query.shape
-    S, K = key.shape[1:3]
+    query, key = of_two_features(scale * query.astype(dtype), key.astype(dtype))
     # Heads first, which gives the map its final layout: after an einsum of B T N H,
     # XLA's CPU backend would transpose it.
+    H = query.shape[3]
     query = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     return jnp.einsum(
         "BKXH,BKHS->BKXS",
@@ -132,15 +126,6 @@ def products_of_features(query, key) -> Float[Array, "B N T S"]:
         key.transpose(0, 2, 3, 1),
         precision=Precision.HIGHEST,
     ).reshape(B, N, T, S)
-
-
-@jax.jit
-def products_of_one_feature(query, key) -> Float[Array, "B N T S"]:
-    """Compute `products_of_features` of one feature, with a second one of zeros.
-
-    `models.cost` recognises this function by its name, and counts one feature.
-    """
-    return products_of_features(*of_two_features(query, key))
 
 
 def of_two_features(query, key):

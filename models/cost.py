@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from headcount.attention.reference import products_of_one_feature
 from headcount.models.attention import Attention
 
 LENGTH = 32  # default number of tokens per field of an example
@@ -96,9 +95,6 @@ def products(jaxpr) -> int:
             left_shape = equation.invars[0].aval.shape
             size = math.prod(left_shape[axis] for axis in contracted)
             total += size * math.prod(equation.outvars[0].aval.shape)
-        if equation.params.get("name") == products_of_one_feature.__name__:
-            total += math.prod(equation.outvars[0].aval.shape)
-            continue  # it computes two features, and one of them is zero
         for inner in jaxprs_in_params(equation.params):
             inner_total = products(inner)
             if inner_total and equation.primitive.name in ("scan", "while"):
