@@ -215,7 +215,6 @@ def best_run(trainer: Trainer) -> Run:
         params=best["params"],
         step=[int(step) for step in best["step"]],
         diverged_at=[int(step) or None for step in diverged(trainer)],
-        mesh=jax.sharding.get_mesh(),
     )
 
 

@@ -23,7 +23,6 @@ from headcount.analysis.heads import (
 from headcount.analysis.roles import batched, measure_roles, special_tokens
 from headcount.data.examples import Examples
 from headcount.models.maps import attention_maps
-from headcount.runtime import sharding
 from headcount.tasks import Run
 from headcount.tasks.heldout_loss import logits_of
 
@@ -58,7 +57,7 @@ def explore(
     found = []
     for name, run in runs.items():
         mine = examples[name], sentences[name], trials[name]
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             found.append(one_run(name, run, *mine, limit))
     split = next(iter(examples.values())).split
     title = "Heads of " + " and ".join(runs)

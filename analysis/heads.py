@@ -58,7 +58,7 @@ def describe(run: Run, examples: Examples, trial: int) -> list[dict]:
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
     sums = None
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         for batch in run.task.evaluation_batches(examples, packed=False):
             batch_sums = observe(run.graph, run.task.loss, params, gates, batch)
             batch_sums = jax.device_get(batch_sums)
@@ -124,7 +124,7 @@ def importance(
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
     slopes, weight = None, 0.0
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         one_per_row = list(run.task.evaluation_batches(examples, packed=False))
         for batch in one_per_row:
             batch_slopes = slopes_of(run.graph, run.task.loss, params, gates, batch)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+import jax
 import matplotlib
 import numpy as np
 
 from headcount.analysis.significance import summary
 from headcount.analysis.tables import heads_label, scores_without
 from headcount.models.maps import attention_maps, single_example
-from headcount.runtime import sharding
 from headcount.tasks import Metric, Run
 
 matplotlib.use("agg")
@@ -24,7 +24,7 @@ def plot_example(run: Run, trial: int, fields: dict, site: str, path: Path) -> N
             and the target without its last token), or "cross".
         path: path of the image; its suffix determines the format.
     """
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         batch = single_example(fields)
         maps_by_site = attention_maps(run.graph, *run.of(trial), batch)
     maps, labels = np.asarray(maps_by_site[site][0][:, 0]), run.task.labels(fields)

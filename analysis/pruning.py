@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
 from headcount.analysis.heads import all_gates, importance, with_progress
 from headcount.data.examples import Examples
-from headcount.runtime import sharding
 from headcount.tasks import Run
 
 ORDERS = ("importance", "normalized_importance", "added_loss", "random")
@@ -111,7 +111,7 @@ def curve(
         scores_by_trial = order_free.get(count)
         if scores_by_trial is None:
             fewer = run._replace(head_gates=without(gates, removed))
-            with sharding.using(run.mesh):
+            with jax.set_mesh(run.mesh):
                 scores = run.task.evaluate(fewer, examples, trials=trials, **options)
             scores_by_trial = dict(zip(trials, scores, strict=True))
             for row in scores:

@@ -38,7 +38,6 @@ from headcount.data.batches import unpacked_batches
 from headcount.data.examples import Examples, Ragged
 from headcount.data.tokenizers import BOS, EOS, NUM_SPECIAL
 from headcount.models.maps import attention_maps
-from headcount.runtime import sharding
 from headcount.tasks import Run
 
 UNTRAINED = 10  # untrained models, with seeds that no trial has
@@ -96,7 +95,7 @@ def measure_roles(
     if not any(names.values()):
         return []
     found = []
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         params = untrained_params(run)
         untrained = [
             score(run, jax.tree.map(lambda x, i=i: x[i], params), {}, cases, names)

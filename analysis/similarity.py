@@ -38,7 +38,7 @@ def similarity(run: Run, sentences: list[dict], trial: int) -> list[dict]:
     """
     params, gates = run.of(trial)
     sums, outputs, count = {}, {}, {}
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         for _, batch in batched(sentences):
             maps = attention_maps(run.graph, params, gates, batch)
             heads = jax.device_get(head_outputs(run.graph, params, gates, batch))
@@ -123,7 +123,7 @@ def interactions(
     """
     params, gates = run.of(trial)
     gates = all_gates(run, params, gates)
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         batches = run.task.evaluation_batches(examples)
         batches = [sharding.over_data(batch) for batch in batches]
 

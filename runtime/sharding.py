@@ -8,7 +8,6 @@ Every leaf of the state has a leading trial axis R. `specs` shards parameters an
 optimizer state; the compiler derives the rest.
 """
 
-import contextlib
 from functools import partial
 from typing import NamedTuple
 
@@ -422,8 +421,3 @@ def _constrained(tree, shard: str):
 
     parts = specs(of_trials, mesh, shard=shard)
     return jax.tree.map(constrain, tree, parts)
-
-
-def using(mesh: Mesh | None):
-    """Use a mesh in a `with` block; None keeps the current mesh."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

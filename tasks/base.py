@@ -28,7 +28,6 @@ from headcount.data.packing import largest_rows
 from headcount.models.cross_entropy import cross_entropy
 from headcount.models.maps import attention_maps, single_example
 from headcount.models.transformer import Transformer
-from headcount.runtime import sharding
 from headcount.runtime.logging import say
 
 
@@ -88,7 +87,7 @@ class Run(NamedTuple):
     step: list[int]  # of each trial's parameters
     diverged_at: list[int | None]
     task: "Task"
-    mesh: jax.sharding.Mesh | None = None  # of the parameters; None: the current mesh
+    mesh: jax.sharding.Mesh  # of the parameters
 
     def of(self, trial: int) -> tuple:
         """Return the parameters and the head gates of a trial.
@@ -120,7 +119,7 @@ class Run(NamedTuple):
             TypeError: the task has no such option.
         """
         check_names(options, ("trials", "quick", *self.task.evaluation_options))
-        with sharding.using(self.mesh):
+        with jax.set_mesh(self.mesh):
             return self.task.evaluate(self, self.task.load(split), **options)
 
     def attention(
@@ -143,7 +142,7 @@ class Run(NamedTuple):
         """
         params, gates = self.of(trial)
         fields = self.task.fields_of_text(self, source, target, trial)
-        with sharding.using(self.mesh):
+        with jax.set_mesh(self.mesh):
             found = attention_maps(self.graph, params, gates, single_example(fields))
         if site is None:
             site = "cross" if "cross" in found else next(iter(found))

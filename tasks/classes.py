@@ -182,7 +182,7 @@ class ClassTask(EncoderTask):
             logits = logits_of(run.graph, params, gates, batch)
             return np.asarray(jax.nn.softmax(logits))
 
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             return self.by_example(examples, of)
 
     def by_example(self, examples: Examples, of_batch) -> list[np.ndarray]:

@@ -62,7 +62,7 @@ def token_log_probabilities(
     """Return one trial's log-probabilities of all target tokens, by example."""
     params, gates = run.of(trial)
     found = [np.zeros(0)] * len(fields["target"])
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         for indices, batch in unpacked_batches(fields, batch_tokens=SCORING_TOKENS):
             rows = batch_log_probabilities(run.graph, params, gates, batch)
             for index, row in zip(indices, np.float64(rows), strict=False):

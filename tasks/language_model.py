@@ -27,7 +27,6 @@ from headcount.decoding import generate as decoding
 from headcount.decoding.generate import generate
 from headcount.decoding.search import Vocabulary
 from headcount.models.validation import check_bos
-from headcount.runtime import sharding
 from headcount.runtime.logging import say
 from headcount.tasks.base import (
     LOSS,
@@ -277,7 +276,7 @@ class LanguageModel(Task):
         prompts, limits = self.prompts(lines, first, max_new_tokens)
         repeated = range(len(lines) * samples)
         params, gates = run.of(trial)
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             found, _ = generate(
                 run.graph,
                 params,
@@ -314,7 +313,7 @@ class LanguageModel(Task):
             k: v for k, v in options.items() if k not in ("batch_size", "samples")
         }
         ids, shown = [], 0
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             for token in decoding.stream(
                 run.graph,
                 params,

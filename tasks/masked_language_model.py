@@ -14,7 +14,6 @@ import numpy as np
 from headcount.data import documents
 from headcount.data.examples import Examples, Ragged
 from headcount.models.dropout import random_bits
-from headcount.runtime import sharding
 from headcount.tasks.base import LOSS, Metric, Run, token_loss
 from headcount.tasks.encoder import EncoderTask, is_text, make_tokenizer
 from headcount.tasks.heldout_loss import logits_of, loss_and_share
@@ -157,7 +156,7 @@ class MaskedLanguageModel(EncoderTask):
             source.append(self.special.eos)
             self.warn_of_long("input", Ragged.of([source]))
             batch = self.row(texts, source, places)
-            with sharding.using(run.mesh):
+            with jax.set_mesh(run.mesh):
                 logits = logits_of(run.graph, params, gates, batch)
                 probs = np.asarray(jax.nn.softmax(logits))
             answers = []

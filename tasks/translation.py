@@ -233,7 +233,7 @@ class Translation(Task):
         params, gates = run.of(trial)
         options |= {"sample_numbers": [first + index for index in full]}
         options |= {"return_scores": n_best is not None, "head_gates": gates}
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             chosen = [encoded[index] for index in full]
             most = self.config.data.max_decode_length
             out = generate(
@@ -298,7 +298,7 @@ class Translation(Task):
         source = Ragged.of([examples.fields["source"][index]])
         options = search_defaults(options)
         options.pop("n_best", None)
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             (target,) = translations(run, source, [trial], **options)[trial]
         return {"source": source[0].tolist(), "target": [*target, tokenizers.EOS]}
 

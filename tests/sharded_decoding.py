@@ -45,7 +45,8 @@ def main():
         placed = jax.device_put(params, sharding.named(mesh, "trial"))
         for platform in (own_platform, lambda mesh: "gpu"):
             sharding.platform_of = platform
-            run = Run(config, graph, placed, [{}] * 4, gates, [0] * 4, [None] * 4, None)
+            rest = [{}] * 4, gates, [0] * 4, [None] * 4, None, mesh
+            run = Run(config, graph, placed, *rest)
             with jax.set_mesh(mesh):
                 chosen = Ragged.of(sources), [0, 2, 3]
                 of_trials = translations(run, *chosen, beam_size=2)

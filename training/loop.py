@@ -127,6 +127,7 @@ class Trainer:
             step=[self.step] * R,
             diverged_at=[None] * R,
             task=self.task,
+            mesh=jax.sharding.get_mesh(),
         )
 
 

@@ -31,8 +31,9 @@ from headcount.data.examples import Examples, Ragged
 from headcount.models.attention import Intermediates
 from headcount.models.maps import attention_map, attention_maps, single_example
 from headcount.models.transformer import Transformer
-from headcount.tasks import LOSS, Run, make_task
+from headcount.tasks import LOSS, make_task
 from tests.marks import slow_but
+from tests.tasks.untrained import run_of
 
 VOCAB, EOS = 40, 2
 LENGTHS = (3, 9, 1, 40), (5, 7, 2, 33)  # of sources and targets
@@ -64,16 +65,7 @@ def made(**changes):
     config.update(changes)
     model = Transformer(VOCAB, **config.to_dict(), rngs=nnx.Rngs(0))
     graph, params = nnx.split(model)
-    return Run(
-        config=whole,
-        graph=graph,
-        params=jax.tree.map(lambda x: x[None], params),
-        trials=[{"seed": 0}],
-        head_gates={},
-        step=[0],
-        diverged_at=[None],
-        task=make_task(whole),
-    )
+    return run_of(make_task(whole), graph, jax.tree.map(lambda x: x[None], params))
 
 
 def graph_and_params(run):

@@ -12,8 +12,9 @@ from headcount.attention import variants
 from headcount.configs.base import get_config
 from headcount.models.maps import single_example
 from headcount.models.transformer import Transformer
-from headcount.tasks import Run, make_task
+from headcount.tasks import make_task
 from headcount.training.checks import check_config
+from tests.tasks.untrained import run_of
 
 BATCH = single_example({"source": [4, 9, 8, 2], "target": [7, 5, 4, 6, 2]})
 REMOVED = [
@@ -36,9 +37,7 @@ def made(**attention):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: (x + rng.normal(0, 0.3, x.shape))[None], params)
     params = jax.tree.map(jnp.float32, params)
-    rest = {"trials": [{"seed": 0}], "head_gates": {}, "step": [0]}
-    task = make_task(config)
-    return Run(config, graph, params, **rest, diverged_at=[None], task=task)
+    return run_of(make_task(config), graph, params)
 
 
 @pytest.mark.slow

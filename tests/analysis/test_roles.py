@@ -16,7 +16,8 @@ from headcount.configs.stories import get_config
 from headcount.data import columns, stories, tokenizers
 from headcount.data.examples import Examples, Ragged
 from headcount.models.maps import attention_maps, single_example
-from headcount.tasks import Run, make_task
+from headcount.tasks import make_task
+from tests.tasks.untrained import run_of
 
 WORDS = sorted({w for story in stories.documents("val") for w in story.words})
 P = 48  # positions, and the most tokens of a story
@@ -48,16 +49,7 @@ def examples(task):
 
 def as_run(task, model):
     graph, params = nnx.split(model)
-    return Run(
-        config=task.config,
-        graph=graph,
-        params=jax.tree.map(lambda x: x[None], params),
-        trials=[{"seed": 0}],
-        head_gates={},
-        step=[0],
-        diverged_at=[None],
-        task=task,
-    )
+    return run_of(task, graph, jax.tree.map(lambda x: x[None], params))
 
 
 def ids_of(task, words):

@@ -16,7 +16,8 @@ from headcount.configs.base import get_config
 from headcount.data.examples import Examples, Ragged
 from headcount.models.maps import attention_maps, single_example
 from headcount.models.transformer import Transformer
-from headcount.tasks import Run, make_task
+from headcount.tasks import make_task
+from tests.tasks.untrained import run_of
 
 RNG = np.random.default_rng(0)
 SENTENCES = [
@@ -38,9 +39,7 @@ def run():
         Transformer(30, **config.model.to_dict(), rngs=nnx.Rngs(0))
     )
     params = jax.tree.map(lambda x: 3 * x[None], params)
-    rest = {"trials": [{"seed": 0}], "head_gates": {}, "step": [0]}
-    task = make_task(config)
-    return Run(config, graph, params, **rest, diverged_at=[None], task=task)
+    return run_of(make_task(config), graph, params)
 
 
 @pytest.mark.slow

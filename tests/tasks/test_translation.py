@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import scipy.special
 
 from headcount.data import multi30k, numbers, tokenizers
 from headcount.data.examples import Ragged
-from headcount.runtime import sharding
 from headcount.tasks import heldout_loss, text_scores, translation
 from tests.runs import write_corpus
 from tests.tasks.untrained import evaluate, output_of, small_task, untrained_run
@@ -133,7 +133,7 @@ def test_long_sentences_are_cut_at_the_longest_decoding_and_it_says_so(
     fields = task.load("val").fields["source"]
 
     def translated():
-        with sharding.using(run.mesh):
+        with jax.set_mesh(run.mesh):
             return translation.translations(run, fields, [0], beam_size=1)[0]
 
     whole = translated()

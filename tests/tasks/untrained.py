@@ -40,11 +40,19 @@ def untrained_run(task, num_trials=2, scale=1.0, head_gates=None) -> Run:
         params = nnx.split(task.build(rngs=nnx.Rngs(jax.random.key(seed))))[1]
         return jax.tree.map(lambda x: x * scale, params)
 
+    graph = nnx.split(abstract(task.build))[0]
+    every = jax.jit(jax.vmap(params))(jnp.arange(num_trials))
+    return run_of(task, graph, every, head_gates)
+
+
+def run_of(task, graph, params, head_gates=None) -> Run:
+    """Return a run of parameters, whose leaves have a leading trial axis."""
+    num_trials = len(jax.tree.leaves(params)[0])
     axes = {"trial": None, "data": -1, "model": 1}
     return Run(
         config=task.config,
-        graph=nnx.split(abstract(task.build))[0],
-        params=jax.jit(jax.vmap(params))(jnp.arange(num_trials)),
+        graph=graph,
+        params=params,
         trials=[{"seed": seed} for seed in range(num_trials)],
         head_gates=head_gates or {},
         step=[0] * num_trials,
@@ -84,5 +92,5 @@ def output_of(run, method, trial=0, **fields) -> np.ndarray:
 
 def evaluate(run, examples, **options) -> list[dict]:
     """Score a run on its mesh."""
-    with sharding.using(run.mesh):
+    with jax.set_mesh(run.mesh):
         return run.task.evaluate(run, examples, **options)
