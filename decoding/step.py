@@ -116,10 +116,9 @@ def prefill(
     place = jnp.arange(S)
     if model.encoder:
         real = place < lengths[:, None]
-        positions = jnp.broadcast_to(place, prompts.shape)
-        hidden = model.encode(
-            prompts, real.astype(jnp.int32), positions, head_gates=head_gates
-        )
+        batch = {"source": prompts, "source_segments": real.astype(jnp.int32)}
+        batch["source_positions"] = jnp.broadcast_to(place, prompts.shape)
+        hidden = model.encode(batch, head_gates=head_gates)
         memory, first_value = [], None
         for layer in model.decoder:
             cached, value = entries(layer.cross_attention, hidden, first=first_value)

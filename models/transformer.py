@@ -321,90 +321,89 @@ class Transformer(nnx.Module):
         table = self.encoder_positions if is_source else self.decoder_positions
         return relative_bias(table[...], distance, is_causal=not is_source)
 
-    def encode(
-        self,
-        source: Int[Array, "B S"],
-        segments: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
-        drop: Dropout | None = None,
-        head_gates: dict | None = None,
-        observe: dict | None = None,
-        types: Int[Array, "B S"] | None = None,
-        remat: str = "none",
-        auxiliary: dict | None = None,
-        features: tuple[Int[Array, "B S"], ...] = (),
-    ) -> Float[Array, "B S D"]:
-        """Return the encoder's output; see `hidden`."""
+    def encode(self, batch: dict, **options) -> Float[Array, "B S D"]:
+        """Return the encoder's output.
+
+        Args:
+            batch: see `__call__`.
+            options: dropout, and other arguments of `stack`.
+        """
         x = self.embed(
-            source,
-            positions,
-            source.shape[1],
+            batch["source"],
+            batch["source_positions"],
+            batch["source"].shape[1],
             is_source=True,
-            types=types,
-            features=features,
+            types=batch.get("source_types"),
+            features=tuple(batch[k] for k in sorted(batch) if FEATURE.fullmatch(k)),
         )
-        x = dropout(x, drop, 0)
-        arguments = self.position_arguments(positions, is_source=True)
-        first = {}
-        for index, layer in enumerate(self.encoder):
-            x, layer_auxiliary = rematerialize(
-                remat,
-                layer,
-                x,
-                segments=segments,
-                position_arguments=arguments,
-                gates=layer_gates(head_gates, index, self="encoder"),
-                drop=fold(drop, 1 + index),
-                observe=select(observe, self="encoder"),
-                first=first,
-            )
-            first = first or first_values(layer_auxiliary)
-            collect(auxiliary, layer_auxiliary, self="encoder")
-        return x if self.encoder_norm is None else self.encoder_norm(x)
+        return self.stack(x, None, batch, is_source=True, **options)
 
     def decode(
-        self,
-        memory: Float[Array, "B S D"] | None,
-        memory_segments: Int[Array, "B S"] | None,
-        target: Int[Array, "B T"],
-        segments: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        drop: Dropout | None = None,
-        head_gates: dict | None = None,
-        observe: dict | None = None,
-        remat: str = "none",
-        inputs: Int[Array, "B T"] | None = None,
-        auxiliary: dict | None = None,
+        self, memory: Float[Array, "B S D"] | None, batch: dict, **options
     ) -> Float[Array, "B T D"]:
         """Return the decoder's output for each target token, given earlier tokens.
 
-        `memory` is None without an encoder. `inputs` defaults to the target shifted by
-        one, with BOS at the start of each segment. For other arguments, see `hidden`.
+        Args:
+            memory: the encoder's output; None without an encoder.
+            batch, options: see `encode`.
         """
+        inputs, positions = batch.get("target_inputs"), batch["target_positions"]
         if inputs is None:
-            inputs = shift_right(target, positions, self.bos)
-        x = self.embed(inputs, positions, target.shape[1])
+            inputs = shift_right(batch["target"], positions, self.bos)
+        x = self.embed(inputs, positions, inputs.shape[1])
+        return self.stack(x, memory, batch, is_source=False, **options)
+
+    def stack(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"] | None,
+        batch: dict,
+        *,
+        is_source: bool,
+        drop: Dropout | None = None,
+        head_gates: dict | None = None,
+        observe: dict | None = None,
+        remat: str = "none",
+        auxiliary: dict | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Apply the layers of the encoder or the decoder to embedded tokens.
+
+        Args:
+            x: the embedded tokens.
+            memory: see `decode`.
+            batch: see `__call__`.
+            is_source: whether to apply the encoder.
+            drop: dropout of this stack.
+            head_gates, observe, remat, auxiliary: see `hidden`.
+        """
+        if is_source:
+            layers, norm, side = self.encoder, self.encoder_norm, "source"
+            sites = {"self": "encoder"}
+        else:
+            layers, norm, side = self.decoder, self.decoder_norm, "target"
+            sites = {"self": "decoder", "cross": "cross"}
         x = dropout(x, drop, 0)
-        arguments = self.position_arguments(positions, is_source=False)
+        positions = batch[f"{side}_positions"]
+        arguments = self.position_arguments(positions, is_source=is_source)
         first = {}
-        for index, layer in enumerate(self.decoder):
+        for index, layer in enumerate(layers):
             x, layer_auxiliary = rematerialize(
                 remat,
                 layer,
                 x,
                 memory,
-                segments=segments,
-                memory_segments=memory_segments,
-                is_causal=True,
+                segments=batch[f"{side}_segments"],
+                memory_segments=batch.get("source_segments"),
+                is_causal=not is_source,
                 position_arguments=arguments,
-                gates=layer_gates(head_gates, index, self="decoder", cross="cross"),
+                gates=layer_gates(head_gates, index, **sites),
                 drop=fold(drop, 1 + index),
-                observe=select(observe, self="decoder", cross="cross"),
+                observe=select(observe, **sites),
                 first=first,
             )
             first = first or first_values(layer_auxiliary)
-            collect(auxiliary, layer_auxiliary, self="decoder", cross="cross")
-        return x if self.decoder_norm is None else self.decoder_norm(x)
+            collect(auxiliary, layer_auxiliary, **sites)
+        return x if norm is None else norm(x)
 
     def output(
         self, hidden: Float[Array, "*B D"]
@@ -483,35 +482,14 @@ class Transformer(nnx.Module):
         check_gates(head_gates, self.head_gates())
         rate = self.dropout if rate is None else rate
         drop = None if key is None else (rate, key)
+        options = {"head_gates": head_gates, "observe": observe}
+        options |= {"remat": remat, "auxiliary": auxiliary}
         memory = None
         if self.encoder:
-            memory = self.encode(
-                batch["source"],
-                batch["source_segments"],
-                batch["source_positions"],
-                fold(drop, 0),
-                head_gates,
-                observe,
-                batch.get("source_types"),
-                remat,
-                auxiliary,
-                tuple(batch[name] for name in sorted(batch) if FEATURE.fullmatch(name)),
-            )
+            memory = self.encode(batch, drop=fold(drop, 0), **options)
         if not self.decoder:
             return memory
-        return self.decode(
-            memory,
-            batch["source_segments"] if self.encoder else None,
-            batch["target"],
-            batch["target_segments"],
-            batch["target_positions"],
-            fold(drop, 1),
-            head_gates,
-            observe,
-            remat,
-            batch.get("target_inputs"),
-            auxiliary,
-        )
+        return self.decode(memory, batch, drop=fold(drop, 1), **options)
 
     def __call__(
         self,
