@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headcount.configs.validation import check_values
 from headcount.data import labelled
 from headcount.data.labelled import load
 
@@ -96,8 +97,8 @@ def test_movie_reviews_without_fold_file_or_split_raise(tmp_path):
         load("movie_reviews", "train", str(tmp_path), 0)
     write_reviews(tmp_path)
     for fold in (-1, 10):
-        with pytest.raises(ValueError, match=f"data.fold .* 9, got {fold}"):
-            load("movie_reviews", "train", str(tmp_path), fold)
+        with pytest.raises(ValueError, match=f"data.fold .* [09], got {fold}"):
+            check_values({"data.fold": fold})
     with pytest.raises(ValueError, match="'dev'; it has test, val, train"):
         load("movie_reviews", "dev", str(tmp_path), 0)
 
