@@ -554,7 +554,7 @@ def head_of(row: dict) -> tuple:
     return row["site"], row["layer"], row["head"]
 
 
-def interval_of(values, comparisons: int = 1) -> tuple[float, float, float]:
+def interval_of(values, comparisons: int) -> tuple[float, float, float]:
     """Return the mean over seeds and its interval; NaN for fewer than two seeds.
 
     The interval is one of several that hold at the same time (Bonferroni).

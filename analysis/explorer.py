@@ -43,7 +43,7 @@ def explore(
     examples: dict[str, Examples],
     sentences: dict[str, list[dict]],
     trials: dict[str, list[int]],
-    limit: int = 200,
+    limit: int,
 ) -> dict:
     """Compute the data that the page shows.
 

@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 def measure_roles(
-    run: Run, examples: Examples, trials: list[int], limit: int = 200
+    run: Run, examples: Examples, trials: list[int], limit: int
 ) -> list[dict]:
     """Test every head of every trial for every role; see the module docstring.
 

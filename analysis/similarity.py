@@ -109,7 +109,7 @@ def head_outputs(graph, params, head_gates: dict, batch: dict) -> dict:
 
 
 def interactions(
-    run: Run, examples: Examples, trial: int, site: str | None = None
+    run: Run, examples: Examples, trial: int, site: str | None
 ) -> list[dict]:
     """Measure how the removal of each pair of heads of a site interacts.
 

@@ -90,7 +90,7 @@ def print_scores(
 
 
 def print_report(
-    report: list[dict], confusions: list[dict], entities: list[dict] | None = None
+    report: list[dict], confusions: list[dict], entities: list[dict] | None
 ) -> None:
     """Print precision, recall and F1 per class, and the most frequent confusions.
 

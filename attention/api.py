@@ -432,7 +432,7 @@ def head_gated(out: Array, head_gate: Numbers | None, batched: bool = True) -> A
 
 
 def beside_sink(
-    lse: Float[Array, "B T N"], sink: ArrayLike, batched: bool = True
+    lse: Float[Array, "B T N"], sink: ArrayLike, batched: bool
 ) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Return the share of weight that a sink leaves to the keys, and the new lse.
 

@@ -30,7 +30,7 @@ def gate(
     kernel: Float[Array, "..."],
     activation: str,
     size: str,
-    key: Key[Array, ""] | None = None,
+    key: Key[Array, ""] | None,
 ) -> Float[Array, "..."]:
     """Compute gates per token from the first features of its input.
 

@@ -147,7 +147,7 @@ def continue_hypotheses(
 
 
 def top_tokens(
-    logits: Float[Array, "*B vocab"], count: int, first: int = 0
+    logits: Float[Array, "*B vocab"], count: int, first: int
 ) -> tuple[Float[Array, "*B _"], Int[Array, "*B _"]]:
     """Return the largest logits and their tokens, ignoring tokens below `first`.
 

@@ -134,7 +134,7 @@ def prefill(
     return Prompt(memory, real[:, None], first, offset, lengths > 0)
 
 
-def decoder_memory(model, tokens, segments, head_gates=None) -> list:
+def decoder_memory(model, tokens, segments, head_gates) -> list:
     """Return the keys and values of a decoder-only model's layers for its inputs."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = model.embed(tokens, positions, tokens.shape[1])
@@ -307,7 +307,7 @@ def see_own_slot(visible: Bool[Array, "B W L W"], clock) -> Bool[Array, "B W L W
 
 
 def next_hidden(
-    model, state: State, head_gates: dict | None = None
+    model, state: State, head_gates: dict | None
 ) -> tuple[Float[Array, "B W D"], list]:
     """Return the last layer's output for every hypothesis, and the extended cache."""
     clock, rows = state.clock, state.rows

@@ -83,7 +83,7 @@ def _num_trials() -> int:
         return 1
 
 
-def _num_chunks(tokens: int, chunk_tokens: int, num_devices: int = 1) -> int:
+def _num_chunks(tokens: int, chunk_tokens: int, num_devices: int) -> int:
     """Return the smallest number of chunks of at most `chunk_tokens` tokens.
 
     Fewer than twice as many are allowed if that makes chunks equal, preferably with

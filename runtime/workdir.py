@@ -201,10 +201,10 @@ def differences(
     return [f"{path} ({names[0]} {there!r}, {names[1]} {now!r})"]
 
 
-def summarize(phrases: list[str], most: int = 5) -> str:
-    """Join the first `most` phrases, and mention how many more there are."""
-    rest = len(phrases) - most
-    return ", ".join(phrases[:most]) + (f" and {rest} more" if rest > 0 else "")
+def summarize(phrases: list[str]) -> str:
+    """Join the first five phrases, and mention how many more there are."""
+    rest = len(phrases) - 5
+    return ", ".join(phrases[:5]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def read_json(path: Path):

@@ -44,7 +44,7 @@ from headcount.sweeps.store import Sweep, read_record, read_run
 from headcount.sweeps.table import collect, count_unfinished, is_lost
 from headcount.tasks import Metric, best_metric
 from headcount.training.metrics import read_metrics
-from headcount.training.tracking import record_report, tracker_names
+from headcount.training.tracking import attempt, record_report, tracker_names
 
 HEAD = {"arm": str, "seed": Number(0), "site": str}  # schema of a row of heads.py
 
@@ -90,7 +90,7 @@ def track(sweep: Sweep, rows: list[dict], report: Report) -> None:
     shown = ("ablation", "metric", "checkpoint", "test_split", "note")
     settings = {name: sweep.settings[name] for name in shown} | {"base": base}
     settings["command"] = report.command
-    record_report(sweep.workdir, names, tables, settings)
+    attempt("wandb", record_report, sweep.workdir, names, tables, settings)
 
 
 def write_joined(sweeps: list[Sweep], num_examples: int) -> None:

@@ -230,11 +230,11 @@ def read_classes(path: Path) -> list[str]:
     return classes
 
 
-def listed(classes, most: int = 10) -> str:
-    """Format names of classes for a message, at most `most` of them."""
+def listed(classes) -> str:
+    """Format names of classes for a message, at most ten of them."""
     names = sorted(classes)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
 
 
 def warn_of_labels(labels: list[str]) -> None:

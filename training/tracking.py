@@ -143,7 +143,7 @@ def add_files(run, kind: str, folder: Path, names) -> None:
 def record_report(
     workdir: Path, names: list[str], tables: dict[str, list[dict]], config: dict
 ) -> None:
-    """Log the report of a sweep to Weights & Biases; if that fails, log why.
+    """Log the report of a sweep to Weights & Biases.
 
     Args:
         workdir: the sweep's folder; the report joins the wandb group of its runs.
@@ -151,10 +151,6 @@ def record_report(
         tables: rows by table name.
         config: the sweep's settings.
     """
-    attempt("wandb", _record_report, workdir, names, tables, config)
-
-
-def _record_report(workdir, names, tables, config) -> None:
     run = start_wandb(
         workdir,
         is_new=False,
