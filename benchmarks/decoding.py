@@ -36,7 +36,7 @@ from flax import nnx
 from benchmarks.training import ceiling_of, numpy_ceiling
 from headcount.configs import multi30k
 from headcount.decoding.generate import generate
-from headcount.models.positions import sinusoidal
+from headcount.exchange import ctranslate2_format, folding, huggingface
 from headcount.models.transformer import Transformer
 from headcount.training.run import load
 
@@ -58,15 +58,15 @@ def main():
     arguments = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
 
-    model, sentences, forced = trained(arguments.workdir)
+    config, model, sentences, forced = trained(arguments.workdir)
     print(f"{len(sentences)} sentences, {sum(map(len, sentences))} source tokens")
     top = ceiling()
     print(f"matmul ceiling: {top / 1e9:.0f} GFLOP/s\n")
     sides = {"ours": ours(model, forced)}
     if not arguments.no_peer:
-        sides["CTranslate2"] = peer(model, forced, 1, arguments.threads)
+        sides["CTranslate2"] = peer(config, model, forced, 1, arguments.threads)
         if arguments.threads > 1:
-            each = peer(model, forced, arguments.threads, 1)
+            each = peer(config, model, forced, arguments.threads, 1)
             sides["CTranslate2, a batch per thread"] = each
     print("| | beam | sentences/s | spread | share of ceiling | speedup | same |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -92,19 +92,19 @@ def main():
 
 
 def trained(workdir: Path | None):
-    """Return a model, source sentences, and the length to force or None."""
+    """Return a config, its model, source sentences, and the length to force or None."""
     if workdir is not None:
         run = load(workdir, "best")
         encoded = [ids.tolist() for ids in run.task.load("val").fields["source"]]
-        return nnx.merge(run.graph, run.of(0)[0]), encoded, None
+        return run.config, nnx.merge(run.graph, run.of(0)[0]), encoded, None
     random = np.random.default_rng(0)
     lengths = np.clip(random.normal(14.5, 4.0, 1014).round(), 5, 35).astype(int)
     sentences = [[*random.integers(4, 8000, n - 1).tolist(), 2] for n in lengths]
-    config = multi30k.get_config().model.to_dict()
-    model = Transformer(8000, **config, rngs=nnx.Rngs(0))
+    config = multi30k.get_config()
+    model = Transformer(8000, **config.model.to_dict(), rngs=nnx.Rngs(0))
     # make sure that EOS is never the most probable token
     model.embedding[...] = model.embedding[...].at[2].set(0.0)
-    return model, sentences, LENGTH
+    return config, model, sentences, LENGTH
 
 
 def ours(model, forced: int | None):
@@ -120,7 +120,7 @@ def ours(model, forced: int | None):
     return side
 
 
-def peer(model, forced: int | None, batches: int, threads: int):
+def peer(config, model, forced: int | None, batches: int, threads: int):
     """Return a function that translates with CTranslate2 and the model's parameters.
 
     Args:
@@ -130,9 +130,12 @@ def peer(model, forced: int | None, batches: int, threads: int):
     import ctranslate2
 
     folder = tempfile.mkdtemp()
-    convert(model, Path(folder) / "model")
+    params = huggingface.named(jax.device_get(nnx.split(model)[1]))
+    params = folding.plain_heads(config, params, {})
+    pieces = ["<pad>", "<s>", "</s>", *map(str, range(3, len(model.embedding)))]
+    ctranslate2_format.write(config, params, [pieces], Path(folder))
     translator = ctranslate2.Translator(
-        str(Path(folder) / "model"),
+        folder,
         device="cpu",
         compute_type="float32",
         inter_threads=batches,
@@ -155,88 +158,6 @@ def peer(model, forced: int | None, batches: int, threads: int):
         return [[int(piece) for piece in x.hypotheses[0][:cut]] for x in results]
 
     return side
-
-
-def convert(model, folder: Path) -> None:
-    """Write one of our models in CTranslate2's format."""
-    import ctranslate2
-
-    def array(param):
-        return np.asarray(param[...], np.float32)
-
-    def norm(spec, module):
-        spec.gamma, spec.beta = array(module.scale), array(module.bias)
-
-    def linear(spec, kernel, bias):
-        width = kernel.shape[-1]
-        spec.weight = np.ascontiguousarray(kernel.reshape(-1, width).T)
-        spec.bias = bias.reshape(-1)
-
-    def project(spec, *pairs):
-        """Concatenate several projections of the same input."""
-        kernels = [array(kernel).reshape(kernel.shape[0], -1) for kernel, _ in pairs]
-        biases = [array(bias).reshape(-1) for _, bias in pairs]
-        linear(spec, np.concatenate(kernels, axis=1), np.concatenate(biases))
-
-    def attention(spec, module, is_self):
-        pairs = [
-            (module.query, module.query_bias),
-            (module.key, module.key_bias),
-            (module.value, module.value_bias),
-        ]
-        groups = [pairs] if is_self else [pairs[:1], pairs[1:]]
-        for linear_spec, group in zip(spec.linear, groups, strict=False):
-            project(linear_spec, *group)
-        merge = array(module.merge["kernel"])
-        linear(
-            spec.linear[-1],
-            merge.reshape(-1, merge.shape[-1]),
-            array(module.merge_bias),
-        )
-
-    def layer(spec, module):
-        attention(spec.self_attention, module.self_attention, True)
-        norm(spec.self_attention.layer_norm, module.self_norm)
-        if module.cross_attention is not None:
-            attention(spec.attention, module.cross_attention, False)
-            norm(spec.attention.layer_norm, module.cross_norm)
-        linear(
-            spec.ffn.linear_0, array(module.mlp.up.kernel), array(module.mlp.up.bias)
-        )
-        linear(
-            spec.ffn.linear_1,
-            array(module.mlp.down.kernel),
-            array(module.mlp.down.bias),
-        )
-        norm(spec.ffn.layer_norm, module.mlp_norm)
-
-    pre_norm = model.decoder_norm is not None
-    spec = ctranslate2.specs.TransformerSpec.from_config(
-        (len(model.encoder), len(model.decoder)),
-        model.encoder[0].self_attention.query.shape[1],
-        pre_norm=pre_norm,
-    )
-    table = sinusoidal(512, model.width, model.positions)
-    for side, layers, final in (
-        (spec.encoder, model.encoder, model.encoder_norm),
-        (spec.decoder, model.decoder, model.decoder_norm),
-    ):
-        side.position_encodings.encodings = table
-        for layer_spec, module in zip(side.layer, layers, strict=True):
-            layer(layer_spec, module)
-        if pre_norm:
-            norm(side.layer_norm, final)
-    embedding = array(model.embedding)
-    spec.encoder.embeddings[0].weight = embedding
-    spec.decoder.embeddings.weight = embedding
-    spec.decoder.projection.weight = embedding
-    pieces = ["<pad>", "<s>", "</s>", *map(str, range(3, len(embedding)))]
-    spec.register_source_vocabulary(pieces)
-    spec.register_target_vocabulary(pieces)
-    spec.config.decoder_start_token = "<s>"
-    spec.validate()
-    folder.mkdir()
-    spec.save(str(folder))
 
 
 def flop(model, sentences, translations, beam_size: int) -> float:
