@@ -143,7 +143,7 @@ def time_generation(arguments, config) -> None:
     sides = {
         "ours": ours(arguments.folder, config.model.bos),
         "transformers": peers.transformers_side(theirs),
-        "CTranslate2": peers.ctranslate2_side(theirs, arguments.folder),
+        "CTranslate2": peers.ctranslate2_side(arguments.folder / "run"),
     }
     random = np.random.default_rng(0)
     print("| | prompts | new tokens/s | spread | speedup | same tokens |")

@@ -6,13 +6,18 @@ On a GPU they train with bfloat16 autocast.
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import torch
 import transformers
+from flax import nnx
 from torch import nn
 from torch.nn import functional
 
 from benchmarks.torch_gpt import Model, adamw
+from headcount.configs.run import load_config
+from headcount.exchange import ctranslate2_format, folding, huggingface
+from headcount.exchange.importing import load_model
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -123,12 +128,20 @@ def transformers_side(model):
     return side
 
 
-def ctranslate2_side(model, folder: Path):
-    """Return a function that continues prompts with CTranslate2, in float32."""
+def ctranslate2_side(run: Path):
+    """Return a function that continues prompts with CTranslate2, in float32.
+
+    Args:
+        run: workdir of the imported model.
+    """
     import ctranslate2  # not needed for training
 
-    path = folder / "ctranslate2"
-    convert(model, path)
+    config, path = load_config(run / "config.json"), run / "ctranslate2"
+    params = huggingface.named(jax.device_get(nnx.split(load_model(run))[1]))
+    pieces = list(map(str, range(config.data.vocab_size)))
+    path.mkdir()
+    params = folding.plain_heads(config, params, {})
+    ctranslate2_format.write(config, params, [pieces], path)
     generator = ctranslate2.Generator(
         str(path),
         device="cpu",
@@ -147,48 +160,3 @@ def ctranslate2_side(model, folder: Path):
         return [x.sequences_ids[0] for x in results]
 
     return side
-
-
-def convert(model, path: Path) -> None:
-    """Write transformers' GPT-2 to a folder in CTranslate2's format."""
-    import ctranslate2
-
-    config, state = model.config, model.state_dict()
-    spec = ctranslate2.specs.TransformerDecoderModelSpec.from_config(
-        config.n_layer,
-        config.n_head,
-        pre_norm=True,
-        activation=ctranslate2.specs.Activation.GELUTanh,
-    )
-
-    def array(name):
-        return state[f"transformer.{name}"].numpy()
-
-    def norm(spec, name):
-        spec.gamma, spec.beta = array(f"{name}.weight"), array(f"{name}.bias")
-
-    def linear(spec, name):
-        spec.weight = np.ascontiguousarray(array(f"{name}.weight").T)
-        spec.bias = array(f"{name}.bias")
-
-    decoder = spec.decoder
-    decoder.scale_embeddings = False
-    decoder.embeddings.weight = array("wte.weight")
-    decoder.projection.weight = array("wte.weight")
-    decoder.position_encodings.encodings = array("wpe.weight")
-    norm(decoder.layer_norm, "ln_f")
-    for number, layer in enumerate(decoder.layer):
-        name = f"h.{number}"
-        norm(layer.self_attention.layer_norm, f"{name}.ln_1")
-        linear(layer.self_attention.linear[0], f"{name}.attn.c_attn")
-        linear(layer.self_attention.linear[1], f"{name}.attn.c_proj")
-        norm(layer.ffn.layer_norm, f"{name}.ln_2")
-        linear(layer.ffn.linear_0, f"{name}.mlp.c_fc")
-        linear(layer.ffn.linear_1, f"{name}.mlp.c_proj")
-    names = {0: "<unk>", config.bos_token_id: "</s>"}
-    spec.register_vocabulary([names.get(i, str(i)) for i in range(config.vocab_size)])
-    spec.config.bos_token = spec.config.eos_token = "</s>"
-    spec.config.unk_token = "<unk>"
-    spec.validate()
-    path.mkdir()
-    spec.save(str(path))

@@ -75,7 +75,7 @@ def test_all_sides_continue_prompts_by_the_same_tokens(config, tmp_path):
     wanted = peers.transformers_side(theirs)(prompts, 20)
     assert len({tuple(ids) for ids in wanted}) == 5 and max(map(len, wanted)) == 20
     assert ours(prompts, 20) == wanted
-    assert peers.ctranslate2_side(theirs, tmp_path)(prompts, 20) == wanted
+    assert peers.ctranslate2_side(tmp_path / "run")(prompts, 20) == wanted
 
 
 def test_the_pytorch_program_learns_and_writes_its_losses(config, tmp_path):
