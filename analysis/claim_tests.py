@@ -20,7 +20,7 @@ import scipy
 from headcount.analysis.budget import TOLERANCE
 from headcount.analysis.formatting import grouped, interval, number, signed
 from headcount.analysis.sequential import Verdict, judge_at_last
-from headcount.analysis.significance import CONFIDENCE
+from headcount.analysis.significance import CONFIDENCE, summary
 from headcount.analysis.tables import means_by_seed
 from headcount.configs import ablations
 from headcount.tasks.base import LOSS
@@ -525,9 +525,9 @@ def mean_is(
     comparisons=1,
 ) -> list[Effect]:
     """Test whether the mean of the trials' values is "above" or "below" a limit."""
-    mean, low, high = interval_of(values, comparisons)
-    if math.isnan(low):
+    if len(values) < 2:
         return []
+    mean, _, low, high = map(float, summary(values, comparisons))
     spread = interval(low, high, quantity.format)
     text = f"{quantity.name}: {number(mean, quantity.format)} ({spread})"
     is_above, is_below = low > limit, high < limit
@@ -552,19 +552,6 @@ def ablations_of(claim: Claim) -> tuple[str, ...]:
 def head_of(row: dict) -> tuple:
     """Return a row's head: site, layer, head."""
     return row["site"], row["layer"], row["head"]
-
-
-def interval_of(values, comparisons: int) -> tuple[float, float, float]:
-    """Return the mean over seeds and its interval; NaN for fewer than two seeds.
-
-    The interval is one of several that hold at the same time (Bonferroni).
-    """
-    count = len(values)
-    if count < 2:
-        return math.nan, math.nan, math.nan
-    t = scipy.stats.t.isf((1 - CONFIDENCE) / 2 / comparisons, count - 1)
-    mean, half = float(np.mean(values)), float(t * scipy.stats.sem(values))
-    return mean, mean - half, mean + half
 
 
 def verdict_of(is_so: bool, is_not: bool, *arms: Arm) -> str:

@@ -37,8 +37,12 @@ class Difference(NamedTuple):
     p: np.ndarray  # two-sided, for no difference, not corrected
 
 
-def summary(scores: Float[np.ndarray, "*batch R"]) -> Summary:
-    """Return mean, standard deviation and Student's 95% interval over seeds."""
+def summary(scores: Float[np.ndarray, "*batch R"], comparisons: int = 1) -> Summary:
+    """Return mean, standard deviation and Student's 95% interval over seeds.
+
+    Args:
+        comparisons: number of intervals that hold at the same time (Bonferroni).
+    """
     scores = np.asarray(scores, float)
     R = scores.shape[-1]
     mean = scores.mean(-1)
@@ -46,7 +50,8 @@ def summary(scores: Float[np.ndarray, "*batch R"]) -> Summary:
         nothing = np.full_like(mean, np.nan)
         return Summary(mean, nothing, nothing, nothing)
     sd = scores.std(-1, ddof=1)
-    half = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, R - 1) * sd / np.sqrt(R)
+    tail = (1 - CONFIDENCE) / 2 / comparisons
+    half = scipy.stats.t.ppf(1 - tail, R - 1) * sd / np.sqrt(R)
     return Summary(mean, sd, mean - half, mean + half)
 
 
