@@ -463,13 +463,12 @@ class Task:
         """
         if target is not None:
             raise ValueError(f"The task {self.config.task.name} has no target texts.")
-        (ids,) = self.encode_texts([source])
-        fields = {"source" if self.config.model.num_encoder_layers else "target": ids}
+        fields = self.encode_text(source)
         self.check_length(fields, "The text")
         return fields
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of a user's texts."""
+    def encode_text(self, text: str) -> dict[str, list[int]]:
+        """Return the token ids by field of a user's text."""
         raise NotImplementedError
 
     def check_length(self, fields: dict[str, list[int]], what: str) -> None:

@@ -101,18 +101,12 @@ class EncoderTask(Task):
         self.warn_of_long(split, fields["source"])
         return fields, firsts
 
-    def fields_of_text(self, run, source, target, trial) -> dict[str, list[int]]:
-        """See `Task.fields_of_text`; a tab separates the texts of a pair."""
-        del run, trial
-        if target is not None:
-            raise ValueError(f"The task {self.config.task.name} has no target texts.")
-        if not source.strip():
+    def encode_text(self, text: str) -> dict[str, list[int]]:
+        """See `Task.encode_text`; a tab separates the texts of a pair."""
+        if not text.strip():
             raise ValueError("The text has no tokens.")
-        parts = self.parts_of_text(source)
-        encoded, _ = self.encode_parts("input", [parts])
-        fields = {name: field[0].tolist() for name, field in encoded.items()}
-        self.check_length(fields, "The text")
-        return fields
+        encoded, _ = self.encode_parts("input", [self.parts_of_text(text)])
+        return {name: field[0].tolist() for name, field in encoded.items()}
 
     def parts_of_text(self, text: str) -> list[str]:
         """Split a text into the parts of an example, which are tokenised separately."""

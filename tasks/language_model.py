@@ -349,9 +349,9 @@ class LanguageModel(Task):
         length = min(self.config.data.max_length, 64)
         return {"target": examples.fields["target"][index][:length].tolist()}
 
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """See `Task.encode_texts`."""
-        return [ids.tolist() for ids in self.tokenizer.encode(texts, eos=False)]
+    def encode_text(self, text: str) -> dict[str, list[int]]:
+        """See `Task.encode_text`."""
+        return {"target": self.tokenizer.encode([text], eos=False)[0].tolist()}
 
     def prompts(self, lines: Sequence[str], first: int, max_new_tokens: int):
         """Return each prompt's token ids, and its maximum number of new tokens.
