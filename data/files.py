@@ -19,7 +19,8 @@ def folder_of(name: str, directory: str | None) -> Path:
     """
     if directory is None:
         raise ValueError(
-            f"data.name={name} needs data.directory, the folder of your files."
+            f"data.name={name} needs data.directory, the folder of your files "
+            f"(eval.py and heads.py: --directory)."
         )
     folder = Path(directory).expanduser()
     if not folder.is_dir():

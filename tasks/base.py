@@ -117,8 +117,12 @@ class Run(NamedTuple):
 
         Raises:
             TypeError: the task has no such option.
+            ValueError: an option is out of range.
         """
-        check_names(options, ("trials", "quick", *self.task.evaluation_options))
+        names = self.task.evaluation_options
+        check_names(options, ("trials", "quick", *names))
+        given = {n: options[n] for n in names if options.get(n) is not None}
+        self.task.check_options(given, evaluates=True)
         with jax.set_mesh(self.mesh):
             return self.task.evaluate(self, self.task.load(split), **options)
 

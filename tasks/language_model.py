@@ -359,6 +359,10 @@ class LanguageModel(Task):
         The number includes the separator, which the last step is forced to.
         """
         check_lines("lines", lines)
+        if max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens must be at least 1, got {max_new_tokens}."
+            )
         model = self.config.model
         encoded = self.tokenizer.encode(list(lines), eos=False)
         self.warn(encoded, first)

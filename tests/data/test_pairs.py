@@ -414,5 +414,5 @@ def test_malformed_text_files_raise_with_file_and_line(tmp_path, files, error, m
 def test_text_without_its_folder_raises_with_the_key(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere .*data.directory"):
         load_text(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="needs data.directory"):
+    with pytest.raises(ValueError, match="needs data.directory.*--directory"):
         load_text(None)

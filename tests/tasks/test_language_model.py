@@ -155,6 +155,20 @@ def test_a_stride_of_an_evaluation_replaces_that_of_the_config(folder):
         task.check_options({"stride": 16})
 
 
+@pytest.mark.parametrize("stride", [0, 17])
+def test_a_stride_from_python_that_skips_tokens_raises(folder, stride):
+    run = untrained_run(make_task(folder))
+    with pytest.raises(ValueError, match=f"stride .*max_length=16, got {stride}"):
+        run.evaluate("val", stride=stride)
+
+
+def test_no_new_tokens_raise_with_the_option(folder):
+    """Not with a prompt that is too long for the context."""
+    run = untrained_run(make_task(folder))
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        run.predict(["to"], max_new_tokens=0)
+
+
 def test_a_vocabulary_larger_than_the_corpus_supports_raises(tmp_path):
     (tmp_path / "train.txt").write_text("to be or not to be")
     keys = {"data.vocab_size": 500, "data.name": "text"}
