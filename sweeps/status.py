@@ -79,9 +79,12 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
     done = [row for row in rows if row["status"] == "done" and row["stage"] == "report"]
     failed = sum(row["status"] == "failed" for row in rows)
     if num_left := count_unfinished(sweep.plan, rows) + failed:
+        trials = count(num_left, "trial")
+        if sweep.grows:
+            known = sum(row["status"] not in ("done", "diverged") for row in rows)
+            trials = f"{count(known, 'trial')}, and any that a search or look adds"
         console.print(
-            f"Not done yet: {count(num_left, 'trial')}. To resume: "
-            f"{next_command(sweep, 'run')}",
+            f"Not done yet: {trials}. To resume: {next_command(sweep, 'run')}",
             soft_wrap=True,
         )
     elif done:

@@ -200,6 +200,16 @@ def test_what_is_printed_last_can_be_run_next(tmp_path, corpus, capsys):
     assert f"Not done yet: 2 trials. To resume: python sweep.py run {last}" in printed
 
 
+def test_status_counts_only_the_trials_that_a_growing_sweep_has(
+    tmp_path, corpus, capsys
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus, seeds=8, looks=[2, 8]))
+    finish(sweep, 0)  # two seeds of the first of three arms
+    print_status(sweep, collect(sweep))
+    left = "Not done yet: 4 trials, and any that a search or look adds."
+    assert left in capsys.readouterr().out
+
+
 def test_status_counts_trials_by_status_and_lists_what_diverged(
     tmp_path, corpus, capsys
 ):
