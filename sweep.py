@@ -305,9 +305,8 @@ def run_groups(sweep: Sweep, groups: list[Group] | Shard, launch: Callable) -> N
             multihost.run(sweep, groups, part_name, cluster.process(), arguments)
         else:
             launch(sweep, groups)
-        grown = sweep.extended(
-            propose=False
-        )  # with groups that follow from new results
+        # with groups that follow from new results
+        grown = sweep.extended(propose=False)
         rows = collect(grown)
     except Stopped as stopped:
         print(

@@ -11,6 +11,7 @@ depend on the unknown spread, and is simulated with a fixed seed. Normal approxi
 would be far off with only four seeds.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -250,6 +251,17 @@ def judge(
     return Verdict(kind, *numbers, count, chance, bound)
 
 
+def unplanned_looks(earlier: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the numbers of seeds at which results could be seen, the last at `count`.
+
+    Args:
+        earlier: numbers of seeds before some were added without planned looks.
+        count: number of seeds now.
+    """
+    last = max(2, count)
+    return (*(n for n in earlier if 2 <= n < last), last)
+
+
 def judge_at_last(
     differences: list[float], seeds: tuple[int, ...] | None, num_arms: int
 ) -> Verdict:
@@ -257,7 +269,7 @@ def judge_at_last(
 
     Args:
         differences: arm minus baseline, one per seed.
-        seeds: numbers of seeds at the planned looks; None: no looks.
+        seeds: numbers of seeds at each look; None: one look.
         num_arms: number of arms that share the error rate.
     """
     seeds = seeds or (max(2, len(differences)),)

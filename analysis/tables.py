@@ -13,7 +13,7 @@ from rich.table import Table
 from headcount.analysis.formatting import grouped
 from headcount.analysis.heads import by_rank, mean_per_trial
 from headcount.analysis.roles import by_role
-from headcount.analysis.sequential import judge_at_last
+from headcount.analysis.sequential import judge_at_last, unplanned_looks
 from headcount.analysis.significance import summary
 from headcount.tasks.base import LOSS, Metric
 
@@ -220,7 +220,8 @@ class Design(NamedTuple):
 
     baseline: str
     num_arms: int  # other arms, finished or not
-    looks: tuple[int, ...] | None  # numbers of seeds at each look; None: one look
+    looks: tuple[int, ...] | None  # numbers of seeds at planned looks; None: no looks
+    earlier_seeds: list[int]  # numbers of seeds before some were added, unplanned
     lost: set[str]  # arms with trials that diverged or failed
 
 
@@ -326,7 +327,8 @@ def arrow_of(
     differences = [
         means[seed] - baseline_means[seed] for seed in means if seed in baseline_means
     ]
-    verdict = judge_at_last(differences, design.looks, design.num_arms)
+    looks = design.looks or unplanned_looks(design.earlier_seeds, len(differences))
+    verdict = judge_at_last(differences, looks, design.num_arms)
     return "↑" if verdict.low > 0 else "↓" if verdict.high < 0 else ""
 
 

@@ -109,9 +109,7 @@ def get_config() -> ml_collections.ConfigDict:
     # with rotary positions, else 0.
     attention.latent_rotary_dim = placeholder(int)
     attention.latent_norm = True  # RMS-normalise the latent
-    attention.qk_clip = placeholder(
-        float
-    )  # largest logit; above, scale W_q and W_k down
+    attention.qk_clip = placeholder(float)  # scale W_q, W_k down if logits exceed it
     attention.use_bias = True  # in the query, key, value and merge projections
     attention.implementation = placeholder(str)  # kernel; None: automatic
     for site in ("encoder", "decoder", "cross"):  # None: as in model.attention

@@ -6,7 +6,7 @@ from pathlib import Path
 from headcount.analysis.tables import Design
 from headcount.data.examples import Examples
 from headcount.runtime.logging import Progress, say
-from headcount.sweeps.looks import others, unplanned_looks
+from headcount.sweeps.looks import others
 from headcount.sweeps.plan import Group
 from headcount.sweeps.runner import is_trained, next_command
 from headcount.sweeps.store import Sweep, read_run
@@ -29,13 +29,11 @@ def design(sweep: Sweep, rows: list[dict]) -> Design:
     Args:
         rows: rows of the sweep's table.
     """
-    looks = sweep.looks and sweep.looks.seeds
-    if sweep.settings["earlier_seeds"]:
-        looks = unplanned_looks(sweep.settings, sweep.settings["seeds"])
     return Design(
         baseline=sweep.plan.baseline.name,
         num_arms=others(sweep.plan),
-        looks=looks,
+        looks=sweep.looks and sweep.looks.seeds,
+        earlier_seeds=sweep.settings["earlier_seeds"] or [],
         lost={row["arm"] for row in rows if is_lost(row)},
     )
 

@@ -15,6 +15,7 @@ from headcount.analysis.sequential import (
     check_looks,
     default_looks,
     judge,
+    unplanned_looks,
 )
 from headcount.analysis.significance import MAX_SEEDS
 from headcount.sweeps.plan import Plan, Trial
@@ -201,15 +202,6 @@ def needs_seeds(
     return verdict.is_open or (has_more and verdict.kind == "undecided")
 
 
-def unplanned_looks(settings: dict, count: int) -> tuple[int, ...]:
-    """Return the numbers of seeds at which results could be seen, the last at `count`.
-
-    There are several if seeds were added without planned looks.
-    """
-    last = max(2, count)
-    return (*(n for n in settings["earlier_seeds"] or () if 2 <= n < last), last)
-
-
 def verdict_rows(
     plan: Plan, settings: dict, metric: Metric, rows: list[dict]
 ) -> list[dict]:
@@ -224,7 +216,7 @@ def verdict_rows(
     Args:
         rows: rows of the sweep's table.
     """
-    looks, earlier = make_looks(settings, plan, metric), settings["earlier_seeds"]
+    looks, earlier = make_looks(settings, plan, metric), settings["earlier_seeds"] or []
     side = "test" if looks is None else "dev"
     scores: dict[str, dict] = {arm.name: {} for arm in plan.arms}
     lost: dict[str, set] = {arm.name: set() for arm in plan.arms}
@@ -246,7 +238,7 @@ def verdict_rows(
         differences = [arm_scores[seed] - base[seed] for seed in common]
         planned = looks
         if planned is None:
-            seeds = unplanned_looks(settings, len(differences))
+            seeds = unplanned_looks(earlier, len(differences))
             planned = Looks(seeds, margin_of(settings, metric), others(plan))
         verdict = judge(differences, planned, metric.higher_is_better, looks is None)
         seeds = set(arm.seeds)

@@ -82,7 +82,8 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
         trials = count(num_left, "trial")
         if sweep.grows:
             known = sum(row["status"] not in ("done", "diverged") for row in rows)
-            trials = f"{count(known, 'trial')}, and any that a search or look adds"
+            trials = f"{count(known, 'trial')}, and any" if known else "trials"
+            trials += " that a search or look adds"
         console.print(
             f"Not done yet: {trials}. To resume: {next_command(sweep, 'run')}",
             soft_wrap=True,

@@ -79,14 +79,14 @@ class LanguageModel(Task):
             )
         documents.check_test_share(data)
 
-    @property
+    @cached_property
     def corpus_keys(self) -> tuple[str, ...]:
-        """See `Task`; a property, so that a subclass can replace it."""
+        """See `Task`; a subclass may set it instead."""
         return documents.corpus_keys(self.config.data)
 
-    @property
+    @cached_property
     def test_split(self) -> str:
-        """See `Task`; a property, so that a subclass can replace it."""
+        """See `Task`; a subclass may set it instead."""
         return documents.test_split(self.config.data)
 
     def check_stride(self, name: str, stride: int) -> None:

@@ -6,6 +6,7 @@ replaced by random tokens, and 10% are unchanged (Devlin et al. 2019).
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +45,14 @@ class MaskedLanguageModel(EncoderTask):
         super().__init__(config, folder)
         documents.check_test_share(config.data)
 
-    @property
+    @cached_property
     def corpus_keys(self) -> tuple[str, ...]:
-        """See `Task`; a property, so that a subclass can replace it."""
+        """See `Task`; a subclass may set it instead."""
         return documents.corpus_keys(self.config.data)
 
-    @property
+    @cached_property
     def test_split(self) -> str:
-        """See `Task`; a property, so that a subclass can replace it."""
+        """See `Task`; a subclass may set it instead."""
         return documents.test_split(self.config.data)
 
     def read(self, split: str) -> dict[str, list[str]]:
