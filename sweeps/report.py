@@ -131,7 +131,7 @@ def check_comparable(first: Sweep, other: Sweep) -> None:
     a, b = first.settings, other.settings
     names = ["task.name", *(f"data.{key}" for key in first.task.corpus_keys)]
     first_config, other_config = flat(a["base"]), flat(b["base"])
-    pairs = {name: (first_config[name], other_config.get(name)) for name in names}
+    pairs = {name: (first_config[name], other_config[name]) for name in names}
     pairs |= {key: (a[key], b[key]) for key in ("metric", "test_split")}
     texts = read_corpora(first), read_corpora(other)
     is_same = bool(texts[0] & texts[1])
@@ -145,7 +145,7 @@ def check_comparable(first: Sweep, other: Sweep) -> None:
                 f"separately."
             )
     is_encoded_alike = all(
-        value == other_config.get(name)
+        value == other_config[name]
         for name, value in first_config.items()
         if name.startswith("data.")
     )
