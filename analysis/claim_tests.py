@@ -27,6 +27,7 @@ from headcount.tasks.base import LOSS
 
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 SLOWER = 0.95  # an arm below this fraction of the reference's speed is slower
+SPEED = "ratio of training speeds"
 NATS = "difference in loss, nats per token"
 COLUMNS = {  # that a sweep.csv needs
     *("arm", "is_baseline", "stage", "status", "seed", "overrides", "parameters"),
@@ -42,7 +43,7 @@ class Arm(NamedTuple):
     is_baseline: bool
     parameters: int
     flops: float
-    speed: float | None  # mean tokens per second of its groups
+    speed: dict[int, float]  # training tokens per second of its program, by seed
     loss: dict[int, float]  # on test, by seed
     dev: float  # mean loss on dev
     lost: int  # trials that diverged or failed
@@ -347,16 +348,34 @@ def cheaper(claim: Claim, sweep: Results) -> list[Effect]:
 
 
 def no_slower(claim: Claim, sweep: Results) -> list[Effect]:
-    """Test whether arms train as fast as the reference, by one measurement per arm."""
+    """Test whether arms train as fast as the reference, by the slowest.
+
+    Speeds are paired by seed, with an interval of their ratio, if every seed was timed
+    by itself. The seeds of a group have one speed, so their ratio has no interval.
+    """
     arms, reference = chosen(claim, sweep)
-    arms = [arm for arm in arms if arm.speed is not None]
-    if not arms or reference.speed is None:
+    arms = [arm for arm in arms if arm.speed and reference.speed]
+    if not arms:
         return []
-    slowest = min(arms, key=lambda arm: arm.speed)
-    ratio = slowest.speed / reference.speed
-    text = f"tokens/s of {slowest.name} / {reference.name}: {ratio:.2f}, once each"
-    verdict = SUPPORTED if ratio >= SLOWER else CONTRADICTED
-    return [Effect(sweep.corpus, text, verdict, len(slowest.loss))]
+    slowest = min(arms, key=lambda arm: np.mean([*arm.speed.values()]))
+    seeds = sorted(slowest.speed.keys() & reference.speed.keys())
+    pairs = [(slowest.speed[seed], reference.speed[seed]) for seed in seeds]
+    text = f"tokens/s of {slowest.name} / {reference.name}: "
+    if len(set(pairs)) < max(2, len(seeds)):
+        ratio = np.mean([*slowest.speed.values()]) / np.mean(
+            [*reference.speed.values()]
+        )
+        verdict = SUPPORTED if ratio >= SLOWER else CONTRADICTED
+        text += f"{ratio:.2f}, once each"
+        return [Effect(sweep.corpus, text, verdict, len(slowest.loss))]
+    logs = [math.log(x / y) for x, y in pairs]
+    result = judge_at_last(logs, sweep.looks, len(arms))
+    if math.isnan(result.low):
+        return []
+    ratio, low, high = map(math.exp, (result.mean, result.low, result.high))
+    verdict = verdict_of(low >= SLOWER, high < SLOWER, slowest, reference)
+    text += f"{ratio:.2f} ({interval(low, high)})"
+    return [Effect(sweep.corpus, text, verdict, len(seeds), (ratio, low, high), SPEED)]
 
 
 def less_spread(claim: Claim, sweep: Results) -> list[Effect]:
@@ -652,7 +671,6 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
                 raise ValueError(f"{column} of {name}, seed {seed}, is {value}")
         return numbers
 
-    speeds = list(by_seed("tokens_per_second").values())
     dev = list(by_seed("dev_loss").values())
     peaks, usual = by_seed("largest_gradient_norm"), by_seed("gradient_norm")
     return Arm(
@@ -661,7 +679,7 @@ def read_arm(name: str, rows: list[dict]) -> Arm:
         is_baseline=rows[0]["is_baseline"] == "1",
         parameters=int(rows[0]["parameters"]),
         flops=float(rows[0]["flops"]),
-        speed=float(np.mean(speeds)) if speeds else None,
+        speed=by_seed("tokens_per_second"),
         loss=by_seed("test_loss"),
         dev=float(np.mean(dev)) if dev else math.nan,
         lost=sum(row["status"] in ("diverged", "failed") for row in rows),

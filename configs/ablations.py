@@ -93,6 +93,20 @@ def heads(base) -> Iterator[dict]:
         yield heads_of("model.attention", num_heads, share(base, num_heads))
 
 
+def head_speed(base) -> Iterator[dict]:
+    """How much slower do more heads train?
+
+    The arms of `heads`, for a sweep in which tokens/s count instead of scores: give it
+    `--config.train.num_steps=150` (what compiles is not timed) and `--group_size=1`, so
+    that every seed is timed by itself, and nothing else to do on the machine.
+
+    Scientific: model.attention.num_heads, with K = N.
+    Nuisance: none.
+    Fixed: the rest.
+    """
+    return heads(base)
+
+
 def head_rates(base) -> list[dict]:
     """Does the best learning rate depend on the number of heads?
 

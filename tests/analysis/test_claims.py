@@ -40,8 +40,11 @@ from headcount.configs.base import get_config
 NOISE = np.array([0.0, 0.001, -0.001, 0.0005, -0.0005, 0.0008])
 
 
-def write_sweep(folder, losses, looks=None, **columns):
-    """Write a sweep.csv with arms N=..., and losses by N; N = 1 is the baseline."""
+def write_sweep(folder, losses, looks=None, speeds=None, **columns):
+    """Write a sweep.csv with arms N=..., and losses by N; N = 1 is the baseline.
+
+    Speeds are by N, or by N and seed.
+    """
     folder.mkdir(parents=True)
     if looks:
         (folder / "verdicts.csv").write_text(f'arm,looks\nN=8,"{looks}"\n')
@@ -54,7 +57,7 @@ def write_sweep(folder, losses, looks=None, **columns):
             row |= {
                 "test_split": "test",
                 "flops": 1e9,
-                "tokens_per_second": 1000 / N,
+                "tokens_per_second": speeds[N][seed] if speeds else 1000 / N,
                 "test_loss": loss,
                 "dev_loss": loss,
             }
@@ -171,6 +174,25 @@ def test_parameters_costs_and_speeds_are_compared(tmp_path):
         "cheaper": [CONTRADICTED, SUPPORTED],
         "speed": [CONTRADICTED, CONTRADICTED],
     }
+
+
+def test_speeds_of_seeds_that_were_timed_alone_have_an_interval(tmp_path):
+    losses = {1: 2 + NOISE, 8: 2 + NOISE, 16: 2 + NOISE}
+    speeds = {1: 100 + 1000 * NOISE, 8: 99 + 1000 * NOISE, 16: 70 - 1000 * NOISE}
+    path = write_sweep(tmp_path / "head_speed_x", losses, speeds=speeds)
+    many = claim(no_slower, ablation=("heads", "head_speed"))
+    (effect,) = find_effects(many, [path])
+    logs = np.log(speeds[16] / speeds[1])
+    interval = stats.ttest_1samp(logs, 0).confidence_interval(1 - 0.05 / 2)
+    assert effect.estimate == pytest.approx(np.exp((logs.mean(), *interval)))
+    assert "N=16 / N=1: 0.70 (" in effect.text and effect.verdict == CONTRADICTED
+    close = claim(no_slower, ablation="head_speed", arms=has(num_heads=8))
+    (effect,) = find_effects(close, [path])
+    assert effect.verdict == SUPPORTED
+    shared = {N: np.repeat(speed[:3], 2) for N, speed in speeds.items()}
+    groups = write_sweep(tmp_path / "head_speed_y", losses, speeds=shared)
+    (effect,) = find_effects(many, [groups])
+    assert effect.text.endswith("once each") and effect.estimate is None
 
 
 def test_the_interval_of_the_ratio_of_spreads_covers_it():
