@@ -54,18 +54,18 @@ def explore(
         trials: trials to show, by run.
         limit: maximum number of examples to measure heads on.
     """
-    found = []
+    data_of_runs = []
     for name, run in runs.items():
         mine = examples[name], sentences[name], trials[name]
         with jax.set_mesh(run.mesh):
-            found.append(one_run(name, run, *mine, limit))
+            data_of_runs.append(one_run(name, run, *mine, limit))
     split = next(iter(examples.values())).split
     title = "Heads of " + " and ".join(runs)
     about = (
         f"{len(next(iter(sentences.values())))} sentences; numbers are means over "
         f"{limit} examples of {split} at most."
     )
-    return {"title": title, "about": about, "runs": found}
+    return {"title": title, "about": about, "runs": data_of_runs}
 
 
 def one_run(name, run, examples, sentences, trials, limit) -> dict:

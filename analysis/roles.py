@@ -94,7 +94,7 @@ def measure_roles(
     names = role_names(cases)
     if not any(names.values()):
         return []
-    found = []
+    rows = []
     with jax.set_mesh(run.mesh):
         params = untrained_params(run)
         untrained = [
@@ -103,10 +103,10 @@ def measure_roles(
         ]
         for trial in trials:
             scores = score(run, *run.of(trial), cases, names)
-            found += [
+            rows += [
                 {"trial": trial} | row for row in rows_of(scores, untrained, names)
             ]
-    return found
+    return rows
 
 
 def rows_of(scores: dict, untrained: list[dict], names: dict) -> list[dict]:

@@ -26,5 +26,5 @@ def compute_capability() -> float | None:
     if jax.default_backend() != "gpu":
         device = jax.sharding.get_abstract_mesh().abstract_device
         return None if device is None else CAPABILITIES.get(device.device_kind)
-    told = str(getattr(jax.devices()[0], "compute_capability", None))
-    return float(told) if re.fullmatch(r"[0-9]+\.[0-9]+", told) else None
+    capability = str(getattr(jax.devices()[0], "compute_capability", None))
+    return float(capability) if re.fullmatch(r"[0-9]+\.[0-9]+", capability) else None

@@ -85,15 +85,15 @@ def expected_heads(values: Float[Array, "N"]) -> Float[Array, ""]:
 
 
 def exclusive(
-    heads: Float[Array, "B T N V"], own: Float[Array, "B T K V"]
+    heads: Float[Array, "B T N V"], value: Float[Array, "B T K V"]
 ) -> Float[Array, "B T N V"]:
     """Remove the component of each head's output along the query token's own value.
 
     Exclusive self-attention (XSA, 2603.09078): o - (o · v) / ‖v‖² v. A value of zero
     removes nothing. Head n uses the value n // (N // K).
     """
-    groups = heads.shape[2] // own.shape[2]
-    value = wide(jnp.repeat(own, groups, axis=2) if groups > 1 else own)
+    groups = heads.shape[2] // value.shape[2]
+    value = wide(jnp.repeat(value, groups, axis=2) if groups > 1 else value)
     square = jnp.square(value).sum(-1, keepdims=True)
     along = (wide(heads) * value).sum(-1, keepdims=True)
     share = jnp.where(square > 0, along / jnp.where(square > 0, square, 1), 0)

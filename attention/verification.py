@@ -82,10 +82,10 @@ def is_accepted(implementation: str, dtype: str, beside_cudnn: bool = False) -> 
         beside_cudnn: whether cuDNN can do the call, too. Then a kernel for which it was
             found to be faster is not accepted.
     """
-    found = verdict(implementation, dtype)
-    if found is None or found.reason is not None:
+    result = verdict(implementation, dtype)
+    if result is None or result.reason is not None:
         return False
-    return not (beside_cudnn and (found.relative_to_cudnn or 0) > SLOWER)
+    return not (beside_cudnn and (result.relative_to_cudnn or 0) > SLOWER)
 
 
 def verdict(implementation: str, dtype: str) -> Verdict | None:
@@ -99,8 +99,8 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
         if key in _verdicts:
             return _verdicts[key]
         with _locked(key):  # two processes would slow each other down
-            found = _read(key)
-            if found is None and os.environ.get("HEADCOUNT_VERIFY") != "0":
+            result = _read(key)
+            if result is None and os.environ.get("HEADCOUNT_VERIFY") != "0":
                 _log.warning(
                     "Verifying attention kernel %s (%s), once per kind of device. "
                     "HEADCOUNT_VERIFY=0 skips this, and the kernel.",
@@ -108,14 +108,14 @@ def verdict(implementation: str, dtype: str) -> Verdict | None:
                 )
                 # in a thread of its own: the caller may be tracing
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                    found = pool.submit(verify, implementation, dtype).result()
-                if found.error is not None:  # it ran
-                    _write(key, found)
-        if found is not None:
-            _verdicts[key] = found
-            if found.reason is not None:
-                log_unused(f"{implementation} ({dtype})", found.reason)
-        return found
+                    result = pool.submit(verify, implementation, dtype).result()
+                if result.error is not None:  # it ran
+                    _write(key, result)
+        if result is not None:
+            _verdicts[key] = result
+            if result.reason is not None:
+                log_unused(f"{implementation} ({dtype})", result.reason)
+        return result
 
 
 @functools.cache
@@ -129,9 +129,11 @@ def verdicts() -> list[Verdict]:
     return list(_verdicts.values())
 
 
-def adopt(found: list[Verdict]) -> None:
+def adopt(others: list[Verdict]) -> None:
     """Use verdicts of another process, which has devices of the same kind."""
-    _verdicts.update({_key(each.implementation, each.dtype): each for each in found})
+    _verdicts.update(
+        {_key(other.implementation, other.dtype): other for other in others}
+    )
 
 
 def forget(implementation: str, dtype: str) -> None:
@@ -168,7 +170,6 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
         module: the kernel's module. Defaults to that of the implementation.
     """
     device = jax.devices()[0].device_kind
-    found = {"implementation": implementation, "dtype": dtype, "device": device}
     error = relative_time = relative_to_cudnn = reason = None
     began = time.perf_counter()
     try:
@@ -203,9 +204,11 @@ def verify(implementation: str, dtype: str, module=None) -> Verdict:
         message = str(failure).partition("\n")[0][:200]
         reason = f"{type(failure).__name__}: {message}"
         error = None
-    found |= {"error": error, "relative_time": relative_time, "reason": reason}
     seconds = time.perf_counter() - began
-    return Verdict(**found, seconds=seconds, relative_to_cudnn=relative_to_cudnn)
+    return Verdict(
+        *(implementation, dtype, device, error, relative_time, reason, seconds),
+        relative_to_cudnn=relative_to_cudnn,
+    )
 
 
 # Sizes (T, S, N, K, H, V) and arguments by name. Odd lengths end within a block, and
@@ -318,11 +321,11 @@ def problem_error(
                 out, lse = out * gate, lse * gate[:, 0]
             return (out, lse), rows
 
-        found, pullback, rows = jax.vjp(attend, *arrays, has_aux=True)
+        outputs, pullback, rows = jax.vjp(attend, *arrays, has_aux=True)
         cotangents = tuple(
-            x.astype(y.dtype) for x, y in zip(cotangents, found, strict=True)
+            x.astype(y.dtype) for x, y in zip(cotangents, outputs, strict=True)
         )
-        return found, rows, pullback(cotangents)
+        return outputs, rows, pullback(cotangents)
 
     def program(module):
         function = functools.partial(results, module)
@@ -342,19 +345,19 @@ def problem_error(
         theirs = pool.submit(wanted)
         ours = jax.jit(program(module))(arrays, cotangents, keys)
 
-    def error(found, exact, least=1.0):
-        found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-        return np.abs(found - exact).max() / max(least, np.abs(exact).max())
+    def error(actual, exact, least=1.0):
+        actual, exact = (np.asarray(x, np.float64) for x in (actual, exact))
+        return np.abs(actual - exact).max() / max(least, np.abs(exact).max())
 
-    def errors(found, exact, **options):
-        each = functools.partial(error, **options)
-        return jax.tree.leaves(jax.tree.map(each, found, exact))
+    def errors(actual, exact, **options):
+        of_leaf = functools.partial(error, **options)
+        return jax.tree.leaves(jax.tree.map(of_leaf, actual, exact))
 
     (out, rows, gradients), exact = ours, theirs.result()
     # statistics such as the weight of the next token are far below 1 in long rows
-    found = errors(rows, exact[1], least=SMALL_STATISTIC)
-    found += errors((out, gradients), (exact[0], exact[2]))
-    return float(np.max(found))
+    of_rows = errors(rows, exact[1], least=SMALL_STATISTIC)
+    of_results = errors((out, gradients), (exact[0], exact[2]))
+    return float(np.max(of_rows + of_results))
 
 
 def timed_programs(module, dtype) -> tuple[list, list]:
@@ -402,13 +405,13 @@ def cudnn_ratio(programs: list, arrays: list) -> float | None:
 def long_error(programs: list, arrays: list) -> float:
     """Return the largest difference of the programs' results, relative to its part."""
 
-    def error(found, exact):
-        found, exact = (
+    def error(actual, exact):
+        actual, exact = (
             np.stack(np.split(np.asarray(x, np.float32), PARTS, axis=1))
-            for x in (found, exact)
+            for x in (actual, exact)
         )
-        axes = tuple(range(1, found.ndim))
-        return (np.abs(found - exact).max(axes) / np.abs(exact).max(axes)).max()
+        axes = tuple(range(1, actual.ndim))
+        return (np.abs(actual - exact).max(axes) / np.abs(exact).max(axes)).max()
 
     ours, theirs = (run(*arrays) for run in programs)
     return float(np.max(jax.tree.leaves(jax.tree.map(error, ours, theirs))))
@@ -420,10 +423,10 @@ def time_ratio(programs: list, arrays: list) -> float:
         jax.block_until_ready(run(*arrays))
     seconds = [[], []]
     for _ in range(5):
-        for run, each in zip(programs, seconds, strict=True):
+        for run, times in zip(programs, seconds, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(run(*arrays))
-            each.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
     return min(seconds[0]) / min(seconds[1])
 
 
@@ -448,18 +451,18 @@ def _locked(key: tuple):
 def _read(key: tuple) -> Verdict | None:
     try:
         path = cache_path(key)
-        found = Verdict(**json.loads(path.read_text()))
+        result = Verdict(**json.loads(path.read_text()))
         is_recent = time.time() - path.stat().st_mtime < DAY
-        return found if found.is_final() or is_recent else None
+        return result if result.is_final() or is_recent else None
     except (OSError, RuntimeError, ValueError, TypeError):
         return None  # missing, damaged, or there is no home: verify again
 
 
-def _write(key: tuple, found: Verdict) -> None:
+def _write(key: tuple, result: Verdict) -> None:
     try:
         path = cache_path(key)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(dataclasses.asdict(found)))
+        part.write_text(json.dumps(dataclasses.asdict(result)))
         part.replace(path)
     except (OSError, RuntimeError):  # read-only or no home: the next process verifies
         pass

@@ -198,10 +198,10 @@ def main():
             rng = np.random.default_rng(0)
             calls = contenders(shape, backward, rng, flags.dtype)
             calls = {name: calls[name] for name in names if name in calls}
-            found = medians(calls, flags.seconds, clock)
+            times = medians(calls, flags.seconds, clock)
             cells = [
-                f"{found[name]:.2f} ({found['ours'] / found[name]:.2f})"
-                if name in found
+                f"{times[name]:.2f} ({times['ours'] / times[name]:.2f})"
+                if name in times
                 else ""
                 for name in names
             ]

@@ -66,8 +66,8 @@ def main():
     if not arguments.no_peer:
         sides["CTranslate2"] = peer(config, model, forced, 1, arguments.threads)
         if arguments.threads > 1:
-            each = peer(config, model, forced, arguments.threads, 1)
-            sides["CTranslate2, a batch per thread"] = each
+            per_thread = peer(config, model, forced, arguments.threads, 1)
+            sides["CTranslate2, a batch per thread"] = per_thread
     print("| | beam | sentences/s | spread | share of ceiling | speedup | same |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for beam_size in arguments.beam_sizes:
@@ -81,12 +81,12 @@ def main():
                 rates[name].append(len(sentences) / (time.perf_counter() - begin))
         cost = flop(model, sentences, outputs["ours"], beam_size) / len(sentences)
         mine = statistics.median(rates["ours"])
-        for name, each in rates.items():
-            rate = statistics.median(each)
+        for name, speeds in rates.items():
+            rate = statistics.median(speeds)
             same = sum(map(list.__eq__, outputs[name], outputs["ours"]))
             print(
-                f"| {name} | {beam_size} | {rate:.0f} | {min(each):.0f} to "
-                f"{max(each):.0f} | {rate * cost / top:.0%} | {mine / rate:.2f} "
+                f"| {name} | {beam_size} | {rate:.0f} | {min(speeds):.0f} to "
+                f"{max(speeds):.0f} | {rate * cost / top:.0%} | {mine / rate:.2f} "
                 f"| {same / len(sentences):.1%} |"
             )
 

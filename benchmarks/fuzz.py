@@ -40,9 +40,9 @@ def main() -> None:
             break
         count += 1
         for name in NAMES:
-            for told in differences(name, seed):
+            for reason in differences(name, seed):
                 failed += 1
-                print(f"seed {seed}, {name}: {told}", flush=True)
+                print(f"seed {seed}, {name}: {reason}", flush=True)
     print(f"{count} problems from seed {seeds[0]} on, {failed} differences")
     raise SystemExit(failed > 0)
 
@@ -198,27 +198,27 @@ def differences(name: str, seed: int) -> list[str]:
         out, pullback, (lse, seen) = jax.vjp(attend, query, key, value, has_aux=True)
         gradients = pullback(cotangent)
         names = ("gradient of query", "gradient of key", "gradient of value")
-        found = dict(zip(names, gradients, strict=True))
-        return found | {"out": out, "lse": lse, "max_logit": seen.max_logit}
+        results = dict(zip(names, gradients, strict=True))
+        return results | {"out": out, "lse": lse, "max_logit": seen.max_logit}
 
-    found, told = run(*arrays), []
+    results, reasons = run(*arrays), []
     # Weights may be off by a factor of e to this power, and results by about as much.
     error = 1e-5 + 8 * off.max(initial=0.0)
     sizes = [float(np.abs(x).max(initial=0.0)) for x in arrays]
     rows = arrays[0].shape[1] * arrays[0].shape[2]  # at most so many share a key
     for key, want in exact.items():
-        got = np.asarray(found[key], np.float64)
+        got = np.asarray(results[key], np.float64)
         of_row = key in ("lse", "max_logit")
         if got.shape != want.shape:
-            told.append(f"{key} has the shape {got.shape}, not {want.shape}")
+            reasons.append(f"{key} has the shape {got.shape}, not {want.shape}")
         elif rows * term(key, sizes, arrays, given) > LARGEST:
             continue  # an intermediate sum may overflow
         elif not np.isfinite(got).all():
-            told.append(f"{key} is not finite")
+            reasons.append(f"{key} is not finite")
         elif error < 0.1 or of_row:
             empty = of_row & (want <= masks.EMPTY / 2)
             if of_row and (empty != (got <= masks.EMPTY / 2)).any():
-                told.append(f"{key}: other rows see nothing")
+                reasons.append(f"{key}: other rows see nothing")
             size = np.abs(np.where(empty, 0, want)).max(initial=1e-30)
             if of_row:
                 size = max(size, 1.0)
@@ -226,11 +226,11 @@ def differences(name: str, seed: int) -> list[str]:
                 size = max(size, term(key, sizes, arrays, given))
             # Denormal numbers may be flushed to 0.
             tiny = ([*sizes[:i], TINY, *sizes[i + 1 :]] for i in range(4))
-            lost = rows * max(term(key, each, arrays, given) for each in tiny)
+            lost = rows * max(term(key, changed, arrays, given) for changed in tiny)
             worst = np.abs(np.where(empty, 0, got - want)).max(initial=0.0)
             if worst > error * size + lost:
-                told.append(f"{key} is off by {worst:.1e} of {size:.1e}")
-    return told
+                reasons.append(f"{key} is off by {worst:.1e} of {size:.1e}")
+    return reasons
 
 
 def term(key: str, sizes: list[float], arrays: list, given: dict) -> float:

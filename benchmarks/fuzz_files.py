@@ -43,12 +43,12 @@ VALUES = st.recursive(
 
 def places(tree, path=()) -> list[tuple]:
     """Return the path of every value in a JSON tree, including the root's."""
-    found = [path]
+    paths = [path]
     items = tree.items() if isinstance(tree, dict) else ()
     items = enumerate(tree) if isinstance(tree, list) else items
     for key, value in items:
-        found += places(value, (*path, key))
-    return found
+        paths += places(value, (*path, key))
+    return paths
 
 
 def edited(tree, data: st.DataObject):

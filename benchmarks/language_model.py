@@ -82,9 +82,11 @@ def time_training(arguments, config) -> None:
         names += arguments.peers
     options = [f"--folder={arguments.folder}", f"--recipe={arguments.recipe}"]
     options += [f"--trials={arguments.trials}", f"--steps={arguments.steps}"]
-    found = take_turns("benchmarks.language_model", names, options, arguments.rounds)
+    measurements = take_turns(
+        "benchmarks.language_model", names, options, arguments.rounds
+    )
     print(f"data: {origin}; {config.data.batch_tokens} tokens per update and trial")
-    print_table(*found, flop_per_token(config))
+    print_table(*measurements, flop_per_token(config))
 
 
 def corpus(arguments, config) -> tuple[np.ndarray, str]:
@@ -160,12 +162,12 @@ def time_generation(arguments, config) -> None:
                 side(prompts, new)
                 rates[name].append(count * new / (time.perf_counter() - begin))
         mine = statistics.median(rates["ours"])
-        for name, each in rates.items():
-            rate = statistics.median(each)
+        for name, speeds in rates.items():
+            rate = statistics.median(speeds)
             same = (results[name] == results["ours"]).mean()
             print(
-                f"| {name} | {count} | {rate:,.0f} | {min(each):,.0f} to "
-                f"{max(each):,.0f} | {mine / rate:.2f} | {same:.1%} |"
+                f"| {name} | {count} | {rate:,.0f} | {min(speeds):,.0f} to "
+                f"{max(speeds):,.0f} | {mine / rate:.2f} | {same:.1%} |"
             )
 
 

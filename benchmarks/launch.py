@@ -49,16 +49,16 @@ def main():
     if not arguments.data.is_dir():
         parser.error(f"--data={arguments.data}: there is no such folder.")
     names = ["ours", *(arguments.peers if importlib.util.find_spec("torch") else ())]
-    found = {name: [] for name in names}
+    seconds = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for name in names:
             with tempfile.TemporaryDirectory() as folder:
-                found[name].append(launch(name, Path(folder), arguments))
+                seconds[name].append(launch(name, Path(folder), arguments))
     print(f"| | s to loss {arguments.loss:g} | s to the end | last loss | speedup |")
     print("| --- | ---: | ---: | ---: | ---: |")
     medians = {
-        name: [statistics.median(each) for each in zip(*rounds, strict=True)]
-        for name, rounds in found.items()
+        name: [*map(statistics.median, zip(*rounds, strict=True))]
+        for name, rounds in seconds.items()
     }
     for name, (to_loss, to_end, loss) in medians.items():
         ratio = to_loss / medians["ours"][0]

@@ -64,14 +64,14 @@ def programs(rule, B, T, D, N, dtype=jnp.float32):
         return pullback(out)
 
     arguments = params, heads, x
-    found = {
+    functions = {
         "merge": alone,
         "merge + backward": partial(gradient, alone),
         "layer": whole,
         "layer + backward": partial(gradient, whole),
     }
     count = parameters(nnx.state(layer.merge))
-    return {name: (jax.jit(f), arguments) for name, f in found.items()}, count
+    return {name: (jax.jit(f), arguments) for name, f in functions.items()}, count
 
 
 def timed(size, seconds):
@@ -81,8 +81,8 @@ def timed(size, seconds):
     """
     calls, counts = {}, {}
     for rule in MERGE_RULES:
-        found, counts[rule] = programs(rule, *size)
-        for name, (function, arguments) in found.items():
+        functions, counts[rule] = programs(rule, *size)
+        for name, (function, arguments) in functions.items():
             calls[rule, name] = partial(function, *arguments)
     times = {key: [] for key in calls}
     for call in calls.values():
@@ -99,7 +99,7 @@ def timed(size, seconds):
 def compiled(size, target):
     """Return scratch and moved MiB by (rule, program), from the target's compiler."""
     devices = targets.devices(target)
-    found = {}
+    cells = {}
     for rule in MERGE_RULES:
         todo, _ = programs(rule, *size, jnp.bfloat16)
         for name, (function, arguments) in todo.items():
@@ -107,8 +107,8 @@ def compiled(size, target):
             scratch = program.memory_analysis().temp_size_in_bytes / MIB
             costs = program.cost_analysis()  # not available from the GPU compiler
             moved = f" / {costs['bytes accessed'] / MIB:.0f}" if costs else ""
-            found[rule, name] = f"{scratch:.1f}{moved}"
-    return found
+            cells[rule, name] = f"{scratch:.1f}{moved}"
+    return cells
 
 
 def table(header, rows):
@@ -133,29 +133,29 @@ def main():
         B, T, D, N = SIZES[size]
         title = f"{size}: B {B}, T {T}, D {D}, N {N}, V {D // N}"
         if not flags.targets:
-            found, counts = timed(SIZES[size], flags.seconds)
-            names = [name for rule, name in found if rule == "concat"]
+            times, counts = timed(SIZES[size], flags.seconds)
+            names = [name for rule, name in times if rule == "concat"]
             print(f"{title}; median ms in float32 (as a ratio to concat's)\n")
             table(
                 ["rule", "parameters", *names],
                 [
                     [f"`{rule}`", f"{counts[rule]:,}"]
                     + [
-                        f"{found[rule, name]:.2f} "
-                        f"({found[rule, name] / found['concat', name]:.2f})"
+                        f"{times[rule, name]:.2f} "
+                        f"({times[rule, name] / times['concat', name]:.2f})"
                         for name in names
                     ]
                     for rule in MERGE_RULES
                 ],
             )
         for target in flags.targets:
-            found = compiled(SIZES[size], target)
-            names = [name for rule, name in found if rule == "concat"]
+            cells = compiled(SIZES[size], target)
+            names = [name for rule, name in cells if rule == "concat"]
             print(f"{title}; {target}, bfloat16: MiB of scratch / moved\n")
             table(
                 ["rule", *names],
                 [
-                    [f"`{rule}`"] + [found[rule, name] for name in names]
+                    [f"`{rule}`"] + [cells[rule, name] for name in names]
                     for rule in MERGE_RULES
                 ],
             )

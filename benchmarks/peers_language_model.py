@@ -115,7 +115,7 @@ def transformers_side(model):
     def side(prompts, new_tokens):
         prompts = torch.tensor(prompts)
         with torch.inference_mode():
-            found = model.generate(
+            tokens = model.generate(
                 prompts,
                 attention_mask=torch.ones_like(prompts),
                 max_new_tokens=new_tokens,
@@ -123,7 +123,7 @@ def transformers_side(model):
                 do_sample=False,
                 pad_token_id=model.config.eos_token_id,
             )
-        return found[:, prompts.shape[1] :].tolist()
+        return tokens[:, prompts.shape[1] :].tolist()
 
     return side
 

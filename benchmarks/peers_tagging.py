@@ -101,13 +101,13 @@ def padded(fields, rows):
     """Return the padded sources and labels of some sentences."""
     source, tags = ([fields[name][i] for i in rows] for name in ("source", "tags"))
     width = max(len(ids) for ids in source)
-    labels = [np.where(each > 0, each - 1, UNSCORED) for each in tags]
+    labels = [np.where(array > 0, array - 1, UNSCORED) for array in tags]
     return tuple(
         torch.tensor(
             np.stack(
-                [np.pad(x, (0, width - len(x)), constant_values=value) for x in each]
+                [np.pad(x, (0, width - len(x)), constant_values=value) for x in array]
             ),
             dtype=torch.int64,
         )
-        for each, value in ((source, PAD), (labels, UNSCORED))
+        for array, value in ((source, PAD), (labels, UNSCORED))
     )

@@ -96,25 +96,25 @@ def main() -> None:
                 if chip not in flags.chips:
                     continue
                 for backward in (False, True):
-                    found = needs(implementation, chip, shape, backward, flags.rounds)
-                    print(row(implementation, chip, others, shape, backward, found))
+                    cost = needs(implementation, chip, shape, backward, flags.rounds)
+                    print(row(implementation, chip, others, shape, backward, cost))
                     sys.stdout.flush()
 
 
-def row(implementation, chip, others, shape, backward, found: Needs) -> str:
+def row(implementation, chip, others, shape, backward, cost: Needs) -> str:
     """Format a program's needs and the predicted times as a row of the table."""
     flop = flops(implementation, shape, backward)
-    times = ", ".join(f"{name} {predicted(name, flop, found)}" for name in others)
+    times = ", ".join(f"{name} {predicted(name, flop, cost)}" for name in others)
     cells = [
         *(shape, implementation, chip),
         "forward + backward" if backward else "forward",
         f"{flop / 1e9:.1f}",
-        f"{found.traffic / MIB:.0f}",
-        found.operations,
-        f"{found.scratch / MIB:.0f}",
-        "" if found.fast is None else f"{found.fast / 1024:.0f}",
-        "" if found.registers is None else found.registers,
-        "" if found.spilled is None else found.spilled,
+        f"{cost.traffic / MIB:.0f}",
+        cost.operations,
+        f"{cost.scratch / MIB:.0f}",
+        "" if cost.fast is None else f"{cost.fast / 1024:.0f}",
+        "" if cost.registers is None else cost.registers,
+        "" if cost.spilled is None else cost.spilled,
         times,
     ]
     return f"| {' | '.join(map(str, cells))} |"
@@ -126,10 +126,10 @@ def flops(implementation: str, shape: str, backward: bool) -> float:
     return PRODUCTS[implementation][backward] * B * N * T * (T + 1) / 2 * 2 * H
 
 
-def predicted(name: str, flop: float, found: Needs) -> str:
+def predicted(name: str, flop: float, cost: Needs) -> str:
     """Format the larger of the times for arithmetic and for memory on a chip."""
     chip = topology.CHIPS[name]
-    arithmetic, memory = flop / chip.flops, found.traffic / chip.bandwidth
+    arithmetic, memory = flop / chip.flops, cost.traffic / chip.bandwidth
     bound = "arithmetic" if arithmetic > memory else "memory"
     return f"{1e3 * max(arithmetic, memory):.3f} ({bound})"
 

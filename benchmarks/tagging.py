@@ -96,9 +96,13 @@ def race(arguments) -> None:
     print(f"data: {origin}; {config.data.batch_tokens} tokens per update")
     for what, flags, passes in (("training", [], 3), ("tagging", ["--tag"], 1)):
         options = [f"--folder={arguments.folder}", *flags]
-        found = take_turns("benchmarks.tagging", names, options, arguments.rounds)
+        measurements = take_turns(
+            "benchmarks.tagging", names, options, arguments.rounds
+        )
         print(f"\n{what}:")
-        print_table(*found, passes * flop_per_token(config, fields["source"].lengths))
+        print_table(
+            *measurements, passes * flop_per_token(config, fields["source"].lengths)
+        )
 
 
 def corpus(folder: Path, config, to: Path) -> tuple[dict[str, Ragged], str]:
@@ -251,8 +255,8 @@ def tag_regression(sentences, tags):
     model.fit(vectors.fit_transform(features(sentences)), sum(tags, []))
 
     def tag(sentences):
-        found = iter(model.predict(vectors.transform(features(sentences))).tolist())
-        return [[next(found) for _ in words] for words in sentences]
+        labels = iter(model.predict(vectors.transform(features(sentences))).tolist())
+        return [[next(labels) for _ in words] for words in sentences]
 
     return tag
 

@@ -161,9 +161,9 @@ def main():
             model.eval()
             with torch.inference_mode():
                 parts = zip(dev_inputs.split(64), dev_target.split(64), strict=True)
-                found = [mean_loss(x, y).item() * len(x) for x, y in parts]
+                losses = [mean_loss(x, y).item() * len(x) for x, y in parts]
             model.train()
-            row = {"step": step + 1, "dev_loss": sum(found) / count}
+            row = {"step": step + 1, "dev_loss": sum(losses) / count}
             with (arguments.folder / "torch.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
 

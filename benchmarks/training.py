@@ -133,11 +133,11 @@ def print_table(rates: dict[str, list[float]], ceiling: float, flop: float) -> N
     print("| | tokens/s | spread | share of ceiling | speedup |")
     print("| --- | --- | --- | --- | --- |")
     best = statistics.median(rates["ours"])
-    for name, found in rates.items():
-        rate = statistics.median(found)
+    for name, speeds in rates.items():
+        rate = statistics.median(speeds)
         share = rate * flop / ceiling
         print(
-            f"| {name} | {rate:,.0f} | {min(found):,.0f} to {max(found):,.0f} "
+            f"| {name} | {rate:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} "
             f"| {share:.0%} | {best / rate:.2f} |"
         )
 

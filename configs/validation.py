@@ -69,22 +69,22 @@ def known_keys() -> dict[str, tuple[type, bool]]:
 
 def flat(tree: dict, prefix: str = "") -> dict:
     """Flatten nested dicts to dotted keys."""
-    found = {}
+    values = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            values |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            values[prefix + name] = value
+    return values
 
 
 def flat_config(tree: dict) -> dict:
     """Flatten a config to dotted keys; raise a ValueError if a section is no dict."""
-    found = flat(tree)
+    values = flat(tree)
     sections = {key.rpartition(".")[0] for key in known_keys()}
-    for path in found.keys() & sections:
-        raise ValueError(f"{path} must be a section of keys, got {found[path]!r}.")
-    return found
+    for path in values.keys() & sections:
+        raise ValueError(f"{path} must be a section of keys, got {values[path]!r}.")
+    return values
 
 
 def check_values(config: dict) -> None:
@@ -146,11 +146,11 @@ def read_config(tree) -> ConfigDict:
     """
     if not isinstance(tree, dict):
         raise ValueError("It is not an object of config keys.")
-    found = flat_config(tree)
-    check_keys(found)
-    check_values(found)
+    values = flat_config(tree)
+    check_keys(values)
+    check_values(values)
     config = base.get_config().lock()
-    config.update_from_flattened_dict(found)
+    config.update_from_flattened_dict(values)
     return config
 
 

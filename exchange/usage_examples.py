@@ -113,10 +113,10 @@ STABLEHLO_PAIRS = (
 source = sentencepiece.SentencePieceProcessor("tokenizer/{source}.model")
 target = sentencepiece.SentencePieceProcessor("tokenizer/{target}.model")
 texts = source.encode([{prefix}"{example}"], add_eos=True)
-found = generate(texts, 50)
-print(target.decode(found))
-found = [[*ids, {eos}] for ids in found]
-log_probs = program("score")(params, *padded(texts), *padded(found))  # of each token
+outputs = generate(texts, 50)
+print(target.decode(outputs))
+outputs = [[*ids, {eos}] for ids in outputs]
+log_probs = program("score")(params, *padded(texts), *padded(outputs))  # of each token
 """
 )
 STABLEHLO_TEXTS = (
@@ -127,8 +127,8 @@ STABLEHLO_TEXTS = (
 tokenizer = tokenizers.Tokenizer.from_file("tokenizer.json")
 ids = tokenizer.encode("{example}").ids
 # a prompt starts with the token that separates documents
-(found,) = generate([[{bos}, *ids]], {new_tokens})
-print(tokenizer.decode(found))
+(outputs,) = generate([[{bos}, *ids]], {new_tokens})
+print(tokenizer.decode(outputs))
 log_probs = program("score")(params, *padded([ids]))  # of each token
 """
 )

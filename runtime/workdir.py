@@ -246,12 +246,12 @@ def parse_json(text: str):
     """
 
     def unique(pairs):
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
             raise ValueError(f"an object has the key {twice} twice")
-        return found
+        return result
 
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -282,9 +282,9 @@ def _digest(row: dict) -> str:
 
 def _finite(value):
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -326,12 +326,12 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     with contextlib.suppress(FileNotFoundError):  # git is not installed
-        found = git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
-        if found.endswith("-dirty"):
+        name = git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
+        if name.endswith("-dirty"):
             plain = "--no-ext-diff", "--no-color", "--full-index"  # override git config
             changed = git("diff", *plain, "HEAD", "--", *SOURCES)
-            found += f"-{zlib.crc32(changed):08x}"
-        return found or None
+            name += f"-{zlib.crc32(changed):08x}"
+        return name or None
 
 
 def processor() -> str:

@@ -147,11 +147,11 @@ class Run(NamedTuple):
         params, gates = self.of(trial)
         fields = self.task.fields_of_text(self, source, target, trial)
         with jax.set_mesh(self.mesh):
-            found = attention_maps(self.graph, params, gates, single_example(fields))
+            maps = attention_maps(self.graph, params, gates, single_example(fields))
         if site is None:
-            site = "cross" if "cross" in found else next(iter(found))
-        choose("site", site, found)
-        weights, norm_weights = (np.asarray(x[:, 0]) for x in found[site])
+            site = "cross" if "cross" in maps else next(iter(maps))
+        choose("site", site, maps)
+        weights, norm_weights = (np.asarray(x[:, 0]) for x in maps[site])
         labels = self.task.labels(fields)
         queries, keys = (labels[name] for name in LABELS[site])
         return Attention(weights, norm_weights, queries, keys)

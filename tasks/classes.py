@@ -142,19 +142,22 @@ class ClassTask(EncoderTask):
         """Score labels, with a report per class unless quick; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         loss = heldout_loss(run, self.evaluation_batches(examples))
-        found, true = self.predicted_labels(run, examples), self.true_labels(examples)
+        predicted, true = (
+            self.predicted_labels(run, examples),
+            self.true_labels(examples),
+        )
         flat, rows = [label for labels in true for label in labels], []
         for trial in trials:
-            guesses = [label for labels in found[trial] for label in labels]
+            guesses = [label for labels in predicted[trial] for label in labels]
             row = {"loss": float(loss[trial])} | class_scores.score(flat, guesses)
             if ENTITY_F1 in self.metrics:
-                row["entity_f1"] = class_scores.entity_f1(true, found[trial])
+                row["entity_f1"] = class_scores.entity_f1(true, predicted[trial])
             if not quick:
                 row["report"] = class_scores.report(flat, guesses)
                 row["confusions"] = class_scores.confusions(flat, guesses)
                 if ENTITY_F1 in self.metrics:
-                    row["entities"] = class_scores.entity_report(true, found[trial])
-                row["predictions"] = [" ".join(labels) for labels in found[trial]]
+                    row["entities"] = class_scores.entity_report(true, predicted[trial])
+                row["predictions"] = [" ".join(labels) for labels in predicted[trial]]
             rows.append(row)
         return rows
 
@@ -163,14 +166,14 @@ class ClassTask(EncoderTask):
 
         def best(batch):
             rows, batch = len(batch["source"]), sharding.over_data(batch)
-            found = best_classes(run.graph, run.params, run.head_gates, batch)
-            return np.moveaxis(sharding.fetch(found), 0, -1)[:rows]
+            classes = best_classes(run.graph, run.params, run.head_gates, batch)
+            return np.moveaxis(sharding.fetch(classes), 0, -1)[:rows]
 
         of_tokens = self.by_example(examples, best)
         tags = examples.fields["tags"]
-        found = [each[own != 0] for each, own in zip(of_tokens, tags, strict=True)]
+        tagged = [best[ids != 0] for best, ids in zip(of_tokens, tags, strict=True)]
         return [
-            [[self.classes[i] for i in each[:, r]] for each in found]
+            [[self.classes[i] for i in best[:, r]] for best in tagged]
             for r in range(len(run.trials))
         ]
 
@@ -202,11 +205,11 @@ class ClassTask(EncoderTask):
         )
         of_tokens = [of_batch(batch)[batch["source_segments"] > 0] for batch in packed]
         ends = np.cumsum(examples.fields["source"].lengths[order])[:-1]
-        found = [None] * len(examples)
+        results = [None] * len(examples)
         parts = np.split(np.concatenate(of_tokens), ends)
         for index, part in zip(order, parts, strict=True):
-            found[index] = part
-        return found
+            results[index] = part
+        return results
 
 
 def read_classes(path: Path) -> list[str]:

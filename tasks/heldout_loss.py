@@ -61,13 +61,13 @@ def token_log_probabilities(
 ) -> list[np.ndarray]:
     """Return one trial's log-probabilities of all target tokens, by example."""
     params, gates = run.of(trial)
-    found = [np.zeros(0)] * len(fields["target"])
+    by_example = [np.zeros(0)] * len(fields["target"])
     with jax.set_mesh(run.mesh):
         for indices, batch in unpacked_batches(fields, batch_tokens=SCORING_TOKENS):
             rows = batch_log_probabilities(run.graph, params, gates, batch)
             for index, row in zip(indices, np.float64(rows), strict=False):
-                found[index] = row[: len(fields["target"][index])]
-    return found
+                by_example[index] = row[: len(fields["target"][index])]
+    return by_example
 
 
 def heldout_sums(run, function: Callable, batches: Iterable[dict]) -> list[np.ndarray]:

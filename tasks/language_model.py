@@ -218,8 +218,8 @@ class LanguageModel(Task):
         scored, context = scored_tokens(batch), batch["target_positions"]
         T = self.config.data.max_length
         parts = (scored, scored & (context < T / 8), scored & (context >= T / 2))
-        each = [token_loss(model, hidden, batch["target"], x, 0.0) for x in parts]
-        return tuple(number for pair in each for number in pair)
+        pairs = [token_loss(model, hidden, batch["target"], x, 0.0) for x in parts]
+        return tuple(number for pair in pairs for number in pair)
 
     def evaluate(
         self,
@@ -277,7 +277,7 @@ class LanguageModel(Task):
         repeated = range(len(lines) * samples)
         params, gates = run.of(trial)
         with jax.set_mesh(run.mesh):
-            found, _ = generate(
+            continuations, _ = generate(
                 run.graph,
                 params,
                 [prompts[i // samples] for i in repeated],
@@ -288,7 +288,7 @@ class LanguageModel(Task):
                 vocabulary=self.vocabulary,
                 **options,
             )
-        for i, ids in enumerate(found):
+        for i, ids in enumerate(continuations):
             text = self.continuation(prompts[i // samples], ids)
             yield lines[i // samples] + (text.split(stop)[0] if stop else text)
 
@@ -441,8 +441,8 @@ class LanguageModel(Task):
                     f"Line {number} has {size} tokens, more than "
                     f"model.max_positions={longest}."
                 )
-        found = token_log_probabilities(run, fields, trial)
-        return list(zip(fields["target"], found, strict=True))
+        scores = token_log_probabilities(run, fields, trial)
+        return list(zip(fields["target"], scores, strict=True))
 
 
 def context_gain(near_loss, near, far_loss, far) -> float | None:

@@ -51,12 +51,11 @@ def score(
             scores[name] = metric.corpus_score(hypotheses, None).score
             signatures[name] = str(metric.get_signature())
     if rouge := sorted(ROUGE & set(names)):
-        found = rouge_scores(hypotheses, references, rouge)
-        scores |= {name: 100 * value for name, value in found.items()}
+        rouges = rouge_scores(hypotheses, references, rouge)
+        scores |= {name: 100 * value for name, value in rouges.items()}
         signatures |= dict.fromkeys(rouge, f"rouge-score:{version('rouge-score')}|F1")
     if SQUAD & set(names):
-        found = map(squad_scores, hypotheses, references)
-        columns = zip(*found, strict=True)
+        columns = zip(*map(squad_scores, hypotheses, references), strict=True)
         for name, column in zip(sorted(SQUAD), columns, strict=True):
             if name in names:
                 scores[name] = sum(column) / len(references)

@@ -165,15 +165,15 @@ class Translation(Task):
         loss = heldout_loss(run, self.evaluation_batches(examples))
         if quick and best == LOSS.name:
             return [{"loss": float(loss[trial])} for trial in trials]
-        found = translations(run, examples.fields["source"], trials, **options)
+        outputs = translations(run, examples.fields["source"], trials, **options)
         published = None
         if {metric.name for metric in PUBLISHED} & names:
             published = self.published_references(examples.split)
         rows = []
         mine = list(trials)[jax.process_index() :: jax.process_count()]
         for trial in mine:
-            lists = found[trial]
-            best = [each[0][0] for each in lists] if n_best else lists
+            lists = outputs[trial]
+            best = [hypotheses[0][0] for hypotheses in lists] if n_best else lists
             hypotheses = [self.tokenizers[1].decode(ids) for ids in best]
             scores, signatures = text_scores.score(
                 hypotheses, examples.text["target"], names
@@ -208,8 +208,8 @@ class Translation(Task):
         """
         options = search_defaults(options)
         self.warn(lines, first)
-        found = self.translate(run, lines, trial, first, **options)
-        yield from n_best_lines(found, first) if options.get("n_best") else found
+        results = self.translate(run, lines, trial, first, **options)
+        yield from n_best_lines(results, first) if options.get("n_best") else results
 
     def translate(
         self,
@@ -239,9 +239,9 @@ class Translation(Task):
             out = generate(
                 run.graph, params, chosen, n_best=n_best, max_limit=most, **options
             )
-        found = dict(zip(full, out if n_best else out[0], strict=True))
+        results = dict(zip(full, out if n_best else out[0], strict=True))
         nothing = NOTHING if n_best else []
-        everything = [found.get(index, nothing) for index in range(len(lines))]
+        everything = [results.get(index, nothing) for index in range(len(lines))]
         if n_best:
             return decode_lists(target, everything)
         return [target.decode(ids) for ids in everything]
@@ -346,7 +346,7 @@ def translations(
             f"{cut} of {len(sentences)} sentences are so long that their translations "
             f"are cut at data.max_decode_length={most} tokens."
         )
-    found, full = [], [i for i, ids in enumerate(sentences) if len(ids) > 1]
+    results, full = [], [i for i, ids in enumerate(sentences) if len(ids) > 1]
     for shares, params in sharding.trials_here(run.params, jax.sharding.get_mesh()):
         chosen = [
             list(full[share.place :: share.count]) if share.trial in trials else []
@@ -364,27 +364,28 @@ def translations(
             return_scores=n_best is not None,
             **options,
         )
-        lists = [each[0] for each in lists] if n_best is None else lists
-        found += [(*share, each) for share, each in zip(shares, lists, strict=True)]
+        if n_best is None:
+            lists = [ids for ids, _ in lists]
+        results += [(*share, of) for share, of in zip(shares, lists, strict=True)]
     nothing = [] if n_best is None else NOTHING
     whole = {trial: [nothing for _ in sentences] for trial in trials}
-    for part in distributed.gather(found):
-        for trial, place, count, each in part:
+    for part in distributed.gather(results):
+        for trial, place, count, outputs in part:
             if trial in whole:
-                for index, one in zip(full[place::count], each, strict=True):
-                    whole[trial][index] = one
+                for index, output in zip(full[place::count], outputs, strict=True):
+                    whole[trial][index] = output
     return whole
 
 
 def decode_lists(target, lists: list) -> list[list[tuple[str, float]]]:
     """Decode n-best lists of token ids to text, keeping their scores."""
-    return [[(target.decode(ids), score) for ids, score in each] for each in lists]
+    return [[(target.decode(ids), score) for ids, score in best] for best in lists]
 
 
 def n_best_lines(lists: list, first: int = 0) -> list[str]:
     """Format one line per hypothesis, in the format of Moses and Marian."""
     return [
         f"{index} ||| {text} ||| {score:.4f}"
-        for index, each in enumerate(lists, first)
-        for text, score in each
+        for index, best in enumerate(lists, first)
+        for text, score in best
     ]

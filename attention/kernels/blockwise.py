@@ -67,9 +67,9 @@ def _attend_forward(problem, differentiable, constant):
     head, kept = heads.forward, {"reciprocal": "BTN", "maximum": "BTN"}
     if problem.short:
         head, kept = heads.short, {"reciprocal": "BTN", "exponentials": "BKGTS"}
-    found = _run(head, problem, differentiable | constant, results | kept)
-    out, lse, *rows = found[: len(results)]
-    kept = dict(zip(kept, found[len(results) :], strict=True))
+    outputs = _run(head, problem, differentiable | constant, results | kept)
+    out, lse, *rows = outputs[: len(results)]
+    kept = dict(zip(kept, outputs[len(results) :], strict=True))
     out = out.astype(differentiable["query"].dtype)
     return (out, lse, *rows), (differentiable, constant, out, kept)
 
@@ -245,8 +245,8 @@ def _one_by_one(function, B, K, arrays):
         head = index // K, index % K
         return function({name: take(name, x, *head) for name, x in arrays.items()})
 
-    found = jax.lax.map(one, jnp.arange(B * K))
-    return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), found)
+    results = jax.lax.map(one, jnp.arange(B * K))
+    return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), results)
 
 
 def _pad(x, axis, count, fill=0):

@@ -147,8 +147,8 @@ def _diagonal(problem, exponentials, offset, row, column):
     """Select the exponentials at column = row + offset, `(G queries)`, else 0."""
     if not problem.short:
         place = row + offset - column[0]
-        found = jnp.take_along_axis(exponentials, place, axis=1, mode="clip")
-        return jnp.where((place >= 0) & (place < problem.keys), found, 0)[:, 0]
+        taken = jnp.take_along_axis(exponentials, place, axis=1, mode="clip")
+        return jnp.where((place >= 0) & (place < problem.keys), taken, 0)[:, 0]
     # A strided slice, which is cheap in XLA's CPU compiler; a gather would take a
     # noticeable share of the time of short sequences.
     T, S = problem.queries, problem.keys
@@ -157,8 +157,8 @@ def _diagonal(problem, exponentials, offset, row, column):
     if last <= first:
         return jnp.zeros(exponentials.shape[0], exponentials.dtype)
     start = first * (S + 1) + offset
-    found = rows[:, start : start + (last - first - 1) * (S + 1) + 1 : S + 1]
-    return jnp.pad(found, ((0, 0), (first, T - last))).ravel()
+    entries = rows[:, start : start + (last - first - 1) * (S + 1) + 1 : S + 1]
+    return jnp.pad(entries, ((0, 0), (first, T - last))).ravel()
 
 
 def backward(problem, head):

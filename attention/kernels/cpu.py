@@ -50,8 +50,8 @@ def _check(query):
     refusal = "implementation 'cpu' {}; use 'blockwise'"
     if query.dtype.name not in DTYPES:
         dtypes = ", ".join(DTYPES)
-        told = f"takes query, key and value in {dtypes}, not in {query.dtype}"
-        raise NotImplementedError(refusal.format(told))
+        reason = f"takes query, key and value in {dtypes}, not in {query.dtype}"
+        raise NotImplementedError(refusal.format(reason))
     reason = cpu_build.unavailable()
     if reason is not None:
         raise NotImplementedError(refusal.format(f"cannot be compiled here: {reason}"))
@@ -114,12 +114,12 @@ def _results(problem, query, key, value, bias, others):
 def _statistics(summaries, reciprocal, log_total):
     """Return the statistics, given the kernel's summaries of blocks of queries."""
     totals = jnp.moveaxis(summaries[..., :-1].sum(2), -1, 0)
-    found = dict(zip(SUMMARY[:-1], totals, strict=True))
-    count = found.pop("count")
+    sums = dict(zip(SUMMARY[:-1], totals, strict=True))
+    count = sums.pop("count")
     # The energy's logits are relative to the maximum, as is log(total).
     logs = jnp.where(reciprocal != 0, log_total, 0).sum(1)
-    found["entropy"] = logs - found.pop("energy")
-    means = {name: total / jnp.maximum(count, 1) for name, total in found.items()}
+    sums["entropy"] = logs - sums.pop("energy")
+    means = {name: total / jnp.maximum(count, 1) for name, total in sums.items()}
     largest = summaries[..., -1].max(2, initial=-jnp.inf)
     largest = jnp.where(count > 0, largest, 0)
     return HeadStatistics(**means, max_logit=or_nan(largest, means["confidence"]))
@@ -184,6 +184,6 @@ def _call(name, static, arrays, names, shapes):
     target = f"attention_{name}_{dtype.name}"
     call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")
     operands = varying_alike(operands)
-    found = call(*operands, **dict(static))
+    outputs = call(*operands, **dict(static))
     # In `jax.shard_map`, results of the call lose the axes they vary over.
-    return tuple(varying_alike((operands, found))[1])
+    return tuple(varying_alike((operands, outputs))[1])

@@ -74,8 +74,8 @@ def cache_folder() -> Path:
 
 def make_private(folder: Path) -> None:
     """Make a folder and its parents, which other users may not write to."""
-    for each in reversed((folder, *folder.parents)):  # `parents=True` ignores the mode
-        each.mkdir(exist_ok=True, mode=0o700)
+    for level in reversed((folder, *folder.parents)):  # `parents=True` ignores the mode
+        level.mkdir(exist_ok=True, mode=0o700)
 
 
 def _library():
@@ -136,10 +136,10 @@ def _is_sound(library):
 def _is_trusted(folder):
     """Return whether this user owns the folder and nobody else may write to it."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except FileNotFoundError:
         return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _run(*command):

@@ -125,9 +125,9 @@ def _slopes(alibi_slopes, static):
     return alibi_slopes * (kernels.LOG2E / kernels.exponent_unit(dict(static)["scale"]))
 
 
-def _public(static, found):
+def _public(static, results):
     """Convert the results of `_forward` to those of `attend`."""
-    rows = {name: jnp.swapaxes(found[name], 1, 2) for name in found if name != "out"}
+    rows = {name: jnp.swapaxes(x, 1, 2) for name, x in results.items() if name != "out"}
     highest, confidence = rows.pop("highest"), rows["confidence"]
     seen = confidence != 0  # it is 1 / the sum of all exponentials; may be NaN
     unit = kernels.exponent_unit(dict(static)["scale"])
@@ -137,7 +137,7 @@ def _public(static, found):
     if len(rows) > 1:
         max_logit = jnp.where(seen, highest * (unit / kernels.LOG2E), 0)
         statistics = (over_queries(HeadStatistics(**rows, max_logit=max_logit)),)
-    return found["out"], lse, *statistics
+    return results["out"], lse, *statistics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,9 +148,9 @@ def _attend(static, query, key, value, others):
 
 def _attend_forward(static, query, key, value, others):
     arrays = present(query=query, key=key, value=value, **others)
-    found = _forward(static, arrays)
-    kept = {name: found[name] for name in ("highest", "confidence")}
-    return _public(static, found), (arrays | kept, found["out"])
+    results = _forward(static, arrays)
+    kept = {name: results[name] for name in ("highest", "confidence")}
+    return _public(static, results), (arrays | kept, results["out"])
 
 
 def _attend_backward(static, residuals, gradients):

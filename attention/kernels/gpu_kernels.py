@@ -264,7 +264,7 @@ def _key_value_gradient(inputs, outputs, scratch, problem, place):
         return visit(inputs, problem, step, carry)
 
     carry = tuple(
-        _full((HEIGHT, own.shape[-1]), 0, BLOCK, problem) for own in (key, value)
+        _full((HEIGHT, array.shape[-1]), 0, BLOCK, problem) for array in (key, value)
     )
     carry = lax.fori_loop(jnp.int32(0), _group(inputs), one_head, carry)
     key_gradient, value_gradient = carry
@@ -380,8 +380,8 @@ def _dropped(weights, row_keys, inner, place, problem):
     """Apply dropout to a block of weights, or of their gradients."""
     if row_keys is None:
         return weights
-    own, other = _indices(weights.shape, inner, place, problem)
-    column, spread = (own, _of_columns) if place.by_key else (other, _of_rows)
+    rows, columns = _indices(weights.shape, inner, place, problem)
+    column, spread = (rows, _of_columns) if place.by_key else (columns, _of_rows)
     kept = dropout.kept(spread(row_keys, weights), column, problem.dropout_rate)
     return jnp.where(kept, weights * (1 / (1 - problem.dropout_rate)), 0.0)
 
@@ -401,8 +401,8 @@ def _logits(products, inputs, own_ids, inner, head, place, problem, masked):
         products = products * problem.scale
     if not masked and "alibi_slopes" not in inputs:
         return products
-    own, other = _indices(products.shape, inner, place, problem)
-    row, column = (other, own) if place.by_key else (own, other)
+    rows, columns = _indices(products.shape, inner, place, problem)
+    row, column = (columns, rows) if place.by_key else (rows, columns)
     if "alibi_slopes" in inputs:
         distance = jnp.abs(column - row).astype(jnp.float32)
         products -= inputs["alibi_slopes"][head] * distance

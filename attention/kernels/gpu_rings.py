@@ -63,10 +63,10 @@ def release(ring, slot, *, loaded):
 
 def fetch_own(ring, source, warpgroup):
     """Fetch a block that only this warpgroup reads, and wait for it."""
-    own = ring.buffer.at[warpgroup]
-    plgpu.copy_gmem_to_smem(source, own, ring.filled.at[warpgroup])
+    buffer = ring.buffer.at[warpgroup]
+    plgpu.copy_gmem_to_smem(source, buffer, ring.filled.at[warpgroup])
     plgpu.barrier_wait(ring.filled.at[warpgroup])
-    return own
+    return buffer
 
 
 def store(ref, block, buffer):

@@ -81,19 +81,19 @@ def partitioned(function, arrays, axes, results, levels=()):
 
     def plan(mesh, seen):
         """Choose shardings of operands and results from known ones of some arrays."""
-        found = {}
+        parts = {}
         for letters, spec in seen:
             for letter, part in zip(letters, spec, strict=False):
                 if part is not None and letter[0] in (*INDEPENDENT, "R"):
-                    found.setdefault(letter, part)
-        heads = found.get("N", found.get("K"))
+                    parts.setdefault(letter, part)
+        heads = parts.get("N", parts.get("K"))
         size = _size(mesh, heads)
         # If query heads of one group are on several devices, each needs the keys and
         # values. This is only supported with a single group (K = 1).
         divided = num_kv_heads % size != 0
-        found["K"] = None if divided else heads
+        parts["K"] = None if divided else heads
         fits = num_heads % size == 0 and (num_kv_heads == 1 or not divided)
-        found["N"] = heads if fits else None
+        parts["N"] = heads if fits else None
         if not fits:
             warnings.warn(
                 f"Attention gathers its heads on every device: {num_heads} heads that "
@@ -113,7 +113,7 @@ def partitioned(function, arrays, axes, results, levels=()):
             )
 
         def specs(every):
-            return tuple(PartitionSpec(*map(found.get, letters)) for letters in every)
+            return tuple(PartitionSpec(*map(parts.get, letters)) for letters in every)
 
         return local, specs(operand_axes), specs(result_axes)
 

@@ -237,7 +237,7 @@ def _trials(function, problem):
 
 def _forward(problem, arrays):
     (T, N), V = arrays["query"].shape[2:4], arrays["value"].shape[-1]
-    found = run(
+    results = run(
         kernels.forward,
         problem,
         arrays,
@@ -250,7 +250,7 @@ def _forward(problem, arrays):
         tiles=FORWARD_TILES,
     )
     names = "out", "highest", "confidence"
-    out, highest, confidence = (_back(found[name], T) for name in names)
+    out, highest, confidence = (_back(results[name], T) for name in names)
     return out, highest[..., 0], confidence[..., 0]
 
 
@@ -263,16 +263,16 @@ def _statistics(problem, arrays):
         "out": ((N, V, "T"), arrays["query"].dtype),
     }
     scratch = [(1, "T"), (1, "T"), (fields, "T"), (V, "T")]
-    found = run(
+    results = run(
         kernels.statistics, problem, arrays, outputs, scratch, tiles=FORWARD_TILES
     )
-    highest, rows, out = (_back(found[name], T) for name in outputs)
+    highest, rows, out = (_back(results[name], T) for name in outputs)
     return highest[..., 0], rows, out
 
 
 def _query_gradient(problem, arrays):
     T, N, H = arrays["query"].shape[2:]
-    found = run(
+    results = run(
         kernels.query_gradient,
         problem,
         arrays,
@@ -280,13 +280,13 @@ def _query_gradient(problem, arrays):
         [(H, "T")],
         tiles=BACKWARD_TILES,
     )
-    return (_back(found["query_gradient"], T),)
+    return (_back(results["query_gradient"], T),)
 
 
 def _key_value_gradient(problem, arrays):
     S, K, H = arrays["key"].shape[2:]
     V, dtype = arrays["value"].shape[-1], arrays["key"].dtype
-    found = run(
+    results = run(
         kernels.key_value_gradient,
         problem,
         arrays,
@@ -298,7 +298,7 @@ def _key_value_gradient(problem, arrays):
         tiles=BACKWARD_TILES,
         by_key=True,
     )
-    return _back(found["key_gradient"], S), _back(found["value_gradient"], S)
+    return _back(results["key_gradient"], S), _back(results["value_gradient"], S)
 
 
 def _back(x, length):

@@ -117,19 +117,19 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
         live = (low <= index) & (index <= high)
         index = jnp.maximum(jnp.minimum(index, high), 0)
         index = jnp.maximum(index, jnp.minimum(low, counts[inner] - 1))
-        found = {"R": r, "B": b, outer: block, inner: index}
+        indices = {"R": r, "B": b, outer: block, inner: index}
         if by_key:
             n = head * group + jax.lax.div(step, np.int32(counts["T"]))
-            return {**found, "N": n, "K": head}, live
-        return {**found, "N": head, "K": jax.lax.div(head, np.int32(group))}, live
+            return {**indices, "N": n, "K": head}, live
+        return {**indices, "N": head, "K": jax.lax.div(head, np.int32(group))}, live
 
     def spec(name, shape):
         axes = AXES[name]
 
         def index_map(*grid):
-            found, _ = place(*grid)
+            indices, _ = place(*grid)
             return tuple(
-                found[axis] if axis in found and length > 1 else 0
+                indices[axis] if axis in indices and length > 1 else 0
                 for axis, length in zip(axes, shape, strict=True)
             )
 
@@ -143,8 +143,8 @@ def run(kernel, problem, arrays, outputs, scratch, *, tiles, by_key=False):
         *limits, inputs, results = refs[: len(bounds) + 2]
         scratch = refs[len(bounds) + 2 :]
         step, steps = pl.program_id(4), pl.num_programs(4)
-        found, live = place(*map(pl.program_id, range(5)), *limits)
-        block = Block(found["T"] * size["T"], found["S"] * size["S"], num_keys)
+        indices, live = place(*map(pl.program_id, range(5)), *limits)
+        block = Block(indices["T"] * size["T"], indices["S"] * size["S"], num_keys)
         start, update, finish = kernel(problem, block, {**inputs, **results}, scratch)
         pl.when(step == 0)(start)
         pl.when(live)(update)
