@@ -2,8 +2,8 @@
 
     python -m headcount.attention.example
 
-Everything is plain NumPy, printed with its shape; at the end of each part the result is
-compared with this package's. docs/walkthrough.md explains the output.
+Everything is plain NumPy, printed with its shape. The outputs, with and without masks,
+are compared with this package's. docs/walkthrough.md explains the printed text.
 """
 
 import jax.numpy as jnp
