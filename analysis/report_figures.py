@@ -118,7 +118,8 @@ def draw_interval(
     value, (colour, _, marker) = comparison.summary.mean, styles[comparison.arm.name]
     style = {"ms": 5.5, "elinewidth": 1.2, "color": colour, "fmt": marker} | style
     low, high = metric.clip(comparison.summary.low, comparison.summary.high)
-    bar = [[value - low], [high - value]]
+    # a perfect BLEU is 100.00000000000004, which is above the metric's range
+    bar = np.maximum([[value - low], [high - value]], 0)
     has_interval = len(comparison.arm.seeds) >= MIN_SEEDS and np.isfinite(low)
     ax.errorbar(
         *(([at], [value]) if vertical else ([value], [at])),

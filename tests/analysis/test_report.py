@@ -622,3 +622,10 @@ def test_figures_are_as_wide_as_a_phone_and_themed(drawn):
             "var(--ink)" in svg and svg.startswith("<svg") and "width=" not in svg[:90]
         )
         assert re.findall(r'\bid="(?!name-)', svg) == []
+
+
+def test_scores_that_exceed_their_range_by_rounding_are_drawn():
+    """As those of sacreBLEU for perfect translations."""
+    report = make_report(arms={"whole": [100.00000000000004] * 3})
+    figure, _ = make_figures(report)["test_bleu"]
+    plt.close(figure)
