@@ -153,7 +153,8 @@ def log_end(group: str, result: Callable[[], int]) -> None:
     try:
         code = result()
     except Exception as error:  # whatever Ray or submitit raises
-        say(f"The task of {group} ended early: {str(error).splitlines()[0]}")
+        reason = str(error).split("\n")[0] or type(error).__name__
+        say(f"The task of {group} ended early: {reason}")
     else:
         if code:
             say(f"The task of {group} ended with exit code {code}.")

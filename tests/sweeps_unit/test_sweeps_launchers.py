@@ -99,3 +99,14 @@ def test_resources_are_python_literals_or_strings():
     }
     with pytest.raises(ValueError, match="--resources .*'gpu'"):
         launchers.parse_resources(["gpu"])
+
+
+@pytest.mark.parametrize(
+    "error, shown", [(RuntimeError("lost\nat x"), "lost"), (KeyError, "KeyError")]
+)
+def test_a_task_that_ends_early_is_logged_with_a_reason(capsys, error, shown):
+    def result():
+        raise error
+
+    launchers.log_end("K=1", result)
+    assert capsys.readouterr().err == f"The task of K=1 ended early: {shown}\n"
