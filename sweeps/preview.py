@@ -146,7 +146,7 @@ def measure(sweep: Sweep) -> Measured:
     """
     group = sweep.groups[0]
     say(f"Calibrating with a few steps of {group.trials[0].arm} ...")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         command = train_command(sweep, group)
         at = next(i for i, part in enumerate(command) if part.startswith("--workdir="))
         command[at] = f"--workdir={folder}"
@@ -163,8 +163,7 @@ def measure(sweep: Sweep) -> Measured:
             command,
             env=os.environ | local_workers()[0].environment,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=output,  # not a pipe: a full one would stop the process
         )
         first = None  # first logged step, and the time at which it was seen
         try:
@@ -177,14 +176,16 @@ def measure(sweep: Sweep) -> Measured:
         finally:
             is_least = child.poll() is None
             child.kill()
-            output = child.communicate()[1].strip().splitlines()
+            child.wait()
         end = time.monotonic()
         rates = [row.get("steps_per_second") for row in read_metrics(Path(folder))]
         first = first or (last_step(Path(folder)), end)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
     rates = [rate for rate in rates if rate]  # evaluations and the first row have none
     if not rates:
         raise ValueError(
-            f"The calibration failed: {output[-1] if output else 'no output'} "
+            f"The calibration failed: {lines[-1] if lines else 'no output'} "
             f"(--nocalibrate skips it)"
         )
     step_seconds = 1 / rates[-1]

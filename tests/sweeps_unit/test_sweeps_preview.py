@@ -92,6 +92,17 @@ def test_a_calibration_measures_a_few_steps_and_says_what_it_rests_on(
         measure([{"loss": 3.0}, dev])
 
 
+def test_a_calibration_that_prints_more_than_a_pipe_holds_ends(
+    tmp_path, corpus, monkeypatch
+):
+    sweep = open_sweep(options(tmp_path / "s", corpus))
+    program = "import sys; sys.stderr.write('x' * 200_000 + '\\nAt last.')"
+    command = [sys.executable, "-c", program, "--workdir=x"]
+    monkeypatch.setattr(preview, "train_command", lambda sweep, group: command)
+    with pytest.raises(ValueError, match="failed: At last. "):
+        preview.measure(sweep)
+
+
 def test_a_plan_of_looks_says_what_it_can_find(tmp_path, corpus, capsys):
     planned = options(tmp_path / "s", corpus, verb="list", seeds=8, looks=[2, 4, 8])
     preview.print_list(open_sweep(planned), calibrate=False)
