@@ -10,7 +10,7 @@ from headcount.analysis.tables import print_table
 from headcount.sweeps.looks import verdict_rows
 from headcount.sweeps.runner import next_command
 from headcount.sweeps.store import Sweep
-from headcount.sweeps.table import count_unfinished
+from headcount.sweeps.table import count_unfinished, is_lost
 
 STATUSES = (
     *("done", "dev scored", "trained", "training", "waiting", "diverged", "failed"),
@@ -48,7 +48,7 @@ def print_status(sweep: Sweep, rows: list[dict]) -> None:
         of_arm = [row for row in rows if row["arm"] == arm.name]
         numbers = [sum(row["status"] == s for row in of_arm) for s in present]
         reported = [row for row in of_arm if row["stage"] == "report"]
-        scores = [row[f"dev_{metric.name}"] for row in reported]
+        scores = [row[f"dev_{metric.name}"] for row in reported if not is_lost(row)]
         scores = [score for score in scores if score is not None]
         trials = [trial for trial in sweep.plan.trials if trial.arm == arm.name]
         steps = sum(trial.config["train"]["num_steps"] for trial in trials)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -229,6 +230,8 @@ def test_status_counts_trials_by_status_and_lists_what_diverged(
     printed = capsys.readouterr().out
     assert "diverged: K=2, seed 0 at step 7" in printed
     assert "failed: K=1: no memory" in printed
+    (line,) = [line for line in printed.splitlines() if "K=2 " in line]
+    assert not re.search(r"\d\.\d", line)  # no mean of trials that diverged
 
 
 @pytest.mark.slow
