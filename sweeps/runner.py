@@ -54,7 +54,7 @@ class Stopped(Exception):
 
 
 class Failed(Exception):
-    """A process of a group failed; the message is the last line of its output."""
+    """A process of a group failed; the message has the last line of its output."""
 
 
 def group_command(sweep: Sweep, group: Group, splits: list[str] | None) -> list[str]:
@@ -366,7 +366,10 @@ class Runner:
             raise Stopped("the sweep is stopping")
         if child.returncode:
             output = log.read_bytes()[start:].decode(errors="replace").strip()
-            raise Failed((output or f"exit code {child.returncode}").splitlines()[-1])
+            reason = output.splitlines()[-1:]
+            if child.returncode < 0 or not reason:  # a killed process gives no reason
+                reason.insert(0, f"exit code {child.returncode}")
+            raise Failed("; ".join(reason))
 
     def command(self, group: Group, splits: list[str] | None) -> list[str]:
         """Return the command of a process of a group."""

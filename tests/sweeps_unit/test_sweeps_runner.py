@@ -160,11 +160,14 @@ def test_a_process_that_a_signal_stopped_has_not_failed(sweep, number, saves):
     assert len(started) == 1 and not failures(sweep)
 
 
-def test_a_process_killed_by_sigkill_has_failed(sweep):
+@pytest.mark.parametrize("printed", ["", "step 20"])
+def test_a_process_killed_by_sigkill_has_failed(sweep, printed):
+    """What it printed last is no reason."""
     runner = Runner(sweep, sweep.groups[:1])
-    start_instead(runner, "import os; os.kill(os.getpid(), 9)")
+    program = f"print({printed!r}, end='', flush=True)\nimport os"
+    start_instead(runner, f"{program}; os.kill(os.getpid(), 9)")
     runner.run()
-    assert failures(sweep) == ["exit code -9"]
+    assert failures(sweep) == ["exit code -9" + f"; {printed}" * bool(printed)]
 
 
 def test_a_process_is_not_blamed_for_the_sweeps_signal(sweep):
