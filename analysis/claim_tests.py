@@ -19,6 +19,7 @@ import scipy
 
 from headcount.analysis.budget import TOLERANCE
 from headcount.analysis.formatting import grouped, interval, number, signed
+from headcount.analysis.heads import output_file
 from headcount.analysis.sequential import Verdict, judge_at_last
 from headcount.analysis.significance import CONFIDENCE, summary
 from headcount.analysis.tables import means_by_seed
@@ -587,14 +588,15 @@ def read_analyses(folder: Path) -> Analyses | None:
     """Read the output of heads.py; return None if the folder is not a roles_CORPUS."""
     if not folder.name.startswith("roles_"):
         return None
-    rows = read_heads(folder, "*") | read_heads(folder, "test*")
-    return Analyses(folder.name.removeprefix("roles_"), rows)
+    patterns = "heads-*-*.json", "heads-*-test*.json"  # the test split counts if there
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return Analyses(folder.name.removeprefix("roles_"), read_heads(paths))
 
 
-def read_heads(folder: Path, split: str) -> dict[str, list[dict]]:
-    """Read the output of heads.py for a split: rows by verb."""
+def read_heads(paths: list[Path]) -> dict[str, list[dict]]:
+    """Read files that heads.py wrote: rows by verb, of its last file."""
     rows = {}
-    for path in sorted(folder.glob(f"heads-*-{split}.json")):
+    for path in paths:
         with damaged_file(path):
             content = json.loads(path.read_text())
             if not all(isinstance(row, dict) for row in content):
@@ -638,7 +640,14 @@ def read_results(folder: Path) -> Results | None:
     with damaged_file(table):
         arms = [read_arm(x, [row for row in rows if row["arm"] == x]) for x in names]
     corpus = folder.name.removeprefix(f"{ablation}_")
-    heads = read_heads(folder, rows[0]["test_split"]) if rows else {}
+    # of the checkpoint that has the scores; older tables don't name it
+    which = next((row["checkpoint"] for row in rows if row.get("checkpoint")), "best")
+    paths = [
+        output_file(folder, verb, row["test_split"], which=which)
+        for row in rows[:1]
+        for verb in ("describe", "importance")
+    ]
+    heads = read_heads([path for path in paths if path.exists()])
     looks = read_looks(folder, any("verdict" in row for row in rows), len(arms))
     return Results(ablation, corpus, arms, looks, heads)
 

@@ -335,6 +335,19 @@ def test_a_statistic_of_heads_is_compared_by_seed(tmp_path, shift, verdict):
     assert find_effects(claim(claims.bad_heads_cost_less), [sweep]) == []
 
 
+def test_heads_are_of_the_checkpoint_that_has_the_scores(tmp_path):
+    folder, test = tmp_path / "heads_x", claims.sink_lower
+    which = {1: "average", 8: "average"}
+    write_sweep(folder, {1: 2 + NOISE, 8: 2 - NOISE}, checkpoint=which)
+    sinks = {1: 0.4 + NOISE, 8: 0.3 + NOISE[::-1]}
+    of_best = write_heads(folder, "describe", "sink", sinks)
+    assert find_effects(claim(test), [of_best]) == []
+    name = "heads-describe-test"
+    (folder / f"{name}.json").rename(folder / f"{name}-average.json")
+    (effect,) = find_effects(claim(test), [read_results(folder)])
+    assert effect.verdict == SUPPORTED
+
+
 def test_a_bad_head_is_one_that_is_removed_and_one_with_noise(tmp_path):
     folder, test = tmp_path / "heads_x", claim(claims.bad_heads_cost_less)
     write_sweep(folder, {1: 2 + NOISE, 8: 2 - NOISE})
