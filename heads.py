@@ -263,11 +263,12 @@ def find_interactions(path, trained, examples, options) -> None:
 
 def explore_heads(path, trained, examples, options) -> None:
     """Write a page to explore the heads of one or two runs."""
-    first = path.parent.name
+    first = path.parent.resolve().name  # the workdir may be "."
     runs, splits = {first: trained}, {first: examples}
     if COMPARE.value is not None:
         folder = path_of(COMPARE)
-        name = folder.name if folder.name != first else f"{folder.name} (2)"
+        name = folder.resolve().name
+        name = f"{name} (2)" if name == first else name
         runs[name] = open_run(folder, CHECKPOINT.value)
         splits[name] = runs[name].task.load(examples.split)
     lines = None if INPUT.value is None else input_lines()

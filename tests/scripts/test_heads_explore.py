@@ -39,10 +39,11 @@ def test_roles_are_written_for_every_head_and_printed(trained, call):
 
 @pytest.mark.slow
 def test_a_page_has_every_head_and_sentence_and_no_template_marks(
-    trained, call, tmp_path
+    trained, call, tmp_path, monkeypatch
 ):
     path = tmp_path / "explorer.html"
-    options = {"workdir": trained, "output": path, "examples": 20, "sentences": 3}
+    monkeypatch.chdir(trained)
+    options = {"workdir": ".", "output": path, "examples": 20, "sentences": 3}
     ran = call("heads.py", "explore", **options, **LAST)
     assert ran.returncode == 0, ran.stderr
     text = path.read_text()
@@ -51,6 +52,7 @@ def test_a_page_has_every_head_and_sentence_and_no_template_marks(
     assert not re.search(r"(src|href)=|https?://", text)  # nothing to fetch
     found = re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)
     (run,) = json.loads(found[1])["runs"]
+    assert run["name"] == trained.name
     assert len(run["sentences"]) == 3 and len(run["trials"]) == 2
     assert [len(trial["heads"]) for trial in run["trials"]] == [6, 6]
     sentence = load(trained, "last").task.read("val")["source"][0]
