@@ -152,6 +152,7 @@ class Sweep(NamedTuple):
             lock = locked(self.workdir / ".plan")
         with lock:
             groups = [read_group(path) for path in sorted(folder.glob("*/group.json"))]
+            check_placed_once(folder, groups)
             existing = self._replace(groups=groups).scored_trials()
             trials = staged_trials(
                 self.plan,
@@ -182,17 +183,17 @@ class Sweep(NamedTuple):
         results, _ = self.read_results("val")
         scored = []
         for group in self.groups:
-            rows = results.get(group.name)
+            rows, folder = results.get(group.name), self.folder(group)
+            metrics = read_metrics(folder) if rows is None else []
+            has_failed = (folder / "failed.json").exists()
             for index, trial in enumerate(group.trials):
                 score = None
+                # a failed search waits for its retry, which may change the choice
+                is_lost = has_failed and not trial.is_search
                 if rows is not None:
                     score = dev_score(rows[index], self.metric)
-                else:
-                    folder = self.folder(group)
-                    # a failed search waits for its retry, which may change the choice
-                    is_lost = not trial.is_search and (folder / "failed.json").exists()
-                    if is_lost or diverged_at(read_metrics(folder), index) is not None:
-                        score = DIVERGED
+                elif is_lost or diverged_at(metrics, index) is not None:
+                    score = DIVERGED
                 scored.append((trial, score))
         return scored
 
@@ -264,6 +265,19 @@ def read_group(path: Path) -> Group:
             f"sweep.py run trains its trials again."
         )
     return Group(path.parent.name, [Trial(**trial) for trial in rows])
+
+
+def check_placed_once(folder: Path, groups: list[Group]) -> None:
+    """Raise a ValueError if two groups hold a trial, as a copy of a group does."""
+    places = {}
+    for group in groups:
+        for trial in group.trials:
+            other = places.setdefault(trial.id, group.name)
+            if other != group.name:
+                raise ValueError(
+                    f"{folder / other} and {folder / group.name} hold the same trial; "
+                    f"move one of them out of {folder}."
+                )
 
 
 def read_run(folder: Path) -> dict | None:

@@ -1,6 +1,7 @@
 """A sweep's files: locks, results that can't be used, damaged records."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -200,3 +201,12 @@ def test_a_group_in_which_all_trials_diverged_is_not_failed(tmp_path, corpus):
     sweep = open_sweep(options(tmp_path / "s", corpus))
     write_run(sweep.folder(sweep.groups[1]), status="diverged")
     assert statuses(sweep)["K=2"] == "diverged"
+
+
+def test_a_copy_of_a_groups_folder_is_named(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus)
+    sweep = open_sweep(given)
+    folder = sweep.folder(sweep.groups[0])
+    shutil.copytree(folder, folder.with_name("copy"))
+    with pytest.raises(ValueError, match="groups/copy .*hold the same trial"):
+        collect(open_sweep(only_workdir(given, verb="status")))
